@@ -29,7 +29,7 @@ MAX_LINES = 500
 """A sign to look: a file is as long as its subject, and a lower cap split what belongs together."""
 
 ENVIRONMENT_READERS: dict[str, str] = {
-    "bench/jax_rival.py": "gives its environment to JAX's process, with JAX's own settings",
+    "bench/race/jax_rival.py": "gives its environment to JAX's process, with JAX's own settings",
     "bench/ranks.py": "sees whether torchrun started it; gives NCCL its own default in captures",
     "commands/demo.py": "sees whether torchrun started it (WORLD_SIZE)",
     "commands/doctor.py": "shows whether MKL_CBWR is set, which MKL reads",

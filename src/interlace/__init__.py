@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import release_teams as release
     from interlace.comm.teams import reset_teams as reset
     from interlace.frontend.compile import compile
-    from interlace.ir.builder import program
+    from interlace.ir.build.builder import program
     from interlace.ir.text.parser import parse, parse_set
     from interlace.runtime import synchronize
 
@@ -35,7 +35,7 @@ _LAZY = {
     "compile": ("interlace.frontend.compile", "compile"),
     "parse": ("interlace.ir.text.parser", "parse"),
     "parse_set": ("interlace.ir.text.parser", "parse_set"),
-    "program": ("interlace.ir.builder", "program"),
+    "program": ("interlace.ir.build.builder", "program"),
     "release": ("interlace.comm.teams", "release_teams"),
     "reset": ("interlace.comm.teams", "reset_teams"),
     "synchronize": ("interlace.runtime", "synchronize"),

@@ -2,15 +2,13 @@
 
 ranks.py         the ranks of a benchmark: starting, joining, meeting; progress
 timing.py        bursts of back-to-back launches, in rounds that interleave the candidates
-ways.py          ways to compute one thing: opened, checked, timed in turn, closed
+race/            ways to compute one thing, ours and others': opened, checked, timed in turn
 rows.py          rows of CSV, and what a row says of the machine: commit, versions
 bars.py          the bars that rows must clear
 transfers.py     copies between ranks, messages, collectives
 device.py        what calibration wants to know of one device alone
 interconnect.py  `interlace bench interconnect`, and what `interlace calibrate` measures
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
-candidates.py    the ways to compute a site: ours, and what both are compared with
-jax_rival.py     JAX's way, in a process of its own
 overlap.py       `interlace bench overlap`
 layer.py         `interlace bench layer`
 kernels/         `interlace bench kernels`

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from interlace.bench.candidates import OURS
 from interlace.bench.kernels.case import OURS as OUR_WAY
+from interlace.bench.race.candidates import OURS
 from interlace.bench.rows import Row, number
 from interlace.bench.sites import SMALL_ROWS
 

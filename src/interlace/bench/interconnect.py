@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from interlace.bench import overlap
-from interlace.bench.candidates import OURS
 from interlace.bench.device import device_samples
+from interlace.bench.race.candidates import OURS
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.bench.sites import SiteCase

@@ -31,11 +31,21 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace
+from interlace.bench.race.ways import (
+    Opened,
+    Racer,
+    Way,
+    close,
+    free,
+    prepare,
+    running,
+    time_ways,
+    worst,
+)
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.bench.sites import DTYPES
 from interlace.bench.timing import ahead, race
-from interlace.bench.ways import Opened, Racer, Way, close, free, prepare, running, time_ways, worst
 from interlace.demo.model import Attention, Block, rotary_table
 from interlace.demo.plan import ModelConfig
 from interlace.demo.train import registered

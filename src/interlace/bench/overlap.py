@@ -17,14 +17,24 @@ from typing import Any
 
 import torch
 
-from interlace.bench.candidates import OURS, Candidate, WholeGemm, ours, rivals, whole_gemms
-from interlace.bench.jax_rival import jax_rows
+from interlace.bench.race.candidates import OURS, Candidate, WholeGemm, ours, rivals, whole_gemms
+from interlace.bench.race.jax_rival import jax_rows
+from interlace.bench.race.ways import (
+    Opened,
+    Racer,
+    Way,
+    also,
+    close,
+    free,
+    prepare,
+    time_ways,
+    worst,
+)
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.bench.sites import SiteCase, deviation, make_inputs, whole_check
 from interlace.bench.timing import host_times, race
 from interlace.bench.transfers import ROOF_SIZES, Roof, best_copy
-from interlace.bench.ways import Opened, Racer, Way, also, close, free, prepare, time_ways, worst
 from interlace.errors import OptionError
 from interlace.launch import Tell
 

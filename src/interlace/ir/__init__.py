@@ -8,18 +8,19 @@
     program.py   Program, its regions, sites and remarks; `instantiate(rank)`
     fields.py    how an op is written, from the fields of its dataclass
     text/        Program to text, and back
-    validate.py  structural rules, with the offending line; checks/ has those of single ops
+    checks/      structural rules, with the offending line: `validate`
     operators.py what an aten operator is: one table for all rooms
     order.py     what orders ops, in a list and between ranks; the order of one op after another
     call_names.py  what a Program calls, and whether it may
-    builder.py   Programs written by hand in Python (builder_ops.py: its ops and views)
+    build/       Programs written by hand in Python
 
 Nothing here imports torch.
 """
 
 from interlace.ir.box import Box
-from interlace.ir.builder import Builder
-from interlace.ir.builder_ops import Handle
+from interlace.ir.build.builder import Builder
+from interlace.ir.build.ops import Handle
+from interlace.ir.checks.validate import validate
 from interlace.ir.ops import (
     KINDS,
     Access,
@@ -65,7 +66,6 @@ from interlace.ir.types import (
     Where,
     contiguous_strides,
 )
-from interlace.ir.validate import validate
 from interlace.ir.view import (
     AsStrided,
     Cast,

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, needed
+from interlace.bench.race.ways import Opened, Way
 from interlace.bench.sites import DTYPES
-from interlace.bench.ways import Opened, Way
 from interlace.optim import AdamW
 
 WIDTH, HIDDEN, KEYS, CLASSES, LAYERS = 4096, 14336, 1024, 128256, 4

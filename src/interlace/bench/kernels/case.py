@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from interlace.bench.race.ways import Opened, Racer, Sets, Way, also, close, prepare, time_ways
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row
 from interlace.bench.timing import LAUNCHES, Run, Timing, race, time_in_turn
-from interlace.bench.ways import Opened, Racer, Sets, Way, also, close, prepare, time_ways
 from interlace.errors import UnsupportedError
 from interlace.launch import Tell
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase
 from interlace.bench.kernels.losses import BOTH, relative, unit
+from interlace.bench.race.ways import Opened, Way, worst
 from interlace.bench.sites import DTYPES
-from interlace.bench.ways import Opened, Way, worst
 from interlace.nn import GroupedLinear
 from interlace.optim import GradAccumulator
 

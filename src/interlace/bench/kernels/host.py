@@ -23,9 +23,9 @@ from interlace.bench.kernels.adam import FORMATS, adam_case
 from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, time_case
 from interlace.bench.kernels.grouped import grouped_case
 from interlace.bench.kernels.losses import BOTH, cross_entropy_case, linear_case
+from interlace.bench.race.ways import Opened, Way
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
-from interlace.bench.ways import Opened, Way
 from interlace.ir import Program, parse
 from interlace.launch import Report, Tell
 from interlace.runtime import Executor

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, needed
+from interlace.bench.race.ways import Opened, Way, worst
 from interlace.bench.sites import CACHE, DTYPES
-from interlace.bench.ways import Opened, Way, worst
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
 
 LossOf = Callable[[Tensor, Tensor], Tensor]

@@ -17,9 +17,9 @@ from interlace.bench.kernels.case import KernelCase, time_case
 from interlace.bench.kernels.grouped import grouped_cases
 from interlace.bench.kernels.host import host_cases, team_work
 from interlace.bench.kernels.losses import cross_entropy_cases, linear_cases
+from interlace.bench.race.ways import free
 from interlace.bench.ranks import Alone, start
 from interlace.bench.rows import Row, facts
-from interlace.bench.ways import free
 from interlace.errors import OptionError
 from interlace.launch import Tell
 

@@ -69,15 +69,15 @@ def all_gather_linear(
     many = not isinstance(weights, torch.Tensor)
     each: Any = weights if many else [weights]
     bias: Any = [None] * len(each) if biases is None else biases if many else [biases]
-    site, dim = Site.of("all_gather", group, options, overlap), _rows_dim(x, dim)
+    via, dim = Communication.of("all_gather", group, options, overlap), _rows_dim(x, dim)
     x, tensors, accumulators = _checked(x, each, bias)
-    if site is None:
+    if via is None:
         pairs = zip(tensors[: len(each)], tensors[len(each) :], strict=True)
         made = [linear(x, w, b) for w, b in pairs]
     else:
         moved = x.movedim(dim, 0)
-        shape = site.group.size() * moved.shape[0], *moved.shape[1:-1]
-        found = Sharded.apply(site, accumulators, _rows(moved), *tensors)
+        shape = via.group.size() * moved.shape[0], *moved.shape[1:-1]
+        found = Sharded.apply(via, accumulators, _rows(moved), *tensors)
         made = [y.view(*shape, y.shape[1]).movedim(0, dim) for y in found]
     return tuple(made) if many else made[0]
 
@@ -105,17 +105,17 @@ def linear_reduce_scatter(
     Gives [..., N] with this rank's part of the rows. Backward gathers the upstream gradient for all
     that needs it; that of the bias is of all rows, and the same on all ranks.
     """
-    site, dim = Site.of("reduce_scatter", group, options, overlap), _rows_dim(x, dim)
+    via, dim = Communication.of("reduce_scatter", group, options, overlap), _rows_dim(x, dim)
     x, tensors, accumulators = _checked(x, [weight], [bias])
-    if site is None:
+    if via is None:
         return linear(x, *tensors)
-    moved, ranks = x.movedim(dim, 0), site.group.size()
+    moved, ranks = x.movedim(dim, 0), via.group.size()
     if moved.shape[0] % ranks:
         raise InputError(
             f"`x` has size {moved.shape[0]} in dimension {dim}, which {ranks} ranks cannot share "
             f"evenly: give a multiple of {ranks}, padded where need be"
         )
-    (y,) = Sharded.apply(site, accumulators, _rows(moved), *tensors)
+    (y,) = Sharded.apply(via, accumulators, _rows(moved), *tensors)
     return y.view(moved.shape[0] // ranks, *moved.shape[1:-1], y.shape[1]).movedim(0, dim)
 
 
@@ -140,11 +140,11 @@ def linear_all_reduce(
     Gives [..., N]. The upstream gradient is the same on all ranks, and backward communicates
     nothing.
     """
-    site = Site.of("all_reduce", group, options, overlap)
+    via = Communication.of("all_reduce", group, options, overlap)
     x, tensors, accumulators = _checked(x, [weight], [bias])
-    if site is None:
+    if via is None:
         return linear(x, *tensors)
-    (y,) = Sharded.apply(site, accumulators, _rows(x), *tensors)
+    (y,) = Sharded.apply(via, accumulators, _rows(x), *tensors)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -152,7 +152,7 @@ def linear_all_reduce(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Site:
+class Communication:
     """How a call communicates."""
 
     collective: str
@@ -160,8 +160,8 @@ class Site:
     options: Options
 
     @classmethod
-    def of(cls, collective: str, group: Any, options: Given, overlap: bool) -> Site | None:
-        """The site of a call; None where one rank has all."""
+    def of(cls, collective: str, group: Any, options: Given, overlap: bool) -> Communication | None:
+        """How a call does; None where one rank has all."""
         chosen = _options(options_from(options) if options else DEFAULT, overlap)
         if group is None:
             raise InputError("`group` is None: give a process group or a mesh of one dimension")
@@ -243,7 +243,7 @@ class Sharded(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        site: Site,
+        via: Communication,
         accumulators: tuple[GradAccumulator | None, ...],
         x: torch.Tensor,
         *tensors: torch.Tensor | None,
@@ -254,18 +254,18 @@ class Sharded(torch.autograd.Function):
         weights, biases = [w for w in dense[:count] if w is not None], dense[count:]
         for_x, *for_w = ctx.needs_input_grad[2 : 3 + count]
         ctx.save_for_backward(x if any(for_w) else None, *(weights if for_x else ()))
-        ctx.site, ctx.accumulators = site, accumulators
+        ctx.via, ctx.accumulators = via, accumulators
         ctx.layer = layer = Layer(
-            site.collective,
+            via.collective,
             dtype_of(x.dtype).value,
             x.shape[1],
             tuple([w.shape[0] for w in weights]),
             tuple([b is not None for b in biases]),
         )
-        ranks = site.group.size() if site.collective == "reduce_scatter" else 1
+        ranks = via.group.size() if via.collective == "reduce_scatter" else 1
         pairs = [t for pair in zip(weights, biases, strict=True) for t in pair if t is not None]
         with without_autocast(x.device.type):
-            run = programs(site.group, layer, site.options, x.device)
+            run = programs(via.group, layer, via.options, x.device)
             return tuple(run(x.shape[0] // ranks, [x, *pairs]))
 
     @staticmethod
@@ -278,7 +278,7 @@ class Sharded(torch.autograd.Function):
         with torch.no_grad(), without_autocast(dys[0].device.type):
             given = [dy.contiguous() for dy in dys]
             given += [t for t in (x, *weights) if t is not None]
-            found = iter(_gradients(ctx.site, ctx.layer, wanted, given))
+            found = iter(_gradients(ctx.via, ctx.layer, wanted, given))
             grads = [next(found) if want else None for want in wanted]
             for i, accumulator in enumerate(accumulators, 1):
                 into = accumulator.destination() if accumulator and wanted[i] else None
@@ -289,15 +289,15 @@ class Sharded(torch.autograd.Function):
 
 
 def _gradients(
-    site: Site, layer: Layer, wanted: tuple[bool, ...], given: list[torch.Tensor]
+    via: Communication, layer: Layer, wanted: tuple[bool, ...], given: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Those that are wanted, of x, weights and biases; `given` are dys, then x, then weights."""
     dy = given[0]
-    if site.collective == "all_reduce":
+    if via.collective == "all_reduce":
         for_x, for_w, for_b = wanted
         made = [dy.mm(given[-1])] if for_x else []
         made += [dy.t().mm(given[1])] if for_w else []
         return made + ([dy.sum(0)] if for_b else [])
-    ranks = site.group.size() if site.collective == "all_gather" else 1
+    ranks = via.group.size() if via.collective == "all_gather" else 1
     layer = dataclasses.replace(layer, wanted=wanted)
-    return programs(site.group, layer, site.options, dy.device)(dy.shape[0] // ranks, given)
+    return programs(via.group, layer, via.options, dy.device)(dy.shape[0] // ranks, given)

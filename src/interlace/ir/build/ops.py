@@ -438,5 +438,5 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Table) else value
 
 
-_INSIDE = frozenset({__name__, "interlace.ir.builder", "contextlib"})
+_INSIDE = frozenset({__name__, "interlace.ir.build.builder", "contextlib"})
 """Modules whose frames are skipped to find the line that wrote an op."""

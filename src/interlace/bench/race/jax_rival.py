@@ -2,7 +2,7 @@
 
     rows = jax_rows(cases, ranks, rows)          # on every rank; rank 0 gets the rows
 
-    $ python -m interlace.bench.jax_rival '{"cases": [["ag_gemm", 64, 32, 48, "f32"]], "world": 2}'
+    $ python -m interlace.bench.race.jax_rival '{"cases": [["ag_gemm", 8, 4, 8, "f32"]], "world": 2}'
 
 One process drives all devices, as JAX does by default, so it cannot be interleaved with the others:
 it runs after them, while their ranks wait. The matmul is `shard_map`'s textbook one: a loop of
@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
+from interlace.bench.race.ways import Opened, Way, prepare, time_ways
 from interlace.bench.ranks import WAIT_S, Alone, Ranks
 from interlace.bench.rows import Row, number
 from interlace.bench.sites import SiteCase
 from interlace.bench.timing import race
-from interlace.bench.ways import Opened, Way, prepare, time_ways
 
 TIME_OUT_S = 240.0
 ROUNDS, LAUNCHES = 7, 10
@@ -70,7 +70,7 @@ def _run(cases: Sequence[SiteCase], ranks: Ranks) -> dict[str, tuple[float, str]
         }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "interlace.bench.jax_rival", json.dumps(asked)],
+            [sys.executable, "-m", "interlace.bench.race.jax_rival", json.dumps(asked)],
             capture_output=True,
             text=True,
             timeout=TIME_OUT_S,

@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
 from interlace.errors import ProgramError
-from interlace.ir.builder_ops import BuilderOps, Handle, Scope, TeamOrName, element_type
+from interlace.ir.build.ops import BuilderOps, Handle, Scope, TeamOrName, element_type
 from interlace.ir.ops import Alloc, Arg, Name
 from interlace.ir.program import Node, Program, Region, Remark, Site
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import Buffer, Dim, DType, Table, Team
-from interlace.ir.validate import validate
+from interlace.ir.checks.validate import validate
 
 
 def program(

@@ -1,0 +1,6 @@
+"""Ways to compute one thing, timed in turn.
+
+ways.py        a way: opened, checked, timed, closed
+candidates.py  the ways to compute a site: ours, and what both are compared with
+jax_rival.py   JAX's way, in a process of its own
+"""
