@@ -259,3 +259,27 @@ def test_classes_of_sizes_that_come_again_warn_once(pool: Pool) -> None:
     for (told,) in pool(2).run(classes_that_come_again, [20, 40, 24, 44, 20]):
         assert "inference graph" in told
         assert "keeps 1" in told
+
+
+@pytest.mark.timeout(120)
+def test_what_has_no_program_is_told_and_not_run_by_prepare() -> None:
+    """As on a GPU, where Inductor compiles what communicates nothing."""
+    torch.compiler.reset()
+    seen = torch.zeros(1)
+
+    def step(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        seen.add_(1)
+        return x.sigmoid() * 2
+
+    options: Any = {"regions": "inductor"}
+    x = torch.randn(5, 3)
+    call = interlace.compile(step, x, seen, dynamic=True, options=options)
+    assert seen.item() == 0
+    assert "compiled by Inductor as a whole" in call.explain()
+    with pytest.raises(ExecutorError, match="compiled by Inductor as a whole"):
+        _ = call.program
+    for rows in (5, 7, 9):
+        x = torch.randn(rows, 3)
+        assert torch.allclose(call(x, seen), x.sigmoid() * 2)
+    assert seen.item() == 3
+    call.close()

@@ -192,7 +192,7 @@ class CompiledGraph:
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
                 return self(args)
-        if self._run is not None:
+        if self._run is not None and self.listener is None:
             return self._run(args)
         if self.unscheduled:
             return self._run_unscheduled(args)
@@ -255,7 +255,11 @@ class CompiledGraph:
         if self._run is None:
             self._shelf.clear()
             self._run = boxed_nop(self._gm, [])
-        return self._run(args)
+        tell = self.listener(list(args)) if self.listener is not None else None
+        results = self._run(args)
+        if tell is not None:
+            tell(results)
+        return results
 
     def _for(self, key: Hashable, args: Sequence[Any]) -> Bound | None:
         """The bound Program for arguments of this signature: of a class of sizes, if there can be

@@ -22,7 +22,7 @@ from interlace.frontend.backend import NotCompiled, backend
 from interlace.frontend.binding import Bound
 from interlace.frontend.compile import Compiled
 from interlace.frontend.compiled_graph import CompiledGraph
-from interlace.frontend.explain import capture
+from interlace.frontend.explain import capture, explain_graphs
 from interlace.options import Options
 
 
@@ -103,12 +103,25 @@ class Dynamic(Compiled):
     @property
     def bound(self) -> tuple[Bound, ...]:
         """The graphs of the arguments met last, forward before backward."""
+        found = tuple(bound for graph in self._graphs for bound in graph.bound[-1:])
+        if not found:
+            why = "\n".join(f"{graph.kind}: {graph.unscheduled}" for graph in self._graphs)
+            raise ExecutorError(f"there is no Program of these arguments, see explain(). {why}")
+        return found
+
+    @property
+    def _graphs(self) -> list[CompiledGraph]:
         if not self._tracer.graphs:
             raise ExecutorError(
                 "nothing is compiled yet: call the compiled function, or give "
                 "interlace.compile the arguments of a call"
             )
-        return tuple(bound for graph in self._tracer.graphs[-1] for bound in graph.bound[-1:])
+        return self._tracer.graphs[-1]
+
+    def explain(self) -> str:
+        """Each communication with its strategy, the reason and the gain that is predicted; or why
+        there is no Program."""
+        return explain_graphs(self._graphs)
 
     def close(self) -> None:
         """Frees everything; a later call binds anew."""

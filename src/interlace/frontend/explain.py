@@ -35,6 +35,12 @@ def explain(bound: Iterable[Bound]) -> str:
     return "\n\n".join(map(_one, bound))
 
 
+def explain_graphs(graphs: Iterable[CompiledGraph]) -> str:
+    """The same of compiled graphs, with what becomes of those that have no Program."""
+    texts = [_unscheduled(graph) if graph.unscheduled else explain(graph.bound) for graph in graphs]
+    return "\n\n".join(filter(None, texts))
+
+
 def _one(bound: Bound) -> str:
     program = bound.program
     verdict = "sound" if bound.report.sound else "unsound"
@@ -113,11 +119,7 @@ class Captured:
 
     def explain(self) -> str:
         """Each communication with its strategy, the reason and the gain that is predicted."""
-        texts = [
-            _unscheduled(graph) if graph.unscheduled else explain(graph.bound)
-            for graph in self.graphs
-        ]
-        return "\n\n".join(filter(None, texts))
+        return explain_graphs(self.graphs)
 
 
 _CAPTURING: ContextVar[tuple[Captured, ...]] = ContextVar("interlace_capturing", default=())

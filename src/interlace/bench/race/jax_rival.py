@@ -2,7 +2,7 @@
 
     rows = jax_rows(cases, ranks, rows)          # on every rank; rank 0 gets the rows
 
-    $ python -m interlace.bench.race.jax_rival '{"cases": [["ag_gemm", 8, 4, 8, "f32"]], "world": 2}'
+    $ python -m interlace.bench.race.jax_rival '{"cases": [["ag_gemm", 8, 4, 8, "f32"]], "world":2}'
 
 One process drives all devices, as JAX does by default, so it cannot be interleaved with the others:
 it runs after them, while their ranks wait. The matmul is `shard_map`'s textbook one: a loop of
