@@ -102,6 +102,13 @@ def drawn(rng: random.Random, rows: int, ranks: int) -> Routes:
     return found
 
 
+def as_first(first: Routes, routes: Routes) -> bool:
+    """Whether a rank sends and receives as many rows of each: it would compile nothing anew."""
+    columns = zip(zip(*first, strict=True), zip(*routes, strict=True), strict=True)
+    rows = zip(first, routes, strict=True)
+    return any(a == b and c == d for (a, b), (c, d) in zip(rows, columns, strict=True))
+
+
 def check(told: dict[str, Any]) -> None:
     """Every step was that of eager, nothing was prepared, and `explain` says so."""
     assert told["wrong"] == []
@@ -112,10 +119,15 @@ def check(told: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("first", [UNEVEN, EVEN], ids=["uneven", "even"])
 def test_steps_train_alike(pool: Pool, first: Routes, seed: int) -> None:
-    """A rank for which the first sizes come again meets its peers, whatever those were."""
+    """A rank for which the first sizes come again meets its peers, whatever those were.
+
+    But for the second step after even sizes, which all ranks compile: see Note [Sizes that are
+    data].
+    """
     rng = random.Random(seed)
     special = [FIRST_AS_BEFORE, NONE_FOR_ONE, ONES, EVEN]
-    steps = [first, drawn(rng, ROWS, 3), *special, *(drawn(rng, ROWS, 3) for _ in range(6))]
+    second = next(r for r in iter(lambda: drawn(rng, ROWS, 3), []) if not as_first(first, r))
+    steps = [first, second, *special, *(drawn(rng, ROWS, 3) for _ in range(6))]
     for told in pool(3).run(run, steps, seed, True, time_out_s=110):
         check(told)
         assert told["bound"] == 0 or first is EVEN
