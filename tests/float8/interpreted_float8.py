@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from interlace.float8 import E4M3, E5M2, Recipe, kernel
-from interlace.float8.data import Float8Data
+from interlace.float8.data import width
 from interlace.float8.quantization import quantize_twin
 from interlace.float8.rule import amax_twin
 from interlace.kernels import launch as launcher
@@ -85,18 +85,24 @@ def matrix(draw: random.Random) -> torch.Tensor:
     return x.to(dtype)
 
 
-def same(mine: Float8Data, twin: Float8Data, what: object) -> None:
-    for name in ("data", "scale_inv", "transposed", "transposed_scale_inv"):
-        one, other = getattr(mine, name), getattr(twin, name)
-        if one is None:
-            assert other is None, (name, what)
+Packed = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def blank(x: torch.Tensor, kind: torch.dtype, transpose: bool) -> Packed:
+    """Packed rows, and those of the transpose, that are yet to be filled."""
+    sizes = [x.shape, x.t().shape]
+    rows, across = (torch.full((m, width(k)), 3.0).to(kind) for m, k in sizes)
+    return rows, across if transpose else None
+
+
+def same(mine: Packed, twin: Packed, what: object) -> None:
+    for name, one, other in zip(("rows", "transpose"), mine, twin, strict=True):
+        if one is None or other is None:
             continue
-        word = torch.uint8 if one.itemsize == 1 else torch.int32
-        assert one.dtype == other.dtype, (name, what)
-        assert one.shape == other.shape, (name, what)
-        differ = (one.view(word) != other.view(word)).nonzero().tolist()
+        one, other = one.view(torch.uint8), other.view(torch.uint8)
+        differ = (one != other).nonzero().tolist()
         shown = [(at, one[tuple(at)].item(), other[tuple(at)].item()) for at in differ[:5]]
-        assert not differ, (name, what, shown)
+        assert not differ, (name, one.shape, what, shown)
 
 
 def check(draw: random.Random) -> None:
@@ -112,8 +118,10 @@ def check(draw: random.Random) -> None:
     given = draw.choice([parts, parts, torch.tensor([3.0, 0.5, 2.0]), torch.tensor(torch.nan)])
     amax = None if by_row else given
     what = (x.shape, x.dtype, x.stride(), kind, recipe, transpose, amax)
-    mine = kernel.quantize(x, kind, recipe, amax, transpose)
-    same(mine, quantize_twin(x, kind, recipe, amax, transpose), what)
+    mine, twin = (blank(x, kind, transpose) for _ in range(2))
+    kernel.quantize(x, recipe, amax, *mine)
+    quantize_twin(x, recipe, amax, *twin)
+    same(mine, twin, what)
 
 
 if __name__ == "__main__":

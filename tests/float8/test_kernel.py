@@ -39,13 +39,13 @@ def test_kernels_have_the_bits_of_the_twin(seed: int) -> None:
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accesses_are_wide_and_nothing_spills(dtype: torch.dtype, by_row: bool) -> None:
-    """x is read and both results are written 16 bytes at a time, and rounded by the hardware."""
+    """x is read and both results are written 16 bytes at a time; the hardware rounds."""
     compiled = kernel.cast_source(dtype, E4M3, by_row, False, True, 512, ALIGNED).compile()
     assert not spills(compiled)
     ptx = compiled.asm["ptx"]
     each = 128 * 128 // (32 * kernel.WARPS)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= each * dtype.itemsize // 16
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * each // 16
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * each // 16 + 2  # two for the tails
     assert not re.search(r"st\.global\.(v\d\.)?b(8|16)", ptx)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "div.rn.f32" in ptx
@@ -79,7 +79,7 @@ class Launched:
         assert names[len(args) :] == [name for name in names if name in source.constants]
         kinds = {"*": (torch.Tensor, type(None)), "i": (int,), "f": (float,)}
         elements = {"*i16": torch.int16, "*fp16": torch.float16, "*fp32": torch.float32}
-        elements |= {"*fp8e4nv": E4M3, "*fp8e5": E5M2}
+        elements |= {"*fp8e4nv": E4M3, "*fp8e5": E5M2, "*i32": torch.int32}
         for name, value in zip(names, args, strict=False):
             assert isinstance(value, kinds[source.types[name][0]]), (name, value)
             by = source.divisible.get(name, 1)

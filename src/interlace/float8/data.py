@@ -1,13 +1,19 @@
-"""A matrix in FP8 with its scales, and the transposed copy that Hopper's GEMM needs.
+"""Matrices in FP8 whose rows carry their scale, and the transposed copy that Hopper's GEMM needs.
 
-x8 = quantize(x, E4M3, transpose=True)
-x8.dequantize()         # [M, K]
-x8.t().data             # [K, M]: the same numbers for a product over M
+    x8 = quantize(x, E4M3, transpose=True)
+    x8.dequantize()         # [M, K]
+    x8.t().data             # [K, M]: the same numbers for a product over M
+
+Note [Packed rows]
+    A packed matrix [M, K] is one FP8 tensor [M, width(K)]: a row holds its K numbers, zeros up to a
+    multiple of 16, and TAIL bytes, of which the first four are 1 / scale in fp32 and the rest zeros.
+    Whatever moves rows (a gather, a copy of a chunk, a send) moves their scale in the same copy, and
+    no chunk can be multiplied by the scale of another. TAIL is one sector of a GPU's memory, so
+    that rows of 32 bytes and more begin where a sector does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +23,8 @@ from interlace.errors import InputError
 
 ALIGNMENT = 16
 """FP8 GEMMs take this many elements of a row at a time."""
+TAIL = 32
+"""Bytes behind the numbers of a row."""
 
 
 def padded(count: int) -> int:
@@ -24,52 +32,52 @@ def padded(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
+def width(columns: int) -> int:
+    """Bytes of a packed row of `columns` numbers."""
+    return padded(columns) + TAIL
+
+
+def numbers(packed: Tensor) -> Tensor:
+    """The FP8 numbers of packed rows, with the zeros behind them: a view [M, padded(K)]."""
+    return packed[:, :-TAIL]
+
+
+def scales(packed: Tensor) -> Tensor:
+    """1 / scale of each packed row: a view [M, 1] of fp32."""
+    column = packed.shape[1] // 4 - TAIL // 4
+    return packed.view(torch.float32)[:, column : column + 1]
+
+
 @dataclass(frozen=True, eq=False)
 class Float8Data:
-    """A quantised matrix: element (i, j) stands for `data[i, j] * scale_inv[i or 0, 0]`."""
+    """A quantised matrix [M, K]: element (i, j) stands for `data[i, j] * scale_inv[i, 0]`."""
 
-    data: Tensor
-    """float8 [M, K], contiguous."""
-    scale_inv: Tensor
-    """fp32, 1 / scale: [1, 1], or [M, 1] where each row has its scale."""
+    packed: Tensor
+    """float8 [M, width(K)], see Note [Packed rows]; all rows have one scale, or each its own."""
+    columns: int
+    """K."""
+    by_row: bool = False
+    """Whether each row has a scale of its own."""
     transposed: Tensor | None = None
-    """float8 [K, M rounded up to 16], zeros behind M; None if it was not asked for."""
-    transposed_scale_inv: Tensor | None = None
-    """`scale_inv` itself, or fp32 [K, 1] where each row has its scale."""
+    """The transpose, packed: float8 [K, width(M)]; None if it was not asked for."""
+
+    @property
+    def data(self) -> Tensor:
+        """The FP8 numbers: a view [M, K]."""
+        return self.packed[:, : self.columns]
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """1 / scale of each row: a view [M, 1] of fp32."""
+        return scales(self.packed)
 
     def t(self) -> Float8Data:
-        """The transpose, by its copy: an InputError if there is none."""
-        if self.transposed is None or self.transposed_scale_inv is None:
+        """The transpose [K, M rounded up to 16], by its copy: an InputError if there is none."""
+        if self.transposed is None:
             raise InputError("there is no transposed copy: quantize with transpose=True")
-        return Float8Data(self.transposed, self.transposed_scale_inv, self.data, self.scale_inv)
+        rows = padded(self.packed.shape[0])
+        return Float8Data(self.transposed, rows, self.by_row, self.packed)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers that it stands for [M, K], each rounded once to fp32, then to `dtype`."""
         return (self.data.float() * self.scale_inv).to(dtype)
-
-    def split(self, rows: Sequence[int]) -> list[Float8Data]:
-        """Views of as many rows each, with their part of the transposed copy.
-
-        Raises InputError if `rows` do not add up to M, or where a transposed copy would be cut at
-        a row that is no multiple of 16: its parts would be no operands of a GEMM.
-        """
-        count = self.data.shape[0]
-        if sum(rows) != count or any(size < 0 for size in rows):
-            raise InputError(f"rows {list(rows)} do not add up to the {count} that there are")
-        parts, start = [], 0
-        for size in rows:
-            stop = start + size
-            across = None
-            if self.transposed is not None:
-                if size and start % ALIGNMENT:
-                    raise InputError(
-                        f"rows {list(rows)} cut the transposed copy at {start}: cut at multiples "
-                        f"of {ALIGNMENT}, or quantize each part"
-                    )
-                across = self.transposed[:, start : start + padded(size)]
-            scales = self.scale_inv if self.scale_inv.numel() == 1 else self.scale_inv[start:stop]
-            parts.append(
-                Float8Data(self.data[start:stop], scales, across, self.transposed_scale_inv)
-            )
-            start = stop
-        return parts

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from interlace.float8.data import Float8Data, padded
+from interlace.float8.data import TAIL
 from interlace.float8.recipe import Recipe
 from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_of
 
@@ -39,6 +39,8 @@ WARPS = 8
 KINDS = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 MAX = tl.constexpr(3.4028234663852886e38)
 """The largest number of fp32."""
+TAIL_BYTES = tl.constexpr(TAIL)
+TAIL_WORDS = tl.constexpr(TAIL // 4)
 
 
 @triton.jit
@@ -105,15 +107,27 @@ def cast_tile(value, scale, LARGEST: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def store_tails(words, line, scale, width, mask, LINES: tl.constexpr):
+    """1 / scale and zeros behind each line of a packed matrix, seen as int32."""
+    one = tl.full((LINES,), 1.0, tl.float32)
+    bits = tl.div_rn(one, tl.broadcast_to(scale, (LINES,))).to(tl.int32, bitcast=True)
+    lane = tl.arange(0, TAIL_WORDS)
+    tail = tl.where((lane == 0)[None, :], bits[:, None], 0)
+    at = words + line.to(tl.int64)[:, None] * (width // 4) + (width // 4 - TAIL_WORDS + lane)[None, :]
+    tl.store(at, tail, mask=mask[:, None] & (lane < TAIL_WORDS)[None, :])
+
+
+@triton.jit
 def cast_kernel(
-    x, amax, amax_t, data, data_t, scale_inv, scale_inv_t,
-    rows, columns, stride, rows_t, count, eps,
+    x, amax, amax_t, data, data_t, words, words_t,
+    rows, columns, stride, width, width_t, count, eps,
     BY_ROW: tl.constexpr, TRANSPOSE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr, BF16: tl.constexpr, COUNT: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """`amax` has `count` numbers, of which the largest counts; or one for each row, and `amax_t`
-    for each column. `rows_t` are the rows with the padding of the copy.
+    for each column. `data` and `words` are the packed rows as FP8 and as int32, `width` bytes
+    each; `data_t`, `words_t` and `width_t` those of the transpose.
     """
     program = tl.program_id(0)
     across = tl.cdiv(columns, BK)
@@ -121,30 +135,28 @@ def cast_kernel(
     here, there = row < rows, column < columns
     if BY_ROW:
         scale = scale_for(tl.load(amax + row, mask=here, other=0.0), eps, LARGEST, POWER_OF_TWO)
-        one = tl.full((BM,), 1.0, tl.float32)
-        tl.store(scale_inv + row, tl.div_rn(one, scale), mask=here & (program % across == 0))
-        scale = scale[:, None]
+        factor = scale[:, None]
     else:
         index = tl.arange(0, COUNT)
         parts = tl.load(amax + index, mask=index < count, other=0.0)
         strange = tl.max((parts != parts).to(tl.int32), 0)
         largest = tl.where(strange != 0, float("nan"), tl.max(parts, 0))
         scale = scale_for(largest, eps, LARGEST, POWER_OF_TWO)
-        tl.store(scale_inv, tl.div_rn(1.0, scale), mask=program == 0)
+        factor = scale
+    store_tails(words, row, scale, width, here & (program % across == 0), BM)
     kind = data.dtype.element_ty
-    cast = cast_tile(value, scale, LARGEST, kind)
-    at = data + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(at, cast, mask=here[:, None] & there[None, :])
+    cast = cast_tile(value, factor, LARGEST, kind)
+    at = data + row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(at, cast, mask=here[:, None] & (column < width - TAIL_BYTES)[None, :])
     if TRANSPOSE:
         if BY_ROW:
             found = tl.load(amax_t + column, mask=there, other=0.0)
-            scale_t = scale_for(found, eps, LARGEST, POWER_OF_TWO)
-            one_t = tl.full((BK,), 1.0, tl.float32)
-            first = there & (program < across)
-            tl.store(scale_inv_t + column, tl.div_rn(one_t, scale_t), mask=first)
-            cast = cast_tile(value, scale_t[None, :], LARGEST, kind)
-        at_t = data_t + column.to(tl.int64)[:, None] * rows_t + row[None, :]
-        tl.store(at_t, tl.trans(cast), mask=there[:, None] & (row < rows_t)[None, :])
+            scale = scale_for(found, eps, LARGEST, POWER_OF_TWO)
+            cast = cast_tile(value, scale[None, :], LARGEST, kind)
+        store_tails(words_t, column, scale, width_t, there & (program < across), BK)
+        at_t = data_t + column.to(tl.int64)[:, None] * width_t + row[None, :]
+        inside = there[:, None] & (row < width_t - TAIL_BYTES)[None, :]
+        tl.store(at_t, tl.trans(cast), mask=inside)
 
 
 def amax_source(dtype: torch.dtype, axis: int, whole: tuple[bool, ...]) -> KernelSource:
@@ -163,14 +175,14 @@ def cast_source(
     count: int, whole: tuple[bool, ...],
 ) -> KernelSource:  # fmt: skip
     """`count`: a power of two that is no less than the numbers of `amax`; `whole` as above."""
-    floats = ("amax", "amax_t", "scale_inv", "scale_inv_t")
     return KernelSource(
         kernel=cast_kernel,
         types={
             "x": _element(dtype),
-            **dict.fromkeys(floats, "*fp32"),
+            **dict.fromkeys(("amax", "amax_t"), "*fp32"),
             **dict.fromkeys(("data", "data_t"), "*" + KINDS[kind]),
-            **_numbers("rows", "columns", "stride", "rows_t", "count"),
+            **dict.fromkeys(("words", "words_t"), "*i32"),
+            **_numbers("rows", "columns", "stride", "width", "width_t", "count"),
             "eps": "fp32",
         },
         constants={
@@ -183,7 +195,7 @@ def cast_source(
             **CAST_TILE,
         },
         num_warps=WARPS,
-        divisible={**_divisible(whole), "rows_t": 16, "amax": 4},
+        divisible={**_divisible(whole), "width": 16, "width_t": 16, "amax": 4},
         options={"enable_fp_fusion": False},
     )
 
@@ -196,35 +208,29 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, kind: torch.dtype, recipe: Recipe, amax: Tensor | None, transpose: bool
-) -> Float8Data:
+    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor, across: Tensor | None
+) -> None:
     """`quantize_twin` of a matrix that is not empty."""
     (rows, columns), device, by_row = x.shape, x.device, amax is None
     amax_t = None
     if amax is None:
-        amax, amax_t = _amax(x, 1), _amax(x, 0) if transpose else None
+        amax, amax_t = _amax(x, 1), None if across is None else _amax(x, 0)
     elif amax.numel() > MOST:
         amax = amax.amax()
     amax = amax.reshape(-1).contiguous()
-    data = torch.empty(rows, columns, dtype=kind, device=device)
-    scale_inv = torch.empty(rows if by_row else 1, 1, dtype=torch.float32, device=device)
-    across = scale_inv_t = None
-    if transpose:
-        across = torch.empty(columns, padded(rows), dtype=kind, device=device)
-        scale_inv_t = torch.empty(columns, 1, device=device) if by_row else scale_inv
     count = 1 if by_row else triton.next_power_of_2(amax.numel())
     tiles = -(-rows // CAST_TILE["BM"]) * -(-columns // CAST_TILE["BK"])
     with on(device):
         program = kernel_of(
-            device, cast_source, x.dtype, kind, by_row, recipe.power_of_two, transpose, count,
-            _whole(x),
+            device, cast_source, x.dtype, packed.dtype, by_row, recipe.power_of_two,
+            across is not None, count, _whole(x),
         )  # fmt: skip
         program.launch(
             stream_of(device), tiles,
-            (_bits(x), amax, amax_t, data, across, scale_inv, scale_inv_t if by_row else None,
-             rows, columns, x.stride(0), padded(rows), amax.numel(), recipe.eps),
+            (_bits(x), amax, amax_t, packed, across, _words(packed), _words(across), rows, columns,
+             x.stride(0), packed.shape[1], 0 if across is None else across.shape[1], amax.numel(),
+             recipe.eps),
         )  # fmt: skip
-    return Float8Data(data, scale_inv, across, scale_inv_t)
 
 
 def _amax(x: Tensor, axis: int) -> Tensor:
@@ -254,6 +260,10 @@ def _element(dtype: torch.dtype) -> str:
 
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def _words(packed: Tensor | None) -> Tensor | None:
+    return None if packed is None else packed.view(torch.int32)
 
 
 def _numbers(*names: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""GEMMs of quantised matrices by torch's `_scaled_mm`, each beside its dequantised twin.
+"""Products of packed matrices: torch's `_scaled_mm` on CUDA, fp32 elsewhere.
 
 y = matmul(x8, w8)                       # x @ w.T
 dx = matmul(dy8, w8.t())                 # dy @ w
@@ -7,13 +7,13 @@ dw = wgrad([dy8], [x8])                  # dy.T @ x; or over shards, with a scal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from interlace.errors import InputError
-from interlace.float8.data import ALIGNMENT, Float8Data
+from interlace.float8.data import ALIGNMENT, Float8Data, numbers, padded, scales
 from interlace.float8.recipe import E5M2
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,27 +33,10 @@ def matmul(
     not fit each other, or the GEMM cannot take them.
     """
     _check(a, b, out_dtype)
-    if not a.data.numel() or not b.data.numel():
-        return torch.zeros(a.data.shape[0], b.data.shape[0], dtype=out_dtype, device=a.data.device)
-    scale_a, scale_b = a.scale_inv, b.scale_inv.t()
-    by_row = scale_a.numel() > 1 or scale_b.numel() > 1
-    apart = by_row and out_dtype == torch.float32  # not every GEMM with row scales writes fp32
-    ones = torch.ones(1, 1, device=a.data.device) if apart else None
-    out = torch._scaled_mm(
-        a.data,
-        b.data.t(),
-        scale_a=scale_a if ones is None else ones,
-        scale_b=scale_b if ones is None else ones,
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accum,
-    )
-    return out if ones is None else out.mul_(scale_a).mul_(scale_b)
-
-
-def matmul_twin(a: Float8Data, b: Float8Data, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The same in plain torch: dequantised, multiplied in fp32, rounded once."""
-    _check(a, b, out_dtype)
-    return (a.dequantize() @ b.dequantize().t()).to(out_dtype)
+    shape = a.packed.shape[0], b.packed.shape[0]
+    out = torch.empty(shape, dtype=out_dtype, device=a.packed.device)
+    multiply_into(out, a.packed, b.packed, 0 if a.by_row or b.by_row else 1, None, fast_accum)
+    return out
 
 
 def wgrad(
@@ -67,36 +50,101 @@ def wgrad(
     fp32 in the order given, and the sum is rounded once. Raises InputError without shards, or
     where two do not fit each other.
     """
-    return _sum(gradients, inputs, out_dtype, matmul)
-
-
-def wgrad_twin(
-    gradients: Sequence[Float8Data],
-    inputs: Sequence[Float8Data],
-    out_dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The same in plain torch."""
-    return _sum(gradients, inputs, out_dtype, matmul_twin)
-
-
-def _sum(
-    gradients: Sequence[Float8Data],
-    inputs: Sequence[Float8Data],
-    out_dtype: torch.dtype,
-    product: Callable[[Float8Data, Float8Data, torch.dtype], Tensor],
-) -> Tensor:
     if len(gradients) != len(inputs) or not inputs:
         raise InputError(
             f"there are {len(gradients)} gradients and {len(inputs)} inputs: take as many, one "
             "or more"
         )
     _check_output(out_dtype)
-    total = None
-    for dy, x in zip(gradients, inputs, strict=True):
-        part = product(dy.t(), x.t(), torch.float32)
-        total = part if total is None else total.add_(part)
-    assert total is not None
+    total = matmul(gradients[0].t(), inputs[0].t(), torch.float32)
+    for dy, x in zip(gradients[1:], inputs[1:], strict=True):
+        total += matmul(dy.t(), x.t(), torch.float32)
     return total.to(out_dtype)
+
+
+def multiply_into(
+    out: Tensor, a: Tensor, b: Tensor, blocks: int, bias: Tensor | None, fast_accum: bool
+) -> None:
+    """`out = a @ b.T + bias` of packed a and b; each of equal `blocks` of a's rows has one scale.
+
+    With `blocks` 0 every row of both has its own. `bias` [N] is of `out`'s dtype.
+    """
+    if not out.numel() or a.shape[1] == b.shape[1] == ALIGNMENT * 2:
+        out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    elif not a.is_cuda:
+        total = _unpacked(a) @ _unpacked(b).t()
+        out.copy_(total if bias is None else total.add_(bias))
+    elif not blocks:
+        _multiply_by_row(out, a, b, bias, fast_accum)
+    else:
+        for rows, into in zip(a.chunk(blocks), out.chunk(blocks), strict=True):
+            torch._scaled_mm(
+                numbers(rows),
+                numbers(b).t(),
+                scale_a=scales(rows)[:1],
+                scale_b=scales(b)[:1],
+                bias=bias,
+                out_dtype=out.dtype,
+                use_fast_accum=fast_accum,
+                out=into,
+            )
+
+
+def _multiply_by_row(
+    out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, fast_accum: bool
+) -> None:
+    """On CUDA, with a scale a row. Not every such GEMM takes rows that are not dense, adds a bias
+    or writes fp32."""
+    scale_a, scale_b = scales(a).contiguous(), scales(b).t().contiguous()
+    by_gemm = out.dtype == torch.bfloat16
+    one = torch.ones(1, 1, device=a.device)
+    made = torch._scaled_mm(
+        numbers(a).contiguous(),
+        numbers(b).contiguous().t(),
+        scale_a=scale_a if by_gemm else one,
+        scale_b=scale_b if by_gemm else one,
+        out_dtype=torch.bfloat16 if by_gemm else torch.float32,
+        use_fast_accum=fast_accum,
+    )
+    if not by_gemm:
+        made.mul_(scale_a).mul_(scale_b)
+    out.copy_(made if bias is None else made.add_(bias))
+
+
+def wgrad_into(
+    out: Tensor, dy: Tensor, x: Tensor, blocks: int, dy_t: Tensor | None
+) -> None:
+    """`out = dy.T @ x` of packed dy [M, N] and x [M, K], whose rows are equal `blocks` of one scale
+    each. Blocks are added in fp32, in order; `dy_t`, if it is there, is the packed transpose.
+    """
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    rows = len(x) // max(blocks, 1)
+    for i in range(blocks if rows else 0):
+        here = slice(i * rows, (i + 1) * rows)
+        if not x.is_cuda:
+            total += (_unpacked(dy[here]).t() @ _unpacked(x[here]))[: len(out), : out.shape[1]]
+            continue
+        left = dy_t[:, here] if dy_t is not None and rows % ALIGNMENT == 0 else _turned(dy[here])
+        total += torch._scaled_mm(
+            left[: len(out)],
+            _turned(x[here])[: out.shape[1]].t(),
+            scale_a=scales(dy[here])[:1],
+            scale_b=scales(x[here])[:1],
+            out_dtype=torch.float32,
+        )
+    out.copy_(total)
+
+
+def _turned(packed: Tensor) -> Tensor:
+    """The numbers transposed [K, padded(M)]: zeros behind M."""
+    rows, columns = numbers(packed).shape
+    across = torch.zeros(columns, padded(rows), dtype=torch.uint8, device=packed.device)
+    across[:, :rows] = numbers(packed).view(torch.uint8).t()
+    return across.view(packed.dtype)
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    return numbers(packed).float() * scales(packed)
 
 
 def _check_output(dtype: torch.dtype) -> None:
@@ -115,9 +163,9 @@ def _check(a: Float8Data, b: Float8Data, out_dtype: torch.dtype) -> None:
                 f"{name} is {count}: FP8's GEMM takes multiples of {ALIGNMENT}; pad it, or "
                 "multiply in bf16"
             )
-    if a.data.device != b.data.device:
-        raise InputError(f"a is on {a.data.device} and b on {b.data.device}")
-    if a.data.dtype == b.data.dtype == E5M2:
+    if a.packed.device != b.packed.device:
+        raise InputError(f"a is on {a.packed.device} and b on {b.packed.device}")
+    if a.packed.dtype == b.packed.dtype == E5M2:
         raise InputError("a and b are both torch.float8_e5m2: one of them must be E4M3")
-    if (a.scale_inv.shape[0] > 1) != (b.scale_inv.shape[0] > 1) and rows > 1:
+    if a.by_row != b.by_row:
         raise InputError("one of a and b has a scale for each row: quantize both by one recipe")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.errors import InputError, UnsupportedError
-from interlace.float8.data import Float8Data, padded
+from interlace.float8.data import Float8Data, numbers, scales, width
 from interlace.float8.recipe import FORMATS, Recipe
 from interlace.float8.rule import amax_twin, cast_twin, scale_of
 
@@ -66,11 +66,13 @@ def quantize(
         )
     elif group is not None:
         raise InputError("amax and group are given: reduce amax over the group, or leave it out")
-    if _by_kernel(matrix) and matrix.numel():
-        from interlace.float8 import kernel
-
-        return kernel.quantize(matrix, kind, recipe, amax, transpose)
-    return quantize_twin(matrix, kind, recipe, amax, transpose)
+    rows, columns = matrix.shape
+    packed = torch.empty(rows, width(columns), dtype=kind, device=x.device)
+    across = None
+    if transpose:
+        across = torch.empty(columns, width(rows), dtype=kind, device=x.device)
+    quantize_into(matrix, recipe, amax, packed, across)
+    return Float8Data(packed, columns, recipe.scaling == "row", across)
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -82,23 +84,33 @@ def amax_of(x: Tensor) -> Tensor:
     return _amax(_matrix(x))
 
 
+def quantize_into(
+    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor, across: Tensor | None
+) -> None:
+    """Fills packed rows, and those of the transpose, with a matrix whose rows are dense.
+
+    `amax` has the maximum; without it each row has its scale.
+    """
+    if _by_kernel(x) and x.numel():
+        from interlace.float8 import kernel
+
+        kernel.quantize(x, recipe, amax, packed, across)
+    else:
+        quantize_twin(x, recipe, amax, packed, across)
+
+
 def quantize_twin(
-    x: Tensor, kind: torch.dtype, recipe: Recipe, amax: Tensor | None, transpose: bool
-) -> Float8Data:
-    """`quantize` of a matrix in plain torch; without `amax` each row has its scale."""
-    largest = torch.finfo(kind).max
+    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor, across: Tensor | None
+) -> None:
+    """`quantize_into` in plain torch."""
+    largest = torch.finfo(packed.dtype).max
     whole = None if amax is None else scale_of(amax.amax().reshape(1, 1), largest, recipe)
-    scale = scale_of(amax_twin(x, 1), largest, recipe) if whole is None else whole
-    data, scale_inv = cast_twin(x, scale, kind), 1 / scale
-    if not transpose:
-        return Float8Data(data, scale_inv)
-    across = torch.zeros(x.shape[1], padded(x.shape[0]), dtype=kind, device=x.device)
-    if whole is not None:
-        across[:, : x.shape[0]] = data.t()
-        return Float8Data(data, scale_inv, across, scale_inv)
-    columns = scale_of(amax_twin(x.t(), 1), largest, recipe)
-    across[:, : x.shape[0]] = cast_twin(x.t(), columns, kind)
-    return Float8Data(data, scale_inv, across, 1 / columns)
+    for matrix, into in ((x, packed), (x.t(), across)):
+        if into is not None:
+            scale = scale_of(amax_twin(matrix, 1), largest, recipe) if whole is None else whole
+            into.view(torch.uint8).zero_()
+            numbers(into)[:, : matrix.shape[1]] = cast_twin(matrix, scale, packed.dtype)
+            scales(into).copy_(1 / scale)
 
 
 def _amax(x: Tensor) -> Tensor:

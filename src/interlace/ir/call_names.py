@@ -24,8 +24,12 @@ FIX = "name an operator of PyTorch as namespace.operator.overload, such as aten.
 FUNCTIONS = ("interlace.sum_slots",)
 """Functions of ours that are no operators of the dispatcher."""
 
-OPERATORS = ("interlace.get_rng_state.default", "interlace.set_rng_state.default")
-"""Operators of ours, which the frontend registers."""
+OPERATORS = (
+    *("interlace.get_rng_state.default", "interlace.set_rng_state.default"),
+    *("interlace.float8_amax.out", "interlace.float8_rows.out", "interlace.float8_rows.out_t"),
+    *("interlace.float8_mm.out", "interlace.float8_wgrad.out"),
+)
+"""Operators of ours, which the frontend and `interlace.float8` register."""
 
 WORDS = (
     *("@device", "@strided", "@contiguous_format", "@preserve_format"),

@@ -37,6 +37,9 @@ class Operator:
     """Whether row i of the result needs row i of the operand alone, so that rows come in chunks."""
     scaled: bool = False
     """Whether the result's element type is another than the factors'."""
+    blocks: int | None = None
+    """Of a scaled matmul, which argument says in how many equal blocks of one scale each the rows
+    come; 0: each row has its own."""
     why: str = ""
     """Why it cannot be cut (`indexed`) or may not be called (`effect`)."""
 
@@ -56,6 +59,10 @@ MATMUL_NAMES = {
     "_scaled_mm": Operator(
         kind="matmul", into="aten._scaled_mm.out", rows=(2,), scaled=True, cut=True
     ),
+    "float8_mm": Operator(
+        kind="matmul", into="interlace.float8_mm.out", scaled=True, blocks=2, cut=True
+    ),
+    "float8_wgrad": Operator(kind="matmul", into="interlace.float8_wgrad.out", scaled=True),
     "_grouped_mm": Operator(kind="matmul", batched=True),
     "matmul": Operator(kind="matmul"),
     "linear": Operator(kind="matmul"),
@@ -100,7 +107,11 @@ _OTHERS: dict[Kind, tuple[str, ...]] = {
 }
 
 OPERATORS: dict[str, Operator] = {
-    **{f"aten.{name}.default": row for name, row in MATMUL_NAMES.items() if row.cut},
+    **{
+        f"aten.{name}.default": row
+        for name, row in MATMUL_NAMES.items()
+        if row.cut and row.into.startswith("aten.")
+    },
     **{row.into: row for row in MATMUL_NAMES.values() if row.cut},
     **{fn: Operator(kind="pointwise", into=into) for fn, into in POINTWISE.items()},
     **{fn: Operator(kind=kind) for kind, names in _OTHERS.items() for fn in names},

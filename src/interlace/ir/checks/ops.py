@@ -388,7 +388,7 @@ def _collective_mismatch(
 def _matmul_mismatch(op: Call, boxes: Callable[[View], tuple[Box, ...]]) -> str | None:
     """Why the views of a matmul do not fit together; None if they do, or if it is no matmul."""
     matmul = matmul_of(op.fn)
-    if matmul is None or matmul.scaled or len(op.args) < matmul.lhs + 2:
+    if matmul is None or len(op.args) < matmul.lhs + 2:
         return None
     a, b = op.args[matmul.lhs : matmul.lhs + 2]
     outs = (*op.outs, *(View(buffer.name) for buffer in op.fresh))
@@ -402,7 +402,7 @@ def _matmul_mismatch(op: Call, boxes: Callable[[View], tuple[Box, ...]]) -> str 
         batches = {left.sizes[:-2], right.sizes[:-2], out.sizes[:-2]}
         if k != k2 or out.sizes[-2:] != (m, n) or len(batches) != 1:
             return f"{op.fn} of sizes that do not fit: {_sizes(left, right, out)}"
-        if not left.dtype == right.dtype == out.dtype:
+        if not matmul.scaled and not left.dtype == right.dtype == out.dtype:
             return f"{op.fn} of {left.dtype} and {right.dtype} into {out.dtype}"
     return None
 

@@ -111,6 +111,14 @@ def lhs_of(op: Call) -> View:
     return lhs
 
 
+def blocks_of(op: Call) -> int:
+    """In how many blocks of one scale each the rows of a matmul come; 0: each has its own."""
+    matmul = matmul_of(op.fn)
+    blocks = op.args[matmul.blocks] if matmul is not None and matmul.blocks is not None else 0
+    assert isinstance(blocks, int)
+    return blocks
+
+
 def operands(op: Call) -> tuple[Arg, ...]:
     """The arguments of a pointwise call or a cast, by position and by name."""
     return (*op.args, *(value for _, value in op.kwargs))
@@ -119,7 +127,7 @@ def operands(op: Call) -> tuple[Arg, ...]:
 def _matmul_shape(values: Dataflow, op: Op) -> _Shape | None:
     """The rows of a call that is a matmul."""
     matmul = matmul_of(op.fn) if isinstance(op, Call) else None
-    if not isinstance(op, Call) or matmul is None or result_of(op) is None:
+    if not isinstance(op, Call) or matmul is None or result_of(op) is None or blocks_of(op) > 1:
         return None
     lhs = op.args[matmul.lhs]
     if not isinstance(lhs, View):

@@ -16,7 +16,7 @@ from itertools import accumulate
 from interlace.ir import Call, Collective, Op, View
 from interlace.ir.operators import by_data, matmul_of
 from interlace.ir.sizes import Int
-from interlace.passes.sites.cone import Cone, cone_of, lhs_of, result_of
+from interlace.passes.sites.cone import Cone, blocks_of, cone_of, lhs_of, result_of
 from interlace.passes.sites.rows import (
     ByteRun,
     Refused,
@@ -224,6 +224,9 @@ def _rows_of(
     row = width * box.dtype.itemsize
     layout = gather_layout(values.contents(lhs, name, origin, row), row, shards, what)
     _check_stacks(layout, box.sizes[0] if matmul.batched else 0)
+    blocks, even = blocks_of(call), not layout.padded and len(set(layout.rows)) == 1
+    if blocks > 1 and not (even and blocks == layout.batch * len(layout.rows)):
+        raise Refused(f"{call.fn} has {blocks} scales, which are not those of the ranks' rows")
     return layout, width
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
 from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
 from interlace.ir.sizes import Int, fixed
-from interlace.passes.sites.cone import Cone, lhs_of, made_by, operand_kind
+from interlace.passes.sites.cone import Cone, blocks_of, lhs_of, made_by, operand_kind
 from interlace.passes.sites.rows import RowLayout
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter
@@ -143,18 +143,21 @@ class Compute:
         cut = {i: self._rows_of(op.args[i], pick, rows) for i in spec.rows if i < len(op.args)}
         cut_args = {i: place for i, place in cut.items() if place is not None}
 
-        def call(left: View, right: View, row: Callable[[View], View]) -> None:
+        def call(left: View, right: View, row: Callable[[View], View], stacks: Int = 1) -> None:
             args: list[Arg] = list(op.args)
             args[spec.lhs] = left
             for i, place in cut_args.items():
                 args[i] = row(place.rows)
+            if spec.blocks is not None and blocks_of(op) > 1:
+                height = rows // blocks_of(op)
+                args[spec.blocks] = stacks * max(max(pick.counts) // pick.stacks // height, 1)
             same = {"stream": op.stream, "kwargs": op.kwargs}
             self.emitter.emit(Call, op.loc, fn=spec.into, args=tuple(args), outs=(right,), **same)
 
         if pick.stacks == 1:
             call(lhs.rows, out.rows, lambda view: view)
         elif lhs.flat is not None and out.flat is not None and not cut_args:
-            call(lhs.flat, out.flat, lambda view: view)
+            call(lhs.flat, out.flat, lambda view: view, pick.stacks)
         elif cut_args or min(pick.counts) >= DIRECT_ROWS * pick.stacks:
             for i in range(pick.stacks):
                 stack = _select(i)
@@ -184,7 +187,7 @@ class Compute:
         lhs: ChunkPlace,
         out: ChunkPlace,
         pick: Pick,
-        call: Callable[[View, View, Callable[[View], View]], None],
+        call: Callable[[View, View, Callable[[View], View], Int], None],
     ) -> None:
         """The same with the rows packed into one matrix, where they are none."""
 
@@ -197,7 +200,7 @@ class Compute:
         self.emitter.copy(lhs.rows, left.rows, op.loc)
         right = packed(made_by(op), out)
         assert left.flat is not None and right.flat is not None  # noqa: PT018
-        call(left.flat, right.flat, lambda view: view)
+        call(left.flat, right.flat, lambda view: view, pick.stacks)
         self.emitter.copy(right.rows, out.rows, op.loc)
 
     def _rows_of(self, arg: Arg, pick: Pick, rows: Int) -> ChunkPlace | None:
