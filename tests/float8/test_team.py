@@ -10,6 +10,7 @@ from tests.support.pool import Pool
 from interlace.errors import InputError
 from interlace.float8 import E4M3, ROW_WISE, Float8Data, Recipe, amax_of, matmul, quantize
 
+
 def bits(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.flatten().view(torch.uint8).tolist())
 

@@ -7,8 +7,9 @@
 recipe.py    which formats, whose maximum, how a scale is rounded
 rule.py      amax, scale and cast in plain torch: the twin, and the CPU's path
 kernel.py    the same as Triton kernels
-data.py      a quantised matrix;  quantization.py: makes one
-products.py  GEMMs of quantised matrices, and the weight gradient over shards
+data.py      rows that carry their scale;  quantization.py: makes them
+products.py  GEMMs of such rows, and the weight gradient over shards
+operators.py all of it as operators of a schedule
 """
 
 from interlace.float8.data import Float8Data
@@ -17,5 +18,13 @@ from interlace.float8.quantization import amax_of, quantize
 from interlace.float8.recipe import E4M3, E5M2, ROW_WISE, Recipe
 
 __all__ = [
-    "E4M3", "E5M2", "ROW_WISE", "Float8Data", "Recipe", "amax_of", "matmul", "quantize", "wgrad",
-]  # fmt: skip
+    "E4M3",
+    "E5M2",
+    "ROW_WISE",
+    "Float8Data",
+    "Recipe",
+    "amax_of",
+    "matmul",
+    "quantize",
+    "wgrad",
+]

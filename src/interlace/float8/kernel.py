@@ -113,7 +113,8 @@ def store_tails(words, line, scale, width, mask, LINES: tl.constexpr):
     bits = tl.div_rn(one, tl.broadcast_to(scale, (LINES,))).to(tl.int32, bitcast=True)
     lane = tl.arange(0, TAIL_WORDS)
     tail = tl.where((lane == 0)[None, :], bits[:, None], 0)
-    at = words + line.to(tl.int64)[:, None] * (width // 4) + (width // 4 - TAIL_WORDS + lane)[None, :]
+    place = width // 4 - TAIL_WORDS + lane
+    at = words + line.to(tl.int64)[:, None] * (width // 4) + place[None, :]
     tl.store(at, tail, mask=mask[:, None] & (lane < TAIL_WORDS)[None, :])
 
 

@@ -111,9 +111,7 @@ def _multiply_by_row(
     out.copy_(made if bias is None else made.add_(bias))
 
 
-def wgrad_into(
-    out: Tensor, dy: Tensor, x: Tensor, blocks: int, dy_t: Tensor | None
-) -> None:
+def wgrad_into(out: Tensor, dy: Tensor, x: Tensor, blocks: int, dy_t: Tensor | None) -> None:
     """`out = dy.T @ x` of packed dy [M, N] and x [M, K], whose rows are equal `blocks` of one scale
     each. Blocks are added in fp32, in order; `dy_t`, if it is there, is the packed transpose.
     """

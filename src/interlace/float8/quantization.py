@@ -84,6 +84,15 @@ def amax_of(x: Tensor) -> Tensor:
     return _amax(_matrix(x))
 
 
+def amax_size(device: torch.device) -> int:
+    """How many numbers `amax_of` gives."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return 1
+    from interlace.float8 import kernel
+
+    return kernel.PARTS
+
+
 def quantize_into(
     x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor, across: Tensor | None
 ) -> None:

@@ -21,11 +21,11 @@ from typing import Any, TypedDict, Unpack
 
 from interlace.errors import ProgramError
 from interlace.ir.build.ops import BuilderOps, Handle, Scope, TeamOrName, element_type
+from interlace.ir.checks.validate import validate
 from interlace.ir.ops import Alloc, Arg, Name
 from interlace.ir.program import Node, Program, Region, Remark, Site
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import Buffer, Dim, DType, Table, Team
-from interlace.ir.checks.validate import validate
 
 
 def program(

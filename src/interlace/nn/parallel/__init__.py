@@ -1,5 +1,6 @@
 """Linear layers whose weight is sharded over a group, their communication overlapped.
 
-linear.py     the functions: checks, casts, and their place in autograd
-programs.py   the Programs behind them, forward and backward, and where they are kept
+linear.py     the functions: what they take, checked and cast
+sharded.py    their place in autograd
+text.py       the Programs behind them, forward and backward;  programs.py: where they are kept
 """

@@ -20,15 +20,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import linear
 
 from interlace.errors import InputError
+from interlace.float8.data import ALIGNMENT
+from interlace.float8.recipe import Recipe
 from interlace.frontend.backend import options_from
-from interlace.frontend.importing.types import dtype_of
-from interlace.nn.autograd import eager, first_order, without_autocast
+from interlace.nn.autograd import eager
 from interlace.nn.groups import group_of, is_dtensor
-from interlace.nn.parallel.programs import Layer, programs
+from interlace.nn.parallel.sharded import Communication, Sharded
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
 from interlace.options import Options
 
@@ -47,6 +47,7 @@ def all_gather_linear(
     dim: int = 0,
     overlap: bool = True,
     options: Given = None,
+    recipe: Recipe | None = None,
 ) -> Any:
     """`F.linear(all_gather(x), weight, bias)` for one weight or several; x is gathered once.
 
@@ -60,6 +61,8 @@ def all_gather_linear(
             copied, and the output is a view that is not contiguous.
         overlap: False runs the serial twin.
         options: `interlace.Options`, or a mapping of them.
+        recipe: multiplies in FP8, and x travels in FP8: see docs/float8.md. K and N are multiples
+            of 16. Of a scale for each tensor, x is saved in FP8 too.
 
     Gives [..., N] with the rows of all ranks. Backward gathers x anew for the gradients of weights,
     and scatters that of x, summed over the ranks. A Parameter that has a `GradAccumulator` gets its
@@ -69,14 +72,14 @@ def all_gather_linear(
     many = not isinstance(weights, torch.Tensor)
     each: Any = weights if many else [weights]
     bias: Any = [None] * len(each) if biases is None else biases if many else [biases]
-    via, dim = Communication.of("all_gather", group, options, overlap), _rows_dim(x, dim)
-    x, tensors, accumulators = _checked(x, each, bias)
+    via, dim = _communication("all_gather", group, options, overlap, recipe), _rows_dim(x, dim)
+    x, tensors, accumulators = _checked(x, each, bias, recipe)
     if via is None:
         pairs = zip(tensors[: len(each)], tensors[len(each) :], strict=True)
         made = [linear(x, w, b) for w, b in pairs]
     else:
         moved = x.movedim(dim, 0)
-        shape = via.group.size() * moved.shape[0], *moved.shape[1:-1]
+        shape = via.size * moved.shape[0], *moved.shape[1:-1]
         found = Sharded.apply(via, accumulators, _rows(moved), *tensors)
         made = [y.view(*shape, y.shape[1]).movedim(0, dim) for y in found]
     return tuple(made) if many else made[0]
@@ -92,6 +95,7 @@ def linear_reduce_scatter(
     dim: int = 0,
     overlap: bool = True,
     options: Given = None,
+    recipe: Recipe | None = None,
 ) -> torch.Tensor:
     """`reduce_scatter(F.linear(x, weight)) + bias`: sums over the ranks, each keeps its rows.
 
@@ -101,15 +105,16 @@ def linear_reduce_scatter(
         weight: this rank's columns [N, K] of a weight.
         bias: [N], the same on all ranks.
         group, dim, overlap, options: as in `all_gather_linear`; `dim` is scattered.
+        recipe: as there. The sums are of the dtype of x; the upstream gradient travels in FP8.
 
     Gives [..., N] with this rank's part of the rows. Backward gathers the upstream gradient for all
     that needs it; that of the bias is of all rows, and the same on all ranks.
     """
-    via, dim = Communication.of("reduce_scatter", group, options, overlap), _rows_dim(x, dim)
-    x, tensors, accumulators = _checked(x, [weight], [bias])
+    via, dim = _communication("reduce_scatter", group, options, overlap, recipe), _rows_dim(x, dim)
+    x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
         return linear(x, *tensors)
-    moved, ranks = x.movedim(dim, 0), via.group.size()
+    moved, ranks = x.movedim(dim, 0), via.size
     if moved.shape[0] % ranks:
         raise InputError(
             f"`x` has size {moved.shape[0]} in dimension {dim}, which {ranks} ranks cannot share "
@@ -128,6 +133,7 @@ def linear_all_reduce(
     group: Any,
     overlap: bool = True,
     options: Given = None,
+    recipe: Recipe | None = None,
 ) -> torch.Tensor:
     """`all_reduce(F.linear(x, weight)) + bias`: sums over the ranks, each has all rows.
 
@@ -135,13 +141,13 @@ def linear_all_reduce(
         x: [..., K], all rows, of this rank's columns.
         weight: this rank's columns [N, K] of a weight.
         bias: [N], the same on all ranks.
-        group, overlap, options: as in `all_gather_linear`.
+        group, overlap, options, recipe: as in `all_gather_linear`. The sums are of the dtype of x.
 
     Gives [..., N]. The upstream gradient is the same on all ranks, and backward communicates
     nothing.
     """
-    via = Communication.of("all_reduce", group, options, overlap)
-    x, tensors, accumulators = _checked(x, [weight], [bias])
+    via = _communication("all_reduce", group, options, overlap, recipe)
+    x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
         return linear(x, *tensors)
     (y,) = Sharded.apply(via, accumulators, _rows(x), *tensors)
@@ -151,22 +157,19 @@ def linear_all_reduce(
 # what a call is given
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Communication:
-    """How a call communicates."""
-
-    collective: str
-    group: dist.ProcessGroup
-    options: Options
-
-    @classmethod
-    def of(cls, collective: str, group: Any, options: Given, overlap: bool) -> Communication | None:
-        """How a call does; None where one rank has all."""
-        chosen = _options(options_from(options) if options else DEFAULT, overlap)
-        if group is None:
-            raise InputError("`group` is None: give a process group or a mesh of one dimension")
-        found = group_of(group)
-        return None if found is None else cls(collective, found, chosen)
+def _communication(
+    collective: str, group: Any, options: Given, overlap: bool, recipe: Recipe | None
+) -> Communication | None:
+    """How a call communicates; None where one rank has all, and nothing is quantised."""
+    chosen = _options(options_from(options) if options else DEFAULT, overlap)
+    if group is None:
+        raise InputError("`group` is None: give a process group or a mesh of one dimension")
+    if not isinstance(recipe, Recipe | None):
+        raise InputError(f"`recipe` is {recipe!r}: give an interlace.float8.Recipe, or None")
+    found = group_of(group)
+    if found is None and recipe is None:
+        return None
+    return Communication(collective, found, chosen, recipe)
 
 
 DEFAULT = Options()
@@ -192,7 +195,10 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _checked(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    recipe: Recipe | None,
 ) -> tuple[torch.Tensor, list[Any], tuple[GradAccumulator | None, ...]]:
     """x; weights and then biases, cast as autocast wants it; the weights' accumulators."""
     count = len(weights)
@@ -217,6 +223,11 @@ def _checked(
         if list(tensor.shape) != wanted or len(wanted) != 1 + (i < count) or not wanted[0]:
             shape = f"[N, {wanted[-1]}], N > 0" if i < count else f"{wanted}, for its weight's rows"
             raise InputError(f"`{name}` has shape {list(tensor.shape)}: give {shape}")
+        if recipe is not None and any(size % ALIGNMENT for size in tensor.shape):
+            raise InputError(
+                f"`{name}` has shape {list(tensor.shape)}: FP8's GEMM takes multiples of "
+                f"{ALIGNMENT}; pad it, or leave `recipe` out"
+            )
         if tensor.device != x.device:
             raise InputError(f"`{name}` is on {tensor.device}, and `x` on {x.device}")
         tensors[i] = tensor = _cast(tensor, target)
@@ -232,72 +243,3 @@ def _cast(tensor: torch.Tensor, target: torch.dtype | None) -> torch.Tensor:
     if target is None or tensor.dtype in (target, torch.float64) or not tensor.is_floating_point():
         return tensor
     return tensor.to(target)
-
-
-# autograd
-
-
-class Sharded(torch.autograd.Function):
-    """The matmuls and the communication of rows [S, K]; see Note [Casts stay outside]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        via: Communication,
-        accumulators: tuple[GradAccumulator | None, ...],
-        x: torch.Tensor,
-        *tensors: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Weights, then biases, give as many outputs as there are weights."""
-        x, count = x.contiguous(), len(accumulators)
-        dense = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-        weights, biases = [w for w in dense[:count] if w is not None], dense[count:]
-        for_x, *for_w = ctx.needs_input_grad[2 : 3 + count]
-        ctx.save_for_backward(x if any(for_w) else None, *(weights if for_x else ()))
-        ctx.via, ctx.accumulators = via, accumulators
-        ctx.layer = layer = Layer(
-            via.collective,
-            dtype_of(x.dtype).value,
-            x.shape[1],
-            tuple([w.shape[0] for w in weights]),
-            tuple([b is not None for b in biases]),
-        )
-        ranks = via.group.size() if via.collective == "reduce_scatter" else 1
-        pairs = [t for pair in zip(weights, biases, strict=True) for t in pair if t is not None]
-        with without_autocast(x.device.type):
-            run = programs(via.group, layer, via.options, x.device)
-            return tuple(run(x.shape[0] // ranks, [x, *pairs]))
-
-    @staticmethod
-    def backward(ctx: Any, *dys: torch.Tensor) -> Any:
-        """The gradients that are wanted, in the order of forward's tensors."""
-        x, *weights = ctx.saved_tensors
-        wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
-        # Where a graph of the gradient is made, autograd sums: a buffer would not know of it.
-        accumulators = () if torch.is_grad_enabled() else ctx.accumulators
-        with torch.no_grad(), without_autocast(dys[0].device.type):
-            given = [dy.contiguous() for dy in dys]
-            given += [t for t in (x, *weights) if t is not None]
-            found = iter(_gradients(ctx.via, ctx.layer, wanted, given))
-            grads = [next(found) if want else None for want in wanted]
-            for i, accumulator in enumerate(accumulators, 1):
-                into = accumulator.destination() if accumulator and wanted[i] else None
-                if into is not None:
-                    into.add_(grads[i])
-                    grads[i] = None
-        return None, None, *map(first_order, grads)
-
-
-def _gradients(
-    via: Communication, layer: Layer, wanted: tuple[bool, ...], given: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Those that are wanted, of x, weights and biases; `given` are dys, then x, then weights."""
-    dy = given[0]
-    if via.collective == "all_reduce":
-        for_x, for_w, for_b = wanted
-        made = [dy.mm(given[-1])] if for_x else []
-        made += [dy.t().mm(given[1])] if for_w else []
-        return made + ([dy.sum(0)] if for_b else [])
-    ranks = via.group.size() if via.collective == "all_gather" else 1
-    layer = dataclasses.replace(layer, wanted=wanted)
-    return programs(via.group, layer, via.options, dy.device)(dy.shape[0] // ranks, given)
