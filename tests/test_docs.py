@@ -103,6 +103,29 @@ torch.testing.assert_close(whole(x.grad), rows.grad, rtol=1e-3, atol=0.1)
 dist.destroy_process_group()
 print("as told")
 """
+FLOAT8_LAYERS_CHECK = """
+def whole(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(parts, tensor.detach().contiguous())
+    return torch.cat(parts).float()
+
+def near(found, wanted):
+    assert (found - wanted).norm() < 0.2 * wanted.norm()  # three roundings to FP8
+
+ups, downs = whole(up).requires_grad_(), whole(down.T).T.requires_grad_()
+wanted = torch.relu(whole(x) @ ups.T) @ downs.T
+near(whole(y), wanted)
+(wanted.square().sum() / y.numel()).backward()
+near(whole(up.grad), ups.grad)
+near(whole(down.grad.T).T, downs.grad)
+dist.destroy_process_group()
+print("as told")
+"""
+FLOAT8_CHECK = """
+for found, wanted in ((y, x @ w.T), (dx, dy @ w), (dw, dy.T @ x)):
+    assert (found - wanted).norm() < 0.1 * wanted.norm()
+print("as told")
+"""
 REGISTERED_CHECK = """
 assert y.tolist() == [[20.0 + i // 4] * 8 for i in range(8)]
 dist.destroy_process_group()
@@ -115,10 +138,12 @@ PIECES = {
         (ADAM_CHECK, "exp_avg_sq_dtype"),
         (REDUCER_CHECK, "GradReducer"),
         (ACCUMULATOR_CHECK, "GradAccumulator"),
-        (PARALLEL_CHECK, "import all_gather_linear"),
+        (PARALLEL_CHECK, "gate, up = ("),
+        (FLOAT8_LAYERS_CHECK, "recipe=Recipe())"),
+        (FLOAT8_CHECK, "dw = wgrad("),
     )
     for name, code in PYTHON.items()
-    if name.startswith("README.md") and word in code
+    if name.startswith(("README.md", "docs/float8.md")) and word in code
 }
 
 
@@ -141,7 +166,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 5
+    assert len(PIECES) == 7
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
