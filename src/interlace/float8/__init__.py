@@ -10,9 +10,11 @@ kernel.py    the same as Triton kernels
 data.py      rows that carry their scale;  quantization.py: makes them
 products.py  GEMMs of such rows, and the weight gradient over shards
 operators.py all of it as operators of a schedule
+linear.py    linear layers, and a model's own turned into them
 """
 
 from interlace.float8.data import Float8Data
+from interlace.float8.linear import Float8Linear, convert_to_float8, linear
 from interlace.float8.products import matmul, wgrad
 from interlace.float8.quantization import amax_of, quantize
 from interlace.float8.recipe import E4M3, E5M2, ROW_WISE, Recipe
@@ -22,8 +24,11 @@ __all__ = [
     "E5M2",
     "ROW_WISE",
     "Float8Data",
+    "Float8Linear",
     "Recipe",
     "amax_of",
+    "convert_to_float8",
+    "linear",
     "matmul",
     "quantize",
     "wgrad",

@@ -134,8 +134,8 @@ def _by_kernel(x: Tensor) -> bool:
     return x.is_cuda and find_spec("triton") is not None
 
 
-def _matrix(x: Tensor) -> Tensor:
-    """`x` as rows, each of them dense, if it can be quantised where it is."""
+def check_device(x: Tensor) -> None:
+    """Raises InputError or UnsupportedError where `x` cannot be quantised where it is."""
     if x.dtype not in INPUTS:
         raise InputError(f"x is {x.dtype}: take one of {INPUTS}")
     if not x.dim():
@@ -148,5 +148,10 @@ def _matrix(x: Tensor) -> Tensor:
             )
     elif x.device.type != "cpu":
         raise UnsupportedError(f"x is on {x.device}: FP8 is for CUDA and the CPU")
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """`x` as rows, each of them dense, if it can be quantised where it is."""
+    check_device(x)
     rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -26,8 +26,11 @@ FUNCTIONS = ("interlace.sum_slots",)
 
 OPERATORS = (
     *("interlace.get_rng_state.default", "interlace.set_rng_state.default"),
-    *("interlace.float8_amax.out", "interlace.float8_rows.out", "interlace.float8_rows.out_t"),
-    *("interlace.float8_mm.out", "interlace.float8_wgrad.out"),
+    *(
+        f"interlace.float8_{name}.{form}"
+        for name in ("amax", "rows", "pair", "mm", "wgrad")
+        for form in ("default", "out")
+    ),
 )
 """Operators of ours, which the frontend and `interlace.float8` register."""
 

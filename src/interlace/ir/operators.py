@@ -108,9 +108,9 @@ _OTHERS: dict[Kind, tuple[str, ...]] = {
 
 OPERATORS: dict[str, Operator] = {
     **{
-        f"aten.{name}.default": row
+        f"{row.into.partition('.')[0]}.{name}.default": row
         for name, row in MATMUL_NAMES.items()
-        if row.cut and row.into.startswith("aten.")
+        if row.cut
     },
     **{row.into: row for row in MATMUL_NAMES.values() if row.cut},
     **{fn: Operator(kind="pointwise", into=into) for fn, into in POINTWISE.items()},

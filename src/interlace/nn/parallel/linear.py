@@ -20,10 +20,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from interlace.errors import InputError
 from interlace.float8.data import ALIGNMENT
+from interlace.float8.linear import linear as float8_linear
 from interlace.float8.recipe import Recipe
 from interlace.frontend.backend import options_from
 from interlace.nn.autograd import eager
@@ -39,9 +41,9 @@ Given = Options | Mapping[str, Any] | None
 
 @eager
 def all_gather_linear(
-    x: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
-    biases: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    biases: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: Any,
     dim: int = 0,
@@ -69,14 +71,14 @@ def all_gather_linear(
     gradient there. Floating tensors are of one dtype, or cast alike by autocast. `InputError` names
     the argument that does not fit the others.
     """
-    many = not isinstance(weights, torch.Tensor)
+    many = not isinstance(weights, Tensor)
     each: Any = weights if many else [weights]
     bias: Any = [None] * len(each) if biases is None else biases if many else [biases]
     via, dim = _communication("all_gather", group, options, overlap, recipe), _rows_dim(x, dim)
     x, tensors, accumulators = _checked(x, each, bias, recipe)
     if via is None:
         pairs = zip(tensors[: len(each)], tensors[len(each) :], strict=True)
-        made = [linear(x, w, b) for w, b in pairs]
+        made = [_alone(x, w, b, recipe) for w, b in pairs]
     else:
         moved = x.movedim(dim, 0)
         shape = via.size * moved.shape[0], *moved.shape[1:-1]
@@ -87,16 +89,16 @@ def all_gather_linear(
 
 @eager
 def linear_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     group: Any,
     dim: int = 0,
     overlap: bool = True,
     options: Given = None,
     recipe: Recipe | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """`reduce_scatter(F.linear(x, weight)) + bias`: sums over the ranks, each keeps its rows.
 
     Args:
@@ -113,7 +115,7 @@ def linear_reduce_scatter(
     via, dim = _communication("reduce_scatter", group, options, overlap, recipe), _rows_dim(x, dim)
     x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
-        return linear(x, *tensors)
+        return _alone(x, tensors[0], tensors[1], recipe)
     moved, ranks = x.movedim(dim, 0), via.size
     if moved.shape[0] % ranks:
         raise InputError(
@@ -126,15 +128,15 @@ def linear_reduce_scatter(
 
 @eager
 def linear_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     group: Any,
     overlap: bool = True,
     options: Given = None,
     recipe: Recipe | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """`all_reduce(F.linear(x, weight)) + bias`: sums over the ranks, each has all rows.
 
     Args:
@@ -149,7 +151,7 @@ def linear_all_reduce(
     via = _communication("all_reduce", group, options, overlap, recipe)
     x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
-        return linear(x, *tensors)
+        return _alone(x, tensors[0], tensors[1], recipe)
     (y,) = Sharded.apply(via, accumulators, _rows(x), *tensors)
     return y.view(*x.shape[:-1], y.shape[1])
 
@@ -160,16 +162,19 @@ def linear_all_reduce(
 def _communication(
     collective: str, group: Any, options: Given, overlap: bool, recipe: Recipe | None
 ) -> Communication | None:
-    """How a call communicates; None where one rank has all, and nothing is quantised."""
+    """How a call communicates; None where one rank has all."""
     chosen = _options(options_from(options) if options else DEFAULT, overlap)
     if group is None:
         raise InputError("`group` is None: give a process group or a mesh of one dimension")
     if not isinstance(recipe, Recipe | None):
         raise InputError(f"`recipe` is {recipe!r}: give an interlace.float8.Recipe, or None")
     found = group_of(group)
-    if found is None and recipe is None:
-        return None
-    return Communication(collective, found, chosen, recipe)
+    return None if found is None else Communication(collective, found, chosen, recipe)
+
+
+def _alone(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe | None) -> Tensor:
+    """The layer where one rank has all."""
+    return linear(x, weight, bias) if recipe is None else float8_linear(x, weight, bias, recipe)
 
 
 DEFAULT = Options()
@@ -180,7 +185,7 @@ def _options(options: Options, overlap: bool) -> Options:
     return dataclasses.replace(options, overlap=overlap)
 
 
-def _rows_dim(x: torch.Tensor, dim: int) -> int:
+def _rows_dim(x: Tensor, dim: int) -> int:
     """The dimension of the rows, from 0 up."""
     if not -x.dim() <= dim < x.dim() - 1 or dim == -1:
         raise InputError(
@@ -190,16 +195,16 @@ def _rows_dim(x: torch.Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _checked(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     recipe: Recipe | None,
-) -> tuple[torch.Tensor, list[Any], tuple[GradAccumulator | None, ...]]:
+) -> tuple[Tensor, list[Any], tuple[GradAccumulator | None, ...]]:
     """x; weights and then biases, cast as autocast wants it; the weights' accumulators."""
     count = len(weights)
     if not weights or len(biases) != count:
@@ -238,7 +243,7 @@ def _checked(
     return rows, tensors, tuple(map(accumulator_of, weights))
 
 
-def _cast(tensor: torch.Tensor, target: torch.dtype | None) -> torch.Tensor:
+def _cast(tensor: Tensor, target: torch.dtype | None) -> Tensor:
     """As F.linear is cast under autocast, which leaves float64 alone."""
     if target is None or tensor.dtype in (target, torch.float64) or not tensor.is_floating_point():
         return tensor

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import interlace.float8.operators  # noqa: F401  (the Programs name them)
 from interlace.errors import AgreementError
 from interlace.frontend.binding import Bound, bind
 from interlace.frontend.compiled_graph import Shelf

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.float8.products import multiply_into, wgrad_into
-from interlace.float8.quantization import amax_size, quantize
+from interlace.float8.linear import gradients as float8_gradients
+from interlace.float8.linear import pack
+from interlace.float8.quantization import amax_size, check_device
 from interlace.float8.recipe import Recipe
 from interlace.frontend.importing.types import dtype_of
 from interlace.nn.autograd import first_order, without_autocast
@@ -30,15 +31,14 @@ class Communication:
     """How a call communicates, and whether in FP8."""
 
     collective: str
-    group: dist.ProcessGroup | None
-    """None: one rank has all."""
+    group: dist.ProcessGroup
     options: Options
     recipe: Recipe | None
 
     @property
     def size(self) -> int:
         """Ranks of the group."""
-        return 1 if self.group is None else self.group.size()
+        return self.group.size()
 
 
 class Sharded(torch.autograd.Function):
@@ -70,9 +70,13 @@ class Sharded(torch.autograd.Function):
         turned: Sequence[Tensor | None] = weights
         with without_autocast(x.device.type):
             if recipe is not None:
-                made = [quantize(w, recipe.forward, recipe, transpose=for_x) for w in weights]
-                weights, turned = [w.packed for w in made], [w.transposed for w in made]
-            outputs = _outputs(via, layer, x, weights, biases)
+                check_device(x)
+                made = [pack(w, recipe.forward, recipe, for_x) for w in weights]
+                weights, turned = zip(*made, strict=True)
+            ranks = via.size if via.collective == "reduce_scatter" else 1
+            pairs = [t for pair in zip(weights, biases, strict=True) for t in pair if t is not None]
+            run = programs(via.group, layer, via.options, x.device)
+            outputs = run(x.shape[0] // ranks, [x, *pairs])
         if layer.packs:
             x = outputs.pop()
         ctx.save_for_backward(x if any(for_w) else None, *(turned if for_x else ()))
@@ -97,31 +101,6 @@ class Sharded(torch.autograd.Function):
         return None, None, *map(first_order, grads)
 
 
-def _outputs(
-    via: Communication,
-    layer: Layer,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-) -> list[Tensor]:
-    """One for each weight, and x as packed rows where the layer keeps those."""
-    if via.group is not None:
-        ranks = via.size if via.collective == "reduce_scatter" else 1
-        pairs = [t for pair in zip(weights, biases, strict=True) for t in pair if t is not None]
-        run = programs(via.group, layer, via.options, x.device)
-        return run(x.shape[0] // ranks, [x, *pairs])
-    assert via.recipe is not None
-    x8 = quantize(x, via.recipe.forward, via.recipe).packed
-    made: list[Tensor] = []
-    for w, bias, outer in zip(weights, biases, layer.outer, strict=True):
-        made.append(x.new_empty(len(x), outer))
-        within = bias if via.collective == "all_gather" else None  # else it is added to the sum
-        multiply_into(made[-1], x8, w, int(layer.packs), within, True)
-        if bias is not None and within is None:
-            made[-1] += bias
-    return [*made, x8] if layer.packs else made
-
-
 def _gradients(
     via: Communication,
     layer: Layer,
@@ -131,8 +110,8 @@ def _gradients(
     weights: Sequence[Tensor],
 ) -> list[Tensor]:
     """Those that are wanted, of x, weights and biases."""
-    if via.group is None or via.collective == "all_reduce":
-        return _local_gradients(layer, wanted, dys, x, weights)
+    if via.collective == "all_reduce":
+        return _local_gradients(layer, wanted, dys[0], x, *weights)
     ranks = via.size if via.collective == "all_gather" else 1
     layer = dataclasses.replace(layer, wanted=wanted)
     run = programs(via.group, layer, via.options, dys[0].device)
@@ -142,33 +121,15 @@ def _gradients(
 def _local_gradients(
     layer: Layer,
     wanted: tuple[bool, ...],
-    dys: list[Tensor],
+    dy: Tensor,
     x: Tensor | None,
-    weights: Sequence[Tensor],
+    weight: Tensor | None = None,
 ) -> list[Tensor]:
-    """Where all ranks have all rows of dy, or one rank has all."""
-    count, recipe, packs = len(dys), layer.recipe, layer.packs
-    for_x, for_w, for_b = wanted[0], wanted[1 : 1 + count], wanted[1 + count :]
-    made: list[Tensor] = []
-    if recipe is None:
-        rows = []
-    else:
-        kind, turned = recipe.gradient, packs and any(for_w)
-        rows = [quantize(dy, kind, recipe, transpose=turned) for dy in dys]
-    if for_x:
-        products = [dy.new_empty(len(dy), layer.inner) for dy in dys]
-        for i, (dy, w) in enumerate(zip(dys, weights, strict=True)):
-            if recipe is None:
-                torch.mm(dy, w, out=products[i])
-            else:
-                multiply_into(products[i], rows[i].packed, w, int(packs), None, False)
-        made.append(sum(products[1:], start=products[0]))
-    for i, dy in enumerate(dys):
-        if for_w[i]:
-            assert x is not None
-            if packs:
-                made.append(dy.new_empty(layer.outer[i], layer.inner))
-                wgrad_into(made[-1], rows[i].packed, x, 1, rows[i].transposed)
-            else:
-                made.append(dy.t().mm(x))
-    return made + [dy.sum(0) for dy, want in zip(dys, for_b, strict=True) if want]
+    """Where all ranks have all rows of dy, nothing is communicated."""
+    for_x, for_w, for_b = wanted
+    if layer.recipe is not None:
+        made = float8_gradients(layer.recipe, dy, x, weight, (for_x, for_w, for_b))
+        return [grad for grad in made if grad is not None]
+    grads = [dy.mm(weight)] if for_x and weight is not None else []
+    grads += [dy.t().mm(x)] if for_w and x is not None else []
+    return grads + ([dy.sum(0)] if for_b else [])

@@ -144,7 +144,7 @@ class _Text:
         self.lines += [
             f"{name} = empty({self.typed((rows, width(columns)), kind)})",
             f"{name}_t = empty({self.typed((columns, f'{rows} + {TAIL}'), kind)})",
-            f'main: call("interlace.float8_rows.out_t", {of}, out=({name}, {name}_t))',
+            f'main: call("interlace.float8_pair.out", {of}, out=({name}, {name}_t))',
         ]
         return name
 

@@ -1,0 +1,176 @@
+"""Linear layers in FP8, and a model's own turned into them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from interlace.errors import InputError
+from interlace.float8 import (
+    E4M3,
+    ROW_WISE,
+    Float8Linear,
+    Recipe,
+    convert_to_float8,
+    linear,
+    matmul,
+    quantize,
+    wgrad,
+)
+
+RECIPES = [Recipe(), Recipe(power_of_two=True, gradient=E4M3), ROW_WISE]
+
+
+def by_hand(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, recipe: Recipe) -> list[Any]:
+    """Output, and gradients of x, weight and bias."""
+    x8, w8 = (quantize(t, E4M3, recipe, transpose=True) for t in (x, w))
+    dy8 = quantize(dy, recipe.gradient, recipe, transpose=True)
+    y = matmul(x8, w8, torch.float32)
+    dw = dy.t() @ x if recipe.scaling == "row" else wgrad([dy8], [x8], x.dtype)
+    dx = matmul(dy8, w8.t(), x.dtype)
+    return [(y if b is None else y + b).to(x.dtype), dx, dw, *([] if b is None else [dy.sum(0)])]
+
+
+def close(found: list[Tensor], wanted: list[Any]) -> bool:
+    """To the bit, but for the order of a sum in fp32 before it is rounded."""
+    return all(
+        a.dtype == b.dtype and torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-5)
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, ids=["tensor", "powers", "rows"])
+def test_as_by_hand(recipe: Recipe, biased: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    for shape in ((21, 32), (2, 3, 32), (32,), (0, 32)):
+        x = torch.randn(shape).bfloat16().requires_grad_()
+        w = torch.randn(48, 32).bfloat16().requires_grad_()
+        b = torch.randn(48).bfloat16().requires_grad_() if biased else None
+        y = linear(x, w, b, recipe)
+        assert y.shape == (*shape[:-1], 48)
+        dy = torch.randn(y.shape).bfloat16()
+        y.backward(dy)
+        found = [y.reshape(-1, 48), x.grad.reshape(-1, 32), w.grad]  # type: ignore[union-attr]
+        found += [] if b is None else [b.grad]  # type: ignore[list-item]
+        given = [t if t is None else t.detach() for t in (x.reshape(-1, 32), w, b)]
+        assert close(found, by_hand(*given, dy.reshape(-1, 48), recipe))  # type: ignore[arg-type]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(torch.relu(self.up(x))))
+
+
+def test_a_model_is_converted_in_place(seed: int) -> None:
+    """Parameters, state_dict and hooks stay; training lowers the loss; autocast casts."""
+    torch.manual_seed(seed)
+    model = Model()
+    before, names = list(model.parameters()), list(model.state_dict())
+    seen: list[Tensor] = []
+    model.up.register_forward_hook(lambda module, args, out: seen.append(out))
+    with pytest.warns(UserWarning, match=r"not converted.*: head"):
+        assert convert_to_float8(model) is model
+    assert [type(m) is Float8Linear for m in (model.up, model.down, model.head)] == [True] * 2 + [
+        False
+    ]
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert list(model.state_dict()) == names
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, target = torch.randn(64, 32), torch.randint(10, (64,))
+    losses: list[float] = []
+    for _ in range(20):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert seen[0].dtype == torch.bfloat16
+
+
+def test_layers_are_chosen() -> None:
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_to_float8(model, ROW_WISE, filter=lambda name, module: name == "down")
+    assert type(model.up) is nn.Linear
+    assert isinstance(model.down, Float8Linear)
+    assert model.down.recipe is ROW_WISE
+    assert isinstance(convert_to_float8(nn.Linear(16, 16)), Float8Linear)
+    shared = nn.Linear(16, 16)
+    tied = nn.ModuleList([shared, shared])
+    convert_to_float8(tied)
+    assert tied[0] is tied[1]
+    with pytest.raises(InputError, match=r"head: `weight` has shape \[10, 32\].*filter"):
+        convert_to_float8(Model(), filter=lambda name, module: True)
+    with pytest.raises(InputError, match="no layer"):
+        convert_to_float8(nn.ReLU())
+
+
+def test_a_kept_weight_is_made_anew_when_it_changes(seed: int) -> None:
+    torch.manual_seed(seed)
+    plain = nn.Linear(32, 48, dtype=torch.bfloat16)
+    kept = Float8Linear.of(copy.deepcopy(plain), Recipe(), keep_weight=True)
+    fresh = Float8Linear.of(plain, Recipe())
+    for step in range(3):
+        x = torch.randn(16, 32).bfloat16()
+        with torch.no_grad():
+            assert torch.equal(kept(x), fresh(x))
+        packed = None
+        for _ in range(2):  # micro-batches
+            outputs = [layer(x) for layer in (kept, fresh)]
+            for y in outputs:
+                y.float().sum().backward()
+            assert torch.equal(*outputs)
+            assert kept._kept is not None
+            assert packed is None or kept._kept[2][0] is packed
+            packed = kept._kept[2][0]
+        assert torch.equal(kept.weight.grad, fresh.weight.grad)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for layer in (kept, fresh):
+                layer.weight -= 0.1 * (step + 1)
+
+
+def test_torch_compile_traces_it(seed: int) -> None:
+    """As one graph, with the gradients of eager."""
+    torch.manual_seed(seed)
+    model = convert_to_float8(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)))
+    model = model.bfloat16()
+    x = torch.randn(32, 32).bfloat16()
+    results: list[list[Tensor]] = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        given = x.clone().requires_grad_()
+        y = call(given)
+        y.float().square().mean().backward()
+        assert given.grad is not None
+        results.append([y.detach(), given.grad, *(p.grad.clone() for p in model.parameters())])  # type: ignore
+        model.zero_grad()
+    assert all(map(torch.equal, *results))
+
+
+def test_what_it_refuses() -> None:
+    x, w = torch.randn(4, 32), torch.randn(48, 32)
+    for given, told in (
+        ((x, w.bfloat16(), None), r"`weight` is torch\.bfloat16"),
+        ((x, w, torch.randn(48).double()), r"`bias` is torch\.float64"),
+        ((x, torch.randn(20, 32), None), r"`weight` has shape \[20, 32\]: .*multiples of 16"),
+        ((torch.randn(4, 16), w, None), r"x is \(4, 16\): take \(\.\.\., 32\)"),
+        ((x.double(), w.double(), None), r"x is torch\.float64"),
+    ):
+        with pytest.raises(InputError, match=told):
+            linear(*given, Recipe())
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        y = linear(x.requires_grad_(), w, None, Recipe())
+        (dx,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
+        dx.sum().backward()
