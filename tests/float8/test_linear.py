@@ -170,7 +170,7 @@ def test_what_it_refuses() -> None:
     ):
         with pytest.raises(InputError, match=told):
             linear(*given, Recipe())
+    y = linear(x.requires_grad_(), w, None, Recipe())
+    (dx,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        y = linear(x.requires_grad_(), w, None, Recipe())
-        (dx,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
         dx.sum().backward()

@@ -38,6 +38,11 @@ class Box:
         return self.numel * self.dtype.itemsize
 
     @property
+    def is_sized(self) -> bool:
+        """Whether its sizes or strides differ from run to run."""
+        return any(isinstance(number, Size) for number in (*self.sizes, *self.strides))
+
+    @property
     def contiguous(self) -> bool:
         """Whether the elements follow one another in row-major order."""
         step = 1

@@ -36,19 +36,14 @@ def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
 def may_be_lazy(box: Box) -> bool:
     """Whether a tensor like that may be a view that torch conjugates or negates when it is read,
     as `z.conj()` and the imaginary part of that are: with other numbers in its memory."""
-    if is_sized(box) or box.dtype in (DType.c64, DType.c128):
+    if box.is_sized or box.dtype in (DType.c64, DType.c128):
         return True
     return box.strides != contiguous_strides(box.sizes) or box.numel == 1
 
 
-def is_sized(box: Box) -> bool:
-    """Whether its sizes differ from run to run."""
-    return any(isinstance(number, Size) for number in (*box.sizes, *box.strides))
-
-
 def _strided(tensor: str, box: Box, strides: str) -> str:
     """Whether it has these strides, but for dimensions of one, whose strides do not matter."""
-    if is_sized(box):  # else the slow look tells
+    if box.is_sized:  # else the slow look tells
         return f"{tensor}.stride() == {strides}"
     if box.strides == contiguous_strides(box.sizes):
         return f"{tensor}.is_contiguous()"
@@ -87,7 +82,7 @@ def look(
         known[dtype] = DTYPES[box.dtype]
         facts = {f"sizes{index}": box.sizes, f"strides{index}": box.strides}
         texts = {name: repr(numbers) for name, numbers in facts.items()}
-        for name in facts if is_sized(box) else ():
+        for name in facts if box.is_sized else ():
             texts[name] = name
             run_sizes.follow(facts[name], functools.partial(known.__setitem__, name))
         sizes, strides = texts.values()

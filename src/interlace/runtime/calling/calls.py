@@ -134,7 +134,7 @@ def _region(
     views = op.views()
     touched = {view.buffer for view in views} | {buffer.name for buffer in op.fresh}
     boxes = [values.box(view) for view in views]
-    sized = any(isinstance(n, Size) for box in boxes for n in (*box.sizes, *box.strides))
+    sized = any(box.is_sized for box in boxes)
     if sized or not compile_regions or not values.host.isdisjoint(touched):
         return region_calls.eager(region, resolve, decoded)
     layouts = tuple((numbers(box.sizes), numbers(box.strides), DTYPES[box.dtype]) for box in boxes)
