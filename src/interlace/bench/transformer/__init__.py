@@ -1,4 +1,4 @@
-"""`interlace bench transformer`: forward, backward and step of whole layers, and what overlap gains.
+"""`interlace bench transformer`: forward, backward and step of layers, and what overlap gains.
 
 models.py      dimensions, layers with exchangeable linear maps, their DTensor plan, FLOP
 candidates.py  the ways to train them: opened, checked against eager, timed by stage

@@ -204,8 +204,8 @@ class Candidates:
             case "inductor-overlap" | "async-tp" if not self.ranks.cuda:
                 raise UnsupportedError(f"{name} needs GPUs")
             case "inductor-overlap":
-                known = inductor_config.get_config_copy()
-                return self._compiled(eager, {k: v for k, v in OVERLAP_PASSES.items() if k in known})
+                known = OVERLAP_PASSES.keys() & inductor_config.get_config_copy()
+                return self._compiled(eager, {name: OVERLAP_PASSES[name] for name in known})
             case "async-tp":
                 assert_no_multicast(self.ranks.device)
                 enable_symmetric_memory(self.ranks)
@@ -216,7 +216,7 @@ class Candidates:
                 copied = [weight for key, weight in self._shards.items() if "norm" in key]
                 return self._local(Overlapped(self._group, ours), lambda: self._sum(copied))
             case "ideal":
-                x, target = self.sets[0]
+                x = self.sets[0][0]
                 full = torch.cat([x.detach()] * self.ranks.size, 1)
                 return self._compiled(self._local(Alone(full, x.shape[1])))
             case _:

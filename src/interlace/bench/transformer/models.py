@@ -1,4 +1,4 @@
-"""Transformer layers of real models' dimensions, under tensor parallelism with sequence parallelism.
+"""Layers of real models' dimensions, under tensor parallelism with sequence parallelism.
 
     dims = MODELS["llama3-70b"]
     layers = parallelized(dims, 1, 8192, torch.bfloat16, mesh)   # DTensors: eager, or compiled
@@ -14,7 +14,7 @@ them by `interlace.nn.functional`, and `Alone` computes the same on one rank, wi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,8 +270,8 @@ def parallelized(
 
 def shards_of(layers: Layers) -> dict[str, nn.Parameter]:
     """This rank's shards of the weights of layers on DTensors, as parameters in the same memory."""
-    named: Iterable[tuple[str, Any]] = layers.named_parameters()
-    return {name: nn.Parameter(weight.detach().to_local()) for name, weight in named}
+    named: Any = layers.named_parameters()  # DTensors
+    return {name: nn.Parameter(weight.to_local().detach()) for name, weight in named}
 
 
 def on_shards(

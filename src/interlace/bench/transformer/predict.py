@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,14 @@ from torch.testing._internal.distributed import fake_pg
 from interlace.bench.rows import Row, facts
 from interlace.bench.sites import DTYPES
 from interlace.bench.transformer.models import MODELS, LayerDims, parallelized
-from interlace.bench.transformer.work import Stages, TransformerSettings, rows_of, site_row
+from interlace.bench.transformer.work import Stages, TransformerSettings, rows_of, told_of
 from interlace.cost import Machine, simulate
 from interlace.cost.machine import Link
 from interlace.frontend.compile import Compiled
 from interlace.ir import Program
 from interlace.options import Options
 from interlace.passes import lower
-from interlace.trace import Run, write_perfetto
+from interlace.trace import Run
 
 MOMENTS = 2
 """Tensors of AdamW of a parameter's size, beside it and its gradient."""
@@ -52,22 +51,21 @@ def predict(settings: TransformerSettings, machine: Machine, world: int) -> Row:
     traced = _programs(settings, dims, options, machine, world)
     step = _step_s(settings, dims, machine, world)
     times: dict[str, Stages] = {}
-    runs: list[Run] = []
-    sites: list[Row] = []
+    runs: dict[str, list[Run]] = {}
     for way, (how, place) in ways.items():
         lowered = [lower(program, how, place) for program in traced]
         timelines = [simulate(program, place) for program in lowered]
-        times[way] = Stages(*(timeline.makespan_s for timeline in timelines), step)
-        for program, timeline in zip(lowered, timelines, strict=True):
-            runs.append(Run((program,), timeline, None, f"{way}: {program.name}"))
-            if way == "compile":
-                sites += [site_row(way, program.name, site) for site in program.sites]
+        forward, backward = (timeline.makespan_s for timeline in timelines)
+        times[way] = Stages(forward, backward, step)
+        runs[way] = [
+            Run((program,), timeline, None, f"{way}: {program.name}")
+            for program, timeline in zip(lowered, timelines, strict=True)
+        ]
     common = facts("cpu", settings.commit) | {"gpu": machine.host or machine.name}
-    rows = rows_of(settings, world, times)
-    told = {"error": "", "how": "predicted", "world": world, **common}
-    if settings.profile:
-        write_perfetto(runs, Path(settings.profile))
-    return {"rows": [row | told for row in rows], "sites": sites, "facts": common}
+    absent = dict.fromkeys(("peak_bytes", "off", "sm_mhz"), math.nan)
+    told = {**absent, "error": "", "how": "predicted", "world": world, **common}
+    rows = [row | told for row in rows_of(settings, world, times)]
+    return {"rows": rows, "sites": told_of(runs, settings.profile), "facts": common}
 
 
 def _programs(
@@ -93,9 +91,7 @@ def _fake_ranks(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _step_s(
-    settings: TransformerSettings, dims: LayerDims, machine: Machine, world: int
-) -> float:
+def _step_s(settings: TransformerSettings, dims: LayerDims, machine: Machine, world: int) -> float:
     """AdamW, bound by its bytes: all are read, and all but the gradient written."""
     elements = settings.layers * dims.matmul_parameters / world
     tensors = 2 * (1 + MOMENTS) + 1

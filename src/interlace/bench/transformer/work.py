@@ -2,18 +2,17 @@
 
     report = work(TransformerSettings(model="tiny"), ranks, tell)   # on every rank; rank 0 reports
 
-All ways train in turn, in one process group, on the same weights (candidates.py). Of each, rows tell
-the stages' times, tokens and FLOP a second, what communication costs beyond the ideal, and memory.
+All ways train in turn, in one process group, on the same weights (candidates.py). Of each, rows
+tell the stages' times, tokens and FLOP a second of a GPU, what communication costs beyond the
+ideal, and memory.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,10 +22,11 @@ from interlace.bench.rows import Row, facts
 from interlace.bench.timing import LAUNCHES, race
 from interlace.bench.transformer.candidates import LIMIT, OURS, WAYS, Candidates
 from interlace.bench.transformer.models import MODELS, flops
+from interlace.commands.explain import strategy_of
 from interlace.cost import Timeline
+from interlace.cost.timeline import intersection, length, union
 from interlace.errors import OptionError
-from interlace.frontend.binding import Bound
-from interlace.ir import Site
+from interlace.ir import Program
 from interlace.launch import Tell
 from interlace.trace import Run, write_perfetto
 
@@ -104,9 +104,20 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
     ]
 
 
-def site_row(way: str, direction: str, site: Site) -> Row:
-    """A site as plain data."""
-    return {"way": way, "direction": direction, **asdict(site)}
+def site_rows(way: str, program: Program, timeline: Timeline) -> list[Row]:
+    """The sites of a Program with what their communication took on the timeline's first rank, and
+    what of that no computation hid. What a fused kernel does within counts as computation."""
+    spans = timeline.of(rank=timeline.ranks[0]).spans
+    compute = union((span.start_s, span.end_s) for span in spans if span.kind == "compute")
+    rows: list[Row] = []
+    for site in program.sites:
+        mine = [span for span in spans if span.site == site.id and span.kind == "comm"]
+        comm = union((span.start_s, span.end_s) for span in mine)
+        hidden_s, comm_s = length(intersection(comm, compute)), length(comm)
+        told = {"comm_ms": comm_s * 1e3, "exposed_ms": (comm_s - hidden_s) * 1e3}
+        row = {"way": way, "program": program.name, "how": strategy_of(site), **asdict(site)}
+        rows.append({**row, **told})
+    return rows
 
 
 def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Row | None:
@@ -146,22 +157,29 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Row | None:
         for row, racer, peak, off in found
     ]
     tell({"event": "rows", "rows": rows})
-    ours = {name: bound for name, bound in trained.bound.items() if not racers[name].problem}
-    sites = [
-        site_row(name, each.kind, site)
-        for name, bound in ours.items()
-        for each in bound
-        for site in each.program.sites
-    ]
     close(racers.values())
-    if settings.profile:
-        tell({"event": "doing", "doing": "tracing"})
-        runs = [run for name in ours for run in _traced(trained, name)]
-        if not ranks.me:
-            write_perfetto(runs, Path(settings.profile))
+    runs: dict[str, list[Run]] = {}
+    for name in OURS:
+        if name in racers and not racers[name].problem:
+            tell({"event": "doing", "doing": f"{name}: tracing"})
+            runs[name] = _traced(trained, name)
     torch.compiler.reset()  # while the group of its graphs is there
     free(ranks)
-    return None if ranks.me else {"rows": rows, "sites": sites, "facts": common}
+    if ranks.me:
+        return None
+    return {"rows": rows, "sites": told_of(runs, settings.profile), "facts": common}
+
+
+def told_of(runs: Mapping[str, Sequence[Run]], profile: str) -> list[Row]:
+    """The sites of the runs of ours; all runs go to the file of the trace, if that is wanted."""
+    if profile:
+        write_perfetto([run for each in runs.values() for run in each], Path(profile))
+    return [
+        row
+        for way in OURS
+        for run in runs.get(way, ())
+        for row in site_rows(way, run.programs[0], run.timelines[0])
+    ]
 
 
 NONE = [math.nan] * 3
@@ -200,7 +218,7 @@ def _traced(trained: Candidates, name: str) -> list[Run]:
         return []
     for _ in range(TRACED):
         racer.opened.run(*racer.sets[0])
-    bound: Sequence[Bound] = [b for b in trained.bound[name] if b.executor.options.trace]
+    bound = [b for b in trained.bound[name] if b.executor.options.trace]
     texts = [each.executor.timeline().to_json() for each in bound]
     told = ranks.exchange({"timelines": texts})
     runs: list[Run] = []
