@@ -26,6 +26,7 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from interlace.bench.layer import apart
 from interlace.bench.race.ways import Opened, Way, worst
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import DTYPES
@@ -55,11 +56,12 @@ NUM_INPUTS = 3
 LIMIT = 8.0
 """How far off a loss or gradient may be, by root mean square, in roundings (`finfo.eps`) of the
 dtype: each passes some ten roundings on its way through a layer, of which sums cancel most."""
+ASYNC_TP = {"_micro_pipeline_tp": True}
 OVERLAP_PASSES = {
     "reorder_for_compute_comm_overlap": True,
     "aten_distributed_optimizations.enable_overlap_scheduling": True,
 }
-"""Inductor's own passes that overlap, by the names of its settings; some torch lacks some."""
+"""Settings of Inductor: its own passes that overlap, some of which a torch may lack."""
 
 
 @dataclass(slots=True)
@@ -208,8 +210,8 @@ class Candidates:
                 return self._compiled(eager, {name: OVERLAP_PASSES[name] for name in known})
             case "async-tp":
                 assert_no_multicast(self.ranks.device)
-                enable_symmetric_memory(self.ranks)
-                return self._compiled(eager, {"_micro_pipeline_tp": True})
+                enable_symmetric_memory(self._group)
+                return self._compiled(eager, ASYNC_TP)
             case "compile":
                 return self._compiled(eager, ours, backend=registered())
             case "layers":
@@ -247,12 +249,4 @@ class Candidates:
         eps, target = torch.finfo(found[0].dtype).eps, self.sets[0][1]
         losses = [_loss(y[0].double(), target.double()).reshape(1) for y in (found, self._known)]
         pairs = zip([losses[0], *found], [losses[1], *self._known], strict=True)
-        return worst(_apart(result, want) / eps for result, want in pairs)
-
-
-def _apart(result: Tensor, want: Tensor) -> float:
-    """The root mean square of the difference over that of what is wanted."""
-    if result.shape != want.shape:
-        return math.inf
-    off, size = result.double() - want.double(), want.double().square().mean().sqrt()
-    return (off.square().mean().sqrt() / size).item()
+        return worst(apart(result, want) / eps for result, want in pairs)
