@@ -23,7 +23,7 @@ from interlace.bench.transformer.models import MODELS, Alone, Layers, Plain, flo
 from interlace.bench.transformer.work import Stages, TransformerSettings, rows_of, work
 from interlace.cli import app
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 CPU = torch.device("cpu")
 
 
