@@ -10,7 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from interlace.bench.plots import draw_interconnect, draw_kernels, draw_layer, draw_overlap
+from interlace.bench.plots import (
+    draw_interconnect,
+    draw_kernels,
+    draw_layer,
+    draw_overlap,
+    draw_transformer,
+)
 from interlace.bench.rows import Row, read
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,6 +29,8 @@ def drawer(rows: Sequence[Row]) -> Callable[[Sequence[Row], Path], None] | None:
         return None
     if "strategy" in columns:
         return draw_overlap
+    if "model" in columns:
+        return draw_transformer
     if "does" in columns:
         return draw_kernels
     return draw_layer if "way" in columns else draw_interconnect

@@ -11,6 +11,7 @@ interconnect.py  `interlace bench interconnect`, and what `interlace calibrate` 
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
 overlap.py       `interlace bench overlap`
 layer.py         `interlace bench layer`
+transformer/     `interlace bench transformer`
 kernels/         `interlace bench kernels`
 plots.py         pictures of rows (extra `bench`)
 

@@ -6,7 +6,7 @@
 Of `bench overlap` every bar is judged four times: for `auto` and for the best of our strategies,
 eager against eager and graph against graph. R compares with the roof, which has no mode. Of `bench
 kernels` what is judged is what a user gets by default; variants of ours are shown beside it, and no
-bar is cleared by one of them.
+bar is cleared by one of them. Of `bench transformer` each of our ways has to clear every bar.
 """
 
 from __future__ import annotations
@@ -313,3 +313,32 @@ def _halved(ours: dict[tuple[str, ...], Row]) -> list[BarVerdict]:
     figure = number(ours[narrow]["state_bytes"]) / number(ours[wide]["state_bytes"])
     bar = "bytes of states over those of fp32 moments"
     return [BarVerdict(bar, "<= 0.501", figure, _kernel(narrow))]
+
+
+# -- transformer ---------------------------------------------------------------------------------
+
+LAYER_BARS = {"llama3-70b": (">= 1.12", "<= 1.05"), "llama3-8b": (">= 1.2", "<= 1.08")}
+"""By model: over the faster of Inductor's ways with NCCL, and over the ideal; forward and backward
+of one layer in bf16, 8192 tokens over four ranks."""
+
+
+def judge_transformer(rows: Sequence[Row]) -> list[BarVerdict]:
+    """Every bar that rows of one run, measured or predicted, tell something of."""
+    ways = {row["way"]: row for row in rows if not row["error"] and row["dtype"] == "bf16"}
+    plain = ways.get("inductor", {})
+    found: list[BarVerdict] = []
+    for way in ("compile", "layers"):
+        row = ways.get(way, {})
+        sizes = [row.get(name) for name in ("world", "sequence", "batch", "layers")]
+        if row.get("model") not in LAYER_BARS or sizes != [4, 8192, 1, 1]:
+            continue
+        faster, near = LAYER_BARS[row["model"]]
+        of = {"case": f"{row['model']} {way}", "how": row["how"]}
+        share = 1 / (1 - number(row["exposed_share"]))
+        peak = number(row["peak_bytes"]) / (number(plain.get("peak_bytes")) or math.nan)
+        found += [
+            BarVerdict("over compiled with NCCL", faster, number(row["speedup"]), of),
+            BarVerdict("time over the ideal", near, share, of),
+            BarVerdict("peak memory over compiled with NCCL", "<= 1", peak, of),
+        ]
+    return [verdict for verdict in found if not math.isnan(verdict.figure)]

@@ -302,7 +302,7 @@ def _way(
         run = compiled(name, module, settings, mesh)
         if isinstance(run, Compiled):
             made.callback(run.close)
-        return Opened(run, lambda: worst(_apart(run(*at), y) / CLOSE for at, y in (*known, *known)))
+        return Opened(run, lambda: worst(apart(run(*at), y) / CLOSE for at, y in (*known, *known)))
 
     return Way(name, opened, made.close)
 
@@ -312,7 +312,7 @@ def _local(value: Any) -> Tensor:
     return local.clone()  # a graph writes its results into the same place again
 
 
-def _apart(result: Any, want: Tensor) -> float:
+def apart(result: Any, want: Tensor) -> float:
     """The difference, of the root mean square: its own, or a 16th of its largest element."""
     found = _local(result)
     if found.shape != want.shape:

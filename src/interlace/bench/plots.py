@@ -113,6 +113,29 @@ def draw_layer(rows: Sequence[Row], path: Path) -> None:
     _save(pyplot, figure, path)
 
 
+def draw_transformer(rows: Sequence[Row], path: Path) -> None:
+    """Forward, backward and step of each way, one after another, by what was trained and where."""
+    pyplot = _pyplot()
+    latest: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if not row["error"]:
+            sizes = f"{row['model']} x {row['layers']}, {row['batch']} x {row['sequence']} tokens"
+            where = f"{row['world']} ranks, {row['how']}, {row['gpu']}"
+            latest.setdefault(f"{sizes}, {row['dtype']}\n{where}", {})[row["way"]] = row
+    size = {"figsize": (10, 1 + 3 * max(1, len(latest))), "squeeze": False}
+    figure, axes = pyplot.subplots(max(1, len(latest)), 1, layout="constrained", **size)
+    for (title, ways), (axis,) in zip(latest.items(), axes, strict=False):
+        begin = dict.fromkeys(ways, 0.0)
+        for stage in ("forward", "backward", "step"):
+            took = {way: number(row[f"{stage}_ms"]) for way, row in ways.items()}
+            axis.barh(list(ways), list(took.values()), left=list(begin.values()), label=stage)
+            begin = {way: at + took[way] for way, at in begin.items()}
+        axis.set(title=title, xlabel="ms")
+        axis.invert_yaxis()
+        axis.legend(fontsize=7)
+    _save(pyplot, figure, path)
+
+
 def draw_kernels(rows: Sequence[Row], path: Path) -> None:
     """The median time of each way over ours, by case: a panel for each op."""
     pyplot = _pyplot()

@@ -147,7 +147,7 @@ def on_rank(
     name: str, work: Work, device: str, time_out_s: float, settings: Any, tell: Tell
 ) -> Report | None:
     """Runs a benchmark as one rank, in the default process group of torchrun or `launch`."""
-    if name in ("overlap", "layer"):  # and not where `auto` learns what users' runs take
+    if name in ("overlap", "layer", "transformer"):  # not where `auto` learns what users' runs take
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL's default, which rivals have
     with joined(device, timedelta(seconds=2 * WAIT_S), time_out_s) as where:
         return work(settings, here(where), tell)

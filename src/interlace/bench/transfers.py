@@ -71,10 +71,10 @@ def assert_no_multicast(device: torch.device) -> None:
         )
 
 
-def enable_symmetric_memory(ranks: Ranks) -> str:
-    """Lets torch's symmetric memory serve the ranks' group; the group's name."""
+def enable_symmetric_memory(group: dist.ProcessGroup) -> str:
+    """Lets torch's symmetric memory serve a group; its name."""
     symm_mem: Any = importlib.import_module("torch.distributed._symmetric_memory")
-    name = ranks.group.group_name
+    name = group.group_name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated, and 2.11 looks for it in places
         symm_mem.enable_symm_mem_for_group(name)
@@ -105,7 +105,7 @@ class BenchMemory:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         assert_no_multicast(ranks.device)
-        name = enable_symmetric_memory(ranks)
+        name = enable_symmetric_memory(ranks.group)
         shape = (self.nbytes,), (1,), torch.uint8, ranks.device, name
         buffer: torch.Tensor = _SymmetricMemory.empty_strided_p2p(*shape)
         handle: Any = _SymmetricMemory.rendezvous(buffer)

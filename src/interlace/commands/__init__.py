@@ -7,6 +7,7 @@ check.py      whether a schedule can go wrong
 schedules.py  passes, pages and predictions of a schedule
 explain.py    the strategy of every site, and why
 demo.py, bench.py, calibrate.py, doctor.py    what runs on this machine
+bench_report.py  what `bench` prints of its rows
 
 None imports torch, nor anything else that is slow, before it runs.
 """

@@ -5,6 +5,7 @@ $ torchrun --nproc-per-node 4 -m interlace bench overlap         # takes torchru
 $ interlace bench overlap --device cpu --preset tiny --dtype f32 --out /tmp/rows
 $ interlace bench interconnect --device cpu --most 1MiB --no-plot --calibration mine.json
 $ interlace bench layer --device cpu --dim 64 --hidden 128 --heads 4 --only eager,interlace
+$ interlace bench transformer --model llama3-70b --simulate h200    # no GPU: predicted
 $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
 
 Alone, a command starts its ranks as processes and ends them all, whatever happens; under torchrun
@@ -18,16 +19,15 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from interlace.commands.options import BenchOptions, Seconds, Shapes, World, benchmark
-from interlace.commands.output import UNSOUND, print_json, say, table, words
+from interlace.commands.bench_report import conclude
+from interlace.commands.files import read_machine
+from interlace.commands.options import BenchOptions, Seconds, Shapes, Strategy, World, benchmark
+from interlace.commands.output import print_json, say, table, words
 from interlace.errors import BackendError, OptionError
-
-if TYPE_CHECKING:
-    from interlace.bench.bars import BarVerdict
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -124,7 +124,7 @@ def overlap(
     if report is None:
         return
     roof = report["roof"]
-    _conclude(
+    conclude(
         report,
         f"roof of a copy {roof['bandwidth'] / 1e9:.1f} GB/s ({roof['how']})",
         {
@@ -194,7 +194,91 @@ def layer(
         "x inductor": "{speedup:.2f}",
         "MHz": "{sm_mhz:.0f}",
     }
-    _conclude(report, "one layer", columns, "{step} {way}", given)
+    conclude(report, "one layer", columns, "{step} {way}", given)
+
+
+@benchmark
+def transformer(
+    model: Annotated[
+        str, typer.Option(help="llama3-8b, llama3-70b, gpt3-175b, tiny or tiny-gpt.")
+    ] = "llama3-8b",
+    layers: Annotated[int, typer.Option(help="Layers, one after another.")] = 1,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence, over all ranks.")] = 8192,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Element type: bf16 or f32.")] = "bf16",
+    only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
+    strategy: Strategy = "auto",
+    seconds: Annotated[float, typer.Option(help="Time for timing, compiling apart.")] = 60,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write how our ops ran, for ui.perfetto.dev.")
+    ] = None,
+    simulate: Annotated[
+        str,
+        typer.Option(help="Run nothing, predict: a calibration file, or the model h200 or cpu."),
+    ] = "",
+    check: Annotated[
+        bool, typer.Option(help="Judge the bars; code 1 where one is missed.")
+    ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration file that auto asks.")
+    ] = None,
+    world: World = None,
+    *,
+    given: BenchOptions,
+) -> None:
+    """Time forward, backward and step of transformer layers, ours against torch's ways.
+
+    Tensor parallel, with sequence parallelism, on all ranks. The ways, in turn on equal weights:
+    eager DTensor; inductor (torch.compile, NCCL) and inductor-overlap (its overlap passes);
+    async-tp; compile and layers (ours: the backend of torch.compile, and interlace.nn.functional);
+    ideal (no communication).
+    """
+    from interlace.bench.bars import judge_transformer
+    from interlace.bench.ranks import run
+    from interlace.bench.rows import append
+    from interlace.bench.transformer.work import TransformerSettings, work
+
+    settings = TransformerSettings(
+        model=model,
+        layers=layers,
+        sequence=sequence,
+        batch=batch,
+        dtype=dtype,
+        strategy=strategy,
+        seconds=seconds,
+        profile=_place(profile) or "",
+        calibration=_place(calibration),
+        **_asked(given, only),
+    )
+    if simulate:
+        from interlace.bench.transformer.predict import predict
+        from interlace.cost import default_machine
+
+        built_in = simulate in ("cpu", "cuda", "h200")
+        machine = default_machine(simulate) if built_in else read_machine(Path(simulate))
+        report = predict(settings, machine, world or 4)
+        if given.path is not None:
+            append(given.path, report["rows"])
+    else:
+        report = run("transformer", work, settings, given, world)
+    if report is None:
+        return
+    ranks, what = report["rows"][0]["world"], f"{model} x {layers}"
+    headline = f"{ranks} ranks, {what}, {batch} x {sequence} tokens in {dtype}; in ms"
+    columns = {
+        "way": "{way}",
+        "fwd": "{forward_ms:.3f}",
+        "bwd": "{backward_ms:.3f}",
+        "step": "{step_ms:.3f}",
+        "tok/s": "{tokens_s:.0f}",
+        "TFLOP/s": "{tflops:.3g}",
+        "exposed": "{exposed_ms:.3f}",
+        "share": "{exposed_share:.1%}",
+        "x nccl": "{speedup:.3f}",
+        "GiB": "{peak_bytes_gib:.2f}",
+    }
+    verdicts = judge_transformer(report["rows"]) if check else []
+    conclude(report, headline, columns, "{way}", given, verdicts)
 
 
 @benchmark
@@ -227,7 +311,7 @@ def kernels(
             report = work(settings, where, tell)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    _conclude(
+    conclude(
         report,
         f"Triton {report['facts']['triton'] or 'absent'}",
         {
@@ -258,57 +342,6 @@ def _place(calibration: Path | None) -> str | None:
 def _asked(given: BenchOptions, only: str) -> dict[str, Any]:
     """What all settings have: the commit, and what alone is run, if that is said."""
     return {"commit": given.commit, **({"only": tuple(words(only))} if only else {})}
-
-
-def _conclude(
-    report: dict[str, Any],
-    headline: str,
-    columns: Mapping[str, str],
-    place: str,
-    given: BenchOptions,
-    verdicts: Sequence[BarVerdict] = (),
-) -> None:
-    """The rows for scripts or for people: a table, what was not timed, the bars; code 1 where one
-    is missed. `columns` and `place` are formats of a row."""
-    from interlace.bench.bars import missed
-    from interlace.bench.rows import plain
-
-    if given.json:
-        bars = [verdict.to_json() for verdict in verdicts]
-        print_json({"schema": 1, **plain(report), "bars": bars})
-    else:
-        facts = report["facts"]
-        say(f"{facts['gpu']}, torch {facts['torch']}, {headline}\n")
-        cells = [[_cell(form, row) for form in columns.values()] for row in report["rows"]]
-        good = [line for line, row in zip(cells, report["rows"], strict=True) if not row["error"]]
-        table(tuple(columns), good)
-        failed = [row for row in report["rows"] if row["error"]]
-        say("\nnot timed:" if failed else "")
-        for row in failed:
-            say(f"  {place.format_map(row)}: {row['error']}")
-        if report.get("skipped"):
-            say(f"no time left for: {'; '.join(report['skipped'])}")
-        if verdicts:
-            _show_bars(verdicts)
-        say(f"\nwrote {given.path}")
-    if missed(verdicts):
-        raise typer.Exit(UNSOUND)
-
-
-def _cell(form: str, row: Mapping[str, Any]) -> str:
-    """One cell; what a row has in bytes is there in GiB as well."""
-    gib = {f"{name}_gib": row[name] / 2**30 for name in row if name.endswith("_bytes")}
-    text = form.format_map({**row, **gib})
-    return "-" if text == "nan" else text
-
-
-def _show_bars(verdicts: Sequence[BarVerdict]) -> None:
-    cells = [
-        [v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED"]
-        + [str(value) for value in v.of.values()]
-        for v in verdicts
-    ]
-    table(("bar", "limit", "figure", "", *verdicts[0].of), cells, title="bars")
 
 
 def _drawn(rows: list[dict[str, Any]], path: Path) -> list[str]:
@@ -408,5 +441,5 @@ bench = typer.Typer(
     no_args_is_help=True,
     help="Measure links, overlapped sites, whole layers and kernels, here and now.",
 )
-for function in (interconnect, overlap, layer, kernels):
+for function in (interconnect, overlap, layer, transformer, kernels):
     bench.command(no_args_is_help=False)(function)

@@ -158,7 +158,7 @@ def site_rows(sites: Sequence[Site]) -> list[tuple[str, ...]]:
             strategy_of(site),
             _ms(site.serial_ms),
             _ms(site.predicted_ms),
-            gain_of(site),
+            gain_of(site.serial_ms, site.predicted_ms),
             site.reason,
         )
         for site in sites
@@ -171,11 +171,9 @@ def strategy_of(site: Site) -> str:
     return f"{text} x{site.chunks}" if site.chunks else text
 
 
-def gain_of(site: Site) -> str:
+def gain_of(serial_ms: float | None, predicted_ms: float | None) -> str:
     """How much faster a site is predicted to be than serial."""
-    if not site.serial_ms or not site.predicted_ms:
-        return "-"
-    return f"{site.serial_ms / site.predicted_ms:.2f}x"
+    return f"{serial_ms / predicted_ms:.2f}x" if serial_ms and predicted_ms else "-"
 
 
 def _ms(value: float | None) -> str:

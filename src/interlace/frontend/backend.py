@@ -51,13 +51,14 @@ class Compilation:
 
     def compilers(self) -> dict[str, Any]:
         """The keyword arguments that AOTAutograd takes."""
-        options, device = self.setting.options, self.setting.device
-        machine = shared_machine(options, device)
+        options, elsewhere = self.setting.options, self.setting.elsewhere
+        machine = elsewhere or shared_machine(options, self.setting.device)
+        cut = Partition(options.regather, machine, options.time_out_s, alone=elsewhere is not None)
         return {
             "fw_compiler": lambda gm, _: self._compile("forward", gm),
             "bw_compiler": lambda gm, _: self._compile("backward", gm),
             "inference_compiler": lambda gm, _: self._compile("inference", gm),
-            "partition_fn": Partition(options.regather, machine, options.time_out_s),
+            "partition_fn": cut,
             "keep_inference_input_mutations": True,
         }
 

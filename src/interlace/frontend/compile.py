@@ -29,7 +29,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from interlace.cost import Timeline, simulate
+from interlace.cost import Machine, Timeline, simulate
 from interlace.errors import ExecutorError, OptionError
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
@@ -200,6 +200,15 @@ class Compiled:
         bound = self._of_kind(kind)
         return simulate(bound.programs, bound.machine)
 
+    def trace(self, *args: Any, machine: Machine, **kwargs: Any) -> tuple[Program, ...]:
+        """The serial Programs of a call, forward before backward, for a machine that is not here.
+
+        Nothing is bound and no peer is asked, so tensors may be fake, and the process group too.
+        """
+        trace: Any = torch.compiler.disable(self._trace)
+        entry = trace(self._keys.of(args, kwargs), args, kwargs, machine)
+        return tuple(graph.serial for graph in entry.compilation.graphs)
+
     def profile(
         self, *args: Any, kind: str | None = None, runs: int = 3, **kwargs: Any
     ) -> Timeline:
@@ -268,8 +277,15 @@ class Compiled:
         return self._add(self._keys.of(args, kwargs), args, kwargs)
 
     def _compile(self, call: FunctionCall, *given: Any) -> _Entry:
+        entry = self._trace(call, *given)
+        entry.compilation.prepare()
+        return entry
+
+    def _trace(
+        self, call: FunctionCall, args: Any, kwargs: Any, elsewhere: Machine | None = None
+    ) -> _Entry:
         refuse_sharded(self._state)
-        leaves, spec = pytree.tree_flatten(given)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         names = (*call.names, *call.held)
         found: list[Outputs] = []
 
@@ -288,7 +304,8 @@ class Compiled:
         count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         arguments = [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
         labels = (*(unwrapped(name).replace(".", "_") for name in names), *arguments)
-        setting = Setting(self.options, meshes, labels, device_of(call.tensors))
+        device = device_of(call.tensors)
+        setting = Setting(self.options, meshes, labels, device, elsewhere=elsewhere)
         compilation = Compilation(setting)
         plain, wrap = without_waiting(call.tensors)
         with compiling(), tracing(self.fn):
@@ -297,7 +314,6 @@ class Compiled:
                 plain,
                 **compilation.compilers(),
             )
-        compilation.prepare()
         return _Entry(wrap(compiled), compilation, found[-1])
 
 

@@ -26,6 +26,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from interlace.cost import Machine
 from interlace.errors import CacheWarning, SizeError
 from interlace.frontend.binding import Bound, bind, placed, with_regions
 from interlace.frontend.calling.specialise import (
@@ -35,10 +36,11 @@ from interlace.frontend.calling.specialise import (
     signature,
 )
 from interlace.frontend.importing.exchanges import Exchange, communications
-from interlace.frontend.importing.importer import import_graph
+from interlace.frontend.importing.importer import Imported, import_graph
 from interlace.frontend.importing.nodes import draws_random_numbers, location
 from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
+from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
 
@@ -60,6 +62,8 @@ class Setting:
     device: str = "cpu"
     numbers: bool | None = None
     """Whether TorchDynamo traced a function that takes numbers; None: it traced none."""
+    elsewhere: Machine | None = None
+    """The machine for which this is traced alone: no peer is asked, and nothing is bound."""
 
 
 class Dropped:
@@ -236,6 +240,11 @@ class CompiledGraph:
             with torch._C._DisableAutocast():  # Note [Autocast is in the graph]
                 self._bind(self._traced, None)
 
+    @property
+    def serial(self) -> Program:
+        """The Program of the sizes that were traced, as it is imported; nothing is bound."""
+        return self._imported()[0].program
+
     def close(self) -> None:
         """Frees its bound Programs; a later call makes them anew."""
         self._shelf.clear()
@@ -285,20 +294,18 @@ class CompiledGraph:
         args: Sequence[Any] | None,
         sizes: Mapping[str, int] | None = None,
     ) -> Bound:
-        setting = self.setting
         values = None
         if args is not None and key != self._traced and sizes is None:
             values = propagate(self._gm, args)
-        teams = Teams.of_torch(setting.meshes, setting.options.time_out_s)
-        imported = import_graph(
-            self._gm,
-            name=self.kind,
-            teams=teams,
-            values=values,
-            labels=setting.labels,
-            sizes=sizes,
-        )
+        imported, teams = self._imported(values=values, sizes=sizes)
         groups = teams.process_groups()
-        bound = bind(self.kind, imported, groups, setting.options, setting.device)
+        bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
         self._shelf.put(key, bound, list(groups.values()))
         return bound
+
+    def _imported(self, **given: Any) -> tuple[Imported, Teams]:
+        """The serial Program with its calling convention, and the teams that it names."""
+        setting = self.setting
+        teams = Teams.of_torch(setting.meshes, setting.options.time_out_s)
+        labels = setting.labels
+        return import_graph(self._gm, name=self.kind, teams=teams, labels=labels, **given), teams

@@ -54,6 +54,8 @@ class Partition:
     machine: Machine | None = None
     time_out_s: float | None = None
     """How long ranks wait for one another to decide alike; None: as long as process groups do."""
+    alone: bool = False
+    """Whether no peer is there to be asked: all are taken to decide as this rank does."""
 
     def __call__(
         self, joint: fx.GraphModule, joint_inputs: Any, **given: Any
@@ -77,7 +79,7 @@ class Partition:
                 if not any("recompute" in other.meta for other in moved):
                     found.append((node, moved))
         wanted = [self._wanted(node, moved) for node, moved in found]
-        if self.regather == "auto" and found:
+        if self.regather == "auto" and found and not self.alone:
             places = [location(node).module for node, _ in found]
             wishes = [(group_of(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
             wanted = decided(graph, lambda: consent_of_ranks(places, wishes, self.time_out_s))

@@ -213,7 +213,7 @@ class AsyncTP(Candidate):
     def open(self) -> Launch:
         """The operator for this site; there is none for GEMM+AR."""
         assert_no_multicast(self.ranks.device)
-        name = enable_symmetric_memory(self.ranks)
+        name = enable_symmetric_memory(self.ranks.group)
         ops: Any = torch.ops.symm_mem
         match self.case.op:
             case "ag_gemm":

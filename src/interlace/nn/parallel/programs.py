@@ -91,5 +91,10 @@ def programs(
     return found
 
 
+def kept(group: dist.ProcessGroup) -> list[Bound]:
+    """What is bound for the layers of a group."""
+    return [bound for each in _programs.get(group, {}).values() for bound in each.all()]
+
+
 MOST_LAYERS = 256
 """Layers (shapes, dtypes, options and directions) of a group whose Programs are kept."""

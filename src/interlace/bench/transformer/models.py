@@ -1,0 +1,296 @@
+"""Layers of real models' dimensions, under tensor parallelism with sequence parallelism.
+
+    dims = MODELS["llama3-70b"]
+    layers = parallelized(dims, 1, 8192, torch.bfloat16, mesh)   # DTensors: eager, or compiled
+    maps = Overlapped(group, {})
+    layers = on_shards(shards_of(layers), layers, dims, 4, maps)  # the same weights, plain tensors
+    flops(dims, layers=1, batch=1, sequence=8192)                # of a forward pass, on all ranks
+
+Every rank has its part of the sequence: [batch, sequence / ranks, dim] goes in and comes out. The
+linear maps are exchangeable: `Plain` calls the modules, `Overlapped` gathers and scatters around
+them by `interlace.nn.functional`, and `Alone` computes the same on one rank, without communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from interlace.demo.model import RMSNorm, rotary_table, rotate
+from interlace.errors import OptionError
+from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDims:
+    """The dimensions of one layer."""
+
+    dim: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    llama: bool = True
+    """Llama's layer (RMSNorm, rotary positions, SwiGLU), else GPT-3's (LayerNorm, GELU, biases)."""
+
+    def check(self, ranks: int, sequence: int) -> None:
+        """Raises OptionError for what cannot be cut over that many ranks."""
+        sizes = {"heads": self.heads, "heads of keys": self.kv_heads, "features": self.hidden}
+        for what, size in {**sizes, "positions (--sequence)": sequence}.items():
+            if size % ranks or size < ranks:
+                raise OptionError(f"{size} {what} do not divide over {ranks} ranks")
+
+    @property
+    def matmul_parameters(self) -> int:
+        """The parameters of the linear maps."""
+        heads = self.heads + self.kv_heads
+        return self.dim * (2 * self.dim * heads // self.heads + (2 + self.llama) * self.hidden)
+
+
+MODELS = {
+    "llama3-8b": LayerDims(4096, 32, 8, 14336),
+    "llama3-70b": LayerDims(8192, 64, 8, 28672),
+    "gpt3-175b": LayerDims(12288, 96, 96, 49152, llama=False),
+    "tiny": LayerDims(64, 8, 4, 192),
+    "tiny-gpt": LayerDims(64, 4, 4, 256, llama=False),
+}
+
+
+def flops(dims: LayerDims, *, layers: int, batch: int, sequence: int) -> int:
+    """Floating point operations of a forward pass on all ranks: 2 for each parameter of a linear
+    map and token, and causal attention's half of 4 sequence^2 dim. Backward has twice as many."""
+    linear = 2 * dims.matmul_parameters * batch * sequence
+    return layers * (linear + 2 * batch * sequence**2 * dims.dim)
+
+
+# -- linear maps -----------------------------------------------------------------------------------
+
+
+class Plain:
+    """The modules as they are; what communicates is around them."""
+
+    def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """What several column-parallel maps make of one input."""
+        return [linear(x) for linear in linears]
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """What a row-parallel map makes of it."""
+        return linear(x)
+
+
+@dataclass(frozen=True)
+class Overlapped(Plain):
+    """Gathers and scatters of the sequence under the maps, by `interlace.nn.functional`."""
+
+    group: dist.ProcessGroup
+    options: dict[str, Any]
+
+    def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """Gathers x for all maps."""
+        weights, biases = [each.weight for each in linears], [each.bias for each in linears]
+        how: Any = {"group": self.group, "dim": 1, "options": self.options}
+        return all_gather_linear(x, weights, biases, **how)
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """Scatters the sum."""
+        how: Any = {"group": self.group, "dim": 1, "options": self.options}
+        return linear_reduce_scatter(x, linear.weight, linear.bias, **how)
+
+
+class Alone(Plain):
+    """The same local computation without communication: what a gather would bring is there."""
+
+    def __init__(self, full: Tensor, rows: int) -> None:
+        self.full, self.rows = full, rows
+        """[batch, sequence, dim], and how many positions of them a rank has."""
+
+    def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """The maps of all rows."""
+        full = Widen.apply(x, self.full)
+        return [linear(full) for linear in linears]
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """This rank's rows of the map of all."""
+        return Narrow.apply(linear(x), self.full, self.rows)
+
+
+class Widen(torch.autograd.Function):
+    """Stands for a gather: all rows are there already, and backward keeps this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, full: Tensor) -> Tensor:
+        """The rows that are there."""
+        ctx.rows = x.shape[1]
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """This rank's rows of the gradient."""
+        return grads[0].narrow(1, 0, ctx.rows), None
+
+
+class Narrow(torch.autograd.Function):
+    """Stands for a reduce-scatter: keeps this rank's rows, and backward has all there already."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, full: Tensor, rows: int) -> Tensor:
+        """This rank's rows."""
+        ctx.save_for_backward(full)
+        return y.narrow(1, 0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The rows that are there."""
+        return ctx.saved_tensors[0], None, None
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Causal self-attention over the whole sequence; each rank holds some of the heads."""
+
+    def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
+        super().__init__()
+        self.head_dim, self.maps = dims.dim // dims.heads, maps
+        self.grouped = dims.kv_heads < dims.heads
+        bias, heads = not dims.llama, dims.dim // parts
+        kv_heads = heads * dims.kv_heads // dims.heads
+        self.wq = nn.Linear(dims.dim, heads, bias=bias)
+        self.wk = nn.Linear(dims.dim, kv_heads, bias=bias)
+        self.wv = nn.Linear(dims.dim, kv_heads, bias=bias)
+        self.wo = nn.Linear(heads, dims.dim, bias=bias)
+
+    def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
+        """Of this rank's rows, or of all where what is around it gathers."""
+        q, k, v = (
+            y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for y in self.maps.column(x, [self.wq, self.wk, self.wv])
+        )
+        if table is not None:
+            q, k = rotate(q, table), rotate(k, table)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return self.maps.row(y.transpose(1, 2).flatten(2), self.wo)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, or GELU between two maps."""
+
+    def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
+        super().__init__()
+        self.maps, bias, hidden = maps, not dims.llama, dims.hidden // parts
+        self.up = nn.Linear(dims.dim, hidden, bias=bias)
+        self.gate = nn.Linear(dims.dim, hidden, bias=bias) if dims.llama else None
+        self.down = nn.Linear(hidden, dims.dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's second half."""
+        if self.gate is None:
+            y = F.gelu(self.maps.column(x, [self.up])[0], approximate="tanh")
+        else:
+            up, gate = self.maps.column(x, [self.up, self.gate])
+            y = F.silu(gate) * up
+        return self.maps.row(y, self.down)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
+        super().__init__()
+        norm = RMSNorm if dims.llama else nn.LayerNorm
+        self.attention_norm = norm(dims.dim)
+        self.attention = Attention(dims, parts, maps)
+        self.feed_forward_norm = norm(dims.dim)
+        self.feed_forward = FeedForward(dims, parts, maps)
+
+    def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
+        """One layer."""
+        x = x + self.attention(self.attention_norm(x), table)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Layers(nn.Module):
+    """Layers one after another, and the table of positions that they share."""
+
+    table: Tensor | None
+
+    def __init__(self, dims: LayerDims, count: int, table: Tensor | None, parts: int, maps: Plain):
+        super().__init__()
+        self.register_buffer("table", table, persistent=False)
+        self.layers = nn.ModuleList(Layer(dims, parts, maps) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's rows, [batch, sequence / ranks, dim], through all layers."""
+        for layer in self.layers:
+            x = layer(x, self.table)
+        return x
+
+
+def parallelized(
+    dims: LayerDims, count: int, sequence: int, dtype: torch.dtype, mesh: DeviceMesh
+) -> Layers:
+    """Layers of DTensors on a mesh of one axis, with the same weights on every call."""
+    torch.manual_seed(0)
+    table = rotary_table(sequence, dims.dim // dims.heads).to(dtype) if dims.llama else None
+    with _default(dtype):
+        module = Layers(dims, count, table, 1, Plain())
+    rows, whole = Shard(1), Replicate()
+    maps = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.up", "feed_forward.gate")
+    plan: dict[str, Any] = {
+        **{name: ColwiseParallel() for name in maps[: 5 if dims.llama else 4]},
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(rows, None), desired_input_layouts=(whole, None)
+        ),
+        "attention.wo": RowwiseParallel(output_layouts=rows),
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
+        "feed_forward.down": RowwiseParallel(output_layouts=rows),
+    }
+    for layer in module.layers:
+        parallelize_module(layer, mesh, plan)
+    return module
+
+
+def shards_of(layers: Layers) -> dict[str, nn.Parameter]:
+    """This rank's shards of the weights of layers on DTensors, as parameters in the same memory."""
+    named: Any = layers.named_parameters()  # DTensors
+    return {name: nn.Parameter(weight.to_local().detach()) for name, weight in named}
+
+
+def on_shards(
+    weights: dict[str, nn.Parameter], layers: Layers, dims: LayerDims, parts: int, maps: Plain
+) -> Layers:
+    """Layers of these parameters, which are those of `parts` ranks' shards of `layers`."""
+    with torch.device("meta"):
+        module = Layers(dims, len(layers.layers), None, parts, maps)
+    module.load_state_dict(weights, assign=True)
+    module.table = layers.table
+    return module
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """What modules give their parameters for a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

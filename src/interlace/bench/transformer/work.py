@@ -1,0 +1,230 @@
+"""`interlace bench transformer`: settings, the race, and what its rows tell.
+
+    report = work(TransformerSettings(model="tiny"), ranks, tell)   # on every rank; rank 0 reports
+
+All ways train in turn, in one process group, on the same weights (candidates.py). Of each, rows
+tell the stages' times, tokens and FLOP a second of a GPU, what communication costs beyond the
+ideal, and memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from interlace.bench.race.ways import Racer, close, free, prepare, time_ways
+from interlace.bench.ranks import Ranks
+from interlace.bench.rows import Row, facts
+from interlace.bench.timing import LAUNCHES, race
+from interlace.bench.transformer.candidates import LIMIT, OURS, WAYS, Candidates
+from interlace.bench.transformer.models import MODELS, flops
+from interlace.commands.explain import strategy_of
+from interlace.cost import Timeline
+from interlace.cost.timeline import intersection, length, union
+from interlace.errors import OptionError
+from interlace.ir import Program
+from interlace.launch import Tell
+from interlace.trace import Run, write_perfetto
+
+DTYPES = ("bf16", "f32")
+TRACED = 3
+"""Steps of which the last is what a trace shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerSettings:
+    """What is run."""
+
+    model: str = "llama3-8b"
+    layers: int = 1
+    sequence: int = 8192
+    batch: int = 1
+    dtype: str = "bf16"
+    only: tuple[str, ...] = WAYS
+    seconds: float = 60.0
+    strategy: str = "auto"
+    calibration: str | None = None
+    profile: str = ""
+    """The file of the trace; empty: none."""
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        choices = {"--model": MODELS, "--dtype": DTYPES}
+        given = [("--model", self.model), ("--dtype", self.dtype)]
+        for option, value in (*given, *(("--only", way) for way in self.only)):
+            known = choices.get(option, WAYS)
+            if value not in known:
+                raise OptionError(f"{option} {value}: choose from {', '.join(known)}")
+        if min(self.layers, self.sequence, self.batch) < 1:
+            raise OptionError("--layers, --sequence and --batch must be >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Seconds of the stages of a training step."""
+
+    forward: float
+    backward: float
+    step: float
+
+    @property
+    def both(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stages]) -> list[Row]:
+    """The columns that follow from the times of the ways."""
+    dims, nan = MODELS[settings.model], Stages(math.nan, math.nan, math.nan)
+    sizes = {"layers": settings.layers, "batch": settings.batch, "sequence": settings.sequence}
+    tokens, work = settings.batch * settings.sequence / world, 3 * flops(dims, **sizes) / world
+    ideal = times.get("ideal", nan).both
+    base = [time.both for way, time in times.items() if way.startswith(("inductor", "serial"))]
+    best = min((each for each in base if not math.isnan(each)), default=math.nan)
+    return [
+        {
+            "model": settings.model,
+            **sizes,
+            "dtype": settings.dtype,
+            "way": way,
+            "forward_ms": time.forward * 1e3,
+            "backward_ms": time.backward * 1e3,
+            "step_ms": time.step * 1e3,
+            "tokens_s": tokens / (time.both + time.step),
+            "tflops": work / time.both / 1e12,
+            "exposed_ms": (time.both - ideal) * 1e3,
+            "exposed_share": (time.both - ideal) / time.both,
+            "speedup": best / time.both,
+        }
+        for way, time in times.items()
+    ]
+
+
+def site_rows(way: str, program: Program, timeline: Timeline) -> list[Row]:
+    """The sites of a Program with what their communication took on the timeline's first rank, and
+    what of that no computation hid. What a fused kernel does within counts as computation."""
+    spans = timeline.of(rank=timeline.ranks[0]).spans
+    compute = union((span.start_s, span.end_s) for span in spans if span.kind == "compute")
+    rows: list[Row] = []
+    for site in program.sites:
+        mine = [span for span in spans if span.site == site.id and span.kind == "comm"]
+        comm = union((span.start_s, span.end_s) for span in mine)
+        hidden_s, comm_s = length(intersection(comm, compute)), length(comm)
+        told = {"comm_ms": comm_s * 1e3, "exposed_ms": (comm_s - hidden_s) * 1e3}
+        row = {"way": way, "program": program.name, "how": strategy_of(site), **asdict(site)}
+        rows.append({**row, **told})
+    return rows
+
+
+def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Row | None:
+    """Races the ways; rank 0 gets the report."""
+    tell({"event": "total", "total": len(settings.only) + 1, "doing": "weights"})
+    trained = Candidates(settings, ranks)
+    racers: dict[str, Racer] = {}
+    memory: dict[str, float] = {}
+    for name in settings.only:
+        tell({"event": "step", "doing": f"{name}: compiling"})
+        racers[name], memory[name] = _prepared(trained, name)
+    tell({"event": "step", "doing": "timing"})
+    launches = 3, LAUNCHES[1]
+    time_ways(
+        racers.values(),
+        lambda runs, sets: race(ranks, runs, sets, settings.seconds, launches=launches),
+    )
+    times = {
+        name: Stages(*ranks.maximum(trained.laps[name].medians() if not racer.problem else NONE))
+        for name, racer in racers.items()
+    }
+    offs = ranks.maximum([racer.off for racer in racers.values()])
+    peaks = ranks.maximum(list(memory.values()))
+    found = zip(rows_of(settings, ranks.size, times), racers.values(), peaks, offs, strict=True)
+    common = facts(ranks.device.type, settings.commit)
+    rows: list[Row] = [
+        {
+            **row,
+            **racer.columns("median_us", "p90_us", "host_us"),
+            "peak_bytes": peak,
+            "off": off,
+            **racer.columns("rounds", "sm_mhz", "error"),
+            "how": "measured",
+            "world": ranks.size,
+            **common,
+        }
+        for row, racer, peak, off in found
+    ]
+    tell({"event": "rows", "rows": rows})
+    close(racers.values())
+    runs: dict[str, list[Run]] = {}
+    for name in OURS:
+        if name in racers and not racers[name].problem:
+            tell({"event": "doing", "doing": f"{name}: tracing"})
+            runs[name] = _traced(trained, name)
+    torch.compiler.reset()  # while the group of its graphs is there
+    free(ranks)
+    if ranks.me:
+        return None
+    return {"rows": rows, "sites": told_of(runs, settings.profile), "facts": common}
+
+
+def told_of(runs: Mapping[str, Sequence[Run]], profile: str) -> list[Row]:
+    """The sites of the runs of ours; all runs go to the file of the trace, if that is wanted."""
+    if profile:
+        write_perfetto([run for each in runs.values() for run in each], Path(profile))
+    return [
+        row
+        for way in OURS
+        for run in runs.get(way, ())
+        for row in site_rows(way, run.programs[0], run.timelines[0])
+    ]
+
+
+NONE = [math.nan] * 3
+
+
+def _prepared(trained: Candidates, name: str) -> tuple[Racer, float]:
+    """A way, opened, and the bytes that a step takes at most beyond weights and moments."""
+    ranks = trained.ranks
+    free(ranks)
+    before = _held(ranks)
+    racer = prepare(ranks, trained.way(name), trained.sets, LIMIT)
+    if not ranks.cuda or racer.opened is None:
+        return racer, math.nan
+    free(ranks)
+    torch.cuda.reset_peak_memory_stats()
+    racer.opened.run(*racer.sets[0])
+    torch.cuda.synchronize()
+    grown = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    return racer, _held(ranks) + grown - before
+
+
+def _held(ranks: Ranks) -> float:
+    """Bytes of this rank's GPU that tensors have, and that others than torch's allocator have."""
+    if not ranks.cuda:
+        return math.nan
+    unused, total = torch.cuda.mem_get_info()
+    return total - unused - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
+
+
+def _traced(trained: Candidates, name: str) -> list[Run]:
+    """How all ranks ran the Programs of a way of ours, in the last of some steps."""
+    ranks = trained.ranks
+    torch.compiler.reset()
+    racer = prepare(ranks, trained.way(name, trace=True), trained.sets, LIMIT)
+    if racer.opened is None:
+        return []
+    for _ in range(TRACED):
+        racer.opened.run(*racer.sets[0])
+    bound = [b for b in trained.bound[name] if b.executor.options.trace]
+    texts = [each.executor.timeline().to_json() for each in bound]
+    told = ranks.exchange({"timelines": texts})
+    runs: list[Run] = []
+    for place, each in enumerate(bound):
+        parts = [Timeline.from_json(note["timelines"][place]) for note in told]
+        spans = tuple(span for part in parts for span in part.spans)
+        title = f"{name}: {each.program.name}"
+        runs.append(Run((each.program,), None, Timeline(spans, title, "measured"), title))
+    return runs

@@ -1,0 +1,176 @@
+"""`interlace bench transformer`: tiny layers trained on two ranks, and large ones predicted."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.pool import Pool
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from interlace.bench.bars import judge_transformer, missed
+from interlace.bench.race.ways import prepare
+from interlace.bench.ranks import here
+from interlace.bench.rows import read
+from interlace.bench.transformer.candidates import LIMIT, Candidates
+from interlace.bench.transformer.models import MODELS, Alone, Layers, Plain, flops
+from interlace.bench.transformer.work import Stages, TransformerSettings, rows_of, work
+from interlace.cli import app
+
+pytestmark = pytest.mark.timeout(300)
+CPU = torch.device("cpu")
+
+
+def bench(*args: str, code: int = 0) -> Any:
+    done = CliRunner().invoke(app, ["bench", "transformer", *args])
+    assert done.exit_code == code, done.output
+    return done
+
+
+WAYS = ("eager", "compile", "layers", "async-tp")
+
+
+def raced(profile: str) -> Any:
+    """The report of a run of tiny layers, and the rows that were told meanwhile."""
+    given: Any = {"model": "tiny", "sequence": 32, "dtype": "f32", "seconds": 0.5}
+    settings = TransformerSettings(**given, only=WAYS, profile=profile)
+    events: list[dict[str, Any]] = []
+    report = work(settings, here(CPU), events.append)
+    return report, [row for event in events if event["event"] == "rows" for row in event["rows"]]
+
+
+def test_ways_train_alike_and_rows_tell_what_overlap_gains(pool: Pool, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    (report, told), (nothing, _) = pool(2).run(raced, str(trace), replace=True)
+    assert nothing is None
+    *rows, absent = told
+    assert [row["way"] for row in report["rows"]] == [row["way"] for row in told] == list(WAYS)
+    assert "async-tp needs GPUs" in absent["error"]
+    for row in rows:
+        assert row["error"] == ""
+        assert row["off"] <= LIMIT, "in roundings of f32, from eager"
+        assert min(row["forward_ms"], row["backward_ms"], row["step_ms"], row["tokens_s"]) > 0
+        assert math.isnan(row["speedup"]), "Inductor did not run"
+        assert math.isnan(row["exposed_ms"]), "nor did the ideal"
+        assert row["commit"]
+    programs = {(site["way"], site["program"]) for site in report["sites"]}
+    names = "all_gather_linear", "linear_reduce_scatter"
+    assert programs == {("compile", "forward"), ("compile", "backward")} | {
+        ("layers", f"{name}{end}") for name in names for end in ("", "_backward")
+    }
+    modules = {site["module"] for site in report["sites"] if site["way"] == "compile"}
+    assert {"layers.0.attention", "layers.0.feed_forward.down"} <= modules
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"aten.mm.default", "all_gather"} <= {event["name"].split(" ")[0] for event in events}
+    assert {event["args"].get("rank") for event in events if event["ph"] == "X"} == {0, 1}
+
+
+def checked(model: str, ways: tuple[str, ...], broken: bool) -> dict[str, str | None]:
+    """What is wrong with ways; `layers` may have forgotten to sum the gradients of norms."""
+    settings = TransformerSettings(model=model, sequence=32, batch=2, dtype="f32")
+    trained = Candidates(settings, here(CPU))
+    if broken:
+        trained._sum = lambda copied: None  # type: ignore[method-assign]
+    racers = {way: prepare(trained.ranks, trained.way(way), trained.sets, LIMIT) for way in ways}
+    torch.compiler.reset()
+    return {way: racer.problem for way, racer in racers.items()}
+
+
+def test_gpts_layers_train_alike_too(pool: Pool) -> None:
+    ways = "compile", "layers"
+    assert pool(2).run(checked, "tiny-gpt", ways, False)[0] == dict.fromkeys(ways)
+
+
+def test_a_wrong_gradient_is_not_timed(pool: Pool) -> None:
+    for problems in pool(2).run(checked, "tiny", ("layers",), True):
+        assert "wrong: off by" in str(problems["layers"])
+
+
+def test_a_large_layer_is_predicted_without_gpus(tmp_path: Path) -> None:
+    given = ("--simulate", "h200", "--out", str(tmp_path), "--json")
+    report = json.loads(bench("--model", "llama3-70b", *given, "--check").stdout)
+    rows = {row["way"]: row for row in report["rows"]}
+    both = {way: row["forward_ms"] + row["backward_ms"] for way, row in rows.items()}
+    assert both["ideal"] < both["compile"] < both["serial"]
+    assert rows["serial"]["exposed_ms"] == pytest.approx(both["serial"] - both["ideal"])
+    assert rows["compile"]["speedup"] == pytest.approx(both["serial"] / both["compile"])
+    assert {row["how"] for row in rows.values()} == {"predicted"}
+    assert {site["program"] for site in report["sites"]} == {"forward", "backward"}
+    assert {bar["bar"] for bar in report["bars"]} == {
+        *("over compiled with NCCL", "time over the ideal")
+    }
+    assert all(bar["passed"] for bar in report["bars"])
+    assert len(read(tmp_path / "transformer.csv")) == 3
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-gpt"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ideal_computes_a_ranks_part_of_what_torch_counts(model: str, ranks: int) -> None:
+    """torch counts the half of attention that the causal mask leaves out."""
+    maps = Alone(torch.randn(3, 32, 64), 32 // ranks) if ranks > 1 else Plain()
+    module = Layers(MODELS[model], 2, None, ranks, maps)
+    x = torch.randn(3, 32 // ranks, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        y = module(x)
+        attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+        forward = counter.get_total_flops()
+        y.backward(torch.randn(3, 32 // ranks, 64))
+    whole = flops(MODELS[model], layers=2, batch=3, sequence=32)
+    assert whole == ranks * (forward - attention // 2)
+    assert counter.get_total_flops() == 3 * forward
+    assert x.grad is not None
+    assert all(weight.grad is not None for weight in module.parameters())
+
+
+def layer_rows(compiled: float, peak: float) -> list[dict[str, Any]]:
+    """Rows as on four GPUs, where the ideal takes 10 ms and Inductor 12."""
+    settings = TransformerSettings(model="llama3-70b")
+    both = {"inductor": 12.0, "compile": compiled, "ideal": 10.0}
+    times = {way: Stages(ms / 3e3, ms / 1.5e3, 1e-3) for way, ms in both.items()}
+    known = {"error": "", "how": "measured", "world": 4, "peak_bytes": 100.0}
+    rows = [row | known for row in rows_of(settings, 4, times)]
+    rows[1]["peak_bytes"] = peak
+    return rows
+
+
+def test_bars() -> None:
+    verdicts = judge_transformer(layer_rows(10.4, 100.0))
+    assert [round(v.figure, 3) for v in verdicts] == [1.154, 1.04, 1.0]
+    assert missed(verdicts) == []
+    slow, large = judge_transformer(layer_rows(11.0, 100.0)), layer_rows(10.4, 101.0)
+    assert [v.passed for v in slow] == [False, False, True]
+    assert missed(judge_transformer(large)) == [
+        "llama3-70b compile: peak memory over compiled with NCCL"
+    ]
+    others = [row | {"world": 2} for row in large]
+    assert judge_transformer(others) == []
+
+
+def test_rates_follow_from_the_times() -> None:
+    settings = TransformerSettings(model="llama3-8b", batch=2)
+    (row,) = rows_of(settings, 4, {"eager": Stages(0.1, 0.2, 0.1)})
+    assert row["tokens_s"] == pytest.approx(2 * 8192 / 0.4 / 4)
+    forward = flops(MODELS["llama3-8b"], layers=1, batch=2, sequence=8192)
+    assert row["tflops"] == pytest.approx(3 * forward / 0.3 / 4 / 1e12)
+    assert math.isnan(row["exposed_ms"])
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--model", "gpt5"), "--model gpt5: choose from llama3-8b"),
+        (("--only", "magic"), "--only magic: choose from eager"),
+        (("--dtype", "f8"), "--dtype f8: choose from bf16, f32"),
+        (("--layers", "0"), "must be >= 1"),
+        (("--simulate", "h200", "--world", "3"), "64 heads do not divide over 3 ranks"),
+        (("--simulate", "nowhere.json"), "cannot read calibration file nowhere.json"),
+    ],
+)
+def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:
+    assert told in bench("--model", "llama3-70b", *args, code=2).stderr
