@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from interlace.bench.kernels.case import OURS as OUR_WAY
+from interlace.bench.kernels.float8 import CAST, WGRAD
+from interlace.bench.kernels.losses import BOTH
 from interlace.bench.race.candidates import OURS
 from interlace.bench.rows import Row, number
 from interlace.bench.sites import SMALL_ROWS
@@ -268,6 +270,10 @@ def _executor(row: Row) -> bool:
     return row["op"] == "host" and row["shape"].startswith("Executor.run")
 
 
+def _float8(does: str, row: Row) -> bool:
+    return _on_gpu("float8", row) and row["does"] == does
+
+
 LINEAR = functools.partial(_on_gpu, "linear-cross-entropy")
 ADAM = functools.partial(_on_gpu, "adam")
 COMPILED = _ratio("peak_bytes", "torch.compile")
@@ -280,6 +286,19 @@ KERNEL_BARS = (
     KernelBar("share of copy bandwidth", ">= 0.9", ADAM, _share),
     KernelBar("run over plain calls", "<= 1.3", _executor, _ratio("median_us", "torch")),
     KernelBar("time over torch fused", "< 1", ADAM, _ratio("median_us", "torch")),
+    KernelBar("share of copy bandwidth", ">= 0.88", functools.partial(_float8, CAST), _share),
+    KernelBar(
+        "time over torchao's",
+        "<= 0.926",
+        functools.partial(_float8, BOTH),
+        _ratio("median_us", "torchao"),
+    ),
+    KernelBar(
+        "time over one _scaled_mm",
+        "<= 1.053",
+        functools.partial(_float8, WGRAD),
+        _ratio("median_us", "_scaled_mm"),
+    ),
 )
 
 

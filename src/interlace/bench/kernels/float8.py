@@ -1,0 +1,153 @@
+"""FP8 by current scaling: quantising, a linear layer, and a weight gradient over shards.
+
+    cases = float8_cases(small=False)
+
+Quantising reads a matrix twice, for its maximum and to cast it, and writes it and its transpose. A
+linear layer quantises what it multiplies, forward and backward, as torchao's does. The gradient of
+a weight is that of four shards with a scale each, beside one GEMM with one scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, needed
+from interlace.bench.kernels.losses import BOTH
+from interlace.bench.race.ways import Opened, Way, worst
+from interlace.bench.sites import DTYPES
+from interlace.float8 import E4M3, E5M2, Float8Linear, Recipe, quantize
+from interlace.float8.products import wgrad_into
+from interlace.float8.rule import amax_twin, cast_twin, scale_of
+
+CAST, WGRAD = "amax+cast+transpose", "wgrad"
+TOKENS, SHARDS = 8192, 4
+MATRICES = ((8192, 8192), (8192, 28672))
+WEIGHTS = ((8192, 7168), (4096, 14336), (8192, 28672))
+"""Columns of the input and of the output."""
+SMALL, SMALL_TOKENS = ((32, 48),), 64
+FAR = 0.1
+"""How far off a product may be, in the norm, relative to that without FP8: three bits of mantissa
+and two are off by 3 and 6 per cent."""
+
+
+def float8_cases(small: bool) -> list[KernelCase]:
+    """The cases of FP8."""
+    dtype, tokens = ("f32", SMALL_TOKENS) if small else ("bf16", TOKENS)
+    weights = SMALL if small else WEIGHTS
+    found: list[KernelCase] = []
+
+    def add(shape: str, does: str, build: Callable[..., BuiltCase], *sizes: int) -> None:
+        made = functools.partial(build, *sizes, DTYPES[dtype])
+        found.append(KernelCase(op="float8", shape=shape, dtype=dtype, does=does, build=made))
+
+    for rows, columns in SMALL if small else MATRICES:
+        add(f"{rows}x{columns}", CAST, cast_case, rows, columns)
+    for inner, outer in weights:
+        add(f"{tokens}x{inner}x{outer}", BOTH, linear_case, tokens, inner, outer)
+    for inner, outer in weights:
+        add(f"{SHARDS}x{tokens // SHARDS}x{inner}x{outer}", WGRAD, wgrad_case, tokens, inner, outer)
+    return found
+
+
+def cast_case(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> BuiltCase:
+    x = torch.randn(rows, columns, device=device).to(dtype)
+
+    def plain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale = scale_of(amax_twin(x), torch.finfo(E4M3).max, Recipe())
+        data = cast_twin(x, scale, E4M3)
+        return data, data.t().contiguous(), 1 / scale
+
+    def opened(run: Callable[[Tensor], Any]) -> Opened:
+        def off() -> float:
+            made, (data, across, _) = run(x), plain(x)
+            if not isinstance(made, tuple):
+                assert made.transposed is not None
+                made = made.data, made.transposed[:, :rows]
+            pairs = zip(made, (data, across), strict=False)
+            wrong = [(a.view(torch.uint8) != b.view(torch.uint8)).sum() for a, b in pairs]
+            return 2.0 * float(sum(wrong) > 0)
+
+        return Opened(run, off)
+
+    ways = [Way(OURS, lambda: opened(functools.partial(quantize, kind=E4M3, transpose=True)))]
+    if x.is_cuda:
+        ways.append(Way("torch.compile", lambda: opened(torch.compile(plain))))
+    nbytes = rows * columns * 2 * (x.element_size() + 1)
+    return BuiltCase(ways=ways, sets=[(x,)], nbytes=nbytes)
+
+
+def linear_case(
+    tokens: int, inner: int, outer: int, dtype: torch.dtype, device: torch.device
+) -> BuiltCase:
+    x = torch.randn(tokens, inner, device=device).to(dtype)
+    dy = torch.randn(tokens, outer, device=device).to(dtype)
+    plain = nn.Linear(inner, outer, bias=False, device=device, dtype=dtype)
+
+    def run(layer: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
+        x, weight = x.detach().requires_grad_(), next(layer.parameters())
+        y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y, (x, weight), dy)]
+
+    def opened(make: Callable[[], Any]) -> Opened:
+        layer = make()
+
+        def off() -> float:
+            pairs = zip(run(layer, x, dy), run(plain, x, dy), strict=True)
+            far = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+            return worst(far) / FAR
+
+        return Opened(functools.partial(run, layer), off)
+
+    def torchao() -> Any:
+        convert = needed("torchao.float8", "torchao", device).convert_to_float8_training
+        layer = nn.Linear(inner, outer, bias=False, device=device, dtype=dtype)
+        layer.weight = plain.weight
+        return torch.compile(convert(nn.Sequential(layer)))
+
+    ours = functools.partial(Float8Linear.of, plain, Recipe())
+    ways = [
+        Way(OURS, lambda: opened(ours)),
+        Way("torchao", lambda: opened(torchao)),
+        Way("torch", lambda: opened(lambda: plain)),
+    ]
+    if x.is_cuda:
+        ways.append(Way(f"{OURS} compiled", lambda: opened(lambda: torch.compile(ours()))))
+    return BuiltCase(ways=ways, sets=[(x, dy)], flops=6 * tokens * inner * outer)
+
+
+def wgrad_case(
+    tokens: int, inner: int, outer: int, dtype: torch.dtype, device: torch.device
+) -> BuiltCase:
+    x = torch.randn(tokens, inner, device=device).to(dtype)
+    dy = torch.randn(tokens, outer, device=device).to(dtype)
+    shards = [quantize(part, E4M3).packed for part in x.chunk(SHARDS)]
+    x8, dy8 = torch.cat(shards), quantize(dy, E5M2, transpose=True)
+    whole = quantize(x, E4M3, transpose=True)
+    assert whole.transposed is not None and dy8.transposed is not None  # noqa: PT018
+    left, right = (made.t().data.contiguous() for made in (dy8, whole))
+    out = torch.empty(outer, inner, dtype=dtype, device=device)
+
+    def ours() -> Tensor:
+        wgrad_into(out, dy8.packed, x8, SHARDS, dy8.transposed)
+        return out
+
+    def one_gemm() -> Tensor:
+        scales = dy8.scale_inv[:1], whole.scale_inv[:1]
+        return torch._scaled_mm(
+            left, right.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype
+        )
+
+    def opened(run: Callable[[], Tensor]) -> Opened:
+        def off() -> float:
+            wanted = dy.float().t() @ x.float()
+            return float((run().float() - wanted).norm() / wanted.norm()) / FAR
+
+        return Opened(run, off)
+
+    ways = Way(OURS, lambda: opened(ours)), Way("_scaled_mm", lambda: opened(one_gemm))
+    return BuiltCase(ways=ways, flops=2 * tokens * inner * outer)
