@@ -92,7 +92,7 @@ class OverlapColwise(ColwiseParallel):
         _keep_ties(super()._partition_embedding_fn, name, module, device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_module(module, device_mesh)
+        check_module(module, device_mesh)
         dim = self._dim
         if dim is None or not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
@@ -153,7 +153,7 @@ class OverlapRowwise(RowwiseParallel):
         _keep_ties(super()._partition_embedding_fn, name, module, device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_module(module, device_mesh)
+        check_module(module, device_mesh)
         if not self._sums or not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
         dim = self._dim
@@ -217,7 +217,7 @@ class OverlapColwiseGroup(ParallelStyle):
                 raise InputError(
                     f"`names` has {name!r}, and {type(module).__name__} has no nn.Linear there"
                 )
-            _check_module(found[name], device_mesh)
+            check_module(found[name], device_mesh)
         style.src_data_rank = self.src_data_rank
         shared = _Shared([found[name] for name in self._names])
         for i, layer in enumerate(shared.layers):
@@ -240,8 +240,7 @@ class OverlapColwiseGroup(ParallelStyle):
             x = _local(input, mesh, style.input_layouts, style.input_layouts)
             pairs = [_local_of(layer) for layer in layers]
             if style._dim is None:
-                whole = DTensor.from_local(x, mesh, ALL, run_check=False)
-                x = whole.to_local(grad_placements=(Partial(),))
+                x = summed_gradient(x, mesh)
                 return [linear(x, *pair) for pair in pairs]
             weights, biases = zip(*pairs, strict=True)
             return all_gather_linear(x, weights, biases, group=mesh, dim=style._dim, **style._how)
@@ -325,9 +324,15 @@ def _dim_of_rows(layouts: tuple[Placement, ...]) -> int | None:
     return layout.dim if isinstance(layout, Shard) and layout.dim != -1 else None
 
 
-def _check_module(module: nn.Module, mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuses meshes of several dimensions."""
     if mesh.ndim != 1:
-        raise InputError(f"`device_mesh` has {mesh.ndim} dimensions: give one of them, mesh[name]")
+        raise InputError(f"the mesh has {mesh.ndim} dimensions: give one of them, mesh[name]")
+
+
+def check_module(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuses what is no layer that a style takes, or is another mesh's."""
+    check_mesh(mesh)
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise InputError(
             f"the plan names a {type(module).__name__}: nn.Linear and nn.Embedding are taken"
@@ -389,6 +394,12 @@ def _local(
     if x.device_mesh != mesh:
         raise InputError(f"`input` lies on {x.device_mesh}, and the layer on {mesh}: give one mesh")
     return x.redistribute(placements=wanted).to_local()
+
+
+def summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What all ranks have alike, whose gradient is the sum of theirs."""
+    whole = DTensor.from_local(x, mesh, ALL, run_check=False)
+    return whole.to_local(grad_placements=(Partial(),))
 
 
 def _local_of(module: nn.Module) -> list[Any]:
