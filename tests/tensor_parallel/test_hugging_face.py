@@ -52,6 +52,7 @@ def trained(model: Any, batches: list[Tensor]) -> dict[str, Tensor]:
             made = model(input_ids=part, labels=part)
             made.loss.backward()
             found[f"{step}.{i} logits"] = made.logits
+        found[f"{step} norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         found |= {f"{step} grad {name}": p.grad for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
@@ -111,7 +112,7 @@ def refused() -> None:
         assert not any(isinstance(p, DTensor) for p in model.parameters())
     plan = {f"{mlp}.down_proj": "rowwise", "model.norm": "replicate", "model.other": "colwise"}
     done = parallelize(llama, mesh, plan=plan)
-    places = [n for n, p in llama.named_parameters() if isinstance(p, DTensor)]
+    places = [n for n, p in llama.named_parameters() if n not in done.replicated]
     assert places == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
     assert done.unmatched == ("model.other",)
     assert "lm_head.weight" in done.replicated

@@ -10,6 +10,7 @@ row-parallel layer; see Note [What overlaps] in styles.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -31,6 +39,7 @@ from interlace.tensor_parallel.styles import (
     OverlapRowwise,
     check_mesh,
     check_module,
+    keep_ties,
     summed_gradient,
 )
 
@@ -48,7 +57,7 @@ class Parallelized:
     applied: dict[str, str]
     """The plan's word for each module or Parameter that it names."""
     replicated: tuple[str, ...]
-    """Parameters that all ranks have whole; they are no DTensors."""
+    """Parameters that all ranks have whole, the plan's and those that it does not name."""
     unmatched: tuple[str, ...]
     """Entries of the plan that name nothing in this model."""
 
@@ -64,6 +73,9 @@ def parallelize(
     recipe: Recipe | None = None,
 ) -> Parallelized:
     """Distributes a model over a mesh, in place, from the first rank's Parameters.
+
+    All Parameters become DTensors, under the same names, so that optimizers and
+    `clip_grad_norm_` take them together; modules that the plan leaves whole see local tensors.
 
     Args:
         model: one of transformers, or any module where `plan` is given.
@@ -108,9 +120,15 @@ def parallelize(
         _group(modules, words, styles, how)
     for name, style in styles.items():
         parallelize_module(modules[name], mesh, style)
-    found = {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+    whole = _Local()
+    for module in modules.values():
+        own = module.named_parameters(recurse=False)
+        if any(not isinstance(param, DTensor) for _, param in own):
+            parallelize_module(module, mesh, whole)
+    params = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    replicated = [n for n, p in params.items() if p.placements == (Replicate(),)]
     unmatched = given.keys() - {*pattern, *pattern.values()}
-    return Parallelized(words, tuple(found), tuple(sorted(unmatched)))
+    return Parallelized(words, tuple(replicated), tuple(sorted(unmatched)))
 
 
 def _kinds(how: dict[str, Any], recipe: Recipe | None) -> dict[str, ParallelStyle]:
@@ -127,7 +145,7 @@ def _kinds(how: dict[str, Any], recipe: Recipe | None) -> dict[str, ParallelStyl
         "rowwise_rep": split,
         "embedding_rowwise": OverlapRowwise(input_layouts=whole),
         "embedding_colwise": OverlapColwise(output_layouts=whole),
-        "replicated_with_grad_allreduce": _PartialGradients(),
+        "replicated_with_grad_allreduce": _Local(sees_heads=True),
     }
 
 
@@ -175,51 +193,63 @@ def _check_heads(model: nn.Module, words: dict[str, str], mesh: DeviceMesh) -> N
             )
 
 
-class _PartialGradients(ParallelStyle):
-    """A module of which each rank sees some heads: its Parameters' gradients are summed."""
+class _Local(ParallelStyle):
+    """A module whose Parameters are DTensors, and whose forward is given this rank's parts."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            own = self_._parameters.items()
-            used = {n: p if p is None else summed_gradient(p, device_mesh) for n, p in own}
-            with _parameters(self_, used):
-                return type(self_).forward(self_, *args, **kwargs)
+    def __init__(
+        self,
+        placements: Mapping[str, Placement] | None = None,
+        *,
+        sees_heads: bool = False,
+        is_partial: bool = False,
+    ) -> None:
+        """Those that have no placement are whole.
 
-        module.forward = types.MethodType(forward, module)
-        return module
+        `sees_heads`: each rank's rows differ, so the Parameters' gradients are summed.
+        `is_partial`: outputs are summed, and so are the gradients of inputs.
+        """
+        self.placements = placements or {}
+        self.sees_heads, self.is_partial = sees_heads, is_partial
 
-
-class _Experts(ParallelStyle):
-    """Experts of which each rank has a part of every one's features; outputs are all-reduced."""
-
-    def __init__(self, placements: dict[str, Shard]) -> None:
-        self.placements = placements
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, placement in self.placements.items():
-            old = module.get_parameter(name)
-            new = distribute_tensor(old, device_mesh, [placement], src_data_rank=self.src_data_rank)
+    def _partition(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, old in module.named_parameters(recurse=False):
+            placement = self.placements.get(name, Replicate())
+            new = distribute_tensor(old, mesh, [placement], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(new, requires_grad=old.requires_grad))
 
-        def forward(self_: Any, *args: Any) -> Tensor:
-            given = [summed_gradient(a, device_mesh) if a.is_floating_point() else a for a in args]
-            with _parameters(self_, {n: p.to_local() for n, p in self_._parameters.items()}):
-                y = type(self_).forward(self_, *given)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        keep_ties(self._partition, "", module, device_mesh)
+        original: Any = getattr(module.forward, "__func__", type(module).forward)
+
+        @functools.wraps(original)
+        def forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            used = {n: p if p is None else p.to_local() for n, p in self_._parameters.items()}
+            if self.sees_heads:
+                used = {n: p if p is None else summed(p) for n, p in used.items()}
+            if self.is_partial:
+                args = tuple(summed(a) if a.is_floating_point() else a for a in args)
+            with _parameters(self_, used):
+                y = original(self_, *args, **kwargs)
+            if not self.is_partial:
+                return y
             part = DTensor.from_local(y, device_mesh, [Partial()], run_check=False)
             return part.redistribute(placements=[Replicate()]).to_local()
 
+        def summed(x: Tensor) -> Tensor:
+            return summed_gradient(x, device_mesh)
+
         module.forward = types.MethodType(forward, module)
         return module
 
 
-def _experts(module: nn.Module, name: str, words: dict[str, str], mesh: DeviceMesh) -> _Experts:
+def _experts(module: nn.Module, name: str, words: dict[str, str], mesh: DeviceMesh) -> _Local:
     """How experts' Parameters [experts, out, in] are cut."""
     allowed = {
         "packed_colwise": _StridedShard(1, split_factor=2),
         "colwise": Shard(1),
         "rowwise": Shard(2),
     }
-    placements: dict[str, Shard] = {}
+    placements: dict[str, Placement] = {}
     for key, param in module.named_parameters():
         word = words.get(f"{name}.{key}")
         if word not in allowed or param.dim() != 3:
@@ -234,7 +264,7 @@ def _experts(module: nn.Module, name: str, words: dict[str, str], mesh: DeviceMe
                 f"{name}.{key} has size {param.shape[placement.dim]} in dimension {placement.dim}: "
                 f"a mesh of {mesh.size()} takes multiples of {parts}"
             )
-    return _Experts(placements)
+    return _Local(placements, is_partial=True)
 
 
 @contextlib.contextmanager

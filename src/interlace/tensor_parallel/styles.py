@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -79,17 +80,17 @@ class OverlapColwise(ColwiseParallel):
         self._dim = _dim_of_rows(self.input_layouts)
         if recipe is not None and self._dim is None:
             raise InputError(
-                f"`recipe` is given, and `input_layouts` {self.input_layouts[0]}: FP8 is for what "
-                "gathers rows, so give a Shard(dim) with `dim` not the last, or leave `recipe` out"
+                f"`recipe` is given, and `input_layouts` {self.input_layouts[0]!r}: FP8 is for "
+                "what gathers rows, so give a Shard(dim) with `dim` not the last, or leave `recipe` out"
             )
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _keep_ties(super()._partition_linear_fn, name, module, device_mesh)
+        keep_ties(super()._partition_linear_fn, name, module, device_mesh)
 
     def _partition_embedding_fn(
         self, name: str, module: nn.Module, device_mesh: DeviceMesh
     ) -> None:
-        _keep_ties(super()._partition_embedding_fn, name, module, device_mesh)
+        keep_ties(super()._partition_embedding_fn, name, module, device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_module(module, device_mesh)
@@ -139,18 +140,18 @@ class OverlapRowwise(RowwiseParallel):
         self._sums = self._dim is not None or self.output_layouts == ALL
         if recipe is not None and not self._sums:
             raise InputError(
-                f"`recipe` is given, and `output_layouts` {self.output_layouts[0]}: FP8 is for "
+                f"`recipe` is given, and `output_layouts` {self.output_layouts[0]!r}: FP8 is for "
                 "what sums rows, so give Replicate(), or a Shard(dim) with `dim` not the last, or "
                 "leave `recipe` out"
             )
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _keep_ties(super()._partition_linear_fn, name, module, device_mesh)
+        keep_ties(super()._partition_linear_fn, name, module, device_mesh)
 
     def _partition_embedding_fn(
         self, name: str, module: nn.Module, device_mesh: DeviceMesh
     ) -> None:
-        _keep_ties(super()._partition_embedding_fn, name, module, device_mesh)
+        keep_ties(super()._partition_embedding_fn, name, module, device_mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_module(module, device_mesh)
@@ -206,8 +207,8 @@ class OverlapColwiseGroup(ParallelStyle):
         )
         if self._style._dim is None and self._style.input_layouts != ALL:
             raise InputError(
-                f"`input_layouts` is {input_layouts}: give Replicate(), or a Shard(dim) with `dim` "
-                "not the last"
+                f"`input_layouts` is {input_layouts!r}: give Replicate(), or a Shard(dim) with "
+                "`dim` not the last"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -353,7 +354,7 @@ _DISTRIBUTED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """What Parameters became, for the layers that share them."""
 
 
-def _keep_ties(
+def keep_ties(
     partition: Callable[..., None], name: str, module: nn.Module, mesh: DeviceMesh
 ) -> None:
     """Distributes Parameters, those that were done for another layer not anew."""
@@ -409,7 +410,7 @@ def _local_of(module: nn.Module) -> list[Any]:
 
 def _laid_out(
     style: ColwiseParallel | RowwiseParallel,
-    module: nn.Module,
+    module: Any,
     y: Tensor,
     made: tuple[Placement, ...],
     mesh: DeviceMesh,
@@ -417,7 +418,10 @@ def _laid_out(
     """An output that was made in one layout, as the style wants it."""
     if style.use_local_output and style.output_layouts == made:
         return y
-    whole = DTensor.from_local(y, mesh, made, run_check=False)
-    return style._prepare_output_fn(
-        style.output_layouts, style.use_local_output, module, whole, mesh
-    )
+    whole: dict[str, Any] = {}
+    if made == FEATURES and module.out_features % mesh.size():  # parts differ, so the sum is told
+        y = y.contiguous()
+        shape = torch.Size((*y.shape[:-1], module.out_features))
+        whole = {"shape": shape, "stride": y.new_empty(shape, device="meta").stride()}
+    y = DTensor.from_local(y, mesh, made, run_check=False, **whole)
+    return style._prepare_output_fn(style.output_layouts, style.use_local_output, module, y, mesh)
