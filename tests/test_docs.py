@@ -103,6 +103,20 @@ torch.testing.assert_close(whole(x.grad), rows.grad, rtol=1e-3, atol=0.1)
 dist.destroy_process_group()
 print("as told")
 """
+STYLES_CHECK = """
+from torch.distributed.nn.functional import all_gather
+rows = torch.cat(all_gather(x.detach()), 1).requires_grad_()
+layers = [expand.gate, expand.up, expand.down]
+weights = [(layer.weight.full_tensor(), layer.bias.full_tensor()) for layer in layers]
+a, b = (torch.nn.functional.linear(rows, *pair) for pair in weights[:2])
+wanted = torch.nn.functional.linear(torch.nn.functional.silu(a) * b, *weights[2])
+rank = dist.get_rank()
+torch.testing.assert_close(y, wanted.chunk(2, 1)[rank], rtol=1e-4, atol=1e-5)
+(wanted.square().sum() / y.numel()).backward()
+torch.testing.assert_close(x.grad, rows.grad.chunk(2, 1)[rank], rtol=1e-4, atol=1e-5)
+dist.destroy_process_group()
+print("as told")
+"""
 REGISTERED_CHECK = """
 assert y.tolist() == [[20.0 + i // 4] * 8 for i in range(8)]
 dist.destroy_process_group()
@@ -116,6 +130,7 @@ PIECES = {
         (REDUCER_CHECK, "GradReducer"),
         (ACCUMULATOR_CHECK, "GradAccumulator"),
         (PARALLEL_CHECK, "import all_gather_linear"),
+        (STYLES_CHECK, "OverlapRowwise"),
     )
     for name, code in PYTHON.items()
     if name.startswith("README.md") and word in code
@@ -141,7 +156,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 5
+    assert len(PIECES) == 6
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

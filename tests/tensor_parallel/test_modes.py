@@ -180,17 +180,17 @@ def refused() -> None:
     embedding = nn.Embedding(4, 4)
     layer.weight = embedding.weight
     parallelize_module(embedding, mesh, OverlapColwise())
-    own: Any = type("Own", (nn.Linear,), {"forward": lambda self, x: x})
+    own: Any = type("Own", (nn.Linear,), {"forward": lambda self, x: x})(4, 4)
     attempts: list[tuple[Any, str]] = [
         (lambda: OverlapColwise(output_layouts=Partial()), r"`output_layouts` is Partial.*Shard"),
-        (lambda: OverlapColwise(recipe=recipe), r"`recipe` is given, and `input_layouts` Repl"),
-        (lambda: OverlapRowwise(output_layouts=Shard(-1), recipe=recipe), "`output_layouts` Shard"),
+        (lambda: OverlapColwise(recipe=recipe), "`recipe` .* `input_layouts` is Repl"),
+        (lambda: OverlapRowwise(output_layouts=Shard(-1), recipe=recipe), "`output_layouts` is Sh"),
         (lambda: OverlapRowwise(recipe="fp8"), "`recipe` is 'fp8'"),  # type: ignore[arg-type]
         (lambda: OverlapColwiseGroup("wq"), "`names` is 'wq'"),
         (lambda: OverlapColwiseGroup(["a"], input_layouts=Shard(-1)), "`input_layouts` is"),
         (lambda: parallelize_module(layer, square, OverlapColwise()), "mesh has 2 dimensions"),
         (lambda: parallelize_module(nn.ReLU(), mesh, OverlapColwise()), "names a ReLU"),
-        (lambda: parallelize_module(own(4, 4), mesh, OverlapRowwise()), "forward of its own"),
+        (lambda: parallelize_module(own, mesh, OverlapRowwise(recipe=recipe)), "given for a Own"),
         (lambda: parallelize_module(layer, mesh, OverlapColwise()), "`weight` is shared"),
         (lambda: parallelize_module(cut, other, OverlapColwise()), "`weight` lies on"),
         (lambda: parallelize_module(layer, mesh, OverlapColwiseGroup(["a"])), "`names` has 'a'"),

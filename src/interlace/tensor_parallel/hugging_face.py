@@ -225,9 +225,10 @@ class _Local(ParallelStyle):
         def forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
             used = {n: p if p is None else p.to_local() for n, p in self_._parameters.items()}
             if self.sees_heads:
-                used = {n: p if p is None else summed(p) for n, p in used.items()}
+                used = {name: summed(value) for name, value in used.items()}
             if self.is_partial:
-                args = tuple(summed(a) if a.is_floating_point() else a for a in args)
+                args = tuple(map(summed, args))
+                kwargs = {name: summed(value) for name, value in kwargs.items()}
             with _parameters(self_, used):
                 y = original(self_, *args, **kwargs)
             if not self.is_partial:
@@ -235,8 +236,9 @@ class _Local(ParallelStyle):
             part = DTensor.from_local(y, device_mesh, [Partial()], run_check=False)
             return part.redistribute(placements=[Replicate()]).to_local()
 
-        def summed(x: Tensor) -> Tensor:
-            return summed_gradient(x, device_mesh)
+        def summed(x: Any) -> Any:
+            floats = isinstance(x, Tensor) and x.is_floating_point()
+            return summed_gradient(x, device_mesh) if floats else x
 
         module.forward = types.MethodType(forward, module)
         return module

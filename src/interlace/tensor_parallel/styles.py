@@ -3,13 +3,14 @@
     up, down = OverlapColwise(input_layouts=Shard(1)), OverlapRowwise(output_layouts=Shard(1))
     parallelize_module(block, mesh, {"w1": up, "w2": down})
 
-Parameters are DTensors with the placements of torch's styles, under the same names.
+Parameters are DTensors with the placements of torch's styles, under the same names. A
+`GradAccumulator` takes them without a buffer.
 
 Note [What overlaps]: the rows of a linear layer's input that are gathered, and those of its output
 that are summed. For all else (embeddings, features that are cut or gathered, an input that is the
-same on all ranks) these classes are torch's own, of which they inherit. So the gradient of an input
-that is the same on all ranks is all-reduced by DTensor, for each layer; `OverlapColwiseGroup` does
-that once for several.
+same on all ranks, a subclass of nn.Linear with its own forward) these classes are torch's own, of
+which they inherit. So the gradient of an input that is the same on all ranks is all-reduced by
+DTensor, for each layer; `OverlapColwiseGroup` does that once for several.
 """
 
 from __future__ import annotations
@@ -47,18 +48,11 @@ FEATURES, ALL = (Shard(-1),), (Replicate(),)
 """Layouts: cut in the last dimension; the same on all ranks."""
 
 
-class OverlapColwise(ColwiseParallel):
-    """torch's `ColwiseParallel`; rows of the input are gathered under the matmul.
+class _Overlap(ParallelStyle):
+    """What the styles add to torch's, of which they inherit next."""
 
-    Args:
-        input_layouts, output_layouts, use_local_output: as of torch's. A linear layer whose input
-            is `Shard(dim)` with `dim` not the last is an `all_gather_linear`.
-        options, overlap, recipe: as of `interlace.nn.functional.all_gather_linear`. A recipe is for
-            layers that gather.
-
-    `InputError` names a layout, module or mesh that cannot be had, and in forward an input of
-    another mesh.
-    """
+    _side: str
+    """The layouts whose communication overlaps."""
 
     def __init__(
         self,
@@ -70,32 +64,65 @@ class OverlapColwise(ColwiseParallel):
         overlap: bool = True,
         recipe: Recipe | None = None,
     ) -> None:
-        _check_layouts(input_layouts, output_layouts)
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        self._how = _how(options, overlap, recipe)
-        self._dim = _dim_of_rows(self.input_layouts)
-        if recipe is not None and self._dim is None:
+        layouts = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        for name, given in layouts.items():
+            if given is not None and not isinstance(given, Shard | Replicate):
+                raise InputError(f"`{name}` is {given!r}: give Shard(dim) or Replicate()")
+        if not isinstance(recipe, Recipe | None):
+            raise InputError(f"`recipe` is {recipe!r}: give an interlace.float8.Recipe, or None")
+        base: Any = super()
+        base.__init__(use_local_output=use_local_output, **layouts)
+        self._how = {"options": options_from(options), "overlap": overlap, "recipe": recipe}
+        (layout,) = getattr(self, self._side)
+        self._dim = layout.dim if isinstance(layout, Shard) and layout.dim != -1 else None
+        """The dimension of rows that is gathered or scattered, if one is."""
+        sums = self._side == "output_layouts" and layout == Replicate()
+        self._overlaps = sums or self._dim is not None
+        if recipe is not None and not self._overlaps:
             raise InputError(
-                f"`recipe` is given, and `input_layouts` {self.input_layouts[0]!r}: FP8 is for "
-                "what gathers rows, so give a Shard(dim) with `dim` not the last, or leave `recipe` out"
+                f"`recipe` is given, and `{self._side}` is {layout!r}, where nothing overlaps: "
+                "give a Shard(dim) with `dim` not the last, or leave `recipe` out"
             )
 
+    def _takes(self, module: nn.Module, mesh: DeviceMesh) -> bool:
+        """Whether a layer overlaps; else it is for torch's style."""
+        check_module(module, mesh)
+        if self._how["recipe"] is not None and not _is_plain(module):
+            raise InputError(
+                f"`recipe` is given for a {type(module).__name__}: FP8 is for nn.Linear, and no "
+                "forward of its own"
+            )
+        return self._overlaps and _is_plain(module)
+
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        keep_ties(super()._partition_linear_fn, name, module, device_mesh)
+        base: Any = super()
+        keep_ties(base._partition_linear_fn, name, module, device_mesh)
 
     def _partition_embedding_fn(
         self, name: str, module: nn.Module, device_mesh: DeviceMesh
     ) -> None:
-        keep_ties(super()._partition_embedding_fn, name, module, device_mesh)
+        base: Any = super()
+        keep_ties(base._partition_embedding_fn, name, module, device_mesh)
+
+
+class OverlapColwise(_Overlap, ColwiseParallel):
+    """torch's `ColwiseParallel`; rows of the input are gathered under the matmul.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as of torch's. A linear layer whose input
+            is `Shard(dim)` with `dim` not the last is an `all_gather_linear`.
+        options, overlap, recipe: as of `interlace.nn.functional.all_gather_linear`. A recipe is for
+            layers that gather.
+
+    `InputError` names an argument, module or mesh that is not taken, in forward an input of another
+    mesh, and layers that share a Parameter and would have it in two layouts.
+    """
+
+    _side = "input_layouts"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_module(module, device_mesh)
         dim = self._dim
-        if dim is None or not isinstance(module, nn.Linear):
+        if not self._takes(module, device_mesh) or dim is None:
             return super()._apply(module, device_mesh)
 
         def forward(self_: Any, input: Tensor) -> Tensor:
@@ -106,7 +133,7 @@ class OverlapColwise(ColwiseParallel):
         return _overlapped(module, device_mesh, self._partition_linear_fn, forward)
 
 
-class OverlapRowwise(RowwiseParallel):
+class OverlapRowwise(_Overlap, RowwiseParallel):
     """torch's `RowwiseParallel`; the output is summed under the matmul.
 
     Args:
@@ -114,50 +141,18 @@ class OverlapRowwise(RowwiseParallel):
             is `Shard(dim)` with `dim` not the last is a `linear_reduce_scatter`, and takes sizes of
             that dimension that are multiples of the mesh's; one whose output is `Replicate()` is a
             `linear_all_reduce`.
-        options, overlap, recipe: as of `interlace.nn.functional.linear_reduce_scatter`.
+        options, overlap, recipe: as of `interlace.nn.functional.linear_reduce_scatter`. A recipe is
+            for those two.
 
     `InputError` as of `OverlapColwise`.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        options: Given = None,
-        overlap: bool = True,
-        recipe: Recipe | None = None,
-    ) -> None:
-        _check_layouts(input_layouts, output_layouts)
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        self._how = _how(options, overlap, recipe)
-        self._dim = _dim_of_rows(self.output_layouts)
-        self._sums = self._dim is not None or self.output_layouts == ALL
-        if recipe is not None and not self._sums:
-            raise InputError(
-                f"`recipe` is given, and `output_layouts` {self.output_layouts[0]!r}: FP8 is for "
-                "what sums rows, so give Replicate(), or a Shard(dim) with `dim` not the last, or "
-                "leave `recipe` out"
-            )
-
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        keep_ties(super()._partition_linear_fn, name, module, device_mesh)
-
-    def _partition_embedding_fn(
-        self, name: str, module: nn.Module, device_mesh: DeviceMesh
-    ) -> None:
-        keep_ties(super()._partition_embedding_fn, name, module, device_mesh)
+    _side = "output_layouts"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_module(module, device_mesh)
-        if not self._sums or not isinstance(module, nn.Linear):
-            return super()._apply(module, device_mesh)
         dim = self._dim
+        if not self._takes(module, device_mesh):
+            return super()._apply(module, device_mesh)
 
         def forward(self_: Any, input: Tensor) -> Tensor:
             x = _local(input, device_mesh, self.input_layouts, FEATURES)
@@ -214,9 +209,10 @@ class OverlapColwiseGroup(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style, found = self._style, dict(module.named_modules())
         for name in self._names:
-            if not isinstance(found.get(name), nn.Linear):
+            if not _is_plain(found.get(name)):
                 raise InputError(
-                    f"`names` has {name!r}, and {type(module).__name__} has no nn.Linear there"
+                    f"`names` has {name!r}, and {type(module).__name__} has no nn.Linear there "
+                    "without a forward of its own"
                 )
             check_module(found[name], device_mesh)
         style.src_data_rank = self.src_data_rank
@@ -305,26 +301,6 @@ def _forget(name: str, module: nn.Module, *_: Any) -> None:
 # what the styles share
 
 
-def _how(options: Given, overlap: bool, recipe: Recipe | None) -> dict[str, Any]:
-    """The keyword arguments of a function of interlace.nn.functional, checked."""
-    if not isinstance(recipe, Recipe | None):
-        raise InputError(f"`recipe` is {recipe!r}: give an interlace.float8.Recipe, or None")
-    return {"options": options_from(options), "overlap": overlap, "recipe": recipe}
-
-
-def _check_layouts(input_layouts: object, output_layouts: object) -> None:
-    for name, given in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
-        allowed = Shard | Replicate | Partial if name == "input_layouts" else Shard | Replicate
-        if given is not None and not isinstance(given, allowed):
-            raise InputError(f"`{name}` is {given!r}: give Shard(dim) or Replicate()")
-
-
-def _dim_of_rows(layouts: tuple[Placement, ...]) -> int | None:
-    """The dimension of rows that is cut, if one is."""
-    (layout,) = layouts
-    return layout.dim if isinstance(layout, Shard) and layout.dim != -1 else None
-
-
 def check_mesh(mesh: DeviceMesh) -> None:
     """Refuses meshes of several dimensions."""
     if mesh.ndim != 1:
@@ -338,16 +314,16 @@ def check_module(module: nn.Module, mesh: DeviceMesh) -> None:
         raise InputError(
             f"the plan names a {type(module).__name__}: nn.Linear and nn.Embedding are taken"
         )
-    if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
-        raise InputError(
-            f"{type(module).__name__} has a forward of its own, which an overlapped layer replaces:"
-            " use the style of torch for it"
-        )
     for name, param in module.named_parameters(recurse=False):
         if isinstance(param, DTensor) and param.device_mesh != mesh:
             raise InputError(
                 f"`{name}` lies on {param.device_mesh}, and the plan is for {mesh}: give one mesh"
             )
+
+
+def _is_plain(module: object) -> bool:
+    """Whether this is a linear layer without a forward of its own, which would be replaced."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 _DISTRIBUTED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
