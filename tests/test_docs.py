@@ -126,6 +126,20 @@ for found, wanted in ((y, x @ w.T), (dx, dy @ w), (dw, dy.T @ x)):
     assert (found - wanted).norm() < 0.1 * wanted.norm()
 print("as told")
 """
+STYLES_CHECK = """
+from torch.distributed.nn.functional import all_gather
+rows = torch.cat(all_gather(x.detach()), 1).requires_grad_()
+layers = [expand.gate, expand.up, expand.down]
+weights = [(layer.weight.full_tensor(), layer.bias.full_tensor()) for layer in layers]
+a, b = (torch.nn.functional.linear(rows, *pair) for pair in weights[:2])
+wanted = torch.nn.functional.linear(torch.nn.functional.silu(a) * b, *weights[2])
+rank = dist.get_rank()
+torch.testing.assert_close(y, wanted.chunk(2, 1)[rank], rtol=1e-4, atol=1e-5)
+(wanted.square().sum() / y.numel()).backward()
+torch.testing.assert_close(x.grad, rows.grad.chunk(2, 1)[rank], rtol=1e-4, atol=1e-5)
+dist.destroy_process_group()
+print("as told")
+"""
 REGISTERED_CHECK = """
 assert y.tolist() == [[20.0 + i // 4] * 8 for i in range(8)]
 dist.destroy_process_group()
@@ -141,6 +155,7 @@ PIECES = {
         (PARALLEL_CHECK, "gate, up = ("),
         (FLOAT8_LAYERS_CHECK, "recipe=Recipe())"),
         (FLOAT8_CHECK, "dw = wgrad("),
+        (STYLES_CHECK, "OverlapRowwise"),
     )
     for name, code in PYTHON.items()
     if name.startswith(("README.md", "docs/float8.md")) and word in code
@@ -166,7 +181,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 7
+    assert len(PIECES) == 8
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

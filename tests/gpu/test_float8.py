@@ -95,10 +95,8 @@ def test_products(recipe: Recipe, out_dtype: torch.dtype, seed: int) -> None:
         if not by_row:
             out = torch.empty(n, k, dtype=out_dtype, device="cuda")
             wgrad_into(out, dy, x, blocks, None)
-            wanted, size = (
-                unpacked(dy).t() @ unpacked(x),
-                unpacked(dy).abs().t() @ unpacked(x).abs(),
-            )
+            left, right = unpacked(dy).t(), unpacked(x)
+            wanted, size = left @ right, left.abs() @ right.abs()
             assert near(out, wanted, size, len(x)), (blocks, rows)
 
 
@@ -108,7 +106,7 @@ def test_a_layer_compiled_is_the_layer(seed: int) -> None:
     found: list[list[Tensor]] = []
     for call in (linear, torch.compile(linear, fullgraph=True)):
         given = [t.clone().requires_grad_() for t in (x, w)]
-        y = call(*given, None, Recipe())
+        y = call(given[0], given[1], None, Recipe())
         y.float().square().mean().backward()
         found.append([y.detach(), *(t.grad for t in given if t.grad is not None)])
     assert all(map(torch.equal, *found))

@@ -1,0 +1,11 @@
+"""Tensor-parallel styles and models whose communication runs under their matmuls.
+
+from interlace.tensor_parallel import OverlapColwise, OverlapRowwise
+
+parallelize_module(block, mesh, {"w1": OverlapColwise(), "w2": OverlapRowwise()})
+"""
+
+from interlace.tensor_parallel.hugging_face import Parallelized, parallelize
+from interlace.tensor_parallel.styles import OverlapColwise, OverlapColwiseGroup, OverlapRowwise
+
+__all__ = ["OverlapColwise", "OverlapColwiseGroup", "OverlapRowwise", "Parallelized", "parallelize"]

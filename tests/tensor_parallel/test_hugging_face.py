@@ -1,0 +1,123 @@
+"""Models of transformers on 2 real processes, by their own plans, beside the whole model."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Pool
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from interlace.errors import InputError, UnsupportedError
+from interlace.tensor_parallel import parallelize
+
+pytest.importorskip("transformers")
+VOCABULARY = 33
+
+
+def model_of(kind: str, **changes: Any) -> Any:
+    """A tiny model of random weights."""
+    transformers: Any = importlib.import_module("transformers")
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "tie_word_embeddings": kind == "Qwen2",
+        "pad_token_id": None,
+        "eos_token_id": None,
+        **({"num_local_experts": 4} if kind == "Mixtral" else {}),
+        **changes,
+    }
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    config._experts_implementation = "eager"  # which takes float64
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def trained(model: Any, batches: list[Tensor]) -> dict[str, Tensor]:
+    """Logits, gradients, and Parameters of steps of SGD, with two micro-batches each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    found: dict[str, Any] = {}
+    for step, tokens in enumerate(batches):
+        for i, part in enumerate(tokens.chunk(2)):
+            made = model(input_ids=part, labels=part)
+            made.loss.backward()
+            found[f"{step}.{i} logits"] = made.logits
+        found[f"{step} norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found |= {f"{step} grad {name}": p.grad for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        found |= {f"{step} {name}": p.clone() for name, p in model.named_parameters()}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+
+
+def like_whole(kind: str, seed: int) -> list[str]:
+    """What differs, on this rank."""
+    torch.manual_seed(seed)
+    whole = model_of(kind).double()
+    batches = list(torch.randint(VOCABULARY, (2, 4, 7)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = copy.deepcopy(whole)
+    done = parallelize(model, mesh, sum_gradients=bool(seed % 2))
+    assert not any("proj" in name or "embed" in name for name in done.replicated)
+    assert list(model.state_dict()) == list(whole.state_dict())
+    expected = trained(whole, batches)
+    found = trained(model, batches)
+    assert found.keys() == expected.keys()
+    wrong = []
+    for name, right in expected.items():
+        if not torch.allclose(found[name], right, rtol=1e-5, atol=1e-6):  # norms are in float32
+            wrong.append(f"{name}: off by {(found[name] - right).abs().max()}")
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    made = [m.generate(batches[0], **given) for m in (model, whole)]
+    return wrong + ([] if torch.equal(*made) else ["generate"])
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mixtral"])
+@pytest.mark.timeout(110)
+def test_trains_and_generates_as_the_whole_model(pool: Pool, kind: str, seed: int) -> None:
+    for wrong in pool(2).run(like_whole, kind, seed, time_out_s=100):
+        assert not wrong
+
+
+def refused() -> None:
+    """Errors say what is not taken, before the model is changed."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    llama, experts = model_of("Llama"), model_of("Mixtral")
+    layer, mlp = "model.layers.*", "model.layers.*.mlp"
+    attempts: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (InputError, llama, {"mesh": square}, "mesh has 2 dimensions"),
+        (InputError, torch.nn.Linear(2, 2), {}, "Linear has no `tp_plan`"),
+        (InputError, model_of("Llama", num_key_value_heads=1), {}, "num_key_value_heads 1"),
+        (InputError, model_of("Llama", intermediate_size=21), {}, "out_features 21"),
+        (InputError, llama, {"plan": {f"{layer}.input_layernorm": "rowwise"}}, "a LlamaRMSNorm"),
+        (UnsupportedError, llama, {"plan": {mlp: "all_reduce"}}, "layers.0.mlp is 'all_reduce'"),
+        (UnsupportedError, llama, {"plan": {"lm_head.weight": "rowwise"}}, "for a Parameter"),
+        (UnsupportedError, experts, {"plan": {f"{mlp}.experts": "moe_tp_experts"}}, "is None in"),
+        (InputError, model_of("Mixtral", intermediate_size=21), {}, "multiples of 4"),
+    ]
+    for error, model, given, told in attempts:
+        with pytest.raises(error, match=told):
+            parallelize(model, **{"mesh": mesh, **given})
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+    plan = {f"{mlp}.down_proj": "rowwise", "model.norm": "replicate", "model.other": "colwise"}
+    done = parallelize(llama, mesh, plan=plan)
+    places = [n for n, p in llama.named_parameters() if n not in done.replicated]
+    assert places == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
+    assert done.unmatched == ("model.other",)
+    assert "lm_head.weight" in done.replicated
+    assert done.applied["model.layers.1.mlp.down_proj"] == "rowwise"
+
+
+def test_what_a_plan_cannot_do_is_refused(pool: Pool) -> None:
+    pool(2).run(refused)
