@@ -121,6 +121,12 @@ near(whole(down.grad.T).T, downs.grad)
 dist.destroy_process_group()
 print("as told")
 """
+FLOAT8_MODEL_CHECK = """
+from interlace.float8 import Float8Linear
+assert [isinstance(layer, Float8Linear) for layer in model] == [True, False, False]
+assert model[0].weight.grad.any()
+print("as told")
+"""
 FLOAT8_CHECK = """
 for found, wanted in ((y, x @ w.T), (dx, dy @ w), (dw, dy.T @ x)):
     assert (found - wanted).norm() < 0.1 * wanted.norm()
@@ -154,6 +160,7 @@ PIECES = {
         (ACCUMULATOR_CHECK, "GradAccumulator"),
         (PARALLEL_CHECK, "gate, up = ("),
         (FLOAT8_LAYERS_CHECK, "recipe=Recipe())"),
+        (FLOAT8_MODEL_CHECK, "convert_to_float8(model"),
         (FLOAT8_CHECK, "dw = wgrad("),
         (STYLES_CHECK, "OverlapRowwise"),
     )
@@ -181,7 +188,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 8
+    assert len(PIECES) == 9
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
