@@ -14,7 +14,7 @@ linear.py    linear layers, and a model's own turned into them
 """
 
 from interlace.float8.data import Float8Data
-from interlace.float8.linear import Float8Linear, convert_to_float8, linear
+from interlace.float8.linear import Float8Linear, convert_to_float8, kept_weights, linear
 from interlace.float8.products import matmul, wgrad
 from interlace.float8.quantization import amax_of, quantize
 from interlace.float8.recipe import E4M3, E5M2, ROW_WISE, Recipe
@@ -28,6 +28,7 @@ __all__ = [
     "Recipe",
     "amax_of",
     "convert_to_float8",
+    "kept_weights",
     "linear",
     "matmul",
     "quantize",

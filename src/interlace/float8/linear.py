@@ -1,6 +1,6 @@
 """Linear layers in FP8 on one rank, and a model's own linear layers turned into them.
 
-    model = convert_to_float8(model, Recipe(), filter=lambda name, module: "head" not in name)
+    convert_to_float8(model, Recipe(), filter=lambda name, module: "head" not in name)
 
 Over a group, see `interlace.nn.functional` (`recipe=`). Under torch.compile the operators of
 operators.py stand in the graph, so a sum over ranks behind such a layer is overlapped as any other.
@@ -9,12 +9,12 @@ operators.py stand in the graph, so a sum over ranks behind such a layer is over
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 import interlace.float8.operators  # noqa: F401  (registers what is called below)
 from interlace.errors import InputError
@@ -34,23 +34,35 @@ def pack(x: Tensor, kind: torch.dtype, recipe: Recipe, transpose: bool) -> Packe
     return OPS.float8_pair(x, *facts) if transpose else (OPS.float8_rows(x, *facts), None)
 
 
+def turned(weight: Tensor, recipe: Recipe) -> Tensor:
+    """The transpose of a weight [N, K] as packed rows, for the gradient of the input.
+
+    It is made in backward: kept since forward, it would take a byte a number of all weights.
+    """
+    across = pack(weight, E4M3, recipe, True)[1]
+    assert across is not None
+    return across
+
+
 def gradients(
     recipe: Recipe,
     dy: Tensor,
     x: Tensor | None,
-    w_t: Tensor | None,
+    weight: Tensor | Packed | None,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Those of x, weight and bias that are wanted, from dy [M, N].
 
-    `x` is what forward kept: packed rows, or x itself where each row has its scale, since scales of
-    rows do not go through a sum over rows. `w_t` is the transposed weight as packed rows.
+    `x` is what forward kept: packed rows, or x itself where each row has its own scale. `weight`
+    is the weight, or both its packed forms.
     """
     by_row = recipe.scaling == "row"
     dx = dw = rows = across = None
     if wanted[0] or (wanted[1] and not by_row):
         rows, across = pack(dy, recipe.gradient, recipe, wanted[1] and not by_row)
     if wanted[0]:
+        assert weight is not None
+        w_t = weight[1] if isinstance(weight, tuple) else turned(weight, recipe)
         assert w_t is not None
         dx = OPS.float8_mm(rows, w_t.t(), int(not by_row), None, False, dy.dtype)
     if wanted[1]:
@@ -68,36 +80,62 @@ class Linear(torch.autograd.Function):
     ) -> Tensor:
         """`kept`: the weight as packed rows, where that is known."""
         for_x, for_w = ctx.needs_input_grad[2:4]
-        w8, w8_t = pack(w, E4M3, recipe, for_x) if kept is None else kept
+        w8, _ = pack(w, E4M3, recipe, False) if kept is None else kept
         x8, _ = pack(x, E4M3, recipe, False)
-        ctx.recipe, by_row = recipe, recipe.scaling == "row"
-        ctx.save_for_backward((x if by_row else x8) if for_w else None, w8_t if for_x else None)
+        ctx.recipe, ctx.kept, by_row = recipe, kept, recipe.scaling == "row"
+        ctx.save_for_backward((x if by_row else x8) if for_w else None, w if for_x else None)
         return OPS.float8_mm(x8, w8.t(), int(not by_row), bias, True, x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> Any:
         """Gradients of x, weight and bias."""
-        x, w_t = ctx.saved_tensors
+        from interlace.nn.autograd import first_order  # nn's own layers are made of this file
+
+        x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
-        return None, None, *gradients(ctx.recipe, dys[0].contiguous(), x, w_t, wanted)
+        with torch.no_grad():
+            given = weight if ctx.kept is None else ctx.kept
+            made = gradients(ctx.recipe, dys[0].contiguous(), x, given, wanted)
+        return None, None, *map(first_order, made)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     """`F.linear` of x [..., K], weight [N, K] and bias [N] in FP8, as x's dtype [..., N].
 
-    K and N are multiples of 16; x is bf16, fp16 or fp32, and weight and bias are of its dtype.
-    Raises InputError where they are not; UnsupportedError on a device without FP8.
+    K and N are multiples of 16; x is bf16, fp16 or fp32, and weight and bias are of its dtype, or
+    all are cast by autocast. Raises InputError where they are not; UnsupportedError on a device
+    without FP8.
     """
+    return _linear(x, weight, bias, recipe, None)
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    keep: dict[torch.dtype, Packed] | None,
+) -> Tensor:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     _check(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
-    out = Linear.apply(recipe, None, rows, weight, bias)
+    with torch.autocast(kind, enabled=False):
+        kept = None
+        if keep is not None:
+            if x.dtype not in keep:
+                keep[x.dtype] = pack(weight.detach(), E4M3, recipe, True)
+            kept = keep[x.dtype]
+        out = Linear.apply(recipe, kept, x.reshape(-1, x.shape[-1]), weight, bias)
     return out.view(*x.shape[:-1], len(weight))
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_device(x)
-    for name, tensor in (("weight", weight), ("bias", bias)):
+    wanted = (("weight", weight, weight.shape), ("bias", bias, weight.shape[:1]))
+    for name, tensor, shape in wanted:
         if tensor is None:
             continue
         if type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "device_mesh"):
@@ -105,10 +143,10 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 f"`{name}` is a DTensor: FP8 over a mesh is what interlace.nn.functional and "
                 "interlace.tensor_parallel do, with recipe="
             )
-        if tensor.dtype != x.dtype or tensor.device != x.device:
+        if tensor.dtype != x.dtype or tensor.device != x.device or tensor.shape != shape:
             raise InputError(
-                f"`{name}` is {tensor.dtype} on {tensor.device}, and x {x.dtype} on {x.device}: "
-                "cast one, or use autocast"
+                f"`{name}` is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: give "
+                f"{x.dtype} {list(shape)} on {x.device}, as x is; cast one, or use autocast"
             )
     unfit = unfit_sizes(weight)
     if unfit or x.shape[-1] != weight.shape[1]:
@@ -117,57 +155,24 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def unfit_sizes(weight: Tensor) -> str:
     """Why FP8's GEMM cannot take a weight; empty where it can."""
-    if all(size % ALIGNMENT == 0 and size for size in weight.shape):
+    if weight.dim() == 2 and all(size % ALIGNMENT == 0 and size for size in weight.shape):
         return ""
-    return f"`weight` has shape {list(weight.shape)}: FP8's GEMM takes multiples of {ALIGNMENT}"
+    return (
+        f"`weight` has shape {list(weight.shape)}: FP8's GEMM takes two dimensions that are "
+        f"multiples of {ALIGNMENT}"
+    )
 
 
 class Float8Linear(nn.Linear):
     """`torch.nn.Linear` that multiplies in FP8; its parameters and state_dict are the same."""
 
-    recipe: Recipe
-    keep_weight: bool
-    _kept: tuple[int, bool, Packed] | None
-
-    @classmethod
-    def of(cls, module: nn.Linear, recipe: Recipe, keep_weight: bool = False) -> Float8Linear:
-        """A layer with the parameters of `module`.
-
-        `keep_weight` keeps the quantised weight (two bytes a number) until the weight changes, for
-        the next micro-batches; torch.compile quantises it in every call.
-        """
-        unfit = unfit_sizes(module.weight)
-        if unfit:
-            raise InputError(unfit)
-        made = cls.__new__(cls)
-        made.__dict__.update(module.__dict__)
-        made.recipe, made.keep_weight, made._kept = recipe, keep_weight, None
-        return made
+    recipe: Recipe = Recipe()
+    _kept: dict[torch.dtype, Packed] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., K] as [..., N]; autocast casts as for `torch.nn.Linear`."""
-        x, weight, bias, kind = input, self.weight, self.bias, input.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        _check(x, weight, bias)
-        with torch.autocast(kind, enabled=False):
-            rows = x.reshape(-1, x.shape[-1])
-            kept = self._kept_weight(weight, input) if self.keep_weight else None
-            out = Linear.apply(self.recipe, kept, rows, weight, bias)
-        return out.view(*x.shape[:-1], self.out_features)
-
-    def _kept_weight(self, weight: Tensor, x: Tensor) -> Packed | None:
-        """The quantised weight, made anew where the parameter has changed."""
-        if torch.compiler.is_compiling():
-            return None
-        across = torch.is_grad_enabled()
-        version = self.weight._version
-        if self._kept is None or self._kept[0] != version or (across and not self._kept[1]):
-            made = pack(weight.detach(), E4M3, self.recipe, across)
-            self._kept = version, across, made
-        return self._kept[2]
+        keep = None if torch.compiler.is_compiling() else self._kept
+        return _linear(input, self.weight, self.bias, self.recipe, keep)
 
 
 def convert_to_float8(
@@ -175,39 +180,56 @@ def convert_to_float8(
     recipe: Recipe | None = None,
     *,
     filter: Callable[[str, nn.Linear], bool] | None = None,
-    keep_weights: bool = False,
 ) -> nn.Module:
-    """Turns the `torch.nn.Linear` layers of a model into `Float8Linear`, in place; gives the model.
+    """Makes the `torch.nn.Linear` layers of a model `Float8Linear`, in place; returns the model.
 
-    `filter(name, module)` chooses layers; without one, all are that FP8's GEMM can take, and a
-    warning names the others. Parameters stay what they are, so optimizers and state_dicts do too.
-    `keep_weights` quantises a weight once for all micro-batches until it changes (see
-    `Float8Linear.of`). Raises InputError where a chosen layer has sizes that FP8 cannot take, or no
-    layer is chosen.
+    `filter(name, module)` chooses layers; without one, all are that FP8's GEMM can take. A warning
+    names linear layers that stay as they are for another reason than the filter: their sizes, or a
+    class or a forward of their own. Modules, parameters and hooks stay the objects that they are,
+    so optimizers and state_dicts do too. Raises InputError where the filter chooses a layer of
+    sizes that FP8 cannot take, or no layer is left.
     """
-    chosen: dict[str, nn.Linear] = {}
+    chosen: list[nn.Linear] = []
     left: list[str] = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        if type(module) is not nn.Linear or (filter is not None and not filter(name, module)):
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or (filter is not None and not filter(name, module)):
             continue
         unfit = unfit_sizes(module.weight)
+        own = type(module) is not nn.Linear or "forward" in module.__dict__
         if unfit and filter is not None:
             raise InputError(f"{name or 'the model'}: {unfit}; leave it out by `filter`")
-        if unfit:
-            left.append(name)
+        if unfit or own or module._compiled_call_impl is not None:
+            left.append(name or "the model")
         else:
-            chosen[name] = module
+            chosen.append(module)
+    if left:
+        why = f"a size is no multiple of {ALIGNMENT}, or class or forward are not nn.Linear's"
+        warnings.warn(f"not converted to FP8 ({why}): {', '.join(left)}", stacklevel=2)
     if not chosen:
         raise InputError("no layer of the model is an nn.Linear that can be converted")
-    if left:
-        sizes = f"their sizes are no multiples of {ALIGNMENT}"
-        warnings.warn(f"not converted to FP8, since {sizes}: {', '.join(left)}", stacklevel=2)
-    made = {
-        module: Float8Linear.of(module, recipe or Recipe(), keep_weights)
-        for module in chosen.values()
-    }
-    if isinstance(model, nn.Linear):
-        return made[model]
-    for name, module in chosen.items():
-        model.set_submodule(name, made[module])
+    for module in chosen:
+        module.__class__ = Float8Linear
+        module.recipe = recipe or Recipe()  # pyright: ignore
     return model
+
+
+@contextmanager
+def kept_weights(model: nn.Module) -> Iterator[None]:
+    """Quantises the weight of each `Float8Linear` once, for all calls in this context.
+
+        with kept_weights(model):
+            for batch in micro_batches:
+                loss(model(batch)).backward()
+        optimizer.step()
+
+    Weights must not change within. They take two bytes a number more; torch.compile quantises them
+    in every call all the same.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    for layer in layers:
+        layer._kept = {}
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._kept = None

@@ -42,6 +42,7 @@ def _register(
     results = ", ".join(f"Tensor({mark}!)" for mark, _ in zip("ab", outs, strict=False))
     several = len(outs) > 1
     _library.define(f"{name}.out({takes}, *, {given}) -> {f'({results})' if several else results}")
+    takes = takes.replace("ScalarType? dtype=None", "ScalarType dtype")
     _library.define(f"{name}({takes}) -> {'(Tensor, Tensor)' if several else 'Tensor'}")
 
     def unpacked(made: Made) -> Any:

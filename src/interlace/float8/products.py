@@ -8,12 +8,13 @@ dw = wgrad([dy8], [x8])                  # dy.T @ x; or over shards, with a scal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from interlace.errors import InputError
-from interlace.float8.data import ALIGNMENT, Float8Data, numbers, padded, scales
+from interlace.float8.data import ALIGNMENT, TAIL, Float8Data, numbers, padded, scales
 from interlace.float8.recipe import E5M2
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,25 +70,29 @@ def multiply_into(
 
     With `blocks` 0 every row of both has its own. `bias` [N] is of `out`'s dtype.
     """
-    if not out.numel() or a.shape[1] == b.shape[1] == ALIGNMENT * 2:
+    _check_blocks(a, blocks)
+    if not out.numel() or a.shape[1] == TAIL:
         out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     elif not a.is_cuda:
-        total = _unpacked(a) @ _unpacked(b).t()
+        total = _unpacked(a, blocks) @ _unpacked(b, int(blocks > 0)).t()
         out.copy_(total if bias is None else total.add_(bias))
     elif not blocks:
         _multiply_by_row(out, a, b, bias, fast_accum)
     else:
+        within = None if out.dtype == torch.float32 else bias  # fp32 takes none
         for rows, into in zip(a.chunk(blocks), out.chunk(blocks), strict=True):
             torch._scaled_mm(
                 numbers(rows),
                 numbers(b).t(),
                 scale_a=scales(rows)[:1],
                 scale_b=scales(b)[:1],
-                bias=bias,
+                bias=within,
                 out_dtype=out.dtype,
                 use_fast_accum=fast_accum,
                 out=into,
             )
+        if bias is not None and within is None:
+            out.add_(bias)
 
 
 def _multiply_by_row(
@@ -96,18 +101,15 @@ def _multiply_by_row(
     """On CUDA, with a scale a row. Not every such GEMM takes rows that are not dense, adds a bias
     or writes fp32."""
     scale_a, scale_b = scales(a).contiguous(), scales(b).t().contiguous()
-    by_gemm = out.dtype == torch.bfloat16
-    one = torch.ones(1, 1, device=a.device)
-    made = torch._scaled_mm(
-        numbers(a).contiguous(),
-        numbers(b).contiguous().t(),
-        scale_a=scale_a if by_gemm else one,
-        scale_b=scale_b if by_gemm else one,
-        out_dtype=torch.bfloat16 if by_gemm else torch.float32,
-        use_fast_accum=fast_accum,
-    )
-    if not by_gemm:
-        made.mul_(scale_a).mul_(scale_b)
+    left, right = numbers(a).contiguous(), numbers(b).contiguous().t()
+    facts: dict[str, Any] = {"use_fast_accum": fast_accum}
+    if out.dtype == torch.bfloat16 and bias is None:
+        facts |= {"scale_a": scale_a, "scale_b": scale_b, "out": out}
+        torch._scaled_mm(left, right, out_dtype=out.dtype, **facts)
+        return
+    one = torch.ones(1, 1, dtype=torch.float32, device=a.device)
+    made = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32, **facts)
+    made.mul_(scale_a).mul_(scale_b)
     out.copy_(made if bias is None else made.add_(bias))
 
 
@@ -115,12 +117,14 @@ def wgrad_into(out: Tensor, dy: Tensor, x: Tensor, blocks: int, dy_t: Tensor | N
     """`out = dy.T @ x` of packed dy [M, N] and x [M, K], whose rows are equal `blocks` of one scale
     each. Blocks are added in fp32, in order; `dy_t`, if it is there, is the packed transpose.
     """
+    _check_blocks(x, blocks)
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    rows = len(x) // max(blocks, 1)
+    rows = len(x) // blocks
     for i in range(blocks if rows else 0):
         here = slice(i * rows, (i + 1) * rows)
         if not x.is_cuda:
-            total += (_unpacked(dy[here]).t() @ _unpacked(x[here]))[: len(out), : out.shape[1]]
+            product = _unpacked(dy[here], 1).t() @ _unpacked(x[here], 1)
+            total += product[: len(out), : out.shape[1]]
             continue
         left = dy_t[:, here] if dy_t is not None and rows % ALIGNMENT == 0 else _turned(dy[here])
         total += torch._scaled_mm(
@@ -141,8 +145,19 @@ def _turned(packed: Tensor) -> Tensor:
     return across.view(packed.dtype)
 
 
-def _unpacked(packed: Tensor) -> Tensor:
-    return numbers(packed).float() * scales(packed)
+def _unpacked(packed: Tensor, blocks: int) -> Tensor:
+    """In fp32, each block by the scale of its first row, as the GEMM takes it."""
+    scale = scales(packed)
+    if blocks and len(packed):
+        height = len(packed) // blocks
+        scale = scale[::height].repeat_interleave(height, 0)
+    return numbers(packed).float() * scale
+
+
+def _check_blocks(packed: Tensor, blocks: int) -> None:
+    rows = len(packed)
+    if blocks < 0 or (blocks and rows % blocks):
+        raise InputError(f"{rows} packed rows are not {blocks} equal blocks of one scale each")
 
 
 def _check_output(dtype: torch.dtype) -> None:

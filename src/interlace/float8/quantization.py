@@ -25,8 +25,8 @@ from interlace.float8.recipe import FORMATS, Recipe
 from interlace.float8.rule import amax_twin, cast_twin, scale_of
 
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
-CAPABILITY = (8, 9)
-"""The first GPUs that have FP8."""
+CAPABILITY, BY_KERNEL = (8, 9), (9, 0)
+"""The first GPUs that have FP8, and that round fp32 to FP8 once, as our kernels have to."""
 DEFAULT = Recipe()
 
 
@@ -86,7 +86,7 @@ def amax_of(x: Tensor) -> Tensor:
 
 def amax_size(device: torch.device) -> int:
     """How many numbers `amax_of` gives."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not _has_kernels(device):
         return 1
     from interlace.float8 import kernel
 
@@ -131,7 +131,13 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _by_kernel(x: Tensor) -> bool:
-    return x.is_cuda and find_spec("triton") is not None
+    return _has_kernels(x.device)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= BY_KERNEL
 
 
 def check_device(x: Tensor) -> None:

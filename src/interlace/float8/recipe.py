@@ -53,6 +53,7 @@ class Recipe:
             raise OptionError(f"eps is {self.eps!r}: take a number")
         if not 0 <= self.eps <= torch.finfo(torch.float32).max or math.isnan(self.eps):
             raise OptionError(f"eps is {self.eps}: take a finite number of fp32, 0 or more")
+        object.__setattr__(self, "eps", float(self.eps))
         if self.scaling == "row" and self.scale == "team":
             raise OptionError(
                 "scale='team' with scaling='row': rows are whole on their rank and share no scale; "

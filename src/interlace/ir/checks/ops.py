@@ -402,6 +402,9 @@ def _matmul_mismatch(op: Call, boxes: Callable[[View], tuple[Box, ...]]) -> str 
         batches = {left.sizes[:-2], right.sizes[:-2], out.sizes[:-2]}
         if k != k2 or out.sizes[-2:] != (m, n) or len(batches) != 1:
             return f"{op.fn} of sizes that do not fit: {_sizes(left, right, out)}"
+        blocks = op.args[matmul.blocks] if matmul.blocks is not None else 0
+        if isinstance(blocks, int) and blocks > 1 and m % blocks:
+            return f"{op.fn} of {m} rows, which are not {blocks} equal blocks of one scale each"
         if not matmul.scaled and not left.dtype == right.dtype == out.dtype:
             return f"{op.fn} of {left.dtype} and {right.dtype} into {out.dtype}"
     return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.float8.linear import gradients as float8_gradients
-from interlace.float8.linear import pack
+from interlace.float8.linear import pack, turned
 from interlace.float8.quantization import amax_size, check_device
 from interlace.float8.recipe import Recipe
 from interlace.frontend.importing.types import dtype_of
@@ -67,19 +67,18 @@ class Sharded(torch.autograd.Function):
             recipe=recipe,
             maxima=amax_size(x.device),
         )
-        turned: Sequence[Tensor | None] = weights
+        kept = weights
         with without_autocast(x.device.type):
             if recipe is not None:
                 check_device(x)
-                made = [pack(w, recipe.forward, recipe, for_x) for w in weights]
-                weights, turned = zip(*made, strict=True)
+                weights = [pack(w, recipe.forward, recipe, False)[0] for w in weights]
             ranks = via.size if via.collective == "reduce_scatter" else 1
             pairs = [t for pair in zip(weights, biases, strict=True) for t in pair if t is not None]
             run = programs(via.group, layer, via.options, x.device)
             outputs = run(x.shape[0] // ranks, [x, *pairs])
         if layer.packs:
             x = outputs.pop()
-        ctx.save_for_backward(x if any(for_w) else None, *(turned if for_x else ()))
+        ctx.save_for_backward(x if any(for_w) else None, *(kept if for_x else ()))
         return tuple(outputs)
 
     @staticmethod
@@ -112,6 +111,8 @@ def _gradients(
     """Those that are wanted, of x, weights and biases."""
     if via.collective == "all_reduce":
         return _local_gradients(layer, wanted, dys[0], x, *weights)
+    if via.recipe is not None:
+        weights = [turned(w, via.recipe) for w in weights]
     ranks = via.size if via.collective == "all_gather" else 1
     layer = dataclasses.replace(layer, wanted=wanted)
     run = programs(via.group, layer, via.options, dys[0].device)

@@ -4,10 +4,10 @@
 
 Note [FP8 layers]
     Where a layer has a recipe, what a matmul takes is quantised before it is gathered, and travels
-    as packed rows (Note [Packed rows] in float8/data.py). Weights come quantised; of a scale for
-    each tensor, x leaves as packed rows for the backward pass. Scales of rows do not go through a
-    sum over rows: there weights have their gradients in the layer's own dtype. Sums over ranks are
-    of that dtype too.
+    as packed rows (Note [Packed rows] in float8/data.py). The caller gives weights quantised. With
+    a scale for each tensor, the forward Program also returns x as packed rows, for backward. With
+    a scale for each row, the gradient of a weight sums over the rows, whose scales differ: that
+    matmul, and what is gathered for it, is of the layer's own dtype. So are sums over ranks.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class _Text:
     def __init__(self, layer: Layer, size: int, rows: int) -> None:
         self.layer, self.size, self.rows = layer, size, rows
         self.gathers, self.all = layer.collective == "all_gather", f"{size} * S"
-        self.aligned = layer.packs and rows % ALIGNMENT == 0
-        """Whether the transpose of packed rows needs no zeros behind them."""
+        self.rest = rows % ALIGNMENT
+        """Of 0, the transpose of packed rows needs no zeros behind them."""
         self.params: list[str] = []
         self.lines: list[str] = []
         self.results: list[str] = []
@@ -80,7 +80,8 @@ class _Text:
     def whole(self) -> str:
         """The text of the Program."""
         params = ", ".join([f"tp: Team[{self.size}]", f"S: Size[{self.rows}]", *self.params])
-        known = [f"assume(S % {ALIGNMENT} == 0)"] if self.aligned else []
+        apart = self.layer.packs and self.gathers and self.layer.wanted is not None
+        known = [f"assume(S % {ALIGNMENT} == {self.rest})"] if apart else []
         lines = [*known, *self.lines, f"return {', '.join(self.results)}"]
         return f"def {name_of(self.layer)}({params}):\n" + "".join(f"    {x}\n" for x in lines)
 
@@ -208,7 +209,7 @@ class _Text:
         """x was gathered anew, for the gradients of weights."""
         layer, rows, across = self.layer, dys, ["None"] * len(dys)
         if layer.recipe is not None and (self.for_x or (layer.packs and x)):
-            turned = bool(layer.packs and x and self.aligned)
+            turned = bool(layer.packs and x and not self.rest)
             facts = layer.recipe, self.all, False, turned
             rows = [self.rows8(dy, f"g{i}", layer.outer[i], *facts) for i, dy in enumerate(dys)]
             across = [f"{g}_t" if turned else "None" for g in rows]
