@@ -106,36 +106,46 @@ def test_in_training_loops(pool: Pool, seed: int) -> None:
     pool(2).run(modes, seed)
 
 
-def alone(seed: int) -> None:
-    """Layers by themselves: layouts, FP8, names of arguments."""
-    torch.manual_seed(seed)
+def gathering(recipe: Recipe | None, out: Any) -> None:
+    """A column-wise layer of a layout, in FP8 or of a width that the ranks do not share evenly."""
     mesh, rank, ranks = mesh_of(), dist.get_rank(), dist.get_world_size()
-    whole = nn.Linear(32, 32 * ranks)
+    whole = nn.Linear(32, 32 * ranks - (recipe is None))
     x = torch.randn(2, 16 * ranks, 32)
     part: Any = x.chunk(ranks, 1)[rank]
-    for recipe in (None, Recipe()):
-        for out in (Shard(-1), Replicate(), ROWS):
-            style = OverlapColwise(
-                input_layouts=ROWS, output_layouts=out, use_local_output=False, recipe=recipe
-            )
-            layer = parallelize_module(copy.deepcopy(whole), mesh, style)
-            y: Any = layer(input=part)
-            assert y.shape == (2, 16 * ranks, 32 * ranks)
-            assert y.placements == (Shard(2) if out == Shard(-1) else out,)
-            given: Any = DTensor.from_local(x, mesh, [Replicate()])
-            assert torch.equal(layer(given).full_tensor(), y.full_tensor())
-            own = [t.chunk(ranks)[rank] for t in (whole.weight, whole.bias)]
-            right: Any = all_gather_linear(part, *own, group=mesh, dim=1, recipe=recipe)
-            assert torch.equal(y.redistribute(placements=[Shard(2)]).to_local(), right)
-    for layouts in ({"input_layouts": Replicate()}, {"output_layouts": Shard(-1)}, {}):
-        narrow = parallelize_module(
-            nn.Linear(4 * ranks, 6 * ranks), mesh, OverlapRowwise(**layouts)
-        )
-        right = nn.functional.linear(x[..., : 4 * ranks], *full_values(narrow).values())
-        cut = x[..., 4 * rank : 4 * (rank + 1)]
-        y = narrow(x[..., : 4 * ranks] if "input_layouts" in layouts else cut)
-        if "output_layouts" in layouts:
+    style = OverlapColwise(
+        input_layouts=ROWS, output_layouts=out, use_local_output=False, recipe=recipe
+    )
+    layer: Any = parallelize_module(copy.deepcopy(whole), mesh, style)
+    y: Any = layer(input=part)
+    assert y.shape == (2, 16 * ranks, whole.out_features)
+    assert y.placements == (Shard(2) if out == Shard(-1) else out,)
+    given: Any = DTensor.from_local(x, mesh, [Replicate()])
+    assert torch.equal(layer(given).full_tensor(), y.full_tensor())
+    own = [t.chunk(ranks)[rank] for t in (whole.weight, whole.bias)]
+    right: Any = all_gather_linear(part, *own, group=mesh, dim=1, recipe=recipe)
+    assert torch.equal(y.redistribute(placements=[Shard(2)]).to_local(), right)
+    if recipe is None:
+        (y * y).sum().backward()
+        whole(x).square().sum().backward()
+        for mine, theirs in ((layer.weight, whole.weight), (layer.bias, whole.bias)):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-3)
+
+
+def alone(seed: int) -> None:
+    """Layers by themselves."""
+    torch.manual_seed(seed)
+    mesh, rank, ranks = mesh_of(), dist.get_rank(), dist.get_world_size()
+    for out in (Shard(-1), Replicate(), ROWS):
+        for recipe in (None, Recipe()):
+            gathering(recipe, out)
+    x, layouts = torch.randn(2, 5, 4 * ranks + 1), {"input_layouts": Replicate()}
+    for given in (layouts, {**layouts, "output_layouts": Shard(-1)}, {}):
+        style = OverlapRowwise(**given)
+        narrow: Any = parallelize_module(nn.Linear(4 * ranks + 1, 6 * ranks), mesh, style)
+        right = nn.functional.linear(x, *full_values(narrow).values())
+        if "output_layouts" in given:
             right = right.chunk(ranks, -1)[rank]
+        y = narrow(x if given else x.chunk(ranks, -1)[rank])
         torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-5)
 
 
@@ -151,15 +161,15 @@ def under_fsdp(seed: int) -> list[str]:
     torch.manual_seed(seed + mesh["dp"].get_local_rank())
     batches = [torch.randint(len(whole.head.weight), (2, 8)) for _ in range(2)]
     found = []
-    for plan in (plan_of("torch sequence"), plan_of("sequence"), plan_of("sequence", True)):
+    for plan in (plan_of("torch sequence"), plan_of("sequence", group=True)):
         model: Any = parallelize_module(copy.deepcopy(whole), mesh["tp"], plan)
         for module in (model.attention, model.expand, model):
             fully_shard(module, mesh=mesh["dp"])
         found.append(trained(model, batches))
+    theirs, ours = found
     return [
         f"{name}: off by {(ours[name] - right).abs().max()}"
-        for ours in found[1:]
-        for name, right in found[0].items()
+        for name, right in theirs.items()
         if not torch.allclose(ours[name], right, rtol=1e-4, atol=1e-5)
     ]
 
@@ -189,6 +199,7 @@ def refused() -> None:
         (lambda: OverlapColwiseGroup("wq"), "`names` is 'wq'"),
         (lambda: OverlapColwiseGroup(["a"], input_layouts=Shard(-1)), "`input_layouts` is"),
         (lambda: parallelize_module(layer, square, OverlapColwise()), "mesh has 2 dimensions"),
+        (lambda: parallelize_module(nn.Linear(1, 4), mesh, OverlapRowwise()), "without any"),
         (lambda: parallelize_module(nn.ReLU(), mesh, OverlapColwise()), "names a ReLU"),
         (lambda: parallelize_module(own, mesh, OverlapRowwise(recipe=recipe)), "given for a Own"),
         (lambda: parallelize_module(layer, mesh, OverlapColwise()), "`weight` is shared"),

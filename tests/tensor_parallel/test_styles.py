@@ -167,8 +167,7 @@ def placements(model: nn.Module) -> dict[str, Any]:
     return {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-@pytest.mark.parametrize("layout", ["all", "sequence"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "layout"), [(2, "all"), (2, "sequence"), (3, "sequence")])
 @pytest.mark.timeout(110)
 def test_trains_as_torchs_styles_do(pool: Pool, world: int, layout: str, seed: int) -> None:
     for wrong in pool(world).run(compared, layout, seed, time_out_s=100):

@@ -32,8 +32,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from interlace.errors import InputError, UnsupportedError
 from interlace.float8 import Recipe
+from interlace.nn.parallel.linear import Given
 from interlace.tensor_parallel.styles import (
-    Given,
     OverlapColwise,
     OverlapColwiseGroup,
     OverlapRowwise,
@@ -90,7 +90,7 @@ def parallelize(
         options, overlap, recipe: as of `OverlapRowwise`, for row-parallel layers.
 
     `InputError` for sizes that the mesh does not divide, and `UnsupportedError` for other words of
-    a plan: then nothing was changed.
+    a plan, before anything is changed; `InputError` as of the styles.
     """
     check_mesh(mesh)
     given: Any = getattr(model, "tp_plan", None) if plan is None else plan
@@ -159,7 +159,7 @@ def _group(
     for parent in modules:
         for group in GROUPS:
             names = [f"{parent}.{name}".removeprefix(".") for name in group]
-            if all(words.get(name) == "colwise" for name in names):
+            if parent not in styles and all(words.get(name) == "colwise" for name in names):
                 styles[parent] = OverlapColwiseGroup(group, **how)
                 for name in names:
                     del styles[name]

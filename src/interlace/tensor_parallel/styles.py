@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +40,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from interlace.errors import InputError
 from interlace.float8 import Recipe
 from interlace.frontend.backend import options_from
+from interlace.nn.autograd import eager
 from interlace.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
-from interlace.options import Options
+from interlace.nn.parallel.linear import Given
 
-Given = Options | Mapping[str, Any] | None
-"""Options as a caller gives them."""
 FEATURES, ALL = (Shard(-1),), (Replicate(),)
 """Layouts: cut in the last dimension; the same on all ranks."""
 
@@ -260,6 +260,7 @@ class _Shared:
         self.input: tuple[Tensor, int] | None = None
         self.outputs: dict[int, Tensor] = {}
 
+    @eager
     def output(
         self, index: int, x: Tensor, compute: Callable[[Tensor, list[Any]], Sequence[Tensor]]
     ) -> Tensor:
@@ -283,7 +284,7 @@ def _distribute_input(
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Makes a module's first argument a DTensor, by position or by name."""
-    name = next(iter(inspect.signature(module.forward).parameters))
+    name = "" if args else next(iter(inspect.signature(module.forward).parameters))
     x = args[0] if args else kwargs.get(name)
     if not isinstance(x, Tensor):
         raise InputError(f"the first argument of {type(module).__name__} is {x!r}: give a tensor")
@@ -349,13 +350,20 @@ def keep_ties(
 
 
 def _overlapped(
-    module: nn.Module,
+    module: Any,
     mesh: DeviceMesh,
     partition: Callable[..., None],
     forward: Callable[[Any, Tensor], Tensor],
 ) -> nn.Module:
     """The layer with distributed Parameters, and another forward, which copies of it keep."""
     distribute_module(module, mesh, partition)
+    weight: Any = module.weight
+    size, ranks = weight.shape[weight.placements[0].dim], mesh.size()
+    if math.ceil(size / ranks) * (ranks - 1) >= size:
+        raise InputError(
+            f"a layer of {module.in_features} to {module.out_features} features leaves some of "
+            f"{ranks} ranks without any: leave it out of the plan"
+        )
     module.forward = types.MethodType(forward, module)
     return module
 
