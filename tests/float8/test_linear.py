@@ -152,7 +152,7 @@ def test_weights_are_kept_for_micro_batches(seed: int) -> None:
                 for y in outputs:
                     y.float().square().sum().backward()
                 assert torch.equal(*outputs)
-                held = kept[0]._kept[torch.bfloat16][0]
+                held = (kept[0]._kept or {})[torch.bfloat16][0]
                 assert packed is None or held is packed
                 packed = held
         assert kept[0]._kept is None

@@ -1,0 +1,43 @@
+"""The example scripts, on real processes."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.timeout(150)
+def test_llama_trains_alike_in_every_way(tmp_path: Path) -> None:
+    """Two ranks of tensor parallelism under FSDP2's two: the losses of the unparallelised model."""
+    losses = tmp_path / "losses.csv"
+    sizes = {"steps": 4, "batch": 4, "sequence": 32, "dim": 64, "layers": 1}
+    options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "4", str(EXAMPLES / "train_llama.py"), "--csv", str(losses)),
+            *options,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    with losses.open() as file:
+        steps = [{way: float(loss) for way, loss in row.items()} for row in csv.DictReader(file)]
+    assert len(steps) == 4
+    for step in steps:
+        assert step["overlapped"] == pytest.approx(step["single"], rel=2e-3)
+        assert step["plain"] == pytest.approx(step["single"], rel=2e-3)
+        assert step["fp8"] == pytest.approx(step["single"], rel=1e-2)
+    assert steps[-1]["overlapped"] < steps[0]["overlapped"]
+    assert done.stdout.count("text held out") == 4
