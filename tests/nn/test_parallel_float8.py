@@ -15,10 +15,16 @@ from torch import Tensor
 from interlace.errors import InputError
 from interlace.float8 import ROW_WISE, Float8Data, Recipe, amax_of, matmul, quantize, wgrad
 from interlace.float8.products import multiply_into
-from interlace.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
+from interlace.nn.functional import (
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    replicated_linear,
+)
 from interlace.nn.parallel.text import Layer, serial
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "copy")
+MANY = ("all_gather", "copy")
 STRATEGIES = ("auto", "pipeline", "ring", "peer", "broadcast", "shift", None)
 """None: without overlap."""
 RECIPES = {
@@ -68,14 +74,15 @@ def by_hand(kind: str, given: Any, recipe: Recipe) -> list[Tensor]:
     x, ws, bs, ups = given
     rank, by_row = dist.get_rank(), recipe.scaling == "row"
     w8s = [quantize(w, recipe.forward, recipe, transpose=True) for w in ws]
-    if kind == "all_gather":
-        xs = every(x)
-        x8s = shards(xs, recipe.forward, recipe)
+    if kind in MANY:
+        xs = every(x) if kind == "all_gather" else [x]
+        x8s = shards(xs, recipe.forward, recipe)  # of one, the team's maximum is its own
         ys = [torch.cat([product(x8, w8, x, b) for x8 in x8s])
               for w8, b in zip(w8s, bs, strict=True)]  # fmt: skip
         dys = [quantize(dy, recipe.gradient, recipe) for dy in ups]
         products = [product(dy, w8.t(), x) for dy, w8 in zip(dys, w8s, strict=True)]
-        dx = total(sum(products[1:], start=products[0])).chunk(len(xs))[rank]
+        dx = total(sum(products[1:], start=products[0]))
+        dx = dx.chunk(len(xs))[rank] if kind == "all_gather" else dx
         full = torch.cat(xs)
         dws = [dy.t() @ full for dy in ups]
         if not by_row:
@@ -85,9 +92,12 @@ def by_hand(kind: str, given: Any, recipe: Recipe) -> list[Tensor]:
         return [*ys, dx, *dws, *(dy.sum(0) for dy, b in zip(ups, bs, strict=True) if b is not None)]
     (w8,), (b,), (up,) = w8s, bs, ups
     x8 = quantize(x, recipe.forward, recipe)
-    y = total(product(x8, w8, x))
-    y = y.chunk(dist.get_world_size())[rank] if kind == "reduce_scatter" else y
-    y = y if b is None else y + b
+    if dist.get_world_size() == 1:
+        y = product(x8, w8, x, b)  # the bias is added before it is rounded
+    else:
+        y = total(product(x8, w8, x))
+        y = y.chunk(dist.get_world_size())[rank] if kind == "reduce_scatter" else y
+        y = y if b is None else y + b
     parts = every(up) if kind == "reduce_scatter" else [up]
     dys = shards(parts, recipe.gradient, recipe)
     dx = torch.cat([product(dy, w8.t(), x) for dy in dys])
@@ -111,8 +121,9 @@ def ours(kind: str, given: Any, recipe: Recipe, strategy: str | None) -> list[Te
     options = {"time_out_s": 30, **({} if strategy is None else {"strategy": strategy})}
     facts: Any = {"group": dist.group.WORLD, "recipe": recipe, "options": options}
     facts["overlap"] = strategy is not None
-    if kind == "all_gather":
-        ys = list(all_gather_linear(x, ws, bs, **facts))
+    if kind in MANY:
+        call = all_gather_linear if kind == "all_gather" else replicated_linear
+        ys = list(call(x, ws, bs, **facts))
     else:
         call = linear_reduce_scatter if kind == "reduce_scatter" else linear_all_reduce
         ys = [call(x, ws[0], bs[0], **facts)]
@@ -130,14 +141,16 @@ def drawn(kind: str, rows: int, biased: bool, seed: int, exact: bool, spoil: str
             return torch.randint(-1, 2, shape, generator=generator).bfloat16()
         return torch.randn(shape, generator=generator).bfloat16()
 
-    inner, outer = 32, (16, 48) if kind == "all_gather" else (48,)
-    x = draw(own, rows * ranks if kind == "reduce_scatter" else rows, inner)
+    inner, outer = 32, (16, 48) if kind in MANY else (48,)
+    x = draw(
+        same if kind == "copy" else own, rows * ranks if kind == "reduce_scatter" else rows, inner
+    )
     ws = [draw(own, n, inner) for n in outer]
-    bs = [draw(own if kind == "all_gather" else same, n) if biased else None for n in outer]
+    bs = [draw(own if kind in MANY else same, n) if biased else None for n in outer]
     height = rows * ranks if kind == "all_gather" else rows
     ups = [draw(same if kind == "all_reduce" else own, height, n) for n in outer]
     travels = ups[0] if kind == "reduce_scatter" else x
-    if rank == ranks - 1 and travels.numel():
+    if (rank == ranks - 1 or kind == "copy") and travels.numel():
         if spoil == "outlier":
             travels[-1, 3] = 1e4
         if spoil == "zeros":

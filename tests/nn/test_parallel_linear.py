@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather as gather_parts
 from torch.distributed.nn.functional import reduce_scatter
@@ -22,20 +23,27 @@ from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.errors import ExecutorError, InputError, InterlaceError, UnsupportedError
-from interlace.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
+from interlace.nn.functional import (
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    replicated_linear,
+)
 from interlace.nn.parallel import programs as kept
 from interlace.optim import GradAccumulator
 
 STRATEGIES = ("auto", "pipeline", "ring", "peer")
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "copy")
+MANY = ("all_gather", "copy")
 Tensors = list[torch.Tensor]
 
 
 def ours(kind: str, x: Any, ws: Any, bs: Any, **options: Any) -> Tensors:
     """A layer's outputs."""
     options = {"group": dist.group.WORLD, **options}
-    if kind == "all_gather":
-        return list(all_gather_linear(x, ws, bs, **options))
+    if kind in MANY:
+        call = all_gather_linear if kind == "all_gather" else replicated_linear
+        return list(call(x, ws, bs, **options))
     function = linear_reduce_scatter if kind == "reduce_scatter" else linear_all_reduce
     return [function(x, ws[0], bs[0], **options)]
 
@@ -71,8 +79,8 @@ class Sum(torch.autograd.Function):
 def plain(kind: str, x: Any, ws: Any, bs: Any) -> Tensors:
     """The same by F.linear and plain collectives."""
     ranks = dist.get_world_size()
-    if kind == "all_gather":
-        full = torch.cat(gather_parts(x))
+    if kind in MANY:
+        full = torch.cat(gather_parts(x)) if kind == "all_gather" else Same.apply(x)
         return [linear(full, w, b) for w, b in zip(ws, bs, strict=True)]
     y = linear(x, ws[0])
     if kind == "all_reduce":
@@ -96,10 +104,11 @@ def drawn(
             return torch.randint(-1, 2, shape, generator=generator).to(dtype)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    inner, outer = 12, (7, 5) if kind == "all_gather" else (7,)
-    x = draw(own, rows * ranks if kind == "reduce_scatter" else rows, 3, inner)
+    inner, outer = 12, (7, 5) if kind in MANY else (7,)
+    given = rows * ranks if kind == "reduce_scatter" else rows
+    x = draw(same if kind == "copy" else own, given, 3, inner)
     ws = [draw(own, n, inner) for n in outer]
-    bs = [draw(own if kind == "all_gather" else same, n) if biased else None for n in outer]
+    bs = [draw(own if kind in MANY else same, n) if biased else None for n in outer]
     height = rows * ranks if kind == "all_gather" else rows
     ups = [draw(same if kind == "all_reduce" else own, height, 3, n) for n in outer]
     return x, ws, bs, ups
@@ -189,6 +198,21 @@ def test_like_plain_linear_and_collectives(pool: Pool, world: int, seed: int) ->
     cases += [(kind, "auto", rng.choice([0, 7]), True, torch.float32) for kind in KINDS]
     for wrong in pool(world).run(compare, cases, seed, time_out_s=100):
         assert not wrong
+
+
+def under_way(seed: int) -> bool:
+    """Whether what a functional collective still gathers is waited for, forward and backward."""
+    torch.manual_seed(seed)
+    group: Any = dist.group.WORLD
+    part, w = torch.randn(64, 32), torch.randn(16, 32)
+    x = all_gather_tensor(part, 0, group)
+    y = all_gather_linear(x, w, group=group)
+    full = torch.cat(gather_parts(torch.cat(gather_parts(part))))
+    return type(x) is AsyncCollectiveTensor and torch.allclose(y, full @ w.t(), atol=1e-4)
+
+
+def test_what_is_under_way_is_waited_for(pool: Pool, seed: int) -> None:
+    assert pool(2).run(under_way, seed) == [True, True]
 
 
 def vary(sizes: list[int]) -> tuple[list[int], int]:

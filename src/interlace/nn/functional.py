@@ -13,6 +13,7 @@ from interlace.nn.parallel.linear import (
     all_gather_linear,
     linear_all_reduce,
     linear_reduce_scatter,
+    replicated_linear,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "linear_cross_entropy",
     "linear_reduce_scatter",
     "raise_pending",
+    "replicated_linear",
 ]

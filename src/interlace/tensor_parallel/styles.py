@@ -34,14 +34,18 @@ from torch.distributed.tensor import (
     distribute_module,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from interlace.errors import InputError
 from interlace.float8 import Recipe
 from interlace.frontend.backend import options_from
 from interlace.nn.autograd import eager
-from interlace.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
+from interlace.nn.functional import (
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    replicated_linear,
+)
 from interlace.nn.parallel.linear import Given
 
 FEATURES, ALL = (Shard(-1),), (Replicate(),)
@@ -236,10 +240,9 @@ class OverlapColwiseGroup(ParallelStyle):
         def compute(input: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
             x = _local(input, mesh, style.input_layouts, style.input_layouts)
             pairs = [_local_of(layer) for layer in layers]
-            if style._dim is None:
-                x = summed_gradient(x, mesh)
-                return [linear(x, *pair) for pair in pairs]
             weights, biases = zip(*pairs, strict=True)
+            if style._dim is None:
+                return replicated_linear(x, weights, biases, group=mesh, **style._how)
             return all_gather_linear(x, weights, biases, group=mesh, dim=style._dim, **style._how)
 
         def forward(self_: Any, input: Tensor) -> Tensor:

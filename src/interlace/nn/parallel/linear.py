@@ -71,17 +71,58 @@ def all_gather_linear(
     gradient there. Floating tensors are of one dtype, or cast alike by autocast. `InputError` names
     the argument that does not fit the others.
     """
+    return _columns("all_gather", x, weights, biases, group, dim, overlap, options, recipe)
+
+
+@eager
+def replicated_linear(
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    group: Any,
+    overlap: bool = True,
+    options: Given = None,
+    recipe: Recipe | None = None,
+) -> Any:
+    """`F.linear(x, weight, bias)` for one weight or several, of an x that all ranks have alike.
+
+    Args:
+        x: [..., K], the same on all ranks.
+        weights, biases, group, overlap, options, recipe: as in `all_gather_linear`.
+
+    Gives [..., N]. Forward communicates nothing. Backward sums the gradients of x that the weights
+    give, and all-reduces that sum once, under the gradients of the weights.
+    """
+    return _columns("copy", x, weights, biases, group, None, overlap, options, recipe)
+
+
+def _columns(
+    collective: str,
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    biases: Tensor | Sequence[Tensor | None] | None,
+    group: Any,
+    dim: int | None,
+    overlap: bool,
+    options: Given,
+    recipe: Recipe | None,
+) -> Any:
+    """Layers of which each rank has rows of the weights, and so columns of the output."""
     many = not isinstance(weights, Tensor)
     each: Any = weights if many else [weights]
     bias: Any = [None] * len(each) if biases is None else biases if many else [biases]
-    via, dim = _communication("all_gather", group, options, overlap, recipe), _rows_dim(x, dim)
+    via = _communication(collective, group, options, overlap, recipe)
+    dim = 0 if dim is None else _rows_dim(x, dim)
     x, tensors, accumulators = _checked(x, each, bias, recipe)
     if via is None:
         pairs = zip(tensors[: len(each)], tensors[len(each) :], strict=True)
         made = [_alone(x, w, b, recipe) for w, b in pairs]
     else:
         moved = x.movedim(dim, 0)
-        shape = via.size * moved.shape[0], *moved.shape[1:-1]
+        shape = moved.shape[:-1]
+        if collective == "all_gather":
+            shape = via.size * shape[0], *shape[1:]
         found = Sharded.apply(via, accumulators, _rows(moved), *tensors)
         made = [y.view(*shape, y.shape[1]).movedim(0, dim) for y in found]
     return tuple(made) if many else made[0]

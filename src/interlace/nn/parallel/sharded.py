@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn.functional import linear
 
+from interlace.float8.linear import OPS, pack, turned
 from interlace.float8.linear import gradients as float8_gradients
-from interlace.float8.linear import pack, turned
 from interlace.float8.quantization import amax_size, check_device
 from interlace.float8.recipe import Recipe
 from interlace.frontend.importing.types import dtype_of
@@ -53,8 +55,8 @@ class Sharded(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Weights, then biases, give as many outputs as there are weights."""
-        x, count = x.contiguous(), len(accumulators)
-        dense = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        x, count = _dense(x), len(accumulators)
+        dense = [None if tensor is None else _dense(tensor) for tensor in tensors]
         weights, biases = [w for w in dense[:count] if w is not None], dense[count:]
         for_x, *for_w = ctx.needs_input_grad[2 : 3 + count]
         ctx.via, ctx.accumulators, recipe = via, accumulators, via.recipe
@@ -72,10 +74,14 @@ class Sharded(torch.autograd.Function):
             if recipe is not None:
                 check_device(x)
                 weights = [pack(w, recipe.forward, recipe, False)[0] for w in weights]
-            ranks = via.size if via.collective == "reduce_scatter" else 1
-            pairs = [t for pair in zip(weights, biases, strict=True) for t in pair if t is not None]
-            run = programs(via.group, layer, via.options, x.device)
-            outputs = run(x.shape[0] // ranks, [x, *pairs])
+            if via.collective == "copy":
+                outputs = _local_outputs(layer, x, weights, biases)
+            else:
+                ranks = via.size if via.collective == "reduce_scatter" else 1
+                pairs = zip(weights, biases, strict=True)
+                given = [tensor for pair in pairs for tensor in pair if tensor is not None]
+                run = programs(via.group, layer, via.options, x.device)
+                outputs = run(x.shape[0] // ranks, [x, *given])
         if layer.packs:
             x = outputs.pop()
         ctx.save_for_backward(x if any(for_w) else None, *(kept if for_x else ()))
@@ -89,7 +95,7 @@ class Sharded(torch.autograd.Function):
         # Where a graph of the gradient is made, autograd sums: a buffer would not know of it.
         accumulators = () if torch.is_grad_enabled() else ctx.accumulators
         with torch.no_grad(), without_autocast(dys[0].device.type):
-            given = [dy.contiguous() for dy in dys]
+            given = [_dense(dy) for dy in dys]
             found = iter(_gradients(ctx.via, ctx.layer, wanted, given, x, weights))
             grads = [next(found) if want else None for want in wanted]
             for i, accumulator in enumerate(accumulators, 1):
@@ -109,8 +115,8 @@ def _gradients(
     weights: Sequence[Tensor],
 ) -> list[Tensor]:
     """Those that are wanted, of x, weights and biases."""
-    if via.collective == "all_reduce":
-        return _local_gradients(layer, wanted, dys[0], x, *weights)
+    if via.collective == "all_reduce" or (via.collective == "copy" and not wanted[0]):
+        return _local_gradients(layer, wanted, dys, x, weights)
     if via.recipe is not None:
         weights = [turned(w, via.recipe) for w in weights]
     ranks = via.size if via.collective == "all_gather" else 1
@@ -119,18 +125,42 @@ def _gradients(
     return run(dys[0].shape[0] // ranks, [*dys, *(() if x is None else (x,)), *weights])
 
 
+def _local_outputs(
+    layer: Layer, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Of an x that all ranks have; and x as packed rows where the layer keeps those."""
+    if layer.recipe is None:
+        return [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    x8, _ = pack(x, layer.recipe.forward, layer.recipe, False)
+    facts = True, x.dtype
+    pairs = zip(weights, biases, strict=True)
+    made = [OPS.float8_mm(x8, w.t(), int(layer.packs), b, *facts) for w, b in pairs]
+    return [*made, x8] if layer.packs else made
+
+
 def _local_gradients(
     layer: Layer,
     wanted: tuple[bool, ...],
-    dy: Tensor,
+    dys: Sequence[Tensor],
     x: Tensor | None,
-    weight: Tensor | None = None,
+    weights: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Where all ranks have all rows of dy, nothing is communicated."""
-    for_x, for_w, for_b = wanted
-    if layer.recipe is not None:
-        made = float8_gradients(layer.recipe, dy, x, weight, (for_x, for_w, for_b))
-        return [grad for grad in made if grad is not None]
-    grads = [dy.mm(weight)] if for_x and weight is not None else []
-    grads += [dy.t().mm(x)] if for_w and x is not None else []
-    return grads + ([dy.sum(0)] if for_b else [])
+    """Where nothing is communicated: of x (then of one weight), of weights and of biases."""
+    count, found = len(dys), list[list[Tensor | None]]()
+    for i, dy in enumerate(dys):
+        w = weights[i] if wanted[0] else None
+        asked = wanted[0], wanted[1 + i], wanted[1 + count + i]
+        if layer.recipe is not None:
+            found.append([*float8_gradients(layer.recipe, dy, x, w, asked)])
+            continue
+        dx = None if w is None else dy.mm(w)
+        dw = dy.t().mm(x) if asked[1] and x is not None else None
+        found.append([dx, dw, dy.sum(0) if asked[2] else None])
+    return [grad for kind in zip(*found, strict=True) for grad in kind if grad is not None]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Contiguous, and there: what DTensor is still communicating is waited for."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    return tensor.contiguous()

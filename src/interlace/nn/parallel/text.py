@@ -29,7 +29,8 @@ class Layer:
     """What tells the Programs of one layer from others."""
 
     collective: str
-    """`all_gather` of the rows before the matmuls; `reduce_scatter` or `all_reduce` after."""
+    """`all_gather` of the rows before the matmuls; `reduce_scatter` or `all_reduce` after; `copy`:
+    nothing, and backward all-reduces the gradient of x."""
     dtype: str
     inner: int
     """Columns of the input on this rank."""
@@ -63,14 +64,16 @@ def serial(layer: Layer, ranks: tuple[int, ...], rows: int) -> Program:
 
 def name_of(layer: Layer) -> str:
     """Of its Programs."""
-    kind = "all_gather_linear" if layer.collective == "all_gather" else f"linear_{layer.collective}"
+    named = {"all_gather": "all_gather_linear", "copy": "replicated_linear"}
+    kind = named.get(layer.collective, f"linear_{layer.collective}")
     return kind if layer.wanted is None else f"{kind}_backward"
 
 
 class _Text:
     def __init__(self, layer: Layer, size: int, rows: int) -> None:
         self.layer, self.size, self.rows = layer, size, rows
-        self.gathers, self.all = layer.collective == "all_gather", f"{size} * S"
+        self.gathers = layer.collective == "all_gather"
+        self.all = "S" if layer.collective == "copy" else f"{size} * S"
         self.rest = rows % ALIGNMENT
         """Of 0, the transpose of packed rows needs no zeros behind them."""
         self.params: list[str] = []
@@ -80,7 +83,8 @@ class _Text:
     def whole(self) -> str:
         """The text of the Program."""
         params = ", ".join([f"tp: Team[{self.size}]", f"S: Size[{self.rows}]", *self.params])
-        apart = self.layer.packs and self.gathers and self.layer.wanted is not None
+        scatters = self.layer.collective == "reduce_scatter"
+        apart = self.layer.packs and not scatters and self.layer.wanted is not None
         known = [f"assume(S % {ALIGNMENT} == {self.rest})"] if apart else []
         lines = [*known, *self.lines, f"return {', '.join(self.results)}"]
         return f"def {name_of(self.layer)}({params}):\n" + "".join(f"    {x}\n" for x in lines)
@@ -198,15 +202,15 @@ class _Text:
             columns, kind = width(columns), E4M3
         height = "S" if self.gathers else self.all
         x = self.param("x", height, columns, dtype=kind) if any(self.for_w) else ""
-        if self.gathers:
-            if x:
-                x = self.collective("all_gather", x, "full", self.all, columns, dtype=kind)
-            self.backward_of_gather(dys, x)
-        else:
+        if self.layer.collective == "reduce_scatter":
             self.backward_of_scatter(dys[0], x)
+            return
+        if self.gathers and x:
+            x = self.collective("all_gather", x, "full", self.all, columns, dtype=kind)
+        self.backward_of_columns(dys, x)
 
-    def backward_of_gather(self, dys: list[str], x: str) -> None:
-        """x was gathered anew, for the gradients of weights."""
+    def backward_of_columns(self, dys: list[str], x: str) -> None:
+        """x is whole, or was gathered anew for the gradients of weights."""
         layer, rows, across = self.layer, dys, ["None"] * len(dys)
         if layer.recipe is not None and (self.for_x or (layer.packs and x)):
             turned = bool(layer.packs and x and not self.rest)
@@ -215,7 +219,8 @@ class _Text:
             across = [f"{g}_t" if turned else "None" for g in rows]
         if self.for_x:
             made = self.products(rows, blocks=1)
-            dx = self.collective("reduce_scatter", made, "dx", "S", layer.inner)
+            kind = "reduce_scatter" if self.gathers else "all_reduce"
+            dx = self.collective(kind, made, "dx", "S", layer.inner)
             self.results.append(dx)
         for i, wanted in enumerate(self.for_w):
             if wanted:
@@ -263,7 +268,8 @@ class _Text:
     def weight_gradient(self, i: int, dy: str, x: str, across: str) -> None:
         layer, shape = self.layer, (self.layer.outer[i], self.layer.inner)
         if layer.packs:
-            of = f"{dy}, {x}, {self.size}, {across}"
+            blocks = 1 if layer.collective == "copy" else self.size
+            of = f"{dy}, {x}, {blocks}, {across}"
             made = self.fill("interlace.float8_wgrad.out", of, f"dw{i}", *shape)
         else:
             made = self.call("aten.mm.default", f"{dy}.permute(1, 0), {x}", f"dw{i}", *shape)
