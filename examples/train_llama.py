@@ -232,6 +232,7 @@ def report(found: dict[str, list[float]], args: argparse.Namespace) -> None:
             writer.writerows(
                 [i, *row] for i, row in enumerate(zip(*losses.values(), strict=True), 1)
             )
+            writer.writerow(["held out", *last.values()])
     if args.plot:
         from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 

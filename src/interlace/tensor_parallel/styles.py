@@ -114,7 +114,8 @@ class OverlapColwise(_Overlap, ColwiseParallel):
 
     Args:
         input_layouts, output_layouts, use_local_output: as of torch's. A linear layer whose input
-            is `Shard(dim)` with `dim` not the last is an `all_gather_linear`.
+            is `Shard(dim)` with `dim` not the last is an `all_gather_linear`: ranks have equal
+            parts. Features are the dimension -1.
         options, overlap, recipe: as of `interlace.nn.functional.all_gather_linear`. A recipe is for
             layers that gather.
 
@@ -183,7 +184,9 @@ class OverlapColwiseGroup(ParallelStyle):
         options, overlap, recipe: as of `OverlapColwise`.
 
     The layers' outputs are local, cut in their last dimension. The layer that is called first
-    computes the outputs of all; the others give theirs when they are called with the same tensor.
+    computes the outputs of all; the others give theirs when they are called with the same tensor
+    (of an inference tensor each computes its own). So one backward takes all outputs together.
+    FSDP2 goes around the module, not around its layers.
     The gradients that they give the input are summed before one reduce-scatter, or one all-reduce,
     so other roundings add up than of separate layers. `InputError` as of `OverlapColwise`, and for
     a name that is no linear layer's.
@@ -225,6 +228,8 @@ class OverlapColwiseGroup(ParallelStyle):
             layer._interlace_shared = shared
             forward = self._forward(i, device_mesh)
             _overlapped(layer, device_mesh, style._partition_linear_fn, forward)
+        groups = module.__dict__.setdefault("_interlace_groups", {})
+        groups[self._names[0]] = shared
         if style._dim is not None:
             module.register_forward_pre_hook(
                 functools.partial(_distribute_input, style.input_layouts, device_mesh),
@@ -239,6 +244,13 @@ class OverlapColwiseGroup(ParallelStyle):
 
         def compute(input: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
             x = _local(input, mesh, style.input_layouts, style.input_layouts)
+            for layer in layers:
+                if not isinstance(layer.weight, DTensor) or layer.weight.device_mesh != mesh:
+                    raise InputError(
+                        f"a layer of the group {', '.join(self._names)} is sharded again when "
+                        "another of them is called: apply fully_shard to the module that has this "
+                        "style, or to one around it, and not to its layers"
+                    )
             pairs = [_local_of(layer) for layer in layers]
             weights, biases = zip(*pairs, strict=True)
             if style._dim is None:
@@ -252,7 +264,8 @@ class OverlapColwiseGroup(ParallelStyle):
 
 
 class _Shared:
-    """Layers of one input, and outputs that wait for their layers to be called."""
+    """Layers of one input, and outputs that wait for their layers to be called, as long as neither
+    the input, a weight nor a mode of torch changes."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -260,7 +273,8 @@ class _Shared:
 
     def forget(self) -> None:
         """Drops input and outputs."""
-        self.input: tuple[Tensor, int] | None = None
+        self.input: Tensor | None = None
+        self.state: tuple[Any, ...] = ()
         self.outputs: dict[int, Tensor] = {}
 
     @eager
@@ -268,11 +282,15 @@ class _Shared:
         self, index: int, x: Tensor, compute: Callable[[Tensor, list[Any]], Sequence[Tensor]]
     ) -> Tensor:
         """That of a layer; an input that was changed in place is another one."""
-        version = 0 if x.is_inference() else x._version
-        kept = self.input is not None and self.input[0] is x and self.input[1] == version
-        if not kept or index not in self.outputs:
+        if x.is_inference():  # it does not tell whether it was changed
+            return compute(x, [self.layers[index]])[0]
+        kind = x.device.type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        weights = [layer.weight._version for layer in self.layers]
+        state = x._version, torch.is_grad_enabled(), autocast, weights
+        if self.input is not x or self.state != state or index not in self.outputs:
             self.outputs = dict(enumerate(compute(x, self.layers)))
-            self.input = x, version
+            self.input, self.state = x, state
         y = self.outputs.pop(index)
         if not self.outputs:
             self.forget()
@@ -296,10 +314,9 @@ def _distribute_input(
     return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
 
 
-def _forget(name: str, module: nn.Module, *_: Any) -> None:
-    """After a module's forward, drops what a layer of that name was not asked for."""
-    shared: Any = module.get_submodule(name)._interlace_shared
-    shared.forget()
+def _forget(name: str, module: Any, *_: Any) -> None:
+    """After a module's forward, drops what a layer was not asked for."""
+    module._interlace_groups[name].forget()
 
 
 # what the styles share
