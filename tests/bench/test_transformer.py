@@ -33,7 +33,7 @@ def bench(*args: str, code: int = 0) -> Any:
     return done
 
 
-WAYS = ("eager", "compile", "layers", "async-tp")
+WAYS = ("eager", "compile", "layers", "layers-fp8", "async-tp")
 
 
 def raced(profile: str) -> Any:
@@ -47,7 +47,7 @@ def raced(profile: str) -> Any:
 
 def test_ways_train_alike_and_rows_tell_what_overlap_gains(pool: Pool, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    (report, told), (nothing, _) = pool(2).run(raced, str(trace), replace=True)
+    (report, told), (nothing, _) = pool(2).run(raced, str(trace), replace=True, time_out_s=110)
     assert nothing is None
     *rows, absent = told
     assert [row["way"] for row in report["rows"]] == [row["way"] for row in told] == list(WAYS)
@@ -128,10 +128,10 @@ def test_the_ideal_computes_a_ranks_part_of_what_torch_counts(model: str, ranks:
     assert all(weight.grad is not None for weight in module.parameters())
 
 
-def layer_rows(compiled: float, peak: float) -> list[dict[str, Any]]:
+def layer_rows(compiled: float, peak: float, **more: float) -> list[dict[str, Any]]:
     """Rows as on four GPUs, where the ideal takes 10 ms and Inductor 12."""
     settings = TransformerSettings(model="llama3-70b")
-    both = {"inductor": 12.0, "compile": compiled, "ideal": 10.0}
+    both = {"inductor": 12.0, "compile": compiled, "ideal": 10.0, **more}
     times = {way: Stages(ms / 3e3, ms / 1.5e3, 1e-3) for way, ms in both.items()}
     known = {"error": "", "how": "measured", "world": 4, "peak_bytes": 100.0}
     rows = [row | known for row in rows_of(settings, 4, times)]
@@ -148,6 +148,9 @@ def test_bars() -> None:
     assert missed(judge_transformer(large)) == [
         "llama3-70b compile: peak memory over compiled with NCCL"
     ]
+    float8 = judge_transformer(layer_rows(10.4, 100.0, layers=10.2, **{"layers-fp8": 8.5}))
+    assert (float8[-1].bar, round(float8[-1].figure, 3)) == ("FP8 over ours in bf16", 1.2)
+    assert not float8[-1].passed
     others = [row | {"world": 2} for row in large]
     assert judge_transformer(others) == []
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import interlace.float8  # noqa: F401  (registers operators)
 from interlace.commands.check import look_up
 from interlace.errors import ExecutorError, InterlaceError, ProgramError
 from interlace.frontend import backend
@@ -19,7 +20,7 @@ from interlace.ir.call_names import FUNCTIONS, OPERATORS, WORDS, refusal
 from interlace.kernels import KERNELS
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.calling.operators import decode, resolve
+from interlace.runtime.calling.operators import _dotted, decode, resolve
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -119,7 +120,12 @@ def test_words_are_of_a_table(word: str) -> None:
 
 def test_the_tables_are_of_what_there_is() -> None:
     assert set(FUNCTIONS) == set(KERNELS)
-    assert set(OPERATORS) == {GET_STATE, SET_STATE}
+    ours = {
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("interlace::")
+    }
+    float8 = {_dotted(name) for name in ours if "float8" in name}
+    assert set(OPERATORS) == {GET_STATE, SET_STATE} | float8
+    assert len(float8) == 10
     for word in WORDS:
         decode(word, torch.device("cpu"))
 

@@ -360,4 +360,11 @@ def judge_transformer(rows: Sequence[Row]) -> list[BarVerdict]:
             BarVerdict("time over the ideal", near, share, of),
             BarVerdict("peak memory over compiled with NCCL", "<= 1", peak, of),
         ]
+        float8 = ways.get("layers-fp8")
+        if way == "layers" and float8 is not None and row["model"] == "llama3-70b":
+            both, its = (
+                number(each["forward_ms"]) + number(each["backward_ms"]) for each in (row, float8)
+            )
+            of = {"case": f"{row['model']} layers-fp8", "how": row["how"]}
+            found.append(BarVerdict("FP8 over ours in bf16", ">= 1.25", both / its, of))
     return [verdict for verdict in found if not math.isnan(verdict.figure)]

@@ -231,7 +231,7 @@ def transformer(
     Tensor parallel, with sequence parallelism, on all ranks. The ways, in turn on equal weights:
     eager DTensor; inductor (torch.compile, NCCL) and inductor-overlap (its overlap passes);
     async-tp; compile and layers (ours: the backend of torch.compile, and interlace.nn.functional);
-    ideal (no communication).
+    layers-fp8 (the same with a recipe); ideal (no communication).
     """
     from interlace.bench.bars import judge_transformer
     from interlace.bench.ranks import run

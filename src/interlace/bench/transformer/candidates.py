@@ -42,6 +42,7 @@ from interlace.bench.transformer.models import (
 )
 from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
+from interlace.float8 import Recipe
 from interlace.frontend.binding import Bound
 from interlace.frontend.explain import capture
 from interlace.nn.parallel.programs import kept
@@ -50,12 +51,15 @@ if TYPE_CHECKING:
     from interlace.bench.transformer.work import TransformerSettings
 
 OURS = ("compile", "layers")
-WAYS = ("eager", "inductor", "inductor-overlap", "async-tp", *OURS, "ideal")
+FLOAT8 = "layers-fp8"
+WAYS = ("eager", "inductor", "inductor-overlap", "async-tp", *OURS, FLOAT8, "ideal")
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
 LIMIT = 8.0
 """How far off a loss or gradient may be, by root mean square, in roundings (`finfo.eps`) of the
 dtype: each passes some ten roundings on its way through a layer, of which sums cancel most."""
+FLOAT8_FAR = 0.25
+"""The same of FP8, relative: its matmuls round to 3 and 2 bits, forward and twice in backward."""
 ASYNC_TP = {"_micro_pipeline_tp": True}
 OVERLAP_PASSES = {
     "reorder_for_compute_comm_overlap": True,
@@ -188,7 +192,7 @@ class Candidates:
 
             def off() -> float:
                 found = training.results(*self.sets[0])
-                off = 0.0 if name == "ideal" else self._off(found)
+                off = 0.0 if name == "ideal" else self._off(found, name == FLOAT8)
                 if math.isfinite(off):  # else the optimizer would spoil the weights of all ways
                     training.step(laps, *self.sets[0])
                 laps.marks.clear()
@@ -217,9 +221,11 @@ class Candidates:
                 return self._compiled(eager, ASYNC_TP)
             case "compile":
                 return self._compiled(eager, ours, backend=registered())
-            case "layers":
+            case "layers" | "layers-fp8":
+                recipe = Recipe() if name == FLOAT8 else None
                 copied = [weight for key, weight in self._shards.items() if "norm" in key]
-                return self._local(Overlapped(self._group, ours), lambda: self._sum(copied))
+                maps = Overlapped(self._group, ours, recipe)
+                return self._local(maps, lambda: self._sum(copied))
             case "ideal":
                 x = self.sets[0][0]
                 full = torch.cat([x.detach()] * self.ranks.size, 1)
@@ -247,9 +253,10 @@ class Candidates:
         drawn = [torch.randn(shape, **how).to(dtype) for _ in range(2 * NUM_INPUTS)]
         return [(x.requires_grad_(), y) for x, y in zip(drawn[::2], drawn[1::2], strict=True)]
 
-    def _off(self, found: Sequence[Tensor]) -> float:
+    def _off(self, found: Sequence[Tensor], float8: bool) -> float:
         """How far the loss and the gradients are from eager's, in roundings of the dtype."""
         eps, target = torch.finfo(found[0].dtype).eps, self.sets[0][1]
+        eps = FLOAT8_FAR / LIMIT if float8 else eps
         losses = [_loss(y[0].double(), target.double()).reshape(1) for y in (found, self._known)]
         pairs = zip([losses[0], *found], [losses[1], *self._known], strict=True)
         return worst(apart(result, want) / eps for result, want in pairs)

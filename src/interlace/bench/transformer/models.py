@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from interlace.demo.model import RMSNorm, rotary_table, rotate
 from interlace.errors import OptionError
+from interlace.float8 import Recipe
 from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
 
 
@@ -99,17 +100,21 @@ class Overlapped(Plain):
 
     group: dist.ProcessGroup
     options: dict[str, Any]
+    recipe: Recipe | None = None
 
     def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
         """Gathers x for all maps."""
         weights, biases = [each.weight for each in linears], [each.bias for each in linears]
-        how: Any = {"group": self.group, "dim": 1, "options": self.options}
-        return all_gather_linear(x, weights, biases, **how)
+        return all_gather_linear(x, weights, biases, **self._how)
 
     def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """Scatters the sum."""
-        how: Any = {"group": self.group, "dim": 1, "options": self.options}
-        return linear_reduce_scatter(x, linear.weight, linear.bias, **how)
+        return linear_reduce_scatter(x, linear.weight, linear.bias, **self._how)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        options = {"options": self.options, "recipe": self.recipe}
+        return {"group": self.group, "dim": 1, **options}
 
 
 class Alone(Plain):
