@@ -77,7 +77,8 @@ def amax_kernel(
     largest = tl.zeros((BM, BK), tl.float32)
     for tile in range(first, last, step):
         value, _, _ = load_tile(x, tile, across, rows, columns, stride, BF16, BM, BK)
-        largest = tl.maximum(largest, tl.abs(value))  # drops NaN
+        size = tl.abs(value)
+        largest = tl.maximum(largest, tl.where(size == size, size, 0.0))  # drops NaN
     if AXIS == -1:
         tl.store(found + program, tl.max(tl.max(largest, 1), 0))
     elif AXIS == 1:
