@@ -19,7 +19,7 @@ from interlace.bench.race.ways import prepare
 from interlace.bench.ranks import here
 from interlace.bench.rows import read
 from interlace.bench.transformer.candidates import LIMIT, Candidates
-from interlace.bench.transformer.models import MODELS, Alone, Layers, Plain, flops
+from interlace.bench.transformer.models import MODELS, Layers, NoCommunication, Plain, flops
 from interlace.bench.transformer.work import Stages, TransformerSettings, rows_of, work
 from interlace.cli import app
 
@@ -113,7 +113,7 @@ def test_a_large_layer_is_predicted_without_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_ideal_computes_a_ranks_part_of_what_torch_counts(model: str, ranks: int) -> None:
     """torch counts the half of attention that the causal mask leaves out."""
-    maps = Alone(torch.randn(3, 32, 64), 32 // ranks) if ranks > 1 else Plain()
+    maps = NoCommunication(torch.randn(3, 32, 64), 32 // ranks) if ranks > 1 else Plain()
     module = Layers(MODELS[model], 2, None, ranks, maps)
     x = torch.randn(3, 32 // ranks, 64, requires_grad=True)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -21,7 +21,7 @@ from interlace.nn.functional import (
     linear_reduce_scatter,
     replicated_linear,
 )
-from interlace.nn.parallel.text import Layer, serial
+from interlace.nn.parallel.text import LinearLayer, serial
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "copy")
 MANY = ("all_gather", "copy")
@@ -288,9 +288,9 @@ def test_what_fp8_cannot_take_is_refused(pool: Pool) -> None:
 
 def test_half_the_bytes_travel() -> None:
     """What is gathered is packed rows, scales included; sums over ranks stay bf16."""
-    layer = Layer("all_gather", "bf16", 4096, (1024,), (False,), recipe=Recipe())
+    layer = LinearLayer("all_gather", "bf16", 4096, (1024,), (False,), recipe=Recipe())
     text = str(serial(layer, (0, 1), 2048))
     assert "full = empty(f8e4m3[2 * S, 4128])" in text
     assert "all_reduce" not in text
-    team = Layer("all_gather", "bf16", 4096, (1024,), (False,), recipe=Recipe(scale="team"))
+    team = LinearLayer("all_gather", "bf16", 4096, (1024,), (False,), recipe=Recipe(scale="team"))
     assert 'all_reduce(x8_amax, x8_most, reduce="max", team=tp)' in str(serial(team, (0, 1), 2048))

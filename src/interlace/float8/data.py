@@ -8,8 +8,7 @@ Note [Packed rows]
     A packed matrix [M, K] is one FP8 tensor [M, width(K)]: a row holds its K numbers, zeros up to
     a multiple of 16, and TAIL bytes, of which the first four are 1 / scale in fp32 and the others
     zeros. Whatever moves rows (a gather, a copy of a chunk, a send) moves their scale in the same
-    copy, and no chunk can be multiplied by the scale of another. TAIL is a sector of a GPU's
-    memory: where K is a multiple of 32, every row begins at one.
+    copy. TAIL is a sector of a GPU's memory: where K is a multiple of 32, every row begins at one.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def gradients(
     return dx, dw, dy.sum(0) if wanted[2] else None
 
 
-class Linear(torch.autograd.Function):
+class Float8Product(torch.autograd.Function):
     """`x @ w.T + bias` of x [M, K]."""
 
     @staticmethod
@@ -128,7 +128,7 @@ def _linear(
             if x.dtype not in keep:
                 keep[x.dtype] = pack(weight.detach(), E4M3, recipe, True)
             kept = keep[x.dtype]
-        out = Linear.apply(recipe, kept, x.reshape(-1, x.shape[-1]), weight, bias)
+        out = Float8Product.apply(recipe, kept, x.reshape(-1, x.shape[-1]), weight, bias)
     return out.view(*x.shape[:-1], len(weight))
 
 

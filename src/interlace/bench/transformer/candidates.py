@@ -33,7 +33,7 @@ from interlace.bench.sites import DTYPES
 from interlace.bench.transfers import assert_no_multicast, enable_symmetric_memory
 from interlace.bench.transformer.models import (
     MODELS,
-    Alone,
+    NoCommunication,
     Overlapped,
     Plain,
     on_shards,
@@ -229,7 +229,7 @@ class Candidates:
             case "ideal":
                 x = self.sets[0][0]
                 full = torch.cat([x.detach()] * self.ranks.size, 1)
-                return self._compiled(self._local(Alone(full, x.shape[1])))
+                return self._compiled(self._local(NoCommunication(full, x.shape[1])))
             case _:
                 return eager
 

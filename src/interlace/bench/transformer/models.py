@@ -8,7 +8,8 @@
 
 Every rank has its part of the sequence: [batch, sequence / ranks, dim] goes in and comes out. The
 linear maps are exchangeable: `Plain` calls the modules, `Overlapped` gathers and scatters around
-them by `interlace.nn.functional`, and `Alone` computes the same on one rank, without communication.
+them by `interlace.nn.functional`, and `NoCommunication`
+computes the same on one rank.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Overlapped(Plain):
         return {"group": self.group, "dim": 1, **options}
 
 
-class Alone(Plain):
+class NoCommunication(Plain):
     """The same local computation without communication: what a gather would bring is there."""
 
     def __init__(self, full: Tensor, rows: int) -> None:
@@ -167,7 +168,7 @@ class Narrow(torch.autograd.Function):
 # -- layers ----------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
+class TensorParallelAttention(nn.Module):
     """Causal self-attention over the whole sequence; each rank holds some of the heads."""
 
     def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
@@ -193,7 +194,7 @@ class Attention(nn.Module):
         return self.maps.row(y.transpose(1, 2).flatten(2), self.wo)
 
 
-class FeedForward(nn.Module):
+class TensorParallelFeedForward(nn.Module):
     """SwiGLU, or GELU between two maps."""
 
     def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
@@ -213,16 +214,16 @@ class FeedForward(nn.Module):
         return self.maps.row(y, self.down)
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
     def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
         super().__init__()
         norm = RMSNorm if dims.llama else nn.LayerNorm
         self.attention_norm = norm(dims.dim)
-        self.attention = Attention(dims, parts, maps)
+        self.attention = TensorParallelAttention(dims, parts, maps)
         self.feed_forward_norm = norm(dims.dim)
-        self.feed_forward = FeedForward(dims, parts, maps)
+        self.feed_forward = TensorParallelFeedForward(dims, parts, maps)
 
     def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
         """One layer."""
@@ -238,7 +239,7 @@ class Layers(nn.Module):
     def __init__(self, dims: LayerDims, count: int, table: Tensor | None, parts: int, maps: Plain):
         super().__init__()
         self.register_buffer("table", table, persistent=False)
-        self.layers = nn.ModuleList(Layer(dims, parts, maps) for _ in range(count))
+        self.layers = nn.ModuleList(TransformerLayer(dims, parts, maps) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's rows, [batch, sequence / ranks, dim], through all layers."""

@@ -1,6 +1,7 @@
 """The Programs of tensor-parallel linear layers, bound once a class of row counts.
 
-    run = programs(group, Layer("reduce_scatter", "bf16", 512, (256,), (False,)), options, device)
+    layer = LinearLayer("reduce_scatter", "bf16", 512, (256,), (False,))
+    run = programs(group, layer, options, device)
     (y,) = run(rows, [x, w])
 
 The number of rows is the named size S, so a bound Program serves all row counts of its class. What
@@ -21,7 +22,7 @@ from interlace.errors import AgreementError
 from interlace.frontend.binding import Bound, bind
 from interlace.frontend.compiled_graph import Shelf
 from interlace.frontend.importing.importer import Imported
-from interlace.nn.parallel.text import Layer, name_of, serial
+from interlace.nn.parallel.text import LinearLayer, name_of, serial
 from interlace.options import Options
 
 
@@ -29,7 +30,7 @@ class Programs:
     """The bound Programs of one layer and direction: one for each class of row counts."""
 
     def __init__(
-        self, group: dist.ProcessGroup, layer: Layer, options: Options, device: torch.device
+        self, group: dist.ProcessGroup, layer: LinearLayer, options: Options, device: torch.device
     ) -> None:
         self._group = weakref.ref(group)
         self._layer, self._options, self._device = layer, options, device
@@ -79,7 +80,7 @@ _programs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Programs]] = (
 
 
 def programs(
-    group: dist.ProcessGroup, layer: Layer, options: Options, device: torch.device
+    group: dist.ProcessGroup, layer: LinearLayer, options: Options, device: torch.device
 ) -> Programs:
     """Those of a layer; the least recently used layers of a group go beyond `MOST_LAYERS`."""
     kept = _programs.setdefault(group, {})

@@ -23,7 +23,7 @@ from interlace.float8.recipe import Recipe
 from interlace.frontend.importing.types import dtype_of
 from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.parallel.programs import programs
-from interlace.nn.parallel.text import Layer
+from interlace.nn.parallel.text import LinearLayer
 from interlace.optim.grad_accumulator import GradAccumulator
 from interlace.options import Options
 
@@ -60,7 +60,7 @@ class Sharded(torch.autograd.Function):
         weights, biases = [w for w in dense[:count] if w is not None], dense[count:]
         for_x, *for_w = ctx.needs_input_grad[2 : 3 + count]
         ctx.via, ctx.accumulators, recipe = via, accumulators, via.recipe
-        ctx.layer = layer = Layer(
+        ctx.layer = layer = LinearLayer(
             via.collective,
             dtype_of(x.dtype).value,
             x.shape[1],
@@ -108,7 +108,7 @@ class Sharded(torch.autograd.Function):
 
 def _gradients(
     via: Communication,
-    layer: Layer,
+    layer: LinearLayer,
     wanted: tuple[bool, ...],
     dys: list[Tensor],
     x: Tensor | None,
@@ -126,7 +126,7 @@ def _gradients(
 
 
 def _local_outputs(
-    layer: Layer, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    layer: LinearLayer, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """Of an x that all ranks have; and x as packed rows where the layer keeps those."""
     if layer.recipe is None:
@@ -139,7 +139,7 @@ def _local_outputs(
 
 
 def _local_gradients(
-    layer: Layer,
+    layer: LinearLayer,
     wanted: tuple[bool, ...],
     dys: Sequence[Tensor],
     x: Tensor | None,

@@ -1,6 +1,7 @@
 """The serial Programs of tensor-parallel linear layers, as text: S is the number of a rank's rows.
 
-    program = serial(Layer("reduce_scatter", "bf16", 512, (256,), (False,)), ranks=(0, 1), rows=64)
+    layer = LinearLayer("reduce_scatter", "bf16", 512, (256,), (False,))
+    program = serial(layer, ranks=(0, 1), rows=64)
 
 Note [FP8 layers]
     Where a layer has a recipe, what a matmul takes is quantised before it is gathered, and travels
@@ -25,7 +26,7 @@ E4M3 = "f8e4m3"
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LinearLayer:
     """What tells the Programs of one layer from others."""
 
     collective: str
@@ -51,7 +52,7 @@ class Layer:
         return self.recipe is not None and self.recipe.scaling == "tensor"
 
 
-def serial(layer: Layer, ranks: tuple[int, ...], rows: int) -> Program:
+def serial(layer: LinearLayer, ranks: tuple[int, ...], rows: int) -> Program:
     """The serial Program for `rows` rows on each rank, and the others of their class."""
     text = _Text(layer, len(ranks), rows)
     if layer.wanted is None:
@@ -62,7 +63,7 @@ def serial(layer: Layer, ranks: tuple[int, ...], rows: int) -> Program:
     return parse(text.whole()).replace(teams=teams, ranks=shown)
 
 
-def name_of(layer: Layer) -> str:
+def name_of(layer: LinearLayer) -> str:
     """Of its Programs."""
     named = {"all_gather": "all_gather_linear", "copy": "replicated_linear"}
     kind = named.get(layer.collective, f"linear_{layer.collective}")
@@ -70,7 +71,7 @@ def name_of(layer: Layer) -> str:
 
 
 class _Text:
-    def __init__(self, layer: Layer, size: int, rows: int) -> None:
+    def __init__(self, layer: LinearLayer, size: int, rows: int) -> None:
         self.layer, self.size, self.rows = layer, size, rows
         self.gathers = layer.collective == "all_gather"
         self.all = "S" if layer.collective == "copy" else f"{size} * S"
