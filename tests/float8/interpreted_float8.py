@@ -1,8 +1,8 @@
 """Runs the FP8 kernels in Triton's interpreter, beside their twins; `python <this> <seed> <cases>`.
 
 The launches themselves are what is tested, with CPU tensors. Triton's interpreter does not round
-to FP8 as a GPU does (it lets no carry out of the mantissa, and cuts small numbers off): here torch
-converts what the kernel has scaled and saturated.
+to FP8 as a GPU does (it lets no carry out of the mantissa, and cuts small numbers off) and has no
+assembly: here torch converts what the kernel has scaled and saturated.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -16,6 +16,7 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from triton.runtime import interpreter
 
 from interlace.float8 import E4M3, E5M2, Recipe, kernel
 from interlace.float8.data import width
-from interlace.float8.quantization import quantize_twin
+from interlace.float8.quantization import quantize_twin, turn_twin
 from interlace.float8.rule import amax_twin
 from interlace.kernels import launch as launcher
 
@@ -41,12 +42,27 @@ def patch_index(tensor: Any, scope: Any) -> None:
 
 
 def convert(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-    """fp32 to FP8 as torch does it, where nothing overflows."""
+    """fp32 to FP8 as torch does it, where nothing overflows; or back."""
     kind = dst_type.scalar
+    if kind is tl.float32:
+        bits = torch.from_numpy(src.data.copy()).view(TORCH[src.dtype.scalar])
+        return interpreter.TensorHandle(bits.float().numpy(), kind)
     assert src.dtype.scalar is tl.float32
     bits = torch.from_numpy(src.data.copy()).to(TORCH[kind]).view(torch.uint8)
     nan = torch.from_numpy(src.data).isnan()  # of either sign, as PTX says
     return interpreter.TensorHandle(bits.masked_fill(nan, 0x7F).numpy(), kind)
+
+
+def assembled(self: Any, asm: str, constraints: str, values: list[Any], *rest: Any) -> Any:
+    """What the kernels say in assembly: four numbers to a word."""
+    kind = E5M2 if "e5m2x2" in asm else E4M3
+    word = 0
+    for i, value in enumerate(values):
+        number = torch.from_numpy(value.data.copy())
+        bits = number.to(kind).view(torch.uint8).masked_fill(number.isnan(), 0x7F)
+        word = word | bits.long() << 8 * i
+    found = torch.as_tensor(word).to(torch.int32).numpy()
+    return SimpleNamespace(get_result=lambda i: interpreter.TensorHandle(found, tl.int32))
 
 
 class Interpreted:
@@ -61,9 +77,11 @@ class Interpreted:
 
 interpreter._patch_lang_tensor = patch_index
 interpreter.InterpreterBuilder.create_fp_to_fp = convert
+interpreter.InterpreterBuilder.create_inline_asm = assembled
 launcher.LoadedKernel = Interpreted  # type: ignore[misc]
 kernel.stream_of = lambda device: 0
-kernel.PARTS = 8
+kernel.gdc_wait = kernel.gdc_launch_dependents = lambda: None
+kernel.PARTS, kernel.BLOCK = 8, 256
 
 ODD = [0.0, -0.0, 1e-40, -3e-39, 449.0, 464.0, 61440.0, -1e4]
 STRANGE = [torch.inf, -torch.inf, torch.nan, -torch.nan]
@@ -85,43 +103,64 @@ def matrix(draw: random.Random) -> torch.Tensor:
     return x.to(dtype)
 
 
-Packed = tuple[torch.Tensor, torch.Tensor | None]
+def blank(rows: int, columns: int, kind: torch.dtype) -> torch.Tensor:
+    """Packed rows that are yet to be filled."""
+    return torch.full((rows, width(columns)), 3.0).to(kind)
 
 
-def blank(x: torch.Tensor, kind: torch.dtype, transpose: bool) -> Packed:
-    """Packed rows, and those of the transpose, that are yet to be filled."""
-    sizes = [x.shape, x.t().shape]
-    rows, across = (torch.full((m, width(k)), 3.0).to(kind) for m, k in sizes)
-    return rows, across if transpose else None
-
-
-def same(mine: Packed, twin: Packed, what: object) -> None:
-    for name, one, other in zip(("rows", "transpose"), mine, twin, strict=True):
-        if one is None or other is None:
-            continue
-        one, other = one.view(torch.uint8), other.view(torch.uint8)
-        differ = (one != other).nonzero().tolist()
-        shown = [(at, one[tuple(at)].item(), other[tuple(at)].item()) for at in differ[:5]]
-        assert not differ, (name, one.shape, what, shown)
+def same(mine: torch.Tensor | None, twin: torch.Tensor | None, what: object) -> None:
+    if mine is None or twin is None:
+        assert mine is twin
+        return
+    one, other = mine.view(torch.uint8), twin.view(torch.uint8)
+    differ = (one != other).nonzero().tolist()
+    shown = [(at, one[tuple(at)].item(), other[tuple(at)].item()) for at in differ[:5]]
+    assert not differ, (one.shape, what, shown)
 
 
 def check(draw: random.Random) -> None:
     x, kind = matrix(draw), draw.choice([E4M3, E5M2])
-    by_row, transpose = draw.random() < 0.4, draw.random() < 0.7
+    by_row, forms = draw.random() < 0.4, draw.choice(["rows", "across", "rows across"])
     recipe = Recipe(
-        scaling="row" if by_row else "tensor",
         power_of_two=draw.random() < 0.5,
         eps=draw.choice([0.0, 0.0, 1e-12, 2.0]),
+        scaling="row" if by_row else "tensor",
+        scale="shard" if by_row else "team",
     )
-    parts = kernel.amax_of(x)
+    parts = torch.empty(kernel.PARTS)
+    kernel.amax_into(parts, x)
     assert torch.equal(parts.amax().reshape(1), amax_twin(x)), x
     given = draw.choice([parts, parts, torch.tensor([3.0, 0.5, 2.0]), torch.tensor(torch.nan)])
     amax = None if by_row else given
-    what = (x.shape, x.dtype, x.stride(), kind, recipe, transpose, amax)
-    mine, twin = (blank(x, kind, transpose) for _ in range(2))
-    kernel.quantize(x, recipe, amax, *mine)
-    quantize_twin(x, recipe, amax, *twin)
-    same(mine, twin, what)
+    what = (x.shape, x.dtype, x.stride(), kind, recipe, forms, amax)
+    shapes = {"rows": x.shape, "across": x.t().shape}
+    mine, twin = (
+        [blank(*shape, kind) if form in forms else None for form, shape in shapes.items()]
+        for _ in range(2)
+    )
+    kernel.quantize(x, recipe, amax, mine[0], mine[1])
+    quantize_twin(x, recipe, amax, twin[0], twin[1])
+    for one, other in zip(mine, twin, strict=True):
+        same(one, other, what)
+
+
+def check_turn(draw: random.Random) -> None:
+    """Shards of scales far from each other, turned at once; or bytes alone."""
+    kind, blocks = draw.choice([E4M3, E5M2]), draw.choice([1, 2, 3, 4])
+    rows, columns = draw.choice([1, 5, 16, 40]), 16 * draw.choice([1, 3, 9])
+    packed: list[torch.Tensor] = []
+    for count in (columns, 32):
+        shards = [blank(rows, count, kind) for _ in range(blocks)]
+        for shard in shards:
+            x = torch.randn(rows, count) * 10.0 ** draw.randint(-6, 4)
+            quantize_twin(x, Recipe(), amax_twin(x), shard, None)
+        packed.append(torch.cat(shards))
+    by = packed[1] if draw.random() < 0.5 else None
+    given = draw.choice([0, blocks])
+    mine, twin = (blank(columns, len(packed[0]), kind) for _ in range(2))
+    kernel.turn(packed[0], by if given else None, given, mine)
+    turn_twin(twin, packed[0], by if given else None, given)
+    same(mine, twin, (kind, given, rows, columns, by is None))
 
 
 if __name__ == "__main__":
@@ -129,4 +168,5 @@ if __name__ == "__main__":
     torch.manual_seed(int(sys.argv[1]))
     for _ in range(int(sys.argv[2])):
         check(drawn)
+        check_turn(drawn)
     print("all right")

@@ -22,6 +22,7 @@ SCRIPT = Path(__file__).with_name("interpreted_float8.py")
 SOURCE = Path(interlace.__file__).parents[1]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ALIGNED, ODD = (True,) * 3, (False,) * 3
+NARROW = re.compile(r"st\.global\.(b32|(v\d\.)?b(8|16))|ld\.global\.(v\d\.)?b8")
 INEXACT = re.compile(r"\b(fma|mad)\.\w*\.?f32|\.ftz|\.approx|\.full")
 
 
@@ -39,28 +40,44 @@ def test_kernels_have_the_bits_of_the_twin(seed: int) -> None:
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accesses_are_wide_and_nothing_spills(dtype: torch.dtype, by_row: bool) -> None:
-    """x is read and both results are written 16 bytes at a time; the hardware rounds."""
-    compiled = kernel.cast_source(dtype, E4M3, by_row, False, True, 512, ALIGNED).compile()
+    """x is read and both results are written 8 or 16 bytes at a time; the hardware rounds."""
+    source = kernel.cast_source(dtype, E4M3, by_row, False, True, True, 512, ALIGNED)
+    compiled = source.compile()
     assert not spills(compiled)
     ptx = compiled.asm["ptx"]
     each = 128 * 128 // (32 * kernel.WARPS)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= each * dtype.itemsize // 16
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * each // 16 + 2  # two for the tails
-    assert not re.search(r"st\.global\.(v\d\.)?b(8|16)", ptx)
+    assert not NARROW.search(ptx)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "div.rn.f32" in ptx
+    assert "griddepcontrol.wait" in ptx
     assert not INEXACT.search(ptx)
-    for axis in (-1, 0, 1):
-        compiled = kernel.amax_source(dtype, axis, ALIGNED).compile()
+    for source in (
+        kernel.amax_source(dtype, ALIGNED),
+        *(kernel.lines_source(dtype, axis, ALIGNED) for axis in (0, 1)),
+    ):
+        compiled = source.compile()
         assert not spills(compiled)
         assert "ld.global.v4.b32" in compiled.asm["ptx"]
         assert not INEXACT.search(compiled.asm["ptx"])
 
 
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+def test_turning_is_wide_too(kind: torch.dtype, shift: bool) -> None:
+    compiled = kernel.turn_source(kind, shift, shift, 4, True).compile()
+    assert not spills(compiled)
+    ptx = compiled.asm["ptx"]
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
+    assert not NARROW.search(ptx)
+    assert not INEXACT.search(ptx)
+
+
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 def test_what_is_not_aligned_is_not_read_wide(kind: torch.dtype) -> None:
     for dtype in DTYPES:
-        ptx = kernel.cast_source(dtype, kind, False, True, True, 1, ODD).compile().asm["ptx"]
+        source = kernel.cast_source(dtype, kind, False, True, True, True, 1, ODD)
+        ptx = source.compile().asm["ptx"]
         assert not re.search(r"ld\.global\.v", ptx)
         assert not INEXACT.search(ptx)
 
@@ -96,7 +113,7 @@ def test_two_launches_for_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     Launched.grids = []
     monkeypatch.setattr(launcher, "LoadedKernel", Launched)
     monkeypatch.setattr(kernel, "stream_of", lambda device: 7)
-    monkeypatch.setattr(quantization, "_by_kernel", lambda x: True)
+    monkeypatch.setattr(quantization, "has_kernels", lambda device: True)
     launcher.kernel_of.cache_clear()
     for dtype in DTYPES:
         x = torch.ones(300, 520, dtype=dtype)
@@ -113,5 +130,5 @@ def test_two_launches_for_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     quantize(torch.ones(5, 16), E5M2, Recipe(eps=1.0), amax=torch.ones(3)[1:])
     assert Launched.grids == [("cast_kernel", 1)]
     quantize(torch.ones(5, 300), E4M3, Recipe(scaling="row"), transpose=True)
-    assert Launched.grids[1:] == [("amax_kernel", 1), ("amax_kernel", 3), ("cast_kernel", 3)]
+    assert Launched.grids[1:] == [("lines_kernel", 1), ("lines_kernel", 3), ("cast_kernel", 3)]
     launcher.kernel_of.cache_clear()

@@ -21,10 +21,9 @@ from interlace.float8 import (
     linear,
     matmul,
     quantize,
-    wgrad,
 )
 
-RECIPES = [Recipe(), Recipe(power_of_two=True, gradient=E4M3), ROW_WISE]
+RECIPES = [Recipe(), Recipe(scale="team", gradient=E4M3), ROW_WISE]
 
 
 def by_hand(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, recipe: Recipe) -> list[Any]:
@@ -32,7 +31,7 @@ def by_hand(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, recipe: Recipe) 
     x8, w8 = (quantize(t, E4M3, recipe, transpose=True) for t in (x, w))
     dy8 = quantize(dy, recipe.gradient, recipe, transpose=True)
     y = matmul(x8, w8, torch.float32)
-    dw = dy.t() @ x if recipe.scaling == "row" else wgrad([dy8], [x8], x.dtype)
+    dw = dy.t() @ x if recipe.scaling == "row" else matmul(dy8.t(), x8.t(), x.dtype)
     dx = matmul(dy8, w8.t(), x.dtype)
     return [(y if b is None else y + b).to(x.dtype), dx, dw, *([] if b is None else [dy.sum(0)])]
 

@@ -9,8 +9,19 @@ import torch
 from torch import Tensor
 
 from interlace.errors import InputError
-from interlace.float8 import E4M3, E5M2, ROW_WISE, Float8Data, Recipe, matmul, quantize, wgrad
-from interlace.float8.products import wgrad_into
+from interlace.float8 import (
+    E4M3,
+    E5M2,
+    ROW_WISE,
+    Float8Data,
+    Recipe,
+    amax_of,
+    matmul,
+    quantize,
+    wgrad,
+)
+from interlace.float8.data import numbers, scales, width
+from interlace.float8.quantization import turn_into
 
 TEAM = Recipe(scale="team")
 
@@ -60,40 +71,52 @@ def test_the_copy_is_the_transpose(seed: int) -> None:
     assert torch.equal(x.t().t().dequantize(), x.dequantize())
 
 
-@pytest.mark.parametrize("sizes", [(32, 32), (16, 0, 37), (5, 6, 7, 8), (0, 0), (40,)], ids=str)
-def test_wgrad_over_shards(sizes: tuple[int, ...], seed: int) -> None:
-    """Each shard by its own scale; in the order given, to the bit; also where some are empty."""
+@pytest.mark.parametrize(("shards", "rows"), [(2, 32), (3, 21), (4, 7), (2, 0), (1, 40)])
+def test_wgrad_over_shards(shards: int, rows: int, seed: int) -> None:
+    """Each shard by its own scale, of dy and of x, however far apart: within fp32's sums."""
     torch.manual_seed(seed)
-    dys = [quantize(drawn(m, 32) * 10.0**i, E5M2, transpose=True) for i, m in enumerate(sizes)]
-    xs = [quantize(drawn(m, 48), E4M3, transpose=True) for m in sizes]
-    total = torch.zeros(32, 48)
-    for dy, x in zip(dys, xs, strict=True):
-        total = total + matmul(dy.t(), x.t(), torch.float32)
+    dys = [quantize(drawn(rows, 32) * 10.0**i, E5M2) for i in range(shards)]
+    xs = [quantize(drawn(rows, 48) * 10.0 ** (i % 2), E4M3) for i in range(shards)]
     made = wgrad(dys, xs)
-    assert torch.equal(made, total)
-    assert torch.equal(wgrad(dys, xs, torch.bfloat16), total.bfloat16())
-    pairs = [exact(dy.t(), x.t()) for dy, x in zip(dys, xs, strict=True)]
-    wanted, size = (sum(pair[i] for pair in pairs) for i in (0, 1))
-    room = size * (sum(sizes) + len(sizes) + 4) * 2.0**-24
-    assert ((made.double() - wanted).abs() <= room).all()
+    assert made.shape == (32, 48)
+    left, right = (torch.cat([one.dequantize().double() for one in ones]) for ones in (dys, xs))
+    wanted, size = left.t() @ right, left.abs().t() @ right.abs()
+    assert ((made.double() - wanted).abs() <= size * (shards * rows + 4) * 2.0**-24).all()
+    assert torch.equal(wgrad(dys, xs, torch.bfloat16), made.bfloat16())
 
 
-@pytest.mark.parametrize("rows", [48, 21, 0])
-def test_wgrad_of_gathered_rows(rows: int, seed: int) -> None:
-    """Shards one after another in packed rows are taken apart again, in their order."""
+def test_wgrad_of_one_scale_is_one_product(seed: int) -> None:
+    """A team's scale need not be a power of two: shares of equal scales are 1."""
     torch.manual_seed(seed)
-    xs = [quantize(drawn(rows, 48), E4M3, transpose=True) for _ in range(3)]
-    dys = [quantize(drawn(rows, 32) * 10.0**i, E5M2, transpose=True) for i in range(3)]
-    dy, x = (torch.cat([part.packed for part in parts]) for parts in (dys, xs))
-    out = torch.empty(32, 48)
-    wgrad_into(out, dy, x, 3, None)
-    assert torch.equal(out, wgrad(dys, xs))
+    dy, x = drawn(96, 32), drawn(96, 48)
+    whole = [quantize(t, kind, TEAM, transpose=True) for t, kind in ((dy, E5M2), (x, E4M3))]
+    dys, xs = (
+        [quantize(part, kind, TEAM, amax=amax_of(t)) for part in t.chunk(3)]
+        for t, kind in ((dy, E5M2), (x, E4M3))
+    )
+    wanted = matmul(whole[0].t(), whole[1].t(), torch.float32)
+    _, size = exact(whole[0].t(), whole[1].t())
+    assert ((wgrad(dys, xs) - wanted).abs() <= size * 100 * 2.0**-24).all()
+
+
+def test_what_a_shift_makes_too_small(seed: int) -> None:
+    """E5M2 has 30 binades above its subnormal numbers: shares down to 2**-20 lose nothing there."""
+    torch.manual_seed(seed)
+    rows, near = 16, torch.rand(16, 16) + 1
+    dys = [quantize(near * 2.0**-i, E5M2) for i in (0, 20)]
+    xs = [quantize(near, E4M3) for _ in dys]
+    packed = torch.cat([dy.packed for dy in dys])
+    across = packed.new_empty(16, width(2 * rows))
+    turn_into(across, packed, torch.cat([x.packed for x in xs]), 2)
+    found = numbers(across).float().t() * scales(across)[0]
+    wanted = torch.cat([dy.dequantize() * x.scale_inv[0] for dy, x in zip(dys, xs, strict=True)])
+    assert torch.equal(found, wanted)
 
 
 def sharded(x: Tensor, kind: torch.dtype, by_shard: bool) -> list[Float8Data]:
     """Four shards, by a scale each or by one."""
     amax = None if by_shard else x.abs().amax().float()
-    return [quantize(part, kind, amax=amax, transpose=True) for part in x.chunk(4)]
+    return [quantize(part, kind, amax=amax) for part in x.chunk(4)]
 
 
 @pytest.mark.parametrize("spoil", ["nothing", "outlier", "sizes", "zeros"])
@@ -173,6 +196,8 @@ def test_what_the_gemm_cannot_take() -> None:
     with pytest.raises(InputError, match="quantize both by one recipe"):
         matmul(a, quantize(drawn(16, 32), E4M3, ROW_WISE))
     with pytest.raises(InputError, match="transpose=True"):
+        matmul(a, b.t())
+    with pytest.raises(InputError, match=r"shards have \[4, 16\] rows"):
         wgrad([a], [b])
     with pytest.raises(InputError, match="1 gradients and 0 inputs"):
         wgrad([a], [])

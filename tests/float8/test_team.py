@@ -72,7 +72,7 @@ def quantized(seed: int, spoil: str, team: bool, sizes: list[int]) -> list[bytes
 def test_one_scale_is_that_of_the_whole(
     pool: Pool, spoil: str, sizes: list[int], seed: int
 ) -> None:
-    alone = quantize(whole(seed, spoil), E4M3)
+    alone = quantize(whole(seed, spoil), E4M3, Recipe(scale="team"))
     results = pool(2).run(quantized, seed, spoil, True, sizes)
     w = quantize(whole(seed + 1, "nothing")[:16], E4M3)
     assert results[0][0] + results[1][0] == bits(alone.packed)

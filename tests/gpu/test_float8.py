@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.gpu.cases import transport
 from tests.support.pool import Ranks
 from torch import Tensor
 
-from interlace.float8 import E4M3, E5M2, ROW_WISE, Recipe, amax_of, linear, quantize
+from interlace.float8 import E4M3, E5M2, ROW_WISE, Recipe, amax_of, linear, quantize, wgrad
 from interlace.float8.data import numbers, scales, width
-from interlace.float8.products import multiply_into, wgrad_into
-from interlace.float8.quantization import quantize_twin
+from interlace.float8.products import multiply_into
+from interlace.float8.quantization import quantize_twin, turn_into, turn_twin
 from interlace.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 
 pytestmark = [
@@ -50,9 +51,10 @@ def test_kernels_have_the_bits_of_the_twin(kind: torch.dtype, seed: int) -> None
     for _ in range(60):
         x, by_row = drawn(draw), draw.random() < 0.4
         recipe = Recipe(
-            scaling="row" if by_row else "tensor",
             power_of_two=draw.random() < 0.5,
             eps=draw.choice([0.0, 0.0, 1e-12, 2.0]),
+            scaling="row" if by_row else "tensor",
+            scale="shard" if by_row else "team",
         )
         made = quantize(x, kind, recipe, transpose=True)
         rows, across = (
@@ -62,6 +64,33 @@ def test_kernels_have_the_bits_of_the_twin(kind: torch.dtype, seed: int) -> None
         assert made.transposed is not None
         for one, other in ((made.packed, rows), (made.transposed, across)):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (x, recipe)
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+def test_turning_has_the_bits_of_the_twin(kind: torch.dtype, seed: int) -> None:
+    """Shards of scales far from each other; or bytes alone."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(30):
+        blocks, rows, columns = (
+            draw.randint(1, 5),
+            draw.choice([1, 16, 37, 300]),
+            16 * draw.randint(1, 40),
+        )
+        packed, by = (
+            torch.cat([quantize(drawn_shard(draw, rows, k), kind).packed for _ in range(blocks)])
+            for k in (columns, 32)
+        )
+        given = draw.choice([0, blocks])
+        other = by if given and draw.random() < 0.5 else None
+        mine, twin = (packed.new_empty(columns, width(len(packed))) for _ in range(2))
+        turn_into(mine, packed, other, given)
+        turn_twin(twin, packed, other, given)
+        assert torch.equal(mine.view(torch.uint8), twin.view(torch.uint8)), (blocks, rows, columns)
+
+
+def drawn_shard(draw: random.Random, rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, device="cuda") * 10.0 ** draw.randint(-6, 4)
 
 
 def unpacked(packed: Tensor) -> Tensor:
@@ -84,7 +113,6 @@ def test_products(recipe: Recipe, out_dtype: torch.dtype, seed: int) -> None:
         x = torch.cat([quantize(part, E4M3, recipe).packed for part in xs])
         w = quantize(torch.randn(n, k, device="cuda"), E4M3, recipe).packed
         dys = [torch.randn(rows, n, device="cuda").bfloat16() for _ in range(blocks)]
-        dy = torch.cat([quantize(part, recipe.gradient, recipe).packed for part in dys])
         by_row = recipe.scaling == "row"
         for bias in (None, torch.randn(n, device="cuda").to(out_dtype)):
             out = torch.empty(len(x), n, dtype=out_dtype, device="cuda")
@@ -93,11 +121,14 @@ def test_products(recipe: Recipe, out_dtype: torch.dtype, seed: int) -> None:
             wanted = wanted if bias is None else wanted + bias.double()
             assert near(out, wanted, size, k), (blocks, rows, bias is None)
         if not by_row:
-            out = torch.empty(n, k, dtype=out_dtype, device="cuda")
-            wgrad_into(out, dy, x, blocks, None)
-            left, right = unpacked(dy).t(), unpacked(x)
-            wanted, size = left @ right, left.abs() @ right.abs()
-            assert near(out, wanted, size, len(x)), (blocks, rows)
+            left, right = (
+                [quantize(part, kind) for part in parts]
+                for parts, kind in ((dys, E5M2), (xs, E4M3))
+            )
+            found = wgrad(left, right, out_dtype)
+            whole = [unpacked(torch.cat([one.packed for one in ones])) for ones in (left, right)]
+            wanted, size = whole[0].t() @ whole[1], whole[0].abs().t() @ whole[1].abs()
+            assert near(found, wanted, size, len(x)), (blocks, rows)
 
 
 def test_a_layer_compiled_is_the_layer(seed: int) -> None:
@@ -126,7 +157,7 @@ def layers(strategy: str, seed: int) -> list[str]:
             for overlap in (True, False):
                 given = [t.clone().requires_grad_() for t in (x, *ups, down)]
                 facts: Any = {"group": group, "recipe": recipe, "overlap": overlap}
-                facts["options"] = {"strategy": strategy, "time_out_s": 60.0}
+                facts["options"] = {"strategy": strategy, "time_out_s": 60.0, **transport()}
                 a, b = all_gather_linear(given[0], given[1:3], **facts)
                 y = linear_reduce_scatter(torch.relu(a) * b / 512, given[3], **facts)
                 z = linear_all_reduce(torch.relu(a) * b / 512, given[3], **facts)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from interlace.errors import InputError
 from interlace.float8 import ROW_WISE, Float8Data, Recipe, amax_of, matmul, quantize, wgrad
+from interlace.float8.data import padded, width
 from interlace.float8.products import multiply_into
+from interlace.float8.quantization import turn_into
 from interlace.nn.functional import (
     all_gather_linear,
     linear_all_reduce,
@@ -30,7 +32,7 @@ STRATEGIES = ("auto", "pipeline", "ring", "peer", "broadcast", "shift", None)
 RECIPES = {
     "shard": Recipe(),
     "team": Recipe(scale="team"),
-    "powers": Recipe(power_of_two=True),
+    "powers": Recipe(scale="team", power_of_two=True),
     "rows": ROW_WISE,
 }
 Bits = list[bytes]
@@ -79,19 +81,21 @@ def by_hand(kind: str, given: Any, recipe: Recipe) -> list[Tensor]:
         x8s = shards(xs, recipe.forward, recipe)  # of one, the team's maximum is its own
         ys = [torch.cat([product(x8, w8, x, b) for x8 in x8s])
               for w8, b in zip(w8s, bs, strict=True)]  # fmt: skip
-        dys = [quantize(dy, recipe.gradient, recipe) for dy in ups]
+        dys = [quantize(dy, recipe.gradient, recipe, transpose=True) for dy in ups]
         products = [product(dy, w8.t(), x) for dy, w8 in zip(dys, w8s, strict=True)]
         dx = total(sum(products[1:], start=products[0]))
         dx = dx.chunk(len(xs))[rank] if kind == "all_gather" else dx
         full = torch.cat(xs)
         dws = [dy.t() @ full for dy in ups]
-        if not by_row:
-            cut = [[quantize(part, recipe.gradient, recipe, amax=amax_of(dy), transpose=True)
+        if kind == "copy" and not by_row:
+            dws = [matmul(dy.t(), x8s[0].t(), x.dtype) for dy in dys]
+        elif not by_row:
+            cut = [[quantize(part, recipe.gradient, recipe, amax=amax_of(dy))
                     for part in dy.chunk(len(xs))] for dy in ups]  # fmt: skip
             dws = [wgrad(parts, x8s, x.dtype) for parts in cut]
         return [*ys, dx, *dws, *(dy.sum(0) for dy, b in zip(ups, bs, strict=True) if b is not None)]
     (w8,), (b,), (up,) = w8s, bs, ups
-    x8 = quantize(x, recipe.forward, recipe)
+    x8 = quantize(x, recipe.forward, recipe, transpose=True)
     if dist.get_world_size() == 1:
         y = product(x8, w8, x, b)  # the bias is added before it is rounded
     else:
@@ -103,9 +107,10 @@ def by_hand(kind: str, given: Any, recipe: Recipe) -> list[Tensor]:
     dx = torch.cat([product(dy, w8.t(), x) for dy in dys])
     dw = torch.cat(parts).t() @ x
     if not by_row:
-        cut = [quantize(part, recipe.forward, recipe, amax=amax_of(x), transpose=True)
-               for part in x.chunk(len(parts))]  # fmt: skip
-        dw = wgrad(dys, cut, x.dtype)
+        rows = torch.cat([dy.packed for dy in dys])
+        across = rows.new_empty(dys[0].columns, width(len(rows)))
+        turn_into(across, rows, None, len(dys))
+        dw = matmul(Float8Data(across, padded(len(rows))), x8.t(), x.dtype)
     db = [] if b is None else [torch.cat(parts).sum(0)]
     if b is not None and not by_row and len(parts) > 1:
         db = [sum((part.sum(0) for part in parts[1:]), start=parts[0].sum(0))]
@@ -290,7 +295,7 @@ def test_half_the_bytes_travel() -> None:
     """What is gathered is packed rows, scales included; sums over ranks stay bf16."""
     layer = LinearLayer("all_gather", "bf16", 4096, (1024,), (False,), recipe=Recipe())
     text = str(serial(layer, (0, 1), 2048))
-    assert "full = empty(f8e4m3[2 * S, 4128])" in text
+    assert "full = empty(f8e4m3[2 * S, 4224])" in text
     assert "all_reduce" not in text
     team = LinearLayer("all_gather", "bf16", 4096, (1024,), (False,), recipe=Recipe(scale="team"))
     assert 'all_reduce(x8_amax, x8_most, reduce="max", team=tp)' in str(serial(team, (0, 1), 2048))

@@ -8,7 +8,8 @@ Note [Packed rows]
     A packed matrix [M, K] is one FP8 tensor [M, width(K)]: a row holds its K numbers, zeros up to
     a multiple of 16, and TAIL bytes, of which the first four are 1 / scale in fp32 and the others
     zeros. Whatever moves rows (a gather, a copy of a chunk, a send) moves their scale in the same
-    copy. TAIL is a sector of a GPU's memory: where K is a multiple of 32, every row begins at one.
+    copy. TAIL is a line of a GPU's L2: where K is a multiple of 128, every row begins at one, and a
+    GEMM is as fast as on dense rows (with 32 bytes it takes 2 to 3 % longer on an H200).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from interlace.errors import InputError
 
 ALIGNMENT = 16
 """FP8 GEMMs take this many elements of a row at a time."""
-TAIL = 32
+TAIL = 128
 """Bytes behind the numbers of a row."""
 
 

@@ -1,14 +1,23 @@
 """Current scaling on CUDA, bit for bit rule.py: a kernel reads for the maximum, another casts.
 
-    amax_kernel    the largest magnitude: of each of PARTS parts, or of each row, or column
-    cast_kernel    scale, cast and transpose: one read, one write each of data and copy
+    amax_kernel    the largest magnitude of each of PARTS parts
+    lines_kernel   of each row, or of each column
+    cast_kernel    scale and cast, to packed rows, or to those of the transpose, or both: one read
+    turn_kernel    packed rows to those of the transpose, whose scales become one
 
-A tensor is read in tiles of [BM, BK], tile t at (t // n, t % n) of the n to a row. No kernel waits
-for another inside: `cast_kernel` joins the parts again in each of its programs, which costs less
-than a third launch, or a word that must be zero before the first.
+A tensor is cast in tiles of [BM, BK], tile t at (t // n, t % n) of the n to a row. A thread has the
+same column of four rows that follow each other: of them it makes one word of the transpose. No
+kernel waits for another inside: `cast_kernel` joins the parts again in each of its programs, which
+costs less than a third launch, or a word that must be zero before the first. It is launched before
+the kernel ahead of it in the stream has ended, and waits for that one (`gdc_wait`).
 
 Note [bf16 as int16]
     bf16 is read as int16 and widened by a shift, which is exact in Triton's interpreter too.
+
+Note [Four bytes by assembly]
+    ptxas makes wrong code of bytes that LLVM joins to a word (Triton 3.6: other bytes than those
+    that were converted, or a crash). So one piece of assembly converts four numbers to one word;
+    Triton's interpreter, which has none, joins bytes.
 """
 
 # pyright: reportArgumentType=false
@@ -22,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from interlace.float8.data import TAIL
 from interlace.float8.recipe import Recipe
@@ -31,16 +41,22 @@ PARTS = 512
 """Programs of the maximum of a whole tensor, and numbers that they give: for any size."""
 MOST = 16 * PARTS
 """Numbers that `cast_kernel` joins: the parts of some ranks."""
-AMAX_TILE: Mapping[str, int] = {"BM": 16, "BK": 512}
+BLOCK = 8192
 LINE_TILE: Mapping[str, int] = {"BM": 32, "BK": 128}
 """Of the maxima of rows or columns."""
 CAST_TILE: Mapping[str, int] = {"BM": 128, "BK": 128}
 WARPS = 8
+READ_WARPS = 16
 KINDS = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 MAX = tl.constexpr(3.4028234663852886e38)
 """The largest number of fp32."""
 TAIL_BYTES = tl.constexpr(TAIL)
 TAIL_WORDS = tl.constexpr(TAIL // 4)
+_FOUR = (
+    "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.{0}x2.f32 high, $4, $3; mov.b32 $0, {{low, high}}; }}"
+)
+E4M3_ASM, E5M2_ASM = (tl.constexpr(_FOUR.format(kind)) for kind in ("e4m3", "e5m2"))
 
 
 @triton.jit
@@ -52,41 +68,58 @@ def wide(raw, BF16: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, tile, across, rows, columns, stride, BF16: tl.constexpr,
-              BM: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """A tile in fp32, zeros outside; and the rows and columns that it has."""
-    row = (tile // across) * BM + tl.arange(0, BM)
-    column = (tile % across) * BK + tl.arange(0, BK)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    raw = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0)
-    return wide(raw, BF16), row, column
+def amax_kernel(x, found, rows, columns, stride, BF16: tl.constexpr, BLOCK: tl.constexpr):
+    """Program i: the maximum of pieces i, i + n, ... of a row each. NaN does not count."""
+    gdc_launch_dependents()
+    pieces = tl.cdiv(columns, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.int16 if BF16 else tl.float32)
+    for piece in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
+        first = (piece % pieces) * BLOCK
+        here = x + (piece // pieces).to(tl.int64) * stride + first
+        raw = tl.load(here + lane, mask=lane < columns - first, other=0)
+        if BF16:  # of NaN, adding 0x7F makes a negative number
+            largest = tl.maximum(largest, (raw & 0x7FFF) + 0x7F)
+        else:
+            size = tl.abs(raw.to(tl.float32))
+            largest = tl.maximum(largest, tl.where(size == size, size, 0.0))
+    most = tl.max(largest.to(tl.int32) if BF16 else largest, 0)
+    if BF16:
+        most = (tl.maximum(most - 0x7F, 0) << 16).to(tl.float32, bitcast=True)
+    tl.store(found + tl.program_id(0), most)
 
 
 @triton.jit
-def amax_kernel(
+def lines_kernel(
     x, found, rows, columns, stride,
     AXIS: tl.constexpr, BF16: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """AXIS: -1, the maximum of every so manieth tile; 1, of BM rows; 0, of BK columns."""
+    """AXIS: 1, the maxima of BM rows; 0, of BK columns."""
     program = tl.program_id(0)
     across = tl.cdiv(columns, BK)
-    tiles = tl.cdiv(rows, BM) * across
-    first, last, step = program, tiles, tl.num_programs(0)
+    first, last, step = program, tl.cdiv(rows, BM) * across, tl.num_programs(0)
     if AXIS == 1:
         first, last, step = program * across, (program + 1) * across, 1
     largest = tl.zeros((BM, BK), tl.float32)
     for tile in range(first, last, step):
-        value, _, _ = load_tile(x, tile, across, rows, columns, stride, BF16, BM, BK)
-        size = tl.abs(value)
+        row = (tile // across) * BM + tl.arange(0, BM)
+        column = (tile % across) * BK + tl.arange(0, BK)
+        size = tl.abs(line(x, row, column, rows, columns, stride, BF16))
         largest = tl.maximum(largest, tl.where(size == size, size, 0.0))  # drops NaN
-    if AXIS == -1:
-        tl.store(found + program, tl.max(tl.max(largest, 1), 0))
-    elif AXIS == 1:
-        line = program * BM + tl.arange(0, BM)
-        tl.store(found + line, tl.max(largest, 1), mask=line < rows)
+    if AXIS == 1:
+        place = program * BM + tl.arange(0, BM)
+        tl.store(found + place, tl.max(largest, 1), mask=place < rows)
     else:
-        line = program * BK + tl.arange(0, BK)
-        tl.store(found + line, tl.max(largest, 0), mask=line < columns)
+        place = program * BK + tl.arange(0, BK)
+        tl.store(found + place, tl.max(largest, 0), mask=place < columns)
+
+
+@triton.jit
+def line(x, row, column, rows, columns, stride, BF16: tl.constexpr):
+    """Those rows and columns in fp32, zeros outside."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = x + row.to(tl.int64)[:, None] * stride + column[None, :]
+    return wide(tl.load(at, mask=inside, other=0), BF16)
 
 
 @triton.jit
@@ -100,97 +133,281 @@ def scale_for(amax, eps, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def cast_tile(value, scale, LARGEST: tl.constexpr, KIND: tl.constexpr):
-    scaled = value * scale
-    scaled = tl.maximum(scaled, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    scaled = tl.minimum(scaled, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return scaled.to(KIND)
+def saturated(value, LARGEST: tl.constexpr):
+    value = tl.maximum(value, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(value, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def store_tails(words, line, scale, width, mask, LINES: tl.constexpr):
+def four(a, b, c, d, E5M2: tl.constexpr):
+    """The FP8 of four numbers as a word, a's first; see Note [Four bytes by assembly]."""
+    asm: tl.constexpr = E5M2_ASM if E5M2 else E4M3_ASM
+    return tl.inline_asm_elementwise(
+        asm, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def store_tails(words, line, inverse, width, mask, LINES: tl.constexpr):
     """1 / scale and zeros behind each line of a packed matrix, seen as int32."""
-    one = tl.full((LINES,), 1.0, tl.float32)
-    bits = tl.div_rn(one, tl.broadcast_to(scale, (LINES,))).to(tl.int32, bitcast=True)
+    bits = tl.broadcast_to(inverse, (LINES,)).to(tl.int32, bitcast=True)
     lane = tl.arange(0, TAIL_WORDS)
     tail = tl.where((lane == 0)[None, :], bits[:, None], 0)
-    place = width // 4 - TAIL_WORDS + lane
-    at = words + line.to(tl.int64)[:, None] * (width // 4) + place[None, :]
-    tl.store(at, tail, mask=mask[:, None] & (lane < TAIL_WORDS)[None, :])
+    at = words + line.to(tl.int64)[:, None] * (width // 4) + (width // 4 - TAIL_WORDS)
+    tl.store(at + lane[None, :], tail, mask=mask[:, None])
+
+
+@triton.jit
+def store_line(
+    data, words, value, scale, row, column, rows, width, first, E5M2: tl.constexpr,
+    LARGEST: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Casts rows and stores them as packed rows; with their tails where they are the `first`."""
+    factor = tl.broadcast_to(scale, (LINES,))
+    cast = saturated(value * factor[:, None], LARGEST).to(tl.float8e5 if E5M2 else tl.float8e4nv)
+    here = row < rows
+    at = data + row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(at, cast, mask=here[:, None] & (column < width - TAIL_BYTES)[None, :])
+    if first:
+        one = tl.full((LINES,), 1.0, tl.float32)
+        store_tails(words, row, tl.div_rn(one, factor), width, here, LINES)
+
+
+@triton.jit
+def store_words(words, packed, word, column, columns, width):
+    """Words of four rows each, transposed."""
+    at = words + column.to(tl.int64)[:, None] * (width // 4) + word[None, :]
+    inside = (column < columns)[:, None] & (word < width // 4 - TAIL_WORDS)[None, :]
+    tl.store(at, tl.trans(packed), mask=inside)
 
 
 @triton.jit
 def cast_kernel(
-    x, amax, amax_t, data, data_t, words, words_t,
+    x, amax, amax_t, data, words, words_t,
     rows, columns, stride, width, width_t, count, eps,
-    BY_ROW: tl.constexpr, TRANSPOSE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    LARGEST: tl.constexpr, BF16: tl.constexpr, COUNT: tl.constexpr,
+    BY_ROW: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    E5M2: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr, COUNT: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """`amax` has `count` numbers, of which the largest counts; or one for each row, and `amax_t`
     for each column. `data` and `words` are the packed rows as FP8 and as int32, `width` bytes
-    each; `data_t`, `words_t` and `width_t` those of the transpose.
+    each; `words_t` and `width_t` are of the transpose.
     """
-    program = tl.program_id(0)
+    gdc_wait()
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the end was read last: it is in the L2
     across = tl.cdiv(columns, BK)
-    value, row, column = load_tile(x, program, across, rows, columns, stride, BF16, BM, BK)
-    here, there = row < rows, column < columns
-    if BY_ROW:
-        scale = scale_for(tl.load(amax + row, mask=here, other=0.0), eps, LARGEST, POWER_OF_TWO)
-        factor = scale[:, None]
-    else:
+    LINES: tl.constexpr = BM // 4
+    word = (program // across) * LINES + tl.arange(0, LINES)
+    row = 4 * word
+    column = (program % across) * BK + tl.arange(0, BK)
+    a = line(x, row, column, rows, columns, stride, BF16)
+    b = line(x, row + 1, column, rows, columns, stride, BF16)
+    c = line(x, row + 2, column, rows, columns, stride, BF16)
+    d = line(x, row + 3, column, rows, columns, stride, BF16)
+    if not BY_ROW:
         index = tl.arange(0, COUNT)
         parts = tl.load(amax + index, mask=index < count, other=0.0)
         strange = tl.max((parts != parts).to(tl.int32), 0)
         largest = tl.where(strange != 0, float("nan"), tl.max(parts, 0))
         scale = scale_for(largest, eps, LARGEST, POWER_OF_TWO)
-        factor = scale
-    store_tails(words, row, scale, width, here & (program % across == 0), BM)
-    kind = data.dtype.element_ty
-    cast = cast_tile(value, factor, LARGEST, kind)
-    at = data + row.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(at, cast, mask=here[:, None] & (column < width - TAIL_BYTES)[None, :])
-    if TRANSPOSE:
+    if ROWS:
+        first = program % across == 0
+        for i in tl.static_range(4):
+            value = a if i == 0 else b if i == 1 else c if i == 2 else d
+            if BY_ROW:
+                found = tl.load(amax + row + i, mask=row + i < rows, other=0.0)
+                scale = scale_for(found, eps, LARGEST, POWER_OF_TWO)
+            store_line(
+                data, words, value, scale, row + i, column, rows, width, first, E5M2, LARGEST, LINES
+            )
+    if ACROSS:
         if BY_ROW:
-            found = tl.load(amax_t + column, mask=there, other=0.0)
+            found = tl.load(amax_t + column, mask=column < columns, other=0.0)
             scale = scale_for(found, eps, LARGEST, POWER_OF_TWO)
-            cast = cast_tile(value, scale[None, :], LARGEST, kind)
-        store_tails(words_t, column, scale, width_t, there & (program < across), BK)
-        at_t = data_t + column.to(tl.int64)[:, None] * width_t + row[None, :]
-        inside = there[:, None] & (row < width_t - TAIL_BYTES)[None, :]
-        tl.store(at_t, tl.trans(cast), mask=inside)
+        factor = tl.broadcast_to(scale, (BK,))
+        packed = four(
+            saturated(a * factor[None, :], LARGEST), saturated(b * factor[None, :], LARGEST),
+            saturated(c * factor[None, :], LARGEST), saturated(d * factor[None, :], LARGEST), E5M2,
+        )  # fmt: skip
+        store_words(words_t, packed, word, column, columns, width_t)
+        if program < across:
+            one = tl.full((BK,), 1.0, tl.float32)
+            store_tails(words_t, column, tl.div_rn(one, factor), width_t, column < columns, BK)
 
 
-def amax_source(dtype: torch.dtype, axis: int, whole: tuple[bool, ...]) -> KernelSource:
+@triton.jit
+def block_scales(words, width, rows, blocks, COUNT: tl.constexpr):
+    """The greatest 1 / scale of equal blocks of rows, of which each block has one."""
+    block = tl.arange(0, COUNT)
+    at = words + (block * (rows // blocks)).to(tl.int64) * (width // 4) + width // 4 - TAIL_WORDS
+    return tl.max(tl.load(at, mask=block < blocks, other=0).to(tl.float32, bitcast=True), 0)
+
+
+@triton.jit
+def row_shares(words, width, row, rows, blocks, largest):
+    """1 / scale of the block of each row, as a share of the greatest."""
+    height = rows // blocks
+    at = words + (row // height * height).to(tl.int64) * (width // 4) + width // 4 - TAIL_WORDS
+    own = tl.load(at, mask=row < rows, other=0).to(tl.float32, bitcast=True)
+    return tl.div_rn(own, largest + tl.zeros_like(own))
+
+
+@triton.jit
+def turned_line(
+    data, words, by, row, column, rows, columns, width, width_by, blocks, largest, largest_by,
+    SHIFT: tl.constexpr, BY: tl.constexpr,
+):  # fmt: skip
+    """Packed rows: bytes, or in fp32 as they are by the greatest scale."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = data + row.to(tl.int64)[:, None] * width + column[None, :]
+    value = tl.load(at, mask=inside, other=0.0)
+    if SHIFT:
+        share = row_shares(words, width, row, rows, blocks, largest)
+        if BY:
+            share = share * row_shares(by, width_by, row, rows, blocks, largest_by)
+        found = value.to(tl.float32) * share[:, None]
+    else:
+        found = value.to(tl.uint8, bitcast=True).to(tl.int32)
+    return found
+
+
+@triton.jit
+def turn_kernel(
+    data, words, by, words_t, rows, columns, width, width_by, width_t, blocks,
+    SHIFT: tl.constexpr, BY: tl.constexpr, E5M2: tl.constexpr, COUNT: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """`by`: packed rows as int32 whose scales count as well; `words_t`: of the transpose."""
+    program = tl.program_id(0)
+    across = tl.cdiv(columns, BK)
+    word = (program // across) * (BM // 4) + tl.arange(0, BM // 4)
+    row = 4 * word
+    column = (program % across) * BK + tl.arange(0, BK)
+    most = 1.0
+    most_by = 1.0
+    if SHIFT:
+        most = block_scales(words, width, rows, blocks, COUNT)
+    if BY:
+        most_by = block_scales(by, width_by, rows, blocks, COUNT)
+    a = turned_line(
+        data,
+        words,
+        by,
+        row,
+        column,
+        rows,
+        columns,
+        width,
+        width_by,
+        blocks,
+        most,
+        most_by,
+        SHIFT,
+        BY,
+    )
+    b = turned_line(
+        data,
+        words,
+        by,
+        row + 1,
+        column,
+        rows,
+        columns,
+        width,
+        width_by,
+        blocks,
+        most,
+        most_by,
+        SHIFT,
+        BY,
+    )
+    c = turned_line(
+        data,
+        words,
+        by,
+        row + 2,
+        column,
+        rows,
+        columns,
+        width,
+        width_by,
+        blocks,
+        most,
+        most_by,
+        SHIFT,
+        BY,
+    )
+    d = turned_line(
+        data,
+        words,
+        by,
+        row + 3,
+        column,
+        rows,
+        columns,
+        width,
+        width_by,
+        blocks,
+        most,
+        most_by,
+        SHIFT,
+        BY,
+    )
+    if SHIFT:
+        packed = four(a, b, c, d, E5M2)
+    else:
+        packed = a | b << 8 | c << 16 | d << 24
+    store_words(words_t, packed, word, column, columns, width_t)
+    if program < across:
+        scale = most * most_by + tl.zeros((BK,), tl.float32)
+        store_tails(words_t, column, scale, width_t, column < columns, BK)
+
+
+def amax_source(dtype: torch.dtype, whole: tuple[bool, ...]) -> KernelSource:
     """`whole`: which of x's address, columns and stride are multiples of 16."""
     return KernelSource(
         kernel=amax_kernel,
         types={"x": _element(dtype), "found": "*fp32", **_numbers("rows", "columns", "stride")},
-        constants={"AXIS": axis, "BF16": dtype == torch.bfloat16, **_amax_tile(axis)},
+        constants={"BF16": dtype == torch.bfloat16, "BLOCK": BLOCK},
+        num_warps=READ_WARPS,
+        divisible=_divisible(whole),
+    )
+
+
+def lines_source(dtype: torch.dtype, axis: int, whole: tuple[bool, ...]) -> KernelSource:
+    """The same, of the maxima of rows (1) or columns (0)."""
+    return KernelSource(
+        kernel=lines_kernel,
+        types={"x": _element(dtype), "found": "*fp32", **_numbers("rows", "columns", "stride")},
+        constants={"AXIS": axis, "BF16": dtype == torch.bfloat16, **LINE_TILE},
         num_warps=WARPS,
         divisible=_divisible(whole),
     )
 
 
 def cast_source(
-    dtype: torch.dtype, kind: torch.dtype, by_row: bool, power_of_two: bool, transpose: bool,
-    count: int, whole: tuple[bool, ...],
+    dtype: torch.dtype, kind: torch.dtype, by_row: bool, power_of_two: bool, rows: bool,
+    across: bool, count: int, whole: tuple[bool, ...],
 ) -> KernelSource:  # fmt: skip
-    """`count`: a power of two that is no less than the numbers of `amax`; `whole` as above."""
+    """`rows`, `across`: which are made. `count`: a power of two that is no less than the numbers of
+    `amax`; `whole` as above.
+    """
     return KernelSource(
         kernel=cast_kernel,
         types={
             "x": _element(dtype),
             **dict.fromkeys(("amax", "amax_t"), "*fp32"),
-            **dict.fromkeys(("data", "data_t"), "*" + KINDS[kind]),
+            "data": "*" + KINDS[kind],
             **dict.fromkeys(("words", "words_t"), "*i32"),
             **_numbers("rows", "columns", "stride", "width", "width_t", "count"),
             "eps": "fp32",
         },
         constants={
             "BY_ROW": by_row,
-            "TRANSPOSE": transpose,
+            "ROWS": rows,
+            "ACROSS": across,
             "POWER_OF_TWO": power_of_two,
+            "E5M2": kind == torch.float8_e5m2,
             "LARGEST": torch.finfo(kind).max,
             "BF16": dtype == torch.bfloat16,
             "COUNT": count,
@@ -198,62 +415,105 @@ def cast_source(
         },
         num_warps=WARPS,
         divisible={**_divisible(whole), "width": 16, "width_t": 16, "amax": 4},
+        options={"enable_fp_fusion": False, "launch_pdl": True},
+    )
+
+
+def turn_source(kind: torch.dtype, shift: bool, by: bool, count: int, whole: bool) -> KernelSource:
+    """`count`: a power of two that is no less than the blocks; `whole`: columns come by 16."""
+    return KernelSource(
+        kernel=turn_kernel,
+        types={
+            "data": "*" + KINDS[kind],
+            **dict.fromkeys(("words", "by", "words_t"), "*i32"),
+            **_numbers("rows", "columns", "width", "width_by", "width_t", "blocks"),
+        },
+        constants={
+            "SHIFT": shift,
+            "BY": by,
+            "E5M2": kind == torch.float8_e5m2,
+            "COUNT": count,
+            **CAST_TILE,
+        },
+        num_warps=WARPS,
+        divisible={
+            "columns": 16 if whole else 1,
+            **dict.fromkeys(("width", "width_by", "width_t"), 16),
+        },
         options={"enable_fp_fusion": False},
     )
 
 
-def amax_of(x: Tensor) -> Tensor:
+def amax_into(found: Tensor, x: Tensor) -> None:
     """The maxima of PARTS parts of a matrix."""
+    rows, columns = x.shape
     if not x.numel():
-        return torch.zeros(PARTS, dtype=torch.float32, device=x.device)
-    return _amax(x, -1)
+        found.zero_()
+        return
+    if x.is_contiguous() and x.numel() < 2**31 - BLOCK:
+        rows, columns = 1, x.numel()
+    with on(x.device):
+        program = kernel_of(x.device, amax_source, x.dtype, _whole(x, columns))
+        args = _bits(x), found, rows, columns, x.stride(0)
+        program.launch(stream_of(x.device), PARTS, args)
 
 
 def quantize(
-    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor, across: Tensor | None
+    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
 ) -> None:
     """`quantize_twin` of a matrix that is not empty."""
     (rows, columns), device, by_row = x.shape, x.device, amax is None
+    either = across if packed is None else packed
+    assert either is not None
     amax_t = None
     if amax is None:
-        amax, amax_t = _amax(x, 1), None if across is None else _amax(x, 0)
+        amax = None if packed is None else _lines(x, 1)
+        amax_t = None if across is None else _lines(x, 0)
     elif amax.numel() > MOST:
         amax = amax.amax()
-    amax = amax.reshape(-1).contiguous()
-    count = 1 if by_row else triton.next_power_of_2(amax.numel())
+    if amax is not None:
+        amax = amax.reshape(-1).contiguous()
+    numbers = 1 if amax is None or by_row else amax.numel()
     tiles = -(-rows // CAST_TILE["BM"]) * -(-columns // CAST_TILE["BK"])
     with on(device):
         program = kernel_of(
-            device, cast_source, x.dtype, packed.dtype, by_row, recipe.power_of_two,
-            across is not None, count, _whole(x),
+            device, cast_source, x.dtype, either.dtype, by_row, recipe.power_of_two,
+            packed is not None, across is not None, triton.next_power_of_2(numbers),
+            _whole(x, columns),
         )  # fmt: skip
         program.launch(
             stream_of(device), tiles,
-            (_bits(x), amax, amax_t, packed, across, _words(packed), _words(across), rows, columns,
-             x.stride(0), packed.shape[1], 0 if across is None else across.shape[1], amax.numel(),
-             recipe.eps),
+            (_bits(x), amax, amax_t, packed, _words(packed), _words(across), rows, columns,
+             x.stride(0), _width(packed), _width(across), numbers, recipe.eps),
         )  # fmt: skip
 
 
-def _amax(x: Tensor, axis: int) -> Tensor:
+def turn(packed: Tensor, by: Tensor | None, blocks: int, across: Tensor) -> None:
+    """`turn_twin` of a matrix that is not empty."""
+    rows, columns = len(packed), len(across)
+    tiles = -(-rows // CAST_TILE["BM"]) * -(-columns // CAST_TILE["BK"])
+    with on(packed.device):
+        program = kernel_of(
+            packed.device, turn_source, packed.dtype, blocks > 0, by is not None,
+            triton.next_power_of_2(max(1, blocks)), columns % 16 == 0,
+        )  # fmt: skip
+        program.launch(
+            stream_of(packed.device), tiles,
+            (packed, _words(packed), _words(by), _words(across), rows, columns,
+             _width(packed), _width(by), _width(across), blocks),
+        )  # fmt: skip
+
+
+def _lines(x: Tensor, axis: int) -> Tensor:
+    """The maximum of each row (1) or column (0)."""
     rows, columns = x.shape
-    tile = _amax_tile(axis)
-    if axis == -1:
-        count = programs = PARTS
-    elif axis == 1:
-        count, programs = rows, -(-rows // tile["BM"])
-    else:
-        count, programs = columns, -(-columns // tile["BK"])
+    count, tile = (rows, LINE_TILE["BM"]) if axis == 1 else (columns, LINE_TILE["BK"])
     found = torch.empty(count, dtype=torch.float32, device=x.device)
     with on(x.device):
-        program = kernel_of(x.device, amax_source, x.dtype, axis, _whole(x))
+        program = kernel_of(x.device, lines_source, x.dtype, axis, _whole(x, columns))
         args = _bits(x), found, rows, columns, x.stride(0)
-        program.launch(stream_of(x.device), programs, args)
+        program.launch(stream_of(x.device), -(-count // tile), args)
     return found
-
-
-def _amax_tile(axis: int) -> Mapping[str, int]:
-    return AMAX_TILE if axis == -1 else LINE_TILE
 
 
 def _element(dtype: torch.dtype) -> str:
@@ -268,12 +528,16 @@ def _words(packed: Tensor | None) -> Tensor | None:
     return None if packed is None else packed.view(torch.int32)
 
 
+def _width(packed: Tensor | None) -> int:
+    return 0 if packed is None else packed.shape[1]
+
+
 def _numbers(*names: str) -> dict[str, Any]:
     return {name: "i64" if name == "stride" else "i32" for name in names}
 
 
-def _whole(x: Tensor) -> tuple[bool, ...]:
-    return x.data_ptr() % 16 == 0, x.shape[1] % 16 == 0, x.stride(0) % 16 == 0
+def _whole(x: Tensor, columns: int) -> tuple[bool, ...]:
+    return x.data_ptr() % 16 == 0, columns % 16 == 0, x.stride(0) % 16 == 0
 
 
 def _divisible(whole: tuple[bool, ...]) -> dict[str, int]:

@@ -16,63 +16,67 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import interlace.float8.operators  # noqa: F401  (registers what is called below)
 from interlace.errors import InputError
 from interlace.float8.data import ALIGNMENT
+from interlace.float8.operators import run
 from interlace.float8.quantization import check_device
 from interlace.float8.recipe import E4M3, Recipe
 
-OPS: Any = torch.ops.interlace
 Packed = tuple[Tensor, Tensor | None]
 """Packed rows of a weight [N, K], and those of its transpose."""
 
 
-def pack(x: Tensor, kind: torch.dtype, recipe: Recipe, transpose: bool) -> Packed:
-    """A matrix [M, K] as packed rows, and those of the transpose if they are asked for."""
-    amax = OPS.float8_amax(x) if recipe.scaling == "tensor" else None
-    facts = amax, recipe.power_of_two, recipe.eps, kind
-    return OPS.float8_pair(x, *facts) if transpose else (OPS.float8_rows(x, *facts), None)
+def pack(
+    x: Tensor, kind: torch.dtype, recipe: Recipe, form: str, amax: Tensor | None = None
+) -> Any:
+    """A matrix [M, K] as packed `rows`, as those of the transpose (`across`), or as a `pair`.
 
-
-def turned(weight: Tensor, recipe: Recipe) -> Tensor:
-    """The transpose of a weight [N, K] as packed rows, for the gradient of the input.
-
-    It is made in backward: kept since forward, it would take a byte a number of all weights.
+    `amax` is its maximum, if that is known.
     """
-    across = pack(weight, E4M3, recipe, True)[1]
-    assert across is not None
-    return across
+    if amax is None:
+        amax = maximum(x, recipe)
+    return run(form, x, amax, recipe.power_of_two, recipe.eps, kind)
+
+
+def maximum(x: Tensor, recipe: Recipe) -> Tensor | None:
+    """The maximum that gives a matrix its scale; None where each row has its own."""
+    return run("amax", x) if recipe.scaling == "tensor" else None
 
 
 def gradients(
     recipe: Recipe,
     dy: Tensor,
     x: Tensor | None,
-    weight: Tensor | Packed | None,
+    weight: Tensor | None,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Those of x, weight and bias that are wanted, from dy [M, N].
 
-    `x` is what forward kept: packed rows, or x itself where each row has its own scale. `weight`
-    is the weight, or both its packed forms.
+    `x` is what forward kept: its transpose as packed rows, or x itself where each row has its own
+    scale. `weight` is the transpose of the weight as packed rows.
     """
     by_row = recipe.scaling == "row"
+    for_w = wanted[1] and not by_row
     dx = dw = rows = across = None
-    if wanted[0] or (wanted[1] and not by_row):
-        rows, across = pack(dy, recipe.gradient, recipe, wanted[1] and not by_row)
+    if wanted[0] or for_w:
+        form = "pair" if wanted[0] and for_w else "across" if for_w else "rows"
+        made = pack(dy, recipe.gradient, recipe, form)
+        rows, across = made if form == "pair" else (made, made)
     if wanted[0]:
         assert weight is not None
-        w_t = weight[1] if isinstance(weight, tuple) else turned(weight, recipe)
-        assert w_t is not None
-        dx = OPS.float8_mm(rows, w_t.t(), int(not by_row), None, False, dy.dtype)
+        dx = run("mm", rows, weight.t(), int(not by_row), None, False, dy.dtype)
     if wanted[1]:
         assert x is not None
-        dw = dy.t().mm(x) if by_row else OPS.float8_wgrad(rows, x, 1, across, dy.dtype)
+        dw = dy.t().mm(x) if by_row else run("mm", across, x.t(), 1, None, False, dy.dtype)
     return dx, dw, dy.sum(0) if wanted[2] else None
 
 
 class Float8Product(torch.autograd.Function):
-    """`x @ w.T + bias` of x [M, K]."""
+    """`x @ w.T + bias` of x [M, K].
+
+    The transpose of the weight is made in backward, by the maximum that forward found: kept since
+    forward, it would take a byte a number of all weights.
+    """
 
     @staticmethod
     def forward(
@@ -80,22 +84,34 @@ class Float8Product(torch.autograd.Function):
     ) -> Tensor:
         """`kept`: the weight as packed rows, where that is known."""
         for_x, for_w = ctx.needs_input_grad[2:4]
-        w8, _ = pack(w, E4M3, recipe, False) if kept is None else kept
-        x8, _ = pack(x, E4M3, recipe, False)
-        ctx.recipe, ctx.kept, by_row = recipe, kept, recipe.scaling == "row"
-        ctx.save_for_backward((x if by_row else x8) if for_w else None, w if for_x else None)
-        return OPS.float8_mm(x8, w8.t(), int(not by_row), bias, True, x.dtype)
+        by_row, amax = recipe.scaling == "row", None
+        if kept is None:
+            amax = maximum(w, recipe)
+            w8 = pack(w, E4M3, recipe, "rows", amax)
+        else:
+            w8 = kept[0]
+        saved = None
+        if for_w and not by_row:
+            x8, saved = pack(x, E4M3, recipe, "pair")
+        else:
+            x8, saved = pack(x, E4M3, recipe, "rows"), x if for_w else None
+        ctx.recipe, ctx.kept = recipe, kept
+        known = (w, amax) if for_x and kept is None else (None, None)
+        ctx.save_for_backward(saved, *known)
+        return run("mm", x8, w8.t(), int(not by_row), bias, True, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
         """Gradients of x, weight and bias."""
         from interlace.nn.autograd import first_order  # nn's own layers are made of this file
 
-        x, weight = ctx.saved_tensors
+        x, weight, amax = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
         with torch.no_grad():
-            given = weight if ctx.kept is None else ctx.kept
-            made = gradients(ctx.recipe, dys[0].contiguous(), x, given, wanted)
+            across = None if ctx.kept is None else ctx.kept[1]
+            if wanted[0] and across is None:
+                across = pack(weight, E4M3, ctx.recipe, "across", amax)
+            made = gradients(ctx.recipe, dys[0].contiguous(), x, across, wanted)
         return None, None, *map(first_order, made)
 
 
@@ -126,7 +142,7 @@ def _linear(
         kept = None
         if keep is not None:
             if x.dtype not in keep:
-                keep[x.dtype] = pack(weight.detach(), E4M3, recipe, True)
+                keep[x.dtype] = pack(weight.detach(), E4M3, recipe, "pair")
             kept = keep[x.dtype]
         out = Float8Product.apply(recipe, kept, x.reshape(-1, x.shape[-1]), weight, bias)
     return out.view(*x.shape[:-1], len(weight))

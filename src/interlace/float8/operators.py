@@ -1,18 +1,20 @@
 """FP8 as operators that a schedule names, and that torch.compile traces: importing registers them.
 
-    interlace.float8_amax     the maximum of x, as numbers of which the largest counts
-    interlace.float8_rows     x [M, K] as packed rows [M, width(K)]
-    interlace.float8_pair     the same, with those of the transpose [K, width(M)]
-    interlace.float8_mm       packed rows times packed rows, which are given transposed
-    interlace.float8_wgrad    dy.T @ x over the blocks of rows that have one scale each
+    interlace.float8_amax      the maximum of x, as numbers of which the largest counts
+    interlace.float8_rows      x [M, K] as packed rows [M, width(K)]
+    interlace.float8_across    the transpose of x as packed rows [K, width(M)]
+    interlace.float8_pair      both
+    interlace.float8_turn      packed rows [M, width(K)] to those of the transpose, of one scale
+    interlace.float8_mm        packed rows times packed rows, which are given transposed
 
 Each has an `.out` form that fills given memory, and takes its element type from there. `float8_mm`
 is a matmul for every pass, so all strategies cut it: its rows bring their scales along (Note
-[Packed rows] in data.py).
+[Packed rows] in data.py). `run` calls them with little host work.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +22,25 @@ import torch
 from torch import Tensor
 
 from interlace.float8.data import TAIL, width
-from interlace.float8.products import multiply_into, wgrad_into
-from interlace.float8.quantization import amax_of, amax_size, quantize_into
+from interlace.float8.products import multiply_into
+from interlace.float8.quantization import amax_into, amax_size, quantize_into, turn_into
 from interlace.float8.recipe import Recipe
 
 _library = torch.library.Library("interlace", "FRAGMENT")
+_PLAIN = (Tensor, torch.nn.Parameter)
+_makers: dict[str, Callable[..., Any]] = {}
+
+
+def run(name: str, *args: Any) -> Any:
+    """`torch.ops.interlace.float8_<name>(*args)` without a gradient.
+
+    Where nothing looks on (torch.compile, a mode, a tensor's own class), the dispatcher, which
+    takes longer than a kernel's launch, is left out.
+    """
+    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if seen or type(args[0]) not in _PLAIN:
+        return getattr(torch.ops.interlace, f"float8_{name}")(*args)
+    return _makers[name](*args)
 
 
 Made = tuple[Tensor, ...]
@@ -58,6 +74,7 @@ def _register(
         fill(made, *args)
         return unpacked(made)
 
+    _makers[name.removeprefix("float8_")] = makes
     _library.impl(f"{name}.out", fills, "CompositeExplicitAutograd")
     _library.impl(name, makes, "CompositeExplicitAutograd")
     torch.library.register_fake(
@@ -73,25 +90,49 @@ def _blank_amax(x: Tensor) -> Made:
 
 
 def _amax(made: Made, x: Tensor) -> None:
-    made[0].copy_(amax_of(x))
+    amax_into(made[0], _dense(x))
 
 
 def _blank_rows(x: Tensor, amax: Tensor | None, power: bool, eps: float, dtype: Any) -> Made:
     return (x.new_empty(x.shape[0], width(x.shape[1]), dtype=dtype),)
 
 
-def _blank_pair(x: Tensor, amax: Tensor | None, power: bool, eps: float, dtype: Any) -> Made:
-    across = x.new_empty(x.shape[1], width(x.shape[0]), dtype=dtype)
-    return (*_blank_rows(x, amax, power, eps, dtype), across)
+def _blank_across(x: Tensor, amax: Tensor | None, power: bool, eps: float, dtype: Any) -> Made:
+    return (x.new_empty(x.shape[1], width(x.shape[0]), dtype=dtype),)
 
 
-def _rows(
-    made: Made, x: Tensor, amax: Tensor | None, power: bool, eps: float, dtype: Any = None
-) -> None:
-    packed, across = (*made, None)[:2]
-    assert packed is not None
-    x = x if x.stride(1) == 1 else x.contiguous()
-    quantize_into(x, Recipe(power_of_two=power, eps=eps), amax, packed, across)
+def _blank_pair(*args: Any) -> Made:
+    return (*_blank_rows(*args), *_blank_across(*args))
+
+
+def _fills(rows: int | None, across: int | None) -> Callable[..., None]:
+    """What quantises into those of what was made."""
+
+    def fill(
+        made: Made, x: Tensor, amax: Tensor | None, power: bool, eps: float, dtype: Any = None
+    ) -> None:
+        packed, turned = (None if i is None else made[i] for i in (rows, across))
+        quantize_into(_dense(x), _recipe(power, eps, amax is None), amax, packed, turned)
+
+    return fill
+
+
+@functools.lru_cache
+def _recipe(power: bool, eps: float, by_row: bool) -> Recipe:
+    scaling, scale = ("row", "shard") if by_row else ("tensor", "team")
+    return Recipe(scaling=scaling, scale=scale, power_of_two=power, eps=eps)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _blank_turn(rows: Tensor, by: Tensor | None, blocks: int) -> Made:
+    return (rows.new_empty(rows.shape[1] - TAIL, width(rows.shape[0])),)
+
+
+def _turn(made: Made, rows: Tensor, by: Tensor | None, blocks: int) -> None:
+    turn_into(made[0], rows, by, blocks)
 
 
 def _blank_mm(
@@ -107,29 +148,15 @@ def _mm(
     multiply_into(made[0], a, b.t(), blocks, bias, fast)
 
 
-def _blank_wgrad(dy: Tensor, x: Tensor, blocks: int, dy_t: Tensor | None, dtype: Any) -> Made:
-    return (x.new_empty(dy.shape[1] - TAIL, x.shape[1] - TAIL, dtype=dtype),)
-
-
-def _wgrad(
-    made: Made, dy: Tensor, x: Tensor, blocks: int, dy_t: Tensor | None, dtype: Any = None
-) -> None:
-    wgrad_into(made[0], dy, x, blocks, dy_t)
-
-
-_ROWS = "Tensor x, Tensor? amax, bool power_of_two, float eps, ScalarType? dtype=None"
+_QUANTIZE = "Tensor x, Tensor? amax, bool power_of_two, float eps, ScalarType? dtype=None"
 _register("float8_amax", "Tensor x", _blank_amax, _amax)
-_register("float8_rows", _ROWS, _blank_rows, _rows)
-_register("float8_pair", _ROWS, _blank_pair, _rows, ("out", "out_t"))
+_register("float8_rows", _QUANTIZE, _blank_rows, _fills(0, None))
+_register("float8_across", _QUANTIZE, _blank_across, _fills(None, 0))
+_register("float8_pair", _QUANTIZE, _blank_pair, _fills(0, 1), ("out", "out_t"))
+_register("float8_turn", "Tensor rows, Tensor? by, int blocks", _blank_turn, _turn)
 _register(
     "float8_mm",
     "Tensor a, Tensor b, int blocks, Tensor? bias, bool fast_accum, ScalarType? dtype=None",
     _blank_mm,
     _mm,
-)
-_register(
-    "float8_wgrad",
-    "Tensor dy, Tensor x, int blocks, Tensor? dy_t, ScalarType? dtype=None",
-    _blank_wgrad,
-    _wgrad,
 )

@@ -2,7 +2,8 @@
 
 y = matmul(x8, w8)                       # x @ w.T
 dx = matmul(dy8, w8.t())                 # dy @ w
-dw = wgrad([dy8], [x8])                  # dy.T @ x; or over shards, with a scale each
+dw = matmul(dy8.t(), x8.t())             # dy.T @ x
+dw = wgrad([dy8, ...], [x8, ...])        # the same over shards, with a scale each
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from interlace.errors import InputError
-from interlace.float8.data import ALIGNMENT, TAIL, Float8Data, numbers, padded, scales
+from interlace.float8.data import ALIGNMENT, TAIL, Float8Data, numbers, padded, scales, width
+from interlace.float8.quantization import turn_into
 from interlace.float8.recipe import E5M2
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,20 +49,30 @@ def wgrad(
 ) -> Tensor:
     """The sum over shards of `dy.T @ x`, dy [M, N] and x [M, K], as [N, K] of `out_dtype`.
 
-    Every shard has its own rows M and its own scales, and a transposed copy. Shards are added in
-    fp32 in the order given, and the sum is rounded once. Raises InputError without shards, or
-    where two do not fit each other.
+    All shards have M rows, and each its own scales, which are powers of two or equal. It is one
+    GEMM: see Note [One scale for a sum over shards] in quantization.py. Raises InputError without
+    shards, or where they do not fit each other.
     """
     if len(gradients) != len(inputs) or not inputs:
         raise InputError(
             f"there are {len(gradients)} gradients and {len(inputs)} inputs: take as many, one "
             "or more"
         )
-    _check_output(out_dtype)
-    total = matmul(gradients[0].t(), inputs[0].t(), torch.float32)
-    for dy, x in zip(gradients[1:], inputs[1:], strict=True):
-        total += matmul(dy.t(), x.t(), torch.float32)
-    return total.to(out_dtype)
+    if any(one.by_row for one in (*gradients, *inputs)):
+        raise InputError("rows have a scale each, which the sum over rows cannot factor out")
+    heights = {len(one.packed) for one in (*gradients, *inputs)}
+    if len(heights) > 1:
+        raise InputError(f"shards have {sorted(heights)} rows: take as many in each")
+    dy, x = (torch.cat([one.packed for one in shards]) for shards in (gradients, inputs))
+    columns = gradients[0].columns, inputs[0].columns
+    dy_t, x_t = (
+        packed.new_empty(count, width(len(dy)))
+        for packed, count in zip((dy, x), columns, strict=True)
+    )
+    turn_into(dy_t, dy, x, len(inputs))
+    turn_into(x_t, x, None, 0)
+    rows = len(dy)
+    return matmul(Float8Data(dy_t, padded(rows)), Float8Data(x_t, padded(rows)), out_dtype)
 
 
 def multiply_into(
@@ -80,17 +92,13 @@ def multiply_into(
         _multiply_by_row(out, a, b, bias, fast_accum)
     else:
         within = None if out.dtype == torch.float32 else bias  # fp32 takes none
-        for rows, into in zip(a.chunk(blocks), out.chunk(blocks), strict=True):
+        right, scale_b = numbers(b).t(), _first_scale(b)
+        parts = zip(a.chunk(blocks), out.chunk(blocks), strict=True) if blocks > 1 else ((a, out),)
+        for rows, into in parts:
             torch._scaled_mm(
-                numbers(rows),
-                numbers(b).t(),
-                scale_a=scales(rows)[:1],
-                scale_b=scales(b)[:1],
-                bias=within,
-                out_dtype=out.dtype,
-                use_fast_accum=fast_accum,
-                out=into,
-            )
+                numbers(rows), right, scale_a=_first_scale(rows), scale_b=scale_b, bias=within,
+                out_dtype=out.dtype, use_fast_accum=fast_accum, out=into,
+            )  # fmt: skip
         if bias is not None and within is None:
             out.add_(bias)
 
@@ -113,36 +121,10 @@ def _multiply_by_row(
     out.copy_(made if bias is None else made.add_(bias))
 
 
-def wgrad_into(out: Tensor, dy: Tensor, x: Tensor, blocks: int, dy_t: Tensor | None) -> None:
-    """`out = dy.T @ x` of packed dy [M, N] and x [M, K], whose rows are equal `blocks` of one scale
-    each. Blocks are added in fp32, in order; `dy_t`, if it is there, is the packed transpose.
-    """
-    _check_blocks(x, blocks)
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    rows = len(x) // blocks
-    for i in range(blocks if rows else 0):
-        here = slice(i * rows, (i + 1) * rows)
-        if not x.is_cuda:
-            product = _unpacked(dy[here], 1).t() @ _unpacked(x[here], 1)
-            total += product[: len(out), : out.shape[1]]
-            continue
-        left = dy_t[:, here] if dy_t is not None and rows % ALIGNMENT == 0 else _turned(dy[here])
-        total += torch._scaled_mm(
-            left[: len(out)],
-            _turned(x[here])[: out.shape[1]].t(),
-            scale_a=scales(dy[here])[:1],
-            scale_b=scales(x[here])[:1],
-            out_dtype=torch.float32,
-        )
-    out.copy_(total)
-
-
-def _turned(packed: Tensor) -> Tensor:
-    """The numbers transposed [K, padded(M)]: zeros behind M."""
-    rows, columns = numbers(packed).shape
-    across = torch.zeros(columns, padded(rows), dtype=torch.uint8, device=packed.device)
-    across[:, :rows] = numbers(packed).view(torch.uint8).t()
-    return across.view(packed.dtype)
+def _first_scale(packed: Tensor) -> Tensor:
+    words = packed.view(torch.float32)
+    place = words.storage_offset() + (packed.shape[1] - TAIL) // 4
+    return words.as_strided((1, 1), (1, 1), place)
 
 
 def _unpacked(packed: Tensor, blocks: int) -> Tensor:
@@ -160,13 +142,9 @@ def _check_blocks(packed: Tensor, blocks: int) -> None:
         raise InputError(f"{rows} packed rows are not {blocks} equal blocks of one scale each")
 
 
-def _check_output(dtype: torch.dtype) -> None:
-    if dtype not in OUTPUTS:
-        raise InputError(f"out_dtype is {dtype}: take one of {OUTPUTS}")
-
-
 def _check(a: Float8Data, b: Float8Data, out_dtype: torch.dtype) -> None:
-    _check_output(out_dtype)
+    if out_dtype not in OUTPUTS:
+        raise InputError(f"out_dtype is {out_dtype}: take one of {OUTPUTS}")
     (rows, k), (columns, other) = a.data.shape, b.data.shape
     if k != other:
         raise InputError(f"a is [{rows}, {k}] and b [{columns}, {other}]: take as many columns")

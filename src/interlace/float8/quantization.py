@@ -9,10 +9,20 @@ A team's maximum can be reduced apart from the cast, under other work:
     ...
     work.wait()
     x8 = quantize(x, E4M3, recipe, amax=amax)
+
+Note [One scale for a sum over shards]
+    The gradient of a weight is dy.T @ x, summed over rows that come from shards with a scale each,
+    of dy or of x. Hopper's GEMM takes one scale for each factor, and both factors transposed. So
+    the transpose of dy is made with the scales of all its shards, and of the shards of x, shifted
+    to the greatest: a shard's numbers are multiplied by its share of that, 1 or less. Scales are
+    powers of two (or equal, those of a team), so this shift is exact, but for E5M2 numbers that
+    become less than 2**-14: of 2**30 that lie between those and the largest. The transpose of x is
+    its bytes, with 1 for a scale. The order of the sum is that of one GEMM over all rows.
 """
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 
 import torch
@@ -86,21 +96,31 @@ def amax_of(x: Tensor) -> Tensor:
 
 def amax_size(device: torch.device) -> int:
     """How many numbers `amax_of` gives."""
-    if not _has_kernels(device):
+    if not has_kernels(device):
         return 1
     from interlace.float8 import kernel
 
     return kernel.PARTS
 
 
+def amax_into(found: Tensor, x: Tensor) -> None:
+    """Fills what `amax_of` gives of a matrix whose rows are dense."""
+    if has_kernels(x.device):
+        from interlace.float8 import kernel
+
+        kernel.amax_into(found, x)
+    else:
+        found.copy_(amax_twin(x))
+
+
 def quantize_into(
-    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor, across: Tensor | None
+    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
 ) -> None:
-    """Fills packed rows, and those of the transpose, with a matrix whose rows are dense.
+    """Fills packed rows, or those of the transpose, or both, with a matrix whose rows are dense.
 
     `amax` has the maximum; without it each row has its scale.
     """
-    if _by_kernel(x) and x.numel():
+    if has_kernels(x.device) and x.numel():
         from interlace.float8 import kernel
 
         kernel.quantize(x, recipe, amax, packed, across)
@@ -109,32 +129,56 @@ def quantize_into(
 
 
 def quantize_twin(
-    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor, across: Tensor | None
+    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
 ) -> None:
     """`quantize_into` in plain torch."""
-    largest = torch.finfo(packed.dtype).max
-    whole = None if amax is None else scale_of(amax.amax().reshape(1, 1), largest, recipe)
     for matrix, into in ((x, packed), (x.t(), across)):
         if into is not None:
-            scale = scale_of(amax_twin(matrix, 1), largest, recipe) if whole is None else whole
+            largest = torch.finfo(into.dtype).max
+            found = amax_twin(matrix, 1) if amax is None else amax.amax().reshape(1, 1)
+            scale = scale_of(found, largest, recipe)
             into.view(torch.uint8).zero_()
-            numbers(into)[:, : matrix.shape[1]] = cast_twin(matrix, scale, packed.dtype)
+            numbers(into)[:, : matrix.shape[1]] = cast_twin(matrix, scale, into.dtype)
             scales(into).copy_(1 / scale)
 
 
+def turn_into(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) -> None:
+    """Fills the packed rows of the transpose [K, width(M)] from packed rows [M, width(K)] of equal
+    `blocks` with one scale each. See Note [One scale for a sum over shards].
+    """
+    if has_kernels(packed.device) and packed.numel():
+        from interlace.float8 import kernel
+
+        kernel.turn(packed, by, blocks, across)
+    else:
+        turn_twin(across, packed, by, blocks)
+
+
+def turn_twin(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) -> None:
+    """`turn_into` in plain torch."""
+    rows, columns = len(packed), len(across)
+    found, total = numbers(packed)[:, :columns].view(torch.uint8), torch.ones(())
+    if blocks and rows:
+        share = torch.ones(rows, 1, device=packed.device)
+        for scale in (scales(of)[:: rows // blocks] for of in (packed, by) if of is not None):
+            share *= (scale / scale.amax()).repeat_interleave(rows // blocks, 0)
+            total = total * scale.amax()
+        value = numbers(packed)[:, :columns]
+        found = cast_twin(value, share, packed.dtype).view(torch.uint8)
+    across.view(torch.uint8).zero_()
+    across[:, :rows] = found.t().view(packed.dtype)
+    scales(across).copy_(total)
+
+
 def _amax(x: Tensor) -> Tensor:
-    if not _by_kernel(x):
-        return amax_twin(x)
-    from interlace.float8 import kernel
-
-    return kernel.amax_of(x)
+    found = torch.empty(amax_size(x.device), dtype=torch.float32, device=x.device)
+    amax_into(found, x)
+    return found
 
 
-def _by_kernel(x: Tensor) -> bool:
-    return _has_kernels(x.device)
-
-
-def _has_kernels(device: torch.device) -> bool:
+@functools.lru_cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels do it there."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= BY_KERNEL

@@ -1,7 +1,7 @@
 """How tensors become FP8: formats, whose maximum gives a scale, and how scales are rounded.
 
-Recipe()                                     # a scale for each shard
-Recipe(scale="team", power_of_two=True)      # one scale for all shards of a team
+Recipe()                                     # a scale for each shard, a power of two
+Recipe(scale="team")                         # one scale for all shards of a team
 ROW_WISE                                     # a scale for each row
 """
 
@@ -39,8 +39,10 @@ class Recipe:
     transpose."""
     scale: str = "shard"
     """`shard`, each rank's shard by its own maximum, or `team`: all shards by the greatest."""
-    power_of_two: bool = False
-    """Rounds scales down to a power of two, so that scaling itself rounds nothing."""
+    power_of_two: bool | None = None
+    """Rounds scales down to a power of two, so that scaling itself rounds nothing. The scales of
+    shards always are, so that the gradient of a weight is one GEMM over all shards, by exact
+    shifts. None: True for `shard`, and False for `team`."""
     eps: float = 0.0
     """A maximum below it counts as this (fp32)."""
 
@@ -48,12 +50,19 @@ class Recipe:
         _one_of("gradient", self.gradient, FORMATS)
         _one_of("scaling", self.scaling, SCALINGS)
         _one_of("scale", self.scale, SCALES)
+        if self.power_of_two is None:
+            object.__setattr__(self, "power_of_two", self.scale == "shard")
         _one_of("power_of_two", self.power_of_two, (False, True))
         if isinstance(self.eps, bool) or not isinstance(self.eps, int | float):
             raise OptionError(f"eps is {self.eps!r}: take a number")
         if not 0 <= self.eps <= torch.finfo(torch.float32).max or math.isnan(self.eps):
             raise OptionError(f"eps is {self.eps}: take a finite number of fp32, 0 or more")
         object.__setattr__(self, "eps", float(self.eps))
+        if self.scaling == "tensor" and self.scale == "shard" and not self.power_of_two:
+            raise OptionError(
+                "power_of_two=False with scale='shard': scales of shards are powers of two; leave "
+                "it out, or take scale='team'"
+            )
         if self.scaling == "row" and self.scale == "team":
             raise OptionError(
                 "scale='team' with scaling='row': rows are whole on their rank and share no scale; "

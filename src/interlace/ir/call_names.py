@@ -28,7 +28,7 @@ OPERATORS = (
     *("interlace.get_rng_state.default", "interlace.set_rng_state.default"),
     *(
         f"interlace.float8_{name}.{form}"
-        for name in ("amax", "rows", "pair", "mm", "wgrad")
+        for name in ("amax", "rows", "across", "pair", "turn", "mm")
         for form in ("default", "out")
     ),
 )

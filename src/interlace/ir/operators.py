@@ -62,7 +62,6 @@ MATMUL_NAMES = {
     "float8_mm": Operator(
         kind="matmul", into="interlace.float8_mm.out", scaled=True, blocks=2, cut=True
     ),
-    "float8_wgrad": Operator(kind="matmul", into="interlace.float8_wgrad.out", scaled=True),
     "_grouped_mm": Operator(kind="matmul", batched=True),
     "matmul": Operator(kind="matmul"),
     "linear": Operator(kind="matmul"),

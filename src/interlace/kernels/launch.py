@@ -117,6 +117,7 @@ class LoadedKernel:
         self._function = self.compiled.function
         self._packed = self.compiled.packed_metadata
         self._rest = (None,) * len(source.constants)
+        self._early = bool(source.options.get("launch_pdl"))
 
     def launch(self, stream: int, grid: int, args: tuple[Any, ...], columns: int = 1) -> None:
         """Launches `grid` blocks by `columns`; `args` are the kernel's in order, without constants:
@@ -124,12 +125,12 @@ class LoadedKernel:
         """
         if self._signature is None:
             self._call(
-                grid, columns, 1, stream, self._function, False, False, None, None,
+                grid, columns, 1, stream, self._function, False, self._early, None, None,
                 self._packed, None, None, None, *args, *self._rest,
             )  # fmt: skip
         else:
             self._call(
-                grid, columns, 1, stream, self._function, False, False, self._packed,
+                grid, columns, 1, stream, self._function, False, self._early, self._packed,
                 None, None, None, None, None, *self._signature, (*args, *self._rest),
             )  # fmt: skip
 

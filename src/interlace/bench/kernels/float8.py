@@ -4,7 +4,8 @@
 
 Quantising reads a matrix twice, for its maximum and to cast it, and writes it and its transpose. A
 linear layer quantises what it multiplies, forward and backward, as torchao's does. The gradient of
-a weight is that of four shards with a scale each, beside one GEMM with one scale.
+a weight is that of four shards with a scale each: their transposes are made first, by their scales,
+which is a case of its own, and then it is a GEMM, beside one of dense matrices with one scale.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, needed
 from interlace.bench.kernels.losses import BOTH
 from interlace.bench.race.ways import Opened, Way, worst
 from interlace.bench.sites import DTYPES
-from interlace.float8 import E4M3, E5M2, Recipe, convert_to_float8, quantize
-from interlace.float8.products import wgrad_into
+from interlace.float8 import E4M3, E5M2, Float8Data, Recipe, convert_to_float8, quantize
+from interlace.float8.data import width
+from interlace.float8.products import multiply_into
+from interlace.float8.quantization import turn_into
 from interlace.float8.rule import amax_twin, cast_twin, scale_of
 
-CAST, WGRAD = "amax+cast+transpose", "wgrad"
+CAST, TURN, WGRAD = "amax+cast+transpose", "transpose", "wgrad"
 TOKENS, SHARDS = 8192, 4
 MATRICES = ((8192, 8192), (8192, 28672))
 WEIGHTS = ((8192, 7168), (4096, 14336), (8192, 28672))
@@ -47,6 +50,8 @@ def float8_cases(small: bool) -> list[KernelCase]:
 
     for rows, columns in SMALL if small else MATRICES:
         add(f"{rows}x{columns}", CAST, cast_case, rows, columns)
+    for rows, columns in SMALL if small else MATRICES:
+        add(f"{SHARDS}x{rows // SHARDS}x{columns}", TURN, turn_case, rows, columns)
     for inner, outer in weights:
         add(f"{tokens}x{inner}x{outer}", BOTH, linear_case, tokens, inner, outer)
     for inner, outer in weights:
@@ -124,20 +129,41 @@ def linear_case(
     return BuiltCase(ways=ways, sets=[(x, dy)], flops=6 * tokens * inner * outer)
 
 
+def turn_case(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> BuiltCase:
+    x = torch.randn(rows, columns, device=device).to(dtype)
+    shards = [quantize(part * 4.0**i, E5M2) for i, part in enumerate(x.chunk(SHARDS))]
+    packed = torch.cat([shard.packed for shard in shards])
+    across = packed.new_empty(columns, width(rows))
+
+    def ours() -> Tensor:
+        turn_into(across, packed, None, SHARDS)
+        return across
+
+    def off() -> float:
+        made = Float8Data(ours(), rows).dequantize()
+        wanted = torch.cat([shard.dequantize() for shard in shards]).t()
+        return float((made - wanted).norm() / wanted.norm()) * 2.0**20  # what a shift cut off
+
+    ways = [Way(OURS, lambda: Opened(ours, off))]
+    return BuiltCase(ways=ways, nbytes=2 * rows * columns)
+
+
 def wgrad_case(
     tokens: int, inner: int, outer: int, dtype: torch.dtype, device: torch.device
 ) -> BuiltCase:
     x = torch.randn(tokens, inner, device=device).to(dtype)
     dy = torch.randn(tokens, outer, device=device).to(dtype)
-    shards = [quantize(part, E4M3).packed for part in x.chunk(SHARDS)]
-    x8, dy8 = torch.cat(shards), quantize(dy, E5M2, transpose=True)
+    shards = torch.cat([quantize(part, E4M3).packed for part in x.chunk(SHARDS)])
+    dy8 = quantize(dy, E5M2, transpose=True)
     whole = quantize(x, E4M3, transpose=True)
-    assert whole.transposed is not None and dy8.transposed is not None  # noqa: PT018
+    x_t, dy_t = shards.new_empty(inner, width(tokens)), dy8.packed.new_empty(outer, width(tokens))
+    turn_into(x_t, shards, None, 0)
+    turn_into(dy_t, dy8.packed, shards, SHARDS)
     left, right = (made.t().data.contiguous() for made in (dy8, whole))
     out = torch.empty(outer, inner, dtype=dtype, device=device)
 
     def ours() -> Tensor:
-        wgrad_into(out, dy8.packed, x8, SHARDS, dy8.transposed)
+        multiply_into(out, dy_t, x_t, 1, None, False)
         return out
 
     def one_gemm() -> Tensor:

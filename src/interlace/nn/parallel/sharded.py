@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.functional import linear
 
-from interlace.float8.linear import OPS, pack, turned
 from interlace.float8.linear import gradients as float8_gradients
+from interlace.float8.linear import maximum, pack
+from interlace.float8.operators import run as float8_run
 from interlace.float8.quantization import amax_size, check_device
 from interlace.float8.recipe import Recipe
 from interlace.frontend.importing.types import dtype_of
@@ -68,12 +69,16 @@ class Sharded(torch.autograd.Function):
             tuple([b is not None for b in biases]),
             recipe=recipe,
             maxima=amax_size(x.device),
+            keeps=recipe is not None and any(for_w),
         )
         kept = weights
+        maxima: list[Tensor | None] = []
         with without_autocast(x.device.type):
             if recipe is not None:
                 check_device(x)
-                weights = [pack(w, recipe.forward, recipe, False)[0] for w in weights]
+                maxima = [maximum(w, recipe) for w in weights]
+                pairs = zip(weights, maxima, strict=True)
+                weights = [pack(w, recipe.forward, recipe, "rows", amax) for w, amax in pairs]
             if via.collective == "copy":
                 outputs = _local_outputs(layer, x, weights, biases)
             else:
@@ -82,20 +87,25 @@ class Sharded(torch.autograd.Function):
                 given = [tensor for pair in pairs for tensor in pair if tensor is not None]
                 run = programs(via.group, layer, via.options, x.device)
                 outputs = run(x.shape[0] // ranks, [x, *given])
-        if layer.packs:
+        if layer.returns_x:
             x = outputs.pop()
-        ctx.save_for_backward(x if any(for_w) else None, *(kept if for_x else ()))
+        ctx.save_for_backward(x if any(for_w) else None, *((*kept, *maxima) if for_x else ()))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
         """The gradients that are wanted, in the order of forward's tensors."""
-        x, *weights = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        weights, maxima = saved[: len(dys)], saved[len(dys) :]
         wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
         # Where a graph of the gradient is made, autograd sums: a buffer would not know of it.
         accumulators = () if torch.is_grad_enabled() else ctx.accumulators
         with torch.no_grad(), without_autocast(dys[0].device.type):
             given = [_dense(dy) for dy in dys]
+            if (recipe := ctx.via.recipe) is not None:
+                facts = recipe.forward, recipe, "across"
+                pairs = zip(weights, maxima, strict=True)
+                weights = [pack(w, *facts, amax) for w, amax in pairs]
             found = iter(_gradients(ctx.via, ctx.layer, wanted, given, x, weights))
             grads = [next(found) if want else None for want in wanted]
             for i, accumulator in enumerate(accumulators, 1):
@@ -114,11 +124,9 @@ def _gradients(
     x: Tensor | None,
     weights: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Those that are wanted, of x, weights and biases."""
+    """Those that are wanted, of x, weights (in FP8: their transposes) and biases."""
     if via.collective == "all_reduce" or (via.collective == "copy" and not wanted[0]):
         return _local_gradients(layer, wanted, dys, x, weights)
-    if via.recipe is not None:
-        weights = [turned(w, via.recipe) for w in weights]
     ranks = via.size if via.collective == "all_gather" else 1
     layer = dataclasses.replace(layer, wanted=wanted)
     run = programs(via.group, layer, via.options, dys[0].device)
@@ -131,11 +139,12 @@ def _local_outputs(
     """Of an x that all ranks have; and x as packed rows where the layer keeps those."""
     if layer.recipe is None:
         return [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-    x8, _ = pack(x, layer.recipe.forward, layer.recipe, False)
+    form = "pair" if layer.returns_x else "rows"
+    made = pack(x, layer.recipe.forward, layer.recipe, form)
+    x8, *saved = made if layer.returns_x else (made,)
     facts = True, x.dtype
     pairs = zip(weights, biases, strict=True)
-    made = [OPS.float8_mm(x8, w.t(), int(layer.packs), b, *facts) for w, b in pairs]
-    return [*made, x8] if layer.packs else made
+    return [*(float8_run("mm", x8, w.t(), int(layer.packs), b, *facts) for w, b in pairs), *saved]
 
 
 def _local_gradients(

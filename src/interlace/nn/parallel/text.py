@@ -6,16 +6,18 @@
 Note [FP8 layers]
     Where a layer has a recipe, what a matmul takes is quantised before it is gathered, and travels
     as packed rows (Note [Packed rows] in float8/data.py). The caller gives weights quantised. With
-    a scale for each tensor, the forward Program also returns x as packed rows, for backward. With
-    a scale for each row, the gradient of a weight sums over the rows, whose scales differ: that
-    matmul, and what is gathered for it, is of the layer's own dtype. So are sums over ranks.
+    a scale for each tensor, the forward Program also returns x for backward: as packed rows where
+    they are gathered again, elsewhere as those of the transpose. The gradient of a weight is one
+    matmul of transposes (Note [One scale for a sum over shards] in float8/quantization.py). With a
+    scale for each row it sums over the rows, whose scales differ: that matmul, and what is gathered
+    for it, is of the layer's own dtype. So are sums over ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interlace.float8.data import ALIGNMENT, TAIL, width
+from interlace.float8.data import ALIGNMENT, TAIL, padded, width
 from interlace.float8.recipe import Recipe
 from interlace.frontend.importing.types import dtype_of
 from interlace.frontend.teams import as_axes
@@ -45,11 +47,18 @@ class LinearLayer:
     """How FP8 is made; None: the matmuls are of `dtype`."""
     maxima: int = 1
     """Numbers that `float8_amax` gives."""
+    keeps: bool = False
+    """Of the forward pass: whether backward will want x."""
 
     @property
     def packs(self) -> bool:
         """Whether x and gradients go through FP8 for all matmuls: see Note [FP8 layers]."""
         return self.recipe is not None and self.recipe.scaling == "tensor"
+
+    @property
+    def returns_x(self) -> bool:
+        """Whether the forward pass returns x in FP8, last."""
+        return self.packs and self.keeps
 
 
 def serial(layer: LinearLayer, ranks: tuple[int, ...], rows: int) -> Program:
@@ -76,7 +85,8 @@ class _Text:
         self.gathers = layer.collective == "all_gather"
         self.all = "S" if layer.collective == "copy" else f"{size} * S"
         self.rest = rows % ALIGNMENT
-        """Of 0, the transpose of packed rows needs no zeros behind them."""
+        self.transposed = False
+        """Whether a width depends on how many zeros stand behind the rows of a transpose."""
         self.params: list[str] = []
         self.lines: list[str] = []
         self.results: list[str] = []
@@ -84,9 +94,7 @@ class _Text:
     def whole(self) -> str:
         """The text of the Program."""
         params = ", ".join([f"tp: Team[{self.size}]", f"S: Size[{self.rows}]", *self.params])
-        scatters = self.layer.collective == "reduce_scatter"
-        apart = self.layer.packs and not scatters and self.layer.wanted is not None
-        known = [f"assume(S % {ALIGNMENT} == {self.rest})"] if apart else []
+        known = [f"assume(S % {ALIGNMENT} == {self.rest})"] if self.transposed else []
         lines = [*known, *self.lines, f"return {', '.join(self.results)}"]
         return f"def {name_of(self.layer)}({params}):\n" + "".join(f"    {x}\n" for x in lines)
 
@@ -121,6 +129,12 @@ class _Text:
         ]
         return name
 
+    def across(self, rows: str) -> str:
+        """The width of packed rows of the transpose of so many rows."""
+        self.transposed = True
+        count = 1 if rows == "S" else self.size
+        return f"{rows} + {padded(count * self.rest) - count * self.rest + TAIL}"
+
     def rows8(
         self,
         x: str,
@@ -149,10 +163,16 @@ class _Text:
             return self.fill("interlace.float8_rows.out", of, name, *shape, dtype=kind)
         self.lines += [
             f"{name} = empty({self.typed((rows, width(columns)), kind)})",
-            f"{name}_t = empty({self.typed((columns, f'{rows} + {TAIL}'), kind)})",
+            f"{name}_t = empty({self.typed((columns, self.across(rows)), kind)})",
             f'main: call("interlace.float8_pair.out", {of}, out=({name}, {name}_t))',
         ]
         return name
+
+    def turned(self, rows: str, columns: int, kind: str, by: str, blocks: int) -> str:
+        """The transpose of packed rows, as packed rows of one scale."""
+        name, shape = f"{rows}_t", (columns, self.across(self.all))
+        of = f"{rows}, {by}, {blocks}"
+        return self.fill("interlace.float8_turn.out", of, name, *shape, dtype=kind)
 
     def mm8(
         self, rows: str, w: str, blocks: int, name: str, *shape: object, bias: str = "None"
@@ -167,10 +187,12 @@ class _Text:
     def forward(self) -> None:
         layer, recipe, inner = self.layer, self.layer.recipe, self.layer.inner
         given = self.all if layer.collective == "reduce_scatter" else "S"
-        columns, kind, rows = inner, "", self.param("x", given, inner)
+        columns, kind, rows, saved = inner, "", self.param("x", given, inner), ""
         if recipe is not None:
             columns, kind = width(inner), E4M3
-            rows = self.rows8(rows, "x8", inner, recipe, given, self.gathers)
+            turned = layer.returns_x and not self.gathers
+            rows = self.rows8(rows, "x8", inner, recipe, given, self.gathers, turned)
+            saved = "x8_t" if turned else "x8"
         if self.gathers:
             rows = self.collective("all_gather", rows, "full", self.all, columns, dtype=kind)
         height, blocks = (self.all, self.size) if self.gathers else (given, 1)
@@ -190,42 +212,54 @@ class _Text:
                 if biased:
                     y = self.call("aten.add.Tensor", f"{y}, {bias}", "y", "S", outer)
             self.results.append(y)
-        if layer.packs:
-            self.results.append("x8")
+        if layer.returns_x:
+            self.results.append(saved)
 
     def backward(self, wanted: tuple[bool, ...]) -> None:
         count = len(self.layer.outer)
         self.for_x, self.for_w, self.for_b = wanted[0], wanted[1 : 1 + count], wanted[1 + count :]
         height = self.all if self.gathers else "S"
         dys = [self.param(f"dy{i}", height, n) for i, n in enumerate(self.layer.outer)]
-        columns, kind = self.layer.inner, ""
-        if self.layer.packs:
-            columns, kind = width(columns), E4M3
-        height = "S" if self.gathers else self.all
-        x = self.param("x", height, columns, dtype=kind) if any(self.for_w) else ""
+        packs, inner, x = self.layer.packs, self.layer.inner, ""
+        if any(self.for_w):
+            kind, shape = "", ("S" if self.gathers else self.all, inner)
+            if packs:
+                kind = E4M3
+                shape = ("S", width(inner)) if self.gathers else (inner, self.across(self.all))
+            x = self.param("x", *shape, dtype=kind)
+            if self.gathers:
+                x = self.collective("all_gather", x, "full", self.all, shape[1], dtype=kind)
         if self.layer.collective == "reduce_scatter":
             self.backward_of_scatter(dys[0], x)
-            return
-        if self.gathers and x:
-            x = self.collective("all_gather", x, "full", self.all, columns, dtype=kind)
-        self.backward_of_columns(dys, x)
+        else:
+            self.backward_of_columns(dys, x)
 
     def backward_of_columns(self, dys: list[str], x: str) -> None:
         """x is whole, or was gathered anew for the gradients of weights."""
-        layer, rows, across = self.layer, dys, ["None"] * len(dys)
-        if layer.recipe is not None and (self.for_x or (layer.packs and x)):
-            turned = bool(layer.packs and x and not self.rest)
-            facts = layer.recipe, self.all, False, turned
+        layer, recipe, rows = self.layer, self.layer.recipe, dys
+        for_w, x_t, across = bool(layer.packs and x), x, list[str]()
+        if recipe is not None and (self.for_x or for_w):
+            pair = for_w and not self.gathers
+            facts = recipe, self.all, False, pair
             rows = [self.rows8(dy, f"g{i}", layer.outer[i], *facts) for i, dy in enumerate(dys)]
-            across = [f"{g}_t" if turned else "None" for g in rows]
+            across = [f"{g}_t" for g in rows]
         if self.for_x:
             made = self.products(rows, blocks=1)
             kind = "reduce_scatter" if self.gathers else "all_reduce"
             dx = self.collective(kind, made, "dx", "S", layer.inner)
             self.results.append(dx)
+        if for_w and self.gathers:
+            assert recipe is not None
+            x_t, kind = (
+                self.turned(x, layer.inner, E4M3, "None", 0),
+                dtype_of(recipe.gradient).value,
+            )
+            for i, wanted in enumerate(self.for_w):
+                if wanted:
+                    self.turned(rows[i], layer.outer[i], kind, x, self.size)
         for i, wanted in enumerate(self.for_w):
             if wanted:
-                self.weight_gradient(i, rows[i] if layer.packs else dys[i], x, across[i])
+                self.weight_gradient(i, across[i] if layer.packs else dys[i], x_t)
         self.bias_gradients(dys)
 
     def backward_of_scatter(self, dy: str, x: str) -> None:
@@ -244,7 +278,9 @@ class _Text:
         if self.for_x:
             self.results.append(self.products([rows], blocks=self.size))
         if self.for_w[0]:
-            self.weight_gradient(0, full, x, "None")
+            packs = layer.packs
+            dy = self.turned(full, outer, kind, "None", self.size) if packs else full
+            self.weight_gradient(0, dy, x)
         if bias:
             self.results.append(bias)
         else:
@@ -266,12 +302,12 @@ class _Text:
             total = made
         return total
 
-    def weight_gradient(self, i: int, dy: str, x: str, across: str) -> None:
-        layer, shape = self.layer, (self.layer.outer[i], self.layer.inner)
-        if layer.packs:
-            blocks = 1 if layer.collective == "copy" else self.size
-            of = f"{dy}, {x}, {blocks}, {across}"
-            made = self.fill("interlace.float8_wgrad.out", of, f"dw{i}", *shape)
+    def weight_gradient(self, i: int, dy: str, x: str) -> None:
+        """Of dy and x, or in FP8 of the transposes of both."""
+        shape = self.layer.outer[i], self.layer.inner
+        if self.layer.packs:
+            of = f"{dy}, {x}.permute(1, 0), 1, None, False"
+            made = self.fill("interlace.float8_mm.out", of, f"dw{i}", *shape)
         else:
             made = self.call("aten.mm.default", f"{dy}.permute(1, 0), {x}", f"dw{i}", *shape)
         self.results.append(made)
