@@ -2,7 +2,8 @@
 
 The launches themselves are what is tested, with CPU tensors. Triton's interpreter does not round
 to FP8 as a GPU does (it lets no carry out of the mantissa, and cuts small numbers off) and has no
-assembly: here torch converts what the kernel has scaled and saturated.
+assembly: here torch converts what the kernel has scaled. Its maximum takes NaN, which a GPU's
+leaves out.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -19,6 +20,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -26,7 +28,7 @@ from triton.runtime import interpreter
 from interlace.float8 import E4M3, E5M2, Recipe, kernel
 from interlace.float8.data import width
 from interlace.float8.quantization import quantize_twin, turn_twin
-from interlace.float8.rule import amax_twin
+from interlace.float8.rule import amax_twin, scale_of
 from interlace.kernels import launch as launcher
 
 warnings.filterwarnings("ignore", category=RuntimeWarning)
@@ -42,15 +44,19 @@ def patch_index(tensor: Any, scope: Any) -> None:
 
 
 def convert(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-    """fp32 to FP8 as torch does it, where nothing overflows; or back."""
+    """fp32 to FP8, or back."""
     kind = dst_type.scalar
     if kind is tl.float32:
         bits = torch.from_numpy(src.data.copy()).view(TORCH[src.dtype.scalar])
         return interpreter.TensorHandle(bits.float().numpy(), kind)
     assert src.dtype.scalar is tl.float32
-    bits = torch.from_numpy(src.data.copy()).to(TORCH[kind]).view(torch.uint8)
-    nan = torch.from_numpy(src.data).isnan()  # of either sign, as PTX says
-    return interpreter.TensorHandle(bits.masked_fill(nan, 0x7F).numpy(), kind)
+    return interpreter.TensorHandle(cast(src.data, TORCH[kind]).numpy(), kind)
+
+
+def cast(numbers: Any, kind: torch.dtype) -> torch.Tensor:
+    """As `cvt.rn.satfinite` does: saturated, and NaN of either sign is 0x7F."""
+    x, most = torch.from_numpy(numbers.copy()), torch.finfo(kind).max
+    return x.clamp(-most, most).to(kind).view(torch.uint8).masked_fill(x.isnan(), 0x7F)
 
 
 def assembled(self: Any, asm: str, constraints: str, values: list[Any], *rest: Any) -> Any:
@@ -58,9 +64,7 @@ def assembled(self: Any, asm: str, constraints: str, values: list[Any], *rest: A
     kind = E5M2 if "e5m2x2" in asm else E4M3
     word = 0
     for i, value in enumerate(values):
-        number = torch.from_numpy(value.data.copy())
-        bits = number.to(kind).view(torch.uint8).masked_fill(number.isnan(), 0x7F)
-        word = word | bits.long() << 8 * i
+        word = word | cast(value.data, kind).long() << 8 * i
     found = torch.as_tensor(word).to(torch.int32).numpy()
     return SimpleNamespace(get_result=lambda i: interpreter.TensorHandle(found, tl.int32))
 
@@ -72,12 +76,19 @@ class Interpreted:
         self.source = source
 
     def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
+        args = tuple(
+            [
+                kernel._kept[0][5:6] if i == 1 and isinstance(arg, int) else arg
+                for i, arg in enumerate(args)
+            ]
+        )
         self.source.kernel[(grid,)](*args, **self.source.constants)
 
 
 interpreter._patch_lang_tensor = patch_index
 interpreter.InterpreterBuilder.create_fp_to_fp = convert
 interpreter.InterpreterBuilder.create_inline_asm = assembled
+interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
 launcher.LoadedKernel = Interpreted  # type: ignore[misc]
 kernel.stream_of = lambda device: 0
 kernel.gdc_wait = kernel.gdc_launch_dependents = lambda: None
@@ -135,7 +146,10 @@ def check(draw: random.Random) -> None:
     what = (x.shape, x.dtype, x.stride(), kind, recipe, forms, amax)
     shapes = {"rows": x.shape, "across": x.t().shape}
     mine, twin = (
-        [blank(*shape, kind) if form in forms else None for form, shape in shapes.items()]
+        [
+            blank(shape[0], shape[1], kind) if form in forms else None
+            for form, shape in shapes.items()
+        ]
         for _ in range(2)
     )
     kernel.quantize(x, recipe, amax, mine[0], mine[1])
@@ -144,10 +158,33 @@ def check(draw: random.Random) -> None:
         same(one, other, what)
 
 
+def check_guess(draw: random.Random) -> None:
+    """By a scale that is right, or not, or none: the same bits, and the right scale is left."""
+    x, kind = matrix(draw), draw.choice([E4M3, E5M2])
+    recipe, forms = Recipe(), draw.choice(["rows", "across", "rows across"])
+    shapes = {"rows": x.shape, "across": x.t().shape}
+    mine, twin = (
+        [
+            blank(shape[0], shape[1], kind) if form in forms else None
+            for form, shape in shapes.items()
+        ]
+        for _ in range(2)
+    )
+    quantize_twin(x, recipe, amax_twin(x), twin[0], twin[1])
+    scale = scale_of(amax_twin(x), torch.finfo(kind).max, recipe)
+    guess = draw.choice([scale, scale * 2, torch.zeros(1), torch.full((1,), torch.nan)])
+    near = kernel._guesses(x.device) and kernel._kept[0][5:6]
+    near.copy_(guess)
+    kernel.quantize_near(x, recipe, 5, mine[0], mine[1])
+    assert torch.equal(near, scale), (near, scale)
+    for one, other in zip(mine, twin, strict=True):
+        same(one, other, (x.shape, x.dtype, kind, forms, guess, scale))
+
+
 def check_turn(draw: random.Random) -> None:
     """Shards of scales far from each other, turned at once; or bytes alone."""
     kind, blocks = draw.choice([E4M3, E5M2]), draw.choice([1, 2, 3, 4])
-    rows, columns = draw.choice([1, 5, 16, 40]), 16 * draw.choice([1, 3, 9])
+    rows, columns = draw.choice([1, 5, 40, 128]), 16 * draw.choice([1, 3, 9])
     packed: list[torch.Tensor] = []
     for count in (columns, 32):
         shards = [blank(rows, count, kind) for _ in range(blocks)]
@@ -169,4 +206,5 @@ if __name__ == "__main__":
     for _ in range(int(sys.argv[2])):
         check(drawn)
         check_turn(drawn)
+        check_guess(drawn)
     print("all right")

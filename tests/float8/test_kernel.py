@@ -65,7 +65,7 @@ def test_accesses_are_wide_and_nothing_spills(dtype: torch.dtype, by_row: bool) 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 def test_turning_is_wide_too(kind: torch.dtype, shift: bool) -> None:
-    compiled = kernel.turn_source(kind, shift, shift, 4, True).compile()
+    compiled = kernel.turn_source(kind, shift, shift, True, 4, True).compile()
     assert not spills(compiled)
     ptx = compiled.asm["ptx"]
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4

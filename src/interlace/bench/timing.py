@@ -4,8 +4,9 @@
     found["ours"].median, found["ours"].p90          # seconds: of each round the slowest rank
 
 A burst is a few launches one after another, with inputs in turn so that none lies in the cache,
-between two events of the current stream; before it ranks meet, and the device waits a moment so
-that launches stand back to back from the first on. A round gives every candidate a
+between two events of the current stream; before it ranks meet, and the device waits a moment (of
+one rank, as long as its host takes for a launch) so that launches stand back to back from the first
+on. A round gives every candidate a
 burst, each round in another order and after a short rest: what drifts (clocks, heat) or is left by
 the one before falls on all alike.
 Of a burst the slowest rank counts, and over the rounds the median and the 90th percentile.
@@ -40,6 +41,8 @@ LEAD_CYCLES = 400_000
 AHEAD_LAUNCHES, AHEAD_ROUNDS = 8, 7
 AHEAD_CYCLES = 4e9
 """Cycles that the device waits for each second of the host's: twice as long as that takes."""
+MOST_CYCLES = 40_000_000
+"""How long it waits at most before a burst of one rank, so that its host is a launch ahead."""
 REST_S = 5e-3
 """How long the device rests before a burst."""
 HOST_BATCH = 20
@@ -116,7 +119,12 @@ def burst(
         return 0.0, [], math.nan
     try:
         for number in range(first, first + warm):  # the candidate before left its own traces
+            begun = time.perf_counter()
             run(*inputs[number % len(inputs)])
+            if ranks.size == 1:
+                lead = max(
+                    lead, min(MOST_CYCLES, int(AHEAD_CYCLES * (time.perf_counter() - begun)))
+                )
     finally:
         ranks.synchronize()
         time.sleep(REST_S)

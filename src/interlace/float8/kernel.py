@@ -3,13 +3,14 @@
     amax_kernel    the largest magnitude of each of PARTS parts
     lines_kernel   of each row, or of each column
     cast_kernel    scale and cast, to packed rows, or to those of the transpose, or both: one read
-    turn_kernel    packed rows to those of the transpose, whose scales become one
-
-A tensor is cast in tiles of [BM, BK], tile t at (t // n, t % n) of the n to a row. A thread has the
-same column of four rows that follow each other: of them it makes one word of the transpose. No
-kernel waits for another inside: `cast_kernel` joins the parts again in each of its programs, which
-costs less than a third launch, or a word that must be zero before the first. It is launched before
-the kernel ahead of it in the stream has ended, and waits for that one (`gdc_wait`).
+    guess_kernel   the same by a scale that may be right, and the maximum on the way
+    mend_kernel    casts again if it was not: see Note [Scales are guessed]
+    A scale that is a power of two stays the same from step to step, unless the maximum leaves its
+    binade. So where a matrix was quantised before (a layer's input, weight or gradient), it is cast
+    at once by the scale of that time, which reads it once instead of twice, and the maximum is
+    found on the way. The kernel behind it ends at once if all tiles used the right scale, and casts
+    all again if not: the result is the same whatever the guess, which may lie where other layers or
+    streams write theirs.
 
 Note [bf16 as int16]
     bf16 is read as int16 and widened by a shift, which is exact in Triton's interpreter too.
@@ -24,6 +25,7 @@ Note [Four bytes by assembly]
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +44,11 @@ PARTS = 512
 MOST = 16 * PARTS
 """Numbers that `cast_kernel` joins: the parts of some ranks."""
 BLOCK = 8192
+JOINED, MENDERS = 2048, 132
+"""Maxima that `mend_kernel` reads at a time, and programs of it."""
+SLOTS = 1 << 16
+"""Scales that are kept as guesses, on each device."""
+_kept: list[Tensor] = []
 LINE_TILE: Mapping[str, int] = {"BM": 32, "BK": 128}
 """Of the maxima of rows or columns."""
 CAST_TILE: Mapping[str, int] = {"BM": 128, "BK": 128}
@@ -133,14 +140,8 @@ def scale_for(amax, eps, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def saturated(value, LARGEST: tl.constexpr):
-    value = tl.maximum(value, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(value, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def four(a, b, c, d, E5M2: tl.constexpr):
-    """The FP8 of four numbers as a word, a's first; see Note [Four bytes by assembly]."""
+    """The FP8 of four numbers as a word, a's first, saturated: Note [Four bytes by assembly]."""
     asm: tl.constexpr = E5M2_ASM if E5M2 else E4M3_ASM
     return tl.inline_asm_elementwise(
         asm, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
@@ -160,16 +161,16 @@ def store_tails(words, line, inverse, width, mask, LINES: tl.constexpr):
 @triton.jit
 def store_line(
     data, words, value, scale, row, column, rows, width, first, E5M2: tl.constexpr,
-    LARGEST: tl.constexpr, LINES: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
-    """Casts rows and stores them as packed rows; with their tails where they are the `first`."""
-    factor = tl.broadcast_to(scale, (LINES,))
-    cast = saturated(value * factor[:, None], LARGEST).to(tl.float8e5 if E5M2 else tl.float8e4nv)
+    """Stores scaled rows as packed rows; with their tails where they are the `first`."""
+    cast = value.to(tl.float8e5 if E5M2 else tl.float8e4nv)
     here = row < rows
     at = data + row.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(at, cast, mask=here[:, None] & (column < width - TAIL_BYTES)[None, :])
     if first:
         one = tl.full((LINES,), 1.0, tl.float32)
+        factor = tl.broadcast_to(scale, (LINES,))
         store_tails(words, row, tl.div_rn(one, factor), width, here, LINES)
 
 
@@ -179,6 +180,58 @@ def store_words(words, packed, word, column, columns, width):
     at = words + column.to(tl.int64)[:, None] * (width // 4) + word[None, :]
     inside = (column < columns)[:, None] & (word < width // 4 - TAIL_WORDS)[None, :]
     tl.store(at, tl.trans(packed), mask=inside)
+
+
+@triton.jit
+def cast_tile(
+    tile, x, amax, amax_t, scale, data, words, words_t, rows, columns, stride, width, width_t, eps,
+    BY_ROW: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    E5M2: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr, SIZE: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Casts a tile by `scale`, or by its rows' and columns' maxima; with `SIZE`, also its own."""
+    across = tl.cdiv(columns, BK)
+    LINES: tl.constexpr = BM // 4
+    word = (tile // across) * LINES + tl.arange(0, LINES)
+    row = 4 * word
+    column = (tile % across) * BK + tl.arange(0, BK)
+    a = line(x, row, column, rows, columns, stride, BF16)
+    b = line(x, row + 1, column, rows, columns, stride, BF16)
+    c = line(x, row + 2, column, rows, columns, stride, BF16)
+    d = line(x, row + 3, column, rows, columns, stride, BF16)
+    if SIZE:  # max.f32 leaves NaN out
+        size = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        most = tl.max(tl.max(tl.maximum(size, 0.0), 1), 0)
+    if not BY_ROW:
+        a, b, c, d = a * scale, b * scale, c * scale, d * scale
+    if ROWS:
+        for i in tl.static_range(4):
+            value = a if i == 0 else b if i == 1 else c if i == 2 else d
+            if BY_ROW:
+                found = tl.load(amax + row + i, mask=row + i < rows, other=0.0)
+                scale = scale_for(found, eps, LARGEST, POWER_OF_TWO)
+                value = value * scale[:, None]
+            store_line(
+                data, words, value, scale, row + i, column, rows, width, tile % across == 0,
+                E5M2, LINES,
+            )  # fmt: skip
+    if ACROSS:
+        if BY_ROW:
+            found = tl.load(amax_t + column, mask=column < columns, other=0.0)
+            scale = scale_for(found, eps, LARGEST, POWER_OF_TWO)
+            a, b, c, d = (
+                a * scale[None, :],
+                b * scale[None, :],
+                c * scale[None, :],
+                d * scale[None, :],
+            )
+        store_words(words_t, four(a, b, c, d, E5M2), word, column, columns, width_t)
+        if tile < across:
+            one = tl.full((BK,), 1.0, tl.float32)
+            factor = tl.broadcast_to(scale, (BK,))
+            store_tails(words_t, column, tl.div_rn(one, factor), width_t, column < columns, BK)
+    if SIZE:
+        return most
 
 
 @triton.jit
@@ -194,45 +247,67 @@ def cast_kernel(
     each; `words_t` and `width_t` are of the transpose.
     """
     gdc_wait()
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the end was read last: it is in the L2
-    across = tl.cdiv(columns, BK)
-    LINES: tl.constexpr = BM // 4
-    word = (program // across) * LINES + tl.arange(0, LINES)
-    row = 4 * word
-    column = (program % across) * BK + tl.arange(0, BK)
-    a = line(x, row, column, rows, columns, stride, BF16)
-    b = line(x, row + 1, column, rows, columns, stride, BF16)
-    c = line(x, row + 2, column, rows, columns, stride, BF16)
-    d = line(x, row + 3, column, rows, columns, stride, BF16)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the end was read last: it is in the L2
+    scale = 1.0
     if not BY_ROW:
         index = tl.arange(0, COUNT)
         parts = tl.load(amax + index, mask=index < count, other=0.0)
         strange = tl.max((parts != parts).to(tl.int32), 0)
         largest = tl.where(strange != 0, float("nan"), tl.max(parts, 0))
         scale = scale_for(largest, eps, LARGEST, POWER_OF_TWO)
-    if ROWS:
-        first = program % across == 0
-        for i in tl.static_range(4):
-            value = a if i == 0 else b if i == 1 else c if i == 2 else d
-            if BY_ROW:
-                found = tl.load(amax + row + i, mask=row + i < rows, other=0.0)
-                scale = scale_for(found, eps, LARGEST, POWER_OF_TWO)
-            store_line(
-                data, words, value, scale, row + i, column, rows, width, first, E5M2, LARGEST, LINES
-            )
-    if ACROSS:
-        if BY_ROW:
-            found = tl.load(amax_t + column, mask=column < columns, other=0.0)
-            scale = scale_for(found, eps, LARGEST, POWER_OF_TWO)
-        factor = tl.broadcast_to(scale, (BK,))
-        packed = four(
-            saturated(a * factor[None, :], LARGEST), saturated(b * factor[None, :], LARGEST),
-            saturated(c * factor[None, :], LARGEST), saturated(d * factor[None, :], LARGEST), E5M2,
-        )  # fmt: skip
-        store_words(words_t, packed, word, column, columns, width_t)
-        if program < across:
-            one = tl.full((BK,), 1.0, tl.float32)
-            store_tails(words_t, column, tl.div_rn(one, factor), width_t, column < columns, BK)
+    cast_tile(
+        tile, x, amax, amax_t, scale, data, words, words_t, rows, columns, stride, width, width_t,
+        eps, BY_ROW, ROWS, ACROSS, POWER_OF_TWO, E5M2, LARGEST, BF16, False, BM, BK,
+    )  # fmt: skip
+
+
+@triton.jit
+def guess_kernel(
+    x, near, parts, data, words, words_t, rows, columns, stride, width, width_t, eps,
+    ROWS: tl.constexpr, ACROSS: tl.constexpr, E5M2: tl.constexpr, LARGEST: tl.constexpr,
+    BF16: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Casts by the scale in `near`. `parts` gets the maximum of each tile, then the scale of each:
+    another kernel may write to `near` meanwhile.
+    """
+    gdc_launch_dependents()
+    tile = tl.program_id(0)
+    scale = tl.load(near)
+    size = cast_tile(
+        tile, x, parts, parts, scale, data, words, words_t, rows, columns, stride, width, width_t,
+        eps, False, ROWS, ACROSS, True, E5M2, LARGEST, BF16, True, BM, BK,
+    )  # fmt: skip
+    tl.store(parts + tile, size)
+    tl.store(parts + tl.num_programs(0) + tile, scale)
+
+
+@triton.jit
+def mend_kernel(
+    x, near, parts, data, words, words_t, rows, columns, stride, width, width_t, eps,
+    ROWS: tl.constexpr, ACROSS: tl.constexpr, E5M2: tl.constexpr, LARGEST: tl.constexpr,
+    BF16: tl.constexpr, COUNT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Casts again if the scale was another, and leaves the right one in `near`."""
+    gdc_wait()
+    tiles = tl.cdiv(rows, BM) * tl.cdiv(columns, BK)
+    index = tl.arange(0, COUNT)
+    sizes = tl.zeros((COUNT,), tl.float32)
+    first = tl.load(parts + tiles).to(tl.int32, bitcast=True)
+    others = tl.zeros((COUNT,), tl.int32)
+    for at in range(0, tiles, COUNT):
+        here = at + index < tiles
+        sizes = tl.maximum(sizes, tl.load(parts + at + index, mask=here, other=0.0))
+        used = tl.load(parts + tiles + at + index, mask=here, other=0.0)
+        others += (here & (used.to(tl.int32, bitcast=True) != first)).to(tl.int32)
+    scale = scale_for(tl.max(sizes, 0), eps, LARGEST, True)
+    if tl.program_id(0) == 0:
+        tl.store(near, scale)
+    if (tl.sum(others, 0) != 0) | (first != scale.to(tl.int32, bitcast=True)):
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            cast_tile(
+                tile, x, parts, parts, scale, data, words, words_t, rows, columns, stride, width,
+                width_t, eps, False, ROWS, ACROSS, True, E5M2, LARGEST, BF16, False, BM, BK,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -244,28 +319,29 @@ def block_scales(words, width, rows, blocks, COUNT: tl.constexpr):
 
 
 @triton.jit
-def row_shares(words, width, row, rows, blocks, largest):
+def shares(words, width, row, rows, blocks, largest):
     """1 / scale of the block of each row, as a share of the greatest."""
     height = rows // blocks
     at = words + (row // height * height).to(tl.int64) * (width // 4) + width // 4 - TAIL_WORDS
     own = tl.load(at, mask=row < rows, other=0).to(tl.float32, bitcast=True)
-    return tl.div_rn(own, largest + tl.zeros_like(own))
+    return tl.div_rn(own, largest + own * 0.0)
 
 
 @triton.jit
 def turned_line(
-    data, words, by, row, column, rows, columns, width, width_by, blocks, largest, largest_by,
-    SHIFT: tl.constexpr, BY: tl.constexpr,
+    data, words, by, first, row, column, rows, columns, width, width_by, blocks, largest,
+    largest_by, SHIFT: tl.constexpr, BY: tl.constexpr, ALIKE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Packed rows: bytes, or in fp32 as they are by the greatest scale."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = data + row.to(tl.int64)[:, None] * width + column[None, :]
     value = tl.load(at, mask=inside, other=0.0)
     if SHIFT:
-        share = row_shares(words, width, row, rows, blocks, largest)
+        of = first if ALIKE else row
+        share = shares(words, width, of, rows, blocks, largest)
         if BY:
-            share = share * row_shares(by, width_by, row, rows, blocks, largest_by)
-        found = value.to(tl.float32) * share[:, None]
+            share = share * shares(by, width_by, of, rows, blocks, largest_by)
+        found = value.to(tl.float32) * tl.broadcast_to(share, (LINES,))[:, None]
     else:
         found = value.to(tl.uint8, bitcast=True).to(tl.int32)
     return found
@@ -274,14 +350,16 @@ def turned_line(
 @triton.jit
 def turn_kernel(
     data, words, by, words_t, rows, columns, width, width_by, width_t, blocks,
-    SHIFT: tl.constexpr, BY: tl.constexpr, E5M2: tl.constexpr, COUNT: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr,
+    SHIFT: tl.constexpr, BY: tl.constexpr, ALIKE: tl.constexpr, E5M2: tl.constexpr,
+    COUNT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """`by`: packed rows as int32 whose scales count as well; `words_t`: of the transpose."""
+    """`by`: packed rows as int32 whose scales count as well; `words_t`: of the transpose. `ALIKE`:
+    the rows of a tile are of one block.
+    """
     program = tl.program_id(0)
     across = tl.cdiv(columns, BK)
-    word = (program // across) * (BM // 4) + tl.arange(0, BM // 4)
-    row = 4 * word
+    LINES: tl.constexpr = BM // 4
+    word = (program // across) * LINES + tl.arange(0, LINES)
     column = (program % across) * BK + tl.arange(0, BK)
     most = 1.0
     most_by = 1.0
@@ -289,77 +367,26 @@ def turn_kernel(
         most = block_scales(words, width, rows, blocks, COUNT)
     if BY:
         most_by = block_scales(by, width_by, rows, blocks, COUNT)
-    a = turned_line(
-        data,
-        words,
-        by,
-        row,
-        column,
-        rows,
-        columns,
-        width,
-        width_by,
-        blocks,
-        most,
-        most_by,
-        SHIFT,
-        BY,
-    )
-    b = turned_line(
-        data,
-        words,
-        by,
-        row + 1,
-        column,
-        rows,
-        columns,
-        width,
-        width_by,
-        blocks,
-        most,
-        most_by,
-        SHIFT,
-        BY,
-    )
-    c = turned_line(
-        data,
-        words,
-        by,
-        row + 2,
-        column,
-        rows,
-        columns,
-        width,
-        width_by,
-        blocks,
-        most,
-        most_by,
-        SHIFT,
-        BY,
-    )
-    d = turned_line(
-        data,
-        words,
-        by,
-        row + 3,
-        column,
-        rows,
-        columns,
-        width,
-        width_by,
-        blocks,
-        most,
-        most_by,
-        SHIFT,
-        BY,
-    )
+    for i in tl.static_range(4):
+        found = turned_line(
+            data, words, by, program // across * BM, 4 * word + i, column, rows, columns, width,
+            width_by, blocks, most, most_by, SHIFT, BY, ALIKE, LINES,
+        )  # fmt: skip
+        if i == 0:
+            a = found
+        elif i == 1:
+            b = found
+        elif i == 2:
+            c = found
+        else:
+            d = found
     if SHIFT:
         packed = four(a, b, c, d, E5M2)
     else:
         packed = a | b << 8 | c << 16 | d << 24
     store_words(words_t, packed, word, column, columns, width_t)
     if program < across:
-        scale = most * most_by + tl.zeros((BK,), tl.float32)
+        scale = tl.broadcast_to(most * most_by, (BK,))
         store_tails(words_t, column, scale, width_t, column < columns, BK)
 
 
@@ -419,7 +446,39 @@ def cast_source(
     )
 
 
-def turn_source(kind: torch.dtype, shift: bool, by: bool, count: int, whole: bool) -> KernelSource:
+def guess_source(
+    dtype: torch.dtype, kind: torch.dtype, rows: bool, across: bool, mends: bool,
+    whole: tuple[bool, ...],
+) -> KernelSource:  # fmt: skip
+    """Of `guess_kernel`, or `mends`."""
+    return KernelSource(
+        kernel=mend_kernel if mends else guess_kernel,
+        types={
+            "x": _element(dtype),
+            **dict.fromkeys(("near", "parts"), "*fp32"),
+            "data": "*" + KINDS[kind],
+            **dict.fromkeys(("words", "words_t"), "*i32"),
+            **_numbers("rows", "columns", "stride", "width", "width_t"),
+            "eps": "fp32",
+        },
+        constants={
+            "ROWS": rows,
+            "ACROSS": across,
+            "E5M2": kind == torch.float8_e5m2,
+            "LARGEST": torch.finfo(kind).max,
+            "BF16": dtype == torch.bfloat16,
+            **({"COUNT": JOINED} if mends else {}),
+            **CAST_TILE,
+        },
+        num_warps=WARPS if mends else READ_WARPS,
+        divisible={**_divisible(whole), "width": 16, "width_t": 16, "near": 4},
+        options={"enable_fp_fusion": False, **({"launch_pdl": True} if mends else {})},
+    )
+
+
+def turn_source(
+    kind: torch.dtype, shift: bool, by: bool, alike: bool, count: int, whole: bool
+) -> KernelSource:
     """`count`: a power of two that is no less than the blocks; `whole`: columns come by 16."""
     return KernelSource(
         kernel=turn_kernel,
@@ -431,6 +490,7 @@ def turn_source(kind: torch.dtype, shift: bool, by: bool, count: int, whole: boo
         constants={
             "SHIFT": shift,
             "BY": by,
+            "ALIKE": alike,
             "E5M2": kind == torch.float8_e5m2,
             "COUNT": count,
             **CAST_TILE,
@@ -488,6 +548,34 @@ def quantize(
         )  # fmt: skip
 
 
+def quantize_near(
+    x: Tensor, recipe: Recipe, slot: int, packed: Tensor | None, across: Tensor | None
+) -> None:
+    """`quantize` by a matrix's own maximum, with the guess that lies in one of SLOTS.
+
+    See Note [Scales are guessed].
+    """
+    (rows, columns), device = x.shape, x.device
+    either = across if packed is None else packed
+    assert either is not None
+    tiles = -(-rows // CAST_TILE["BM"]) * -(-columns // CAST_TILE["BK"])
+    parts = torch.empty(2 * tiles, dtype=torch.float32, device=device)
+    args = (_bits(x), _guesses(device) + 4 * slot, parts, packed, _words(packed), _words(across),
+            rows, columns, x.stride(0), _width(packed), _width(across), recipe.eps)  # fmt: skip
+    facts = x.dtype, either.dtype, packed is not None, across is not None
+    whole, stream = _whole(x, columns), stream_of(device)
+    with on(device):
+        for mends, grid in ((False, tiles), (True, min(tiles, MENDERS))):
+            kernel_of(device, guess_source, *facts, mends, whole).launch(stream, grid, args)
+
+
+@functools.cache
+def _guesses(device: torch.device) -> int:
+    """The address of SLOTS scales, zeros at first, that stay."""
+    _kept.append(torch.zeros(SLOTS, dtype=torch.float32, device=device))
+    return _kept[-1].data_ptr()
+
+
 def turn(packed: Tensor, by: Tensor | None, blocks: int, across: Tensor) -> None:
     """`turn_twin` of a matrix that is not empty."""
     rows, columns = len(packed), len(across)
@@ -495,6 +583,7 @@ def turn(packed: Tensor, by: Tensor | None, blocks: int, across: Tensor) -> None
     with on(packed.device):
         program = kernel_of(
             packed.device, turn_source, packed.dtype, blocks > 0, by is not None,
+            blocks > 0 and rows // blocks % CAST_TILE["BM"] == 0,
             triton.next_power_of_2(max(1, blocks)), columns % 16 == 0,
         )  # fmt: skip
         program.launch(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from interlace.errors import InputError
 from interlace.float8.data import ALIGNMENT
-from interlace.float8.operators import run
+from interlace.float8.operators import again, run, unseen
 from interlace.float8.quantization import check_device
 from interlace.float8.recipe import E4M3, Recipe
 
@@ -27,20 +27,46 @@ Packed = tuple[Tensor, Tensor | None]
 
 
 def pack(
-    x: Tensor, kind: torch.dtype, recipe: Recipe, form: str, amax: Tensor | None = None
+    x: Tensor,
+    kind: torch.dtype,
+    recipe: Recipe,
+    form: str,
+    *,
+    amax: Tensor | None = None,
+    place: tuple[int, str] | None = None,
 ) -> Any:
     """A matrix [M, K] as packed `rows`, as those of the transpose (`across`), or as a `pair`.
 
-    `amax` is its maximum, if that is known.
+    `amax` is its maximum, if that is known. `place` tells the matrix from others: what was
+    quantised there before, had about the same maximum.
     """
-    if amax is None:
-        amax = maximum(x, recipe)
+    by_row = recipe.scaling == "row"
+    if amax is None and not by_row:
+        made = None if place is None else again(form, x, recipe, kind, place)
+        if made is not None:
+            return made if form == "pair" else made[0]
+        amax = run("amax", x)
     return run(form, x, amax, recipe.power_of_two, recipe.eps, kind)
 
 
-def maximum(x: Tensor, recipe: Recipe) -> Tensor | None:
-    """The maximum that gives a matrix its scale; None where each row has its own."""
-    return run("amax", x) if recipe.scaling == "tensor" else None
+def place_of(weight: Tensor, role: str) -> tuple[int, str] | None:
+    """Where a layer's `x`, `w` and `dy` are quantised; None if that is not to be known."""
+    return (weight.data_ptr(), role) if unseen(weight) else None
+
+
+def weight_rows(w: Tensor, recipe: Recipe, rows: int, for_x: bool) -> tuple[Tensor, Tensor | None]:
+    """A weight as packed rows, and those of the transpose if they are kept for the gradient of an x
+    of so many rows.
+    """
+    place = place_of(w, "w")
+    if for_x and recipe.keeps_transpose(rows, w):
+        return pack(w, E4M3, recipe, "pair", place=place)
+    return pack(w, E4M3, recipe, "rows", place=place), None
+
+
+def weight_across(w: Tensor, recipe: Recipe, kept: Tensor | None) -> Tensor:
+    """The transpose of a weight as packed rows."""
+    return pack(w, E4M3, recipe, "across", place=place_of(w, "w")) if kept is None else kept
 
 
 def gradients(
@@ -49,8 +75,9 @@ def gradients(
     x: Tensor | None,
     weight: Tensor | None,
     wanted: tuple[bool, bool, bool],
+    place: tuple[int, str] | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Those of x, weight and bias that are wanted, from dy [M, N].
+    """Those of x, weight and bias that are wanted, from dy [M, N], which is quantised at `place`.
 
     `x` is what forward kept: its transpose as packed rows, or x itself where each row has its own
     scale. `weight` is the transpose of the weight as packed rows.
@@ -60,7 +87,7 @@ def gradients(
     dx = dw = rows = across = None
     if wanted[0] or for_w:
         form = "pair" if wanted[0] and for_w else "across" if for_w else "rows"
-        made = pack(dy, recipe.gradient, recipe, form)
+        made = pack(dy, recipe.gradient, recipe, form, place=place)
         rows, across = made if form == "pair" else (made, made)
     if wanted[0]:
         assert weight is not None
@@ -72,32 +99,26 @@ def gradients(
 
 
 class Float8Product(torch.autograd.Function):
-    """`x @ w.T + bias` of x [M, K].
-
-    The transpose of the weight is made in backward, by the maximum that forward found: kept since
-    forward, it would take a byte a number of all weights.
-    """
+    """`x @ w.T + bias` of x [M, K]."""
 
     @staticmethod
     def forward(
-        ctx: Any, recipe: Recipe, kept: Packed | None, x: Tensor, w: Tensor, bias: Tensor | None
+        ctx: Any, recipe: Recipe, known: Packed | None, x: Tensor, w: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """`kept`: the weight as packed rows, where that is known."""
+        """`known`: the weight as packed rows, where that is known."""
         for_x, for_w = ctx.needs_input_grad[2:4]
-        by_row, amax = recipe.scaling == "row", None
-        if kept is None:
-            amax = maximum(w, recipe)
-            w8 = pack(w, E4M3, recipe, "rows", amax)
+        by_row = recipe.scaling == "row"
+        if known is None:
+            w8, kept = weight_rows(w, recipe, len(x), for_x)
         else:
-            w8 = kept[0]
-        saved = None
+            w8, kept = known
+        place = place_of(w, "x")
         if for_w and not by_row:
-            x8, saved = pack(x, E4M3, recipe, "pair")
+            x8, saved = pack(x, E4M3, recipe, "pair", place=place)
         else:
-            x8, saved = pack(x, E4M3, recipe, "rows"), x if for_w else None
-        ctx.recipe, ctx.kept = recipe, kept
-        known = (w, amax) if for_x and kept is None else (None, None)
-        ctx.save_for_backward(saved, *known)
+            x8, saved = pack(x, E4M3, recipe, "rows", place=place), x if for_w else None
+        ctx.recipe, ctx.place = recipe, place_of(w, "dy")
+        ctx.save_for_backward(saved, *((w, kept) if for_x else (None, None)))
         return run("mm", x8, w8.t(), int(not by_row), bias, True, x.dtype)
 
     @staticmethod
@@ -105,13 +126,11 @@ class Float8Product(torch.autograd.Function):
         """Gradients of x, weight and bias."""
         from interlace.nn.autograd import first_order  # nn's own layers are made of this file
 
-        x, weight, amax = ctx.saved_tensors
+        x, weight, kept = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
         with torch.no_grad():
-            across = None if ctx.kept is None else ctx.kept[1]
-            if wanted[0] and across is None:
-                across = pack(weight, E4M3, ctx.recipe, "across", amax)
-            made = gradients(ctx.recipe, dys[0].contiguous(), x, across, wanted)
+            across = weight_across(weight, ctx.recipe, kept) if wanted[0] else None
+            made = gradients(ctx.recipe, dys[0].contiguous(), x, across, wanted, ctx.place)
         return None, None, *map(first_order, made)
 
 

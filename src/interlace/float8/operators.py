@@ -23,7 +23,14 @@ from torch import Tensor
 
 from interlace.float8.data import TAIL, width
 from interlace.float8.products import multiply_into
-from interlace.float8.quantization import amax_into, amax_size, quantize_into, turn_into
+from interlace.float8.quantization import (
+    amax_into,
+    amax_size,
+    has_kernels,
+    quantize_into,
+    quantize_near,
+    turn_into,
+)
 from interlace.float8.recipe import Recipe
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -34,13 +41,33 @@ _makers: dict[str, Callable[..., Any]] = {}
 def run(name: str, *args: Any) -> Any:
     """`torch.ops.interlace.float8_<name>(*args)` without a gradient.
 
-    Where nothing looks on (torch.compile, a mode, a tensor's own class), the dispatcher, which
-    takes longer than a kernel's launch, is left out.
+    Where nothing looks on, the dispatcher, which takes longer than a kernel's launch, is left out.
     """
+    if unseen(args[0]):
+        return _makers[name](*args)
+    return getattr(torch.ops.interlace, f"float8_{name}")(*args)
+
+
+def unseen(x: Tensor) -> bool:
+    """Whether nothing looks on: torch.compile, a mode, or a tensor's own class."""
     seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if seen or type(args[0]) not in _PLAIN:
-        return getattr(torch.ops.interlace, f"float8_{name}")(*args)
-    return _makers[name](*args)
+    return not seen and type(x) in _PLAIN
+
+
+def again(
+    form: str, x: Tensor, recipe: Recipe, kind: torch.dtype, place: object
+) -> tuple[Tensor, ...] | None:
+    """`rows`, `across` or a `pair` by x's own maximum, where the kernels guess its scale by that of
+    the last x at this place; None where they do not.
+    """
+    if not (recipe.power_of_two and has_kernels(x.device) and x.numel() and unseen(x)):
+        return None
+    made = _BLANKS[form](x, None, True, recipe.eps, kind)
+    packed, across = made if form == "pair" else (made[0], None)
+    if form == "across":
+        packed, across = None, made[0]
+    quantize_near(_dense(x), recipe, (place, kind), packed, across)
+    return made
 
 
 Made = tuple[Tensor, ...]
@@ -148,6 +175,7 @@ def _mm(
     multiply_into(made[0], a, b.t(), blocks, bias, fast)
 
 
+_BLANKS = {"rows": _blank_rows, "across": _blank_across, "pair": _blank_pair}
 _QUANTIZE = "Tensor x, Tensor? amax, bool power_of_two, float eps, ScalarType? dtype=None"
 _register("float8_amax", "Tensor x", _blank_amax, _amax)
 _register("float8_rows", _QUANTIZE, _blank_rows, _fills(0, None))

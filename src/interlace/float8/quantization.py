@@ -128,6 +128,17 @@ def quantize_into(
         quantize_twin(x, recipe, amax, packed, across)
 
 
+def quantize_near(
+    x: Tensor, recipe: Recipe, place: object, packed: Tensor | None, across: Tensor | None
+) -> None:
+    """`quantize_into` on CUDA by a matrix's own maximum, guessed by that of what was quantised at
+    the same place before; see Note [Scales are guessed] in kernel.py.
+    """
+    from interlace.float8 import kernel
+
+    kernel.quantize_near(x, recipe, hash((place, recipe)) % kernel.SLOTS, packed, across)
+
+
 def quantize_twin(
     x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
 ) -> None:

@@ -45,6 +45,11 @@ class Recipe:
     shifts. None: True for `shard`, and False for `team`."""
     eps: float = 0.0
     """A maximum below it counts as this (fp32)."""
+    keep_transposes: bool | None = None
+    """Makes the transpose of a weight in forward, with its rows, and keeps it until backward: the
+    weight is read once less, and it takes a byte a number meanwhile, as in TransformerEngine. False
+    makes it in backward. None: keeps it where x has no fewer rows than the weight. Both together
+    then take no more memory than in bf16, where x takes a byte a number more."""
 
     def __post_init__(self) -> None:
         _one_of("gradient", self.gradient, FORMATS)
@@ -53,6 +58,7 @@ class Recipe:
         if self.power_of_two is None:
             object.__setattr__(self, "power_of_two", self.scale == "shard")
         _one_of("power_of_two", self.power_of_two, (False, True))
+        _one_of("keep_transposes", self.keep_transposes, (None, False, True))
         if isinstance(self.eps, bool) or not isinstance(self.eps, int | float):
             raise OptionError(f"eps is {self.eps!r}: take a number")
         if not 0 <= self.eps <= torch.finfo(torch.float32).max or math.isnan(self.eps):
@@ -68,6 +74,12 @@ class Recipe:
                 "scale='team' with scaling='row': rows are whole on their rank and share no scale; "
                 "take scale='shard'"
             )
+
+    def keeps_transpose(self, rows: int, weight: torch.Tensor) -> bool:
+        """Whether the transpose of a weight [N, K] is made in forward, for x [rows, K]."""
+        if self.keep_transposes is not None:
+            return self.keep_transposes
+        return not torch.compiler.is_compiling() and rows >= len(weight)
 
     @property
     def forward(self) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.functional import linear
 
 from interlace.float8.linear import gradients as float8_gradients
-from interlace.float8.linear import maximum, pack
+from interlace.float8.linear import pack, weight_across, weight_rows
 from interlace.float8.operators import run as float8_run
 from interlace.float8.quantization import amax_size, check_device
 from interlace.float8.recipe import Recipe
@@ -71,14 +71,13 @@ class Sharded(torch.autograd.Function):
             maxima=amax_size(x.device),
             keeps=recipe is not None and any(for_w),
         )
-        kept = weights
-        maxima: list[Tensor | None] = []
+        saved: list[Tensor | None] = list(weights)
         with without_autocast(x.device.type):
             if recipe is not None:
                 check_device(x)
-                maxima = [maximum(w, recipe) for w in weights]
-                pairs = zip(weights, maxima, strict=True)
-                weights = [pack(w, recipe.forward, recipe, "rows", amax) for w, amax in pairs]
+                forms = [weight_rows(w, recipe, len(x), for_x) for w in weights]
+                weights = [packed for packed, _ in forms]
+                saved += [kept for _, kept in forms]
             if via.collective == "copy":
                 outputs = _local_outputs(layer, x, weights, biases)
             else:
@@ -89,23 +88,22 @@ class Sharded(torch.autograd.Function):
                 outputs = run(x.shape[0] // ranks, [x, *given])
         if layer.returns_x:
             x = outputs.pop()
-        ctx.save_for_backward(x if any(for_w) else None, *((*kept, *maxima) if for_x else ()))
+        ctx.save_for_backward(x if any(for_w) else None, *(saved if for_x else ()))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
         """The gradients that are wanted, in the order of forward's tensors."""
         x, *saved = ctx.saved_tensors
-        weights, maxima = saved[: len(dys)], saved[len(dys) :]
+        weights, kept = saved[: len(dys)], saved[len(dys) :]
         wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
         # Where a graph of the gradient is made, autograd sums: a buffer would not know of it.
         accumulators = () if torch.is_grad_enabled() else ctx.accumulators
         with torch.no_grad(), without_autocast(dys[0].device.type):
             given = [_dense(dy) for dy in dys]
             if (recipe := ctx.via.recipe) is not None:
-                facts = recipe.forward, recipe, "across"
-                pairs = zip(weights, maxima, strict=True)
-                weights = [pack(w, *facts, amax) for w, amax in pairs]
+                pairs = zip(weights, kept, strict=True)
+                weights = [weight_across(w, recipe, across) for w, across in pairs]
             found = iter(_gradients(ctx.via, ctx.layer, wanted, given, x, weights))
             grads = [next(found) if want else None for want in wanted]
             for i, accumulator in enumerate(accumulators, 1):
@@ -160,7 +158,7 @@ def _local_gradients(
         w = weights[i] if wanted[0] else None
         asked = wanted[0], wanted[1 + i], wanted[1 + count + i]
         if layer.recipe is not None:
-            found.append([*float8_gradients(layer.recipe, dy, x, w, asked)])
+            found.append([*float8_gradients(layer.recipe, dy, x, w, asked, None)])
             continue
         dx = None if w is None else dy.mm(w)
         dw = dy.t().mm(x) if asked[1] and x is not None else None
