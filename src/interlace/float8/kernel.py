@@ -470,7 +470,7 @@ def guess_source(
             **({"COUNT": JOINED} if mends else {}),
             **CAST_TILE,
         },
-        num_warps=WARPS if mends else READ_WARPS,
+        num_warps=WARPS,
         divisible={**_divisible(whole), "width": 16, "width_t": 16, "near": 4},
         options={"enable_fp_fusion": False, **({"launch_pdl": True} if mends else {})},
     )
