@@ -45,14 +45,16 @@ MESSAGE = (
     QUANTISED
     + """\
 got = empty(f8e4m3[8, 64])
+late = empty(f8e4m3[4, 64])
 u_amax = empty(f32[1])
 main: call("interlace.float8_amax.out", u, out=u_amax)
 main: record(made)
 comm: wait(made)
-comm: recv(got[0:4], peer=tp.rank - 1)
+comm: group(recv(got[0:4], peer=tp.rank - 1), recv(late, peer=tp.rank + 1))
 comm: record(come)
 main: send(x8, peer=tp.rank + 1)
 main: call("interlace.float8_rows.out", u, u_amax, True, 0.0, out=x8)
+main: send(x8, peer=tp.rank - 1)
 main: wait(come)
 main: copy(x8, got[4:8])
 """
@@ -142,7 +144,7 @@ WRONG = {
     "rows that a peer has": (QUANTISED + RING + mm("ring", 1) + FREED, "rank 0, .*and rank 1,"),
     "rows that were sent": (
         MESSAGE + mm("got", 1, height=8),
-        "rank 2, line 6 and rank 0, line 17$",
+        "rank 2, line 6 and rank 0, line 18$",
     ),
     "rows of the root": (
         QUANTISED + "main: broadcast(x8, full[0:4], root=1, team=tp)\n"
@@ -203,6 +205,13 @@ def test_a_fault_is_told_once_and_of_the_ranks_that_have_it() -> None:
     assert finding.ranks == (0, 2)
     assert [(op.rank, op.line) for op in finding.ops] == [(0, 13), (0, 6), (1, 6)]
     assert "let a block have the rows of one quantisation" in finding.fix
+
+
+def test_where_accesses_race_the_race_alone_is_told() -> None:
+    report = checked(
+        QUANTISED + RING.replace("main: barrier(team=tp)\n", "") + mm("ring", 1) + FREED
+    )
+    assert report.kinds() == {"race"}
 
 
 def lowered(strategy: str, collective: str, rows: int) -> Program:

@@ -80,14 +80,12 @@ def scales(builder: GraphBuilder, sweep: Sweep, explainer: Explainer) -> list[Fi
     steps = (step for source in sources for op in source.program.ops for step in op.steps)
     if sweep.faults or not any(isinstance(op, Call) and _name(op) in BLOCKS for op in steps):
         return []
-    found: dict[tuple[int, int], tuple[Finding, set[int]]] = {}
+    found: dict[tuple[int, int], dict[int, tuple[Part, Block]]] = {}
     for part, block in _Walk(builder, sweep).run():
         place, item = part[0].place, part[1]
-        key = place.source.number, item.place
-        if key not in found:
-            found[key] = _finding(explainer, part, block), set()
-        found[key][1].add(place.rank)
-    return [replace(one, ranks=tuple(sorted(ranks))) for one, ranks in found.values()]
+        of_op = found.setdefault((place.source.number, item.place), {})
+        of_op.setdefault(place.rank, (part, block))
+    return [_finding(explainer, dict(sorted(by_rank.items()))) for by_rank in found.values()]
 
 
 class _Walk:
@@ -220,8 +218,10 @@ class _Walk:
                     yield Block(view, (i * height, (i + 1) * height), i, count, found)
 
 
-def _finding(explainer: Explainer, part: Part, block: Block) -> Finding:
-    (frame, item), by_row = part, block.origins[0].by_row
+def _finding(explainer: Explainer, by_rank: dict[int, tuple[Part, Block]]) -> Finding:
+    """In the words of the first rank."""
+    (frame, item), block = next(iter(by_rank.values()))
+    by_row = block.origins[0].by_row
     assert isinstance(item.op, Call)
     view = print_view(block.view, frame.place.source.program)
     first, behind = map(at_hand, block.rows)
@@ -242,6 +242,7 @@ def _finding(explainer: Explainer, part: Part, block: Block) -> Finding:
         tuple(ops),
         "let a block have the rows of one quantisation, or quantise all of them by one maximum; "
         "0 blocks are for rows that have a scale each",
+        ranks=tuple(by_rank),
     )
 
 
