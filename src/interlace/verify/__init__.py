@@ -17,6 +17,7 @@ What is guaranteed
     - nothing is used before its Alloc or after its Free; every slot comes back in the run that
       took it; no result lives in memory that the next run uses again;
     - source and destination of an op share bytes in a form that the op allows, or not at all;
+    - rows of FP8 that are multiplied by one scale have it from one origin (scales.py);
     - members of a collective agree on kind, reduction, root, splits, element type and shape, the
       two ends of a message on size and element type, and the ranks on the takes of each slot.
 
@@ -35,8 +36,8 @@ What is not
 ops, and must agree with it on hundreds of random programs in every test run.
 
 Reading order: happens_before/ (the order), accesses/ (races and lifetimes), in_place.py (one op
-alone), deadlock.py, matching.py, explain.py, uneven.py and report.py (findings), fixing/ (fixes),
-check.py; then oracle/.
+alone), scales.py (FP8), deadlock.py, matching.py, explain.py, uneven.py and report.py (findings),
+fixing/ (fixes), check.py; then oracle/.
 """
 
 from interlace.verify.check import check

@@ -30,6 +30,7 @@ from interlace.verify.happens_before.source import LoweredProgram, lower
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import disagreements, mismatches, shared_names
 from interlace.verify.report import Report
+from interlace.verify.scales import scales
 from interlace.verify.uneven import Uneven
 
 T = TypeVar("T")
@@ -105,6 +106,7 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
     agreed = mismatches(builder, explainer)
     findings += disagreements(builder, explainer)
     findings += in_place(builder, explainer)
+    findings += scales(builder, sweep, explainer)
     agreed += deadlocks(builder, explainer)
     findings += [uneven.explained(finding) for finding in agreed]
     findings += [*launch_order(builder, explainer), *shared_names(builder, explainer)]

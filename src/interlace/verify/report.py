@@ -37,6 +37,7 @@ KINDS: dict[str, str] = {
     "leak": "a symmetric buffer that a run does not free",
     "uninitialized": "a read of bytes that nothing wrote before",
     "in-place": "an op whose operands share bytes, in a form that it does not allow",
+    "scale": "rows of FP8 that are multiplied by the scale of other rows",
     "event": "a wait for an event that was not recorded before",
     "signal": "a signal whose values do not grow in one order",
     "result": "a result that lives in memory which the next run uses again",

@@ -139,7 +139,7 @@ def multiply(
     """
     if groups.ends is not None:
         y = torch._grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
-        return _finish(y, bias, groups)
+        return finish(y, bias, groups)
     y = x.new_empty(groups.tokens, weight.shape[1])
     for group, start, end in groups.spans():
         part = y[start:end]
@@ -154,7 +154,7 @@ def multiply(
 def input_gradient(dy: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
     """`dx[rows of g] = dy[rows of g] @ weight[g]`, and 0 in padding."""
     if groups.ends is not None:
-        return _finish(torch._grouped_mm(dy, weight, offs=groups.ends), None, groups)
+        return finish(torch._grouped_mm(dy, weight, offs=groups.ends), None, groups)
     dx = dy.new_empty(groups.tokens, weight.shape[2])
     for group, start, end in groups.spans():
         torch.mm(dy[start:end], weight[group], out=dx[start:end])
@@ -212,7 +212,7 @@ def _host(groups: Groups) -> Groups:
     return Groups(groups.num, groups.tokens, sizes, groups.ends, groups.padded)
 
 
-def _finish(y: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch.Tensor:
+def finish(y: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch.Tensor:
     """Adds the biases and clears the padding, where there is any: torch leaves it as it was."""
     if bias is not None or groups.padded:
         from interlace.nn.grouped.launch import finish_rows

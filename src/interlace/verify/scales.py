@@ -1,0 +1,262 @@
+"""Rows of FP8 that are multiplied by the scale of other rows.
+
+Packed rows carry their scale (Note [Packed rows] in float8/data.py), and a call that takes them in
+blocks takes one scale for each block: that of its first row. So a block has rows of one origin.
+
+    origin   what decided a scale: the maximum by which a call quantised the rows; that call itself,
+             where its maximum is unknown; or the parameter in which the rows came
+
+Origins move with the bytes. A maximum that a collective reduced is one origin on all ranks. Bytes
+that a call rearranges in a way that is not known here have none, and no block of such is refused.
+
+Note [What a message has]
+    The source of an op that meets peers may be written again once the op has ended on its rank,
+    though a peer takes the bytes only later: what it takes is what was there when the op began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from interlace.ir.box import Box
+from interlace.ir.ops import KINDS, Call, Collective, Copy, Get, Put, Recv, Send
+from interlace.ir.sizes import Int, at_hand
+from interlace.ir.text.printer import print_view
+from interlace.ir.types import DType
+from interlace.ir.view import View
+from interlace.verify.accesses.memory import Content
+from interlace.verify.accesses.origins import Origins, Strip, cut
+from interlace.verify.accesses.sweep import Sweep
+from interlace.verify.explain import Explainer
+from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.happens_before.graph import Part
+from interlace.verify.happens_before.source import Item, Touch
+from interlace.verify.report import Finding
+
+QUANTIZES = ("float8_rows", "float8_across", "float8_pair")
+"""Calls that make packed rows by the maximum that is their second argument; None: of each row."""
+BLOCKS: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
+    "float8_mm": (2, (0,), (1,)),
+    "float8_turn": (2, (0, 1), ()),
+}
+"""Of calls that take packed rows: the argument that is the number of blocks, those that come in so
+many, and those, given transposed, that have one scale. With 0 blocks each row has its own."""
+KEEPS_ORDER = ("clone", "contiguous", "alias", "view", "reshape", "_unsafe_view")
+FLOAT8 = (DType.f8e4m3, DType.f8e5m2)
+
+
+class Origin(NamedTuple):
+    """What decided a scale."""
+
+    key: object
+    """Equal for rows of one scale."""
+    part: Part | None
+    """The call that quantised, or made the maximum."""
+    given: str = ""
+    """Else the parameter, and whose it is."""
+    by_row: bool = False
+    """Whether each row has a scale of its own."""
+
+
+class Block(NamedTuple):
+    """Rows that a call takes by one scale."""
+
+    view: View
+    rows: tuple[Int, Int]
+    number: int
+    of: int
+    """How many blocks there are."""
+    origins: list[Origin]
+
+
+def scales(builder: GraphBuilder, sweep: Sweep, explainer: Explainer) -> list[Finding]:
+    """A finding of kind `scale` for each op that takes rows of several scales by one.
+
+    Where accesses race, what a block has is chance: there is no such finding then.
+    """
+    sources = {id(place.source): place.source for place in builder.places}.values()
+    steps = (step for source in sources for op in source.program.ops for step in op.steps)
+    if sweep.faults or not any(isinstance(op, Call) and _name(op) in BLOCKS for op in steps):
+        return []
+    found: dict[tuple[int, int], dict[int, tuple[Part, Block]]] = {}
+    for part, block in _Walk(builder, sweep).run():
+        place, item = part[0].place, part[1]
+        of_op = found.setdefault((place.source.number, item.place), {})
+        of_op.setdefault(place.rank, (part, block))
+    return [_finding(explainer, dict(sorted(by_rank.items()))) for by_rank in found.values()]
+
+
+class _Walk:
+    def __init__(self, builder: GraphBuilder, sweep: Sweep) -> None:
+        self.graph, meetings = sweep.graph, builder.meetings
+        self.origins = Origins[Origin](sweep, _of_parameter)
+        self.meets = {
+            (at.frame, at.item): (queue, k, come)
+            for queue, k, come in meetings.collectives()
+            for at in come.values()
+        }
+        self.sends: dict[Part, Part] = {
+            (one.recv.frame, one.recv.item): (one.send.frame, one.send.item)
+            for one in meetings.deliveries()
+            if one.recv is not None and one.send is not None
+        }
+        self.given: dict[Part, Strip[Origin]] = {}
+        """See Note [What a message has]. What gives no bytes may not be here."""
+
+    def run(self) -> Iterator[tuple[Part, Block]]:
+        """The first block of each call, run and rank that has several scales."""
+        for node in self.graph.order:
+            part = self.graph.part[node]
+            if part is None:
+                continue
+            frame, item = part
+            ends = frame.nodes[item.place] == node
+            for one in item.members if item.is_group else (item,):
+                if not ends:
+                    self.begin((frame, one))
+                    continue
+                if isinstance(one.op, Call):
+                    block = next(self.mixed((frame, one), one.op), None)
+                    if block is not None:
+                        yield (frame, one), block
+                self.end((frame, one))
+
+    def begin(self, part: Part) -> None:
+        frame, item = part
+        if isinstance(item.op, Send | Collective):
+            for touch in item.touches:
+                if not touch.write and item.does(touch, frame.place.where):
+                    self.given[part] = self.origins.read(frame, touch)
+
+    def end(self, part: Part) -> None:
+        frame, item = part
+        for touch in item.touches:
+            if touch.write and item.does(touch, frame.place.where):
+                self.origins.write(frame, touch, self.made(part, touch))
+
+    def made(self, part: Part, touch: Touch) -> Strip[Origin] | None:
+        """What an op writes."""
+        frame, item = part
+        match item.op:
+            case Copy() | Put() | Get():
+                source = item.touches[0]
+                sizes = {self.origins.box(frame, one).dtype.itemsize for one in item.touches}
+                return self.origins.read(frame, source) if len(sizes) == 1 else None
+            case Recv():
+                return self.given.get(self.sends[part], ())
+            case Collective() as op:
+                return self.collected(part, op, touch)
+            case Call() as op:
+                return self.called(part, op, touch)
+            case _:
+                return None
+
+    def collected(self, part: Part, op: Collective, touch: Touch) -> Strip[Origin] | None:
+        frame, (queue, k, come) = part[0], self.meets[part]
+        where, box, kind = frame.place.where, self.origins.box(frame, touch), KINDS[op.kind]
+        ranks, index = queue[0].ranks, where.member(op.team).index
+        if kind.reduces:
+            whose = frame.place.rank if kind.scales else None
+            return [(box.nbytes, Origin((queue, k, whose), part))]
+        given = [self.given.get((come[r].frame, come[r].item), ()) for r in ranks]
+        if op.root is not None and kind.scales != "gather":
+            root = given[where.index(op.root)]
+            if kind.scales != "scatter":
+                return root
+            row = box.nbytes // max(box.sizes[0], 1)
+            first = index * box.sizes[0]
+            if op.splits is not None:
+                first = where.table(op.splits).start(index)
+            return cut(root, first * row, box.nbytes)
+        if op.kind == "all_to_all":
+            if op.splits is not None:
+                return None
+            size = box.nbytes // len(ranks)
+            given = [cut(one, index * size, size) for one in given]
+        return [piece for one in given for piece in one]
+
+    def called(self, part: Part, op: Call, touch: Touch) -> Strip[Origin] | None:
+        (frame, item), box = part, self.origins.box(part[0], touch)
+        name, origin = _name(op), Origin(part, part)
+        reads = [one for one in item.touches if not one.write]
+        if name in QUANTIZES:
+            if not isinstance(op.args[1], View):
+                origin = origin._replace(by_row=True)
+            else:
+                most = _distinct(self.origins.read(frame, _touch(item, op.args[1])))
+                if None not in most:
+                    keys = tuple([one.key for one in most if one is not None])
+                    origin = origin._replace(key=(keys, op.args[2:4], box.dtype))
+        elif name in KEEPS_ORDER or (name == "cat" and op.args[1:] in ((), (0,))):
+            return [piece for one in reads for piece in self.origins.read(frame, one)]
+        elif any(self.origins.box(frame, one).dtype in FLOAT8 for one in reads):
+            return None
+        return [(box.nbytes, origin)]
+
+    def mixed(self, part: Part, op: Call) -> Iterator[Block]:
+        """The blocks that have rows of several scales."""
+        (frame, item), (at, by_block, whole) = part, BLOCKS.get(_name(op), (0, (), ()))
+        blocks = op.args[at] if by_block else 0
+        if not isinstance(blocks, int) or blocks < 1:
+            return
+        for each in (*by_block, *whole):
+            view = op.args[each]
+            if not isinstance(view, View):
+                continue
+            touch = _touch(item, view)
+            box, count = self.origins.box(frame, touch), blocks
+            if each in whole:
+                box, count = replace(box, sizes=box.sizes[::-1], strides=box.strides[::-1]), 1
+            height = box.sizes[0] // count
+            for i in range(count):
+                start = box.offset + i * height * box.strides[0]
+                rows = Box(start, (height, *box.sizes[1:]), box.strides, box.dtype)
+                found = [one for one in _distinct(self.origins.read(frame, touch, rows)) if one]
+                if len(found) > 1 or (found and found[0].by_row and height != 1):
+                    yield Block(view, (i * height, (i + 1) * height), i, count, found)
+
+
+def _finding(explainer: Explainer, by_rank: dict[int, tuple[Part, Block]]) -> Finding:
+    """In the words of the first rank."""
+    (frame, item), block = next(iter(by_rank.values()))
+    by_row = block.origins[0].by_row
+    assert isinstance(item.op, Call)
+    view = print_view(block.view, frame.place.source.program)
+    first, behind = map(at_hand, block.rows)
+    rows = f"rows {first} to {behind - 1} of {view}, block {block.number} of {block.of},"
+    said: list[str] = []
+    ops = [explainer.ref(frame.place, item, f"multiplies {rows} by the scale of row {first}")]
+    for origin in block.origins[: 1 if by_row else 2]:
+        if origin.part is None:
+            said.append(origin.given)
+            continue
+        place, call = origin.part[0].place, origin.part[1]
+        ops.append(explainer.ref(place, call, "decides the scale of some of them"))
+        said.append(f"rank {place.rank}, line {ops[-1].line}")
+    several = "each has a scale of its own" if by_row else "they have scales of several origins"
+    return Finding(
+        "scale",
+        f"{_name(item.op)} multiplies {rows} by one scale, and {several}: {' and '.join(said)}",
+        tuple(ops),
+        "let a block have the rows of one quantisation, or quantise all of them by one maximum; "
+        "0 blocks are for rows that have a scale each",
+        ranks=tuple(by_rank),
+    )
+
+
+def _of_parameter(content: Content) -> Origin:
+    return Origin((content.rank, content.name), None, f"{content.name} of rank {content.rank}")
+
+
+def _name(op: Call) -> str:
+    return op.fn.split(".")[1] if "." in op.fn else op.fn
+
+
+def _touch(item: Item, view: View) -> Touch:
+    return next(one for one in item.touches if not one.write and one.spot.view == view)
+
+
+def _distinct(strip: Strip[Origin]) -> list[Origin | None]:
+    return list({None if one is None else one.key: one for _, one in strip}.values())

@@ -1,0 +1,237 @@
+"""Rows of FP8 in blocks: one that has rows of several scales is refused, wherever they moved."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from interlace.float8 import Recipe
+from interlace.ir import Program, parse
+from interlace.nn.parallel.text import LinearLayer, serial
+from interlace.options import Options
+from interlace.passes.pipeline import lower
+from interlace.verify import Report, check
+
+QUANTISED = """\
+amax = empty(f32[1])
+most = empty(f32[1])
+main: call("interlace.float8_amax.out", x, out=amax)
+x8 = empty(f8e4m3[4, 64])
+main: call("interlace.float8_rows.out", x, amax, True, 0.0, out=x8)
+full = empty(f8e4m3[12, 64])
+main: all_gather(x8, full, team=tp)
+"""
+SHARED = QUANTISED.replace(
+    "x8 =", 'main: all_reduce(amax, most, reduce="max", team=tp)\nx8 ='
+).replace("x, amax, T", "x, most, T")
+BY_ROW = QUANTISED.replace("x, amax, T", "x, None, T")
+PAIR = """\
+u_amax = empty(f32[1])
+main: call("interlace.float8_amax.out", u, out=u_amax)
+two = empty(f8e4m3[8, 64])
+main: call("interlace.float8_rows.out", x, amax, True, 0.0, out=two[0:4])
+main: call("interlace.float8_rows.out", u, u_amax, True, 0.0, out=two[4:8])
+"""
+"""Rows of two calls in one buffer."""
+RING = """\
+ring = alloc(f8e4m3[12, 64], symmetric=tp)
+main: copy(x8, ring[tp.rank])
+main: barrier(team=tp)
+main: get(ring[tp.rank + 1], peer=tp.rank + 1)
+main: get(ring[tp.rank + 2], peer=tp.rank + 2)
+"""
+MESSAGE = (
+    QUANTISED
+    + """\
+got = empty(f8e4m3[8, 64])
+late = empty(f8e4m3[4, 64])
+u_amax = empty(f32[1])
+main: call("interlace.float8_amax.out", u, out=u_amax)
+main: record(made)
+comm: wait(made)
+comm: group(recv(got[0:4], peer=tp.rank - 1), recv(late, peer=tp.rank + 1))
+comm: record(come)
+main: send(x8, peer=tp.rank + 1)
+main: call("interlace.float8_rows.out", u, u_amax, True, 0.0, out=x8)
+main: send(x8, peer=tp.rank - 1)
+main: wait(come)
+main: copy(x8, got[4:8])
+"""
+)
+"""The rows that were sent are written over, and the new ones stand behind those that came."""
+FREED = "main: barrier(team=tp)\nmain: free(ring)\n"
+
+
+def mm(rows: str, blocks: int, w: str = "w", height: int = 12, name: str = "y") -> str:
+    return (
+        f"{name} = empty(bf16[{height}, 16])\n"
+        f'main: call("interlace.float8_mm.out", {rows}, {w}.permute(1, 0), {blocks}, None, True, '
+        f"out={name})\n"
+    )
+
+
+def checked(body: str) -> Report:
+    """Of 3 ranks, whose results are y."""
+    params = "x: bf16[4, 32], u: bf16[4, 32], w: f8e4m3[16, 64], v: f8e4m3[16, 64]"
+    lines = [*body.splitlines(), "return y"]
+    return check(parse(f"def f(tp: Team[3], {params}):\n" + "".join(f"    {x}\n" for x in lines)))
+
+
+RIGHT = {
+    "a block for each rank": QUANTISED + mm("full", 3),
+    "rows of one rank": QUANTISED + mm("x8", 1, height=4),
+    "smaller blocks": QUANTISED + mm("full", 12),
+    "a part of a rank's rows": QUANTISED + mm("full[5:8]", 1, height=3),
+    "a scale that all share": SHARED + mm("full", 1),
+    "such rows in blocks that cut ranks": SHARED + mm("full", 2),
+    "each row its own": BY_ROW + mm("full", 0),
+    "two quantisations, two blocks": QUANTISED + PAIR + mm("two", 2, height=8),
+    "one maximum for two calls": QUANTISED + PAIR.replace("u, u_amax", "u, amax")
+    + mm("two", 1, height=8),
+    "rows that a peer has": QUANTISED + RING + mm("ring", 3) + FREED,
+    "a matrix of three in another order": QUANTISED
+    + "turned = empty(f8e4m3[12, 64])\n"
+    "main: copy(full.view(3, 4, 64).permute(1, 0, 2), turned.view(4, 3, 64))\n"
+    + mm("turned", 12),
+    "rows that a call moved": QUANTISED
+    + 'main: call("aten.cat.default", (full[tp.rank + 1], x8), out=(both := f8e4m3[8, 64]))\n'
+    + mm("both", 2, height=8),
+    "rows written over": QUANTISED + "main: copy(x8, full[tp.rank + 1])\n"
+    "main: copy(x8, full[tp.rank + 2])\n" + mm("full", 1),
+    "rows that were sent": MESSAGE + mm("got", 2, height=8),
+    "parts of a root's rows": QUANTISED + "own = empty(f8e4m3[4, 64])\n"
+    "main: scatter(full, own, root=2, team=tp)\n" + mm("own", 1, height=4),
+    "exchanged, each gets its own again": QUANTISED + "back = empty(f8e4m3[12, 64])\n"
+    "main: all_to_all(full, back, team=tp)\n" + mm("back", 1),
+    "what is not known": QUANTISED
+    + 'main: call("aten.flip.default", full, (0,), out=(back := f8e4m3[12, 64]))\n'
+    + mm("back", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", RIGHT.values(), ids=RIGHT)
+def test_blocks_of_one_scale_are_accepted(body: str) -> None:
+    report = checked(body)
+    assert report.sound, report
+
+
+WRONG = {
+    "one block of all ranks": (
+        QUANTISED + mm("full", 1),
+        "rows 0 to 11 of full, block 0 of 1, .*rank 0, line 6 and rank 1, line 6$",
+    ),
+    "blocks that cut ranks": (
+        QUANTISED + mm("full", 2),
+        "rows 0 to 5 of full, block 0 of 2, .*rank 0, line 6 and rank 1, line 6$",
+    ),
+    "a chunk that reaches into the next rank's": (
+        QUANTISED + mm("full[4:10]", 1, height=6),
+        r"rows 0 to 5 of full\[4:10\], .*rank 1, line 6 and rank 2, line 6$",
+    ),
+    "a maximum of the rank alone": (
+        SHARED.replace("x, most, T", "x, amax, T") + mm("full", 1),
+        "rank 0, line 7 and rank 1, line 7$",
+    ),
+    "two calls in one block": (
+        QUANTISED + PAIR + mm("two", 1, height=8),
+        "rows 0 to 7 of two, .*rank 0, line 12 and rank 0, line 13$",
+    ),
+    "the one call's maximum is reduced": (
+        SHARED + PAIR.replace("x, amax", "x, most") + mm("two", 1, height=8),
+        "rank 0, line 13 and rank 0, line 14$",
+    ),
+    "rows that a peer has": (QUANTISED + RING + mm("ring", 1) + FREED, "rank 0, .*and rank 1,"),
+    "rows that were sent": (
+        MESSAGE + mm("got", 1, height=8),
+        "rank 2, line 6 and rank 0, line 18$",
+    ),
+    "rows of the root": (
+        QUANTISED + "main: broadcast(x8, full[0:4], root=1, team=tp)\n"
+        + mm("full[4:12]", 1, height=8),
+        "rank 1, line 6 and rank 2, line 6$",
+    ),
+    "parts of a root's rows": (
+        QUANTISED + "own = empty(f8e4m3[8, 64])\nmain: scatter(full, own[0:4], root=2, team=tp)\n"
+        "main: copy(full[tp.rank + 1], own[4:8])\n" + mm("own", 1, height=8),
+        "rank 0, line 6 and rank 1, line 6$",
+    ),
+    "rows in another order": (
+        QUANTISED + "turned = empty(f8e4m3[12, 64])\n"
+        "main: copy(full.view(3, 4, 64).permute(1, 0, 2), turned.view(4, 3, 64))\n"
+        + mm("turned", 3),
+        "rows 0 to 3 of turned, block 0 of 3, .*rank 0, .* and rank 1,",
+    ),
+    "the second block": (
+        QUANTISED + "main: copy(x8[0:1], full[7:8])\n" + mm("full", 3),
+        "block 1 of 3, .*rank 1, line 6 and rank 0, line 6$",
+    ),
+    "rows that a call moved": (
+        QUANTISED
+        + 'main: call("aten.cat.default", (full[tp.rank + 1], x8), out=(both := f8e4m3[8, 64]))\n'
+        + mm("both", 1, height=8),
+        "rank 1, line 6 and rank 0, line 6$",
+    ),
+    "each row its own": (BY_ROW + mm("full", 3), "each has a scale of its own: rank 0, line 6$"),
+    "a weight of two": (
+        QUANTISED + "both = empty(f8e4m3[16, 64])\nmain: copy(w[0:8], both[0:8])\n"
+        "main: copy(v[0:8], both[8:16])\n" + mm("full", 3, "both"),
+        r"rows 0 to 15 of both.permute\(1, 0\), .*: w of rank 0 and v of rank 0$",
+    ),
+    "a weight of two ranks": (
+        QUANTISED + "all = empty(f8e4m3[48, 64])\nmain: all_gather(w, all, team=tp)\n"
+        + mm("full", 3, "all[8:24]"),
+        ".*: w of rank 0 and w of rank 1$",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "told"), WRONG.values(), ids=WRONG)
+def test_a_block_of_several_scales_is_refused(body: str, told: str) -> None:
+    report = checked(body)
+    assert report.kinds() == {"scale"}, report
+    (finding,) = report.errors
+    assert finding.message.startswith("float8_mm multiplies rows ")
+    assert re.search(told, finding.message), finding.message
+    assert "interlace.float8_mm" in finding.ops[0].text
+
+
+def test_a_fault_is_told_once_and_of_the_ranks_that_have_it() -> None:
+    first = QUANTISED + "got = empty(f8e4m3[8, 64])\nmain: copy(x8, got[0:4])\n"
+    report = checked(
+        first + "main: broadcast(x8, got[4:8], root=1, team=tp)\n" + mm("got", 1, height=8)
+    )
+    (finding,) = report.errors
+    assert finding.ranks == (0, 2)
+    assert [(op.rank, op.line) for op in finding.ops] == [(0, 13), (0, 6), (1, 6)]
+    assert "let a block have the rows of one quantisation" in finding.fix
+
+
+def test_where_accesses_race_the_race_alone_is_told() -> None:
+    report = checked(
+        QUANTISED + RING.replace("main: barrier(team=tp)\n", "") + mm("ring", 1) + FREED
+    )
+    assert report.kinds() == {"race"}
+
+
+def lowered(strategy: str, collective: str, rows: int) -> Program:
+    layer = LinearLayer(collective, "bf16", 32, (16,), (False,), recipe=Recipe())
+    if collective == "reduce_scatter":  # where dy is gathered
+        layer = LinearLayer(collective, "bf16", 32, (16,), (False,), (True, False, False), Recipe())
+    return lower(serial(layer, (0, 1, 2), rows), Options(strategy=strategy))
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("strategy", ["pipeline", "ring", "peer", "broadcast", "shift"])
+def test_what_strategies_make_is_right_for_a_class_of_sizes(strategy: str, collective: str) -> None:
+    report = check(lowered(strategy, collective, 64))
+    assert report.sound, report
+    assert report.sizes.holds({"S": 128})
+
+
+def test_a_strategy_s_schedule_with_another_number_of_blocks_is_refused() -> None:
+    text = str(lowered("pipeline", "all_gather", 64))
+    assert "w0.permute(1, 0), 3, None" in text
+    assert check(parse(text)).sound
+    report = check(parse(text.replace("w0.permute(1, 0), 3, None", "w0.permute(1, 0), 1, None")))
+    assert report.kinds() == {"scale"}
