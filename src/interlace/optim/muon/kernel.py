@@ -1,6 +1,6 @@
 """Symmetric products, of which the lower triangle is computed and mirrored.
 
-    y[i] = alpha * a[i] @ b[i]^T + beta * c[i]     for each matrix i of a batch
+    y[i] = alpha * a[i] @ b[i]^T + beta * c[i] + gamma * identity     for each i of a batch
 
 One block takes a tile on or below the diagonal at a time, multiplies it as any GEMM does, and
 stores it twice: as it is, and transposed at its mirror image. Half of the products are left out,
@@ -69,7 +69,7 @@ def put(y, piece, row, column, rows, SIZE: tl.constexpr):
 
 @triton.jit
 def symmetric_kernel(
-    a_desc, b_desc, c_desc, y, alpha, beta, count, rows, inner,
+    a_desc, b_desc, c_desc, y, alpha, beta, gamma, count, rows, inner,
     BM: tl.constexpr, BK: tl.constexpr, PIECE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """`count` matrices of `rows` rows; a and b have `inner` columns. See Note [Diagonal tiles]."""
@@ -95,6 +95,9 @@ def symmetric_kernel(
             made = pieces[i] * alpha
             if ADD:
                 made += c_desc.load([first + down, across]).to(tl.float32) * beta
+            line = tl.arange(0, PIECE)
+            diagonal = (down + line)[:, None] == (across + line)[None, :]
+            made = tl.where(diagonal, made + gamma, made)
             put(to, made.to(y.dtype.element_ty), down, across, rows, PIECE)
 
 
@@ -107,7 +110,7 @@ def symmetric_source(config: TileConfig, dtype: torch.dtype, add: bool) -> Kerne
             **dict.fromkeys(("a_desc", "b_desc"), block_type(dtype, config.bm, config.bk)),
             "c_desc": block_type(dtype, piece, piece),
             "y": "*" + TYPES[dtype],
-            **dict.fromkeys(("alpha", "beta"), "fp32"),
+            **dict.fromkeys(("alpha", "beta", "gamma"), "fp32"),
             **dict.fromkeys(("count", "rows", "inner"), "i32"),
         },
         constants={"BM": config.bm, "BK": config.bk, "PIECE": piece, "ADD": add},

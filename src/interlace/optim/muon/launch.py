@@ -55,8 +55,10 @@ def operands(
     return (*factors, *matrix(program, 2, c, (lines, rows)), y)
 
 
-def symmetric_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """`alpha * a @ b.mT + beta * c` of dense matrices that the kernel serves (symmetric.py)."""
+def symmetric_product(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, gamma: float
+) -> Tensor:
+    """`alpha * a @ b.mT + beta * c + gamma * identity` of dense matrices that the kernel serves."""
     *batch, rows, inner = a.shape
     count, device = batch[0] if batch else 1, a.device
     y = torch.empty((*batch, rows, rows), dtype=a.dtype, device=device)
@@ -66,5 +68,5 @@ def symmetric_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta
         program = kernel_of(device, symmetric_source, config, a.dtype, c is not None)
         at = [t.data_ptr() for t in (a, b, y if c is None else c, y)]
         args = operands(program, *at, count * rows, rows, inner)
-        program.launch(stream_of(device), grid, (*args, alpha, beta, count, rows, inner))
+        program.launch(stream_of(device), grid, (*args, alpha, beta, gamma, count, rows, inner))
     return y

@@ -49,7 +49,7 @@ class Muon(KeepsStates):
     - `batched`: matrices of equal shapes go through the iteration together.
     - `symmetric`: on NVIDIA GPUs from 9.0, a kernel computes half of each symmetric product.
     - `gram_variant`: iterates on rows x rows matrices where that takes fewer operations. Equal in
-      exact arithmetic, **not bit-equal**.
+      exact arithmetic, **not bit-equal**; in float16.
     - `adamw`: options of the groups with `use_muon=False`, those of `interlace.optim.AdamW`, whose
       defaults they have, and not this class's `lr` and `weight_decay`.
 
@@ -181,7 +181,7 @@ class Muon(KeepsStates):
     def _fit(self, name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
         if not group["use_muon"]:
             return fit(name, value, param, group)
-        return value.to(param.device, copy=True) if isinstance(value, Tensor) else value
+        return value.to(param.device) if isinstance(value, Tensor) else value
 
     def _forget(self) -> None:
         self._adamw: AdamW | None = None

@@ -1,7 +1,7 @@
 """Products of matrices that are symmetric, at about half the cost of dense ones.
 
     g = gram(x, kernel=serves(x))                                        # x @ x.mT
-    p = polynomial(g, g, g, beta=b, alpha=c, kernel=serves(x))           # b * g + c * g @ g
+    p = polynomial(g, g, alpha=c, c=g, beta=b, kernel=serves(x))         # b * g + c * g @ g
 
 The kernel computes the lower triangle and mirrors it, so its results are symmetric bit for bit.
 The twin is what torch.optim.Muon calls, whose results are symmetric within rounding.
@@ -19,23 +19,39 @@ from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
 
 def gram(x: Tensor, *, kernel: bool) -> Tensor:
     """`x @ x.mT` of a matrix or a batch of them."""
-    return _product(x, x, None, 1.0, 0.0) if kernel else x @ x.mT
+    return polynomial(x, x, kernel=True) if kernel else x @ x.mT
 
 
 def polynomial(
-    c: Tensor, g: Tensor, h: Tensor, *, beta: float, alpha: float, kernel: bool
+    g: Tensor,
+    h: Tensor,
+    *,
+    alpha: float = 1.0,
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    gamma: float = 0.0,
+    kernel: bool,
 ) -> Tensor:
-    """`beta * c + alpha * g @ h`, all symmetric, where g and h commute."""
+    """`alpha * g @ h + beta * c + gamma * identity`, all symmetric, where g and h commute."""
     if kernel:
-        return _product(g, h, c, alpha, beta)
-    return (torch.addmm if g.ndim == 2 else torch.baddbmm)(c, g, h, beta=beta, alpha=alpha)
+        from interlace.optim.muon.launch import symmetric_product  # imports Triton
+
+        return symmetric_product(g, h, c, alpha, beta, gamma)
+    if c is None:
+        made = g @ h
+    else:
+        add = torch.addmm if g.ndim == 2 else torch.baddbmm
+        made = add(c, g, h, beta=beta, alpha=alpha)
+    if gamma:
+        made.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    return made
 
 
 def serves(x: Tensor) -> bool:
     """Whether the kernel makes products of x, and of square matrices with its rows."""
     rows, inner = x.shape[-2:]
     whole = rows * x.itemsize % ALIGNMENT == 0 and inner * x.itemsize % ALIGNMENT == 0
-    dense = x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+    dense = x.dtype in (torch.bfloat16, torch.float16) and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
     small = x.numel() // max(inner, 1) < LIMIT and inner < LIMIT
     return whole and dense and small and x.numel() > 0 and runs_on(x.device)
 
@@ -44,9 +60,3 @@ def serves(x: Tensor) -> bool:
 def runs_on(device: torch.device) -> bool:
     """Whether the kernel runs on this device."""
     return torch.version.hip is None and refuse_device(device, newer=True) is None
-
-
-def _product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
-    from interlace.optim.muon.launch import symmetric_product  # imports Triton
-
-    return symmetric_product(a, b, c, alpha, beta)

@@ -35,13 +35,15 @@ MOST_BYTES = 1 << 27
 Matrices = Sequence[Tensor]
 
 
-def adjusted_lr(lr: float, how: str | None, rows: int, columns: int) -> float:
+def adjusted_lr(group: Mapping[str, Any], rows: int, columns: int) -> float:
     """The learning rate of a matrix of that size; see `Muon`."""
-    if how == "match_rms_adamw":
-        return lr * (0.2 * math.sqrt(max(rows, columns)))
-    if how == "spectral_unclamped":
-        return lr * math.sqrt(rows / columns)
-    return lr * math.sqrt(max(1, rows / columns))
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        ratio = 0.2 * math.sqrt(max(rows, columns))
+    elif group["adjust_lr_fn"] == "spectral_unclamped":
+        ratio = math.sqrt(rows / columns)
+    else:
+        ratio = math.sqrt(max(1, rows / columns))
+    return float(group["lr"] * ratio)  # a tensor's arithmetic is fp32, as in torch.optim
 
 
 def matrices(tensor: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
@@ -81,12 +83,12 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
     params = [param for param in group["params"] if param.grad is not None and param.numel()]
     if not params:
         return
-    lr, momentum = float(group["lr"]), group["momentum"]
+    momentum = group["momentum"]
     grads = [*map(placed_grad, params)]
     moments = [momentum_of(param, grad, states[param]) for param, grad in zip(params, grads)]
     grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments)]
     torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - momentum)
-    torch._foreach_mul_([*map(local, params)], 1 - lr * group["weight_decay"])
+    scale([*map(local, params)], float(1 - group["lr"] * group["weight_decay"]))
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
         if isinstance(param, DTensor):
@@ -102,6 +104,15 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
             if group["nesterov"]:
                 updates = torch._foreach_lerp(slopes[few], updates, momentum)
             add(targets[few], orthogonal(updates, group), group)
+
+
+def scale(tensors: Matrices, factor: float) -> None:
+    """Multiplies all, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
+    if tensors[0].is_cuda:
+        torch._foreach_mul_([*tensors], factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
 
 
 def placed_grad(param: Tensor) -> Tensor:
@@ -163,7 +174,7 @@ def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
 
 def add(targets: Matrices, made: Tensor, group: Mapping[str, Any]) -> None:
     """Adds what is orthogonal to the matrices, times minus their learning rate."""
-    alpha = -adjusted_lr(float(group["lr"]), group["adjust_lr_fn"], *targets[0].shape)
+    alpha = -adjusted_lr(group, *targets[0].shape)
     if made.ndim == 2:
         targets[0].add_(made, alpha=alpha)
     else:  # in the parameters' dtype and layout, so that few launches add all of them
@@ -177,7 +188,7 @@ def update_sharded(param: DTensor, update: Tensor, group: Mapping[str, Any]) -> 
     whole = update.full_tensor()
     scaled: dict[float, Tensor] = {}
     for at, matrix in enumerate(matrices(whole, group)):
-        alpha = -adjusted_lr(float(group["lr"]), group["adjust_lr_fn"], *matrix.shape)
+        alpha = -adjusted_lr(group, *matrix.shape)
         if alpha not in scaled:
             scaled[alpha] = torch.zeros(whole.shape, dtype=torch.bfloat16, device=whole.device)
         matrices(scaled[alpha], group)[at].copy_(orthogonal([matrix], group))
