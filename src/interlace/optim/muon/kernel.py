@@ -1,6 +1,6 @@
 """Symmetric products, of which the lower triangle is computed and mirrored.
 
-    y[i] = alpha * a[i] @ b[i]^T + beta * c[i] + gamma * identity     for each i of a batch
+    y[i] = alpha * a[i] @ b[i]^T + (beta * c[i] + gamma * identity)     for each i of a batch
 
 One block takes a tile on or below the diagonal at a time, multiplies it as any GEMM does, and
 stores it twice: as it is, and transposed at its mirror image. Half of the products are left out,
@@ -56,15 +56,15 @@ def quarters(tile, SIZE: tl.constexpr):
 def put(y, piece, row, column, rows, SIZE: tl.constexpr):
     """Stores a piece of the lower triangle and its mirror image; see Note [Diagonal tiles]."""
     line = tl.arange(0, SIZE)
-    at_m, at_n = row + line, column + line
+    down, across = row + line < rows, column + line < rows
+    at = line[:, None] * rows + line[None, :]
+    lower = (row > column) | (line[:, None] >= line[None, :])
+    piece = tl.where(lower, piece, tl.trans(piece))
     wanted = row >= column
-    inside = (at_m < rows)[:, None] & (at_n < rows)[None, :] & wanted
-    mirrored = (at_n < rows)[:, None] & (at_m < rows)[None, :] & wanted
-    keep = (row > column) | (line[:, None] >= line[None, :])
-    piece = tl.where(keep, piece, tl.trans(piece))
-    tl.store(y + at_m.to(tl.int64)[:, None] * rows + at_n[None, :], piece, mask=inside)
-    to = at_n.to(tl.int64)[:, None] * rows + at_m[None, :]
-    tl.store(y + to, tl.trans(piece), mask=mirrored)
+    to = y + row.to(tl.int64) * rows + column
+    tl.store(to + at, piece, mask=down[:, None] & across[None, :] & wanted)
+    to = y + column.to(tl.int64) * rows + row
+    tl.store(to + at, tl.trans(piece), mask=across[:, None] & down[None, :] & wanted)
 
 
 @triton.jit
@@ -95,9 +95,9 @@ def symmetric_kernel(
             made = pieces[i] * alpha
             if ADD:
                 made += c_desc.load([first + down, across]).to(tl.float32) * beta
-            line = tl.arange(0, PIECE)
-            diagonal = (down + line)[:, None] == (across + line)[None, :]
-            made = tl.where(diagonal, made + gamma, made)
+                line = tl.arange(0, PIECE)
+                diagonal = (down + line)[:, None] == (across + line)[None, :]
+                made += tl.where(diagonal, gamma, 0.0)
             put(to, made.to(y.dtype.element_ty), down, across, rows, PIECE)
 
 
