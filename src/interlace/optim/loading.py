@@ -1,7 +1,7 @@
 """Loading states of an optimizer without torch's cast to the dtypes of parameters.
 
-    class Adam(KeepsStates):
-        def _fit(self, name, value, param, group): ...       # a loaded value as this class keeps it
+class Adam(KeepsStates):
+    def _fit(self, name, value, param, group): ...       # a loaded value as this class keeps it
 """
 
 from __future__ import annotations

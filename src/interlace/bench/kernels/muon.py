@@ -36,9 +36,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     f"{OURS} gram": {"gram_variant": True},
     f"{OURS} dense": {"symmetric": False},
 }
-LAYERS, MANY = "8 layers of llama3-8b", "80 small matrices"
+LAYERS, SMALL_ONES = "8 layers of llama3-8b", "80 small matrices"
 _LAYER = [*[(4096, 4096)] * 2, *[(1024, 4096)] * 2, *[(14336, 4096)] * 2, (4096, 14336)]
-MODELS = {LAYERS: 8 * _LAYER, MANY: [*[(768, 2048)] * 64, *[(512, 2048)] * 16]}
+MODELS = {LAYERS: 8 * _LAYER, SMALL_ONES: [*[(768, 2048)] * 64, *[(512, 2048)] * 16]}
 STACKS = ((4, 4096, 4096), (3, 14336, 4096), (16, 512, 2048), (64, 768, 2048))
 SQUARES = (4096,)
 SMALL_MODELS = {"4 tiny matrices": [*[(16, 32)] * 3, (32, 16)]}

@@ -28,7 +28,6 @@ from interlace.kernels.gemm.device import halve
 from interlace.kernels.gemm.support import TileConfig
 from interlace.kernels.launch import TYPES, KernelSource, block_type
 
-
 PIECE = 64
 """Rows and columns that are stored at a time."""
 

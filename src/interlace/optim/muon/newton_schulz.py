@@ -98,8 +98,7 @@ def coefficients(given: object, steps: int) -> tuple[Triple, ...]:
         )
     most = len(found.triples)
     return tuple(
-        found.triples[step % most if found.cycles else min(step, most - 1)]
-        for step in range(steps)
+        found.triples[step % most if found.cycles else min(step, most - 1)] for step in range(steps)
     )
 
 

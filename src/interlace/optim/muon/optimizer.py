@@ -1,9 +1,9 @@
 """Muon for matrices and AdamW for the rest, in one optimizer.
 
-    groups = muon_groups(model)                              # which goes where, by rules
-    optimizer = Muon(groups, lr=0.02, adamw={"lr": 3e-4})
-    print(optimizer.explain())
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
+groups = muon_groups(model)                              # which goes where, by rules
+optimizer = Muon(groups, lr=0.02, adamw={"lr": 3e-4})
+print(optimizer.explain())
+loss.backward(); optimizer.step(); optimizer.zero_grad()
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Muon(KeepsStates):
         for group in self.param_groups:
             if any(parameter is each for each in group["params"]):
                 total = ELEMENT_FLOPS * parameter.numel()
-                options = {name: group.get(name) for name in ("gram_variant", "symmetric")}
+                options = {name: bool(group.get(name)) for name in ("gram_variant", "symmetric")}
                 for matrix in _cut(parameter, group) if group["use_muon"] else ():
                     rows, columns = matrix.shape
                     total += flops(rows, columns, group["ns_steps"], **options)

@@ -1,8 +1,8 @@
 """Which parameters Muon updates, and which AdamW: rules, in order, the first that fits decides.
 
-    groups = muon_groups(model, {"*.qkv_proj.weight": {"split_sizes": (4096, 1024, 1024)}})
-    optimizer = Muon(groups, lr=0.02, adamw={"lr": 3e-4})
-    print(optimizer.explain())
+groups = muon_groups(model, {"*.qkv_proj.weight": {"split_sizes": (4096, 1024, 1024)}})
+optimizer = Muon(groups, lr=0.02, adamw={"lr": 3e-4})
+print(optimizer.explain())
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ RULES: tuple[RoutingRule, ...] = (
     ),
     RoutingRule("vector", False, "fewer than 2 dimensions", lambda facts: len(facts.shape) < 2),
     RoutingRule(
-        "bias", False, "a bias for each of several layers", lambda facts: facts.last.endswith("bias")
+        "bias", False, "a bias of several layers", lambda facts: facts.last.endswith("bias")
     ),
     RoutingRule(
         "head", False, "the output layer, by its name or its shape, the embedding's", _is_head

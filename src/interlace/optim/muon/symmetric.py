@@ -51,7 +51,11 @@ def serves(x: Tensor) -> bool:
     """Whether the kernel makes products of x, and of square matrices with its rows."""
     rows, inner = x.shape[-2:]
     whole = rows * x.itemsize % ALIGNMENT == 0 and inner * x.itemsize % ALIGNMENT == 0
-    dense = x.dtype in (torch.bfloat16, torch.float16) and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+    dense = (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and x.is_contiguous()
+        and x.data_ptr() % ALIGNMENT == 0
+    )
     small = x.numel() // max(inner, 1) < LIMIT and inner < LIMIT
     return whole and dense and small and x.numel() > 0 and runs_on(x.device)
 

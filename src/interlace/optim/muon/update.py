@@ -73,8 +73,8 @@ def check_cut(shape: torch.Size, group: Mapping[str, Any]) -> None:
             )
     if sizes and sum(sizes) != size:
         raise OptimizerError(
-            f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, but dimension "
-            f"{group['split_dim']} of the matrices of a parameter of shape {tuple(shape)} has {size}"
+            f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, and dimension "
+            f"{group['split_dim']} of the matrices of a parameter of shape {tuple(shape)} is {size}"
         )
 
 
@@ -85,16 +85,20 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
         return
     momentum = group["momentum"]
     grads = [*map(placed_grad, params)]
-    moments = [momentum_of(param, grad, states[param]) for param, grad in zip(params, grads)]
-    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments)]
+    moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
+    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
     torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - momentum)
     scale([*map(local, params)], float(1 - group["lr"] * group["weight_decay"]))
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
         if isinstance(param, DTensor):
-            update_sharded(param, grad.lerp(moment, momentum) if group["nesterov"] else moment, group)
+            update_sharded(
+                param, grad.lerp(moment, momentum) if group["nesterov"] else moment, group
+            )
             continue
-        for entry in zip(*(matrices(t.detach(), group) for t in (param, grad, moment)), strict=True):
+        for entry in zip(
+            *(matrices(t.detach(), group) for t in (param, grad, moment)), strict=True
+        ):
             key = param.device, param.dtype, grad.dtype, entry[0].shape
             alike[key].append(entry)
     for entries in alike.values():
@@ -121,8 +125,8 @@ def placed_grad(param: Tensor) -> Tensor:
     assert grad is not None
     if grad.layout != torch.strided or not grad.is_floating_point():
         raise OptimizerError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} is {grad.dtype} with layout "
-            f"{grad.layout}: Muon takes dense real ones; put it in a group with use_muon=False"
+            f"the gradient of a parameter of shape {tuple(param.shape)} is {grad.dtype} with "
+            f"layout {grad.layout}: Muon takes dense real ones; use a group with use_muon=False"
         )
     if isinstance(grad, DTensor) and isinstance(param, DTensor):
         return grad.redistribute(param.device_mesh, param.placements)
