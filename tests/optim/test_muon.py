@@ -7,13 +7,17 @@ import math
 import pickle
 import random
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from tests.support.pool import Pool
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -105,7 +109,10 @@ def test_one_by_one_it_has_torchs_bits(adjust: str | None, dtype: torch.dtype, s
 
 def test_its_defaults_are_torchs() -> None:
     theirs = torch.optim.Muon(params_of(0, [(2, 2)])).defaults
-    assert theirs.items() <= Muon(params_of(0, [(2, 2)])).defaults.items()
+    ours = Muon(params_of(0, [(2, 2)])).defaults
+    assert theirs.items() <= ours.items()
+    added = {"split_sizes", "head_dim", "split_dim", "batched", "symmetric", "gram_variant"}
+    assert ours.keys() - theirs.keys() == {*added, "use_muon"}
 
 
 def test_spectral_unclamped(seed: int) -> None:
@@ -394,7 +401,7 @@ def test_a_closure_and_what_update_costs() -> None:
 def both(seed: int) -> tuple[list[Any], Muon]:
     params = params_of(seed, [(8, 24), (8, 24), (6,)], BF16)
     groups = [{"params": params[:2]}, {"params": params[2:], "use_muon": False}]
-    return params, Muon(groups, lr=0.1)
+    return params, Muon(groups, lr=0.1, adamw={"lr": 0.03})
 
 
 @pytest.mark.parametrize("way", ["state_dict", "pickle", "copy"])
@@ -415,6 +422,35 @@ def test_training_goes_on_bit_for_bit(way: str, seed: int) -> None:
     train(optimizer, params, seed + 1, 2)
     train(other, others, seed + 1, 2)
     assert equal(params, others)
+    other.add_param_group({"params": params_of(seed, [(3,)]), "use_muon": False})
+    assert other.param_groups[2]["lr"] == 0.03
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_distributed_checkpoint_goes_by_names(flat: bool, seed: int) -> None:
+    """Groups with different options, flattened too."""
+
+    def made() -> tuple[nn.Module, Muon]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.LayerNorm(16)).to(BF16)
+        groups = muon_groups(model, {"1.weight": {"head_dim": 8}})
+        return model, Muon(groups, adamw={"exp_avg_sq_dtype": BF16})
+
+    def run(model: nn.Module, optimizer: Muon) -> None:
+        for at in range(2):
+            optimizer.zero_grad()
+            model(torch.tensor([at, 3])).float().square().mean().backward()
+            optimizer.step()
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    (model, optimizer), (other_model, other) = made(), made()
+    run(model, optimizer)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    other_model.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other_model, other, saved, options=options)
+    run(model, optimizer)
+    run(other_model, other)
+    assert equal(list(model.parameters()), list(other_model.parameters()))
 
 
 def test_torchs_checkpoint_is_loaded_and_another_kind_is_not(seed: int) -> None:
@@ -475,8 +511,3 @@ def sharded(seed: int) -> bool:
 
 def test_dtensors_have_the_bits_of_whole_parameters(pool: Pool, seed: int) -> None:
     assert pool(2).run(sharded, seed) == [True, True]
-
-
-def test_singular_values_differ_from_each_other() -> None:
-    """Of the coefficients' sets: none is another under a second name."""
-    assert all(a != b for a, b in pairwise(sorted(s.triples for s in COEFFICIENTS.values())))

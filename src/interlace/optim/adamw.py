@@ -88,7 +88,7 @@ class Adam(KeepsStates):
         seed: int = 0,
     ) -> None:
         self._forget()
-        defaults = _options(locals())
+        defaults = own_options(locals())
         check_group(defaults)
         super().__init__(params, defaults)
 
@@ -182,10 +182,10 @@ class AdamW(Adam):
         stochastic_rounding: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(params, **_options(locals()))
+        super().__init__(params, **own_options(locals()))
 
 
-def _options(variables: Mapping[str, Any]) -> dict[str, Any]:
+def own_options(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The options among the local variables of a constructor."""
     return {n: v for n, v in variables.items() if n not in ("self", "params", "__class__")}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.state import KEPT, fit
-from interlace.optim.adamw import AdamW
+from interlace.optim.adamw import AdamW, own_options
 from interlace.optim.loading import KeepsStates
 from interlace.optim.muon.newton_schulz import coefficients, flops
 from interlace.optim.muon.routing import explain_groups
@@ -85,12 +85,10 @@ class Muon(KeepsStates):
         gram_variant: bool = False,
         adamw: Mapping[str, Any] | None = None,
     ) -> None:
-        taken = ("self", "params", "adamw", "__class__")
-        defaults = {name: value for name, value in locals().items() if name not in taken}
-        defaults["use_muon"] = True
-        check_muon(defaults)
+        defaults = {**own_options(locals()), "use_muon": True}
+        self._adamw_options = dict(defaults.pop("adamw") or {})
         self._forget()
-        self._adamw_options = dict(adamw or {})
+        check_muon(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -110,6 +108,10 @@ class Muon(KeepsStates):
         except OptimizerError:
             self.param_groups.pop()
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickling and copying keep."""
+        return {**super().__getstate__(), "_adamw_options": self._adamw_options}
 
     @overload
     def step(self, closure: None = None) -> None: ...
