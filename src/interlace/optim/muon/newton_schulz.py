@@ -7,6 +7,11 @@ A step with coefficients (a, b, c) maps each singular value s to a s + b s^3 + c
 
     g = x @ x.mT;   x = a * x + (b * g + c * g @ g) @ x
 
+Note [One factor]
+    The kernel adds a to the diagonal before it rounds b g + c g^2, so x is multiplied once and not
+    copied for the sum, which addmm does. Where singular values are about one, so is the factor, and
+    rounds finer than the difference from a; elsewhere coarser. Errors are the same by size.
+
 Note [Gram variant]
     Rows by rows matrices are cheaper than x where it is wide. For some steps (RESTART) only
     g = x @ x.mT and the product q of their factors p = a + b g + c g^2 are kept: g becomes p g p,
@@ -127,7 +132,10 @@ def orthogonalize(
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in steps:
         g = gram(x, kernel=kernel)
-        x = add(x, polynomial(g, g, alpha=c, c=g, beta=b, kernel=kernel), x, beta=a)
+        if kernel:  # see Note [One factor]
+            x = polynomial(g, g, alpha=c, c=g, beta=b, gamma=a, kernel=True) @ x
+        else:
+            x = add(x, polynomial(g, g, alpha=c, c=g, beta=b, kernel=False), x, beta=a)
     return x
 
 
