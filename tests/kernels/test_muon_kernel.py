@@ -120,9 +120,9 @@ by_address: dict[int, torch.Tensor] = {}
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Launched]]:
     product = launch.symmetric_product
 
-    def remembered(a: Any, b: Any, c: Any, *numbers: float) -> torch.Tensor:
-        by_address.update({t.data_ptr(): t for t in (a, b, c) if t is not None})
-        return product(a, b, c, *numbers)
+    def remembered(*given: torch.Tensor, **numbers: float) -> torch.Tensor:
+        by_address.update({tensor.data_ptr(): tensor for tensor in given})
+        return product(*given, **numbers)
 
     empty = torch.empty
 

@@ -24,7 +24,7 @@ from interlace.bench.race.ways import Opened, Way, worst
 from interlace.bench.sites import DTYPES
 from interlace.optim import Muon
 from interlace.optim.muon.newton_schulz import coefficients, flops
-from interlace.optim.muon.symmetric import gram, polynomial, serves
+from interlace.optim.muon.symmetric import polynomial, product, serves
 from interlace.optim.muon.update import batches, orthogonal
 
 GRAM, POLYNOMIAL, ITERATION, STEP = "x @ x.mT", "b*g + c*g@g", "newton-schulz", "step"
@@ -68,19 +68,19 @@ def product_case(size: int, second: bool, dtype: torch.dtype, device: torch.devi
     given = x @ x.mT if second else x
     _, b, c = TRIPLE
 
-    def product(kernel: bool, t: Tensor) -> Tensor:
+    def run(kernel: bool, t: Tensor) -> Tensor:
         if second:
-            return polynomial(t, t, alpha=c, c=t, beta=b, kernel=kernel)
-        return gram(t, kernel=kernel)
+            return polynomial(t, 0.0, b, c, kernel=kernel)
+        return product(t, t.mT, kernel=kernel)
 
     def opened(kernel: bool) -> Opened:
         def off() -> float:
-            found, wide = product(kernel, given), given.float()
+            found, wide = run(kernel, given), given.float()
             wanted = b * wide + c * wide @ wide if second else wide @ wide.mT
             skew = kernel and not torch.equal(found, found.mT)
             return torch.inf if skew else relative(found, wanted) / unit(dtype)
 
-        return Opened(functools.partial(product, kernel), off)
+        return Opened(functools.partial(run, kernel), off)
 
     ways = (Way(OURS, lambda: opened(serves(given))), Way("torch", lambda: opened(False)))
     return BuiltCase(ways=ways, sets=[(given,)], flops=2 * size**3)

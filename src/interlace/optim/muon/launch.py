@@ -56,9 +56,15 @@ def operands(
 
 
 def symmetric_product(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, gamma: float
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    gamma: float = 0.0,
 ) -> Tensor:
-    """`alpha * a @ b.mT + beta * c + gamma * identity` of dense matrices that the kernel serves."""
+    """`alpha * a @ b.mT`, and with c `+ beta * c + gamma * identity`; see the kernel."""
     *batch, rows, inner = a.shape
     count, device = batch[0] if batch else 1, a.device
     y = torch.empty((*batch, rows, rows), dtype=a.dtype, device=device)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from interlace.errors import OptimizerError
-from interlace.optim.muon.symmetric import gram, polynomial, serves
+from interlace.optim.muon.symmetric import polynomial, product, serves
 
 Triple = tuple[float, float, float]
 RESTART = 3
@@ -131,11 +131,11 @@ def orthogonalize(
         return torch.mul(made, 1 / SCALE, out=x)
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in steps:
-        g = gram(x, kernel=kernel)
+        g = product(x, x.mT, kernel=kernel)
         if kernel:  # see Note [One factor]
-            x = polynomial(g, g, alpha=c, c=g, beta=b, gamma=a, kernel=True) @ x
+            x = polynomial(g, a, b, c, kernel=True) @ x
         else:
-            x = add(x, polynomial(g, g, alpha=c, c=g, beta=b, kernel=False), x, beta=a)
+            x = add(x, polynomial(g, 0.0, b, c, kernel=False), x, beta=a)
     return x
 
 
@@ -152,14 +152,13 @@ def normalize(x: Tensor, eps: float) -> None:
 
 def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool) -> Tensor:
     """Some steps at once, of a float16 x that is SCALE times as large; see Note [Gram variant]."""
-    g = gram(x, kernel=kernel)
+    g = product(x, x.mT, kernel=kernel)
     q: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
-        b, c = b / SCALE**2, c / SCALE**4
-        p = polynomial(g, g, alpha=c, c=g, beta=b, gamma=a, kernel=kernel)
-        q = p if q is None else polynomial(q, p, kernel=kernel)
+        p = polynomial(g, a, b / SCALE**2, c / SCALE**4, kernel=kernel)
+        q = p if q is None else product(q, p, kernel=kernel)
         for _ in range(2 if left else 0):
-            g = polynomial(g, p, kernel=kernel)
+            g = product(g, p, kernel=kernel)
     assert q is not None
     return q @ x
 

@@ -1,7 +1,8 @@
 """Products of matrices that are symmetric, at about half the cost of dense ones.
 
-    g = gram(x, kernel=serves(x))                                        # x @ x.mT
-    p = polynomial(g, g, alpha=c, c=g, beta=b, kernel=serves(x))         # b * g + c * g @ g
+    kernel = serves(x)
+    g = product(x, x.mT, kernel=kernel)
+    p = polynomial(g, a, b, c, kernel=kernel)         # a * identity + b * g + c * g @ g
 
 The kernel computes the lower triangle and mirrors it, so its results are symmetric bit for bit.
 The twin is what torch.optim.Muon calls, whose results are symmetric within rounding.
@@ -17,33 +18,26 @@ from torch import Tensor
 from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
 
 
-def gram(x: Tensor, *, kernel: bool) -> Tensor:
-    """`x @ x.mT` of a matrix or a batch of them."""
-    return polynomial(x, x, kernel=True) if kernel else x @ x.mT
-
-
-def polynomial(
-    g: Tensor,
-    h: Tensor,
-    *,
-    alpha: float = 1.0,
-    c: Tensor | None = None,
-    beta: float = 0.0,
-    gamma: float = 0.0,
-    kernel: bool,
-) -> Tensor:
-    """`alpha * g @ h + beta * c + gamma * identity`, all symmetric, where g and h commute."""
+def product(left: Tensor, right: Tensor, *, kernel: bool) -> Tensor:
+    """`left @ right` of matrices or batches of them, where that is symmetric: `right` is `left.mT`,
+    or both are symmetric and commute.
+    """
     if kernel:
         from interlace.optim.muon.launch import symmetric_product  # imports Triton
 
-        return symmetric_product(g, h, c, alpha, beta, gamma)
-    if c is None:
-        made = g @ h
-    else:
-        add = torch.addmm if g.ndim == 2 else torch.baddbmm
-        made = add(c, g, h, beta=beta, alpha=alpha)
-    if gamma:
-        made.diagonal(dim1=-2, dim2=-1).add_(gamma)
+        return symmetric_product(left, right.mT)
+    return left @ right
+
+
+def polynomial(g: Tensor, a: float, b: float, c: float, *, kernel: bool) -> Tensor:
+    """`a * identity + b * g + c * g @ g` of symmetric matrices or batches of them."""
+    if kernel:
+        from interlace.optim.muon.launch import symmetric_product  # imports Triton
+
+        return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a)
+    made = (torch.addmm if g.ndim == 2 else torch.baddbmm)(g, g, g, beta=b, alpha=c)
+    if a:
+        made.diagonal(dim1=-2, dim2=-1).add_(a)
     return made
 
 
