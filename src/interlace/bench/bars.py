@@ -21,6 +21,7 @@ from typing import Any
 
 from interlace.bench.kernels.case import OURS as OUR_WAY
 from interlace.bench.kernels.float8 import CAST, WGRAD
+from interlace.bench.kernels.host import LAYERS as HOST_LAYERS
 from interlace.bench.kernels.losses import BOTH
 from interlace.bench.kernels.muon import GRAM, LAYERS, SMALL_ONES, STEP
 from interlace.bench.race.candidates import OURS
@@ -267,6 +268,10 @@ def _on_gpu(op: str, row: Row) -> bool:
     return row["op"] == op and row["device"] == "cuda"
 
 
+def _layer(row: Row) -> bool:
+    return _on_gpu("host", row) and row["shape"].split(" ")[0] in HOST_LAYERS
+
+
 def _executor(row: Row) -> bool:
     return row["op"] == "host" and row["shape"].startswith("Executor.run")
 
@@ -294,6 +299,7 @@ KERNEL_BARS = (
     KernelBar("time over unfused", "<= 1.1", LINEAR, _ratio("median_us", "unfused")),
     KernelBar("share of copy bandwidth", ">= 0.9", ADAM, _share),
     KernelBar("run over plain calls", "<= 1.3", _executor, _ratio("median_us", "torch")),
+    KernelBar("call over F.linear and NCCL", "<= 1.3", _layer, _ratio("median_us", "torch")),
     KernelBar("time over torch fused", "< 1", ADAM, _ratio("median_us", "torch")),
     KernelBar("over torch", ">= 1.7", functools.partial(_muon, GRAM, "4096x4096"), _speedup),
     KernelBar("over torch", ">= 1.5", functools.partial(_muon, STEP, LAYERS), _speedup),

@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from interlace.bench.kernels.adam import FORMATS, adam_case
@@ -28,11 +30,16 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.ir import Program, parse
 from interlace.launch import Report, Tell
+from interlace.nn import functional
 from interlace.runtime import Executor
 
 COUNTS = (1, 8, 32)
 WIDTH = 64
 NUM_PARAMS, PARAM = 300, 1024
+LAYERS = ("all_gather_linear", "linear_reduce_scatter")
+LAYER = {False: (64, 64, 64), True: (1024, 4096, 2048)}
+"""Rows of a rank, columns of the input and of the output; on CUDA, whose host goes on meanwhile, of
+a size that is overlapped."""
 LOSS = (64, 512, "f32", 0.0, 0.0, BOTH)
 
 
@@ -118,9 +125,8 @@ def executor_ways(
 
 
 def team_work(commit: str, ranks: Ranks, tell: Tell) -> Report:
-    """On every rank of a team: a run of a Program of that team, which talks to nobody in it.
-
-    So it tells what being in a team costs: entering a run, and telling the others where one is.
+    """On every rank of a team: a run of a Program of that team, which talks to nobody in it: what
+    being in a team costs, entering a run and telling the others where one is. And calls of layers.
     """
     rows: list[Row] = []
     common = facts(ranks.device.type, commit)
@@ -130,7 +136,48 @@ def team_work(commit: str, ranks: Ranks, tell: Tell) -> Report:
         shape = f"Executor.run, {calls} calls, a team of {ranks.size}"
         case = _case(shape, lambda device, work=work: work)
         rows += [{**row, **common} for row in time_case(case, ranks, math.inf)]
+    for kind in LAYERS:
+        work = layer_case(kind, ranks)
+        shape = f"{kind} {'x'.join(map(str, LAYER[ranks.cuda]))}, a team of {ranks.size}"
+        case = _case(shape, lambda device, work=work: work, "bf16" if ranks.cuda else "f32")
+        rows += [{**row, **common} for row in time_case(case, ranks, math.inf)]
     return {"rows": rows}
+
+
+def layer_case(kind: str, ranks: Ranks) -> BuiltCase:
+    """A call of a tensor-parallel layer, beside `F.linear` and one collective."""
+    rows, inner, outer = LAYER[ranks.cuda]
+    dtype = torch.bfloat16 if ranks.cuda else torch.float32
+    shape = (rows if kind == LAYERS[0] else rows * ranks.size, inner)
+    x, w = (torch.randn(size, device=ranks.device).to(dtype) for size in (shape, (outer, inner)))
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        if kind == LAYERS[0]:
+            full = x.new_empty(rows * ranks.size, inner)
+            dist.all_gather_into_tensor(full, x, group=ranks.group)
+            return F.linear(full, w)
+        out = x.new_empty(rows, outer)
+        dist.reduce_scatter_tensor(out, F.linear(x, w), group=ranks.group)
+        return out
+
+    def ours(strategy: str) -> Callable[[Tensor, Tensor], Tensor]:
+        call = getattr(functional, kind)
+        facts = {"group": ranks.group, "options": {"strategy": strategy}}
+        return lambda x, w: call(x, w, **facts)
+
+    def opened(run: Callable[[Tensor, Tensor], Tensor]) -> Opened:
+        def off() -> float:
+            wanted = plain(x, w)
+            far = (run(x, w) - wanted).abs().max() / wanted.abs().max()
+            return float(far) / (16 * torch.finfo(dtype).eps)
+
+        return Opened(run, off)
+
+    ways = [Way(OURS, lambda: opened(ours("auto"))), Way("torch", lambda: opened(plain))]
+    ways += [
+        Way(f"{OURS} {name}", lambda name=name: opened(ours(name))) for name in ("pipeline", "peer")
+    ]
+    return BuiltCase(ways=ways, sets=[(x, w)], host=True)
 
 
 def _executor(calls: int, device: torch.device) -> BuiltCase:

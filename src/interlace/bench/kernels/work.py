@@ -92,10 +92,11 @@ def work(
         tell({"event": "rows", "rows": found})
         torch.compiler.reset()
         free(ranks)
-    if "host" in settings.only and not ranks.cuda:
+    if "host" in settings.only and (not ranks.cuda or torch.cuda.device_count() > 1):
         left = settings.seconds - (time.monotonic() - begun)
         if left > TEAM_S:
-            report = start("kernels", team_work, settings.commit, "cpu", 2, TEAM_MOST_S, tell)
+            kind = device.type
+            report = start("kernels", team_work, settings.commit, kind, 2, TEAM_MOST_S, tell)
             found = report["rows"]
             rows += found
             tell({"event": "rows", "rows": found})
