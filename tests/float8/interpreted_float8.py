@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from interlace.float8 import E4M3, E5M2, Recipe, kernel
+from interlace.float8 import E4M3, E5M2, Recipe, kernel, launch
 from interlace.float8.data import width
 from interlace.float8.quantization import quantize_twin, turn_twin
 from interlace.float8.rule import amax_twin, scale_of
@@ -78,7 +78,7 @@ class Interpreted:
     def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
         args = tuple(
             [
-                kernel._kept[0][5:6] if i == 1 and isinstance(arg, int) else arg
+                launch._kept[0][5:6] if i == 1 and isinstance(arg, int) else arg
                 for i, arg in enumerate(args)
             ]
         )
@@ -90,9 +90,9 @@ interpreter.InterpreterBuilder.create_fp_to_fp = convert
 interpreter.InterpreterBuilder.create_inline_asm = assembled
 interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
 launcher.LoadedKernel = Interpreted  # type: ignore[misc]
-kernel.stream_of = lambda device: 0
+launch.stream_of = lambda device: 0
 kernel.gdc_wait = kernel.gdc_launch_dependents = lambda: None
-kernel.PARTS, kernel.BLOCK = 8, 256
+launch.PARTS, launch.BLOCK = 8, 256
 
 ODD = [0.0, -0.0, 1e-40, -3e-39, 449.0, 464.0, 61440.0, -1e4]
 STRANGE = [torch.inf, -torch.inf, torch.nan, -torch.nan]
@@ -138,8 +138,8 @@ def check(draw: random.Random) -> None:
         scaling="row" if by_row else "tensor",
         scale="shard" if by_row else "team",
     )
-    parts = torch.empty(kernel.PARTS)
-    kernel.amax_into(parts, x)
+    parts = torch.empty(launch.PARTS)
+    launch.amax_into(parts, x)
     assert torch.equal(parts.amax().reshape(1), amax_twin(x)), x
     given = draw.choice([parts, parts, torch.tensor([3.0, 0.5, 2.0]), torch.tensor(torch.nan)])
     amax = None if by_row else given
@@ -152,7 +152,7 @@ def check(draw: random.Random) -> None:
         ]
         for _ in range(2)
     )
-    kernel.quantize(x, recipe, amax, mine[0], mine[1])
+    launch.quantize(x, recipe, amax, mine[0], mine[1])
     quantize_twin(x, recipe, amax, twin[0], twin[1])
     for one, other in zip(mine, twin, strict=True):
         same(one, other, what)
@@ -173,9 +173,9 @@ def check_guess(draw: random.Random) -> None:
     quantize_twin(x, recipe, amax_twin(x), twin[0], twin[1])
     scale = scale_of(amax_twin(x), torch.finfo(kind).max, recipe)
     guess = draw.choice([scale, scale * 2, torch.zeros(1), torch.full((1,), torch.nan)])
-    near = kernel._guesses(x.device) and kernel._kept[0][5:6]
+    near = launch._guesses(x.device) and launch._kept[0][5:6]
     near.copy_(guess)
-    kernel.quantize_near(x, recipe, 5, mine[0], mine[1])
+    launch.quantize_near(x, recipe, 5, mine[0], mine[1])
     assert torch.equal(near, scale), (near, scale)
     for one, other in zip(mine, twin, strict=True):
         same(one, other, (x.shape, x.dtype, kind, forms, guess, scale))
@@ -195,7 +195,7 @@ def check_turn(draw: random.Random) -> None:
     by = packed[1] if draw.random() < 0.5 else None
     given = draw.choice([0, blocks])
     mine, twin = (blank(columns, len(packed[0]), kind) for _ in range(2))
-    kernel.turn(packed[0], by if given else None, given, mine)
+    launch.turn(packed[0], by if given else None, given, mine)
     turn_twin(twin, packed[0], by if given else None, given)
     same(mine, twin, (kind, given, rows, columns, by is None))
 

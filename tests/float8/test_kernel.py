@@ -15,7 +15,7 @@ from tests.support.resources import spills
 pytest.importorskip("triton")
 
 import interlace
-from interlace.float8 import E4M3, E5M2, Recipe, amax_of, kernel, quantization, quantize
+from interlace.float8 import E4M3, E5M2, Recipe, amax_of, launch, quantization, quantize
 from interlace.kernels import launch as launcher
 
 SCRIPT = Path(__file__).with_name("interpreted_float8.py")
@@ -41,11 +41,11 @@ def test_kernels_have_the_bits_of_the_twin(seed: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accesses_are_wide_and_nothing_spills(dtype: torch.dtype, by_row: bool) -> None:
     """x is read and both results are written 8 or 16 bytes at a time; the hardware rounds."""
-    source = kernel.cast_source(dtype, E4M3, by_row, False, True, True, 512, ALIGNED)
+    source = launch.cast_source(dtype, E4M3, by_row, False, True, True, 512, ALIGNED)
     compiled = source.compile()
     assert not spills(compiled)
     ptx = compiled.asm["ptx"]
-    each = 128 * 128 // (32 * kernel.WARPS)
+    each = 128 * 128 // (32 * launch.WARPS)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= each * dtype.itemsize // 16
     assert not NARROW.search(ptx)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
@@ -53,8 +53,8 @@ def test_accesses_are_wide_and_nothing_spills(dtype: torch.dtype, by_row: bool) 
     assert "griddepcontrol.wait" in ptx
     assert not INEXACT.search(ptx)
     for source in (
-        kernel.amax_source(dtype, ALIGNED),
-        *(kernel.lines_source(dtype, axis, ALIGNED) for axis in (0, 1)),
+        launch.amax_source(dtype, ALIGNED),
+        *(launch.lines_source(dtype, axis, ALIGNED) for axis in (0, 1)),
     ):
         compiled = source.compile()
         assert not spills(compiled)
@@ -65,7 +65,7 @@ def test_accesses_are_wide_and_nothing_spills(dtype: torch.dtype, by_row: bool) 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 def test_turning_is_wide_too(kind: torch.dtype, shift: bool) -> None:
-    compiled = kernel.turn_source(kind, shift, shift, True, 4, True).compile()
+    compiled = launch.turn_source(kind, shift, shift, True, 4, True).compile()
     assert not spills(compiled)
     ptx = compiled.asm["ptx"]
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
@@ -76,7 +76,7 @@ def test_turning_is_wide_too(kind: torch.dtype, shift: bool) -> None:
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 def test_what_is_not_aligned_is_not_read_wide(kind: torch.dtype) -> None:
     for dtype in DTYPES:
-        source = kernel.cast_source(dtype, kind, False, True, True, True, 1, ODD)
+        source = launch.cast_source(dtype, kind, False, True, True, True, 1, ODD)
         ptx = source.compile().asm["ptx"]
         assert not re.search(r"ld\.global\.v", ptx)
         assert not INEXACT.search(ptx)
@@ -112,7 +112,7 @@ def test_two_launches_for_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that reads for the maximum, one that casts and transposes; views are read in place."""
     Launched.grids = []
     monkeypatch.setattr(launcher, "LoadedKernel", Launched)
-    monkeypatch.setattr(kernel, "stream_of", lambda device: 7)
+    monkeypatch.setattr(launch, "stream_of", lambda device: 7)
     monkeypatch.setattr(quantization, "has_kernels", lambda device: True)
     launcher.kernel_of.cache_clear()
     for dtype in DTYPES:
@@ -121,10 +121,10 @@ def test_two_launches_for_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
             Launched.grids.clear()
             made = quantize(view, E4M3, transpose=True)
             assert made.transposed is not None
-            assert Launched.grids == [("amax_kernel", kernel.PARTS), ("cast_kernel", 3 * 5 - (
+            assert Launched.grids == [("amax_kernel", launch.PARTS), ("cast_kernel", 3 * 5 - (
                 0 if view.shape[-1] > 512 else 3))]  # fmt: skip
     Launched.grids.clear()
-    assert amax_of(torch.zeros(0, 16)).tolist() == [0.0] * kernel.PARTS
+    assert amax_of(torch.zeros(0, 16)).tolist() == [0.0] * launch.PARTS
     quantize(torch.zeros(0, 16), E4M3, transpose=True)
     assert not Launched.grids
     quantize(torch.ones(5, 16), E5M2, Recipe(eps=1.0), amax=torch.ones(3)[1:])

@@ -98,17 +98,17 @@ def amax_size(device: torch.device) -> int:
     """How many numbers `amax_of` gives."""
     if not has_kernels(device):
         return 1
-    from interlace.float8 import kernel
+    from interlace.float8 import launch
 
-    return kernel.PARTS
+    return launch.PARTS
 
 
 def amax_into(found: Tensor, x: Tensor) -> None:
     """Fills what `amax_of` gives of a matrix whose rows are dense."""
     if has_kernels(x.device):
-        from interlace.float8 import kernel
+        from interlace.float8 import launch
 
-        kernel.amax_into(found, x)
+        launch.amax_into(found, x)
     else:
         found.copy_(amax_twin(x))
 
@@ -121,9 +121,9 @@ def quantize_into(
     `amax` has the maximum; without it each row has its scale.
     """
     if has_kernels(x.device) and x.numel():
-        from interlace.float8 import kernel
+        from interlace.float8 import launch
 
-        kernel.quantize(x, recipe, amax, packed, across)
+        launch.quantize(x, recipe, amax, packed, across)
     else:
         quantize_twin(x, recipe, amax, packed, across)
 
@@ -134,9 +134,9 @@ def quantize_near(
     """`quantize_into` on CUDA by a matrix's own maximum, guessed by that of what was quantised at
     the same place before; see Note [Scales are guessed] in kernel.py.
     """
-    from interlace.float8 import kernel
+    from interlace.float8 import launch
 
-    kernel.quantize_near(x, recipe, hash((place, recipe)) % kernel.SLOTS, packed, across)
+    launch.quantize_near(x, recipe, hash((place, recipe)) % launch.SLOTS, packed, across)
 
 
 def quantize_twin(
@@ -158,9 +158,9 @@ def turn_into(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) ->
     `blocks` with one scale each. See Note [One scale for a sum over shards].
     """
     if has_kernels(packed.device) and packed.numel():
-        from interlace.float8 import kernel
+        from interlace.float8 import launch
 
-        kernel.turn(packed, by, blocks, across)
+        launch.turn(packed, by, blocks, across)
     else:
         turn_twin(across, packed, by, blocks)
 

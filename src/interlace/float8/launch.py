@@ -1,0 +1,287 @@
+"""Launches the kernels of current scaling: what each is compiled for, and its arguments.
+
+amax_into(found, x)
+quantize(x, recipe, found, packed, across)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from interlace.float8.kernel import (
+    amax_kernel,
+    cast_kernel,
+    guess_kernel,
+    lines_kernel,
+    mend_kernel,
+    turn_kernel,
+)
+from interlace.float8.recipe import Recipe
+from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_of
+
+PARTS = 512
+"""Programs of the maximum of a whole tensor, and numbers that they give: for any size."""
+MOST = 16 * PARTS
+"""Numbers that `cast_kernel` joins: the parts of some ranks."""
+BLOCK = 8192
+JOINED, MENDERS = 2048, 132
+"""Maxima that `mend_kernel` reads at a time, and programs of it."""
+SLOTS = 1 << 16
+"""Scales that are kept as guesses, on each device."""
+_kept: list[Tensor] = []
+LINE_TILE: Mapping[str, int] = {"BM": 32, "BK": 128}
+"""Of the maxima of rows or columns."""
+CAST_TILE: Mapping[str, int] = {"BM": 128, "BK": 128}
+WARPS = 8
+READ_WARPS = 16
+KINDS = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
+
+
+def amax_source(dtype: torch.dtype, whole: tuple[bool, ...]) -> KernelSource:
+    """`whole`: which of x's address, columns and stride are multiples of 16."""
+    return KernelSource(
+        kernel=amax_kernel,
+        types={"x": _element(dtype), "found": "*fp32", **_numbers("rows", "columns", "stride")},
+        constants={"BF16": dtype == torch.bfloat16, "BLOCK": BLOCK},
+        num_warps=READ_WARPS,
+        divisible=_divisible(whole),
+    )
+
+
+def lines_source(dtype: torch.dtype, axis: int, whole: tuple[bool, ...]) -> KernelSource:
+    """The same, of the maxima of rows (1) or columns (0)."""
+    return KernelSource(
+        kernel=lines_kernel,
+        types={"x": _element(dtype), "found": "*fp32", **_numbers("rows", "columns", "stride")},
+        constants={"AXIS": axis, "BF16": dtype == torch.bfloat16, **LINE_TILE},
+        num_warps=WARPS,
+        divisible=_divisible(whole),
+    )
+
+
+def cast_source(
+    dtype: torch.dtype, kind: torch.dtype, by_row: bool, power_of_two: bool, rows: bool,
+    across: bool, count: int, whole: tuple[bool, ...],
+) -> KernelSource:  # fmt: skip
+    """`rows`, `across`: which are made. `count`: a power of two that is no less than the numbers of
+    `amax`; `whole` as above.
+    """
+    return KernelSource(
+        kernel=cast_kernel,
+        types={
+            "x": _element(dtype),
+            **dict.fromkeys(("amax", "amax_t"), "*fp32"),
+            "data": "*" + KINDS[kind],
+            **dict.fromkeys(("words", "words_t"), "*i32"),
+            **_numbers("rows", "columns", "stride", "width", "width_t", "count"),
+            "eps": "fp32",
+        },
+        constants={
+            "BY_ROW": by_row,
+            "ROWS": rows,
+            "ACROSS": across,
+            "POWER_OF_TWO": power_of_two,
+            "E5M2": kind == torch.float8_e5m2,
+            "LARGEST": torch.finfo(kind).max,
+            "BF16": dtype == torch.bfloat16,
+            "COUNT": count,
+            **CAST_TILE,
+        },
+        num_warps=WARPS,
+        divisible={**_divisible(whole), "width": 16, "width_t": 16, "amax": 4},
+        options={"enable_fp_fusion": False, "launch_pdl": True},
+    )
+
+
+def guess_source(
+    dtype: torch.dtype, kind: torch.dtype, rows: bool, across: bool, mends: bool,
+    whole: tuple[bool, ...],
+) -> KernelSource:  # fmt: skip
+    """Of `guess_kernel`, or `mends`."""
+    return KernelSource(
+        kernel=mend_kernel if mends else guess_kernel,
+        types={
+            "x": _element(dtype),
+            **dict.fromkeys(("near", "parts"), "*fp32"),
+            "data": "*" + KINDS[kind],
+            **dict.fromkeys(("words", "words_t"), "*i32"),
+            **_numbers("rows", "columns", "stride", "width", "width_t"),
+            "eps": "fp32",
+        },
+        constants={
+            "ROWS": rows,
+            "ACROSS": across,
+            "E5M2": kind == torch.float8_e5m2,
+            "LARGEST": torch.finfo(kind).max,
+            "BF16": dtype == torch.bfloat16,
+            **({"COUNT": JOINED} if mends else {}),
+            **CAST_TILE,
+        },
+        num_warps=WARPS,
+        divisible={**_divisible(whole), "width": 16, "width_t": 16, "near": 4},
+        options={"enable_fp_fusion": False, **({"launch_pdl": True} if mends else {})},
+    )
+
+
+def turn_source(
+    kind: torch.dtype, shift: bool, by: bool, alike: bool, count: int, whole: bool
+) -> KernelSource:
+    """`count`: a power of two that is no less than the blocks; `whole`: columns come by 16."""
+    return KernelSource(
+        kernel=turn_kernel,
+        types={
+            "data": "*" + KINDS[kind],
+            **dict.fromkeys(("words", "by", "words_t"), "*i32"),
+            **_numbers("rows", "columns", "width", "width_by", "width_t", "blocks"),
+        },
+        constants={
+            "SHIFT": shift,
+            "BY": by,
+            "ALIKE": alike,
+            "E5M2": kind == torch.float8_e5m2,
+            "COUNT": count,
+            **CAST_TILE,
+        },
+        num_warps=WARPS,
+        divisible={
+            "columns": 16 if whole else 1,
+            **dict.fromkeys(("width", "width_by", "width_t"), 16),
+        },
+        options={"enable_fp_fusion": False},
+    )
+
+
+def amax_into(found: Tensor, x: Tensor) -> None:
+    """The maxima of PARTS parts of a matrix."""
+    rows, columns = x.shape
+    if not x.numel():
+        found.zero_()
+        return
+    if x.is_contiguous() and x.numel() < 2**31 - BLOCK:
+        rows, columns = 1, x.numel()
+    with on(x.device):
+        program = kernel_of(x.device, amax_source, x.dtype, _whole(x, columns))
+        args = _bits(x), found, rows, columns, x.stride(0)
+        program.launch(stream_of(x.device), PARTS, args)
+
+
+def quantize(
+    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
+) -> None:
+    """`quantize_twin` of a matrix that is not empty."""
+    (rows, columns), device, by_row = x.shape, x.device, amax is None
+    either = across if packed is None else packed
+    assert either is not None
+    amax_t = None
+    if amax is None:
+        amax = None if packed is None else _lines(x, 1)
+        amax_t = None if across is None else _lines(x, 0)
+    elif amax.numel() > MOST:
+        amax = amax.amax()
+    if amax is not None:
+        amax = amax.reshape(-1).contiguous()
+    numbers = 1 if amax is None or by_row else amax.numel()
+    tiles = -(-rows // CAST_TILE["BM"]) * -(-columns // CAST_TILE["BK"])
+    with on(device):
+        program = kernel_of(
+            device, cast_source, x.dtype, either.dtype, by_row, recipe.power_of_two,
+            packed is not None, across is not None, triton.next_power_of_2(numbers),
+            _whole(x, columns),
+        )  # fmt: skip
+        program.launch(
+            stream_of(device), tiles,
+            (_bits(x), amax, amax_t, packed, _words(packed), _words(across), rows, columns,
+             x.stride(0), _width(packed), _width(across), numbers, recipe.eps),
+        )  # fmt: skip
+
+
+def quantize_near(
+    x: Tensor, recipe: Recipe, slot: int, packed: Tensor | None, across: Tensor | None
+) -> None:
+    """`quantize` by a matrix's own maximum, with the guess that lies in one of SLOTS.
+
+    See Note [Scales are guessed].
+    """
+    (rows, columns), device = x.shape, x.device
+    either = across if packed is None else packed
+    assert either is not None
+    tiles = -(-rows // CAST_TILE["BM"]) * -(-columns // CAST_TILE["BK"])
+    parts = torch.empty(2 * tiles, dtype=torch.float32, device=device)
+    args = (_bits(x), _guesses(device) + 4 * slot, parts, packed, _words(packed), _words(across),
+            rows, columns, x.stride(0), _width(packed), _width(across), recipe.eps)  # fmt: skip
+    facts = x.dtype, either.dtype, packed is not None, across is not None
+    whole, stream = _whole(x, columns), stream_of(device)
+    with on(device):
+        for mends, grid in ((False, tiles), (True, min(tiles, MENDERS))):
+            kernel_of(device, guess_source, *facts, mends, whole).launch(stream, grid, args)
+
+
+@functools.cache
+def _guesses(device: torch.device) -> int:
+    """The address of SLOTS scales, zeros at first, that stay."""
+    _kept.append(torch.zeros(SLOTS, dtype=torch.float32, device=device))
+    return _kept[-1].data_ptr()
+
+
+def turn(packed: Tensor, by: Tensor | None, blocks: int, across: Tensor) -> None:
+    """`turn_twin` of a matrix that is not empty."""
+    rows, columns = len(packed), len(across)
+    tiles = -(-rows // CAST_TILE["BM"]) * -(-columns // CAST_TILE["BK"])
+    with on(packed.device):
+        program = kernel_of(
+            packed.device, turn_source, packed.dtype, blocks > 0, by is not None,
+            blocks > 0 and rows // blocks % CAST_TILE["BM"] == 0,
+            triton.next_power_of_2(max(1, blocks)), columns % 16 == 0,
+        )  # fmt: skip
+        program.launch(
+            stream_of(packed.device), tiles,
+            (packed, _words(packed), _words(by), _words(across), rows, columns,
+             _width(packed), _width(by), _width(across), blocks),
+        )  # fmt: skip
+
+
+def _lines(x: Tensor, axis: int) -> Tensor:
+    """The maximum of each row (1) or column (0)."""
+    rows, columns = x.shape
+    count, tile = (rows, LINE_TILE["BM"]) if axis == 1 else (columns, LINE_TILE["BK"])
+    found = torch.empty(count, dtype=torch.float32, device=x.device)
+    with on(x.device):
+        program = kernel_of(x.device, lines_source, x.dtype, axis, _whole(x, columns))
+        args = _bits(x), found, rows, columns, x.stride(0)
+        program.launch(stream_of(x.device), -(-count // tile), args)
+    return found
+
+
+def _element(dtype: torch.dtype) -> str:
+    return "*i16" if dtype == torch.bfloat16 else "*" + TYPES[dtype]
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def _words(packed: Tensor | None) -> Tensor | None:
+    return None if packed is None else packed.view(torch.int32)
+
+
+def _width(packed: Tensor | None) -> int:
+    return 0 if packed is None else packed.shape[1]
+
+
+def _numbers(*names: str) -> dict[str, Any]:
+    return {name: "i64" if name == "stride" else "i32" for name in names}
+
+
+def _whole(x: Tensor, columns: int) -> tuple[bool, ...]:
+    return x.data_ptr() % 16 == 0, columns % 16 == 0, x.stride(0) % 16 == 0
+
+
+def _divisible(whole: tuple[bool, ...]) -> dict[str, int]:
+    names = ("x", "columns", "stride")
+    return {name: 16 if by16 else 1 for name, by16 in zip(names, whole, strict=True)}
