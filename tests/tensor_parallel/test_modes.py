@@ -203,7 +203,10 @@ def refused() -> None:
         (lambda: parallelize_module(nn.ReLU(), mesh, OverlapColwise()), "names a ReLU"),
         (lambda: parallelize_module(own, mesh, OverlapRowwise(recipe=recipe)), "given for a Own"),
         (lambda: parallelize_module(layer, mesh, OverlapColwise()), "`weight` is shared"),
-        (lambda: parallelize_module(cut, other, OverlapColwise()), "`weight` lies on"),
+        (
+            lambda: parallelize_module(cut, mesh, OverlapColwise()),
+            "`weight` of a Linear is a DTensor",
+        ),
         (lambda: parallelize_module(layer, mesh, OverlapColwiseGroup(["a"])), "`names` has 'a'"),
         (lambda: cut(torch.ones(3, 2)), "`x` has size 3 in dimension 0, .* multiple of 2"),
         (lambda: cut(given), "`input` lies on"),
