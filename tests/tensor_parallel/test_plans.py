@@ -122,6 +122,7 @@ def unchanged(seed: int) -> None:
         ({"head": RowwiseParallel()}, "`weight` is shared"),
         ({"norm.weight": ColwiseParallel()}, "norm.weight is a Parameter"),
         ({"norm_2": OverlapColwiseGroup(["0"])}, "`names` has '0'"),
+        ({"attention": OverlapColwiseGroup(["wk"])}, "attention.wk is in its parent's group"),
     ]
     for change, told in wrong:
         model, (tokens, _) = drawn(True, True, seed)

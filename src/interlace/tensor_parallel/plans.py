@@ -93,7 +93,7 @@ def parallelize(
         mesh: of one dimension. Of words, its size divides the counts of heads, and the widths of
             layers.
         plan: styles of torch, as for `parallelize_module`, or words, for names of modules, in
-            which `*` stands for a part between dots; a name itself goes before such a pattern. By
+            which `*` stands for a part without dots; a name itself goes before such a pattern. By
             default `model.tp_plan`. Words that are taken are "colwise", "colwise_gather_output"
             ("colwise_rep"), "rowwise", "rowwise_split_input" ("rowwise_rep"), "embedding_rowwise",
             "embedding_colwise", "replicated_with_grad_allreduce", "replicate", and
@@ -115,11 +115,11 @@ def parallelize(
     given: Any = getattr(model, "tp_plan", None) if plan is None else plan
     if not given:
         raise InputError(f"{type(model).__name__} has no `tp_plan`: give `plan`")
-    modules, params = dict(model.named_modules()), dict(model.named_parameters())
-    patterns = sorted(given, key=lambda pattern: "*" not in pattern)
-    named = {p: [n for n in (*modules, *params) if _matches(n, p)] for p in patterns}
-    found: dict[str, Any] = {name: given[p] for p in patterns for name in named[p]}
-    words = {name: word for name, word in found.items() if isinstance(word, str)}
+    modules = dict(model.named_modules())
+    names: dict[str, Any] = modules | dict(model.named_parameters())
+    named = {p: [n for n in names if _matches(n, p)] for p in sorted(given, key=names.__contains__)}
+    found: dict[str, Any] = {name: given[p] for p in named for name in named[p]}
+    words = {name: word for name, word in found.items() if not isinstance(word, ParallelStyle)}
     theirs = {name: style for name, style in found.items() if name not in words}
     how = {"options": options, "overlap": overlap}
     styles = styles_of_words(model, words, mesh, how, recipe)
@@ -127,9 +127,16 @@ def parallelize(
     if sum_gradients:
         _group(modules, styles, how)
     plain = {n: kept.get(n) or _why(styles[n], modules[n]) for n in found if n in styles}
+    groups = {n: s for n, s in styles.items() if isinstance(s, OverlapColwiseGroup)}
+    members = {_below(parent, name) for parent, s in groups.items() for name in s.names}
+    if twice := members & styles.keys():
+        raise InputError(f"{min(twice)} is in its parent's group: give it no style of its own")
     steps = [(modules[name], style) for name, style in styles.items()]
     if words:
-        steps += [(modules[name], WHOLE) for name in _rest(modules, styles)]
+        rest = modules.keys() - (styles.keys() - groups.keys()) - members
+        steps += [
+            (modules[name], WHOLE) for name in modules if name in rest and _is_left(modules[name])
+        ]
     planned: dict[int, Placement] = {}
     for module, style in steps:
         if isinstance(style, Checked):
@@ -166,13 +173,9 @@ def _why(style: ParallelStyle, module: nn.Module) -> str | None:
     return f"{type(style).__name__} is applied as it is given"
 
 
-def _rest(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> list[str]:
-    """Modules with Parameters of their own that no style distributes."""
-    groups = {n: s for n, s in styles.items() if isinstance(s, OverlapColwiseGroup)}
-    taken = {_below(parent, name) for parent, s in groups.items() for name in s.names}
-    taken |= styles.keys() - groups.keys()
-    own = {n: list(module.parameters(recurse=False)) for n, module in modules.items()}
-    return [n for n in own if n not in taken and any(not isinstance(p, DTensor) for p in own[n])]
+def _is_left(module: nn.Module) -> bool:
+    """Whether a module has Parameters of its own that are not distributed."""
+    return any(not isinstance(param, DTensor) for param in module.parameters(recurse=False))
 
 
 def _below(parent: str, name: str) -> str:
@@ -202,7 +205,7 @@ def _is_column(style: Any) -> bool:
 
 
 def _rewrite(
-    given: Mapping[str, ParallelStyle],
+    given: Mapping[str, Any],
     modules: Mapping[str, nn.Module],
     styles: dict[str, ParallelStyle],
     how: dict[str, Any],
@@ -224,7 +227,7 @@ def _rewrite(
             kept[name] = found
             continue
         layout, layers = found
-        local = all(_is_local(given[below[layer]]) for layer in layers)
+        local = given[below[layers[0]]].use_local_output
         group = OverlapColwiseGroup(
             layers, input_layouts=layout, use_local_output=local, recipe=recipe, **how
         )
@@ -236,7 +239,7 @@ def _rewrite(
 
 
 def _overlapping(
-    style: ParallelStyle, module: nn.Module, how: dict[str, Any], recipe: Recipe | None
+    style: Any, module: nn.Module, how: dict[str, Any], recipe: Recipe | None
 ) -> ParallelStyle:
     """The style in the place of torch's, or else itself."""
     kinds: dict[Any, Any] = {ColwiseParallel: OverlapColwise, RowwiseParallel: OverlapRowwise}
@@ -245,13 +248,9 @@ def _overlapping(
     layouts = {key: getattr(style, key)[0] for key in ("input_layouts", "output_layouts")}
     if not all(isinstance(layout, Shard | Replicate) for layout in layouts.values()):
         return style
-    given = {**layouts, **how, "use_local_output": _is_local(style)}
+    given = {**layouts, **how, "use_local_output": style.use_local_output}
     made = kind(**given)
     return made if recipe is None or made.why(module) else kind(**given, recipe=recipe)
-
-
-def _is_local(style: Any) -> bool:
-    return style.use_local_output
 
 
 def _gathered(
