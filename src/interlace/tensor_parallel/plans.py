@@ -35,16 +35,15 @@ from torch.distributed.tensor.parallel import (
 from interlace.errors import InputError
 from interlace.float8 import Recipe
 from interlace.nn.parallel.linear import Given
+from interlace.tensor_parallel.group import OverlapColwiseGroup, is_gathered
 from interlace.tensor_parallel.hugging_face import WHOLE, styles_of_words
 from interlace.tensor_parallel.styles import (
     ALL,
     FEATURES,
     Checked,
     OverlapColwise,
-    OverlapColwiseGroup,
     OverlapRowwise,
     check_mesh,
-    is_gathered,
     is_plain,
 )
 

@@ -18,12 +18,10 @@ and `backend="interlace"` overlaps it. A layer that has a recipe breaks the grap
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import types
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +38,6 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
 )
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -48,12 +45,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from interlace.errors import InputError
 from interlace.float8 import Recipe
 from interlace.frontend.backend import options_from
-from interlace.nn.autograd import eager
 from interlace.nn.functional import (
     all_gather_linear,
     linear_all_reduce,
     linear_reduce_scatter,
-    replicated_linear,
 )
 from interlace.nn.parallel.linear import Given
 
@@ -97,12 +92,12 @@ class _Overlap(Checked):
             raise InputError(f"`recipe` is {recipe!r}: give an interlace.float8.Recipe, or None")
         base: Any = super()
         base.__init__(use_local_output=use_local_output, **layouts)
-        self._how = {"options": options_from(options), "overlap": overlap, "recipe": recipe}
+        self.how = {"options": options_from(options), "overlap": overlap, "recipe": recipe}
         (layout,) = getattr(self, self._side)
-        self._dim = layout.dim if isinstance(layout, Shard) and layout.dim != -1 else None
+        self.dim = layout.dim if isinstance(layout, Shard) and layout.dim != -1 else None
         """The dimension of rows that is gathered or scattered, if one is."""
         sums = self._side == "output_layouts" and layout == Replicate()
-        self._overlaps = sums or self._dim is not None
+        self._overlaps = sums or self.dim is not None
         if recipe is not None and not self._overlaps:
             raise InputError(
                 f"`recipe` is given, and `{self._side}` is {layout!r}, where nothing overlaps: "
@@ -124,7 +119,7 @@ class _Overlap(Checked):
     def check(self, module: nn.Module, mesh: DeviceMesh, planned: dict[int, Placement]) -> None:
         check_mesh(mesh)
         check_layer(module)
-        if self._how["recipe"] is not None and not is_plain(module):
+        if self.how["recipe"] is not None and not is_plain(module):
             raise InputError(
                 f"`recipe` is given for a {type(module).__name__}: FP8 is for nn.Linear, and no "
                 "forward of its own"
@@ -161,7 +156,7 @@ class _Overlap(Checked):
     @property
     def traced(self) -> bool:
         """Whether this runs in a graph, as torch's own."""
-        return torch.compiler.is_compiling() and self._how["recipe"] is None
+        return torch.compiler.is_compiling() and self.how["recipe"] is None
 
 
 class OverlapColwise(_Overlap, ColwiseParallel):
@@ -185,14 +180,14 @@ class OverlapColwise(_Overlap, ColwiseParallel):
         return {name: cut for name, _ in module.named_parameters()}
 
     def _forward(self, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
-        dim: Any = self._dim
+        dim: Any = self.dim
 
         def forward(self_: Any, input: Tensor) -> Tensor:
             if self.traced:
-                return _as_torch(self, ALL, self_, input, mesh)
-            x = _local(input, mesh, self.input_layouts, self.input_layouts)
-            y = all_gather_linear(x, *_local_of(self_), group=mesh, dim=dim, **self._how)
-            return _laid_out(self, self_, y, FEATURES, mesh)
+                return as_torch(self, ALL, self_, input, mesh)
+            x = local(input, mesh, self.input_layouts, self.input_layouts)
+            y = all_gather_linear(x, *local_of(self_), group=mesh, dim=dim, **self.how)
+            return laid_out(self, self_, y, FEATURES, mesh)
 
         return forward
 
@@ -219,220 +214,20 @@ class OverlapRowwise(_Overlap, RowwiseParallel):
         return {name: cut if name == "weight" else Replicate() for name in names}
 
     def _forward(self, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
-        dim = self._dim
+        dim = self.dim
 
         def forward(self_: Any, input: Tensor) -> Tensor:
             if self.traced:
-                return _as_torch(self, FEATURES, self_, input, mesh)
-            x = _local(input, mesh, self.input_layouts, FEATURES)
-            given = x, *_local_of(self_)
+                return as_torch(self, FEATURES, self_, input, mesh)
+            x = local(input, mesh, self.input_layouts, FEATURES)
+            given = x, *local_of(self_)
             if dim is None:
-                y = linear_all_reduce(*given, group=mesh, **self._how)
+                y = linear_all_reduce(*given, group=mesh, **self.how)
             else:
-                y = linear_reduce_scatter(*given, group=mesh, dim=dim, **self._how)
-            return _laid_out(self, self_, y, self.output_layouts, mesh)
+                y = linear_reduce_scatter(*given, group=mesh, dim=dim, **self.how)
+            return laid_out(self, self_, y, self.output_layouts, mesh)
 
         return forward
-
-
-class OverlapColwiseGroup(Checked):
-    """Column-parallel linear layers of one input, which a parent module gives to each of them.
-
-        {"attention": OverlapColwiseGroup(("wq", "wk", "wv"), input_layouts=Shard(1))}
-
-    Args:
-        names: those of the layers, in the module that has this style.
-        input_layouts: of the module's first argument. `Shard(dim)`, `dim` not the last: the rows
-            are gathered once; the module is given a DTensor, of the whole shape. `Replicate()`: the
-            module is given what it was given.
-        use_local_output, options, overlap, recipe: as of `OverlapColwise`.
-
-    The layers' outputs are cut in their last dimension. The layer that is called first computes the
-    outputs of all; the others give theirs when they are called with the same tensor (of an
-    inference tensor each computes its own). So one backward takes all outputs together.
-    FSDP2 goes around the module, not around its layers.
-    The gradients that they give the input are summed before one reduce-scatter, or one all-reduce,
-    so other roundings add up than of separate layers. `InputError` as of `OverlapColwise`, and for
-    a name that is no linear layer's.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        *,
-        input_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        options: Given = None,
-        overlap: bool = True,
-        recipe: Recipe | None = None,
-    ) -> None:
-        if isinstance(names, str) or not names or len({*names}) < len(names):
-            raise InputError(f"`names` is {names!r}: give the names of linear layers, each once")
-        self.names = tuple(names)
-        self._style = OverlapColwise(
-            input_layouts=input_layouts,
-            use_local_output=use_local_output,
-            options=options,
-            overlap=overlap,
-            recipe=recipe,
-        )
-        self.prepare: PrepareModuleInput | None = None
-        """What prepares the module's inputs, where its first argument is not all."""
-        if self._style._dim is None and self._style.input_layouts != ALL:
-            raise InputError(
-                f"`input_layouts` is {input_layouts!r}: give Replicate(), or a Shard(dim) with "
-                "`dim` not the last"
-            )
-
-    def why(self, module: nn.Module) -> str | None:
-        return None
-
-    def check(self, module: nn.Module, mesh: DeviceMesh, planned: dict[int, Placement]) -> None:
-        found = dict(module.named_modules())
-        for name in self.names:
-            if not is_plain(found.get(name)):
-                raise InputError(
-                    f"`names` has {name!r}, and {type(module).__name__} has no nn.Linear there "
-                    "without a forward of its own"
-                )
-            self._style.check(found[name], mesh, planned)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(module, device_mesh, {})
-        style, first = self._style, self.names[0]
-        shared = _Shared([module.get_submodule(name) for name in self.names])
-        for i, layer in enumerate(shared.layers):
-            distribute(layer, style.placements(layer), device_mesh, self.src_data_rank)
-            layer._interlace_shared = shared
-            layer.forward = types.MethodType(self._forward(i, device_mesh), layer)
-        groups = module.__dict__.setdefault("_interlace_groups", {})
-        groups[first] = shared
-        if self.prepare is not None:
-            _LeftRows(self.prepare, style)._apply(module, device_mesh)
-        elif style._dim is not None:
-            hook = functools.partial(_prepare_first, style, device_mesh)
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-        module.register_forward_hook(functools.partial(_forget, style, first), always_call=True)
-        return module
-
-    def _forward(self, index: int, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
-        """The forward of one of the layers."""
-        style = self._style
-
-        def compute(input: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-            x = _local(input, mesh, style.input_layouts, style.input_layouts)
-            for layer in layers:
-                if not isinstance(layer.weight, DTensor) or layer.weight.device_mesh != mesh:
-                    raise InputError(
-                        f"a layer of the group {', '.join(self.names)} is sharded again when "
-                        "another of them is called: apply fully_shard to the module that has this "
-                        "style, or to one around it, and not to its layers"
-                    )
-            pairs = [_local_of(layer) for layer in layers]
-            weights, biases = zip(*pairs, strict=True)
-            if style._dim is None:
-                return replicated_linear(x, weights, biases, group=mesh, **style._how)
-            return all_gather_linear(x, weights, biases, group=mesh, dim=style._dim, **style._how)
-
-        def forward(self_: Any, input: Tensor) -> Tensor:
-            if style.traced:
-                return _as_torch(style, ALL, self_, input, mesh)
-            y = self_._interlace_shared.output(index, input, compute)
-            return _laid_out(style, self_, y, FEATURES, mesh)
-
-        return forward
-
-
-class _Shared:
-    """Layers of one input, and outputs that wait for their layers to be called, as long as neither
-    the input, a weight nor a mode of torch changes."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        self.layers = layers
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops input and outputs."""
-        self.input: Tensor | None = None
-        self.state: tuple[Any, ...] = ()
-        self.outputs: dict[int, Tensor] = {}
-
-    @eager
-    def output(
-        self, index: int, x: Tensor, compute: Callable[[Tensor, list[Any]], Sequence[Tensor]]
-    ) -> Tensor:
-        """That of a layer; an input that was changed in place is another one."""
-        if x.is_inference():  # it does not tell whether it was changed
-            return compute(x, [self.layers[index]])[0]
-        kind = x.device.type
-        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        weights = [layer.weight._version for layer in self.layers]
-        state = x._version, torch.is_grad_enabled(), autocast, weights
-        if self.input is not x or self.state != state or index not in self.outputs:
-            self.outputs = dict(enumerate(compute(x, self.layers)))
-            self.input, self.state = x, state
-        y = self.outputs.pop(index)
-        if not self.outputs:
-            self.forget()
-        return y
-
-
-class _LeftRows(PrepareModuleInput):
-    """Inputs as torch prepares them, but for rows that the layers of a style gather."""
-
-    def __init__(self, given: PrepareModuleInput, style: OverlapColwise) -> None:
-        super().__init__(
-            input_layouts=given.input_layouts,
-            desired_input_layouts=given.desired_input_layouts,
-            input_kwarg_layouts=given.input_kwarg_layouts if given.with_kwargs else None,
-            desired_input_kwarg_layouts=given.desired_input_kwarg_layouts,
-        )
-        self.style = style
-
-    def _prepare_input_arg(
-        self,
-        input: Any,
-        mesh: DeviceMesh,
-        input_layout: Placement | None,
-        desired_layout: Placement | None,
-    ) -> Any:
-        if is_gathered(input_layout, desired_layout):
-            return _rows(input, self.style, mesh)
-        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-
-
-def is_gathered(given: Placement | None, desired: Placement | None) -> bool:
-    """Whether `PrepareModuleInput` gathers the rows of an input."""
-    return isinstance(given, Shard) and given.dim != -1 and desired == Replicate()
-
-
-def _prepare_first(
-    style: OverlapColwise,
-    mesh: DeviceMesh,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes a module's first argument a DTensor, by position or by name."""
-    name = "" if args else next(iter(inspect.signature(module.forward).parameters))
-    x = args[0] if args else kwargs.get(name)
-    if not isinstance(x, Tensor):
-        raise InputError(f"the first argument of {type(module).__name__} is {x!r}: give a tensor")
-    x = _rows(x, style, mesh)
-    return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
-
-
-def _rows(x: Tensor, style: OverlapColwise, mesh: DeviceMesh) -> DTensor:
-    """An input as a DTensor of the style's layout; in a graph it is gathered here, once for all."""
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, style.input_layouts, run_check=False)
-    return x.redistribute(placements=ALL) if style.traced else x
-
-
-def _forget(style: OverlapColwise, name: str, module: Any, *_: Any) -> None:
-    """After a module's forward, drops what a layer was not asked for."""
-    if not style.traced:
-        module._interlace_groups[name].forget()
 
 
 # what the styles share
@@ -498,7 +293,7 @@ def distribute(
         module.register_parameter(name, made)
 
 
-def _local(
+def local(
     x: Tensor, mesh: DeviceMesh, given: tuple[Placement, ...], wanted: tuple[Placement, ...]
 ) -> Tensor:
     """This rank's part of an input, which was laid out as told unless it is a DTensor."""
@@ -517,12 +312,12 @@ def summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=(Partial(),))
 
 
-def _local_of(module: nn.Module) -> list[Any]:
+def local_of(module: nn.Module) -> list[Any]:
     """This rank's part of weight and bias, whose gradients come back as DTensors."""
     return [p.to_local() if isinstance(p, DTensor) else p for p in (module.weight, module.bias)]
 
 
-def _as_torch(
+def as_torch(
     style: ColwiseParallel | RowwiseParallel,
     wanted: tuple[Placement, ...],
     module: Any,
@@ -535,7 +330,7 @@ def _as_torch(
     return style._prepare_output_fn(style.output_layouts, style.use_local_output, module, y, mesh)
 
 
-def _laid_out(
+def laid_out(
     style: ColwiseParallel | RowwiseParallel,
     module: Any,
     y: Tensor,
