@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/train_llama.py --tp 2 --plot loss.png
 
 Each way starts from the same weights and sees the same batches: `single` (no parallelism), `plain`
-(torch's tensor parallel styles), `overlapped` (Interlace's in their place) and `fp8` (these with a
-recipe). The plan of a block is the only thing that differs. `--device cuda` trains on GPUs.
+(torch's tensor parallel styles), `overlapped` (that plan by `parallelize`) and `fp8` (so, with a
+recipe). The call that applies a plan to a block is all that differs. `--device cuda` is for GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from interlace.float8 import Recipe
-from interlace.tensor_parallel import OverlapColwiseGroup, OverlapRowwise
+from interlace.tensor_parallel import parallelize
 
 WAYS = ("single", "plain", "overlapped", "fp8")
 VOCABULARY = 256
@@ -106,35 +106,23 @@ class Llama(nn.Module):
 # how it is parallelised
 
 
-def block_plan(way: str) -> dict[str, ParallelStyle]:
+def block_plan() -> dict[str, ParallelStyle]:
     """Of one block: sequence parallel between the matmuls, tensor parallel within."""
-    norms: dict[str, ParallelStyle] = {
+    gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+    rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    return {
         "attention_norm": SequenceParallel(),
         "ffn_norm": SequenceParallel(),
-    }
-    if way == "plain":
-        gathered = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        )
-        columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1")
-        return norms | {
-            "attention": gathered,
-            "feed_forward": gathered,
-            **{name: ColwiseParallel() for name in (*columns, "feed_forward.w3")},
-            "attention.wo": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-        }
-    recipe = Recipe() if way == "fp8" else None
-    rows = OverlapRowwise(output_layouts=Shard(1), use_local_output=False, recipe=recipe)
-    return norms | {
-        "attention": OverlapColwiseGroup(("wq", "wk", "wv"), input_layouts=Shard(1), recipe=recipe),
-        "feed_forward": OverlapColwiseGroup(("w1", "w3"), input_layouts=Shard(1), recipe=recipe),
+        "attention": gathered,
+        "feed_forward": gathered,
+        **{name: ColwiseParallel() for name in columns},
         "attention.wo": rows,
         "feed_forward.w2": rows,
     }
 
 
-def parallelize(model: Llama, mesh: DeviceMesh, way: str) -> None:
+def shard(model: Llama, mesh: DeviceMesh, way: str) -> None:
     """Shards a model in place: over mesh["tp"] by `block_plan`, over mesh["dp"] by FSDP2."""
     ends = {
         "tok_embeddings": RowwiseParallel(
@@ -144,9 +132,13 @@ def parallelize(model: Llama, mesh: DeviceMesh, way: str) -> None:
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     parallelize_module(model, mesh["tp"], ends)
+    recipe = Recipe() if way == "fp8" else None
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], block_plan(way))
+        if way == "plain":
+            parallelize_module(layer, mesh["tp"], block_plan())
+        else:
+            parallelize(layer, mesh["tp"], block_plan(), recipe=recipe)
         fully_shard(layer, mesh=mesh["dp"], mp_policy=precision)
     fully_shard(model, mesh=mesh["dp"], mp_policy=precision)
 
@@ -186,7 +178,7 @@ def train(way: str, mesh: DeviceMesh, args: argparse.Namespace) -> list[float]:
     parts, part = 1, 0
     if not single:
         parts, part = mesh["dp"].size(), mesh["dp"].get_local_rank()
-        parallelize(model, mesh, way)
+        shard(model, mesh, way)
 
     def mean(loss: Tensor) -> float:
         if not single:

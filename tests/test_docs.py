@@ -170,7 +170,7 @@ PIECES = {
         (FLOAT8_LAYERS_CHECK, "recipe=Recipe())"),
         (FLOAT8_MODEL_CHECK, "convert_to_float8(model"),
         (FLOAT8_CHECK, "dw = wgrad("),
-        (STYLES_CHECK, "OverlapRowwise"),
+        (STYLES_CHECK, "parallelize(expand"),
     )
     for name, code in PYTHON.items()
     if name.startswith(("README.md", "docs/float8.md")) and word in code

@@ -81,9 +81,9 @@ def modes(seed: int) -> None:
     again = copy.deepcopy(group)
     expected = trained(copy.deepcopy(group), batches)
     assert torch.equal(group(tokens), logits), "a copy has Parameters of its own"
-    for part in (again.attention, again.expand):
+    for part in (again.attention, again.feed_forward):
         own = part.forward
-        part.forward = lambda x, own=own: checkpoint(own, x, use_reentrant=False)
+        part.forward = lambda *given, own=own: checkpoint(own, *given, use_reentrant=False)
     assert not differing(trained(again, batches), expected)
 
     with torch.autocast("cpu", torch.bfloat16):
@@ -91,7 +91,7 @@ def modes(seed: int) -> None:
         assert half.dtype == whole(tokens).dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), logits, rtol=0.1, atol=0.1)
 
-    weight: Any = model.expand.w1.weight
+    weight: Any = model.feed_forward.w1.weight
     with pytest.raises(GradientError, match="is a DTensor"):
         GradAccumulator(weight, torch.zeros(weight.shape))
     accumulator = GradAccumulator(weight)
@@ -163,7 +163,7 @@ def under_fsdp(seed: int) -> list[str]:
     found = []
     for plan in (plan_of("torch sequence"), plan_of("sequence", group=True)):
         model: Any = parallelize_module(copy.deepcopy(whole), mesh["tp"], plan)
-        for module in (model.attention, model.expand, model):
+        for module in (model.attention, model.feed_forward, model):
             fully_shard(module, mesh=mesh["dp"])
         found.append(trained(model, batches))
     theirs, ours = found
@@ -203,7 +203,10 @@ def refused() -> None:
         (lambda: parallelize_module(nn.ReLU(), mesh, OverlapColwise()), "names a ReLU"),
         (lambda: parallelize_module(own, mesh, OverlapRowwise(recipe=recipe)), "given for a Own"),
         (lambda: parallelize_module(layer, mesh, OverlapColwise()), "`weight` is shared"),
-        (lambda: parallelize_module(cut, other, OverlapColwise()), "`weight` lies on"),
+        (
+            lambda: parallelize_module(cut, mesh, OverlapColwise()),
+            "`weight` of a Linear is a DTensor",
+        ),
         (lambda: parallelize_module(layer, mesh, OverlapColwiseGroup(["a"])), "`names` has 'a'"),
         (lambda: cut(torch.ones(3, 2)), "`x` has size 3 in dimension 0, .* multiple of 2"),
         (lambda: cut(given), "`input` lies on"),

@@ -21,27 +21,42 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-from interlace.tensor_parallel import OverlapColwise, OverlapColwiseGroup, OverlapRowwise
+from interlace.tensor_parallel import (
+    OverlapColwise,
+    OverlapColwiseGroup,
+    OverlapRowwise,
+    parallelize,
+)
 
-WIDTH, HEADS, VOCABULARY = 24, 6, 36
+HEADS, SHARED_HEADS, WIDTH, VOCABULARY = 24, 12, 48, 36
+
+
+def rotated(x: Tensor, rope: Tensor) -> Tensor:
+    """Heads [batch, length, heads, 2 n] turned by angles [length, n] of complex numbers."""
+    pairs = torch.view_as_complex(x.to(rope.real.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rope[:, None]).flatten(-2).type_as(x)
 
 
 class Attention(nn.Module):
     def __init__(self, biased: bool) -> None:
         super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, biased) for _ in range(4))
+        self.wq, self.wo = (nn.Linear(WIDTH, WIDTH, biased) for _ in range(2))
+        shared = WIDTH // HEADS * SHARED_HEADS
+        self.wk, self.wv = (nn.Linear(WIDTH, shared, biased) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = (
-            layer(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
+            layer(x).view(batch, length, -1, WIDTH // HEADS)
             for layer in (self.wq, self.wk, self.wv)
         )
-        y = scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k = rotated(q, rope), rotated(k, rope)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
 
 
-class Expand(nn.Module):
+class FeedForward(nn.Module):
     def __init__(self, biased: bool) -> None:
         super().__init__()
         self.w1, self.w3 = (nn.Linear(WIDTH, 2 * WIDTH, biased) for _ in range(2))
@@ -57,16 +72,17 @@ class Model(nn.Module):
     def __init__(self, biased: bool, tied: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.norm, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.expand = Attention(biased), Expand(biased)
+        self.norm, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.feed_forward = Attention(biased), FeedForward(biased)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.embedding(tokens)
-        h = h + self.attention(self.norm(h))
-        return self.head(h + self.expand(self.norm_2(h)))
+        angles = torch.arange(tokens.shape[1], dtype=self.norm.weight.dtype)[:, None]
+        h = h + self.attention(self.norm(h), torch.polar(torch.ones_like(angles), angles))
+        return self.head(h + self.feed_forward(self.norm_2(h)))
 
 
 def plan_of(kind: str, group: bool = False) -> dict[str, Any]:
@@ -81,23 +97,29 @@ def plan_of(kind: str, group: bool = False) -> dict[str, Any]:
         "embedding": rowwise(input_layouts=Replicate(), output_layouts=rows),
         "head": colwise(input_layouts=rows, output_layouts=Replicate()),
         "attention.wo": rowwise(output_layouts=rows),
-        "expand.w2": rowwise(output_layouts=rows),
+        "feed_forward.w2": rowwise(output_layouts=rows),
     }
     if not whole:
         plan |= {"norm": SequenceParallel(), "norm_2": SequenceParallel()}
-    for parent, names in (("attention", ("wq", "wk", "wv")), ("expand", ("w1", "w3"))):
+    for parent, names in (("attention", ("wq", "wk", "wv")), ("feed_forward", ("w1", "w3"))):
         if ours and group:
             plan[parent] = OverlapColwiseGroup(names, input_layouts=rows)
         elif ours and not whole:
             same: Any = Shard(1)
-            plan[parent] = PrepareModuleInput(input_layouts=same, desired_input_layouts=same)
+            plan[parent] = prepared(parent, same, same)
             plan |= {f"{parent}.{name}": colwise(input_layouts=rows) for name in names}
         else:
             if not whole:
                 cut, full = Shard(1), Replicate()
-                plan[parent] = PrepareModuleInput(input_layouts=cut, desired_input_layouts=full)
+                plan[parent] = prepared(parent, cut, full)
             plan |= {f"{parent}.{name}": colwise() for name in names}
     return plan
+
+
+def prepared(parent: str, given: Any, desired: Any) -> PrepareModuleInput:
+    """Attention is given angles as well."""
+    more = (None,) if parent == "attention" else ()
+    return PrepareModuleInput(input_layouts=(given, *more), desired_input_layouts=(desired, *more))
 
 
 def full(tensor: Any) -> Tensor:
@@ -145,7 +167,7 @@ def mesh_of() -> DeviceMesh:
 
 
 def compared(layout: str, seed: int) -> list[str]:
-    """Models on this rank: ours, ours with one gather for several layers, torch's."""
+    """Models on this rank: ours, ours with one gather for several layers, ours of torch's plan."""
     biased, tied = bool(seed % 2), bool(seed // 2 % 2)
     model, batches = drawn(biased, tied, seed)
     mesh, keys, wrong = mesh_of(), list(model.state_dict()), []
@@ -154,8 +176,9 @@ def compared(layout: str, seed: int) -> list[str]:
     if tied:  # which torch's styles have parted
         theirs.head.weight = theirs.embedding.weight
     expected = trained(theirs, batches)
-    for group in (False, True):
-        ours: Any = parallelize_module(copy.deepcopy(model), mesh, plan_of(layout, group))
+    for plan in (plan_of(layout), plan_of(layout, True), plan_of(f"torch {layout}")):
+        ours: Any = copy.deepcopy(model)
+        parallelize(ours, mesh, plan)
         assert list(ours.state_dict()) == keys
         assert placements(ours) == placements(theirs)
         assert (ours.head.weight is ours.embedding.weight) == tied
@@ -167,7 +190,10 @@ def placements(model: nn.Module) -> dict[str, Any]:
     return {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, "all"), (2, "sequence"), (3, "sequence")])
+LAYOUTS = [(2, "all"), (2, "sequence"), (3, "sequence"), (4, "sequence")]
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
 @pytest.mark.timeout(110)
 def test_trains_as_torchs_styles_do(pool: Pool, world: int, layout: str, seed: int) -> None:
     for wrong in pool(world).run(compared, layout, seed, time_out_s=100):

@@ -1,9 +1,6 @@
-"""Models of Hugging Face's transformers over a mesh, by the plan that they bring.
+"""Words of the plans that transformers' models bring, as styles.
 
-    done = parallelize(model, mesh["tp"])      # model.tp_plan: "...q_proj": "colwise", ...
-    print(done.replicated)
-
-The plan gives what all ranks have alike between layers, so what overlaps is the sum of each
+A plan gives what all ranks have alike between layers, so what overlaps is the sum of each
 row-parallel layer; see Note [What overlaps] in styles.py.
 """
 
@@ -11,95 +8,41 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from interlace.errors import InputError, UnsupportedError
 from interlace.float8 import Recipe
-from interlace.nn.parallel.linear import Given
 from interlace.tensor_parallel.styles import (
+    Checked,
     OverlapColwise,
-    OverlapColwiseGroup,
     OverlapRowwise,
-    check_mesh,
-    check_module,
-    keep_ties,
+    check_layer,
+    check_parameters,
+    distribute,
     summed_gradient,
 )
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Layers that are given one input, by the names that models have for them."""
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-WHOLE = ("replicate", "keep_full_weight")
+LEFT_WHOLE = ("replicate", "keep_full_weight")
 """Words of a plan for what all ranks have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parallelized:
-    """What a plan did to a model."""
-
-    applied: dict[str, str]
-    """The plan's word for each module or Parameter that it names."""
-    replicated: tuple[str, ...]
-    """Parameters that all ranks have whole, the plan's and those that it does not name."""
-    unmatched: tuple[str, ...]
-    """Entries of the plan that name nothing in this model."""
-
-
-def parallelize(
+def styles_of_words(
     model: nn.Module,
+    words: Mapping[str, str],
     mesh: DeviceMesh,
-    *,
-    plan: Mapping[str, str] | None = None,
-    sum_gradients: bool = False,
-    options: Given = None,
-    overlap: bool = True,
-    recipe: Recipe | None = None,
-) -> Parallelized:
-    """Distributes a model over a mesh, in place, from the first rank's Parameters.
-
-    All Parameters become DTensors, under the same names, so that optimizers and
-    `clip_grad_norm_` take them together; modules that the plan leaves whole see local tensors.
-
-    Args:
-        model: one of transformers, or any module where `plan` is given.
-        mesh: of one dimension. Its size divides the counts of heads, and the widths of layers.
-        plan: words for names, in which `*` is for numbers; by default `model.tp_plan`. Taken are
-            "colwise", "colwise_gather_output" ("colwise_rep"), "rowwise", "rowwise_split_input"
-            ("rowwise_rep"), "embedding_rowwise", "embedding_colwise",
-            "replicated_with_grad_allreduce", "replicate", and "moe_tp_experts" with its Parameters'
-            "packed_colwise", "colwise" and "rowwise".
-        sum_gradients: one `OverlapColwiseGroup` for q_proj, k_proj and v_proj, and for gate_proj
-            and up_proj: the gradients that they give their input are summed before one all-reduce.
-        options, overlap, recipe: as of `OverlapRowwise`, for row-parallel layers.
-
-    `InputError` for sizes that the mesh does not divide, and `UnsupportedError` for other words of
-    a plan, before anything is changed; `InputError` as of the styles.
-    """
-    check_mesh(mesh)
-    given: Any = getattr(model, "tp_plan", None) if plan is None else plan
-    if not given:
-        raise InputError(f"{type(model).__name__} has no `tp_plan`: give `plan`")
+    how: dict[str, Any],
+    recipe: Recipe | None,
+) -> dict[str, ParallelStyle]:
+    """The style of each module that has a word; the errors of `parallelize` for words."""
     modules, params = dict(model.named_modules()), dict(model.named_parameters())
-    pattern = {name: NUMBER.sub("*", name) for name in (*modules, *params)}
-    words = {n: given.get(n, given.get(p)) for n, p in pattern.items() if {n, p} & given.keys()}
-    how = {"options": options, "overlap": overlap}
     kinds = _kinds(how, recipe)
     styles: dict[str, ParallelStyle] = {}
     for name, word in words.items():
@@ -109,26 +52,16 @@ def parallelize(
         elif word in kinds and name in modules:
             _check_sizes(modules[name], name, word, mesh)
             styles[name] = kinds[word]
-        elif word not in WHOLE and not (name in params and words.get(owner) == "moe_tp_experts"):
+        elif word not in LEFT_WHOLE and not (
+            name in params and words.get(owner) == "moe_tp_experts"
+        ):
             raise UnsupportedError(
                 f"{name} is {word!r} in the plan, which is not taken for a "
                 f"{type(modules.get(name, params.get(name))).__name__}: give a `plan` without it; "
-                f"for modules these are taken: {', '.join((*kinds, 'moe_tp_experts', *WHOLE))}"
+                f"for modules these are taken: {', '.join((*kinds, 'moe_tp_experts', *LEFT_WHOLE))}"
             )
     _check_heads(model, words, mesh)
-    if sum_gradients:
-        _group(modules, words, styles, how)
-    for name, style in styles.items():
-        parallelize_module(modules[name], mesh, style)
-    whole = _Local()
-    for module in modules.values():
-        own = module.named_parameters(recurse=False)
-        if any(not isinstance(param, DTensor) for _, param in own):
-            parallelize_module(module, mesh, whole)
-    params = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
-    replicated = [n for n, p in params.items() if p.placements == (Replicate(),)]
-    unmatched = given.keys() - {*pattern, *pattern.values()}
-    return Parallelized(words, tuple(replicated), tuple(sorted(unmatched)))
+    return styles
 
 
 def _kinds(how: dict[str, Any], recipe: Recipe | None) -> dict[str, ParallelStyle]:
@@ -149,27 +82,11 @@ def _kinds(how: dict[str, Any], recipe: Recipe | None) -> dict[str, ParallelStyl
     }
 
 
-def _group(
-    modules: dict[str, nn.Module],
-    words: dict[str, str],
-    styles: dict[str, ParallelStyle],
-    how: dict[str, Any],
-) -> None:
-    """Gives layers of one input to a style of their parent."""
-    for parent in modules:
-        for group in GROUPS:
-            names = [f"{parent}.{name}".removeprefix(".") for name in group]
-            if parent not in styles and all(words.get(name) == "colwise" for name in names):
-                styles[parent] = OverlapColwiseGroup(group, **how)
-                for name in names:
-                    del styles[name]
-
-
 def _check_sizes(module: nn.Module, name: str, word: str, mesh: DeviceMesh) -> None:
     """Refuses what is no layer, and widths that the mesh does not divide; a vocabulary may be."""
     if word == "replicated_with_grad_allreduce":
         return
-    check_module(module, mesh)
+    check_layer(module)
     sizes = {"colwise": "out_features", "rowwise": "in_features"}
     size = getattr(module, sizes.get(word, ""), 0)
     if size % mesh.size():
@@ -179,7 +96,7 @@ def _check_sizes(module: nn.Module, name: str, word: str, mesh: DeviceMesh) -> N
         )
 
 
-def _check_heads(model: nn.Module, words: dict[str, str], mesh: DeviceMesh) -> None:
+def _check_heads(model: nn.Module, words: Mapping[str, str], mesh: DeviceMesh) -> None:
     if not any(n.endswith(".k_proj") and word == "colwise" for n, word in words.items()):
         return
     config: Any = getattr(model, "config", None)
@@ -193,7 +110,7 @@ def _check_heads(model: nn.Module, words: dict[str, str], mesh: DeviceMesh) -> N
             )
 
 
-class _Local(ParallelStyle):
+class _Local(Checked):
     """A module whose Parameters are DTensors, and whose forward is given this rank's parts."""
 
     def __init__(
@@ -211,14 +128,18 @@ class _Local(ParallelStyle):
         self.placements = placements or {}
         self.sees_heads, self.is_partial = sees_heads, is_partial
 
-    def _partition(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, old in module.named_parameters(recurse=False):
-            placement = self.placements.get(name, Replicate())
-            new = distribute_tensor(old, mesh, [placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(new, requires_grad=old.requires_grad))
+    def why(self, module: nn.Module) -> str | None:
+        return "its outputs are summed after it" if self.is_partial else "all ranks have it whole"
+
+    def check(self, module: nn.Module, mesh: DeviceMesh, planned: dict[int, Placement]) -> None:
+        check_parameters(module, self._placements(module), mesh, planned)
+
+    def _placements(self, module: nn.Module) -> dict[str, Placement]:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        return {name: self.placements.get(name, Replicate()) for name in names}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        keep_ties(self._partition, "", module, device_mesh)
+        distribute(module, self._placements(module), device_mesh, self.src_data_rank)
         original: Any = getattr(module.forward, "__func__", type(module).forward)
 
         @functools.wraps(original)
@@ -244,7 +165,11 @@ class _Local(ParallelStyle):
         return module
 
 
-def _experts(module: nn.Module, name: str, words: dict[str, str], mesh: DeviceMesh) -> _Local:
+WHOLE = _Local()
+"""For modules that a plan does not name."""
+
+
+def _experts(module: nn.Module, name: str, words: Mapping[str, str], mesh: DeviceMesh) -> _Local:
     """How experts' Parameters [experts, out, in] are cut."""
     allowed = {
         "packed_colwise": _StridedShard(1, split_factor=2),

@@ -11,15 +11,17 @@ that are summed. For all else (embeddings, features that are cut or gathered, an
 same on all ranks, a subclass of nn.Linear with its own forward) these classes are torch's own, of
 which they inherit. So the gradient of an input that is the same on all ranks is all-reduced by
 DTensor, for each layer; `OverlapColwiseGroup` does that once for several.
+
+Note [In a graph]: what torch.compile traces is torch's own as well, without a break of the graph,
+and `backend="interlace"` overlaps it. A layer that has a recipe breaks the graph: FP8 runs as ever.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import types
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,20 +33,22 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_module,
+    distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from interlace.errors import InputError
 from interlace.float8 import Recipe
 from interlace.frontend.backend import options_from
-from interlace.nn.autograd import eager
 from interlace.nn.functional import (
     all_gather_linear,
     linear_all_reduce,
     linear_reduce_scatter,
-    replicated_linear,
 )
 from interlace.nn.parallel.linear import Given
 
@@ -52,7 +56,19 @@ FEATURES, ALL = (Shard(-1),), (Replicate(),)
 """Layouts: cut in the last dimension; the same on all ranks."""
 
 
-class _Overlap(ParallelStyle):
+class Checked(ParallelStyle):
+    """A style that raises before it changes anything."""
+
+    @abstractmethod
+    def why(self, module: nn.Module) -> str | None:
+        """Why a module's communication, if it has any, does not overlap; None where it does."""
+
+    @abstractmethod
+    def check(self, module: nn.Module, mesh: DeviceMesh, planned: dict[int, Placement]) -> None:
+        """Raises what is wrong; `planned` is what Parameters will be, by their ids, and grows."""
+
+
+class _Overlap(Checked):
     """What the styles add to torch's, of which they inherit next."""
 
     _side: str
@@ -76,37 +92,71 @@ class _Overlap(ParallelStyle):
             raise InputError(f"`recipe` is {recipe!r}: give an interlace.float8.Recipe, or None")
         base: Any = super()
         base.__init__(use_local_output=use_local_output, **layouts)
-        self._how = {"options": options_from(options), "overlap": overlap, "recipe": recipe}
+        self.how = {"options": options_from(options), "overlap": overlap, "recipe": recipe}
         (layout,) = getattr(self, self._side)
-        self._dim = layout.dim if isinstance(layout, Shard) and layout.dim != -1 else None
+        self.dim = layout.dim if isinstance(layout, Shard) and layout.dim != -1 else None
         """The dimension of rows that is gathered or scattered, if one is."""
         sums = self._side == "output_layouts" and layout == Replicate()
-        self._overlaps = sums or self._dim is not None
+        self._overlaps = sums or self.dim is not None
         if recipe is not None and not self._overlaps:
             raise InputError(
                 f"`recipe` is given, and `{self._side}` is {layout!r}, where nothing overlaps: "
                 "give a Shard(dim) with `dim` not the last, or leave `recipe` out"
             )
 
-    def _takes(self, module: nn.Module, mesh: DeviceMesh) -> bool:
-        """Whether a layer overlaps; else it is for torch's style."""
-        check_module(module, mesh)
-        if self._how["recipe"] is not None and not _is_plain(module):
+    def why(self, module: nn.Module) -> str | None:
+        if not is_plain(module):
+            own = " with a forward of its own" if isinstance(module, nn.Linear) else ""
+            return f"it is a {type(module).__name__}{own}"
+        if self._overlaps:
+            return None
+        return f"`{self._side}` is {getattr(self, self._side)[0]!r}, where nothing overlaps"
+
+    @abstractmethod
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """What torch's style makes of the Parameters."""
+
+    def check(self, module: nn.Module, mesh: DeviceMesh, planned: dict[int, Placement]) -> None:
+        check_mesh(mesh)
+        check_layer(module)
+        if self.how["recipe"] is not None and not is_plain(module):
             raise InputError(
                 f"`recipe` is given for a {type(module).__name__}: FP8 is for nn.Linear, and no "
                 "forward of its own"
             )
-        return self._overlaps and _is_plain(module)
+        placements: dict[str, Any] = self.placements(module)
+        weight, ranks = module.get_parameter("weight"), mesh.size()
+        size = weight.shape[placements["weight"].dim]
+        if is_plain(module) and math.ceil(size / ranks) * (ranks - 1) >= size:
+            raise InputError(
+                f"a layer of {module.in_features} to {module.out_features} features leaves some of "
+                f"{ranks} ranks without any: leave it out of the plan"
+            )
+        check_parameters(module, placements, mesh, planned)
 
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        base: Any = super()
-        keep_ties(base._partition_linear_fn, name, module, device_mesh)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh, {})
+        if self.why(module) is not None:
+            base: Any = super()
+            return base._apply(module, device_mesh)
+        self._partition("", module, device_mesh)
+        forward = self._forward(device_mesh)
+        module.forward = types.MethodType(forward, module)  # which copies of the module keep
+        return module
 
-    def _partition_embedding_fn(
-        self, name: str, module: nn.Module, device_mesh: DeviceMesh
-    ) -> None:
-        base: Any = super()
-        keep_ties(base._partition_embedding_fn, name, module, device_mesh)
+    @abstractmethod
+    def _forward(self, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
+        """That of a layer which overlaps."""
+
+    def _partition(self, _: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        distribute(module, self.placements(module), device_mesh, self.src_data_rank)
+
+    _partition_linear_fn = _partition_embedding_fn = _partition
+
+    @property
+    def traced(self) -> bool:
+        """Whether this runs in a graph, as torch's own."""
+        return torch.compiler.is_compiling() and self.how["recipe"] is None
 
 
 class OverlapColwise(_Overlap, ColwiseParallel):
@@ -125,17 +175,21 @@ class OverlapColwise(_Overlap, ColwiseParallel):
 
     _side = "input_layouts"
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        dim = self._dim
-        if not self._takes(module, device_mesh) or dim is None:
-            return super()._apply(module, device_mesh)
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        cut = Shard(0 if isinstance(module, nn.Linear) else 1)
+        return {name: cut for name, _ in module.named_parameters()}
+
+    def _forward(self, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
+        dim: Any = self.dim
 
         def forward(self_: Any, input: Tensor) -> Tensor:
-            x = _local(input, device_mesh, self.input_layouts, self.input_layouts)
-            y = all_gather_linear(x, *_local_of(self_), group=device_mesh, dim=dim, **self._how)
-            return _laid_out(self, self_, y, FEATURES, device_mesh)
+            if self.traced:
+                return as_torch(self, ALL, self_, input, mesh)
+            x = local(input, mesh, self.input_layouts, self.input_layouts)
+            y = all_gather_linear(x, *local_of(self_), group=mesh, dim=dim, **self.how)
+            return laid_out(self, self_, y, FEATURES, mesh)
 
-        return _overlapped(module, device_mesh, self._partition_linear_fn, forward)
+        return forward
 
 
 class OverlapRowwise(_Overlap, RowwiseParallel):
@@ -154,169 +208,26 @@ class OverlapRowwise(_Overlap, RowwiseParallel):
 
     _side = "output_layouts"
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        dim = self._dim
-        if not self._takes(module, device_mesh):
-            return super()._apply(module, device_mesh)
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        cut = Shard(1 if isinstance(module, nn.Linear) else 0)
+        names = [name for name, _ in module.named_parameters()]
+        return {name: cut if name == "weight" else Replicate() for name in names}
+
+    def _forward(self, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
+        dim = self.dim
 
         def forward(self_: Any, input: Tensor) -> Tensor:
-            x = _local(input, device_mesh, self.input_layouts, FEATURES)
-            given = x, *_local_of(self_)
+            if self.traced:
+                return as_torch(self, FEATURES, self_, input, mesh)
+            x = local(input, mesh, self.input_layouts, FEATURES)
+            given = x, *local_of(self_)
             if dim is None:
-                y = linear_all_reduce(*given, group=device_mesh, **self._how)
+                y = linear_all_reduce(*given, group=mesh, **self.how)
             else:
-                y = linear_reduce_scatter(*given, group=device_mesh, dim=dim, **self._how)
-            return _laid_out(self, self_, y, self.output_layouts, device_mesh)
-
-        return _overlapped(module, device_mesh, self._partition_linear_fn, forward)
-
-
-class OverlapColwiseGroup(ParallelStyle):
-    """Column-parallel linear layers of one input, which a parent module gives to each of them.
-
-        {"attention": OverlapColwiseGroup(("wq", "wk", "wv"), input_layouts=Shard(1))}
-
-    Args:
-        names: those of the layers, in the module that has this style.
-        input_layouts: of the module's first argument. `Shard(dim)`, `dim` not the last: the rows
-            are gathered once; the module is given a DTensor, of the whole shape. `Replicate()`: the
-            module is given what it was given.
-        options, overlap, recipe: as of `OverlapColwise`.
-
-    The layers' outputs are local, cut in their last dimension. The layer that is called first
-    computes the outputs of all; the others give theirs when they are called with the same tensor
-    (of an inference tensor each computes its own). So one backward takes all outputs together.
-    FSDP2 goes around the module, not around its layers.
-    The gradients that they give the input are summed before one reduce-scatter, or one all-reduce,
-    so other roundings add up than of separate layers. `InputError` as of `OverlapColwise`, and for
-    a name that is no linear layer's.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        *,
-        input_layouts: Placement | None = None,
-        options: Given = None,
-        overlap: bool = True,
-        recipe: Recipe | None = None,
-    ) -> None:
-        if isinstance(names, str) or not names or len({*names}) < len(names):
-            raise InputError(f"`names` is {names!r}: give the names of linear layers, each once")
-        self._names = tuple(names)
-        self._style = OverlapColwise(
-            input_layouts=input_layouts, options=options, overlap=overlap, recipe=recipe
-        )
-        if self._style._dim is None and self._style.input_layouts != ALL:
-            raise InputError(
-                f"`input_layouts` is {input_layouts!r}: give Replicate(), or a Shard(dim) with "
-                "`dim` not the last"
-            )
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        style, found = self._style, dict(module.named_modules())
-        for name in self._names:
-            if not _is_plain(found.get(name)):
-                raise InputError(
-                    f"`names` has {name!r}, and {type(module).__name__} has no nn.Linear there "
-                    "without a forward of its own"
-                )
-            check_module(found[name], device_mesh)
-        style.src_data_rank = self.src_data_rank
-        shared = _Shared([found[name] for name in self._names])
-        for i, layer in enumerate(shared.layers):
-            layer._interlace_shared = shared
-            forward = self._forward(i, device_mesh)
-            _overlapped(layer, device_mesh, style._partition_linear_fn, forward)
-        groups = module.__dict__.setdefault("_interlace_groups", {})
-        groups[self._names[0]] = shared
-        if style._dim is not None:
-            module.register_forward_pre_hook(
-                functools.partial(_distribute_input, style.input_layouts, device_mesh),
-                with_kwargs=True,
-            )
-        module.register_forward_hook(functools.partial(_forget, self._names[0]), always_call=True)
-        return module
-
-    def _forward(self, index: int, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
-        """The forward of one of the layers."""
-        style = self._style
-
-        def compute(input: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-            x = _local(input, mesh, style.input_layouts, style.input_layouts)
-            for layer in layers:
-                if not isinstance(layer.weight, DTensor) or layer.weight.device_mesh != mesh:
-                    raise InputError(
-                        f"a layer of the group {', '.join(self._names)} is sharded again when "
-                        "another of them is called: apply fully_shard to the module that has this "
-                        "style, or to one around it, and not to its layers"
-                    )
-            pairs = [_local_of(layer) for layer in layers]
-            weights, biases = zip(*pairs, strict=True)
-            if style._dim is None:
-                return replicated_linear(x, weights, biases, group=mesh, **style._how)
-            return all_gather_linear(x, weights, biases, group=mesh, dim=style._dim, **style._how)
-
-        def forward(self_: Any, input: Tensor) -> Tensor:
-            return self_._interlace_shared.output(index, input, compute)
+                y = linear_reduce_scatter(*given, group=mesh, dim=dim, **self.how)
+            return laid_out(self, self_, y, self.output_layouts, mesh)
 
         return forward
-
-
-class _Shared:
-    """Layers of one input, and outputs that wait for their layers to be called, as long as neither
-    the input, a weight nor a mode of torch changes."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        self.layers = layers
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops input and outputs."""
-        self.input: Tensor | None = None
-        self.state: tuple[Any, ...] = ()
-        self.outputs: dict[int, Tensor] = {}
-
-    @eager
-    def output(
-        self, index: int, x: Tensor, compute: Callable[[Tensor, list[Any]], Sequence[Tensor]]
-    ) -> Tensor:
-        """That of a layer; an input that was changed in place is another one."""
-        if x.is_inference():  # it does not tell whether it was changed
-            return compute(x, [self.layers[index]])[0]
-        kind = x.device.type
-        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        weights = [layer.weight._version for layer in self.layers]
-        state = x._version, torch.is_grad_enabled(), autocast, weights
-        if self.input is not x or self.state != state or index not in self.outputs:
-            self.outputs = dict(enumerate(compute(x, self.layers)))
-            self.input, self.state = x, state
-        y = self.outputs.pop(index)
-        if not self.outputs:
-            self.forget()
-        return y
-
-
-def _distribute_input(
-    layouts: tuple[Placement, ...],
-    mesh: DeviceMesh,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes a module's first argument a DTensor, by position or by name."""
-    name = "" if args else next(iter(inspect.signature(module.forward).parameters))
-    x = args[0] if args else kwargs.get(name)
-    if not isinstance(x, Tensor):
-        raise InputError(f"the first argument of {type(module).__name__} is {x!r}: give a tensor")
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, layouts, run_check=False)
-    return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
-
-
-def _forget(name: str, module: Any, *_: Any) -> None:
-    """After a module's forward, drops what a layer was not asked for."""
-    module._interlace_groups[name].forget()
 
 
 # what the styles share
@@ -328,21 +239,40 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise InputError(f"the mesh has {mesh.ndim} dimensions: give one of them, mesh[name]")
 
 
-def check_module(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuses what is no layer that a style takes, or is another mesh's."""
-    check_mesh(mesh)
+def check_layer(module: nn.Module) -> None:
+    """Refuses what is no layer that a style takes."""
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise InputError(
             f"the plan names a {type(module).__name__}: nn.Linear and nn.Embedding are taken"
         )
-    for name, param in module.named_parameters(recurse=False):
-        if isinstance(param, DTensor) and param.device_mesh != mesh:
+
+
+def check_parameters(
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    mesh: DeviceMesh,
+    planned: dict[int, Any],
+) -> None:
+    """Refuses Parameters that are distributed, or are so elsewhere in another layout."""
+    for name, placement in placements.items():
+        param = module.get_parameter(name)
+        if isinstance(param, DTensor):
             raise InputError(
-                f"`{name}` lies on {param.device_mesh}, and the plan is for {mesh}: give one mesh"
+                f"`{name}` of a {type(module).__name__} is a DTensor, {param.placements} on "
+                f"{param.device_mesh}: parallelise a module once, and before fully_shard"
+            )
+        made = _DISTRIBUTED.get(param)
+        tied = planned.setdefault(id(param), placement) if made is None else made.placements[0]
+        where = mesh if made is None else made.device_mesh
+        if tied != placement or where != mesh:
+            raise InputError(
+                f"`{name}` is shared with a layer that has it as {tied} on {where}, and is to be "
+                f"{placement} on {mesh}: a vocabulary is cut by a row-wise embedding and a "
+                "column-wise linear"
             )
 
 
-def _is_plain(module: object) -> bool:
+def is_plain(module: object) -> bool:
     """Whether this is a linear layer without a forward of its own, which would be replaced."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
@@ -351,44 +281,19 @@ _DISTRIBUTED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """What Parameters became, for the layers that share them."""
 
 
-def keep_ties(
-    partition: Callable[..., None], name: str, module: nn.Module, mesh: DeviceMesh
+def distribute(
+    module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh, source: int | None
 ) -> None:
-    """Distributes Parameters, those that were done for another layer not anew."""
-    before = dict(module.named_parameters(recurse=False))
-    partition(name, module, mesh)
-    for key, param in before.items():
-        made: Any = module.get_parameter(key)
-        tied: Any = _DISTRIBUTED.setdefault(param, made)
-        if tied.placements != made.placements or tied.device_mesh != mesh:
-            raise InputError(
-                f"`{key}` is shared with a layer that has it as {tied.placements} on "
-                f"{tied.device_mesh}, and is to be {made.placements} on {mesh}: a vocabulary is "
-                "cut by a row-wise embedding and a column-wise linear"
-            )
-        module.register_parameter(key, tied)
+    """Distributes Parameters from a rank of the mesh, those that another layer shares once."""
+    for name, placement in placements.items():
+        old = module.get_parameter(name)
+        if (made := _DISTRIBUTED.get(old)) is None:
+            new = distribute_tensor(old, mesh, [placement], src_data_rank=source)
+            made = _DISTRIBUTED[old] = nn.Parameter(new, requires_grad=old.requires_grad)
+        module.register_parameter(name, made)
 
 
-def _overlapped(
-    module: Any,
-    mesh: DeviceMesh,
-    partition: Callable[..., None],
-    forward: Callable[[Any, Tensor], Tensor],
-) -> nn.Module:
-    """The layer with distributed Parameters, and another forward, which copies of it keep."""
-    distribute_module(module, mesh, partition)
-    weight: Any = module.weight
-    size, ranks = weight.shape[weight.placements[0].dim], mesh.size()
-    if math.ceil(size / ranks) * (ranks - 1) >= size:
-        raise InputError(
-            f"a layer of {module.in_features} to {module.out_features} features leaves some of "
-            f"{ranks} ranks without any: leave it out of the plan"
-        )
-    module.forward = types.MethodType(forward, module)
-    return module
-
-
-def _local(
+def local(
     x: Tensor, mesh: DeviceMesh, given: tuple[Placement, ...], wanted: tuple[Placement, ...]
 ) -> Tensor:
     """This rank's part of an input, which was laid out as told unless it is a DTensor."""
@@ -407,12 +312,25 @@ def summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=(Partial(),))
 
 
-def _local_of(module: nn.Module) -> list[Any]:
+def local_of(module: nn.Module) -> list[Any]:
     """This rank's part of weight and bias, whose gradients come back as DTensors."""
     return [p.to_local() if isinstance(p, DTensor) else p for p in (module.weight, module.bias)]
 
 
-def _laid_out(
+def as_torch(
+    style: ColwiseParallel | RowwiseParallel,
+    wanted: tuple[Placement, ...],
+    module: Any,
+    input: Tensor,
+    mesh: DeviceMesh,
+) -> Tensor:
+    """What a layer computes in torch's style; see Note [In a graph]."""
+    x = style._prepare_input_fn(style.input_layouts, wanted, module, (input,), mesh)
+    y = nn.functional.linear(x, module.weight, module.bias)
+    return style._prepare_output_fn(style.output_layouts, style.use_local_output, module, y, mesh)
+
+
+def laid_out(
     style: ColwiseParallel | RowwiseParallel,
     module: Any,
     y: Tensor,

@@ -1,0 +1,276 @@
+"""Plans of modules, applied so that their communication overlaps: torch's styles, or words.
+
+    for block in model.layers:                       # a plan of `parallelize_module`
+        done = parallelize(block, mesh["tp"], plan)  # "attention.wq": ColwiseParallel(), ...
+    print(done.plain)
+
+    done = parallelize(model, mesh["tp"])            # transformers': "...q_proj": "colwise", ...
+    print(done.replicated)
+
+Note [What a plan becomes]: `ColwiseParallel` and `RowwiseParallel` become `OverlapColwise` and
+`OverlapRowwise` of the same layouts. Where `PrepareModuleInput` gathers rows for column-parallel
+layers below it, they become an `OverlapColwiseGroup`, which gathers under their matmuls. All else
+is applied as it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from interlace.errors import InputError
+from interlace.float8 import Recipe
+from interlace.nn.parallel.linear import Given
+from interlace.tensor_parallel.group import OverlapColwiseGroup, is_gathered
+from interlace.tensor_parallel.hugging_face import WHOLE, styles_of_words
+from interlace.tensor_parallel.styles import (
+    ALL,
+    FEATURES,
+    Checked,
+    OverlapColwise,
+    OverlapRowwise,
+    check_mesh,
+    is_plain,
+)
+
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("wq", "wk", "wv"),
+    ("w1", "w3"),
+)
+"""Layers that are given one input, by the names that models have for them."""
+OF_ROWS = (ColwiseParallel, RowwiseParallel, SequenceParallel, OverlapRowwise)
+"""Styles below a module that are right whether its input is in parts or whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelized:
+    """What a plan did to a model."""
+
+    applied: dict[str, str]
+    """For each module or Parameter that the plan names, its word, or the style that it got."""
+    plain: dict[str, str]
+    """Modules of the plan whose communication, if they have any, does not overlap; and why."""
+    replicated: tuple[str, ...]
+    """Parameters that all ranks have whole: the plan's, and with words those that it leaves out."""
+    unmatched: tuple[str, ...]
+    """Entries of the plan that name nothing in this model."""
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str] | Mapping[str, ParallelStyle] | None = None,
+    *,
+    sum_gradients: bool = False,
+    options: Given = None,
+    overlap: bool = True,
+    recipe: Recipe | None = None,
+) -> Parallelized:
+    """Distributes a model, or a block of one, in place, from the first rank's Parameters.
+
+    With words, all Parameters become DTensors, under the same names, so that optimizers and
+    `clip_grad_norm_` take them together; modules that the plan leaves whole see local tensors.
+
+    Args:
+        model: one of transformers, or any module where `plan` is given.
+        mesh: of one dimension. Of words, its size divides the counts of heads, and the widths of
+            layers.
+        plan: styles of torch, as for `parallelize_module`, or words, for names of modules, in
+            which `*` stands for a part without dots; a name itself goes before such a pattern. By
+            default `model.tp_plan`. Words that are taken are "colwise", "colwise_gather_output"
+            ("colwise_rep"), "rowwise", "rowwise_split_input" ("rowwise_rep"), "embedding_rowwise",
+            "embedding_colwise", "replicated_with_grad_allreduce", "replicate", and
+            "moe_tp_experts" with its Parameters' "packed_colwise", "colwise" and "rowwise".
+        sum_gradients: one `OverlapColwiseGroup` for layers of an input that all ranks have, by
+            their names (q_proj, k_proj, v_proj; gate_proj, up_proj; wq, wk, wv; w1, w3): the
+            gradients that they give it are summed before one all-reduce.
+        options, overlap, recipe: as of `OverlapColwise` and `OverlapRowwise`, for the layers that
+            overlap; of words, for row-parallel ones.
+
+    A module whose input is left in parts (see Note [What a plan becomes]) is given a DTensor of the
+    same shape as ever, in another layout.
+    `InputError` for sizes that the mesh does not divide, a model without a plan, one that is
+    parallelised already, layers that share a Parameter and would have it in two layouts, and
+    whatever else a style refuses; `UnsupportedError` for other words of a plan. Both are raised
+    before anything is changed.
+    """
+    check_mesh(mesh)
+    given: Any = getattr(model, "tp_plan", None) if plan is None else plan
+    if not given:
+        raise InputError(f"{type(model).__name__} has no `tp_plan`: give `plan`")
+    modules = dict(model.named_modules())
+    names: dict[str, Any] = modules | dict(model.named_parameters())
+    named = {p: [n for n in names if _matches(n, p)] for p in sorted(given, key=names.__contains__)}
+    found: dict[str, Any] = {name: given[p] for p in named for name in named[p]}
+    words = {name: word for name, word in found.items() if not isinstance(word, ParallelStyle)}
+    theirs = {name: style for name, style in found.items() if name not in words}
+    how = {"options": options, "overlap": overlap}
+    styles = styles_of_words(model, words, mesh, how, recipe)
+    kept = _rewrite(theirs, modules, styles, how, recipe)
+    if sum_gradients:
+        _group(modules, styles, how)
+    plain = {n: kept.get(n) or _why(styles[n], modules[n]) for n in found if n in styles}
+    groups = {n: s for n, s in styles.items() if isinstance(s, OverlapColwiseGroup)}
+    members = {_below(parent, name) for parent, s in groups.items() for name in s.names}
+    if twice := members & styles.keys():
+        raise InputError(f"{min(twice)} is in its parent's group: give it no style of its own")
+    steps = [(modules[name], style) for name, style in styles.items()]
+    if words:
+        rest = modules.keys() - (styles.keys() - groups.keys()) - members
+        steps += [
+            (modules[name], WHOLE) for name in modules if name in rest and _is_left(modules[name])
+        ]
+    planned: dict[int, Placement] = {}
+    for module, style in steps:
+        if isinstance(style, Checked):
+            style.check(module, mesh, planned)
+    for module, style in steps:
+        parallelize_module(module, mesh, style)
+    made = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    return Parallelized(
+        {name: words.get(name) or _applied(name, styles) for name in found},
+        {name: why for name, why in plain.items() if why is not None},
+        tuple(name for name, p in made.items() if p.placements == ALL),
+        tuple(sorted(pattern for pattern, names in named.items() if not names)),
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _applied(name: str, styles: Mapping[str, ParallelStyle]) -> str:
+    """The style of a module, which may be one of a group that its parent has."""
+    return type(styles.get(name) or styles[_parent(name)]).__name__
+
+
+def _why(style: ParallelStyle, module: nn.Module) -> str | None:
+    """Why a style does not overlap; None where it does."""
+    if isinstance(style, Checked):
+        return style.why(module)
+    return f"{type(style).__name__} is applied as it is given"
+
+
+def _is_left(module: nn.Module) -> bool:
+    """Whether a module has Parameters of its own that are not distributed."""
+    return any(not isinstance(param, DTensor) for param in module.parameters(recurse=False))
+
+
+def _below(parent: str, name: str) -> str:
+    return f"{parent}.{name}".removeprefix(".")
+
+
+def _group(
+    modules: Mapping[str, nn.Module], styles: dict[str, ParallelStyle], how: dict[str, Any]
+) -> None:
+    """Gives layers of one input, which all ranks have, to a style of their parent."""
+    for parent in modules:
+        for group in GROUPS:
+            names = [_below(parent, name) for name in group]
+            if parent not in styles and all(_is_column(styles.get(name)) for name in names):
+                styles[parent] = OverlapColwiseGroup(group, **how)
+                for name in names:
+                    del styles[name]
+
+
+def _is_column(style: Any) -> bool:
+    """Whether a layer takes what all ranks have, and gives its columns as a local tensor."""
+    plain = type(style) is OverlapColwise and style.use_local_output
+    return plain and style.input_layouts == ALL and style.output_layouts == FEATURES
+
+
+# torch's styles
+
+
+def _rewrite(
+    given: Mapping[str, Any],
+    modules: Mapping[str, nn.Module],
+    styles: dict[str, ParallelStyle],
+    how: dict[str, Any],
+    recipe: Recipe | None,
+) -> dict[str, str]:
+    """Adds styles that overlap in the place of torch's; why inputs are gathered as ever."""
+    kept: dict[str, str] = {}
+    for name, style in given.items():
+        if name not in modules:
+            raise InputError(f"{name} is a Parameter: {type(style).__name__} is for a module")
+        styles[name] = _overlapping(style, modules[name], how, recipe)
+    for name, style in given.items():
+        if type(style) is not PrepareModuleInput:
+            continue
+        start = f"{name}." if name else ""
+        below = {n.removeprefix(start): n for n in given if n.startswith(start) and n != name}
+        found = _gathered(style, {k: (given[n], modules[n]) for k, n in below.items()})
+        if isinstance(found, str):
+            kept[name] = found
+            continue
+        layout, layers = found
+        local = given[below[layers[0]]].use_local_output
+        group = OverlapColwiseGroup(
+            layers, input_layouts=layout, use_local_output=local, recipe=recipe, **how
+        )
+        group.prepare = style
+        styles[name] = group
+        for layer in layers:
+            del styles[below[layer]]
+    return kept
+
+
+def _overlapping(
+    style: Any, module: nn.Module, how: dict[str, Any], recipe: Recipe | None
+) -> ParallelStyle:
+    """The style in the place of torch's, or else itself."""
+    kinds: dict[Any, Any] = {ColwiseParallel: OverlapColwise, RowwiseParallel: OverlapRowwise}
+    if (kind := kinds.get(type(style))) is None:
+        return style
+    layouts = {key: getattr(style, key)[0] for key in ("input_layouts", "output_layouts")}
+    if not all(isinstance(layout, Shard | Replicate) for layout in layouts.values()):
+        return style
+    given = {**layouts, **how, "use_local_output": style.use_local_output}
+    made = kind(**given)
+    return made if recipe is None or made.why(module) else kind(**given, recipe=recipe)
+
+
+def _gathered(
+    style: PrepareModuleInput, below: Mapping[str, tuple[ParallelStyle, nn.Module]]
+) -> tuple[Placement, list[str]] | str:
+    """The layout of the rows that are gathered for a module, and the layers that are to do that; or
+    why they are not."""
+    pairs = [*zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True)]
+    for key, layout in style.input_kwarg_layouts.items():
+        pairs.append((layout, style.desired_input_kwarg_layouts.get(key)))
+    rows = [layout for layout, desired in pairs if is_gathered(layout, desired)]
+    if len(rows) != 1 or rows[0] is None or style.use_local_output:
+        return f"it gathers {len(rows)} inputs: one is taken, of use_local_output=False"
+    for name, (other, _) in below.items():
+        if type(other) not in OF_ROWS:
+            return f"{name} has {type(other).__name__}, which may want whole rows"
+    columns: dict[str, Any] = {n: s for n, (s, _) in below.items() if type(s) is ColwiseParallel}
+    columns = {name: layer for name, layer in columns.items() if layer.input_layouts == ALL}
+    for name, layer in columns.items():
+        if "." in name or not is_plain(below[name][1]) or layer.output_layouts != FEATURES:
+            return f"{name} is no linear layer right below it, of output_layouts=Shard(-1)"
+    if len({layer.use_local_output for layer in columns.values()}) != 1:
+        return "it has no ColwiseParallel below it, or some with use_local_output and some without"
+    return rows[0], list(columns)
