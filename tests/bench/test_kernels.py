@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from interlace.bench.kernels import adam, grouped, losses, muon
 from interlace.bench.kernels.case import COPY, OURS, BuiltCase, KernelCase, Opened, Way, time_case
-from interlace.bench.kernels.host import COUNTS, host_cases
+from interlace.bench.kernels.host import COUNTS, LAYERS
 from interlace.bench.kernels.work import OPS, KernelSettings, cases_of
 from interlace.bench.ranks import Alone
 from interlace.bench.rows import read
@@ -62,7 +62,8 @@ def test_the_command_writes_rows_and_judges_them(tmp_path: Path) -> None:
             assert 0 < float(row["least_us"]) <= float(row["median_us"]) <= float(row["p90_us"])
             assert 0 <= float(row["deviation"]) <= 4
     teams = {row["shape"] for row in rows if "a team of 2" in row["shape"]}
-    assert teams == {f"Executor.run, {calls} calls, a team of 2" for calls in COUNTS}
+    runs = [f"Executor.run, {calls} calls" for calls in COUNTS]
+    assert teams == {f"{what}, a team of 2" for what in (*runs, *(f"{k} 64x64x64" for k in LAYERS))}
     shared = [row for row in rows if row["op"] == "adam" and row["way"] == COPY]
     assert len(shared) == len(adam.FORMATS)
     assert all(float(row["share"]) == pytest.approx(1) for row in shared)

@@ -204,7 +204,7 @@ def _communication(
     collective: str, group: Any, options: Given, overlap: bool, recipe: Recipe | None
 ) -> Communication | None:
     """How a call communicates; None where one rank has all."""
-    chosen = _options(options_from(options) if options else DEFAULT, overlap)
+    chosen = _options(_given(options), overlap)
     if group is None:
         raise InputError("`group` is None: give a process group or a mesh of one dimension")
     if not isinstance(recipe, Recipe | None):
@@ -224,6 +224,22 @@ DEFAULT = Options()
 @functools.lru_cache
 def _options(options: Options, overlap: bool) -> Options:
     return dataclasses.replace(options, overlap=overlap)
+
+
+def _given(options: Given) -> Options:
+    """The options of a call; a mapping of the same items is read once."""
+    if isinstance(options, Mapping) and options:
+        items = tuple([(name, type(value), value) for name, value in options.items()])
+        try:
+            return _read(items)
+        except TypeError:  # a value that cannot be a key is none that an option takes
+            return options_from(options)
+    return options_from(options) if options else DEFAULT
+
+
+@functools.lru_cache
+def _read(items: tuple[tuple[str, type, Any], ...]) -> Options:
+    return options_from({name: value for name, _, value in items})
 
 
 def _rows_dim(x: Tensor, dim: int) -> int:
