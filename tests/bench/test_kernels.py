@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from interlace.bench.kernels import adam, grouped, losses, muon
 from interlace.bench.kernels.case import COPY, OURS, BuiltCase, KernelCase, Opened, Way, time_case
-from interlace.bench.kernels.host import COUNTS, LAYERS
+from interlace.bench.kernels.host import COUNTS, LAYERS, host_cases
 from interlace.bench.kernels.work import OPS, KernelSettings, cases_of
 from interlace.bench.ranks import Alone
 from interlace.bench.rows import read
