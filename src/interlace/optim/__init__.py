@@ -8,5 +8,6 @@ optimizer = AdamW(model.parameters(), lr=3e-4, exp_avg_sq_dtype=torch.bfloat16)
 from interlace.optim.adamw import Adam, AdamW
 from interlace.optim.grad_accumulator import GradAccumulator
 from interlace.optim.grad_reducer import GradReducer
+from interlace.optim.layer_wise import LayerWise
 
-__all__ = ["Adam", "AdamW", "GradAccumulator", "GradReducer"]
+__all__ = ["Adam", "AdamW", "GradAccumulator", "GradReducer", "LayerWise"]

@@ -31,6 +31,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -41,8 +42,8 @@ from torch.distributed.tensor import DTensor
 
 from interlace.cost import Timeline
 from interlace.errors import GradientError, OptionError
+from interlace.optim.bucket_runs import BucketRuns, all_reduced
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
-from interlace.optim.reductions import Reductions
 from interlace.options import Options
 
 ALIGNMENT = 128
@@ -111,17 +112,33 @@ class GradReducer:
                 "some of the Parameters have an accumulator: close() the GradReducer or the "
                 "GradAccumulator that sums their gradients first"
             )
-        self.buckets = _fill(listed[::-1], main_grad_dtype, bucket_bytes)
+        buckets = _fill(listed[::-1], main_grad_dtype, bucket_bytes)
+        programs = [
+            (partial(all_reduced, f"reduce_bucket_{index}", bucket.flat, op), bucket.flat)
+            for index, bucket in enumerate(buckets)
+        ]
+        chosen = options or Options()
+        self._begin_with(buckets, BucketRuns(programs, group, chosen), chosen)
+        if isinstance(params, nn.Module):
+            self.attach(params)
+
+    @classmethod
+    def over(cls, buckets: list[Bucket], runs: BucketRuns, options: Options) -> GradReducer:
+        """One whose bucket number i the run number i reduces, as it may."""
+        reducer = cls.__new__(cls)
+        reducer._begin_with(buckets, runs, options)
+        return reducer
+
+    def _begin_with(self, buckets: list[Bucket], runs: BucketRuns, options: Options) -> None:
+        self.buckets = buckets
         """The buckets in the order in which they are reduced."""
-        self._options = options or Options()
-        self._reductions = Reductions(
-            [bucket.flat for bucket in self.buckets], group, op, self._options
-        )
+        self._options, self._runs = options, runs
         self._accumulators: dict[torch.Tensor, GradAccumulator] = {}
         self._bucket_of: dict[torch.Tensor, int] = {}
         for index, bucket in enumerate(self.buckets):
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                self._accumulators[param] = GradAccumulator(param, view, on_ready=self._ready)
+                with _unfrozen(param):
+                    self._accumulators[param] = GradAccumulator(param, view, on_ready=self._ready)
                 self._bucket_of[param] = index
         self._lock = threading.Lock()
         self._sync = True
@@ -129,8 +146,6 @@ class GradReducer:
         self._wanted: dict[torch.Tensor, int] | None = None
         self._begin()
         self._attached: list[Any] = []
-        if isinstance(params, nn.Module):
-            self.attach(params)
 
     def accumulator(self, param: torch.Tensor) -> GradAccumulator:
         """The accumulator of a Parameter, to which a layer of one's own adds its gradient."""
@@ -179,19 +194,21 @@ class GradReducer:
             self._launch(len(self.buckets))
             self._finished = True
             self._refuse(OVER)
-        self._reductions.wait()
+        self._runs.wait()
         self._wanted = self._wanted or dict(self._seen) or None
 
     @contextlib.contextmanager
-    def as_grads(self) -> Iterator[None]:
+    def as_grads(self, params: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
         """Inside, each Parameter's `.grad` is its main gradient: for clipping, and an optimizer.
 
+        With `params`, only theirs.
         `GradientError` before `finish()`, when they are this rank's alone, or on the way.
         Where the types differ, `.grad` has the main gradient's, not the Parameter's: an optimizer
         must take that (torch's fused and foreach AdamW do not).
         """
         self._check(not self._finished, "main gradients are not reduced yet: finish() first")
-        dtypes = {param: param.grad_dtype for param in self._accumulators}
+        chosen = self._accumulators if params is None else params
+        dtypes = {param: param.grad_dtype for param in chosen}
         for param in dtypes:
             grad = self.main_grad(param)
             if grad.dtype != param.dtype:
@@ -220,22 +237,31 @@ class GradReducer:
     def reset(self) -> None:
         """After a failure, on every rank together: main gradients are 0, and steps may go on."""
         self._check(False, "")
-        self._reductions.reset()
+        self._runs.reset()
         self._finished, self._wanted = True, None
         self.zero()
 
+    @property
+    def finished(self) -> bool:
+        """Whether main gradients are reduced: from `finish()` to `zero()`."""
+        return self._finished
+
+    def came(self, param: torch.Tensor) -> bool:
+        """Whether a gradient of the Parameter came in this step, in a backward that counts."""
+        return param in self._seen
+
     def done(self, index: int) -> bool:
         """Whether a bucket's reduction has ended in this step."""
-        return index < self._gone and self._reductions.done(index)
+        return index < self._gone and self._runs.done(index)
 
     def timelines(self) -> list[Timeline]:
         """When each bucket's reduction ran last; needs the option `trace`."""
-        return self._reductions.timelines()
+        return [each.timeline() for each in self._runs.executors[: len(self.buckets)]]
 
     def _begin(self) -> None:
         """A step without any gradient yet."""
         self._seen: dict[torch.Tensor, int] = {}
-        self._left = [set(bucket.params) for bucket in self.buckets]
+        self._left = [{p for p in bucket.params if p.requires_grad} for bucket in self.buckets]
         self._gone, self._finished = 0, False
         self._refuse(None)
 
@@ -267,7 +293,7 @@ class GradReducer:
             self._refuse(GONE, bucket)
             self._gone = index + 1
             writers = [self._accumulators[param].writer for param in bucket.params]
-            self._reductions.start(index, writers)
+            self._runs.start(index, writers)
 
     def _check(self, wrong: bool, why: str) -> None:
         if self._closed:
@@ -288,7 +314,7 @@ class GradReducer:
             layer.accumulate_into(None)
         for accumulator in self._accumulators.values():
             accumulator.close()
-        self._reductions.close()
+        self._runs.close()
 
     def __enter__(self) -> GradReducer:
         return self
@@ -321,10 +347,28 @@ def _padded(param: nn.Parameter, dtype: torch.dtype) -> int:
 
 
 def _bucket(params: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
-    sizes = [_padded(param, dtype) for param in params]
-    flat = torch.zeros(max(sum(sizes), 1), dtype=dtype, device=params[0].device)
+    starts = [*accumulate([_padded(param, dtype) for param in params], initial=0)]
+    return laid_out(params, starts, max(starts[-1], 1), dtype)
+
+
+def laid_out(
+    params: Sequence[nn.Parameter], starts: Sequence[int], numel: int, dtype: torch.dtype
+) -> Bucket:
+    """A bucket of zeros, `numel` in all, in which each Parameter's place begins at its start."""
+    flat = torch.zeros(numel, dtype=dtype, device=params[0].device)
     views: list[torch.Tensor] = []
-    for param, at in zip(params, accumulate(sizes, initial=0), strict=False):
+    for param, at in zip(params, starts, strict=False):
         strides = torch.empty_like(param, device="meta").stride()  # the Parameter's, if it is dense
         views.append(flat[at : at + param.numel()].as_strided(param.shape, strides))
     return Bucket(tuple(params), flat, tuple(views))
+
+
+@contextlib.contextmanager
+def _unfrozen(param: nn.Parameter) -> Iterator[None]:
+    """Inside, the Parameter requires a gradient: one that is frozen may be trained later."""
+    before = param.requires_grad
+    try:
+        param.requires_grad_(True)
+        yield
+    finally:
+        param.requires_grad_(before)

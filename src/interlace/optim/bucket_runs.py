@@ -1,0 +1,245 @@
+"""Runs the Programs of flat buffers, one for each, beside other work.
+
+    runs = BucketRuns([(partial(all_reduced, "bucket_0", flat, "mean"), flat)], group, Options())
+    runs.start(0)                # returns at once; every rank starts the same ones, in one order
+    runs.wait()                  # or raises what made one fail
+
+Every rank makes them together. On CUDA a run is issued at once, on a stream of its own, which the
+current one joins in `wait`. On the CPU a thread of this object does the runs one after another. In
+both cases the Executor bounds every wait for a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from queue import Queue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.errors import ExecutorError
+from interlace.ir import Program
+from interlace.ir.build.builder import Builder
+from interlace.ir.build.ops import Handle
+from interlace.optim.ownership import BucketPlan, Message
+from interlace.options import Options
+from interlace.runtime import Executor
+
+NAMES = {
+    **{torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"},
+    torch.int64: "i64",
+}
+REDUCES = {"mean": "avg", "sum": "sum", "max": "max"}
+
+Write = Callable[[int, int], Program]
+"""Writes a Program for so many ranks, and this one of them."""
+
+
+def all_reduced(name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
+    """An all-reduce in place."""
+    with interlace.program(name, mesh={"dp": ranks}) as p:
+        buffer = p.input("flat", NAMES[flat.dtype], (flat.numel(),))
+        with p.stream("comm"):
+            p.all_reduce(buffer, reduce=REDUCES[op])
+    return p.program
+
+
+def reduced_to_owners(
+    name: str, flat: torch.Tensor, plan: BucketPlan, about: str, op: str, ranks: int, rank: int
+) -> Program:
+    """Gradients: shards are reduced, and what another rank owns of a shard is sent to it."""
+    with interlace.program(name, mesh={"dp": ranks}) as p:
+        buffer = p.input("flat", NAMES[flat.dtype], (flat.numel(),))
+        with p.stream("comm"), p.module(about):
+            p.reduce_scatter(buffer, buffer[p.dp.rank], reduce=REDUCES[op])
+            ends = [(m, m.holder, m.owner) for m in plan.messages()]
+            exchange(p, buffer, ends, rank)
+    return p.program.instantiate(rank) if ends else p.program
+
+
+def gathered(
+    name: str, flat: torch.Tensor, plan: BucketPlan, about: str, ranks: int, rank: int
+) -> Program:
+    """Weights: owners send what lies in others' shards, and the shards are gathered."""
+    with interlace.program(name, mesh={"dp": ranks}) as p:
+        buffer = p.input("flat", NAMES[flat.dtype], (flat.numel(),))
+        with p.stream("comm"), p.module(about):
+            ends = [(m, m.owner, m.holder) for m in plan.messages()]
+            exchange(p, buffer, ends, rank)
+            p.all_gather(buffer[p.dp.rank], buffer)
+    return p.program.instantiate(rank) if ends else p.program
+
+
+def exchange(p: Builder, flat: Handle, ends: Sequence[tuple[Message, int, int]], rank: int) -> None:
+    """This rank's part of messages, each from a rank to another."""
+    own = [each for each in ends if rank in each[1:]]
+    if not own:
+        return
+    with p.group():
+        for message, source, target in own:
+            part = flat[message.start : message.stop]
+            if rank == source:
+                p.send(part, target)
+            else:
+                p.recv(part, source)
+
+
+class BucketRuns:
+    """The Executors of some flat buffers."""
+
+    def __init__(
+        self,
+        runs: Sequence[tuple[Write, torch.Tensor]],
+        group: dist.ProcessGroup | None,
+        options: Options,
+    ) -> None:
+        self._flats = [flat for _, flat in runs]
+        self._device = self._flats[0].device
+        self._worker: Any = None
+        self._stream: Any = None
+        with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
+            given: Any = group or dist.group.WORLD
+            if group is None and self._device.type == "cpu":
+                given = made.enter_context(beside(given))
+            self.executors: list[Executor] = []
+            for write, _ in runs:
+                program, groups = write(given.size(), given.rank()), {"dp": given}
+                executor = Executor(program, groups=groups, device=self._device, options=options)
+                made.callback(executor.close)
+                executor.prepare()
+                made.callback(executor.synchronize)
+                self.executors.append(executor)
+            if self._device.type == "cuda":
+                self._stream = torch.cuda.Stream(self._device)
+                self._ends = [torch.cuda.Event() for _ in runs]
+            else:
+                each = zip(self.executors, self._flats, strict=True)
+                self._worker = Worker([partial(executor.run, [flat]) for executor, flat in each])
+                made.callback(weakref.finalize(self, self._worker.stop))
+            self._made = made.pop_all()
+
+    def start(self, index: int, writers: Sequence[Any] = ()) -> None:
+        """Starts one; on CUDA after the current stream and `writers`, the streams that wrote it."""
+        if self._worker is not None:
+            self._worker.put(index)
+            return
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            for stream in {current, *filter(None, writers)}:
+                self._stream.wait_stream(stream)
+            with torch.cuda.stream(self._stream):
+                self.executors[index].run([self._flats[index]])
+                self._ends[index].record()
+
+    def wait(self, index: int | None = None) -> None:
+        """Returns when all, or one that was started, are over.
+
+        On CUDA it returns at once, and the current stream comes after them.
+        """
+        if self._worker is not None:
+            self._worker.wait(index)
+        elif index is None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        else:
+            torch.cuda.current_stream(self._device).wait_event(self._ends[index])
+
+    def done(self, index: int) -> bool:
+        """Whether this one, which was started, is over."""
+        if self._worker is not None:
+            return self._worker.is_done(index)
+        return self._ends[index].query()
+
+    def reset(self) -> None:
+        """After a failure, every rank: nothing is under way any more."""
+        if self._worker is not None:
+            self._worker.clear()
+        self.executors[0].reset()  # which resets the team of all
+
+    def close(self) -> None:
+        """Ends thread, Executors and process group, all of them; raises what failed on CUDA."""
+        self._made.close()
+
+
+@contextlib.contextmanager
+def beside(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """A gloo group of the same ranks, for a thread of its own. Every rank of the job asks."""
+    asked: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(asked, tuple(dist.get_process_group_ranks(group)))
+    made = {ranks: dist.new_group([*ranks], backend="gloo") for ranks in sorted(set(asked))}
+    mine = made[asked[dist.get_rank()]]
+    try:
+        yield mine
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group(mine)
+
+
+class Worker(threading.Thread):
+    """A thread that runs the functions whose numbers it is given, in that order.
+
+    After a failure nothing runs until `clear`. It is a daemon, so that a failed rank can end.
+    """
+
+    def __init__(self, runs: Sequence[Callable[[], object]]) -> None:
+        super().__init__(name="interlace buckets", daemon=True)
+        self._runs = runs
+        self._asked: Queue[int | None] = Queue()
+        self._ended = threading.Condition()
+        self._done: set[int] = set()
+        self._error: BaseException | None = None
+        self.start()
+
+    def put(self, index: int) -> None:
+        """Asks for a run. After a failure it is dropped: `wait` raises that."""
+        self._done.discard(index)
+        self._asked.put(index)
+
+    def is_done(self, index: int) -> bool:
+        """Whether that run has ended well."""
+        return index in self._done
+
+    def wait(self, index: int | None = None) -> None:
+        """Returns when that run, or all asked for, ended; raises what went wrong, until `clear`."""
+        if index is None:
+            self._asked.join()
+        else:
+            with self._ended:
+                self._ended.wait_for(lambda: index in self._done or self._error is not None)
+        if self._error is not None and index not in self._done:
+            raise self._error
+
+    def clear(self) -> None:
+        """Drops what was asked for and what went wrong."""
+        self._drop()
+        self._asked.join()
+        self._error = None
+
+    def stop(self) -> None:
+        """Ends the thread, after the run that it is in."""
+        self._drop()
+        self._asked.put(None)
+        if threading.current_thread() is not self:
+            self.join(5.0)
+
+    def _drop(self) -> None:
+        self._error = self._error or ExecutorError("the runs of buckets were stopped")
+
+    def run(self) -> None:
+        """What the thread does."""
+        while (index := self._asked.get()) is not None:
+            try:
+                if self._error is None:
+                    self._runs[index]()
+                    self._done.add(index)
+            except BaseException as error:
+                self._error = error
+            finally:
+                with self._ended:
+                    self._ended.notify_all()
+                self._asked.task_done()

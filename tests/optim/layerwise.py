@@ -1,0 +1,111 @@
+"""What the tests of LayerWise run on each rank: small models, their data, and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from interlace.optim import LayerWise
+from interlace.options import Options
+
+DIM, HIDDEN, TOKENS = 24, 40, 12
+SMALL = 1 << 13
+"""Bytes of a bucket: the model then has several."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """A few blocks, and a matrix that no module holds."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.mixer = nn.Parameter(torch.randn(DIM, DIM) / DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(DIM, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.mixer
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def model(seed: int, make: Callable[[], nn.Module] = Blocks) -> Any:
+    """The same on all ranks."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def batch(seed: int, step: int) -> torch.Tensor:
+    """Rows of a step, other ones on each rank."""
+    draw = torch.Generator().manual_seed(seed + 1000 * step + dist.get_rank())
+    return torch.randn(TOKENS, DIM, generator=draw)
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+class Both(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest: two optimizers that look like one."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.02})
+        matrices = [p for p in params if p.dim() == 2]
+        others = [p for p in params if p.dim() != 2]
+        self.parts = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "muon": Both,
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def layer_wise(module: nn.Module, optimizer: str = "muon", **options: Any) -> LayerWise:
+    options = {"bucket_bytes": SMALL, "options": Options(time_out_s=20), **options}
+    return LayerWise(OPTIMIZERS[optimizer](module.parameters()), module, mesh(), **options)
+
+
+def train(
+    optimizer: LayerWise, module: nn.Module, seed: int, steps: range, clip: float | None = 1.0
+) -> list[float]:
+    """Real steps; the losses."""
+    losses: list[float] = []
+    for step in steps:
+        loss = module(batch(seed, step)).square().mean()
+        loss.backward()
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, taken by way of a state_dict."""
+    return {name: value.clone() for name, value in module.state_dict().items()}
