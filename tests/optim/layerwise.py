@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from interlace.optim import LayerWise
+from interlace.optim import LayerWise, bucket_runs
 from interlace.options import Options
+from interlace.runtime import Executor
 
 DIM, HIDDEN, TOKENS = 24, 40, 12
 SMALL = 1 << 13
@@ -109,3 +115,25 @@ def train(
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Copies, taken by way of a state_dict."""
     return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the weights that differ by a bit."""
+    assert found.keys() == wanted.keys()
+    return [name for name, value in found.items() if not torch.equal(value, wanted[name])]
+
+
+@contextlib.contextmanager
+def slowly(seed: int | None) -> Iterator[None]:
+    """Executors made inside wait before each op, other times on each rank."""
+    if seed is None:
+        yield
+        return
+    draw = random.Random(seed + dist.get_rank())
+
+    def wait(rank: int, index: int, op: Any) -> None:
+        time.sleep(draw.choice([0.0, 0.0, draw.random() / 300]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=wait))
+        yield

@@ -24,9 +24,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.errors import ExecutorError
-from interlace.ir import Program
-from interlace.ir.build.builder import Builder
-from interlace.ir.build.ops import Handle
+from interlace.ir import Program, parse
 from interlace.optim.ownership import BucketPlan, Message
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -54,40 +52,41 @@ def reduced_to_owners(
     name: str, flat: torch.Tensor, plan: BucketPlan, about: str, op: str, ranks: int, rank: int
 ) -> Program:
     """Gradients: shards are reduced, and what another rank owns of a shard is sent to it."""
-    with interlace.program(name, mesh={"dp": ranks}) as p:
-        buffer = p.input("flat", NAMES[flat.dtype], (flat.numel(),))
-        with p.stream("comm"), p.module(about):
-            p.reduce_scatter(buffer, buffer[p.dp.rank], reduce=REDUCES[op])
-            ends = [(m, m.holder, m.owner) for m in plan.messages()]
-            exchange(p, buffer, ends, rank)
-    return p.program.instantiate(rank) if ends else p.program
+    ends = [(m, m.holder, m.owner) for m in plan.messages()]
+    reduce = f'reduce_scatter(flat, flat[dp.rank], reduce="{REDUCES[op]}", team=dp'
+    ops = [reduce, *_exchange(ends, rank)]
+    return _in_place(name, flat, about, ops, ranks, rank if ends else None)
 
 
 def gathered(
     name: str, flat: torch.Tensor, plan: BucketPlan, about: str, ranks: int, rank: int
 ) -> Program:
     """Weights: owners send what lies in others' shards, and the shards are gathered."""
-    with interlace.program(name, mesh={"dp": ranks}) as p:
-        buffer = p.input("flat", NAMES[flat.dtype], (flat.numel(),))
-        with p.stream("comm"), p.module(about):
-            ends = [(m, m.owner, m.holder) for m in plan.messages()]
-            exchange(p, buffer, ends, rank)
-            p.all_gather(buffer[p.dp.rank], buffer)
-    return p.program.instantiate(rank) if ends else p.program
+    ends = [(m, m.owner, m.holder) for m in plan.messages()]
+    ops = [*_exchange(ends, rank), "all_gather(flat[dp.rank], flat, team=dp"]
+    return _in_place(name, flat, about, ops, ranks, rank if ends else None)
 
 
-def exchange(p: Builder, flat: Handle, ends: Sequence[tuple[Message, int, int]], rank: int) -> None:
+def _exchange(ends: Sequence[tuple[Message, int, int]], rank: int) -> list[str]:
     """This rank's part of messages, each from a rank to another."""
-    own = [each for each in ends if rank in each[1:]]
-    if not own:
-        return
-    with p.group():
-        for message, source, target in own:
-            part = flat[message.start : message.stop]
-            if rank == source:
-                p.send(part, target)
-            else:
-                p.recv(part, source)
+    parts = [
+        f"send(flat[{m.start}:{m.stop}], peer={target}, team=dp)"
+        if rank == source
+        else f"recv(flat[{m.start}:{m.stop}], peer={source}, team=dp)"
+        for m, source, target in ends
+        if rank in (source, target)
+    ]
+    return [f"group({', '.join(parts)}"] if parts else []
+
+
+def _in_place(
+    name: str, flat: torch.Tensor, about: str, ops: Sequence[str], ranks: int, rank: int | None
+) -> Program:
+    """Ops on one buffer, whose modules are `about`; with a rank, for that one alone."""
+    head = f"def {name}(dp: Team[{ranks}], flat: {NAMES[flat.dtype]}[{flat.numel()}]):"
+    lines = [head, *(f'    comm: {op}, loc="{about}")' for op in ops)]
+    program = parse("\n".join(lines))
+    return program if rank is None else program.instantiate(rank)
 
 
 class BucketRuns:
@@ -171,7 +170,7 @@ def beside(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
     """A gloo group of the same ranks, for a thread of its own. Every rank of the job asks."""
     asked: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(asked, tuple(dist.get_process_group_ranks(group)))
-    made = {ranks: dist.new_group([*ranks], backend="gloo") for ranks in sorted(set(asked))}
+    made: Any = {ranks: dist.new_group([*ranks], backend="gloo") for ranks in sorted(set(asked))}
     mine = made[asked[dist.get_rank()]]
     try:
         yield mine

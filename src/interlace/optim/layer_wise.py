@@ -92,7 +92,8 @@ class LayerWise:
             raise OptimizerError(
                 f"the mesh has {mesh.ndim} dimensions: give one of them, such as mesh['dp']"
             )
-        self.optimizer, self._rank = optimizer, mesh.get_local_rank()
+        self.optimizer, self.module = optimizer, module
+        self._rank = mesh.get_local_rank()
         self._params, self._every = _params(optimizer, module), _named(module)
         self._names = {param: name for name, param in self._params.items()}
         self._overlap, self._check_every, self._steps = (
@@ -115,7 +116,7 @@ class LayerWise:
         self._order = list(range(len(weights)))
         self._learned = False
         self._shared = {
-            "norms": torch.zeros(len(self._params), dtype=torch.float32, device=self._device),
+            "norms": torch.zeros(len(self._params), dtype=torch.float64, device=self._device),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
             "hashes": torch.zeros(2 * len(self._every), dtype=torch.int64, device=self._device),
         }
@@ -210,16 +211,17 @@ class LayerWise:
     ) -> Tensor:
         """Clips the gradients of all ranks together, as torch.nn.utils.clip_grad_norm_ does.
 
-        Gives the norm of all gradients, fp32, the same on every rank. Collective; once a step, at
-        the end of its last backward.
+        Gives the norm of all gradients, a scalar of fp64, the same on every rank. Collective; once
+        a step, after its last backward.
         """
         norms = self._shared["norms"].zero_()
         with self._grads():
             grads = {param: param.grad for param in self._owned if param.grad is not None}
             for number, param in enumerate(self._params.values()):
                 if param in grads:
-                    norm = torch.linalg.vector_norm(grads[param], norm_type, dtype=norms.dtype)
-                    norms[number] = norm
+                    grad = grads[param]
+                    kind = torch.promote_types(grad.dtype, torch.float32)
+                    norms[number] = torch.linalg.vector_norm(grad, norm_type, dtype=kind)
             self._share("norms")
             total = torch.linalg.vector_norm(norms, norm_type)
             if error_if_nonfinite and not total.isfinite():
