@@ -76,8 +76,16 @@ class Both(torch.optim.Optimizer):
         others = [p for p in params if p.dim() != 2]
         self.parts = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
         self.param_groups = [group for part in self.parts for group in part.param_groups]
-        for part in self.parts:
-            part.state = self.state
+        self.share()
+
+    def share(self) -> None:
+        """The parts have the groups and the state of this one."""
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.share()
 
     def step(self, closure: Any = None) -> None:
         for part in self.parts:

@@ -13,7 +13,7 @@ Note [What waits]
     takes a state_dict, loads one, or runs the whole module without gradients waits for everything.
     What is read past all that is found out in training: a bucket's arrival counts as a change in
     place, which autograd reports for a Parameter that was saved before, and a gradient for a
-    Parameter that nothing waited for is an error of the next step.
+    Parameter that nothing waited for is an error of the next step (not under DDP).
 """
 
 from __future__ import annotations

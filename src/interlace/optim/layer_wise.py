@@ -176,9 +176,9 @@ class LayerWise:
         """Updates what this rank owns, and starts the gathers. Collective."""
         self._check_read()
         self.synchronize()
+        self._weights.check_place()
         if self._check_every and self._steps % self._check_every == 0:
             self.check_replicas()
-        self._weights.check_place()
         with self._grads():
             self.optimizer.step()
         self._steps += 1
@@ -369,18 +369,15 @@ class LayerWise:
 
     def _check_read(self) -> None:
         """Raises GradientError for Parameters that were used while nothing waited for them."""
+        if self._reducer is None:
+            return
         for index in self._weights.pending:
-            for param in self._weights.buckets[index].params:
-                came = (
-                    param.grad is not None if self._reducer is None else self._reducer.came(param)
+            for param in filter(self._reducer.came, self._weights.buckets[index].params):
+                raise GradientError(
+                    f"{self._names[param]} was used while its gather was in flight: the module "
+                    "that holds it was not called. Name the class of the module that reads it in "
+                    "`units`, or call synchronize() first"
                 )
-                if came:
-                    name = next(name for name, p in self._params.items() if p is param)
-                    raise GradientError(
-                        f"{name} was used while its gather was in flight: the module that holds it "
-                        "was not called. Name the class of the module that reads it in `units`, or "
-                        "call synchronize() first"
-                    )
 
     def _learn(self) -> None:
         """From the first forward, the order of gathers: rank 0's, for every rank."""
