@@ -121,6 +121,31 @@ def test_has_the_bits_of_a_synchronous_run(pool: Pool, course: str, seed: int) -
     assert pool(2).run(follow, seed, course) == [[], []]
 
 
+def compiled(seed: int, whole: bool) -> list[str]:
+    """Compiled units without a graph break wait for all that is inside them."""
+    made = []
+    for overlap in (True, False):
+        torch._dynamo.reset()
+        module = model(seed, lambda: Blocks(1))
+        run: Any = module
+        if whole:
+            run = torch.compile(module, backend="aot_eager", fullgraph=True)
+        else:
+            module.blocks[0] = torch.compile(module.blocks[0], backend="aot_eager", fullgraph=True)
+        with slowly(seed if overlap else None):
+            optimizing = layer_wise(run, overlap_param_gather=overlap, check_replicas_every=1)
+        with optimizing:
+            train(optimizing, run, seed, range(4))
+            assert not any("_orig_mod" in name for name in optimizing.state_dict()["state"])
+        made.append(weights(module))
+    return differing(*made)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_modules_wait(pool: Pool, whole: bool, seed: int) -> None:
+    assert pool(2).run(compiled, seed, whole) == [[], []]
+
+
 def few(seed: int) -> list[str]:
     """Fewer parameters than ranks."""
     made = []

@@ -335,17 +335,22 @@ class LayerWise:
             self._runs.reset()
 
     def close(self) -> None:
-        """Ends what is in flight, and takes hooks, thread and process group away."""
-        self._weights.close()
-        if self._reducer is not None:
-            self._reducer.close()
-        self._runs.close()
-        self._made.close()
+        """Waits for what is in flight, and takes hooks, thread and process group away."""
+        try:
+            self.synchronize()
+        finally:
+            self._weights.close()
+            if self._reducer is not None:
+                self._reducer.close()
+            self._runs.close()
+            self._made.close()
 
     def __enter__(self) -> LayerWise:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # peers may not come any more
+            self._weights.pending.clear()
         self.close()
 
     @contextlib.contextmanager
