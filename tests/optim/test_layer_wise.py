@@ -5,6 +5,7 @@ What goes wrong, and unusual courses of a step, are in test_layer_wise_courses.p
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.optim import layerwise
 from tests.optim.layerwise import (
     OPTIMIZERS,
@@ -224,3 +226,22 @@ def costs(seed: int) -> float:
 
 def test_owners_are_chosen_by_the_optimizers_cost(pool: Pool, seed: int) -> None:
     assert pool(2).run(costs, seed) == [1017.0, 1017.0]
+
+
+def dropped(seed: int) -> list[str]:
+    """A model that is used after its optimizer is gone, with gathers in flight."""
+    made = []
+    for overlap in (True, False):
+        module = model(seed)
+        with slowly(seed if overlap else None):
+            optimizing = layer_wise(module, overlap_param_gather=overlap)
+        train(optimizing, module, seed, range(2))
+        del optimizing
+        gc.collect()
+        made.append({**weights(module), "y": module(batch(seed, 3)).detach()})
+    dist.barrier()
+    return differing(*made)
+
+
+def test_gathers_end_without_their_optimizer(pool: Pool, seed: int) -> None:
+    assert pool(2).run(dropped, seed) == [[], []]

@@ -1,6 +1,7 @@
 """Runs the Programs of flat buffers, one for each, beside other work.
 
-    runs = BucketRuns([(partial(all_reduced, "bucket_0", flat, "mean"), flat)], group, Options())
+    write = partial(all_reduced, "bucket_0", flat, "mean")
+    runs = BucketRuns([(write, flat)], group, Options(), apart=True)
     runs.start(0)                # returns at once; every rank starts the same ones, in one order
     runs.wait()                  # or raises what made one fail
 
@@ -90,13 +91,18 @@ def _in_place(
 
 
 class BucketRuns:
-    """The Executors of some flat buffers."""
+    """The Executors of some flat buffers; `apart`: on the CPU, by a group of its own.
+
+    Then every rank of the job makes one together.
+    """
 
     def __init__(
         self,
         runs: Sequence[tuple[Write, torch.Tensor]],
         group: dist.ProcessGroup | None,
         options: Options,
+        *,
+        apart: bool,
     ) -> None:
         self._flats = [flat for _, flat in runs]
         self._device = self._flats[0].device
@@ -104,8 +110,8 @@ class BucketRuns:
         self._stream: Any = None
         with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
             given: Any = group or dist.group.WORLD
-            if group is None and self._device.type == "cpu":
-                given = made.enter_context(beside(given))
+            if apart and self._device.type == "cpu":
+                given = made.enter_context(_beside(given))
             self.executors: list[Executor] = []
             for write, _ in runs:
                 program, groups = write(given.size(), given.rank()), {"dp": given}
@@ -166,7 +172,7 @@ class BucketRuns:
 
 
 @contextlib.contextmanager
-def beside(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+def _beside(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
     """A gloo group of the same ranks, for a thread of its own. Every rank of the job asks."""
     asked: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(asked, tuple(dist.get_process_group_ranks(group)))

@@ -18,7 +18,6 @@ Note [What waits]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,8 +59,7 @@ class FlatWeights:
                 with torch.no_grad():
                     view.copy_(param)
                 param.data = view
-        handles = [*self._hooks(module, (*UNITS, *units))]
-        self._remove = weakref.finalize(self, _remove, handles)
+        self._handles = [*self._hooks(module, (*UNITS, *units))]
 
     def start(self, order: Sequence[int], *, wait: bool) -> None:
         """Starts the gathers of all buckets, in that order."""
@@ -89,7 +87,8 @@ class FlatWeights:
 
     def close(self) -> None:
         """Takes the hooks away."""
-        self._remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _finish(self, index: int, reader: str) -> None:
         """Waits for one gather."""
@@ -121,12 +120,10 @@ class FlatWeights:
             self.synchronize()
 
     def _hooks(self, root: nn.Module, units: tuple[type[nn.Module], ...]) -> Iterator[Any]:
-        me: weakref.ref[FlatWeights] = weakref.ref(self)
         compiled: list[str] = []
         for name, module in root.named_modules():
-            whole = _call(me, FlatWeights.synchronize)
-            yield module.register_state_dict_pre_hook(whole)
-            yield module.register_load_state_dict_pre_hook(whole)
+            yield module.register_state_dict_pre_hook(_hook(self.synchronize))
+            yield module.register_load_state_dict_pre_hook(_hook(self.synchronize))
             if any(name.startswith(prefix) for prefix in compiled):
                 continue
             if _is_compiled(module):
@@ -134,29 +131,18 @@ class FlatWeights:
             params = _read(module, units)
             indices = sorted({self._bucket_of[p] for p in params if p in self._bucket_of})
             if indices:
-                yield module.register_forward_pre_hook(
-                    _call(me, FlatWeights._before, name, indices)
-                )
-        yield root.register_forward_pre_hook(_call(me, FlatWeights._whole))
+                yield module.register_forward_pre_hook(_hook(self._before, name, indices))
+        yield root.register_forward_pre_hook(_hook(self._whole))
 
 
-def _call(
-    weights: weakref.ref[FlatWeights], method: Callable[..., None], *args: object
-) -> Callable[..., None]:
-    """A hook that calls a method, if the object is still there."""
+def _hook(method: Callable[..., None], *args: object) -> Callable[..., None]:
+    """Calls that, and keeps the weights alive: gathers go on if nobody else holds them any more."""
 
     def hook(*_: object) -> None:
-        found = weights()
-        if found is not None:
-            method(found, *args)
+        method(*args)
 
     disabled: Any = torch.compiler.disable(hook)  # what traces the module leaves it out
     return disabled
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -118,7 +118,8 @@ class GradReducer:
             for index, bucket in enumerate(buckets)
         ]
         chosen = options or Options()
-        self._begin_with(buckets, BucketRuns(programs, group, chosen), chosen)
+        runs = BucketRuns(programs, group, chosen, apart=group is None)
+        self._begin_with(buckets, runs, chosen)
         if isinstance(params, nn.Module):
             self.attach(params)
 

@@ -40,7 +40,6 @@ from interlace.optim.bucket_runs import (
     BucketRuns,
     Write,
     all_reduced,
-    beside,
     gathered,
     reduced_to_owners,
 )
@@ -121,12 +120,8 @@ class LayerWise:
             "hashes": torch.zeros(2 * len(self._every), dtype=torch.int64, device=self._device),
         }
         chosen = options or Options()
-        with contextlib.ExitStack() as made:
-            group: Any = mesh.get_group()
-            if self._device.type == "cpu":  # of its own: a thread uses it, beside the caller
-                group = made.enter_context(beside(group))
-            self._runs = BucketRuns(self._programs(weights, grads, op), group, chosen)
-            self._made = made.pop_all()
+        programs = self._programs(weights, grads, op)
+        self._runs = BucketRuns(programs, mesh.get_group(), chosen, apart=True)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
         if self._reducer is not None:
             self._reducer.attach(module)
@@ -343,7 +338,6 @@ class LayerWise:
             if self._reducer is not None:
                 self._reducer.close()
             self._runs.close()
-            self._made.close()
 
     def __enter__(self) -> LayerWise:
         return self
