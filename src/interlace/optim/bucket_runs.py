@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import Queue
 from typing import Any
@@ -91,9 +91,10 @@ def _in_place(
 
 
 class BucketRuns:
-    """The Executors of some flat buffers; `apart`: on the CPU, by a group of its own.
+    """The Executors of some flat buffers.
 
-    Then every rank of the job makes one together.
+    `apart`: on the CPU, by a group of its own; then every rank of the job makes one together.
+    `then`: for some runs, what follows each at once, on its thread or stream.
     """
 
     def __init__(
@@ -103,9 +104,9 @@ class BucketRuns:
         options: Options,
         *,
         apart: bool,
+        then: Mapping[int, Callable[[], None]] | None = None,
     ) -> None:
-        self._flats = [flat for _, flat in runs]
-        self._device = self._flats[0].device
+        self._device = runs[0][1].device
         self._worker: Any = None
         self._stream: Any = None
         with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
@@ -120,12 +121,17 @@ class BucketRuns:
                 executor.prepare()
                 made.callback(executor.synchronize)
                 self.executors.append(executor)
+            self._runs = [  # which the thread holds, and so they do not hold this object
+                partial(_run, executor, flat, (then or {}).get(index))
+                for index, (executor, (_, flat)) in enumerate(
+                    zip(self.executors, runs, strict=True)
+                )
+            ]
             if self._device.type == "cuda":
                 self._stream = torch.cuda.Stream(self._device)
                 self._ends = [torch.cuda.Event() for _ in runs]
             else:
-                each = zip(self.executors, self._flats, strict=True)
-                self._worker = Worker([partial(executor.run, [flat]) for executor, flat in each])
+                self._worker = Worker(self._runs)
                 made.callback(weakref.finalize(self, self._worker.stop))
             self._made = made.pop_all()
 
@@ -139,7 +145,7 @@ class BucketRuns:
             for stream in {current, *filter(None, writers)}:
                 self._stream.wait_stream(stream)
             with torch.cuda.stream(self._stream):
-                self.executors[index].run([self._flats[index]])
+                self._runs[index]()
                 self._ends[index].record()
 
     def wait(self, index: int | None = None) -> None:
@@ -169,6 +175,12 @@ class BucketRuns:
     def close(self) -> None:
         """Ends thread, Executors and process group, all of them; raises what failed on CUDA."""
         self._made.close()
+
+
+def _run(executor: Executor, flat: torch.Tensor, then: Callable[[], None] | None) -> None:
+    executor.run([flat])
+    if then is not None:
+        then()
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -184,7 +184,8 @@ class GradReducer:
         Raises what made a reduction fail, on the CPU: every rank then calls `reset()`.
         """
         self._check(self._finished, "finish() was called before: call zero() after each step")
-        stray = [list(p.shape) for p in self._accumulators if p.grad is not None]
+        left = [p for bucket in self.buckets[self._gone :] for p in bucket.params]
+        stray = [list(param.shape) for param in left if param.grad is not None]
         if stray:
             raise GradientError(
                 f"Parameters of shapes {stray} have a .grad that was not moved into their main "
@@ -209,18 +210,8 @@ class GradReducer:
         """
         self._check(not self._finished, "main gradients are not reduced yet: finish() first")
         chosen = self._accumulators if params is None else params
-        dtypes = {param: param.grad_dtype for param in chosen}
-        for param in dtypes:
-            grad = self.main_grad(param)
-            if grad.dtype != param.dtype:
-                param.grad_dtype = grad.dtype
-            param.grad = grad
-        try:
+        with lent({cast("nn.Parameter", param): self.main_grad(param) for param in chosen}):
             yield
-        finally:
-            for param, dtype in dtypes.items():
-                param.grad = None
-                param.grad_dtype = dtype
 
     def zero(self) -> None:
         """Begins a new step: main gradients are 0."""
@@ -362,6 +353,22 @@ def laid_out(
         strides = torch.empty_like(param, device="meta").stride()  # the Parameter's, if it is dense
         views.append(flat[at : at + param.numel()].as_strided(param.shape, strides))
     return Bucket(tuple(params), flat, tuple(views))
+
+
+@contextlib.contextmanager
+def lent(grads: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Inside, these are the `.grad` of Parameters, in their own types; afterwards that is None."""
+    dtypes = {param: param.grad_dtype for param in grads}
+    for param, grad in grads.items():
+        if grad.dtype != param.dtype:
+            param.grad_dtype = grad.dtype
+        param.grad = grad
+    try:
+        yield
+    finally:
+        for param, dtype in dtypes.items():
+            param.grad = None
+            param.grad_dtype = dtype
 
 
 @contextlib.contextmanager

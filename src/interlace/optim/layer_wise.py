@@ -44,7 +44,7 @@ from interlace.optim.bucket_runs import (
     reduced_to_owners,
 )
 from interlace.optim.flat_weights import FlatWeights, shown
-from interlace.optim.grad_reducer import Bucket, GradReducer, laid_out
+from interlace.optim.grad_reducer import Bucket, GradReducer, laid_out, lent
 from interlace.optim.ownership import Item, own
 from interlace.options import Options
 
@@ -65,9 +65,16 @@ class LayerWise:
     `bucket_bytes` bounds the weights of a bucket of more than one parameter. Owners are balanced by
     the optimizer's `update_cost(parameter)` where it has that, else by elements. `units`: classes
     of modules whose forward reads Parameters of modules inside that it does not call. With
-    `check_replicas_every=N`, every N-th step begins with `check_replicas`.
+    `check_replicas_every=N`, every N-th step begins with `check_replicas` (or ends with it, where
+    updates run under the backward).
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`.
+
+    With `update_under_backward=True` the owners of a bucket update it as soon as its gradients are
+    reduced, under the rest of the backward (on the thread or the stream of the reductions), with
+    the learning rate of then; the first backward, and buckets whose gradients are not complete
+    before, wait for `step`. Nothing can be clipped, or a step left out. The optimizer must update
+    each parameter by itself, and find them in its own `param_groups`.
 
     Raises OptimizerError or UnsupportedError for parameters that cannot be served so. When a peer
     fails, the error names the bucket and the module that waited; the weights are then undefined.
@@ -80,6 +87,7 @@ class LayerWise:
         mesh: DeviceMesh,
         *,
         overlap_param_gather: bool = True,
+        update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
         main_grad_dtype: torch.dtype | None = torch.float32,
         op: str = "mean",
@@ -120,8 +128,16 @@ class LayerWise:
             "hashes": torch.zeros(2 * len(self._every), dtype=torch.int64, device=self._device),
         }
         chosen = options or Options()
+        self._early = update_under_backward
+        if self._early and not reduces:
+            raise OptimizerError(
+                "update_under_backward=True is for gradients that LayerWise reduces itself: give "
+                "it the module without DistributedDataParallel"
+            )
+        updates = enumerate(grads[::-1]) if self._early else ()
+        then = {i: BucketUpdate(optimizer, bucket, {*self._owned}) for i, bucket in updates}
         programs = self._programs(weights, grads, op)
-        self._runs = BucketRuns(programs, mesh.get_group(), chosen, apart=True)
+        self._runs = BucketRuns(programs, mesh.get_group(), chosen, apart=True, then=then)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
         if self._reducer is not None:
             self._reducer.attach(module)
@@ -172,13 +188,16 @@ class LayerWise:
         self._check_read()
         self.synchronize()
         self._weights.check_place()
-        if self._check_every and self._steps % self._check_every == 0:
+        due = self._check_every > 0 and self._steps % self._check_every == 0
+        if due and not self._early:
             self.check_replicas()
         with self._grads():
             self.optimizer.step()
         self._steps += 1
         self._learn()
         self._weights.start(self._order, wait=not self._overlap)
+        if due and self._early:  # owners had updated before
+            self.check_replicas()
 
     def zero_grad(self) -> None:
         """Begins a new step: gradients are 0, or None under DistributedDataParallel."""
@@ -209,6 +228,10 @@ class LayerWise:
         Gives the norm of all gradients, a scalar of fp64, the same on every rank. Collective; once
         a step, after its last backward.
         """
+        if self._early:
+            raise OptimizerError(
+                "update_under_backward=True has updated before all norms are known"
+            )
         norms = self._shared["norms"].zero_()
         with self._grads():
             grads = {param: param.grad for param in self._owned if param.grad is not None}
@@ -353,7 +376,8 @@ class LayerWise:
         if self._reducer is not None:
             if not self._reducer.finished:
                 self._reducer.finish()
-            with self._reducer.as_grads([p for p in self._owned if p.requires_grad]):
+            owned = () if self._early else [p for p in self._owned if p.requires_grad]
+            with self._reducer.as_grads(owned):
                 yield
             return
         others = set(self._params.values()) - set(self._owned)
@@ -417,6 +441,33 @@ class LayerWise:
         for param in fresh:
             if "step" in self.optimizer.state[param]:
                 self.optimizer.state[param]["step"] *= 0
+
+
+class BucketUpdate:
+    """Updates what this rank owns of one bucket, by a part of the optimizer with the same state."""
+
+    def __init__(self, optimizer: Optimizer, grads: Bucket, owned: Collection[Tensor]) -> None:
+        self._optimizer = optimizer
+        pairs = zip(grads.params, grads.views, strict=True)
+        self._grads = {param: grad for param, grad in pairs if param in owned}
+        self._part: Optimizer = object.__new__(type(optimizer))
+        self._part.__dict__.update(optimizer.__dict__)
+        self._part.__dict__.pop("step", None)  # which a scheduler put there, for that optimizer
+        self._part.param_groups = [
+            {**group, "params": [param for param in group["params"] if param in self._grads]}
+            for group in optimizer.param_groups
+        ]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        part, trained = self._part, {p: g for p, g in self._grads.items() if p.requires_grad}
+        if not trained:
+            return
+        part.state = self._optimizer.state
+        for group, now in zip(part.param_groups, self._optimizer.param_groups, strict=True):
+            group.update({name: value for name, value in now.items() if name != "params"})
+        with lent(trained):
+            part.step()
 
 
 def _params(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
