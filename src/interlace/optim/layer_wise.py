@@ -188,6 +188,11 @@ class LayerWise:
         self._check_read()
         self.synchronize()
         self._weights.check_place()
+        if any(p not in self._names for group in self.param_groups for p in group["params"]):
+            raise OptimizerError(
+                "the optimizer has parameters that it did not have when this LayerWise was made: "
+                "close() it, and make another"
+            )
         due = self._check_every > 0 and self._steps % self._check_every == 0
         if due and not self._early:
             self.check_replicas()
