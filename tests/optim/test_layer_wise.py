@@ -255,9 +255,7 @@ def in_bf16(seed: int) -> list[str]:
     """Parameters of two types, with masters beside them; what differs between the ways."""
     made = []
     for overlap in (True, False):
-        module = model(
-            seed, partial(nn.Sequential, nn.Linear(DIM, DIM), Rounded(), nn.Linear(8, 2))
-        )
+        module = model(seed, lambda: nn.Sequential(nn.Linear(DIM, DIM), Rounded()))
         plain = AdamW(module.parameters(), lr=0.01, master_weights="remainder")
         facts: Any = {"overlap_param_gather": overlap, "check_replicas_every": 1}
         with slowly(seed if overlap else None):
