@@ -56,6 +56,8 @@ class Odd(Blocks):
         self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
         self.late = nn.Linear(DIM, DIM)
         self.late.requires_grad_(course != "unfrozen")
+        if course == "twice":
+            torch.nn.utils.spectral_norm(self.late)  # reads the weight in a hook before the forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
@@ -86,7 +88,7 @@ def step(optimizing: LayerWise, module: Any, seed: int, number: int) -> None:
         module.late.requires_grad_(True)
     if module.course == "evaluated":
         module.eval()
-        with torch.no_grad():
+        with torch.inference_mode() if number % 2 else torch.no_grad():
             module(batch(seed, 100 + number))
         module.train()
     x = batch(seed, number).requires_grad_(module.course == "reentrant")
@@ -107,9 +109,9 @@ def follow(seed: int, course: str) -> list[str]:
             for number in range(STEPS):
                 step(optimizing, module, seed, number)
                 if course == "unfrozen" and number == 2:
-                    assert torch.equal(weights(module)["late.weight"], before["late.weight"])
+                    assert torch.equal(weights(module)["late.bias"], before["late.bias"])
             made.append(weights(module))
-            assert not torch.equal(made[-1]["late.weight"], before["late.weight"])
+            assert not torch.equal(made[-1]["late.bias"], before["late.bias"])
     return differing(*made)
 
 
@@ -372,6 +374,41 @@ def killed(seed: int, victim: int) -> str:
         module(batch(seed, 3))
     assert time.monotonic() - begun < 20
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def stalled(seed: int) -> list[str]:
+    """A rank is late in a gather; what differs between ranks after a reset."""
+    module, armed, told = model(seed), [], []
+
+    def stall(rank: int, index: int, op: Any) -> None:
+        if armed and "head.weight" in op.loc.module and dist.get_rank() == 1:
+            armed.clear()
+            time.sleep(3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=stall))
+        optimizing = layer_wise(module, options=Options(time_out_s=1))
+    with optimizing:
+        train(optimizing, module, seed, range(2))
+        kept, state = weights(module), torch_copy(optimizing.state_dict())
+        armed.append(True)
+        try:
+            train(optimizing, module, seed, range(2, 3))
+            module(batch(seed, 3))
+        except InterlaceError as error:
+            told.append(str(error))
+        assert "head.weight" in told[0]
+        dist.barrier()
+        optimizing.reset()
+        module.load_state_dict(kept)
+        optimizing.load_state_dict(state)
+        train(optimizing, module, seed, range(2, 4))
+        optimizing.check_replicas()
+    return differing(weights(module), kept)
+
+
+def test_goes_on_after_a_rank_that_stalled(pool: Pool, seed: int) -> None:
+    assert all(pool(2).run(stalled, seed))
 
 
 def test_a_killed_rank_is_an_error_elsewhere(pool: Pool, seed: int) -> None:

@@ -131,8 +131,9 @@ class FlatWeights:
             params = _read(module, units)
             indices = sorted({self._bucket_of[p] for p in params if p in self._bucket_of})
             if indices:
-                yield module.register_forward_pre_hook(_hook(self._before, name, indices))
-        yield root.register_forward_pre_hook(_hook(self._whole))
+                waits = _hook(self._before, name, indices)
+                yield module.register_forward_pre_hook(waits, prepend=True)  # others may read
+        yield root.register_forward_pre_hook(_hook(self._whole), prepend=True)
 
 
 def _hook(method: Callable[..., None], *args: object) -> Callable[..., None]:
