@@ -140,7 +140,7 @@ def slowly(seed: int | None) -> Iterator[None]:
     draw = random.Random(seed + dist.get_rank())
 
     def wait(rank: int, index: int, op: Any) -> None:
-        time.sleep(draw.choice([0.0, 0.0, draw.random() / 300]))
+        time.sleep(draw.choice([0.0, 0.0, draw.random() / 500]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=wait))

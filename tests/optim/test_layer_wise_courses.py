@@ -43,7 +43,7 @@ from interlace.optim import LayerWise, bucket_runs
 from interlace.options import Options
 from interlace.runtime import Executor
 
-STEPS = 8
+STEPS = 6
 
 
 class Odd(Blocks):
