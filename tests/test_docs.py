@@ -66,6 +66,13 @@ weights = sum(p.numel() for p in model.parameters())
 assert states + 2 * weights == 8 * weights
 print("as told")
 """
+MUON_CHECK = """
+first, *lines = optimizer.explain().splitlines()
+assert first == "Muon: 2 parameters, 24,576 elements, AdamW: 2 parameters, 64,192 elements"
+assert any(line.startswith("Muon, 12 of 16x64  1.weight") for line in lines)
+assert len(optimizer.state) == 4
+print("as told")
+"""
 REDUCER_CHECK = """
 mine = torch.cat([p.detach().float().flatten() for p in experts.parameters()])
 others = [torch.empty_like(mine) for _ in range(2)]
@@ -165,6 +172,7 @@ PIECES = {
     for told, word in (
         (LOSS_CHECK, "LinearCrossEntropyLoss"),
         (ADAM_CHECK, "exp_avg_sq_dtype"),
+        (MUON_CHECK, "muon_groups"),
         (REDUCER_CHECK, "GradReducer"),
         (ACCUMULATOR_CHECK, "GradAccumulator"),
         (PARALLEL_CHECK, "gate, up = ("),
@@ -198,7 +206,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 10
+    assert len(PIECES) == 11
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

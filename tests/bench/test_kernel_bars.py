@@ -85,6 +85,17 @@ def test_adam_is_judged_by_bandwidth_rival_and_states(state: float, passed: bool
     ]
 
 
+def test_muon_is_judged_by_its_default_way() -> None:
+    shapes = {"x @ x.mT": "4096x4096", "step": "8 layers of llama3-8b"}
+    rows = [
+        row({"op": "muon", "shape": shape, "dtype": "bf16", "does": does}, way, speedup_torch=times)
+        for does, shape in shapes.items()
+        for way, times in (("interlace", 1.6), ("interlace gram", 3.0), ("torch", 1.0))
+    ]
+    found = [(v.of["way"], v.limit, v.figure, v.passed) for v in judge_kernels(rows)]
+    assert found == [("interlace", ">= 1.7", 1.6, False), ("interlace", ">= 1.5", 1.6, True)]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_run_is_judged_on_every_device_at_every_size(device: str) -> None:
     """One call has the least to hide a run behind, and a team the most to do."""

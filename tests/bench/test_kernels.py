@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tests.cli.schedules import command
 from typer.testing import CliRunner
 
-from interlace.bench.kernels import adam, grouped, losses
+from interlace.bench.kernels import adam, grouped, losses, muon
 from interlace.bench.kernels.case import COPY, OURS, BuiltCase, KernelCase, Opened, Way, time_case
 from interlace.bench.kernels.host import COUNTS, host_cases
 from interlace.bench.kernels.work import OPS, KernelSettings, cases_of
@@ -240,6 +240,17 @@ def test_grouped_gradients_that_are_wrong_are_seen(
         grouped, "grouped_layer", lambda *args: (layer(*args)[0], lambda: args[1].mul_(1.01))
     )
     assert opened(grouped.grouped_cases(small=True)[0], OURS).off() > grouped.LOOSE
+
+
+def test_updates_of_muon_that_are_wrong_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = muon.muon_cases(small=True)
+    for case in cases:
+        for way in case.build(CPU).ways:
+            made = way.open()
+            assert made.off() < 1, (str(case), way.name)
+            made.run(*case.build(CPU).sets[0])
+    monkeypatch.setattr(muon, "exact", lambda update: update)
+    assert all(opened(case, OURS).off() > 1 for case in cases[2:])
 
 
 def test_group_sizes() -> None:

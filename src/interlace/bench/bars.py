@@ -22,6 +22,7 @@ from typing import Any
 from interlace.bench.kernels.case import OURS as OUR_WAY
 from interlace.bench.kernels.float8 import CAST, WGRAD
 from interlace.bench.kernels.losses import BOTH
+from interlace.bench.kernels.muon import GRAM, LAYERS, SMALL_ONES, STEP
 from interlace.bench.race.candidates import OURS
 from interlace.bench.rows import Row, number
 from interlace.bench.sites import SMALL_ROWS
@@ -274,6 +275,14 @@ def _float8(does: str, row: Row) -> bool:
     return _on_gpu("float8", row) and row["does"] == does
 
 
+def _speedup(row: Row, ways: Ways) -> float:
+    return number(row["speedup_torch"])
+
+
+def _muon(does: str, shape: str, row: Row) -> bool:
+    return _on_gpu("muon", row) and row["does"] == does and row["shape"] == shape
+
+
 LINEAR = functools.partial(_on_gpu, "linear-cross-entropy")
 ADAM = functools.partial(_on_gpu, "adam")
 COMPILED = _ratio("peak_bytes", "torch.compile")
@@ -286,6 +295,9 @@ KERNEL_BARS = (
     KernelBar("share of copy bandwidth", ">= 0.9", ADAM, _share),
     KernelBar("run over plain calls", "<= 1.3", _executor, _ratio("median_us", "torch")),
     KernelBar("time over torch fused", "< 1", ADAM, _ratio("median_us", "torch")),
+    KernelBar("over torch", ">= 1.7", functools.partial(_muon, GRAM, "4096x4096"), _speedup),
+    KernelBar("over torch", ">= 1.5", functools.partial(_muon, STEP, LAYERS), _speedup),
+    KernelBar("over torch", ">= 6", functools.partial(_muon, STEP, SMALL_ONES), _speedup),
     KernelBar("share of copy bandwidth", ">= 0.88", functools.partial(_float8, CAST), _share),
     KernelBar(
         "time over torchao's",

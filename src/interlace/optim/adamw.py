@@ -19,19 +19,18 @@ Note [Bytes]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.plan import StepPlan, arrived
 from interlace.optim.adam.state import KEPT, MASTERS, STATE_DTYPES, check_param, fit, master_of
+from interlace.optim.loading import KeepsStates
 
 
-class Adam(Optimizer):
+class Adam(KeepsStates):
     """Adam (Kingma and Ba, arXiv:1412.6980), its weight decay an L2 penalty on the gradient.
 
     The arguments up to `fused` are torch.optim.Adam's, without `decoupled_weight_decay`: that is
@@ -64,6 +63,7 @@ class Adam(Optimizer):
     CUDA tensor without either makes each step wait for the device.
     """
 
+    kept = KEPT
     coupled = True
     """Whether weight decay goes through the gradient."""
 
@@ -88,7 +88,7 @@ class Adam(Optimizer):
         seed: int = 0,
     ) -> None:
         self._forget()
-        defaults = _options(locals())
+        defaults = own_options(locals())
         check_group(defaults)
         super().__init__(params, defaults)
 
@@ -132,42 +132,8 @@ class Adam(Optimizer):
         )
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what this class, or torch.optim.Adam(W), saved; every tensor in its own dtype.
-
-        Options that say how states are stored and run stay as they are; see the class. Raises
-        ValueError where groups differ, and OptimizerError where the weight decay of a group is the
-        other class's; a state that does not fit its parameter is one at the next step, when it is
-        first needed.
-        """
-
-        def hold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            for group in given["param_groups"]:
-                self._check_decay(group)
-            self._arrived = given
-            return {**given, "state": {}}  # torch would cast it to the parameters' dtype
-
-        handle = self.register_load_state_dict_pre_hook(hold)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-            self._arrived = None
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Part of loading, of unpickling and of copying: plans are made anew."""
-        state = dict(state)
-        own = self.__dict__.get("param_groups") or [{} for _ in state["param_groups"]]
-        arrived = self.__dict__.get("_arrived")
-        defaults = state.get("defaults") or self.defaults
-        for group, before in zip(state["param_groups"], own, strict=True):
-            for name, value in defaults.items():
-                group.setdefault(name, before.get(name, value))
-            group.update({name: before[name] for name in KEPT if name in before})
-        super().__setstate__(state)
-        self._forget()
-        if arrived is not None:
-            self._take_state(arrived)
+    def _check_loaded(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+        self._check_decay(group)
 
     def _check_decay(self, group: Mapping[str, Any]) -> None:
         """The class says how weights decay; torch.optim.Adam has an option for it, in groups."""
@@ -177,18 +143,8 @@ class Adam(Optimizer):
                 f"{type(self).__name__}: use {'AdamW' if self.coupled else 'Adam'}, which decays so"
             )
 
-    def _take_state(self, given: Mapping[str, Any]) -> None:
-        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-        homes = ((param, group) for group in self.param_groups for param in group["params"])
-        owners = dict(zip(numbers, homes, strict=True))
-        for number, values in given["state"].items():
-            if number not in owners:
-                self.state[number] = values
-                continue
-            param, group = owners[number]
-            self.state[param] = {
-                name: fit(name, value, param, group) for name, value in values.items()
-            }
+    def _fit(self, name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
+        return fit(name, value, param, group)
 
     def _forget(self) -> None:
         """Nothing is known of where tensors lie; but what captured graphs read is kept."""
@@ -226,10 +182,10 @@ class AdamW(Adam):
         stochastic_rounding: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(params, **_options(locals()))
+        super().__init__(params, **own_options(locals()))
 
 
-def _options(variables: Mapping[str, Any]) -> dict[str, Any]:
+def own_options(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The options among the local variables of a constructor."""
     return {n: v for n, v in variables.items() if n not in ("self", "params", "__class__")}
 

@@ -5,6 +5,6 @@
     report = work(KernelSettings(only=("adam",)), torch.device("cuda"))
 
 A case (case.py) is one op at one size, computed in several ways: ours, torch's, torch.compile's and
-those of packages that happen to be installed. losses.py, adam.py, grouped.py and float8.py have the
-cases, host.py the time of the host, bars.py what must hold.
+those of packages that happen to be installed. losses.py, adam.py, muon.py, grouped.py and float8.py
+have the cases, host.py the time of the host, bars.py what must hold.
 """

@@ -18,14 +18,15 @@ from interlace.bench.kernels.float8 import float8_cases
 from interlace.bench.kernels.grouped import grouped_cases
 from interlace.bench.kernels.host import host_cases, team_work
 from interlace.bench.kernels.losses import cross_entropy_cases, linear_cases
+from interlace.bench.kernels.muon import muon_cases
 from interlace.bench.race.ways import free
 from interlace.bench.ranks import Alone, start
 from interlace.bench.rows import Row, facts
 from interlace.errors import OptionError
 from interlace.launch import Tell
 
-OPS = ("cross-entropy", "linear-cross-entropy", "adam", "grouped", "float8", "host")
-REST = ("host", "adam", "grouped", "float8", "linear-cross-entropy", "cross-entropy")
+OPS = ("cross-entropy", "linear-cross-entropy", "adam", "muon", "grouped", "float8", "host")
+REST = ("host", "adam", "muon", "grouped", "float8", "linear-cross-entropy", "cross-entropy")
 """The order of what comes after the first case of each."""
 MOST_S = 2.0
 """A case is timed for so long at most, set-up apart: more rounds tell no more."""
@@ -58,6 +59,7 @@ def cases_of(settings: KernelSettings, device: torch.device) -> list[KernelCase]
         "cross-entropy": cross_entropy_cases,
         "linear-cross-entropy": linear_cases,
         "adam": adam_cases,
+        "muon": muon_cases,
         "grouped": grouped_cases,
         "float8": float8_cases,
         "host": lambda _: host_cases(device),

@@ -1,0 +1,192 @@
+"""Newton-Schulz iterations: the singular values of a matrix are driven to about one.
+
+    x = update.to(torch.bfloat16)                              # rows <= columns
+    x = orthogonalize(x, coefficients("polar_express", 5), eps=1e-7)
+
+A step with coefficients (a, b, c) maps each singular value s to a s + b s^3 + c s^5:
+
+    g = x @ x.mT;   x = a * x + (b * g + c * g @ g) @ x
+
+Note [One factor]
+    The kernel adds a to the diagonal before it rounds b g + c g^2, so x is multiplied once and not
+    copied for the sum, which addmm does. Where singular values are about one, so is the factor, and
+    rounds finer than the difference from a; elsewhere coarser. Errors are the same by size.
+
+Note [Gram variant]
+    Rows by rows matrices are cheaper than x where it is wide. For some steps (RESTART) only
+    g = x @ x.mT and the product q of their factors p = a + b g + c g^2 are kept: g becomes p g p,
+    and at the end x becomes q @ x. In exact arithmetic that is the same; rounded it is not, so the
+    variant is not bit-equal. g has the squares of the singular values, so the small ones drown in
+    rounding, and such errors grow by a^2 at each step, as what they fall on does: x is made and g
+    computed anew after RESTART steps. The variant computes in float16, which rounds 8 times finer
+    than bfloat16; x is scaled so that elements of g are of a size that float16 has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from interlace.errors import OptimizerError
+from interlace.optim.muon.symmetric import gram, polynomial, serves
+
+Triple = tuple[float, float, float]
+RESTART = 3
+"""Steps of the Gram variant between two products with x."""
+SCALE = 32.0
+"""Of x in the Gram variant: a matrix of norm 1 and 4096 rows has a g of some 1/4096."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoefficientSet:
+    """Coefficients by step; further steps begin anew (`cycles`) or repeat the last."""
+
+    triples: tuple[Triple, ...]
+    cycles: bool = False
+
+
+COEFFICIENTS: Mapping[str, CoefficientSet] = {
+    # Keller Jordan's, torch.optim.Muon's default
+    "simple": CoefficientSet(((3.4445, -4.7750, 2.0315),)),
+    # leloykun.github.io/ponder/muon-opt-coeffs, as in modded-nanogpt
+    "quintic": CoefficientSet(
+        (
+            (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
+        ), cycles=True,
+    ),
+    # Polar Express, arXiv:2505.16932, divided by its safety factor
+    "polar_express": CoefficientSet(
+        (
+            (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
+        )
+    ),
+    # CANS, arXiv:2506.10935
+    "cans": CoefficientSet(
+        (
+            (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162),
+        )
+    ),
+    # flash-newton-schulz
+    "aol": CoefficientSet(
+        (
+            (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ), cycles=True,
+    ),
+    # DeepSeek-V4: eight steps that grow and two that settle
+    "deepseekv4": CoefficientSet((*[(3.4445, -4.7750, 2.0315)] * 8, *[(2.0, -1.5, 0.5)] * 2)),
+}  # fmt: skip
+
+
+def coefficients(given: object, steps: int) -> tuple[Triple, ...]:
+    """Those of each step: of a set's name, of one triple for all, or of a sequence of triples,
+    whose last is repeated. Raises OptimizerError for anything else.
+    """
+    if isinstance(given, str) and given in COEFFICIENTS:
+        found = COEFFICIENTS[given]
+    elif isinstance(given, Sequence) and not isinstance(given, str) and given:
+        triples = given if isinstance(given[0], Sequence) else (given,)
+        if not all(len(triple) == 3 for triple in triples):
+            raise OptimizerError(f"ns_coefficients={given!r}: three numbers (a, b, c) a step")
+        found = CoefficientSet(tuple((float(a), float(b), float(c)) for a, b, c in triples))
+    else:
+        raise OptimizerError(
+            f"ns_coefficients={given!r}: three numbers, a sequence of three for each step, or one "
+            f"of {', '.join(COEFFICIENTS)}"
+        )
+    most = len(found.triples)
+    return tuple(
+        found.triples[step % most if found.cycles else min(step, most - 1)] for step in range(steps)
+    )
+
+
+def orthogonalize(
+    x: Tensor,
+    steps: Sequence[Triple],
+    *,
+    eps: float,
+    gram_variant: bool = False,
+    symmetric: bool = True,
+) -> Tensor:
+    """The iteration on `x`, bfloat16 of shape [rows, columns] or [batch, rows, columns] with
+    rows <= columns, which is overwritten; the result has its shape and dtype.
+
+    `symmetric` lets the kernel make the symmetric products where it serves x. Without it, and
+    without `gram_variant`, one matrix has the bits of torch.optim.Muon.
+    """
+    normalize(x, eps)
+    kernel = symmetric and serves(x)
+    rows, columns = x.shape[-2:]
+    if gram_variant and gram_pays(rows, columns, len(steps), symmetric):
+        made = x.mul_(SCALE).to(torch.float16)
+        for first in range(0, len(steps), RESTART):
+            made = _gram_steps(made, steps[first : first + RESTART], kernel)
+        return torch.mul(made, 1 / SCALE, out=x)
+    add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for a, b, c in steps:
+        g = gram(x, kernel=kernel)
+        if kernel:  # see Note [One factor]
+            x = polynomial(g, g, alpha=c, c=g, beta=b, gamma=a, kernel=True) @ x
+        else:
+            x = add(x, polynomial(g, g, alpha=c, c=g, beta=b, kernel=False), x, beta=a)
+    return x
+
+
+def normalize(x: Tensor, eps: float) -> None:
+    """Divides each matrix by its norm, or by `eps` where that is larger. With `eps` 0 the result
+    does not depend on the scale of x at all, and a matrix of zeros remains one.
+    """
+    each = {} if x.ndim == 2 else {"dim": (-2, -1), "keepdim": True}
+    if eps == 0:
+        eps = torch.finfo(x.dtype).tiny
+        x.div_(torch.linalg.vector_norm(x, torch.inf, **each).clamp(min=eps))
+    x.div_(torch.linalg.vector_norm(x, **each).clamp(min=eps))
+
+
+def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool) -> Tensor:
+    """Some steps at once, of a float16 x that is SCALE times as large; see Note [Gram variant]."""
+    g = gram(x, kernel=kernel)
+    q: Tensor | None = None
+    for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
+        b, c = b / SCALE**2, c / SCALE**4
+        p = polynomial(g, g, alpha=c, c=g, beta=b, gamma=a, kernel=kernel)
+        q = p if q is None else polynomial(q, p, kernel=kernel)
+        for _ in range(2 if left else 0):
+            g = polynomial(g, p, kernel=kernel)
+    assert q is not None
+    return q @ x
+
+
+def gram_pays(rows: int, columns: int, steps: int, symmetric: bool) -> bool:
+    """Whether the Gram variant takes fewer operations for matrices of that size."""
+    rows, columns = sorted((rows, columns))
+    return _gram_cost(rows, columns, steps, symmetric) < _cost(rows, columns, steps, symmetric)
+
+
+def flops(rows: int, columns: int, steps: int, *, gram_variant: bool, symmetric: bool) -> float:
+    """Floating-point operations of one matrix; a symmetric product takes half, if `symmetric`."""
+    rows, columns = sorted((rows, columns))
+    if gram_variant and gram_pays(rows, columns, steps, symmetric):
+        return _gram_cost(rows, columns, steps, symmetric)
+    return _cost(rows, columns, steps, symmetric)
+
+
+def _cost(rows: int, columns: int, steps: int, symmetric: bool) -> float:
+    share = 0.5 if symmetric else 1.0
+    return steps * 2.0 * rows**2 * (columns + share * (columns + rows))
+
+
+def _gram_cost(rows: int, columns: int, steps: int, symmetric: bool) -> float:
+    share = 0.5 if symmetric else 1.0
+    total = 0.0
+    for first in range(0, steps, RESTART):
+        count = min(RESTART, steps - first)
+        total += columns + share * (columns + rows * (count + 3 * (count - 1)))
+    return 2.0 * rows**2 * total

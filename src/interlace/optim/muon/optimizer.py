@@ -1,0 +1,215 @@
+"""Muon for matrices and AdamW for the rest, in one optimizer.
+
+groups = muon_groups(model)                              # which goes where, by rules
+optimizer = Muon(groups, lr=0.02, adamw={"lr": 3e-4})
+print(optimizer.explain())
+loss.backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from interlace.errors import OptimizerError
+from interlace.optim.adam.state import KEPT, fit
+from interlace.optim.adamw import AdamW, own_options
+from interlace.optim.loading import KeepsStates
+from interlace.optim.muon.newton_schulz import coefficients, flops
+from interlace.optim.muon.routing import explain_groups
+from interlace.optim.muon.update import ADJUSTMENTS, check_cut, matrices, step_group
+
+ELEMENT_FLOPS = 4096.0
+"""What an element costs beside matrix products: the 16 to 28 bytes that move for it take as long
+as some 4,000 operations of the matrix units (an H200: 4.2 TB/s beside 700 TFLOP/s)."""
+
+
+class Muon(KeepsStates):
+    """Muon (Keller Jordan, kellerjordan.github.io/posts/muon), and AdamW beside it.
+
+    The arguments up to `adjust_lr_fn` have the names, defaults and arithmetic of torch.optim.Muon.
+    Momentum is averaged with the gradient, each matrix of the update is made orthogonal by
+    `ns_steps` Newton-Schulz steps in bfloat16, and is subtracted times a learning rate that
+    `adjust_lr_fn` adjusts to the A x B matrix: "original" (None), by sqrt(max(1, A/B));
+    "match_rms_adamw", by 0.2 sqrt(max(A, B)), which allows AdamW's learning rates;
+    "spectral_unclamped", by sqrt(A/B). Weight decay is decoupled and not adjusted.
+
+    - `ns_coefficients`: also a sequence of three numbers for each step, or the name of a set in
+      `interlace.optim.muon.newton_schulz.COEFFICIENTS` ("polar_express", "cans", ...).
+    - `eps`: of the norm that an update is divided by. torch's 1e-7 stops updates whose norm is
+      below it, which gradient clipping can bring about; 0 makes updates independent of the scale.
+    - `split_sizes`, `head_dim`, `split_dim`: a parameter is cut along dimension `split_dim` (0,
+      rows, or 1, columns) of its matrices into parts, such as Q, K and V, and those into heads of
+      `head_dim`; each is a matrix of its own, also for `adjust_lr_fn`. Parameters of 3 and more
+      dimensions, such as experts, are stacks of matrices.
+    - `batched`: matrices of equal shapes go through the iteration together.
+    - `symmetric`: on NVIDIA GPUs from 9.0, a kernel computes half of each symmetric product.
+    - `gram_variant`: iterates on rows x rows matrices where that takes fewer operations. Equal in
+      exact arithmetic, **not bit-equal**; in float16.
+    - `adamw`: options of the groups with `use_muon=False`, those of `interlace.optim.AdamW`, whose
+      defaults they have, and not this class's `lr` and `weight_decay`.
+
+    With `batched=False` and `symmetric=False` a step has torch.optim.Muon's bits, but in one case:
+    torch up to 2.13, with `nesterov=False` and bfloat16 gradients, normalises its own momentum
+    buffer, which is not done here. Each of the two options may change the order of additions.
+
+    A parameter is Muon's unless its group says `use_muon=False`; `muon_groups(model)` makes such
+    groups by rules, and `explain` shows them. All options may be set per group. DTensors are
+    gathered, and made orthogonal by every rank. Loading takes torch.optim.Muon's state too.
+    Errors are OptimizerError (a ValueError).
+    """
+
+    kept = ("use_muon", "why", "batched", "symmetric", *KEPT)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Any = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        split_sizes: tuple[int, ...] | None = None,
+        head_dim: int | None = None,
+        split_dim: int = 0,
+        batched: bool = True,
+        symmetric: bool = True,
+        gram_variant: bool = False,
+        adamw: Mapping[str, Any] | None = None,
+    ) -> None:
+        defaults = {**own_options(locals()), "use_muon": True}
+        self._adamw_options = dict(defaults.pop("adamw") or {})
+        self._forget()
+        check_muon(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group as torch.optim does; raises OptimizerError for what cannot be served."""
+        if not param_group.get("use_muon", True):
+            for name, value in {**ADAMW_DEFAULTS, **self._adamw_options}.items():
+                param_group.setdefault(name, value)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            if group["use_muon"]:
+                check_muon(group)
+                for param in group["params"]:
+                    check_cut(param.shape, group)
+            else:
+                AdamW([{**group}])
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickling and copying keep."""
+        return {**super().__getstate__(), "_adamw_options": self._adamw_options}
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates every parameter that has a gradient; gives the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        others: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            if group["use_muon"]:
+                step_group(group, self.state)
+            else:
+                others.append(group)
+        if others:
+            self._adamw_of(others).step()
+        return loss
+
+    def explain(self) -> str:
+        """A line for each parameter: what updates it, its name and shape, how it is cut, and why
+        (the rule of `muon_groups`, or the group's option).
+        """
+
+        def cut(param: Tensor, group: Mapping[str, Any]) -> str:
+            shapes = Counter(tuple(m.shape) for m in _cut(param, group))
+            if list(shapes.items()) == [(tuple(param.shape), 1)]:
+                return "Muon"
+            each = (f"{n} of {'x'.join(map(str, shape))}" for shape, n in shapes.items())
+            return "Muon, " + ", ".join(each)
+
+        return explain_groups(self.param_groups, cut)
+
+    def update_cost(self, parameter: Tensor) -> float:
+        """FLOPs of a step of this parameter, for dividing the work: those of its matrix products
+        (half of a symmetric one's with `symmetric`) and ELEMENT_FLOPS an element.
+        Raises OptimizerError for a parameter of no group.
+        """
+        for group in self.param_groups:
+            if any(parameter is each for each in group["params"]):
+                total = ELEMENT_FLOPS * parameter.numel()
+                options = {name: bool(group.get(name)) for name in ("gram_variant", "symmetric")}
+                for matrix in _cut(parameter, group) if group["use_muon"] else ():
+                    rows, columns = matrix.shape
+                    total += flops(rows, columns, group["ns_steps"], **options)
+                return total
+        raise OptimizerError(
+            f"a parameter of shape {tuple(parameter.shape)} is in no group of this optimizer"
+        )
+
+    def _adamw_of(self, groups: list[dict[str, Any]]) -> AdamW:
+        """An AdamW that has these very groups, and their states in this optimizer's."""
+        held = self._adamw.param_groups if self._adamw is not None else []
+        if self._adamw is None or list(map(id, held)) != list(map(id, groups)):
+            self._adamw = AdamW(groups)
+        self._adamw.state = self.state
+        return self._adamw
+
+    def _check_loaded(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+        if group.get("use_muon", own["use_muon"]) != own["use_muon"]:
+            raise OptimizerError(
+                f"a group has use_muon={own['use_muon']} here and {group['use_muon']} in the "
+                "checkpoint: make the groups as they were when it was saved"
+            )
+
+    def _fit(self, name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
+        if not group["use_muon"]:
+            return fit(name, value, param, group)
+        return value.to(param.device) if isinstance(value, Tensor) else value
+
+    def _forget(self) -> None:
+        self._adamw: AdamW | None = None
+
+
+ADAMW_DEFAULTS: Mapping[str, Any] = AdamW([torch.empty(0)]).defaults
+"""The options of groups with use_muon=False."""
+
+
+def _cut(param: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
+    """The matrices of a parameter, without memory."""
+    return matrices(torch.empty(param.shape, device="meta"), group)
+
+
+def check_muon(group: Mapping[str, Any]) -> None:
+    """Raises OptimizerError for options that cannot be."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise OptimizerError(f"lr is a tensor of {lr.numel()} elements: give it one")
+    for name in ("lr", "momentum", "weight_decay", "eps"):
+        if not float(group[name]) >= 0:
+            raise OptimizerError(f"{name}={group[name]}: it cannot be negative")
+    if not 0 < group["ns_steps"] < 100:
+        raise OptimizerError(f"ns_steps={group['ns_steps']}: from 1 to 99")
+    coefficients(group["ns_coefficients"], group["ns_steps"])
+    if group["adjust_lr_fn"] not in ADJUSTMENTS:
+        raise OptimizerError(f"adjust_lr_fn={group['adjust_lr_fn']!r}: one of {ADJUSTMENTS}")
+    if group["split_dim"] not in (0, 1):
+        raise OptimizerError(f"split_dim={group['split_dim']}: 0 cuts rows and 1 columns")

@@ -1,0 +1,202 @@
+"""One step of a group of parameters by Muon, and into which matrices a parameter is cut.
+
+Matrices of equal shapes are stacked and go through one iteration; `batched=False` takes them one
+by one. A matrix that is taken alone, without the kernel of symmetric products, has the
+arithmetic of torch.optim.Muon, operator by operator.
+
+Note [A copy]
+    torch.optim.Muon, up to torch 2.13, casts the momentum buffer itself where nesterov=False; a
+    bfloat16 buffer is then normalised in place, and momentum is lost. Here the cast is a copy.
+
+Note [DTensors]
+    Momentum is sharded as the gradient is. The update is gathered, every rank makes the whole
+    matrix orthogonal, which gives all of them the same bits, and keeps its own part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from interlace.errors import OptimizerError
+from interlace.optim.adam.state import local
+from interlace.optim.muon.newton_schulz import coefficients, orthogonalize
+from interlace.optim.muon.symmetric import runs_on
+
+ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
+MOST_BYTES = 1 << 27
+"""Of a stack of matrices: larger batches are no faster."""
+Matrices = Sequence[Tensor]
+
+
+def adjusted_lr(group: Mapping[str, Any], rows: int, columns: int) -> float:
+    """The learning rate of a matrix of that size; see `Muon`."""
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        ratio = 0.2 * math.sqrt(max(rows, columns))
+    elif group["adjust_lr_fn"] == "spectral_unclamped":
+        ratio = math.sqrt(rows / columns)
+    else:
+        ratio = math.sqrt(max(1, rows / columns))
+    return float(group["lr"] * ratio)  # a tensor's arithmetic is fp32, as in torch.optim
+
+
+def matrices(tensor: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
+    """Views of the matrices that a parameter, or what is shaped as it, is cut into."""
+    dim = group["split_dim"] - 2
+    size = tensor.shape[dim]
+    parts = list(group["split_sizes"] or (size,))
+    if group["head_dim"]:
+        parts = [group["head_dim"]] * (size // group["head_dim"])
+    whole = tensor.flatten(0, -3).unbind() if tensor.ndim > 2 else (tensor,)
+    return [part for each in whole for part in (each.split(parts, dim) if parts[1:] else (each,))]
+
+
+def check_cut(shape: torch.Size, group: Mapping[str, Any]) -> None:
+    """Raises OptimizerError where a parameter of that shape cannot be cut as its group says."""
+    if len(shape) < 2:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(shape)} in a group of Muon, which updates matrices: put "
+            "it in a group with use_muon=False (interlace.optim.muon_groups(model) makes groups)"
+        )
+    size, sizes, head = shape[group["split_dim"] - 2], group["split_sizes"], group["head_dim"]
+    for part in sizes or (size,):
+        if part < 1 or (head and part % head):
+            raise OptimizerError(
+                f"{part} rows or columns of a parameter of shape {tuple(shape)} are not heads of "
+                f"head_dim={head}: give such parameters a group of their own"
+            )
+    if sizes and sum(sizes) != size:
+        raise OptimizerError(
+            f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, and dimension "
+            f"{group['split_dim']} of the matrices of a parameter of shape {tuple(shape)} is {size}"
+        )
+
+
+def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> None:
+    """Updates the parameters of the group that have gradients."""
+    params = [param for param in group["params"] if param.grad is not None and param.numel()]
+    if not params:
+        return
+    momentum = group["momentum"]
+    grads = [*map(placed_grad, params)]
+    moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
+    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
+    torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - momentum)
+    scale([*map(local, params)], float(1 - group["lr"] * group["weight_decay"]))
+    alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
+    for param, grad, moment in zip(params, grads, moments, strict=True):
+        if isinstance(param, DTensor):
+            update_sharded(
+                param, grad.lerp(moment, momentum) if group["nesterov"] else moment, group
+            )
+            continue
+        for entry in zip(
+            *(matrices(t.detach(), group) for t in (param, grad, moment)), strict=True
+        ):
+            key = param.device, param.dtype, grad.dtype, entry[0].shape
+            alike[key].append(entry)
+    for entries in alike.values():
+        targets, slopes, buffers = zip(*entries, strict=True)
+        for few in batches(targets, group["batched"]):
+            updates: Matrices = buffers[few]
+            if group["nesterov"]:
+                updates = torch._foreach_lerp(slopes[few], updates, momentum)
+            add(targets[few], orthogonal(updates, group), group)
+
+
+def scale(tensors: Matrices, factor: float) -> None:
+    """Multiplies all, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
+    if tensors[0].is_cuda:
+        torch._foreach_mul_([*tensors], factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def placed_grad(param: Tensor) -> Tensor:
+    """The gradient, sharded as its parameter is. Raises OptimizerError for one of another kind."""
+    grad = param.grad
+    assert grad is not None
+    if grad.layout != torch.strided or not grad.is_floating_point():
+        raise OptimizerError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} is {grad.dtype} with "
+            f"layout {grad.layout}: Muon takes dense real ones; use a group with use_muon=False"
+        )
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        return grad.redistribute(param.device_mesh, param.placements)
+    return grad
+
+
+def momentum_of(param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    """The buffer, made where there is none. Raises OptimizerError for one of another shape."""
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+    moment = state["momentum_buffer"]
+    if moment.shape != param.shape or isinstance(moment, DTensor) != isinstance(param, DTensor):
+        raise OptimizerError(
+            f"the momentum_buffer of a parameter of shape {tuple(param.shape)} is a "
+            f"{type(moment).__name__} of shape {tuple(moment.shape)}: was it saved from another "
+            "model, or with the parameters in another order?"
+        )
+    return moment
+
+
+def batches(targets: Matrices, batched: bool) -> Iterator[slice]:
+    """What is stacked together of matrices of one shape."""
+    most = max(1, MOST_BYTES // (2 * targets[0].numel())) if batched else 1
+    return (slice(at, at + most) for at in range(0, len(targets), most))
+
+
+def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
+    """The updates, of one shape, made orthogonal: one matrix or a stack of them, bfloat16."""
+    rows, columns = updates[0].shape
+    tall = rows > columns
+    if len(updates) == 1 and not (group["symmetric"] and runs_on(updates[0].device)):
+        x = updates[0].to(torch.bfloat16, copy=True)  # see Note [A copy]
+        x = x.mT if tall else x
+    else:
+        shape = len(updates), min(rows, columns), max(rows, columns)
+        x = torch.empty(shape, dtype=torch.bfloat16, device=updates[0].device)
+        torch._foreach_copy_([*(x.mT if tall else x)], [*updates])
+        x = x if len(updates) > 1 else x[0]
+    steps = coefficients(group["ns_coefficients"], group["ns_steps"])
+    x = orthogonalize(
+        x,
+        steps,
+        eps=group["eps"],
+        gram_variant=group["gram_variant"],
+        symmetric=group["symmetric"],
+    )
+    return x.mT if tall else x
+
+
+def add(targets: Matrices, made: Tensor, group: Mapping[str, Any]) -> None:
+    """Adds what is orthogonal to the matrices, times minus their learning rate."""
+    alpha = -adjusted_lr(group, *targets[0].shape)
+    if made.ndim == 2:
+        targets[0].add_(made, alpha=alpha)
+    else:  # in the parameters' dtype and layout, so that few launches add all of them
+        made = made.to(targets[0].dtype).contiguous()
+        torch._foreach_add_([*targets], [*made], alpha=alpha)
+
+
+def update_sharded(param: DTensor, update: Tensor, group: Mapping[str, Any]) -> None:
+    """A DTensor's part of the update of the whole; see Note [DTensors]."""
+    assert isinstance(update, DTensor)
+    whole = update.full_tensor()
+    scaled: dict[float, Tensor] = {}
+    for at, matrix in enumerate(matrices(whole, group)):
+        alpha = -adjusted_lr(group, *matrix.shape)
+        if alpha not in scaled:
+            scaled[alpha] = torch.zeros(whole.shape, dtype=torch.bfloat16, device=whole.device)
+        matrices(scaled[alpha], group)[at].copy_(orthogonal([matrix], group))
+    mesh = param.device_mesh
+    for alpha, made in scaled.items():
+        everywhere = DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        param.add_(everywhere.redistribute(mesh, param.placements), alpha=alpha)

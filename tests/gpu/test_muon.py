@@ -1,0 +1,144 @@
+"""Muon on a GPU: its kernel beside its twin, and torch.optim.Muon's bits without it.
+
+How fast it is, `interlace bench kernels --only muon` says.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from interlace.optim import Muon
+from interlace.optim.muon import launch
+from interlace.optim.muon.newton_schulz import COEFFICIENTS, coefficients, orthogonalize
+from interlace.optim.muon.symmetric import gram, polynomial, serves
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CUDA = torch.device("cuda")
+SHAPES = [(256, 256), (128, 512), (512, 128), (256, 256), (8, 40), (264, 1000), (3, 64, 128)]
+
+
+def near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """Within the rounding of the results, whatever the order of additions."""
+    assert found.isfinite().all()
+    rounding = torch.finfo(dtype).eps * wanted.abs() + 1e-4 * wanted.abs().max()
+    assert ((found.float() - wanted).abs() <= rounding).all()
+
+
+def whole(shape: Any, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, whose products and sums are exact."""
+    return torch.randint(-2, 3, shape, device=CUDA).to(dtype)
+
+
+@pytest.mark.parametrize("config", [config for config, _ in launch.CONFIGS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_are_symmetric_and_right(
+    config: Any, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tile shape: sizes that end with a tile and that do not, more tiles than blocks."""
+    torch.manual_seed(seed)
+    monkeypatch.setattr(launch, "choose", lambda count, rows, processors: config)
+    for count, rows, inner in (
+        (1, 8, 8),
+        (1, 2048, 512),
+        (3, 264, 1000),
+        (2, 1032, 72),
+        (40, 512, 640),
+    ):
+        x = torch.randn(count, rows, inner, device=CUDA).to(dtype)
+        x = x[0] if count == 1 else x
+        assert serves(x)
+        found = gram(x, kernel=True)
+        assert torch.equal(found, found.mT)
+        near(found, x.float() @ x.float().mT, dtype)
+        g, c = (found / found.abs().amax()).contiguous(), torch.randn_like(found)
+        c = (c + c.mT).contiguous()
+        made = polynomial(g, g, alpha=2.0, c=c, beta=-4.0, gamma=3.0, kernel=True)
+        assert torch.equal(made, made.mT)
+        wanted = 2.0 * g.float() @ g.float() - 4.0 * c.float()
+        wanted.diagonal(dim1=-2, dim2=-1).add_(3.0)
+        near(made, wanted, dtype)
+        exact = whole(x.shape, dtype)
+        assert torch.equal(
+            gram(exact, kernel=True).float(), (exact.float() @ exact.float().mT).to(dtype).float()
+        )
+
+
+def test_runs_are_equal_and_any_a_and_b_give_a_symmetric_result(seed: int) -> None:
+    """The same bits every time; the lower triangle decides, on the diagonal's tiles as well."""
+    torch.manual_seed(seed)
+    a, b = (whole((520, 264), torch.bfloat16) for _ in range(2))
+    full = a.float() @ b.float().mT
+    wanted = (full.tril() + full.tril(-1).mT).to(torch.bfloat16)
+    for _ in range(20):
+        assert torch.equal(launch.symmetric_product(a, b, None, 1.0, 0.0, 0.0), wanted)
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize("gram_variant", [False, True])
+def test_the_iteration_agrees_with_fp64(name: str, gram_variant: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    steps = coefficients(name, 4 if name == "aol" else 10 if name == "deepseekv4" else 5)
+    update = torch.randn(2, 256, 1024, device=CUDA)
+    x = update.double() / torch.linalg.vector_norm(update.double(), dim=(1, 2), keepdim=True)
+    for a, b, c in steps:
+        g = x @ x.mT
+        x = a * x + (b * g + c * g @ g) @ x
+    found = orthogonalize(update.to(torch.bfloat16), steps, eps=1e-7, gram_variant=gram_variant)
+    assert (found.double() - x).norm() < 0.06 * x.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_by_one_it_has_torchs_bits(dtype: torch.dtype, seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {
+        "lr": draw.choice([0.02, torch.tensor(0.02)]),
+        "nesterov": dtype == torch.bfloat16 or draw.random() < 0.5,
+        "adjust_lr_fn": draw.choice(["original", "match_rms_adamw"]),
+    }
+    shapes = SHAPES[:-1]
+    ours = [nn.Parameter(torch.randn(shape, device=CUDA).to(dtype)) for shape in shapes]
+    theirs = [nn.Parameter(param.detach().clone()) for param in ours]
+    alone: dict[str, Any] = {"batched": False, "symmetric": False}
+    one = Muon(ours, **alone, **options)
+    other = torch.optim.Muon(theirs, **options)
+    for _ in range(4):
+        for mine, its in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            its.grad = mine.grad.clone()
+        one.step()
+        other.step()
+    for mine, its in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, its), (mine.shape, options)
+
+
+def test_every_way_agrees_and_repeats_itself(seed: int) -> None:
+    """Batched, by the kernel, and by the Gram variant; two runs of each have the same bits."""
+    results: list[list[Tensor]] = []
+    gram_variant = {"gram_variant": True}
+    ways: list[Any] = [{}, {}, gram_variant, gram_variant, {"symmetric": False}]
+    for options in ways:
+        torch.manual_seed(seed)
+        params = [nn.Parameter(torch.randn(shape, device=CUDA)) for shape in SHAPES]
+        optimizer = Muon(params, lr=0.1, **options)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        results.append([param.detach() for param in params])
+    for one, other in ((0, 1), (2, 3)):
+        pairs = zip(results[one], results[other], strict=True)
+        assert all(torch.equal(mine, its) for mine, its in pairs)
+    for some in results[2:]:
+        for mine, its in zip(results[0], some, strict=True):
+            assert (mine - its).norm() < 0.02 * mine.norm()

@@ -1,0 +1,110 @@
+"""Runs the kernel of symmetric products in Triton's interpreter: `python <this> <seed> <cases>`.
+
+The interpreter cuts bfloat16 off instead of rounding, so elements are half or float here.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from interlace.optim.muon.kernel import symmetric_kernel, triangle
+from interlace.optim.muon.symmetric import polynomial
+
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def patch_index(tensor: Any, scope: Any) -> None:
+    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = patch_index
+
+
+@triton.jit
+def places(rows, columns, first, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    row, column = triangle(first + at)
+    tl.store(rows + at, row)
+    tl.store(columns + at, column)
+
+
+def described(matrices: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrices.flatten(0, 1), [rows, columns])
+
+
+def check(draw: random.Random) -> None:
+    """Products of any a and b: the lower triangle of what the twin gives, and its mirror image."""
+    piece = draw.choice([8, 16])
+    tile, step = piece * draw.choice([1, 2]), draw.choice([8, 16])
+    count, rows = draw.randint(1, 3), 8 * draw.randint(1, 9)
+    added = draw.random() < 0.5
+    inner = rows if added else 8 * draw.randint(1, 9)
+    dtype = draw.choice([torch.float16, torch.float32])
+    # Whole numbers: their products and sums are exact, and so must the results be.
+    a = torch.randint(-3, 4, (count, rows, inner)).to(dtype)
+    b = a if draw.random() < 0.3 else torch.randint(-3, 4, a.shape).to(dtype)
+    c = torch.randint(-8, 9, (count, rows, rows)).to(dtype)
+    y = torch.full((count, rows, rows), torch.nan, dtype=dtype)
+    alpha, beta, gamma = (draw.choice([1.0, 0.5, -2.0]) for _ in range(3))
+    programs = draw.randint(1, 7)
+    symmetric_kernel[(programs,)](
+        described(a, tile, step), described(b, tile, step), described(c, piece, piece), y,
+        alpha, beta, gamma, count, rows, inner, BM=tile, BK=step, PIECE=piece, ADD=added,
+    )  # fmt: skip
+    if added:
+        made = polynomial(a, b.mT, alpha=alpha, c=c, beta=beta, gamma=gamma, kernel=False)
+    else:
+        made = alpha * (a @ b.mT)
+    wanted = made.tril() + made.tril(-1).mT
+    assert torch.equal(y, wanted), (count, rows, inner, tile, piece, step, dtype, added, programs)
+
+
+def check_rounding() -> None:
+    """What is rounded is rounded once, from fp32, and symmetric bit for bit."""
+    x = torch.randn(2, 24, 40).half()
+    y = torch.empty(2, 24, 24, dtype=torch.float16)
+    symmetric_kernel[(3,)](
+        described(x, 16, 16), described(x, 16, 16), described(y, 8, 8), y,
+        1.0, 0.0, 0.0, 2, 24, 40, BM=16, BK=16, PIECE=8, ADD=False,
+    )  # fmt: skip
+    assert torch.equal(y, y.mT)
+    torch.testing.assert_close(y, (x.float() @ x.float().mT).half(), rtol=1e-3, atol=1e-3)
+
+
+def check_triangle() -> None:
+    """Every tile once, in order, also where the square root is rounded."""
+    rows, columns = (torch.empty(4096, dtype=torch.int32) for _ in range(2))
+    for side in (0, 2047, 11584):
+        first = side * (side + 1) // 2
+        places[(1,)](rows, columns, first, BLOCK=4096)
+        for at in range(4096):
+            row, column = rows[at].item(), columns[at].item()
+            assert 0 <= column <= row
+            assert row * (row + 1) // 2 + column == first + at
+
+
+if __name__ == "__main__":
+    drawn = random.Random(int(sys.argv[1]))
+    torch.manual_seed(int(sys.argv[1]))
+    torch.set_num_threads(1)
+    for _ in range(int(sys.argv[2])):
+        check(drawn)
+    check_rounding()
+    check_triangle()
+    print("all right")

@@ -1,0 +1,190 @@
+"""Muon's kernel without a GPU: interpreted, its code for sm_90 read, and its launches."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.resources import spills
+from torch import nn
+
+pytest.importorskip("triton")
+
+import interlace
+from interlace.kernels import launch as launcher
+from interlace.optim import Muon
+from interlace.optim.muon import launch, newton_schulz, symmetric, update
+from interlace.optim.muon.kernel import symmetric_source
+
+SCRIPT = Path(__file__).with_name("interpreted_muon.py")
+SOURCE = Path(interlace.__file__).parents[1]
+BF16 = torch.bfloat16
+SHARED = 228 * 1024
+"""Bytes of shared memory of a processor, of which each block's first 1024 are the driver's."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of small bfloat16 products wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_kernel_computes_what_its_twin_does(seed: int) -> None:
+    """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
+    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '6']\n"
+    code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "all right"
+
+
+@pytest.mark.parametrize(("at", "add"), [(0, False), (0, True), (1, True), (2, True)])
+def test_products_are_pipelined_and_spill_nothing(at: int, add: bool) -> None:
+    """Tiles come by TMA ahead of their use, and go out 16 bytes at a time."""
+    config = launch.CONFIGS[at][0]
+    assert config.bm == config.bn
+    compiled = symmetric_source(config, torch.float16 if at else BF16, add).compile()
+    assert not spills(compiled)
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+1", ptx), "one product behind another"
+    assert ptx.count("cp.async.bulk.tensor") >= 2 * config.stages
+    assert set(re.findall(r"st\.global\.?(v\d)?", ptx)) == {"v4"}
+    assert (compiled.metadata.shared + 1024) * config.blocks <= SHARED
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "size", "blocks"),
+    [(1, 4096, 128, 2), (64, 768, 128, 2), (16, 512, 128, 2), (1, 512, 64, 1), (1, 64, 64, 1)],
+)
+def test_which_tiles_a_size_gets(count: int, rows: int, size: int, blocks: int) -> None:
+    config = launch.choose(count, rows, 132)
+    assert (config.bm, config.blocks) == (size, blocks)
+    side = -(-rows // size)
+    assert launch.tiles(config, rows) == side * (side + 1) // 2
+
+
+# -- launches ------------------------------------------------------------------------------------
+
+
+class Launched:
+    """Stands in for a compiled kernel: writes down its launches by argument, and computes."""
+
+    grids: list[int]
+
+    def __init__(self, source: Any, device: torch.device) -> None:
+        self.source = source
+
+    def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
+        source, given = self.source, list(args)
+        names = source.kernel.arg_names
+        constants = [name for name in names if name in source.constants]
+        assert names[-len(constants) :] == constants, "the launcher gives the constants last"
+        found: dict[str, Any] = {}
+        for name in names[: -len(constants)]:
+            found[name] = given.pop(0)
+            kind = float if source.types[name] == "fp32" else int
+            assert isinstance(found[name], tuple if name.endswith("_desc") else kind)
+        assert not given
+        assert found["rows"] % 8 == found["inner"] % 8 == 0
+        a, b, c = (found[f"{name}_desc"] for name in "abc")
+        lines = found["count"] * found["rows"]
+        assert (a[0], b[0], c[0]) == (0, 1, 2)
+        assert a[2] == b[2] == (lines, found["inner"])
+        assert c[2] == (lines, found["rows"])
+        assert source.constants["ADD"] == (c[1] != found["y"])
+        self.grids.append(grid)
+        a, b, c, y = (by_address[at] for at in (a[1], b[1], c[1], found["y"]))
+        made = found["alpha"] * (a.float() @ b.float().mT)
+        if source.constants["ADD"]:
+            made += found["beta"] * c.float()
+            made.diagonal(dim1=-2, dim2=-1).add_(found["gamma"])
+        y.copy_(made)
+
+
+by_address: dict[int, torch.Tensor] = {}
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Launched]]:
+    product = launch.symmetric_product
+
+    def remembered(a: Any, b: Any, c: Any, *numbers: float) -> torch.Tensor:
+        by_address.update({t.data_ptr(): t for t in (a, b, c) if t is not None})
+        return product(a, b, c, *numbers)
+
+    empty = torch.empty
+
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        y = empty(*args, **options)
+        by_address[y.data_ptr()] = y
+        return y
+
+    Launched.grids = []
+    monkeypatch.setattr(launcher, "LoadedKernel", Launched)
+    monkeypatch.setattr(launch, "matrix", lambda program, i, at, shape: ((i, at, shape),))
+    monkeypatch.setattr(launch, "stream_of", lambda device: 7)
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(launch, "symmetric_product", remembered)
+    monkeypatch.setattr(launch.torch, "empty", made)
+    for module in (symmetric, update):
+        monkeypatch.setattr(module, "runs_on", lambda device: True)
+    launch.kernel_of.cache_clear()
+    yield Launched
+    launch.kernel_of.cache_clear()
+    by_address.clear()
+
+
+def orthogonal(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    steps = newton_schulz.coefficients("simple", 5)
+    return newton_schulz.orthogonalize(x.clone(), steps, eps=1e-7, **options)
+
+
+def test_launches_are_given_what_they_name(programs: type[Launched], seed: int) -> None:
+    """Two products a step, in the standard iteration; results agree with the twin's."""
+    torch.manual_seed(seed)
+    for shape in ((16, 48), (3, 24, 40)):
+        x = torch.randn(shape).to(BF16)
+        for gram_variant in (False, True):
+            programs.grids.clear()
+            found = orthogonal(x, gram_variant=gram_variant)
+            assert len(programs.grids) == (2 + 5 + 3 + 2 * 3 if gram_variant else 10)
+            wanted = orthogonal(x, gram_variant=gram_variant, symmetric=False)
+            torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.03)
+    programs.grids.clear()
+    orthogonal(torch.randn(2, 4096, 4096).to(BF16)[:, :, :256].contiguous()[:, :264])
+    assert programs.grids[0] == 2 * 15
+
+
+def test_what_the_kernel_does_not_serve_goes_by_the_twin(programs: type[Launched]) -> None:
+    """Rows or columns that are no multiples of 16 bytes, strided matrices, and empty ones."""
+    for x in (torch.ones(9, 16), torch.ones(8, 17), torch.ones(16, 8).mT, torch.ones(0, 8)):
+        assert not symmetric.serves(x.to(BF16))
+    assert not symmetric.serves(torch.ones(8, 16))
+    assert symmetric.serves(torch.ones(2, 8, 16, dtype=BF16))
+
+
+def test_a_step_gives_the_kernel_dense_matrices(programs: type[Launched], seed: int) -> None:
+    """Tall ones are transposed on their way; a matrix alone is one, too."""
+    torch.manual_seed(seed)
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((48, 16), (16, 48), (48, 16), (8, 8))]
+    others = [nn.Parameter(param.detach().clone()) for param in params]
+    for mine, its in zip(params, others, strict=True):
+        mine.grad = torch.randn_like(mine)
+        its.grad = mine.grad.clone()
+    Muon(params, lr=0.1).step()
+    assert len(programs.grids) == 3 * 10
+    Muon(others, lr=0.1, symmetric=False).step()
+    for mine, its in zip(params, others, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0.05, atol=0.01)
