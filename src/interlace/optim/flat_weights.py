@@ -52,8 +52,8 @@ class FlatWeights:
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.params}
         self.pending: set[int] = set()
         """Buckets whose gather nothing has waited for."""
-        self.needed: dict[int, None] = {}
-        """Buckets in the order in which modules came to need them, since this was cleared."""
+        self.needed: dict[int, None] | None = {}
+        """Buckets in the order in which modules came to need them; None: that is known."""
         for bucket in buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 with torch.no_grad():
@@ -108,7 +108,8 @@ class FlatWeights:
 
     def _before(self, name: str, indices: Sequence[int]) -> None:
         """What a module does before its forward."""
-        self.needed.update(dict.fromkeys(indices))
+        if self.needed is not None:
+            self.needed.update(dict.fromkeys(indices))
         if not self.pending:
             return
         for index in indices:

@@ -18,11 +18,12 @@ to it in place; other gradients move there as they come, and `.grad` is None aga
 Note [When a bucket is reduced]
     Buckets are reduced in index order on every rank, in whatever order they become complete. Index
     0 holds the Parameters that were registered last. A bucket is complete when each of its
-    Parameters was ready as often as in the first step. In that one all are reduced in `finish()`,
-    while it is counted: a Parameter may be ready several times in a step, by several backwards or
-    reentrant checkpoints. The count is kept, until `relearn()`: a step with fewer is right, but its
-    buckets wait for `finish()`, with what there is: 0 for a Parameter that was not used. A gradient
-    for a bucket that was reduced is a `GradientError`, never a wrong sum.
+    Parameters, but those that are frozen, was ready as often as in the first step. In that one all
+    are reduced in `finish()`, while it is counted: a Parameter may be ready several times in a
+    step, by several backwards or reentrant checkpoints. The count is kept, until `relearn()`: a
+    step with fewer is right, but its buckets wait for `finish()`, with what there is: 0 for a
+    Parameter that was not used. A gradient for a bucket that was reduced is a `GradientError`,
+    never a wrong sum.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class GradReducer:
     def _begin(self) -> None:
         """A step without any gradient yet."""
         self._seen: dict[torch.Tensor, int] = {}
-        self._left = [{p for p in bucket.params if p.requires_grad} for bucket in self.buckets]
+        self._left = [set(bucket.params) for bucket in self.buckets]
         self._gone, self._finished = 0, False
         self._refuse(None)
 
@@ -274,7 +275,9 @@ class GradReducer:
             if not self._options.overlap:
                 return
             complete = self._gone
-            while complete < len(self._left) and not self._left[complete]:
+            while complete < len(self._left) and not any(
+                param.requires_grad for param in self._left[complete]
+            ):
                 complete += 1
             self._launch(complete)
 

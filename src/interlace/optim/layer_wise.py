@@ -103,11 +103,8 @@ class LayerWise:
         self._rank = mesh.get_local_rank()
         self._params, self._every = _params(optimizer, module), _named(module)
         self._names = {param: name for name, param in self._params.items()}
-        self._overlap, self._check_every, self._steps = (
-            overlap_param_gather,
-            check_replicas_every,
-            0,
-        )
+        self._overlap, self._check_every = overlap_param_gather, check_replicas_every
+        self._steps = 0
         cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
         self._items = [
             Item(name, p.numel(), NAMES[p.dtype], p.itemsize, float(cost(p)))
@@ -121,7 +118,6 @@ class LayerWise:
         grads = self._laid_out(main_grad_dtype) if reduces else []
         self._device = weights[0].flat.device
         self._order = list(range(len(weights)))
-        self._learned = False
         self._shared = {
             "norms": torch.zeros(len(self._params), dtype=torch.float64, device=self._device),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
@@ -224,6 +220,15 @@ class LayerWise:
             raise GradientError("under DistributedDataParallel use its own no_sync()")
         return self._reducer.no_sync()
 
+    def relearn(self) -> None:
+        """Forgets the order of the first forward, and how often Parameters were ready.
+
+        Call it on every rank, between steps, before one whose backwards differ (see GradReducer).
+        """
+        self._weights.needed = {}
+        if self._reducer is not None:
+            self._reducer.relearn()
+
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -275,17 +280,20 @@ class LayerWise:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave, then gathers all weights from their owners. Collective.
 
-        OptimizerError where the state of a Parameter that this rank owns is not there: it was
-        saved with other owners, and is to be loaded by torch.distributed.checkpoint.
+        OptimizerError for a state that was saved with other owners, which is to be loaded by
+        torch.distributed.checkpoint.
         """
         self.synchronize()
         given, names = state_dict["state"], self._names
-        lacking = [names[p] for p in self._owned if p.requires_grad and names[p] not in given]
-        if given and lacking:
+        owned = [names[param] for param in self._owned if param.requires_grad]
+        strange = [name for name in given if name not in {names[param] for param in self._owned}]
+        lacking = [name for name in owned if name not in given] if given and self._reducer else []
+        if strange or lacking:
             raise OptimizerError(
-                f"the state has nothing of {shown(lacking)}, which rank {self._rank} owns now: it "
-                "was saved by another rank, or on another number of them. Save and load it with "
-                "torch.distributed.checkpoint, which gives each rank what it owns"
+                f"rank {self._rank} owns other Parameters than those of this state, such as "
+                f"{shown([*strange, *lacking])}: it was saved by another rank, or on another "
+                "number of them. Save and load it with torch.distributed.checkpoint, which gives "
+                "each rank what it owns"
             )
         numbers: dict[str, int] = {}
         for group in self.param_groups:
@@ -408,14 +416,14 @@ class LayerWise:
                 )
 
     def _learn(self) -> None:
-        """From the first forward, the order of gathers: rank 0's, for every rank."""
-        if self._learned or not self._weights.needed:
+        """In the first step, or after `relearn`: the order of gathers for all ranks, from the forwards of rank 0."""
+        if self._weights.needed is None:
             return
-        self._learned, needed = True, list(self._weights.needed)
-        order = self._shared["order"].zero_()
+        order, needed = self._shared["order"].zero_(), self._weights.needed
         if self._rank == 0:
-            rest = [index for index in self._order if index not in self._weights.needed]
+            rest = [index for index in self._order if index not in needed]
             order.copy_(torch.tensor([*needed, *rest]))
+        self._weights.needed = None
         self._share("order")
         self._order = order.tolist()
 
@@ -431,15 +439,16 @@ class LayerWise:
         fresh = [param for param in self._owned if param.requires_grad]
         if any(self.optimizer.state.get(param) for param in fresh):
             return
-        rates, grads = [group.get("lr") for group in self.param_groups], [p.grad for p in fresh]
+        rated = [(group, group["lr"]) for group in self.param_groups if "lr" in group]
+        grads = [param.grad for param in fresh]
         try:
-            for group in self.param_groups:
-                group["lr"] = rate.new_zeros(()) if isinstance(rate := group["lr"], Tensor) else 0.0
+            for group, rate in rated:
+                group["lr"] = rate.new_zeros(()) if isinstance(rate, Tensor) else 0.0
             for param in fresh:
                 param.grad = torch.zeros_like(param)
             self.optimizer.step()
         finally:
-            for group, rate in zip(self.param_groups, rates, strict=True):
+            for group, rate in rated:
                 group["lr"] = rate
             for param, grad in zip(fresh, grads, strict=True):
                 param.grad = grad
