@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from interlace.optim import LayerWise, bucket_runs
+from interlace.optim import LayerWise, Muon, bucket_runs
 from interlace.options import Options
 from interlace.runtime import Executor
 
@@ -92,8 +92,18 @@ class Both(torch.optim.Optimizer):
             part.step()
 
 
+def by_dimensions(params: Any) -> list[dict[str, Any]]:
+    """Groups of interlace.optim.Muon."""
+    params = list(params)
+    return [
+        {"params": [p for p in params if p.dim() == 2]},
+        {"params": [p for p in params if p.dim() != 2], "use_muon": False},
+    ]
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "muon": Both,
+    "ours": lambda params: Muon(by_dimensions(params), lr=0.02, adamw={"lr": 0.01}),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
 }

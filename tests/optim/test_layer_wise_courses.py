@@ -158,7 +158,7 @@ def wander(seed: int, steps: int) -> list[str]:
         with slowly(seed if overlap else None):
             optimizing = layer_wise(
                 module,
-                draw.choice(["muon", "adamw", "sgd"]),
+                draw.choice(list(OPTIMIZERS)),
                 overlap_param_gather=overlap,
                 bucket_bytes=draw.choice([1, 2048, 1 << 13, 1 << 20]),
                 update_under_backward=draw.random() < 0.3,
@@ -297,7 +297,7 @@ def merged(ranks: list[tuple[State, Any, Any]]) -> State:
     return state
 
 
-@pytest.mark.parametrize(("world", "optimizer"), [(4, "muon"), (2, "adamw")])
+@pytest.mark.parametrize(("world", "optimizer"), [(4, "muon"), (2, "ours")])
 def test_goes_on_from_a_checkpoint(
     pool: Pool, optimizer: str, world: int, seed: int, tmp_path: Path
 ) -> None:

@@ -74,7 +74,8 @@ class LayerWise:
     reduced, under the rest of the backward (on the thread or the stream of the reductions), with
     the learning rate of then; the first backward, and buckets whose gradients are not complete
     before, wait for `step`. Nothing can be clipped, or a step left out. The optimizer must update
-    each parameter by itself, and find them in its own `param_groups`.
+    each parameter by itself, and find them in its `param_groups`, or those of optimizers that it
+    holds in attributes and lists.
 
     Raises OptimizerError or UnsupportedError for parameters that cannot be served so. When a peer
     fails, the error names the bucket and the module that waited; the weights are then undefined.
@@ -416,7 +417,7 @@ class LayerWise:
                 )
 
     def _learn(self) -> None:
-        """In the first step, or after `relearn`: the order of gathers for all ranks, from the forwards of rank 0."""
+        """In the first step, or after `relearn`: the order of gathers, as rank 0 needed them."""
         if self._weights.needed is None:
             return
         order, needed = self._shared["order"].zero_(), self._weights.needed
@@ -458,30 +459,48 @@ class LayerWise:
 
 
 class BucketUpdate:
-    """Updates what this rank owns of one bucket, by a part of the optimizer with the same state."""
+    """Updates what this rank owns of one bucket, by a part of the optimizer with the same state.
+
+    While it runs, a backward goes on, which sets `.grad` of other Parameters for moments: the part
+    has none of them, nor have optimizers that the optimizer holds.
+    """
 
     def __init__(self, optimizer: Optimizer, grads: Bucket, owned: Collection[Tensor]) -> None:
-        self._optimizer = optimizer
         pairs = zip(grads.params, grads.views, strict=True)
         self._grads = {param: grad for param, grad in pairs if param in owned}
-        self._part: Optimizer = object.__new__(type(optimizer))
-        self._part.__dict__.update(optimizer.__dict__)
-        self._part.__dict__.pop("step", None)  # which a scheduler put there, for that optimizer
-        self._part.param_groups = [
-            {**group, "params": [param for param in group["params"] if param in self._grads]}
-            for group in optimizer.param_groups
-        ]
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._parts: list[tuple[Optimizer, Optimizer]] = []
+        self._part: Optimizer = self._of(optimizer)
+
+    def _of(self, value: Any) -> Any:
+        """An optimizer's part; what holds optimizers with their parts; other values as they are."""
+        if isinstance(value, list | tuple) and any(isinstance(v, Optimizer) for v in value):
+            return [self._of(each) for each in value]
+        if not isinstance(value, Optimizer):
+            return value
+        part: Optimizer = object.__new__(type(value))
+        kept = {n: v for n, v in value.__dict__.items() if n != "step"}  # a scheduler's, for that
+        groups = [self._group(group) for group in value.param_groups]
+        part.__dict__.update({name: self._of(each) for name, each in kept.items()})
+        part.param_groups = groups
+        self._parts.append((part, value))
+        return part
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        params = [param for param in group["params"] if param in self._grads]
+        return self._groups.setdefault(id(group), {**group, "params": params})
 
     @torch.no_grad()
     def __call__(self) -> None:
-        part, trained = self._part, {p: g for p, g in self._grads.items() if p.requires_grad}
+        trained = {param: grad for param, grad in self._grads.items() if param.requires_grad}
         if not trained:
             return
-        part.state = self._optimizer.state
-        for group, now in zip(part.param_groups, self._optimizer.param_groups, strict=True):
-            group.update({name: value for name, value in now.items() if name != "params"})
+        for part, whole in self._parts:
+            part.state = whole.state
+            for group, now in zip(part.param_groups, whole.param_groups, strict=True):
+                group.update({name: value for name, value in now.items() if name != "params"})
         with lent(trained):
-            part.step()
+            self._part.step()
 
 
 def _params(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
