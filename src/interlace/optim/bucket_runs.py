@@ -185,11 +185,18 @@ def _run(executor: Executor, flat: torch.Tensor, then: Callable[[], None] | None
 
 @contextlib.contextmanager
 def _beside(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """A gloo group of the same ranks, for a thread of its own. Every rank of the job asks."""
-    asked: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(asked, tuple(dist.get_process_group_ranks(group)))
-    made: Any = {ranks: dist.new_group([*ranks], backend="gloo") for ranks in sorted(set(asked))}
-    mine = made[asked[dist.get_rank()]]
+    """A gloo group of the same ranks, for a thread of its own.
+
+    Every rank of the job asks, for groups that have no rank in common.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    first = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(first, torch.tensor([min(ranks)]))
+    members: dict[int, list[int]] = {}
+    for rank, each in enumerate(first):
+        members.setdefault(int(each), []).append(rank)
+    made: Any = {each: dist.new_group(members[each], backend="gloo") for each in sorted(members)}
+    mine = made[min(ranks)]
     try:
         yield mine
     finally:
