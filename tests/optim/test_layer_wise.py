@@ -41,12 +41,14 @@ from interlace.runtime import Executor
 Grads = list[dict[str, torch.Tensor]]
 
 
-def both_ways(seed: int, steps: int, optimizer: str) -> list[str]:
+def both_ways(seed: int, steps: int, optimizer: str, transport: str = "auto") -> list[str]:
     """What differs between an overlapped run, whose ops are delayed, and a synchronous one."""
     made = []
     for overlap in (True, False):
         module = model(seed)
-        facts = {"overlap_param_gather": overlap, "check_replicas_every": 1}
+        options = Options(time_out_s=20, transport=transport)
+        facts: Any = {"overlap_param_gather": overlap, "options": options}
+        facts["check_replicas_every"] = 1
         with slowly(seed) if overlap else slowly(None):
             optimizing = layer_wise(module, optimizer, **facts)
         with optimizing:
@@ -59,6 +61,10 @@ def both_ways(seed: int, steps: int, optimizer: str) -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_overlapped_is_synchronous_bit_for_bit(pool: Pool, world: int, seed: int) -> None:
     assert pool(world).run(both_ways, seed, 12, "muon") == [[]] * world
+
+
+def test_nothing_is_sent_where_ranks_read_memory(pool: Pool, seed: int) -> None:
+    assert pool(4).run(both_ways, seed, 6, "sgd", "peer") == [[]] * 4
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import Queue
 from typing import Any
@@ -49,45 +50,57 @@ def all_reduced(name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -
     return p.program
 
 
-def reduced_to_owners(
-    name: str, flat: torch.Tensor, plan: BucketPlan, about: str, op: str, ranks: int, rank: int
-) -> Program:
-    """Gradients: shards are reduced, and what another rank owns of a shard is sent to it."""
-    ends = [(m, m.holder, m.owner) for m in plan.messages()]
-    reduce = f'reduce_scatter(flat, flat[dp.rank], reduce="{REDUCES[op]}", team=dp'
-    ops = [reduce, *_exchange(ends, rank)]
-    return _in_place(name, flat, about, ops, ranks, rank if ends else None)
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How one bucket's gradients come to owners, and its weights from them."""
 
+    plan: BucketPlan
+    about: str
+    """The parameters, for messages."""
+    peer: bool
+    """Whether ranks take what is not in their shard from the peer's memory, and send nothing."""
 
-def gathered(
-    name: str, flat: torch.Tensor, plan: BucketPlan, about: str, ranks: int, rank: int
-) -> Program:
-    """Weights: owners send what lies in others' shards, and the shards are gathered."""
-    ends = [(m, m.owner, m.holder) for m in plan.messages()]
-    ops = [*_exchange(ends, rank), "all_gather(flat[dp.rank], flat, team=dp"]
-    return _in_place(name, flat, about, ops, ranks, rank if ends else None)
+    def reduced(self, name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
+        """Gradients: shards are reduced, and what another rank owns of a shard goes to it."""
+        ends = [(m, m.holder, m.owner) for m in self.plan.messages()]
+        reduce = f'reduce_scatter(flat, flat[dp.rank], reduce="{REDUCES[op]}", team=dp'
+        ops = [reduce, *self._moves(ends, rank)]
+        return self._program(name, flat, ops, ranks, rank if ends else None)
 
+    def gathered(self, name: str, flat: torch.Tensor, ranks: int, rank: int) -> Program:
+        """Weights: what lies in others' shards goes there, and the shards are gathered."""
+        ends = [(m, m.owner, m.holder) for m in self.plan.messages()]
+        ops = [*self._moves(ends, rank), "all_gather(flat[dp.rank], flat, team=dp"]
+        return self._program(name, flat, ops, ranks, rank if ends else None)
 
-def _exchange(ends: Sequence[tuple[Message, int, int]], rank: int) -> list[str]:
-    """This rank's part of messages, each from a rank to another."""
-    parts = [
-        f"send(flat[{m.start}:{m.stop}], peer={target}, team=dp)"
-        if rank == source
-        else f"recv(flat[{m.start}:{m.stop}], peer={source}, team=dp)"
-        for m, source, target in ends
-        if rank in (source, target)
-    ]
-    return [f"group({', '.join(parts)}"] if parts else []
+    def _moves(self, ends: Sequence[tuple[Message, int, int]], rank: int) -> list[str]:
+        """This rank's part of moves, each from a rank to another."""
+        sent = [(m, target) for m, source, target in ends if source == rank]
+        taken = [(m, source) for m, source, target in ends if target == rank]
+        if self.peer:
+            sources, targets = (sorted({peer for _, peer in each}) for each in (taken, sent))
+            return [
+                *(f"notify(there, to={peer}, team=dp" for peer in targets),
+                *(f"expect(there, {peer}, team=dp" for peer in sources),
+                *(f"get(flat[{m.start}:{m.stop}], peer={peer}, team=dp" for m, peer in taken),
+                *(f"notify(taken, to={peer}, team=dp" for peer in sources),
+                *(f"expect(taken, {peer}, team=dp" for peer in targets),
+            ]
+        parts = [
+            *(f"send(flat[{m.start}:{m.stop}], peer={peer}, team=dp)" for m, peer in sent),
+            *(f"recv(flat[{m.start}:{m.stop}], peer={peer}, team=dp)" for m, peer in taken),
+        ]
+        return [f"group({', '.join(parts)}"] if parts else []
 
-
-def _in_place(
-    name: str, flat: torch.Tensor, about: str, ops: Sequence[str], ranks: int, rank: int | None
-) -> Program:
-    """Ops on one buffer, whose modules are `about`; with a rank, for that one alone."""
-    head = f"def {name}(dp: Team[{ranks}], flat: {NAMES[flat.dtype]}[{flat.numel()}]):"
-    lines = [head, *(f'    comm: {op}, loc="{about}")' for op in ops)]
-    program = parse("\n".join(lines))
-    return program if rank is None else program.instantiate(rank)
+    def _program(
+        self, name: str, flat: torch.Tensor, ops: Sequence[str], ranks: int, rank: int | None
+    ) -> Program:
+        """The ops, all on one buffer; with a rank, for that one alone."""
+        registered = ".registered(dp)" if self.peer and rank is not None else ""
+        kind = f"{NAMES[flat.dtype]}[{flat.numel()}]{registered}"
+        lines = [f'    comm: {op}, loc="{self.about}")' for op in ops]
+        program = parse("\n".join([f"def {name}(dp: Team[{ranks}], flat: {kind}):", *lines]))
+        return program if rank is None else program.instantiate(rank)
 
 
 class BucketRuns:
@@ -114,9 +127,16 @@ class BucketRuns:
             if apart and self._device.type == "cpu":
                 given = made.enter_context(_beside(given))
             self.executors: list[Executor] = []
-            for write, _ in runs:
+            for write, flat in runs:
                 program, groups = write(given.size(), given.rank()), {"dp": given}
-                executor = Executor(program, groups=groups, device=self._device, options=options)
+                registered = {"flat": flat} if program.params[0].registered else None
+                executor = Executor(
+                    program,
+                    groups=groups,
+                    device=self._device,
+                    options=options,
+                    registered=registered,
+                )
                 made.callback(executor.close)
                 executor.prepare()
                 made.callback(executor.synchronize)

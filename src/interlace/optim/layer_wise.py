@@ -38,10 +38,9 @@ from interlace.errors import GradientError, OptimizerError, ReplicaError, Unsupp
 from interlace.optim.bucket_runs import (
     NAMES,
     BucketRuns,
+    Exchange,
     Write,
     all_reduced,
-    gathered,
-    reduced_to_owners,
 )
 from interlace.optim.bucket_update import BucketUpdate
 from interlace.optim.flat_weights import FlatWeights, shown
@@ -69,7 +68,8 @@ class LayerWise:
     `check_replicas_every=N`, every N-th step begins with `check_replicas` (or ends with it, where
     updates run under the backward).
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
-    `trace` keeps `timelines()`.
+    `trace` keeps `timelines()`; with `transport="peer"` ranks read each other's memory, sums go in
+    rank order, and nothing is sent (GPUs that ranks share need that).
 
     With `update_under_backward=True` the owners of a bucket update it as soon as its gradients are
     reduced, under the rest of the backward (on the thread or the stream of the reductions), with
@@ -134,7 +134,7 @@ class LayerWise:
             )
         updates = enumerate(grads[::-1]) if self._early else ()
         then = {i: BucketUpdate(optimizer, bucket, {*self._owned}) for i, bucket in updates}
-        programs = self._programs(weights, grads, op)
+        programs = self._programs(weights, grads, op, chosen.transport == "peer")
         self._runs = BucketRuns(programs, mesh.get_group(), chosen, apart=True, then=then)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
         if self._reducer is not None:
@@ -153,19 +153,19 @@ class LayerWise:
         return buckets
 
     def _programs(
-        self, weights: Sequence[Bucket], grads: Sequence[Bucket], op: str
+        self, weights: Sequence[Bucket], grads: Sequence[Bucket], op: str, peer: bool
     ) -> list[tuple[Write, Tensor]]:
         """Reductions in the order of backward, gathers in that of the model, and `_shared`."""
         reductions: list[tuple[Write, Tensor]] = []
         gathers: list[tuple[Write, Tensor]] = []
         for i, plan in enumerate(self._plan.buckets):
             about = shown([self._items[number].name for number in plan.items])
+            exchange, flat = Exchange(plan, about, peer), weights[i].flat
+            gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
             if grads:
                 flat = grads[i].flat
-                write = partial(reduced_to_owners, f"reduce_bucket_{i}", flat, plan, about, op)
+                write = partial(exchange.reduced, f"reduce_bucket_{i}", flat, op)
                 reductions.insert(0, (write, flat))
-            flat = weights[i].flat
-            gathers.append((partial(gathered, f"gather_bucket_{i}", flat, plan, about), flat))
         return [
             *reductions,
             *gathers,
