@@ -62,8 +62,8 @@ def batch(seed: int, step: int) -> torch.Tensor:
     return torch.randn(TOKENS, DIM, generator=draw)
 
 
-def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+def mesh(device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
 class Both(torch.optim.Optimizer):
@@ -111,7 +111,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def layer_wise(module: nn.Module, optimizer: str = "muon", **options: Any) -> LayerWise:
     options = {"bucket_bytes": SMALL, "options": Options(time_out_s=20), **options}
-    return LayerWise(OPTIMIZERS[optimizer](module.parameters()), module, mesh(), **options)
+    device = next(module.parameters()).device.type
+    return LayerWise(OPTIMIZERS[optimizer](module.parameters()), module, mesh(device), **options)
 
 
 def train(
@@ -120,7 +121,8 @@ def train(
     """Real steps; the losses."""
     losses: list[float] = []
     for step in steps:
-        loss = module(batch(seed, step)).square().mean()
+        rows = batch(seed, step).to(next(module.parameters()).device)
+        loss = module(rows).square().mean()
         loss.backward()
         if clip is not None:
             optimizer.clip_grad_norm_(clip)

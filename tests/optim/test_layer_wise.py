@@ -41,11 +41,13 @@ from interlace.runtime import Executor
 Grads = list[dict[str, torch.Tensor]]
 
 
-def both_ways(seed: int, steps: int, optimizer: str, transport: str = "auto") -> list[str]:
+def both_ways(
+    seed: int, steps: int, optimizer: str, transport: str = "auto", device: str = "cpu"
+) -> list[str]:
     """What differs between an overlapped run, whose ops are delayed, and a synchronous one."""
     made = []
     for overlap in (True, False):
-        module = model(seed)
+        module = model(seed).to(device)
         options = Options(time_out_s=20, transport=transport)
         facts: Any = {"overlap_param_gather": overlap, "options": options}
         facts["check_replicas_every"] = 1
@@ -325,16 +327,16 @@ def test_groups_of_experts_are_kept_apart(pool: Pool, seed: int) -> None:
     assert pool(4).run(apart, seed) == [[]] * 4
 
 
-def early(seed: int, optimizer: str) -> list[str]:
+def early(seed: int, optimizer: str, device: str = "cpu") -> list[str]:
     """What differs if updates run under the backward; the learning rate changes on the way."""
     made = []
     for under in (True, False):
-        module = model(seed)
+        module = model(seed).to(device)
         plain = OPTIMIZERS[optimizer](module.parameters())
         schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
         facts: Any = {"bucket_bytes": layerwise.SMALL, "check_replicas_every": 1 + 2 * under}
         with LayerWise(
-            plain, module, layerwise.mesh(), update_under_backward=under, **facts
+            plain, module, layerwise.mesh(device), update_under_backward=under, **facts
         ) as optimizing:
             losses = []
             for step in range(8):
