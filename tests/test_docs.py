@@ -158,6 +158,15 @@ assert y.tolist() == [[20.0 + i // 4] * 8 for i in range(8)]
 dist.destroy_process_group()
 print("as told")
 """
+LAYER_WISE_CHECK = """
+mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+others = [torch.empty_like(mine) for _ in range(2)]
+dist.all_gather(others, mine)
+assert torch.equal(others[0], others[1])
+assert len(muon.state) == 2 and muon.param_groups[0]["lr"] > 0.019
+dist.destroy_process_group()
+print("as told")
+"""
 PIECES = {
     name: (code, told)
     for told, word in (
@@ -171,9 +180,10 @@ PIECES = {
         (FLOAT8_MODEL_CHECK, "convert_to_float8(model"),
         (FLOAT8_CHECK, "dw = wgrad("),
         (STYLES_CHECK, "parallelize(expand"),
+        (LAYER_WISE_CHECK, "LayerWise(muon"),
     )
     for name, code in PYTHON.items()
-    if name.startswith(("README.md", "docs/float8.md")) and word in code
+    if name.startswith(("README.md", "docs/float8.md", "docs/layer_wise.md")) and word in code
 }
 
 
@@ -196,7 +206,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 10
+    assert len(PIECES) == 11
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -241,7 +251,8 @@ def run_script(script: Path, *launch: str) -> str:
 
 def test_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
     """The README's first script, on two ranks, beside eager DTensor."""
-    (code,) = (code for code in PYTHON.values() if "import init_device_mesh" in code)
+    readme = [code for name, code in PYTHON.items() if name.startswith("README.md")]
+    (code,) = (code for code in readme if "import init_device_mesh" in code)
     (step,) = (code for code in PYTHON.values() if "step = interlace.compile(mlp" in code)
     script = tmp_path / "train.py"
     script.write_text(code + step + QUICK_START_CHECK)

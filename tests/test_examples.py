@@ -42,3 +42,28 @@ def test_llama_trains_alike_in_every_way(tmp_path: Path) -> None:
         assert step["fp8"] == pytest.approx(step["single"], rel=1e-2)
     assert steps[-1]["overlapped"] < steps[0]["overlapped"]
     assert done.stdout.count("text held out") == 4
+
+
+@pytest.mark.timeout(100)
+def test_muon_trains_alike_with_owners() -> None:
+    """The losses of Muon on every rank; with gathers under the forward the same in print."""
+    sizes = {"steps": 6, "batch": 4, "sequence": 32, "dim": 64, "layers": 1}
+    options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(EXAMPLES / "train_muon.py"), *options),
+            *("--ways", "muon,synchronous,overlapped", "--bucket_bytes", "65536"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = map(str.split, done.stdout.splitlines())
+    losses = {way: (first, last) for way, _, first, _, last, *_ in rows}
+    assert losses["synchronous"] == losses["overlapped"]
+    assert float(losses["muon"][1]) == pytest.approx(float(losses["overlapped"][1]), rel=2e-3)
+    assert float(losses["overlapped"][1]) < float(losses["overlapped"][0])

@@ -106,3 +106,7 @@ class GroupError(InterlaceError, ValueError):
 
 class GradientError(InterlaceError, RuntimeError):
     """A gradient came when its sum was already being reduced, or from where it is not awaited."""
+
+
+class ReplicaError(InterlaceError, RuntimeError):
+    """Ranks hold different weights where they should hold the same."""

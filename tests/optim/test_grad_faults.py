@@ -26,7 +26,7 @@ from interlace.errors import (
     PeerError,
 )
 from interlace.optim import GradAccumulator, GradReducer
-from interlace.optim.reductions import Worker
+from interlace.optim.bucket_runs import Worker
 from interlace.options import Options
 from interlace.runtime import Executor
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from interlace.ir import parse
 from interlace.nn import GroupedLinear
 from interlace.optim import GradReducer
-from interlace.optim.reductions import reduction
+from interlace.optim.bucket_runs import all_reduced
 from interlace.options import Options
 
 MICRO, STEPS = 3, 4
@@ -386,6 +386,6 @@ def test_an_optimizer_sees_main_gradients(pool: Pool, seed: int) -> None:
 
 
 def test_a_bucket_is_a_program_with_a_text() -> None:
-    program = reduction(3, torch.zeros(8), 4, "mean")
+    program = all_reduced("reduce_bucket_3", torch.zeros(8), "mean", 4, 0)
     assert parse(str(program)) == program
-    assert str(program).endswith('all_reduce(main_grad, main_grad, reduce="avg", team=dp)')
+    assert str(program).endswith('all_reduce(flat, flat, reduce="avg", team=dp)')

@@ -18,19 +18,21 @@ to it in place; other gradients move there as they come, and `.grad` is None aga
 Note [When a bucket is reduced]
     Buckets are reduced in index order on every rank, in whatever order they become complete. Index
     0 holds the Parameters that were registered last. A bucket is complete when each of its
-    Parameters was ready as often as in the first step. In that one all are reduced in `finish()`,
-    while it is counted: a Parameter may be ready several times in a step, by several backwards or
-    reentrant checkpoints. The count is kept, until `relearn()`: a step with fewer is right, but its
-    buckets wait for `finish()`, with what there is: 0 for a Parameter that was not used. A gradient
-    for a bucket that was reduced is a `GradientError`, never a wrong sum.
+    Parameters, but those that are frozen, was ready as often as in the first step. In that one all
+    are reduced in `finish()`, while it is counted: a Parameter may be ready several times in a
+    step, by several backwards or reentrant checkpoints. The count is kept, until `relearn()`: a
+    step with fewer is right, but its buckets wait for `finish()`, with what there is: 0 for a
+    Parameter that was not used. A gradient for a bucket that was reduced is a `GradientError`,
+    never a wrong sum.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -41,8 +43,8 @@ from torch.distributed.tensor import DTensor
 
 from interlace.cost import Timeline
 from interlace.errors import GradientError, OptionError
+from interlace.optim.bucket_runs import BucketRuns, all_reduced
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
-from interlace.optim.reductions import Reductions
 from interlace.options import Options
 
 ALIGNMENT = 128
@@ -111,17 +113,34 @@ class GradReducer:
                 "some of the Parameters have an accumulator: close() the GradReducer or the "
                 "GradAccumulator that sums their gradients first"
             )
-        self.buckets = _fill(listed[::-1], main_grad_dtype, bucket_bytes)
+        buckets = _fill(listed[::-1], main_grad_dtype, bucket_bytes)
+        programs = [
+            (partial(all_reduced, f"reduce_bucket_{index}", bucket.flat, op), bucket.flat)
+            for index, bucket in enumerate(buckets)
+        ]
+        chosen = options or Options()
+        runs = BucketRuns(programs, group, chosen, apart=group is None)
+        self._begin_with(buckets, runs, chosen)
+        if isinstance(params, nn.Module):
+            self.attach(params)
+
+    @classmethod
+    def over(cls, buckets: list[Bucket], runs: BucketRuns, options: Options) -> GradReducer:
+        """One whose bucket number i the run number i reduces, as it may."""
+        reducer = cls.__new__(cls)
+        reducer._begin_with(buckets, runs, options)
+        return reducer
+
+    def _begin_with(self, buckets: list[Bucket], runs: BucketRuns, options: Options) -> None:
+        self.buckets = buckets
         """The buckets in the order in which they are reduced."""
-        self._options = options or Options()
-        self._reductions = Reductions(
-            [bucket.flat for bucket in self.buckets], group, op, self._options
-        )
+        self._options, self._runs = options, runs
         self._accumulators: dict[torch.Tensor, GradAccumulator] = {}
         self._bucket_of: dict[torch.Tensor, int] = {}
         for index, bucket in enumerate(self.buckets):
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                self._accumulators[param] = GradAccumulator(param, view, on_ready=self._ready)
+                with _unfrozen(param):
+                    self._accumulators[param] = GradAccumulator(param, view, on_ready=self._ready)
                 self._bucket_of[param] = index
         self._lock = threading.Lock()
         self._sync = True
@@ -129,8 +148,6 @@ class GradReducer:
         self._wanted: dict[torch.Tensor, int] | None = None
         self._begin()
         self._attached: list[Any] = []
-        if isinstance(params, nn.Module):
-            self.attach(params)
 
     def accumulator(self, param: torch.Tensor) -> GradAccumulator:
         """The accumulator of a Parameter, to which a layer of one's own adds its gradient."""
@@ -168,7 +185,8 @@ class GradReducer:
         Raises what made a reduction fail, on the CPU: every rank then calls `reset()`.
         """
         self._check(self._finished, "finish() was called before: call zero() after each step")
-        stray = [list(p.shape) for p in self._accumulators if p.grad is not None]
+        left = [p for bucket in self.buckets[self._gone :] for p in bucket.params]
+        stray = [list(param.shape) for param in left if param.grad is not None]
         if stray:
             raise GradientError(
                 f"Parameters of shapes {stray} have a .grad that was not moved into their main "
@@ -179,30 +197,22 @@ class GradReducer:
             self._launch(len(self.buckets))
             self._finished = True
             self._refuse(OVER)
-        self._reductions.wait()
+        self._runs.wait()
         self._wanted = self._wanted or dict(self._seen) or None
 
     @contextlib.contextmanager
-    def as_grads(self) -> Iterator[None]:
+    def as_grads(self, params: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
         """Inside, each Parameter's `.grad` is its main gradient: for clipping, and an optimizer.
 
+        With `params`, only theirs.
         `GradientError` before `finish()`, when they are this rank's alone, or on the way.
         Where the types differ, `.grad` has the main gradient's, not the Parameter's: an optimizer
         must take that (torch's fused and foreach AdamW do not).
         """
         self._check(not self._finished, "main gradients are not reduced yet: finish() first")
-        dtypes = {param: param.grad_dtype for param in self._accumulators}
-        for param in dtypes:
-            grad = self.main_grad(param)
-            if grad.dtype != param.dtype:
-                param.grad_dtype = grad.dtype
-            param.grad = grad
-        try:
+        chosen = self._accumulators if params is None else params
+        with lent({cast("nn.Parameter", param): self.main_grad(param) for param in chosen}):
             yield
-        finally:
-            for param, dtype in dtypes.items():
-                param.grad = None
-                param.grad_dtype = dtype
 
     def zero(self) -> None:
         """Begins a new step: main gradients are 0."""
@@ -220,17 +230,26 @@ class GradReducer:
     def reset(self) -> None:
         """After a failure, on every rank together: main gradients are 0, and steps may go on."""
         self._check(False, "")
-        self._reductions.reset()
+        self._runs.reset()
         self._finished, self._wanted = True, None
         self.zero()
 
+    @property
+    def finished(self) -> bool:
+        """Whether main gradients are reduced: from `finish()` to `zero()`."""
+        return self._finished
+
+    def came(self, param: torch.Tensor) -> bool:
+        """Whether a gradient of the Parameter came in this step, in a backward that counts."""
+        return param in self._seen
+
     def done(self, index: int) -> bool:
         """Whether a bucket's reduction has ended in this step."""
-        return index < self._gone and self._reductions.done(index)
+        return index < self._gone and self._runs.done(index)
 
     def timelines(self) -> list[Timeline]:
         """When each bucket's reduction ran last; needs the option `trace`."""
-        return self._reductions.timelines()
+        return [each.timeline() for each in self._runs.executors[: len(self.buckets)]]
 
     def _begin(self) -> None:
         """A step without any gradient yet."""
@@ -256,7 +275,9 @@ class GradReducer:
             if not self._options.overlap:
                 return
             complete = self._gone
-            while complete < len(self._left) and not self._left[complete]:
+            while complete < len(self._left) and not any(
+                param.requires_grad for param in self._left[complete]
+            ):
                 complete += 1
             self._launch(complete)
 
@@ -267,7 +288,7 @@ class GradReducer:
             self._refuse(GONE, bucket)
             self._gone = index + 1
             writers = [self._accumulators[param].writer for param in bucket.params]
-            self._reductions.start(index, writers)
+            self._runs.start(index, writers)
 
     def _check(self, wrong: bool, why: str) -> None:
         if self._closed:
@@ -288,7 +309,7 @@ class GradReducer:
             layer.accumulate_into(None)
         for accumulator in self._accumulators.values():
             accumulator.close()
-        self._reductions.close()
+        self._runs.close()
 
     def __enter__(self) -> GradReducer:
         return self
@@ -321,10 +342,44 @@ def _padded(param: nn.Parameter, dtype: torch.dtype) -> int:
 
 
 def _bucket(params: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
-    sizes = [_padded(param, dtype) for param in params]
-    flat = torch.zeros(max(sum(sizes), 1), dtype=dtype, device=params[0].device)
+    starts = [*accumulate([_padded(param, dtype) for param in params], initial=0)]
+    return laid_out(params, starts, max(starts[-1], 1), dtype)
+
+
+def laid_out(
+    params: Sequence[nn.Parameter], starts: Sequence[int], numel: int, dtype: torch.dtype
+) -> Bucket:
+    """A bucket of zeros, `numel` in all, in which each Parameter's place begins at its start."""
+    flat = torch.zeros(numel, dtype=dtype, device=params[0].device)
     views: list[torch.Tensor] = []
-    for param, at in zip(params, accumulate(sizes, initial=0), strict=False):
+    for param, at in zip(params, starts, strict=False):
         strides = torch.empty_like(param, device="meta").stride()  # the Parameter's, if it is dense
         views.append(flat[at : at + param.numel()].as_strided(param.shape, strides))
     return Bucket(tuple(params), flat, tuple(views))
+
+
+@contextlib.contextmanager
+def lent(grads: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Inside, these are the `.grad` of Parameters, in their own types; afterwards that is None."""
+    dtypes = {param: param.grad_dtype for param in grads}
+    for param, grad in grads.items():
+        if grad.dtype != param.dtype:
+            param.grad_dtype = grad.dtype
+        param.grad = grad
+    try:
+        yield
+    finally:
+        for param, dtype in dtypes.items():
+            param.grad = None
+            param.grad_dtype = dtype
+
+
+@contextlib.contextmanager
+def _unfrozen(param: nn.Parameter) -> Iterator[None]:
+    """Inside, the Parameter requires a gradient: one that is frozen may be trained later."""
+    before = param.requires_grad
+    try:
+        param.requires_grad_(True)
+        yield
+    finally:
+        param.requires_grad_(before)

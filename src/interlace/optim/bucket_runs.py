@@ -1,0 +1,289 @@
+"""Runs the Programs of flat buffers, one for each, beside other work.
+
+    write = partial(all_reduced, "bucket_0", flat, "mean")
+    runs = BucketRuns([(write, flat)], group, Options(), apart=True)
+    runs.start(0)                # returns at once; every rank starts the same ones, in one order
+    runs.wait()                  # or raises what made one fail
+
+Every rank makes them together. On CUDA a run is issued at once, on a stream of its own, which the
+current one joins in `wait`. On the CPU a thread of this object does the runs one after another. In
+both cases the Executor bounds every wait for a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Queue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.errors import ExecutorError
+from interlace.ir import Program, parse
+from interlace.optim.ownership import BucketPlan, Message
+from interlace.options import Options
+from interlace.runtime import Executor
+
+NAMES = {
+    **{torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"},
+    torch.int64: "i64",
+}
+REDUCES = {"mean": "avg", "sum": "sum", "max": "max"}
+
+Write = Callable[[int, int], Program]
+"""Writes a Program for so many ranks, and this one of them."""
+
+
+def all_reduced(name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
+    """An all-reduce in place."""
+    with interlace.program(name, mesh={"dp": ranks}) as p:
+        buffer = p.input("flat", NAMES[flat.dtype], (flat.numel(),))
+        with p.stream("comm"):
+            p.all_reduce(buffer, reduce=REDUCES[op])
+    return p.program
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How one bucket's gradients come to owners, and its weights from them."""
+
+    plan: BucketPlan
+    about: str
+    """The parameters, for messages."""
+    peer: bool
+    """Whether ranks take what is not in their shard from the peer's memory, and send nothing."""
+
+    def reduced(self, name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
+        """Gradients: shards are reduced, and what another rank owns of a shard goes to it."""
+        ends = [(m, m.holder, m.owner) for m in self.plan.messages()]
+        reduce = f'reduce_scatter(flat, flat[dp.rank], reduce="{REDUCES[op]}", team=dp'
+        ops = [reduce, *self._moves(ends, rank)]
+        return self._program(name, flat, ops, ranks, rank if ends else None)
+
+    def gathered(self, name: str, flat: torch.Tensor, ranks: int, rank: int) -> Program:
+        """Weights: what lies in others' shards goes there, and the shards are gathered."""
+        ends = [(m, m.owner, m.holder) for m in self.plan.messages()]
+        ops = [*self._moves(ends, rank), "all_gather(flat[dp.rank], flat, team=dp"]
+        return self._program(name, flat, ops, ranks, rank if ends else None)
+
+    def _moves(self, ends: Sequence[tuple[Message, int, int]], rank: int) -> list[str]:
+        """This rank's part of moves, each from a rank to another."""
+        sent = [(m, target) for m, source, target in ends if source == rank]
+        taken = [(m, source) for m, source, target in ends if target == rank]
+        if self.peer:
+            sources, targets = (sorted({peer for _, peer in each}) for each in (taken, sent))
+            return [
+                *(f"notify(there, to={peer}, team=dp" for peer in targets),
+                *(f"expect(there, {peer}, team=dp" for peer in sources),
+                *(f"get(flat[{m.start}:{m.stop}], peer={peer}, team=dp" for m, peer in taken),
+                *(f"notify(taken, to={peer}, team=dp" for peer in sources),
+                *(f"expect(taken, {peer}, team=dp" for peer in targets),
+            ]
+        parts = [
+            *(f"send(flat[{m.start}:{m.stop}], peer={peer}, team=dp)" for m, peer in sent),
+            *(f"recv(flat[{m.start}:{m.stop}], peer={peer}, team=dp)" for m, peer in taken),
+        ]
+        return [f"group({', '.join(parts)}"] if parts else []
+
+    def _program(
+        self, name: str, flat: torch.Tensor, ops: Sequence[str], ranks: int, rank: int | None
+    ) -> Program:
+        """The ops, all on one buffer; with a rank, for that one alone."""
+        registered = ".registered(dp)" if self.peer and rank is not None else ""
+        kind = f"{NAMES[flat.dtype]}[{flat.numel()}]{registered}"
+        lines = [f'    comm: {op}, loc="{self.about}")' for op in ops]
+        program = parse("\n".join([f"def {name}(dp: Team[{ranks}], flat: {kind}):", *lines]))
+        return program if rank is None else program.instantiate(rank)
+
+
+class BucketRuns:
+    """The Executors of some flat buffers.
+
+    `apart`: on the CPU, by a group of its own; then every rank of the job makes one together.
+    `then`: for some runs, what follows each at once, on its thread or stream.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[tuple[Write, torch.Tensor]],
+        group: dist.ProcessGroup | None,
+        options: Options,
+        *,
+        apart: bool,
+        then: Mapping[int, Callable[[], None]] | None = None,
+    ) -> None:
+        self._device = runs[0][1].device
+        self._worker: Any = None
+        self._stream: Any = None
+        with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
+            given: Any = group or dist.group.WORLD
+            if apart and self._device.type == "cpu":
+                given = made.enter_context(_beside(given))
+            self.executors: list[Executor] = []
+            for write, flat in runs:
+                program, groups = write(given.size(), given.rank()), {"dp": given}
+                registered = {"flat": flat} if program.params[0].registered else None
+                executor = Executor(
+                    program,
+                    groups=groups,
+                    device=self._device,
+                    options=options,
+                    registered=registered,
+                )
+                made.callback(executor.close)
+                executor.prepare()
+                made.callback(executor.synchronize)
+                self.executors.append(executor)
+            self._runs = [  # which the thread holds, and so they do not hold this object
+                partial(_run, executor, flat, (then or {}).get(index))
+                for index, (executor, (_, flat)) in enumerate(
+                    zip(self.executors, runs, strict=True)
+                )
+            ]
+            if self._device.type == "cuda":
+                self._stream = torch.cuda.Stream(self._device)
+                self._ends = [torch.cuda.Event() for _ in runs]
+            else:
+                self._worker = Worker(self._runs)
+                made.callback(weakref.finalize(self, self._worker.stop))
+            self._made = made.pop_all()
+
+    def start(self, index: int, writers: Sequence[Any] = ()) -> None:
+        """Starts one; on CUDA after the current stream and `writers`, the streams that wrote it."""
+        if self._worker is not None:
+            self._worker.put(index)
+            return
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            for stream in {current, *filter(None, writers)}:
+                self._stream.wait_stream(stream)
+            with torch.cuda.stream(self._stream):
+                self._runs[index]()
+                self._ends[index].record()
+
+    def wait(self, index: int | None = None) -> None:
+        """Returns when all, or one that was started, are over.
+
+        On CUDA it returns at once, and the current stream comes after them.
+        """
+        if self._worker is not None:
+            self._worker.wait(index)
+        elif index is None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        else:
+            torch.cuda.current_stream(self._device).wait_event(self._ends[index])
+
+    def done(self, index: int) -> bool:
+        """Whether this one, which was started, is over."""
+        if self._worker is not None:
+            return self._worker.is_done(index)
+        return self._ends[index].query()
+
+    def reset(self) -> None:
+        """After a failure, every rank: nothing is under way any more."""
+        if self._worker is not None:
+            self._worker.clear()
+        self.executors[0].reset()  # which resets the team of all
+
+    def close(self) -> None:
+        """Ends thread, Executors and process group, all of them; raises what failed on CUDA."""
+        self._made.close()
+
+
+def _run(executor: Executor, flat: torch.Tensor, then: Callable[[], None] | None) -> None:
+    executor.run([flat])
+    if then is not None:
+        then()
+
+
+@contextlib.contextmanager
+def _beside(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """A gloo group of the same ranks, for a thread of its own.
+
+    Every rank of the job asks, for groups that have no rank in common.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    first = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(first, torch.tensor([min(ranks)]))
+    members: dict[int, list[int]] = {}
+    for rank, each in enumerate(first):
+        members.setdefault(int(each), []).append(rank)
+    made: Any = {each: dist.new_group(members[each], backend="gloo") for each in sorted(members)}
+    mine = made[min(ranks)]
+    try:
+        yield mine
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group(mine)
+
+
+class Worker(threading.Thread):
+    """A thread that runs the functions whose numbers it is given, in that order.
+
+    After a failure nothing runs until `clear`. It is a daemon, so that a failed rank can end.
+    """
+
+    def __init__(self, runs: Sequence[Callable[[], object]]) -> None:
+        super().__init__(name="interlace buckets", daemon=True)
+        self._runs = runs
+        self._asked: Queue[int | None] = Queue()
+        self._ended = threading.Condition()
+        self._done: set[int] = set()
+        self._error: BaseException | None = None
+        self.start()
+
+    def put(self, index: int) -> None:
+        """Asks for a run. After a failure it is dropped: `wait` raises that."""
+        self._done.discard(index)
+        self._asked.put(index)
+
+    def is_done(self, index: int) -> bool:
+        """Whether that run has ended well."""
+        return index in self._done
+
+    def wait(self, index: int | None = None) -> None:
+        """Returns when that run, or all asked for, ended; raises what went wrong, until `clear`."""
+        if index is None:
+            self._asked.join()
+        else:
+            with self._ended:
+                self._ended.wait_for(lambda: index in self._done or self._error is not None)
+        if self._error is not None and index not in self._done:
+            raise self._error
+
+    def clear(self) -> None:
+        """Drops what was asked for and what went wrong."""
+        self._drop()
+        self._asked.join()
+        self._error = None
+
+    def stop(self) -> None:
+        """Ends the thread, after the run that it is in."""
+        self._drop()
+        self._asked.put(None)
+        if threading.current_thread() is not self:
+            self.join(5.0)
+
+    def _drop(self) -> None:
+        self._error = self._error or ExecutorError("the runs of buckets were stopped")
+
+    def run(self) -> None:
+        """What the thread does."""
+        while (index := self._asked.get()) is not None:
+            try:
+                if self._error is None:
+                    self._runs[index]()
+                    self._done.add(index)
+            except BaseException as error:
+                self._error = error
+            finally:
+                with self._ended:
+                    self._ended.notify_all()
+                self._asked.task_done()

@@ -1,0 +1,23 @@
+"""LayerWise on ranks with a GPU each, and on a GPU that they share."""
+
+from __future__ import annotations
+
+import pytest
+from tests.optim.test_layer_wise import both_ways, early
+from tests.support.pool import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
+
+
+@pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.nccl), "peer"])
+@pytest.mark.parametrize("optimizer", ["ours", "adamw"])
+def test_overlapped_is_synchronous_bit_for_bit(
+    gpus: Ranks, optimizer: str, transport: str, seed: int
+) -> None:
+    found = gpus.run(both_ways, seed, 50, optimizer, transport, "cuda")
+    assert not any(found)
+
+
+@pytest.mark.nccl
+def test_updates_under_the_backward_have_the_same_bits(gpus: Ranks, seed: int) -> None:
+    assert not any(gpus.run(early, seed, "ours", "cuda"))

@@ -1,0 +1,382 @@
+"""LayerWise trains on real processes as one process does, with gathers under the forward.
+
+What goes wrong, and unusual courses of a step, are in test_layer_wise_courses.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.optim import layerwise
+from tests.optim.layerwise import (
+    DIM,
+    OPTIMIZERS,
+    batch,
+    differing,
+    layer_wise,
+    model,
+    slowly,
+    train,
+    weights,
+)
+from tests.support.pool import Pool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from interlace.ir import Collective
+from interlace.optim import AdamW, LayerWise, bucket_runs
+from interlace.options import Options
+from interlace.runtime import Executor
+
+Grads = list[dict[str, torch.Tensor]]
+
+
+def both_ways(
+    seed: int, steps: int, optimizer: str, transport: str = "auto", device: str = "cpu"
+) -> list[str]:
+    """What differs between an overlapped run, whose ops are delayed, and a synchronous one."""
+    made = []
+    for overlap in (True, False):
+        module = model(seed).to(device)
+        options = Options(time_out_s=20, transport=transport)
+        facts: Any = {"overlap_param_gather": overlap, "options": options}
+        facts["check_replicas_every"] = 1
+        with slowly(seed) if overlap else slowly(None):
+            optimizing = layer_wise(module, optimizer, **facts)
+        with optimizing:
+            losses = train(optimizing, module, seed, range(steps))
+        made.append((losses, {name: param.data for name, param in module.named_parameters()}))
+    assert made[0][0][0] > made[0][0][-1]
+    return differing(made[0][1], made[1][1]) + ["losses"] * (made[0][0] != made[1][0])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_overlapped_is_synchronous_bit_for_bit(pool: Pool, world: int, seed: int) -> None:
+    assert pool(world).run(both_ways, seed, 12, "muon") == [[]] * world
+
+
+def test_nothing_is_sent_where_ranks_read_memory(pool: Pool, seed: int) -> None:
+    assert pool(4).run(both_ways, seed, 6, "sgd", "peer") == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_hundred_steps(pool: Pool, world: int, optimizer: str, seed: int) -> None:
+    assert pool(world).run(both_ways, seed, 200, optimizer, time_out_s=300) == [[]] * world
+
+
+def recorded(seed: int, steps: int, optimizer: str) -> tuple[Grads, dict[str, torch.Tensor]]:
+    """The gradients that this rank's optimizer saw in each step, and the weights at the end."""
+    module, seen = model(seed), []
+    with layer_wise(module, optimizer) as optimizing:
+
+        def see(inner: Optimizer, *_: Any) -> None:
+            named = module.named_parameters()
+            seen.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+
+        optimizing.optimizer.register_step_pre_hook(see)
+        train(optimizing, module, seed, range(steps))
+        owned = {n for n, p in module.named_parameters() if optimizing.optimizer.state.get(p)}
+        assert owned == set(seen[0])  # and no state of what others own
+        return seen, weights(module)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_has_the_bits_of_one_process(pool: Pool, optimizer: str, seed: int) -> None:
+    """Given the gradients that the owners saw."""
+    ranks = pool(4).run(recorded, seed, 6, optimizer)
+    module = model(seed)
+    alone = OPTIMIZERS[optimizer](module.parameters())
+    for step in range(6):
+        grads: dict[str, torch.Tensor] = {}
+        for seen, _ in ranks:
+            assert not grads.keys() & seen[step].keys()
+            grads |= seen[step]
+        for name, param in module.named_parameters():
+            param.grad = grads[name]
+        alone.step()
+    for _, found in ranks:
+        assert differing(found, weights(module)) == []
+
+
+def under_ddp(seed: int, optimizer: str) -> list[str]:
+    """What differs from the same optimizer over all parameters under DDP."""
+    made = []
+    for ours in (True, False):
+        module = DistributedDataParallel(model(seed), gradient_as_bucket_view=True)
+        plain = OPTIMIZERS[optimizer](module.parameters())
+        optimizing: Any = layer_wise(module, optimizer) if ours else plain
+        made.append((train(optimizing, module, seed, range(6), None), weights(module.module)))
+        if ours:
+            optimizing.close()
+    return differing(made[0][1], made[1][1]) + ["losses"] * (made[0][0] != made[1][0])
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_takes_the_gradients_of_ddp(pool: Pool, optimizer: str, seed: int) -> None:
+    assert pool(2).run(under_ddp, seed, optimizer) == [[], []]
+
+
+def meets(seed: int) -> list[bool]:
+    """Whether the head's weights, on the way, wait until the next forward reaches a block."""
+    module, armed, reached, told = model(seed), threading.Event(), threading.Event(), []
+
+    def hold(rank: int, index: int, op: Any) -> None:
+        if armed.is_set() and "head.weight" in op.loc.module and isinstance(op, Collective):
+            told.append(reached.wait(15))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=hold))
+        optimizing = layer_wise(module)
+    with optimizing:
+        module.blocks[0].register_forward_hook(lambda *_: reached.set())
+        for step in range(4):
+            module(batch(seed, step)).square().mean().backward()
+            optimizing.clip_grad_norm_(1.0)
+            reached.clear()
+            armed.set()
+            optimizing.step()
+            optimizing.zero_grad()
+            module(batch(seed, step))
+            armed.clear()
+    return told
+
+
+def test_gathers_run_under_the_forward(pool: Pool, seed: int) -> None:
+    for told in pool(2).run(meets, seed):
+        assert told == [True] * 4
+
+
+def micro_batches(seed: int, world: int) -> list[str]:
+    """Gradients of micro-batches are added, and then reduced: as one batch of them all."""
+    made = []
+    for parts in (1, 3):
+        module = model(seed)
+        with layer_wise(module, "sgd", main_grad_dtype=torch.float64, op="sum") as optimizing:
+            rows = batch(seed, 0).chunk(parts)
+            for part in rows[:-1]:
+                with optimizing.no_sync():
+                    module(part).sum().backward()
+            module(rows[-1]).sum().backward()
+            norm = optimizing.clip_grad_norm_(1e9)
+            optimizing.step()
+            made.append({**weights(module), "norm": norm})
+    return [n for n, w in made[0].items() if not torch.allclose(w, made[1][n], atol=1e-5)]
+
+
+def test_micro_batches(pool: Pool, seed: int) -> None:
+    assert pool(2).run(micro_batches, seed, 2) == [[], []]
+
+
+def clipped(seed: int, norm_type: float) -> list[str]:
+    """What differs from torch's own clipping of all gradients, under DDP."""
+    norms, made = [], []
+    for ours in (True, False):
+        module = DistributedDataParallel(model(seed))
+        optimizing: Any = (
+            layer_wise(module, "sgd") if ours else OPTIMIZERS["sgd"](module.parameters())
+        )
+        for step in range(3):
+            module(batch(seed, step)).square().sum().backward()
+            if ours:
+                norms.append(optimizing.clip_grad_norm_(0.5, norm_type))
+            else:
+                wanted = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5, norm_type)
+                torch.testing.assert_close(norms[step].float(), wanted)
+            optimizing.step()
+            optimizing.zero_grad()
+        made.append(weights(module.module))
+        if ours:
+            optimizing.close()
+    return [n for n, w in made[0].items() if not torch.allclose(w, made[1][n], atol=1e-6)]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clips_over_owners(pool: Pool, norm_type: float, seed: int) -> None:
+    assert pool(4).run(clipped, seed, norm_type) == [[]] * 4
+
+
+def told_of(seed: int) -> str:
+    with layer_wise(model(seed), options=Options(trace=True, time_out_s=20)) as optimizing:
+        train(optimizing, optimizing.module, seed, range(2))
+        optimizing.synchronize()
+        assert all(timeline.spans for timeline in optimizing.timelines())
+        return optimizing.explain()
+
+
+def test_explains_who_owns_what(pool: Pool, seed: int) -> None:
+    for told in pool(2).run(told_of, seed):
+        assert "18 parameters of 2 ranks in 5 buckets" in told
+        assert "blocks.0.up.weight, of rank" in told
+        assert "all_gather(flat[" in told
+        assert 'reduce="avg", team=dp' in told
+
+
+def costs(seed: int) -> float:
+    module = model(seed)
+
+    class Costly(torch.optim.SGD):
+        def update_cost(self, param: torch.Tensor) -> float:
+            return 1000.0 if param is module.head.weight else 1.0
+
+    optimizing = LayerWise(Costly(module.parameters()), module, layerwise.mesh())
+    with optimizing:
+        told = re.findall(r"rank \d: cost (\d+),", optimizing.explain())
+    return sum(float(cost) for cost in told)
+
+
+def test_owners_are_chosen_by_the_optimizers_cost(pool: Pool, seed: int) -> None:
+    assert pool(2).run(costs, seed) == [1017.0, 1017.0]
+
+
+def dropped(seed: int) -> list[str]:
+    """A model that is used after its optimizer is gone, with gathers in flight."""
+    made = []
+    for overlap in (True, False):
+        module = model(seed)
+        with slowly(seed if overlap else None):
+            optimizing = layer_wise(module, overlap_param_gather=overlap)
+        train(optimizing, module, seed, range(2))
+        del optimizing
+        gc.collect()
+        made.append({**weights(module), "y": module(batch(seed, 3)).detach()})
+    dist.barrier()
+    return differing(*made)
+
+
+def test_gathers_end_without_their_optimizer(pool: Pool, seed: int) -> None:
+    assert pool(2).run(dropped, seed) == [[], []]
+
+
+def in_bf16(seed: int) -> list[str]:
+    """Parameters of two types, with masters beside them; what differs between the ways."""
+    made = []
+    for overlap in (True, False):
+        module = model(seed, lambda: nn.Sequential(nn.Linear(DIM, DIM), Rounded()))
+        plain = AdamW(module.parameters(), lr=0.01, master_weights="remainder")
+        facts: Any = {"overlap_param_gather": overlap, "check_replicas_every": 1}
+        with slowly(seed if overlap else None):
+            optimizing = LayerWise(plain, module, layerwise.mesh(), bucket_bytes=512, **facts)
+        with optimizing:
+            train(optimizing, module, seed, range(8))
+        made.append(weights(module))
+        assert {p.dtype for p in module.parameters()} == {torch.float32, torch.bfloat16}
+    return differing(*made)
+
+
+class Rounded(nn.Linear):
+    """A layer in bf16 among others."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, 8, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
+def test_parameters_of_two_types(pool: Pool, seed: int) -> None:
+    assert pool(2).run(in_bf16, seed) == [[], []]
+
+
+def apart(seed: int) -> list[str]:
+    """Experts, with replicas in pairs of ranks, have a LayerWise of their own in the same model."""
+    made, rank = [], dist.get_rank()
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
+    for overlap in (True, False):
+        module = model(seed)
+        experts = [*module.blocks[1].parameters()]
+        torch.manual_seed(seed + rank % 2)
+        for param in experts:
+            nn.init.normal_(param)
+        rest = [p for p in module.parameters() if all(p is not other for other in experts)]
+        facts: Any = {"overlap_param_gather": overlap, "bucket_bytes": layerwise.SMALL}
+        with slowly(seed if overlap else None):
+            optimizing = [
+                LayerWise(torch.optim.AdamW(experts, lr=0.01), module, both["replica"], **facts),
+                LayerWise(torch.optim.AdamW(rest, lr=0.01), module, layerwise.mesh(), **facts),
+            ]
+        for step in range(6):
+            module(batch(seed, step)).square().mean().backward()
+            for each in optimizing:
+                each.step()
+                each.zero_grad()
+        for each in optimizing:
+            each.close()
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, weights(module))
+        for name, value in found[rank].items():
+            alike = [other for other in range(4) if torch.equal(found[other][name], value)]
+            wanted = [rank % 2, rank % 2 + 2] if "blocks.1" in name else [0, 1, 2, 3]
+            assert alike == wanted, name
+        made.append(found[rank])
+    return differing(*made)
+
+
+def test_groups_of_experts_are_kept_apart(pool: Pool, seed: int) -> None:
+    assert pool(4).run(apart, seed) == [[]] * 4
+
+
+def early(seed: int, optimizer: str, device: str = "cpu") -> list[str]:
+    """What differs if updates run under the backward; the learning rate changes on the way."""
+    made = []
+    for under in (True, False):
+        module = model(seed).to(device)
+        plain = OPTIMIZERS[optimizer](module.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
+        facts: Any = {"bucket_bytes": layerwise.SMALL, "check_replicas_every": 1 + 2 * under}
+        with LayerWise(
+            plain, module, layerwise.mesh(device), update_under_backward=under, **facts
+        ) as optimizing:
+            losses = []
+            for step in range(8):
+                losses += train(optimizing, module, seed, range(step, step + 1), None)
+                schedule.step()
+        made.append((losses, weights(module)))
+    return differing(made[0][1], made[1][1]) + ["losses"] * (made[0][0] != made[1][0])
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "ours"])
+def test_updates_under_the_backward_have_the_same_bits(
+    pool: Pool, optimizer: str, seed: int
+) -> None:
+    assert pool(2).run(early, seed, optimizer) == [[], []]
+
+
+def updated(seed: int) -> list[bool]:
+    """Whether the head was updated when the backward came to the first block, by step."""
+    module, seen = model(seed), []
+    with layer_wise(module, "sgd", update_under_backward=True) as optimizing:
+        head = optimizing.optimizer.param_groups[0]["params"][-2]
+        mine = head in {p for p in optimizing.optimizer.state} or None
+
+        def look(_: torch.Tensor) -> None:
+            deadline = time.monotonic() + (15 if seen and mine else 0.1)
+            while torch.equal(head, before) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            seen.append(not torch.equal(head, before))
+
+        for step in range(3):
+            optimizing.synchronize()
+            mine, before = bool(optimizing.optimizer.state.get(head)), head.detach().clone()
+            x = batch(seed, step).requires_grad_()
+            x.register_hook(look)
+            module(x).square().mean().backward()
+            optimizing.step()
+            optimizing.zero_grad()
+        return seen if mine else []
+
+
+def test_updates_run_under_the_backward(pool: Pool, seed: int) -> None:
+    """From the second step on, by the head's owner: the backward waits to see it."""
+    assert sorted(pool(2).run(updated, seed)) == [[], [False, True, True]]

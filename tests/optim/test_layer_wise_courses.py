@@ -1,0 +1,468 @@
+"""LayerWise in unusual courses of a step: the bits of a synchronous run, or a typed error."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.optim import layerwise
+from tests.optim.layerwise import (
+    DIM,
+    OPTIMIZERS,
+    Blocks,
+    batch,
+    differing,
+    layer_wise,
+    model,
+    slowly,
+    train,
+    weights,
+)
+from tests.support.pool import Died, Pool
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from interlace.errors import (
+    GradientError,
+    InterlaceError,
+    OptimizerError,
+    ReplicaError,
+    UnsupportedError,
+)
+from interlace.ir import Collective
+from interlace.optim import LayerWise, bucket_runs
+from interlace.options import Options
+from interlace.runtime import Executor
+
+STEPS = 6
+
+
+class Odd(Blocks):
+    """Blocks that run as `course` says, and parameters that no module of their own reads."""
+
+    def __init__(self, course: str) -> None:
+        super().__init__()
+        self.course, self.count = course, 0
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(DIM)) for _ in range(3)])
+        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
+        self.late = nn.Linear(DIM, DIM)
+        self.late.requires_grad_(course != "unfrozen")
+        if course == "twice":
+            torch.nn.utils.spectral_norm(self.late)  # reads the weight in a hook before the forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        x = x @ self.mixer
+        blocks = list(self.blocks)
+        match self.course:
+            case "skipped" if self.count % 3:
+                blocks = blocks[:: self.count % 3]
+            case "twice":
+                blocks = [*blocks, blocks[0]]
+            case "reversed":
+                blocks = blocks[::-1]
+            case _:
+                pass
+        for block, scale in zip(blocks, [*self.scales, 1.0], strict=False):
+            match self.course:
+                case "checkpointed" | "reentrant":
+                    reentrant = self.course == "reentrant"
+                    x = checkpoint(block, x * scale, use_reentrant=reentrant)
+                case _:
+                    x = block(x * scale)
+        x = x + self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
+        return self.head(x + self.late(x))
+
+
+def step(optimizing: LayerWise, module: Any, seed: int, number: int) -> None:
+    if module.course == "unfrozen" and number == 3:
+        module.late.requires_grad_(True)
+    if module.course == "evaluated":
+        module.eval()
+        with torch.inference_mode() if number % 2 else torch.no_grad():
+            module(batch(seed, 100 + number))
+        module.train()
+    x = batch(seed, number).requires_grad_(module.course == "reentrant")
+    module(x).square().mean().backward()
+    optimizing.step()
+    optimizing.zero_grad()
+
+
+def follow(seed: int, course: str) -> list[str]:
+    """What differs between an overlapped and delayed run and a synchronous one."""
+    made = []
+    for overlap in (True, False):
+        module = model(seed, partial(Odd, course))
+        before = weights(module)
+        with slowly(seed if overlap else None):
+            optimizing = layer_wise(module, overlap_param_gather=overlap, check_replicas_every=1)
+        with optimizing:
+            for number in range(STEPS):
+                step(optimizing, module, seed, number)
+                if course == "unfrozen" and number == 2:
+                    assert torch.equal(weights(module)["late.bias"], before["late.bias"])
+            made.append(weights(module))
+            assert not torch.equal(made[-1]["late.bias"], before["late.bias"])
+    return differing(*made)
+
+
+COURSES = ("skipped", "twice", "reversed", "checkpointed", "reentrant", "evaluated", "unfrozen")
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_has_the_bits_of_a_synchronous_run(pool: Pool, course: str, seed: int) -> None:
+    assert pool(2).run(follow, seed, course) == [[], []]
+
+
+def compiled(seed: int, whole: bool) -> list[str]:
+    """Compiled units without a graph break wait for all that is inside them."""
+    made = []
+    for overlap in (True, False):
+        torch._dynamo.reset()
+        module = model(seed, lambda: Blocks(1))
+        run: Any = module
+        if whole:
+            run = torch.compile(module, backend="aot_eager", fullgraph=True)
+        else:
+            module.blocks[0] = torch.compile(module.blocks[0], backend="aot_eager", fullgraph=True)
+        with slowly(seed if overlap else None):
+            optimizing = layer_wise(run, overlap_param_gather=overlap, check_replicas_every=1)
+        with optimizing:
+            train(optimizing, run, seed, range(4))
+            assert not any("_orig_mod" in name for name in optimizing.state_dict()["state"])
+        made.append(weights(module))
+    return differing(*made)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_modules_wait(pool: Pool, whole: bool, seed: int) -> None:
+    assert pool(2).run(compiled, seed, whole) == [[], []]
+
+
+def wander(seed: int, steps: int) -> list[str]:
+    """What differs between the ways after steps that each take a course at random."""
+    made = []
+    for overlap in (True, False):
+        draw = random.Random(seed)
+        module = model(seed, partial(Odd, "usual"))
+        with slowly(seed if overlap else None):
+            optimizing = layer_wise(
+                module,
+                draw.choice(list(OPTIMIZERS)),
+                overlap_param_gather=overlap,
+                bucket_bytes=draw.choice([1, 2048, 1 << 13, 1 << 20]),
+                update_under_backward=draw.random() < 0.3,
+            )
+        with optimizing:
+            for number in range(steps):
+                before, module.course = module.course, draw.choice([*COURSES, "usual"])
+                if "reentrant" in (before, module.course):  # in which gradients come several times
+                    optimizing.relearn()
+                for part in draw.sample([*module.blocks, module.late], 2):
+                    part.requires_grad_(draw.random() < 0.7)
+                with optimizing.no_sync():
+                    for micro in range(draw.choice([0, 0, 1, 2])):
+                        module(batch(seed, 50 * micro + number)).square().mean().backward()
+                step(optimizing, module, seed, number)
+                match draw.randrange(6):
+                    case 0:
+                        module.load_state_dict(weights(module))
+                    case 1:
+                        optimizing.load_state_dict(torch_copy(optimizing.state_dict()))
+                    case 2:
+                        optimizing.check_replicas()
+                    case _:
+                        pass
+        made.append(weights(module))
+    return differing(*made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("turn", range(8))
+def test_any_course_has_the_bits_of_a_synchronous_run(
+    pool: Pool, world: int, turn: int, seed: int
+) -> None:
+    assert pool(world).run(wander, seed + turn, 15) == [[]] * world
+
+
+def few(seed: int) -> list[str]:
+    """Fewer parameters than ranks."""
+    made = []
+    for overlap in (True, False):
+        module = model(seed, lambda: nn.Linear(DIM, 5))
+        with layer_wise(module, overlap_param_gather=overlap, check_replicas_every=1) as optimizing:
+            train(optimizing, module, seed, range(STEPS))
+            made.append(weights(module))
+    return differing(*made)
+
+
+def test_fewer_parameters_than_ranks(pool: Pool, seed: int) -> None:
+    assert pool(4).run(few, seed) == [[]] * 4
+
+
+def buffers(seed: int) -> bool:
+    """Whether gradients lie where nothing else does."""
+    module = model(seed)
+    with layer_wise(module) as optimizing:
+        train(optimizing, module, seed, range(1))
+        held = weights(module)
+        module(batch(seed, 1)).sum().backward()
+        return not differing(weights(module), held)
+
+
+def test_gradients_leave_weights_alone(pool: Pool, seed: int) -> None:
+    assert pool(2).run(buffers, seed) == [True, True]
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def resumed(seed: int, optimizer: str) -> list[str]:
+    """What differs in a run that is saved in mid-flight and goes on in another LayerWise."""
+    module = model(seed)
+    with slowly(seed), layer_wise(module, optimizer) as optimizing:
+        train(optimizing, module, seed, range(4))
+        kept, held = optimizing.state_dict(), weights(module)
+        kept = torch_copy(kept)
+        train(optimizing, module, seed, range(4, STEPS))
+        wanted = weights(module)
+    module = model(seed + 1)
+    with layer_wise(module, optimizer) as optimizing:
+        train(optimizing, module, seed, range(2))  # and loads in mid-flight
+        module.load_state_dict(held)
+        optimizing.load_state_dict(kept)
+        train(optimizing, module, seed, range(4, STEPS))
+        return differing(weights(module), wanted)
+
+
+def torch_copy(value: Any) -> Any:
+    """A copy with tensors of its own."""
+    if isinstance(value, dict):
+        return {key: torch_copy(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [torch_copy(each) for each in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_goes_on_from_a_state_dict(pool: Pool, optimizer: str, seed: int) -> None:
+    assert pool(2).run(resumed, seed, optimizer) == [[], []]
+
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def saved(seed: int, optimizer: str, folder: str) -> tuple[State, dict[str, torch.Tensor], Any]:
+    """State and weights when a checkpoint was saved in mid-flight, and how the run went on."""
+    module = model(seed)
+    with layer_wise(module, optimizer) as optimizing:
+        train(optimizing, module, seed, range(4))
+        dcp.save({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
+        state, held = torch_copy(optimizing.state_dict()["state"]), weights(module)
+        train(optimizing, module, seed, range(4, STEPS))
+        return state, held, weights(module)
+
+
+def loaded(seed: int, optimizer: str, folder: str) -> tuple[State, dict[str, torch.Tensor], Any]:
+    """The same of a run that loads it."""
+    module = model(seed + 1)
+    with layer_wise(module, optimizer) as optimizing:
+        dcp.load({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
+        state, held = torch_copy(optimizing.state_dict()["state"]), weights(module)
+        assert (
+            optimizing.param_groups[0]["lr"]
+            == OPTIMIZERS[optimizer](module.parameters()).param_groups[0]["lr"]
+        )
+        train(optimizing, module, seed, range(4, STEPS))
+        return state, held, weights(module)
+
+
+def merged(ranks: list[tuple[State, Any, Any]]) -> State:
+    """The state of all owners: each parameter has one."""
+    state: State = {}
+    for own, _, _ in ranks:
+        assert not state.keys() & own.keys()
+        state |= own
+    return state
+
+
+@pytest.mark.parametrize(("world", "optimizer"), [(4, "muon"), (2, "ours")])
+def test_goes_on_from_a_checkpoint(
+    pool: Pool, optimizer: str, world: int, seed: int, tmp_path: Path
+) -> None:
+    """On as many ranks bit for bit; on fewer, all that was loaded is."""
+    before = pool(4).run(saved, seed, optimizer, str(tmp_path))
+    after = pool(world).run(loaded, seed, optimizer, str(tmp_path))
+    wanted, found = merged(before), merged(after)
+    assert wanted.keys() == found.keys()
+    for name, values in wanted.items():
+        assert differing(found[name], values) == [], name
+    for _, held, ended in after:
+        assert differing(held, before[0][1]) == []
+        if world == 4:
+            assert differing(ended, before[0][2]) == []
+
+
+def others(seed: int) -> str:
+    """A state of other owners."""
+    module = model(seed)
+    with layer_wise(module, "adamw") as optimizing:
+        train(optimizing, module, seed, range(1))
+        state = optimizing.state_dict()
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, state)
+        with pytest.raises(OptimizerError) as caught:
+            optimizing.load_state_dict(states[1 - dist.get_rank()])
+        return str(caught.value)
+
+
+def test_a_state_of_other_owners_is_refused(pool: Pool, seed: int) -> None:
+    for rank, told in enumerate(pool(2).run(others, seed)):
+        assert f"rank {rank} owns other Parameters than those of this state" in told
+        assert "torch.distributed.checkpoint" in told
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Reads a matrix of a module inside without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.first(x), self.inner.weight)
+
+
+def read(seed: int) -> str:
+    module = model(seed, lambda: nn.Sequential(Reader(), nn.Linear(DIM, 2)))
+    with layer_wise(module, "sgd", bucket_bytes=1) as optimizing:
+        with pytest.raises(GradientError) as caught:
+            train(optimizing, module, seed, range(3))
+    module = model(seed, lambda: nn.Sequential(Reader(), nn.Linear(DIM, 2)))
+    facts = {"units": (Reader,), "check_replicas_every": 1}
+    with layer_wise(module, "sgd", bucket_bytes=1, **facts) as optimizing:
+        train(optimizing, module, seed, range(3))
+    return str(caught.value)
+
+
+def test_what_is_read_past_the_hooks_is_an_error(pool: Pool, seed: int) -> None:
+    for told in pool(2).run(read, seed):
+        assert "0.inner.weight was used while its gather was in flight" in told
+        assert "`units`" in told
+
+
+def wrongs(seed: int) -> list[str]:
+    told: list[str] = []
+
+    def expect(kind: type[InterlaceError], make: Any) -> None:
+        with pytest.raises(kind) as caught:
+            make()
+        told.append(str(caught.value))
+
+    module = model(seed)
+    with layer_wise(module, check_replicas_every=2) as optimizing:
+        train(optimizing, module, seed, range(2))
+        optimizing.synchronize()
+        if dist.get_rank() == 1:
+            module.head.weight.data[0, 0] += 1
+        expect(ReplicaError, optimizing.step)
+        module.to(torch.float64)
+        expect(OptimizerError, optimizing.step)
+    sharded: Any = parallelize_module(nn.Linear(8, 8), layerwise.mesh(), ColwiseParallel())
+    expect(UnsupportedError, lambda: layer_wise(sharded, "sgd"))
+    apart = [*model(seed).parameters(), *nn.Linear(2, 2).parameters()]
+    expect(
+        OptimizerError,
+        lambda: LayerWise(torch.optim.SGD(apart), model(seed), layerwise.mesh()),
+    )
+    return told
+
+
+def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
+    for replicas, replaced, sharded, apart in pool(2).run(wrongs, seed):
+        assert "ranks hold different weights in head.weight" in replicas
+        assert "was replaced after its LayerWise was made" in replaced
+        assert "weight is a DTensor" in sharded
+        assert "are not in the module" in apart
+
+
+def killed(seed: int, victim: int) -> str:
+    """What the others say when a rank dies in a gather, and after how long."""
+    module, armed = model(seed), []
+
+    def die(rank: int, index: int, op: Any) -> None:
+        of_last = "blocks.2" in op.loc.module and isinstance(op, Collective)
+        if armed and of_last and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=die))
+        optimizing = layer_wise(module, options=Options(time_out_s=10))
+    train(optimizing, module, seed, range(2))
+    module(batch(seed, 2)).sum().backward()
+    optimizing.clip_grad_norm_(1.0)
+    armed.append(True)
+    begun = time.monotonic()
+    optimizing.step()
+    with pytest.raises(InterlaceError) as caught:
+        module(batch(seed, 3))
+    assert time.monotonic() - begun < 20
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def stalled(seed: int) -> list[str]:
+    """A rank is late in a gather; what differs between ranks after a reset."""
+    module, armed, told = model(seed), [], []
+
+    def stall(rank: int, index: int, op: Any) -> None:
+        if armed and "head.weight" in op.loc.module and dist.get_rank() == 1:
+            armed.clear()
+            time.sleep(3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=stall))
+        optimizing = layer_wise(module, options=Options(time_out_s=1))
+    with optimizing:
+        train(optimizing, module, seed, range(2))
+        kept, state = weights(module), torch_copy(optimizing.state_dict())
+        armed.append(True)
+        try:
+            train(optimizing, module, seed, range(2, 3))
+            module(batch(seed, 3))
+        except InterlaceError as error:
+            told.append(str(error))
+        assert "head.weight" in told[0]
+        dist.barrier()
+        optimizing.reset()
+        module.load_state_dict(kept)
+        optimizing.load_state_dict(state)
+        train(optimizing, module, seed, range(2, 4))
+        optimizing.check_replicas()
+    return differing(weights(module), kept)
+
+
+def test_goes_on_after_a_rank_that_stalled(pool: Pool, seed: int) -> None:
+    assert all(pool(2).run(stalled, seed))
+
+
+def test_a_killed_rank_is_an_error_elsewhere(pool: Pool, seed: int) -> None:
+    victim = seed % 2
+    results = pool(2).run(killed, seed, victim, may_die={victim})
+    assert results[victim] == Died(-signal.SIGKILL)
+    told = results[1 - victim]
+    assert told.startswith(("PeerError: bucket", "CommTimeoutError: bucket"))
+    assert "was not gathered, for which the forward of blocks." in told
