@@ -44,6 +44,7 @@ def test_llama_trains_alike_in_every_way(tmp_path: Path) -> None:
     assert done.stdout.count("text held out") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_muon_trains_alike_with_owners() -> None:
     """The losses of Muon on every rank; with gathers under the forward the same in print."""

@@ -181,6 +181,21 @@ def check_guess(draw: random.Random) -> None:
         same(one, other, (x.shape, x.dtype, kind, forms, guess, scale))
 
 
+def check_race() -> None:
+    """A tile that read another guess than the first, which was right, is seen."""
+    x, kind = torch.randn(300, 150).bfloat16(), E4M3
+    twin, mine = blank(300, 150, kind), blank(300, 150, kind)
+    quantize_twin(x, Recipe(), amax_twin(x), twin, None)
+    right, tiles = scale_of(amax_twin(x), 448.0, Recipe()), 6
+    parts = torch.cat([amax_twin(x).expand(tiles), right.expand(tiles)]).contiguous()
+    parts[tiles + 4] = right.item() * 2
+    source = launch.guess_source(x.dtype, kind, True, False, True, (False,) * 3)
+    args = (x.view(torch.int16), torch.zeros(1), parts, mine, mine.view(torch.int32), None, 300,
+            150, 150, width(150), 0, Recipe().eps)  # fmt: skip
+    Interpreted(source, x.device).launch(0, 2, args)
+    same(mine, twin, "race")
+
+
 def check_turn(draw: random.Random) -> None:
     """Shards of scales far from each other, turned at once; or bytes alone."""
     kind, blocks = draw.choice([E4M3, E5M2]), draw.choice([1, 2, 3, 4])
@@ -207,4 +222,5 @@ if __name__ == "__main__":
         check(drawn)
         check_turn(drawn)
         check_guess(drawn)
+    check_race()
     print("all right")

@@ -73,6 +73,18 @@ def test_turning_is_wide_too(kind: torch.dtype, shift: bool) -> None:
     assert not INEXACT.search(ptx)
 
 
+@pytest.mark.parametrize("mends", [False, True])
+def test_guessing_is_wide_too(mends: bool) -> None:
+    compiled = launch.guess_source(torch.bfloat16, E4M3, True, True, mends, ALIGNED).compile()
+    assert not spills(compiled)
+    ptx = compiled.asm["ptx"]
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 8
+    assert not INEXACT.search(ptx)
+    first = re.search(r"(ld|st)\.global|griddepcontrol\.\w+", ptx)
+    assert first is not None
+    assert first.group() == f"griddepcontrol.{'wait' if mends else 'launch_dependents'}"
+
+
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 def test_what_is_not_aligned_is_not_read_wide(kind: torch.dtype) -> None:
     for dtype in DTYPES:
@@ -103,7 +115,7 @@ class Launched:
             if isinstance(value, torch.Tensor):
                 assert value.dtype == elements[source.types[name]]
                 assert value.data_ptr() % source.divisible.get(name, 16) == 0
-            elif value is not None:
+            elif isinstance(value, int):
                 assert value % by == 0
         self.grids.append((source.kernel.__name__, grid))
 

@@ -196,3 +196,54 @@ def test_what_it_refuses() -> None:
     (dx,) = torch.autograd.grad(y.sum(), [x], create_graph=True)
     with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
         dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("keep", [None, False, True])
+def test_what_is_kept_until_backward(keep: bool | None, seed: int) -> None:
+    """Bytes; and the gradients are the same, whether the weight's transpose is kept or made."""
+    torch.manual_seed(seed)
+    recipe = Recipe(keep_transposes=keep)
+    for rows, wanted, kept_bytes in (
+        (256, (True, True), {None: 2, False: 1, True: 2}),  # x as FP8, and the weight
+        (64, (True, True), {None: 1, False: 1, True: 2}),
+        (256, (True, False), {None: 0, False: 0, True: 1}),  # a frozen weight
+    ):
+        x, w = torch.randn(rows, 128).bfloat16(), torch.randn(128, 128).bfloat16()
+        given = [t.clone().requires_grad_(want) for t, want in zip((x, w), wanted, strict=True)]
+        saved: list[Tensor] = []
+
+        def hook(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(hook, lambda tensor: tensor):
+            y = linear(given[0], given[1], None, recipe)
+        eight = [t for t in saved if t.dtype == E4M3]
+        assert len(eight) == kept_bytes[keep]
+        y.float().square().sum().backward()
+        plain = [t.clone().requires_grad_(want) for t, want in zip((x, w), wanted, strict=True)]
+        linear(
+            plain[0], plain[1], None, Recipe(keep_transposes=False)
+        ).float().square().sum().backward()
+        for one, other in zip(given, plain, strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_autocast_leaves_what_torch_leaves() -> None:
+    layer = convert_to_float8(torch.nn.Linear(32, 16).double())
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(InputError, match=r"torch\.float64"):
+            layer(torch.randn(4, 32).double())
+        with pytest.raises(InputError, match=r"torch\.int64"):
+            convert_to_float8(torch.nn.Linear(32, 16))(torch.ones(4, 32).long())
+
+
+def test_kept_weights_of_inference_do_not_reach_training() -> None:
+    layer = convert_to_float8(torch.nn.Linear(32, 16))
+    x = torch.randn(4, 32)
+    with kept_weights(layer):
+        with torch.inference_mode():
+            layer(x)
+        layer(x).sum().backward()
+    assert layer.weight.grad is not None

@@ -181,7 +181,7 @@ def test_casts_saturate_in_every_torch(kind: torch.dtype) -> None:
 
 def test_an_empty_tensor_has_scale_one() -> None:
     for shape in ((0, 16), (4, 0), (2, 0, 32), (0,)):
-        for recipe in (Recipe(), Recipe(scaling="row")):
+        for recipe in (Recipe(scale="team"), Recipe(scaling="row")):
             made = quantize(torch.zeros(shape), E4M3, recipe, transpose=True)
             rows, columns = torch.Size(shape[:-1]).numel(), shape[-1]
             assert made.data.shape == (rows, columns)

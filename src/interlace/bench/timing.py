@@ -4,9 +4,8 @@
     found["ours"].median, found["ours"].p90          # seconds: of each round the slowest rank
 
 A burst is a few launches one after another, with inputs in turn so that none lies in the cache,
-between two events of the current stream; before it ranks meet, and the device waits a moment (of
-one rank, as long as its host takes for a launch) so that launches stand back to back from the first
-on. A round gives every candidate a
+between two events of the current stream; before it ranks meet, and the device waits a moment so
+that launches stand back to back from the first on. A round gives every candidate a
 burst, each round in another order and after a short rest: what drifts (clocks, heat) or is left by
 the one before falls on all alike.
 Of a burst the slowest rank counts, and over the rounds the median and the 90th percentile.
@@ -42,7 +41,7 @@ AHEAD_LAUNCHES, AHEAD_ROUNDS = 8, 7
 AHEAD_CYCLES = 4e9
 """Cycles that the device waits for each second of the host's: twice as long as that takes."""
 MOST_CYCLES = 40_000_000
-"""How long it waits at most before a burst of one rank, so that its host is a launch ahead."""
+"""How long it waits at most where the host shall be a launch ahead."""
 REST_S = 5e-3
 """How long the device rests before a burst."""
 HOST_BATCH = 20
@@ -108,9 +107,10 @@ def burst(
     clock: SMClock | None = None,
     warm: int = 1,
     lead: int = LEAD_CYCLES,
+    ahead: bool = False,
 ) -> tuple[float, list[float], float]:
     """Seconds for each launch, host seconds of each call, and the SM clock meanwhile, after `warm`
-    launches and while the device waits `lead` cycles.
+    launches and while the device waits `lead` cycles, or `ahead`, for a launch of the host.
 
     All ranks call it; one without `run` meets the others and does nothing.
     """
@@ -121,10 +121,9 @@ def burst(
         for number in range(first, first + warm):  # the candidate before left its own traces
             begun = time.perf_counter()
             run(*inputs[number % len(inputs)])
-            if ranks.size == 1:
-                lead = max(
-                    lead, min(MOST_CYCLES, int(AHEAD_CYCLES * (time.perf_counter() - begun)))
-                )
+            if ahead:
+                cycles = int(AHEAD_CYCLES * (time.perf_counter() - begun))
+                lead = max(lead, min(MOST_CYCLES, cycles))
     finally:
         ranks.synchronize()
         time.sleep(REST_S)
@@ -179,11 +178,13 @@ def race(
     seconds: float,
     rounds: tuple[int, int] = ROUNDS,
     launches: tuple[int, int] = LAUNCHES,
+    ahead: bool = False,
 ) -> dict[str, Timing]:
     """Times the candidates against one another for about `seconds`.
 
-    `inputs` has sets of inputs for each, `launches` bounds a burst. A candidate that raises is out
-    on all ranks, with the reason; a fault of the device ends it all.
+    `inputs` has sets of inputs for each, `launches` bounds a burst, before which the device may
+    wait until the host is `ahead`: what stands amid other work is timed so. A candidate that raises
+    is out on all ranks, with the reason; a fault of the device ends it all.
     """
     found = {name: Timing() for name in runs}
     clock = SMClock(ranks.device)
@@ -197,7 +198,8 @@ def race(
             first = number * (bursts[name] + 1)
             try:
                 count = bursts[name]
-                each, host, mhz = burst(ranks, runs[name], inputs[name], count, first, clock)
+                given = runs[name], inputs[name], count, first, clock
+                each, host, mhz = burst(ranks, *given, ahead=ahead)
             except Exception as error:
                 failed[name] = describe(error, ranks)
                 continue

@@ -5,6 +5,15 @@
     cast_kernel    scale and cast, to packed rows, or to those of the transpose, or both: one read
     guess_kernel   the same by a scale that may be right, and the maximum on the way
     mend_kernel    casts again if it was not: see Note [Scales are guessed]
+    turn_kernel    packed rows to those of the transpose, whose scales become one
+
+A tensor is cast in tiles of [BM, BK], tile t at (t // n, t % n) of the n to a row. A thread has the
+same column of four rows that follow each other: of them it makes one word of the transpose. No
+kernel waits for another inside: `cast_kernel` joins the parts again in each of its programs, which
+costs less than a third launch, or a word that must be zero before the first. It is launched before
+the kernel ahead of it in the stream has ended, and waits for that one (`gdc_wait`).
+
+Note [Scales are guessed]
     A scale that is a power of two stays the same from step to step, unless the maximum leaves its
     binade. So where a matrix was quantised before (a layer's input, weight or gradient), it is cast
     at once by the scale of that time, which reads it once instead of twice, and the maximum is
@@ -287,26 +296,21 @@ def mend_kernel(
 
 
 @triton.jit
-def block_scales(words, width, rows, blocks, COUNT: tl.constexpr):
-    """The greatest 1 / scale of equal blocks of rows, of which each block has one."""
-    block = tl.arange(0, COUNT)
-    at = words + (block * (rows // blocks)).to(tl.int64) * (width // 4) + width // 4 - TAIL_WORDS
-    return tl.max(tl.load(at, mask=block < blocks, other=0).to(tl.float32, bitcast=True), 0)
-
-
-@triton.jit
-def shares(words, width, row, rows, blocks, largest):
-    """1 / scale of the block of each row, as a share of the greatest."""
-    height = rows // blocks
-    at = words + (row // height * height).to(tl.int64) * (width // 4) + width // 4 - TAIL_WORDS
-    own = tl.load(at, mask=row < rows, other=0).to(tl.float32, bitcast=True)
-    return tl.div_rn(own, largest + own * 0.0)
+def inverse_at(words, by, width, width_by, row, inside, BY: tl.constexpr):
+    """1 / scale of packed rows, times that of the rows of `by`."""
+    at = row.to(tl.int64)
+    place = words + at * (width // 4) + width // 4 - TAIL_WORDS
+    found = tl.load(place, mask=inside, other=0).to(tl.float32, bitcast=True)
+    if BY:
+        place = by + at * (width_by // 4) + width_by // 4 - TAIL_WORDS
+        found = found * tl.load(place, mask=inside, other=0).to(tl.float32, bitcast=True)
+    return found
 
 
 @triton.jit
 def turned_line(
-    data, words, by, first, row, column, rows, columns, width, width_by, blocks, largest,
-    largest_by, SHIFT: tl.constexpr, BY: tl.constexpr, ALIKE: tl.constexpr, LINES: tl.constexpr,
+    data, words, by, first, row, column, rows, columns, width, width_by, height, most,
+    SHIFT: tl.constexpr, BY: tl.constexpr, ALIKE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Packed rows: bytes, or in fp32 as they are by the greatest scale."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -314,9 +318,8 @@ def turned_line(
     value = tl.load(at, mask=inside, other=0.0)
     if SHIFT:
         of = first if ALIKE else row
-        share = shares(words, width, of, rows, blocks, largest)
-        if BY:
-            share = share * shares(by, width_by, of, rows, blocks, largest_by)
+        own = inverse_at(words, by, width, width_by, of // height * height, of < rows, BY)
+        share = tl.where(most > 0.0, tl.div_rn(own, most + own * 0.0), 0.0)
         found = value.to(tl.float32) * tl.broadcast_to(share, (LINES,))[:, None]
     else:
         found = value.to(tl.uint8, bitcast=True).to(tl.int32)
@@ -338,15 +341,15 @@ def turn_kernel(
     word = (program // across) * LINES + tl.arange(0, LINES)
     column = (program % across) * BK + tl.arange(0, BK)
     most = 1.0
-    most_by = 1.0
+    height = 1
     if SHIFT:
-        most = block_scales(words, width, rows, blocks, COUNT)
-    if BY:
-        most_by = block_scales(by, width_by, rows, blocks, COUNT)
+        height = rows // blocks
+        block = tl.arange(0, COUNT)
+        most = tl.max(inverse_at(words, by, width, width_by, block * height, block < blocks, BY), 0)
     for i in tl.static_range(4):
         found = turned_line(
             data, words, by, program // across * BM, 4 * word + i, column, rows, columns, width,
-            width_by, blocks, most, most_by, SHIFT, BY, ALIKE, LINES,
+            width_by, height, most, SHIFT, BY, ALIKE, LINES,
         )  # fmt: skip
         if i == 0:
             a = found
@@ -362,5 +365,5 @@ def turn_kernel(
         packed = a | b << 8 | c << 16 | d << 24
     store_words(words_t, packed, word, column, columns, width_t)
     if program < across:
-        scale = tl.broadcast_to(most * most_by, (BK,))
+        scale = tl.broadcast_to(most, (BK,))
         store_tails(words_t, column, scale, width_t, column < columns, BK)

@@ -54,19 +54,20 @@ def place_of(weight: Tensor, role: str) -> tuple[int, str] | None:
     return (weight.data_ptr(), role) if unseen(weight) else None
 
 
-def weight_rows(w: Tensor, recipe: Recipe, rows: int, for_x: bool) -> tuple[Tensor, Tensor | None]:
-    """A weight as packed rows, and those of the transpose if they are kept for the gradient of an x
-    of so many rows.
-    """
+def weight_rows(w: Tensor, recipe: Recipe, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """A weight as packed rows, and those of the transpose if backward shall find them."""
     place = place_of(w, "w")
-    if for_x and recipe.keeps_transpose(rows, w):
+    if keep:
         return pack(w, E4M3, recipe, "pair", place=place)
     return pack(w, E4M3, recipe, "rows", place=place), None
 
 
-def weight_across(w: Tensor, recipe: Recipe, kept: Tensor | None) -> Tensor:
-    """The transpose of a weight as packed rows."""
-    return pack(w, E4M3, recipe, "across", place=place_of(w, "w")) if kept is None else kept
+def weight_across(w: Tensor | None, recipe: Recipe, kept: Tensor | None) -> Tensor:
+    """The transpose of a weight as packed rows: what was kept, or made now."""
+    if kept is not None:
+        return kept
+    assert w is not None
+    return pack(w, E4M3, recipe, "across", place=place_of(w, "w"))
 
 
 def gradients(
@@ -109,7 +110,7 @@ class Float8Product(torch.autograd.Function):
         for_x, for_w = ctx.needs_input_grad[2:4]
         by_row = recipe.scaling == "row"
         if known is None:
-            w8, kept = weight_rows(w, recipe, len(x), for_x)
+            w8, kept = weight_rows(w, recipe, recipe.keeps_transposes(len(x), len(w), for_x, for_w))
         else:
             w8, kept = known
         place = place_of(w, "x")
@@ -118,7 +119,7 @@ class Float8Product(torch.autograd.Function):
         else:
             x8, saved = pack(x, E4M3, recipe, "rows", place=place), x if for_w else None
         ctx.recipe, ctx.place = recipe, place_of(w, "dy")
-        ctx.save_for_backward(saved, *((w, kept) if for_x else (None, None)))
+        ctx.save_for_backward(saved, w if for_x and kept is None else None, kept if for_x else None)
         return run("mm", x8, w8.t(), int(not by_row), bias, True, x.dtype)
 
     @staticmethod
@@ -154,17 +155,23 @@ def _linear(
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        x, weight, bias = (_cast(tensor, dtype) for tensor in (x, weight, bias))
     _check(x, weight, bias)
     with torch.autocast(kind, enabled=False):
         kept = None
-        if keep is not None:
+        if keep is not None and not torch.is_inference_mode_enabled():
             if x.dtype not in keep:
                 keep[x.dtype] = pack(weight.detach(), E4M3, recipe, "pair")
             kept = keep[x.dtype]
         out = Float8Product.apply(recipe, kept, x.reshape(-1, x.shape[-1]), weight, bias)
     return out.view(*x.shape[:-1], len(weight))
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    """As autocast does for `F.linear`: float64 stays, and what does not float."""
+    if tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -60,6 +60,10 @@ def wgrad(
         )
     if any(one.by_row for one in (*gradients, *inputs)):
         raise InputError("rows have a scale each, which the sum over rows cannot factor out")
+    for name, shards in (("gradients", gradients), ("inputs", inputs)):
+        kinds = {(one.columns, one.packed.dtype) for one in shards}
+        if len(kinds) > 1:
+            raise InputError(f"{name} are of {len(kinds)} widths or formats: take one: {kinds}")
     heights = {len(one.packed) for one in (*gradients, *inputs)}
     if len(heights) > 1:
         raise InputError(f"shards have {sorted(heights)} rows: take as many in each")

@@ -13,11 +13,12 @@ A team's maximum can be reduced apart from the cast, under other work:
 Note [One scale for a sum over shards]
     The gradient of a weight is dy.T @ x, summed over rows that come from shards with a scale each,
     of dy or of x. Hopper's GEMM takes one scale for each factor, and both factors transposed. So
-    the transpose of dy is made with the scales of all its shards, and of the shards of x, shifted
-    to the greatest: a shard's numbers are multiplied by its share of that, 1 or less. Scales are
-    powers of two (or equal, those of a team), so this shift is exact, but for E5M2 numbers that
-    become less than 2**-14: of 2**30 that lie between those and the largest. The transpose of x is
-    its bytes, with 1 for a scale. The order of the sum is that of one GEMM over all rows.
+    the transpose of dy is made by the greatest `1 / scale` that a shard has in dy and x together:
+    the numbers of a shard are multiplied by its share of that, 1 or less, a power of two (or 1, by
+    a team's scales). This is exact but for what becomes subnormal: E5M2 has 30 binades above that,
+    so numbers that are lost are 2**-30 of the largest; E4M3 gradients have 15. The transpose of x
+    is its bytes, with 1 for a scale. The order of the sum is that of one GEMM over all rows. A
+    shard of zeros must not have the greatest `1 / scale`: see TINY in recipe.py.
 """
 
 from __future__ import annotations
@@ -168,13 +169,13 @@ def turn_into(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) ->
 def turn_twin(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) -> None:
     """`turn_into` in plain torch."""
     rows, columns = len(packed), len(across)
-    found, total = numbers(packed)[:, :columns].view(torch.uint8), torch.ones(())
+    value, total = numbers(packed)[:, :columns], torch.ones(())
+    found = value.view(torch.uint8)
     if blocks and rows:
-        share = torch.ones(rows, 1, device=packed.device)
-        for scale in (scales(of)[:: rows // blocks] for of in (packed, by) if of is not None):
-            share *= (scale / scale.amax()).repeat_interleave(rows // blocks, 0)
-            total = total * scale.amax()
-        value = numbers(packed)[:, :columns]
+        inverse = scales(packed)[:: rows // blocks]
+        inverse = inverse if by is None else inverse * scales(by)[:: rows // blocks]
+        total = inverse.amax()
+        share = torch.where(total > 0, inverse / total, 0.0).repeat_interleave(rows // blocks, 0)
         found = cast_twin(value, share, packed.dtype).view(torch.uint8)
     across.view(torch.uint8).zero_()
     across[:, :rows] = found.t().view(packed.dtype)
@@ -197,6 +198,8 @@ def has_kernels(device: torch.device) -> bool:
 
 def check_device(x: Tensor) -> None:
     """Raises InputError or UnsupportedError where `x` cannot be quantised where it is."""
+    if hasattr(x, "device_mesh"):
+        raise InputError("x is a DTensor: give its local part, to_local()")
     if x.dtype not in INPUTS:
         raise InputError(f"x is {x.dtype}: take one of {INPUTS}")
     if not x.dim():

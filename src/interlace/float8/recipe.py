@@ -16,6 +16,8 @@ from interlace.errors import OptionError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)
+TINY = 1e-37
+"""A maximum below it has the greatest scale anyway: as `eps` it changes that of zeros alone."""
 SCALINGS, SCALES = ("tensor", "row"), ("shard", "team")
 
 
@@ -44,12 +46,13 @@ class Recipe:
     shards always are, so that the gradient of a weight is one GEMM over all shards, by exact
     shifts. None: True for `shard`, and False for `team`."""
     eps: float = 0.0
-    """A maximum below it counts as this (fp32)."""
+    """A maximum below it counts as this (fp32); where tensors' shards have scales of their own, at
+    least TINY, so that a shard of zeros has the greatest scale, and not 1."""
     keep_transposes: bool | None = None
     """Makes the transpose of a weight in forward, with its rows, and keeps it until backward: the
     weight is read once less, and it takes a byte a number meanwhile, as in TransformerEngine. False
-    makes it in backward. None: keeps it where x has no fewer rows than the weight. Both together
-    then take no more memory than in bf16, where x takes a byte a number more."""
+    makes it in backward. None: keeps it where x is kept too, and has no fewer rows than the call's
+    weights have together: x and they then take no more memory than x does in bf16."""
 
     def __post_init__(self) -> None:
         _one_of("gradient", self.gradient, FORMATS)
@@ -63,7 +66,8 @@ class Recipe:
             raise OptionError(f"eps is {self.eps!r}: take a number")
         if not 0 <= self.eps <= torch.finfo(torch.float32).max or math.isnan(self.eps):
             raise OptionError(f"eps is {self.eps}: take a finite number of fp32, 0 or more")
-        object.__setattr__(self, "eps", float(self.eps))
+        own = self.scaling == "tensor" and self.scale == "shard"
+        object.__setattr__(self, "eps", max(float(self.eps), TINY if own else 0.0))
         if self.scaling == "tensor" and self.scale == "shard" and not self.power_of_two:
             raise OptionError(
                 "power_of_two=False with scale='shard': scales of shards are powers of two; leave "
@@ -75,11 +79,13 @@ class Recipe:
                 "take scale='shard'"
             )
 
-    def keeps_transpose(self, rows: int, weight: torch.Tensor) -> bool:
-        """Whether the transpose of a weight [N, K] is made in forward, for x [rows, K]."""
-        if self.keep_transposes is not None:
-            return self.keep_transposes
-        return not torch.compiler.is_compiling() and rows >= len(weight)
+    def keeps_transposes(self, rows: int, columns: int, for_x: bool, for_w: bool) -> bool:
+        """Whether the transposes of weights [N, K] are made in forward, for x [rows, K], where N
+        sums up to `columns` and gradients of x, or of weights, are wanted.
+        """
+        if not for_x or self.keep_transposes is not None:
+            return for_x and bool(self.keep_transposes)
+        return for_w and not torch.compiler.is_compiling() and rows >= columns
 
     @property
     def forward(self) -> torch.dtype:

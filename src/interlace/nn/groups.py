@@ -5,6 +5,7 @@ pg = group_of(mesh["tp"])        # a process group, or None where it has one ran
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -27,7 +28,18 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(f"`group` is {group!r}: not a process group of this rank, nor a mesh")
-    return group if group.size() > 1 else None
+    return group if size_of(group) > 1 else None
+
+
+def size_of(group: dist.ProcessGroup) -> int:
+    """Its ranks. The binding lets other threads run before it answers, which can take 50 us."""
+    size = _sizes.get(group)
+    if size is None:
+        size = _sizes[group] = group.size()
+    return size
+
+
+_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -44,6 +44,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from interlace.errors import InputError
 from interlace.float8 import Recipe
+from interlace.float8.data import ALIGNMENT
 from interlace.frontend.backend import options_from
 from interlace.nn.functional import (
     all_gather_linear,
@@ -132,6 +133,15 @@ class _Overlap(Checked):
                 f"a layer of {module.in_features} to {module.out_features} features leaves some of "
                 f"{ranks} ranks without any: leave it out of the plan"
             )
+        if self.how["recipe"] is not None:
+            parts = list(weight.shape)
+            parts[placements["weight"].dim] = size // ranks if size % ranks == 0 else 1
+            if any(part % ALIGNMENT for part in parts):
+                raise InputError(
+                    f"`recipe` is given for a layer of {module.in_features} to "
+                    f"{module.out_features} features over {ranks} ranks: FP8's GEMM takes parts "
+                    f"that are multiples of {ALIGNMENT}; leave it out of the plan, or `recipe`"
+                )
         check_parameters(module, placements, mesh, planned)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

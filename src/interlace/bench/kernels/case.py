@@ -44,6 +44,8 @@ class BuiltCase:
     limit: float = 1.0
     """How far off a way may be."""
     launches: tuple[int, int] = (3, LAUNCHES[1])
+    ahead: bool = False
+    """Whether the device waits until the host is a launch ahead."""
     host: bool = False
     """Whether it is the host's time that counts."""
     calls: int = 0
@@ -93,7 +95,7 @@ def time_case(
     def timer(runs: Mapping[str, Run], sets: Mapping[str, Sets]) -> dict[str, Timing]:
         if work.host:
             return time_in_turn(ranks, runs, work.sets, seconds)
-        return race(ranks, runs, sets, seconds, launches=work.launches)
+        return race(ranks, runs, sets, seconds, launches=work.launches, ahead=work.ahead)
 
     time_ways(racers, timer)
     rows = _rows(case, work, racers, memory, ranks)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from interlace.float8.quantization import amax_size, check_device
 from interlace.float8.recipe import Recipe
 from interlace.frontend.importing.types import dtype_of
 from interlace.nn.autograd import first_order, without_autocast
+from interlace.nn.groups import size_of
 from interlace.nn.parallel.programs import programs
 from interlace.nn.parallel.text import LinearLayer
 from interlace.optim.grad_accumulator import GradAccumulator
@@ -41,7 +43,7 @@ class Communication:
     @property
     def size(self) -> int:
         """Ranks of the group."""
-        return self.group.size()
+        return size_of(self.group)
 
 
 class Sharded(torch.autograd.Function):
@@ -61,21 +63,24 @@ class Sharded(torch.autograd.Function):
         weights, biases = [w for w in dense[:count] if w is not None], dense[count:]
         for_x, *for_w = ctx.needs_input_grad[2 : 3 + count]
         ctx.via, ctx.accumulators, recipe = via, accumulators, via.recipe
-        ctx.layer = layer = LinearLayer(
+        ctx.layer = layer = _layer(
             via.collective,
-            dtype_of(x.dtype).value,
+            x.dtype,
             x.shape[1],
             tuple([w.shape[0] for w in weights]),
             tuple([b is not None for b in biases]),
-            recipe=recipe,
-            maxima=amax_size(x.device),
-            keeps=recipe is not None and any(for_w),
+            recipe,
+            1 if recipe is None else amax_size(x.device),
+            recipe is not None and any(for_w),
         )
         saved: list[Tensor | None] = list(weights)
         with without_autocast(x.device.type):
             if recipe is not None:
                 check_device(x)
-                forms = [weight_rows(w, recipe, len(x), for_x) for w in weights]
+                outer = sum(layer.outer)
+                keep = recipe.keeps_transposes(len(x), outer, for_x, any(for_w))
+                forms = [weight_rows(w, recipe, keep) for w in weights]
+                saved = [None] * len(forms) if keep else saved
                 weights = [packed for packed, _ in forms]
                 saved += [kept for _, kept in forms]
             if via.collective == "copy":
@@ -112,6 +117,22 @@ class Sharded(torch.autograd.Function):
                     into.add_(grads[i])
                     grads[i] = None
         return None, None, *map(first_order, grads)
+
+
+@functools.lru_cache
+def _layer(
+    collective: str,
+    dtype: torch.dtype,
+    inner: int,
+    outer: tuple[int, ...],
+    biased: tuple[bool, ...],
+    recipe: Recipe | None,
+    maxima: int,
+    keeps: bool,
+) -> LinearLayer:
+    """That of a forward pass."""
+    facts = {"recipe": recipe, "maxima": maxima, "keeps": keeps}
+    return LinearLayer(collective, dtype_of(dtype).value, inner, outer, biased, **facts)
 
 
 def _gradients(

@@ -241,7 +241,12 @@ class _Text:
         if recipe is not None and (self.for_x or for_w):
             pair = for_w and not self.gathers
             facts = recipe, self.all, False, pair
-            rows = [self.rows8(dy, f"g{i}", layer.outer[i], *facts) for i, dy in enumerate(dys)]
+            rows = [
+                self.rows8(dy, f"g{i}", layer.outer[i], *facts)
+                if self.for_x or self.for_w[i]
+                else dy
+                for i, dy in enumerate(dys)
+            ]
             across = [f"{g}_t" for g in rows]
         if self.for_x:
             made = self.products(rows, blocks=1)
@@ -268,10 +273,13 @@ class _Text:
         columns, kind, rows = outer, "", dy
         if layer.packs:
             assert recipe is not None
-            columns, kind = width(outer), dtype_of(recipe.gradient).value
-            rows = self.rows8(dy, "g", outer, recipe, "S", True)
             if self.for_b[0]:
                 bias = self.collective("all_reduce", self.total(dy, 0, "part"), "db0", outer)
+                if not self.for_x and not x:
+                    self.results.append(bias)
+                    return
+            columns, kind = width(outer), dtype_of(recipe.gradient).value
+            rows = self.rows8(dy, "g", outer, recipe, "S", True)
         full = rows = self.collective("all_gather", rows, "full", self.all, columns, dtype=kind)
         if recipe is not None and not layer.packs and self.for_x:
             rows = self.rows8(full, "g", outer, recipe, self.all, False)
