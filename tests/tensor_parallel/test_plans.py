@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 import interlace
 from interlace.errors import InputError
 from interlace.float8 import Recipe
-from interlace.tensor_parallel import OverlapColwiseGroup, parallelize
+from interlace.tensor_parallel import OverlapColwise, OverlapColwiseGroup, parallelize
 
 ROWS: Any = Shard(1)
 WHOLE: Any = Replicate()
@@ -131,6 +131,10 @@ def unchanged(seed: int) -> None:
             parallelize(model, mesh, good | change)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
         assert torch.equal(model(tokens), before)
+    small, rows = nn.Sequential(nn.Linear(32, 16 * mesh.size() + 2)), Shard(1)
+    with pytest.raises(InputError, match="parts that are multiples of 16"):
+        parallelize(small, mesh, {"0": OverlapColwise(input_layouts=rows, recipe=Recipe())})
+    assert not any(isinstance(p, DTensor) for p in small.parameters())
     model, (tokens, _) = drawn(True, True, seed)
     parallelize(model, mesh, good)
     before = full(model(tokens))
