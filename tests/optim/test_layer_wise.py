@@ -67,6 +67,12 @@ def test_overlapped_is_synchronous_bit_for_bit(pool: Pool, world: int, seed: int
 
 def test_nothing_is_sent_where_ranks_read_memory(pool: Pool, seed: int) -> None:
     assert pool(4).run(both_ways, seed, 6, "sgd", "peer") == [[]] * 4
+    assert pool(2).run(sends, seed) == [False, False]
+
+
+def sends(seed: int) -> bool:
+    with layer_wise(model(seed), "sgd", options=Options(transport="peer")) as optimizing:
+        return "send(" in optimizing.explain()
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from interlace.optim.muon.newton_schulz import (
     normalize,
     orthogonalize,
 )
+from interlace.optim.muon.update import matrices
 
 BF16 = torch.bfloat16
 ALONE: dict[str, Any] = {"batched": False, "symmetric": False}
@@ -511,3 +512,11 @@ def sharded(seed: int) -> bool:
 
 def test_dtensors_have_the_bits_of_whole_parameters(pool: Pool, seed: int) -> None:
     assert pool(2).run(sharded, seed) == [True, True]
+
+
+def test_matrices_are_views_whatever_the_strides() -> None:
+    weight = torch.randn(4, 3, 8, 16).to(memory_format=torch.channels_last)
+    group = {"split_dim": 0, "split_sizes": None, "head_dim": None}
+    for matrix in matrices(weight, group):
+        matrix.zero_()
+    assert not weight.any()

@@ -6,6 +6,7 @@ update()                         # of what is owned and trained, by the bucket's
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
@@ -40,6 +41,8 @@ class BucketUpdate:
         kept = {n: v for n, v in value.__dict__.items() if n != "step"}  # a scheduler's, for that
         groups = [self._group(group) for group in value.param_groups]
         part.__dict__.update({name: self._of(each) for name, each in kept.items()})
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            part.__dict__[hooks] = OrderedDict()  # step() calls those of the whole
         part.param_groups = groups
         self._parts.append((part, value))
         return part

@@ -239,6 +239,11 @@ class GradReducer:
         """Whether main gradients are reduced: from `finish()` to `zero()`."""
         return self._finished
 
+    @property
+    def going(self) -> bool:
+        """Whether buckets of this step are on the way, and `finish()` is not called."""
+        return self._gone > 0 and not self._finished
+
     def came(self, param: torch.Tensor) -> bool:
         """Whether a gradient of the Parameter came in this step, in a backward that counts."""
         return param in self._seen
@@ -297,8 +302,7 @@ class GradReducer:
             raise GradientError(why)
 
     def _check_idle(self) -> None:
-        going = self._gone > 0 and not self._finished
-        self._check(going, "buckets are on the way: finish() first")
+        self._check(self.going, "buckets are on the way: finish() first")
 
     def close(self) -> None:
         """Takes hooks, thread and process group away; gradients go to `.grad` again."""

@@ -29,12 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from interlace.cost import Timeline
-from interlace.errors import GradientError, OptimizerError, ReplicaError, UnsupportedError
+from interlace.errors import GradientError, OptimizerError, ReplicaError
 from interlace.optim.bucket_runs import (
     NAMES,
     BucketRuns,
@@ -46,6 +45,12 @@ from interlace.optim.bucket_update import BucketUpdate
 from interlace.optim.flat_weights import FlatWeights, shown
 from interlace.optim.grad_reducer import Bucket, GradReducer, laid_out
 from interlace.optim.ownership import Item, own
+from interlace.optim.whole_parameters import (
+    hash_of,
+    parameters_of,
+    rounds_at_random,
+    uncompiled,
+)
 from interlace.options import Options
 
 
@@ -103,7 +108,7 @@ class LayerWise:
             )
         self.optimizer, self.module = optimizer, module
         self._rank = mesh.get_local_rank()
-        self._params, self._every = _params(optimizer, module), _named(module)
+        self._params = parameters_of(optimizer, module)
         self._names = {param: name for name, param in self._params.items()}
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
@@ -115,7 +120,7 @@ class LayerWise:
         self._plan = own(self._items, mesh.size(), bucket_bytes)
         owners = zip(self._params.values(), self._plan.owners, strict=True)
         self._owned = [param for param, owner in owners if owner == self._rank]
-        reduces = not isinstance(module, DistributedDataParallel)
+        reduces = not isinstance(uncompiled(module), DistributedDataParallel)
         weights = self._laid_out(None)
         grads = self._laid_out(main_grad_dtype) if reduces else []
         self._device = weights[0].flat.device
@@ -123,7 +128,7 @@ class LayerWise:
         self._shared = {
             "norms": torch.zeros(len(self._params), dtype=torch.float64, device=self._device),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
-            "hashes": torch.zeros(2 * len(self._every), dtype=torch.int64, device=self._device),
+            "hashes": torch.zeros(2 * len(self._params), dtype=torch.int64, device=self._device),
         }
         chosen = options or Options()
         self._early = update_under_backward
@@ -131,6 +136,11 @@ class LayerWise:
             raise OptimizerError(
                 "update_under_backward=True is for gradients that LayerWise reduces itself: give "
                 "it the module without DistributedDataParallel"
+            )
+        if self._early and any(map(rounds_at_random, optimizer.param_groups)):
+            raise OptimizerError(
+                "update_under_backward=True with stochastic rounding would give bits that depend "
+                "on the buckets: leave one out"
             )
         updates = enumerate(grads[::-1]) if self._early else ()
         then = {i: BucketUpdate(optimizer, bucket, {*self._owned}) for i, bucket in updates}
@@ -191,6 +201,7 @@ class LayerWise:
                 "the optimizer has parameters that it did not have when this LayerWise was made: "
                 "close() it, and make another"
             )
+        self._finish()
         due = self._check_every > 0 and self._steps % self._check_every == 0
         if due and not self._early:
             self.check_replicas()
@@ -204,10 +215,12 @@ class LayerWise:
 
     def zero_grad(self) -> None:
         """Begins a new step: gradients are 0, or None under DistributedDataParallel."""
-        if self._reducer is not None:
-            self._reducer.zero()
-        else:
+        if self._reducer is None:
             self.optimizer.zero_grad()
+            return
+        if self._reducer.going and not self._early:  # this step is left out
+            self._reducer.finish()
+        self._reducer.zero()
 
     def synchronize(self) -> None:
         """Returns when no gather is in flight; on CUDA the current stream comes after them all.
@@ -268,16 +281,20 @@ class LayerWise:
         saves what it owns, and reads what it owns then. For that, an optimizer that has no state
         yet gets the state that a first step begins with.
         """
+        self._check_whole()
         self.synchronize()
-        self._begin_state()
+        begun = self._begin_state()
         names, state = self._names, self.optimizer.state
-        return {
+        found = {
             "state": {names[p]: dict(state[p]) for p in self._owned if state.get(p)},
             "param_groups": [
                 {**group, "params": [names[param] for param in group["params"]]}
                 for group in self.param_groups
             ],
         }
+        for param in begun:
+            state.pop(param, None)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave, then gathers all weights from their owners. Collective.
@@ -285,6 +302,7 @@ class LayerWise:
         OptimizerError for a state that was saved with other owners, which is to be loaded by
         torch.distributed.checkpoint.
         """
+        self._check_whole()
         self.synchronize()
         given, names = state_dict["state"], self._names
         owned = [names[param] for param in self._owned if param.requires_grad]
@@ -297,15 +315,20 @@ class LayerWise:
                 "number of them. Save and load it with torch.distributed.checkpoint, which gives "
                 "each rank what it owns"
             )
-        numbers: dict[str, int] = {}
-        for group in self.param_groups:
-            numbers.update({names[p]: len(numbers) + i for i, p in enumerate(group["params"])})
+        groups = [[names[param] for param in group["params"]] for group in self.param_groups]
+        saved = [sorted(group["params"]) for group in state_dict["param_groups"]]
+        if saved != [sorted(group) for group in groups]:
+            raise OptimizerError(
+                "the state has other groups of Parameters than the optimizer: make it with the "
+                "groups that it was saved with"
+            )
+        numbers = {name: i for i, name in enumerate(name for group in groups for name in group)}
         self.optimizer.load_state_dict(
             {
                 "state": {numbers[name]: value for name, value in given.items()},
                 "param_groups": [
-                    {**group, "params": [numbers[name] for name in group["params"]]}
-                    for group in state_dict["param_groups"]
+                    {**group, "params": [numbers[name] for name in own]}
+                    for group, own in zip(state_dict["param_groups"], groups, strict=True)
                 ],
             }
         )
@@ -313,18 +336,17 @@ class LayerWise:
 
     @torch.no_grad()
     def check_replicas(self) -> None:
-        """Raises ReplicaError unless every rank holds the same bits in all Parameters. Collective.
-
-        Those that the optimizer does not have are compared too.
+        """Raises ReplicaError unless every rank holds the same bits in all Parameters that the
+        optimizer has. Collective; between a step and the next backward.
         """
         self.synchronize()
-        hashes, half = self._shared["hashes"], len(self._every)
-        own = torch.stack([_hash(param) for param in self._every.values()])
+        hashes, half = self._shared["hashes"], len(self._params)
+        own = torch.stack([hash_of(param) for param in self._params.values()])
         hashes[:half], hashes[half:] = own, ~own  # of which the greatest is that of the least
         self._share("hashes")
         wrong = (hashes[:half] != ~hashes[half:]).nonzero().flatten().tolist()
         if wrong:
-            names = [*self._every]
+            names = [*self._params]
             raise ReplicaError(
                 f"before step {self._steps} ranks hold different weights in "
                 f"{shown([names[number] for number in wrong])} (this is rank {self._rank}): did "
@@ -362,6 +384,8 @@ class LayerWise:
         The weights are undefined: load them.
         """
         self._weights.pending.clear()
+        self._weights.needed = {}
+        self._order, self._steps = list(range(len(self._order))), 0
         if self._reducer is not None:
             self._reducer.reset()
         else:
@@ -389,8 +413,7 @@ class LayerWise:
     def _grads(self) -> Iterator[None]:
         """Inside, what this rank owns and trains has its gradient, reduced, and nothing else."""
         if self._reducer is not None:
-            if not self._reducer.finished:
-                self._reducer.finish()
+            self._finish()
             owned = () if self._early else [p for p in self._owned if p.requires_grad]
             with self._reducer.as_grads(owned):
                 yield
@@ -404,6 +427,18 @@ class LayerWise:
         finally:
             for param, grad in kept.items():
                 param.grad = grad
+
+    def _finish(self) -> None:
+        """Ends the reductions of this step."""
+        if self._reducer is not None and not self._reducer.finished:
+            self._reducer.finish()
+
+    def _check_whole(self) -> None:
+        """Raises OptimizerError where some weights are updated already, and others are not."""
+        if self._early and self._reducer is not None and self._reducer.going:
+            raise OptimizerError(
+                "update_under_backward=True has updated a part of the weights: call step() first"
+            )
 
     def _check_read(self) -> None:
         """Raises GradientError for Parameters that were used while nothing waited for them."""
@@ -436,61 +471,23 @@ class LayerWise:
         self._runs.wait(index)
 
     @torch.no_grad()
-    def _begin_state(self) -> None:
-        """State of what is owned, if there is none, by a step that changes nothing."""
+    def _begin_state(self) -> list[nn.Parameter]:
+        """Makes state of what is owned, if there is none, by a step whose weights are put back;
+        gives the Parameters that have such state now.
+        """
         fresh = [param for param in self._owned if param.requires_grad]
         if any(self.optimizer.state.get(param) for param in fresh):
-            return
-        rated = [(group, group["lr"]) for group in self.param_groups if "lr" in group]
-        grads = [param.grad for param in fresh]
+            return []
+        weights, grads = [param.clone() for param in fresh], [param.grad for param in fresh]
         try:
-            for group, rate in rated:
-                group["lr"] = rate.new_zeros(()) if isinstance(rate, Tensor) else 0.0
             for param in fresh:
                 param.grad = torch.zeros_like(param)
             self.optimizer.step()
         finally:
-            for group, rate in rated:
-                group["lr"] = rate
-            for param, grad in zip(fresh, grads, strict=True):
+            for param, weight, grad in zip(fresh, weights, grads, strict=True):
+                param.copy_(weight)
                 param.grad = grad
         for param in fresh:
             if "step" in self.optimizer.state[param]:
                 self.optimizer.state[param]["step"] *= 0
-
-
-def _params(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
-    """The optimizer's Parameters by name, in the order of the module; raises for others."""
-    wanted = {param for group in optimizer.param_groups for param in group["params"]}
-    found = {name: param for name, param in _named(module).items() if param in wanted}
-    if not found or len(found) < len(wanted):
-        raise OptimizerError(
-            f"{len(wanted) - len(found)} of {len(wanted)} parameters of the optimizer are not in "
-            "the module: nothing would gather them. Give the module that holds them all"
-        )
-    for name, param in found.items():
-        if isinstance(param, DTensor):
-            raise UnsupportedError(
-                f"{name} is a DTensor: its shards have homes already. Give such parameters an "
-                "optimizer of their own, and LayerWise those that every rank holds whole"
-            )
-        if param.dtype not in NAMES or not param.dtype.is_floating_point:
-            raise OptimizerError(f"{name} is {param.dtype}: give fp64, fp32, bf16 or fp16")
-    devices = {str(param.device) for param in found.values()}
-    if len(devices) > 1:
-        raise OptimizerError(f"parameters lie on {sorted(devices)}: give those of one device")
-    return found
-
-
-def _named(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names that they have without what DDP and torch.compile wrap around."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
-    return {name.replace("_orig_mod.", ""): param for name, param in inner.named_parameters()}
-
-
-def _hash(param: Tensor) -> Tensor:
-    """64 bits of a tensor's bits, by their places."""
-    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.itemsize]
-    bits = param.detach().flatten().view(words)
-    places = torch.arange(bits.numel(), device=param.device) % 65_521 + 1
-    return (bits.to(torch.int64) * places).sum()
+        return fresh

@@ -3,7 +3,7 @@
     items = [Item("layers.0.up", 14336 * 4096, "bf16", 2, cost=2.4e11), ...]
     plan = own(items, ranks=8, bucket_bytes=64 << 20)
     plan.owners[0]                       # the rank that updates layers.0.up
-    plan.buckets[0].messages(ranks=8)    # what ranks send one another before the all-gather
+    plan.buckets[0].messages()           # what ranks send one another before the all-gather
 
 Note [Owners and shards]
     A bucket holds parameters that follow one another in the model. In its buffer they stand by

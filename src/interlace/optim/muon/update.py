@@ -53,7 +53,9 @@ def matrices(tensor: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
     parts = list(group["split_sizes"] or (size,))
     if group["head_dim"]:
         parts = [group["head_dim"]] * (size // group["head_dim"])
-    whole = tensor.flatten(0, -3).unbind() if tensor.ndim > 2 else (tensor,)
+    whole = [tensor]
+    while whole[0].ndim > 2:  # views, whatever the strides
+        whole = [each for several in whole for each in several.unbind()]
     return [part for each in whole for part in (each.split(parts, dim) if parts[1:] else (each,))]
 
 

@@ -1,0 +1,128 @@
+"""States and steps of LayerWise that are out of the ordinary: what is saved, left out, refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.optim.layerwise import (
+    DIM,
+    Blocks,
+    batch,
+    differing,
+    layer_wise,
+    mesh,
+    model,
+    train,
+    weights,
+)
+from tests.support.pool import Pool
+from torch import nn
+
+from interlace.errors import OptimizerError
+from interlace.optim import AdamW, LayerWise
+
+
+def backward(module: nn.Module, seed: int, step: int = 0) -> None:
+    module(batch(seed, step)).square().mean().backward()
+
+
+def saved_early(seed: int) -> list[str]:
+    """`state_dict()` before the first step leaves weights and training as they are."""
+    ends: list[dict[str, torch.Tensor]] = []
+    for early in (True, False):
+        module = model(seed)
+        before = copy.deepcopy(weights(module))
+        optimizer = torch.optim.NAdam(module.parameters(), lr=0.01)
+        with LayerWise(optimizer, module, mesh(), bucket_bytes=4096) as optimizing:
+            if early:
+                optimizer.param_groups[0]["eps"] = 0.0  # 0 / 0 in a step by gradients of 0
+                optimizing.state_dict()
+                optimizer.param_groups[0]["eps"] = 1e-8
+                assert not differing(before, weights(module))
+            train(optimizing, module, seed, range(3))
+        ends.append(copy.deepcopy(weights(module)))
+    return differing(*ends)
+
+
+def other_order(seed: int) -> list[str]:
+    """Groups list their Parameters in another order at resume: states go by name."""
+    first, second = model(seed), model(seed)
+    ends: list[dict[str, torch.Tensor]] = []
+    params = list(second.parameters())
+    optimizers = [
+        torch.optim.SGD(given, lr=0.1, momentum=0.9) for given in (first.parameters(), params[::-1])
+    ]
+    with LayerWise(optimizers[0], first, mesh(), bucket_bytes=4096) as one:
+        train(one, first, seed, range(2))
+        state, loaded = copy.deepcopy(one.state_dict()), copy.deepcopy(first.state_dict())
+        train(one, first, seed, range(2, 4))
+        ends.append(copy.deepcopy(weights(first)))
+    with LayerWise(optimizers[1], second, mesh(), bucket_bytes=4096) as two:
+        second.load_state_dict(loaded)
+        two.load_state_dict(state)
+        train(two, second, seed, range(2, 4))
+        ends.append(copy.deepcopy(weights(second)))
+        group = {**state["param_groups"][0], "params": ["mixer"]}
+        with pytest.raises(OptimizerError, match="other groups of Parameters"):
+            two.load_state_dict({**state, "param_groups": [group]})
+    return differing(*ends)
+
+
+class Skips(Blocks):
+    """Some ranks leave the first block out."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.mixer
+        for block in self.blocks[int(self.skips) :]:
+            x = block(x)
+        return self.head(x)
+
+
+def left_out(seed: int) -> list[str]:
+    """A step that is not taken, and modules that one rank skips under the comparison of hashes."""
+    module = model(seed, Skips)
+    with layer_wise(module, "sgd", check_replicas_every=1) as optimizing:
+        before = copy.deepcopy(weights(module))
+        backward(module, seed)
+        optimizing.zero_grad()
+        assert not differing(before, weights(module))
+        for step in range(3):
+            module.skips = step > 0 and torch.distributed.get_rank() == 1
+            backward(module, seed, step)
+            optimizing.step()
+            optimizing.zero_grad()
+    return differing(before, weights(module))
+
+
+def under_backward(seed: int) -> int:
+    """Hooks of the user are called once a step; half a step is not saved."""
+    module, calls = model(seed), []
+    with layer_wise(module, "adamw", update_under_backward=True) as optimizing:
+        optimizing.optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+        train(optimizing, module, seed, range(1), clip=None)
+        backward(module, seed, 1)
+        with pytest.raises(OptimizerError, match=r"call step\(\) first"):
+            optimizing.state_dict()
+        optimizing.step()
+    narrow = nn.Linear(DIM, DIM).bfloat16()
+    with pytest.raises(OptimizerError, match="stochastic rounding"):
+        LayerWise(AdamW(narrow.parameters()), narrow, mesh(), update_under_backward=True)
+    return len(calls)
+
+
+@pytest.mark.parametrize("course", [saved_early, other_order])
+def test_states(pool: Pool, course: Any, seed: int) -> None:
+    assert pool(2).run(course, seed) == [[], []]
+
+
+def test_a_step_that_is_left_out(pool: Pool, seed: int) -> None:
+    assert all(pool(2).run(left_out, seed))
+
+
+def test_updates_under_the_backward(pool: Pool, seed: int) -> None:
+    assert pool(2).run(under_backward, seed) == [2] * 2
