@@ -63,6 +63,7 @@ def test_overlap_judges_bars_as_json_and_leaves_out_what_has_no_time(tmp_path: P
     assert report["rows"] == report["bars"] == []
 
 
+@pytest.mark.slow
 def test_overlap_under_torchrun(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     given = ("--only", "put,sequential", "--out", str(tmp_path), "--check", "--verbose")

@@ -82,6 +82,7 @@ def checked(model: str, ways: tuple[str, ...], broken: bool) -> dict[str, str | 
     return {way: racer.problem for way, racer in racers.items()}
 
 
+@pytest.mark.slow
 def test_gpts_layers_train_alike_too(pool: Pool) -> None:
     ways = "compile", "layers"
     assert pool(2).run(checked, "tiny-gpt", ways, False)[0] == dict.fromkeys(ways)

@@ -97,7 +97,9 @@ def compare(steps: int, seed: int) -> tuple[list[list[str]], list[int]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"{n}-ranks"
+)
 def test_training_equals_that_by_copies(pool: Pool, ranks: int, seed: int) -> None:
     for wrong, fused in pool(ranks).run(compare, 5, seed, time_out_s=280.0):
         assert wrong == [[], [], [], []]

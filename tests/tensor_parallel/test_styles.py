@@ -190,7 +190,12 @@ def placements(model: nn.Module) -> dict[str, Any]:
     return {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-LAYOUTS = [(2, "all"), (2, "sequence"), (3, "sequence"), (4, "sequence")]
+LAYOUTS = [
+    (2, "all"),
+    (2, "sequence"),
+    pytest.param(3, "sequence", marks=pytest.mark.slow),
+    (4, "sequence"),
+]
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)

@@ -52,6 +52,9 @@ class FlatWeights:
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.params}
         self.pending: set[int] = set()
         """Buckets whose gather nothing has waited for."""
+        self._on_gpu = any(bucket.flat.is_cuda for bucket in buckets)
+        self._waited: set[tuple[int, Any]] = set()
+        """On GPUs, buckets and the streams that come after their gathers."""
         self.needed: dict[int, None] | None = {}
         """Buckets in the order in which modules came to need them; None: that is known."""
         for bucket in buckets:
@@ -63,6 +66,7 @@ class FlatWeights:
 
     def start(self, order: Sequence[int], *, wait: bool) -> None:
         """Starts the gathers of all buckets, in that order."""
+        self._waited.clear()
         for index in order:
             self._runs.start(self._first + index)
             self.pending.add(index)
@@ -73,6 +77,8 @@ class FlatWeights:
         """Returns when every gather is over; on CUDA the current stream comes after them."""
         for index in sorted(self.pending):
             self._finish(index, "synchronize()")
+        if self._on_gpu:
+            self._runs.wait()
 
     def check_place(self) -> None:
         """Raises OptimizerError for a Parameter that is no view of its buffer any more."""
@@ -110,11 +116,15 @@ class FlatWeights:
         """What a module does before its forward."""
         if self.needed is not None:
             self.needed.update(dict.fromkeys(indices))
-        if not self.pending:
+        if not self.pending and not self._on_gpu:
             return
+        stream = torch.cuda.current_stream() if self._on_gpu else None
         for index in indices:
             if index in self.pending:
                 self._finish(index, f"the forward of {name or 'the module'}")
+            elif stream is not None and (index, stream) not in self._waited:
+                self._runs.wait(self._first + index)  # another stream waited before
+            self._waited.add((index, stream))
 
     def _whole(self) -> None:
         if self.pending and not torch.is_grad_enabled():
