@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from typing import Any
 
@@ -23,6 +24,7 @@ from interlace.float8 import (
     quantize,
 )
 
+float8_linear = sys.modules["interlace.float8.linear"]  # a function has its name
 RECIPES = [Recipe(), Recipe(scale="team", gradient=E4M3), ROW_WISE]
 
 
@@ -151,7 +153,7 @@ def test_weights_are_kept_for_micro_batches(seed: int) -> None:
                 for y in outputs:
                     y.float().square().sum().backward()
                 assert torch.equal(*outputs)
-                held = (kept[0]._kept or {})[torch.bfloat16][0]
+                held = (kept[0]._kept or {})[torch.bfloat16, False][0]
                 assert packed is None or held is packed
                 packed = held
         assert kept[0]._kept is None
@@ -241,11 +243,21 @@ def test_autocast_leaves_what_torch_leaves() -> None:
             convert_to_float8(torch.nn.Linear(32, 16))(torch.ones(4, 32).long())
 
 
-def test_kept_weights_of_inference_do_not_reach_training() -> None:
-    layer = convert_to_float8(torch.nn.Linear(32, 16))
+def test_kept_weights_of_inference_do_not_reach_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mode has its own, once for all its calls."""
+    layer, forms, real = convert_to_float8(nn.Linear(32, 16)), list[str](), float8_linear.pack
     x = torch.randn(4, 32)
+
+    def counted(*args: Any, **facts: Any) -> Any:
+        forms.append(args[3])
+        return real(*args, **facts)
+
+    monkeypatch.setattr(float8_linear, "pack", counted)
     with kept_weights(layer):
         with torch.inference_mode():
             layer(x)
+            layer(x)
+            assert forms == ["pair", "rows", "rows"]  # the weight, and x twice
         layer(x).sum().backward()
+    assert isinstance(layer.weight, Tensor)
     assert layer.weight.grad is not None

@@ -24,6 +24,8 @@ from interlace.float8.recipe import E4M3, Recipe
 
 Packed = tuple[Tensor, Tensor | None]
 """Packed rows of a weight [N, K], and those of its transpose."""
+Keep = dict[tuple[torch.dtype, bool], Packed]
+"""A weight quantised once, for each dtype, and whether in inference mode."""
 
 
 def pack(
@@ -32,16 +34,15 @@ def pack(
     recipe: Recipe,
     form: str,
     *,
-    amax: Tensor | None = None,
     place: tuple[int, str] | None = None,
 ) -> Any:
     """A matrix [M, K] as packed `rows`, as those of the transpose (`across`), or as a `pair`.
 
-    `amax` is its maximum, if that is known. `place` tells the matrix from others: what was
-    quantised there before, had about the same maximum.
+    `place` tells the matrix from others: what was quantised there before, had about the same
+    maximum.
     """
-    by_row = recipe.scaling == "row"
-    if amax is None and not by_row:
+    amax = None
+    if recipe.scaling == "tensor":
         made = None if place is None else again(form, x, recipe, kind, place)
         if made is not None:
             return made if form == "pair" else made[0]
@@ -150,7 +151,7 @@ def _linear(
     weight: Tensor,
     bias: Tensor | None,
     recipe: Recipe,
-    keep: dict[torch.dtype, Packed] | None,
+    keep: Keep | None,
 ) -> Tensor:
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -159,11 +160,15 @@ def _linear(
     _check(x, weight, bias)
     with torch.autocast(kind, enabled=False):
         kept = None
-        if keep is not None and not torch.is_inference_mode_enabled():
-            if x.dtype not in keep:
-                keep[x.dtype] = pack(weight.detach(), E4M3, recipe, "pair")
-            kept = keep[x.dtype]
-        out = Float8Product.apply(recipe, kept, x.reshape(-1, x.shape[-1]), weight, bias)
+        if keep is not None:
+            key = x.dtype, torch.is_inference_mode_enabled()  # whose tensors backward cannot save
+            if key not in keep:
+                keep[key] = pack(weight.detach(), E4M3, recipe, "pair")
+            kept = keep[key]
+        given = x.reshape(-1, x.shape[-1]), weight, bias
+        if not torch.is_grad_enabled():  # a Function is told of gradients that nobody takes, too
+            given = [None if tensor is None else tensor.detach() for tensor in given]
+        out = Float8Product.apply(recipe, kept, *given)
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -209,7 +214,7 @@ class Float8Linear(nn.Linear):
     """`torch.nn.Linear` that multiplies in FP8; its parameters and state_dict are the same."""
 
     recipe: Recipe = Recipe()
-    _kept: dict[torch.dtype, Packed] | None = None
+    _kept: Keep | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., K] as [..., N]; autocast casts as for `torch.nn.Linear`."""

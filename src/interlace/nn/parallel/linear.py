@@ -123,7 +123,7 @@ def _columns(
         shape = moved.shape[:-1]
         if collective == "all_gather":
             shape = via.size * shape[0], *shape[1:]
-        found = Sharded.apply(via, accumulators, _rows(moved), *tensors)
+        found = _applied(via, accumulators, [_rows(moved), *tensors])
         made = [y.view(*shape, y.shape[1]).movedim(0, dim) for y in found]
     return tuple(made) if many else made[0]
 
@@ -163,7 +163,7 @@ def linear_reduce_scatter(
             f"`x` has size {moved.shape[0]} in dimension {dim}, which {ranks} ranks cannot share "
             f"evenly: give a multiple of {ranks}, padded where need be"
         )
-    (y,) = Sharded.apply(via, accumulators, _rows(moved), *tensors)
+    (y,) = _applied(via, accumulators, [_rows(moved), *tensors])
     return y.view(moved.shape[0] // ranks, *moved.shape[1:-1], y.shape[1]).movedim(0, dim)
 
 
@@ -193,8 +193,21 @@ def linear_all_reduce(
     x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
         return _alone(x, tensors[0], tensors[1], recipe)
-    (y,) = Sharded.apply(via, accumulators, _rows(x), *tensors)
+    (y,) = _applied(via, accumulators, [_rows(x), *tensors])
     return y.view(*x.shape[:-1], y.shape[1])
+
+
+def _applied(
+    via: Communication,
+    accumulators: tuple[GradAccumulator | None, ...],
+    tensors: Sequence[Tensor | None],
+) -> Sequence[Tensor]:
+    """The outputs. Without gradients a Function is told all the same which tensors require them,
+    and would keep for backward.
+    """
+    if not torch.is_grad_enabled():
+        tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
+    return Sharded.apply(via, accumulators, *tensors)
 
 
 # what a call is given
