@@ -21,7 +21,7 @@ from tests.optim.layerwise import (
 from tests.support.pool import Pool
 from torch import nn
 
-from interlace.errors import OptimizerError
+from interlace.errors import OptimizerError, OptionError
 from interlace.optim import AdamW, LayerWise
 
 
@@ -112,6 +112,9 @@ def under_backward(seed: int) -> int:
     narrow = nn.Linear(DIM, DIM).bfloat16()
     with pytest.raises(OptimizerError, match="stochastic rounding"):
         LayerWise(AdamW(narrow.parameters()), narrow, mesh(), update_under_backward=True)
+    for wrong in ({"op": "max"}, {"main_grad_dtype": torch.float16}, {"bucket_bytes": 0}):
+        with pytest.raises(OptionError, match=f"{next(iter(wrong))}="):
+            layer_wise(model(seed), "sgd", **wrong)
     return len(calls)
 
 

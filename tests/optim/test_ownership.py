@@ -7,14 +7,21 @@ import random
 
 import pytest
 
-from interlace.optim.ownership import ALIGNMENT, MOST_BYTES, BucketPlan, Item, Ownership, own
+from interlace.optim.ownership import (
+    ALIGNMENT,
+    MOST_BYTES,
+    BucketPlan,
+    Ownership,
+    ParameterCost,
+    own,
+)
 
 LLAMAS = {"8B": (32, 4096, 14336), "70B": (80, 8192, 28672)}
 VOCABULARY, KEYS = 128_256, 1024
 RANKS = (8, 16, 32, 64, 128)
 
 
-def llama(layers: int, dim: int, hidden: int) -> list[Item]:
+def llama(layers: int, dim: int, hidden: int) -> list[ParameterCost]:
     """A model's parameters with the cost of Muon for the matrices inside, of AdamW for the rest."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("embed", (VOCABULARY, dim))]
     for layer in range(layers):
@@ -25,14 +32,18 @@ def llama(layers: int, dim: int, hidden: int) -> list[Item]:
     return [item(name, shape, name.startswith("layers")) for name, shape in shapes]
 
 
-def item(name: str, shape: tuple[int, ...], matrix: bool) -> Item:
+def item(name: str, shape: tuple[int, ...], matrix: bool) -> ParameterCost:
     """Newton-Schulz by its products, 5 times; AdamW by its bytes, of 150 operations each."""
     numel, least = math.prod(shape), min(shape)
     muon = 5 * (4 * numel * least + 2 * least**3)
-    return Item(name, numel, "bf16", 2, muon if matrix and len(shape) == 2 else 3600.0 * numel)
+    return ParameterCost(
+        name, numel, "bf16", 2, muon if matrix and len(shape) == 2 else 3600.0 * numel
+    )
 
 
-def per_rank(items: list[Item], plan: Ownership, ranks: int) -> tuple[list[float], list[int]]:
+def per_rank(
+    items: list[ParameterCost], plan: Ownership, ranks: int
+) -> tuple[list[float], list[int]]:
     cost, nbytes = [0.0] * ranks, [0] * ranks
     for each, owner in zip(items, plan.owners, strict=True):
         cost[owner] += each.cost
@@ -54,15 +65,17 @@ def test_cost_is_balanced_and_padding_small(name: str) -> None:
         assert sum(bucket.numel for bucket in plan.buckets) <= 1.05 * used
 
 
-def drawn(draw: random.Random) -> list[Item]:
+def drawn(draw: random.Random) -> list[ParameterCost]:
     kinds = [("f32", 4), ("bf16", 2)]
     return [
-        Item(f"p{i}", draw.randint(1, 3000), *draw.choice(kinds), cost=draw.random())
+        ParameterCost(f"p{i}", draw.randint(1, 3000), *draw.choice(kinds), cost=draw.random())
         for i in range(draw.randint(1, 30))
     ]
 
 
-def check_layout(items: list[Item], bucket: BucketPlan, plan: Ownership, ranks: int) -> None:
+def check_layout(
+    items: list[ParameterCost], bucket: BucketPlan, plan: Ownership, ranks: int
+) -> None:
     """Places do not overlap, each lies in its owner's region, and messages bring what is wanted."""
     assert bucket.numel % (ranks * ALIGNMENT) == 0
     at: list[int | None] = [None] * bucket.numel
@@ -102,7 +115,7 @@ def test_every_parameter_has_one_place(seed: int) -> None:
 
 def test_all_ranks_plan_alike(seed: int) -> None:
     """Where costs are equal, too."""
-    items = [Item(f"p{i}", 128, "f32", 4, 1.0) for i in range(9)]
+    items = [ParameterCost(f"p{i}", 128, "f32", 4, 1.0) for i in range(9)]
     assert own(items, 4, 2000) == own(list(items), 4, 2000)
     cost, _ = per_rank(items, own(items, 4, 2000), 4)
     assert sorted(cost) == [2.0, 2.0, 2.0, 3.0]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import interlace
 from interlace.errors import ExecutorError
 from interlace.ir import Program, parse
-from interlace.optim.ownership import BucketPlan, Message
+from interlace.optim.ownership import BucketMessage, BucketPlan
 from interlace.options import Options
 from interlace.runtime import Executor
 
@@ -51,7 +51,7 @@ def all_reduced(name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class BucketExchange:
     """How one bucket's gradients come to owners, and its weights from them."""
 
     plan: BucketPlan
@@ -73,7 +73,7 @@ class Exchange:
         ops = [*self._moves(ends, rank), "all_gather(flat[dp.rank], flat, team=dp"]
         return self._program(name, flat, ops, ranks, rank if ends else None)
 
-    def _moves(self, ends: Sequence[tuple[Message, int, int]], rank: int) -> list[str]:
+    def _moves(self, ends: Sequence[tuple[BucketMessage, int, int]], rank: int) -> list[str]:
         """This rank's part of moves, each from a rank to another."""
         sent = [(m, target) for m, source, target in ends if source == rank]
         taken = [(m, source) for m, source, target in ends if target == rank]

@@ -65,6 +65,14 @@ class Bucket:
     views: tuple[torch.Tensor, ...]
 
 
+def check_reduction(op: str, bucket_bytes: int, main_grad_dtype: torch.dtype | None) -> None:
+    """Raises OptionError for what no reduction of main gradients takes."""
+    if op not in ("mean", "sum") or bucket_bytes < 1:
+        raise OptionError(f"op={op!r}, bucket_bytes={bucket_bytes}: mean or sum, from 1 up")
+    if main_grad_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
+        raise OptionError(f"main_grad_dtype={main_grad_dtype}: float32, float64 or bfloat16")
+
+
 class GradReducer:
     """Main gradients of some Parameters, reduced over a process group.
 
@@ -91,10 +99,7 @@ class GradReducer:
         op: str = "mean",
         options: Options | None = None,
     ) -> None:
-        if op not in ("mean", "sum") or bucket_bytes < 1:
-            raise OptionError(f"op={op!r}, bucket_bytes={bucket_bytes}: mean or sum, from 1 up")
-        if main_grad_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
-            raise OptionError(f"main_grad_dtype={main_grad_dtype}: float32, float64 or bfloat16")
+        check_reduction(op, bucket_bytes, main_grad_dtype)
         given = params.parameters() if isinstance(params, nn.Module) else params
         listed = [p for p in dict.fromkeys(given) if p.requires_grad]
         if len({p.device for p in listed}) > 1 or not listed:

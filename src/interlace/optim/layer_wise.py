@@ -36,15 +36,15 @@ from interlace.cost import Timeline
 from interlace.errors import GradientError, OptimizerError, ReplicaError
 from interlace.optim.bucket_runs import (
     NAMES,
+    BucketExchange,
     BucketRuns,
-    Exchange,
     Write,
     all_reduced,
 )
 from interlace.optim.bucket_update import BucketUpdate
 from interlace.optim.flat_weights import FlatWeights, shown
-from interlace.optim.grad_reducer import Bucket, GradReducer, laid_out
-from interlace.optim.ownership import Item, own
+from interlace.optim.grad_reducer import Bucket, GradReducer, check_reduction, laid_out
+from interlace.optim.ownership import ParameterCost, own
 from interlace.optim.whole_parameters import (
     hash_of,
     parameters_of,
@@ -106,6 +106,7 @@ class LayerWise:
             raise OptimizerError(
                 f"the mesh has {mesh.ndim} dimensions: give one of them, such as mesh['dp']"
             )
+        check_reduction(op, bucket_bytes, main_grad_dtype)
         self.optimizer, self.module = optimizer, module
         self._rank = mesh.get_local_rank()
         self._params = parameters_of(optimizer, module)
@@ -114,7 +115,7 @@ class LayerWise:
         self._steps = 0
         cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
         self._items = [
-            Item(name, p.numel(), NAMES[p.dtype], p.itemsize, float(cost(p)))
+            ParameterCost(name, p.numel(), NAMES[p.dtype], p.itemsize, float(cost(p)))
             for name, p in self._params.items()
         ]
         self._plan = own(self._items, mesh.size(), bucket_bytes)
@@ -170,7 +171,7 @@ class LayerWise:
         gathers: list[tuple[Write, Tensor]] = []
         for i, plan in enumerate(self._plan.buckets):
             about = shown([self._items[number].name for number in plan.items])
-            exchange, flat = Exchange(plan, about, peer), weights[i].flat
+            exchange, flat = BucketExchange(plan, about, peer), weights[i].flat
             gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
             if grads:
                 flat = grads[i].flat

@@ -1,6 +1,6 @@
 """Which rank updates which parameter, and where parameters lie in flat buffers: numbers alone.
 
-    items = [Item("layers.0.up", 14336 * 4096, "bf16", 2, cost=2.4e11), ...]
+    items = [ParameterCost("layers.0.up", 14336 * 4096, "bf16", 2, cost=2.4e11), ...]
     plan = own(items, ranks=8, bucket_bytes=64 << 20)
     plan.owners[0]                       # the rank that updates layers.0.up
     plan.buckets[0].messages()           # what ranks send one another before the all-gather
@@ -27,7 +27,7 @@ MOST_BYTES = 1.3, 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ParameterCost:
     """What a plan needs to know of a parameter."""
 
     name: str
@@ -44,7 +44,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class BucketMessage:
     """Elements of a bucket that the owner does not hold in its own shard."""
 
     start: int
@@ -66,17 +66,17 @@ class BucketPlan:
     numel: int
     """Elements of the buffer: with the padding, a multiple of the number of ranks."""
 
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[BucketMessage, ...]:
         """What lies in the shard of a rank that does not own it, in order of place."""
         ranks = len(self.bounds) - 1
         shard = self.numel // ranks
-        found: list[Message] = []
+        found: list[BucketMessage] = []
         for owner, (start, stop) in enumerate(pairwise(self.bounds)):
             while start < stop:
                 holder = start // shard
                 end = min(stop, (holder + 1) * shard)
                 if holder != owner:
-                    found.append(Message(start, end, owner, holder))
+                    found.append(BucketMessage(start, end, owner, holder))
                 start = end
         return tuple(found)
 
@@ -89,7 +89,7 @@ class Ownership:
     buckets: tuple[BucketPlan, ...]
 
 
-def own(items: Sequence[Item], ranks: int, bucket_bytes: int) -> Ownership:
+def own(items: Sequence[ParameterCost], ranks: int, bucket_bytes: int) -> Ownership:
     """Owners balanced by cost, and buckets of at most `bucket_bytes` or of one parameter."""
     owners = assign(items, ranks)
     return Ownership(
@@ -97,7 +97,7 @@ def own(items: Sequence[Item], ranks: int, bucket_bytes: int) -> Ownership:
     )
 
 
-def assign(items: Sequence[Item], ranks: int) -> tuple[int, ...]:
+def assign(items: Sequence[ParameterCost], ranks: int) -> tuple[int, ...]:
     """An owner for each: the largest first (its share of all cost, or of all bytes), each to the
     rank with the least cost whose bytes allow it.
 
@@ -123,7 +123,7 @@ def assign(items: Sequence[Item], ranks: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def _filled(items: Sequence[Item], bucket_bytes: int) -> list[list[int]]:
+def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]]:
     """Numbers of parameters in buckets of one dtype, by the first of each."""
     filled: list[list[int]] = []
     last: dict[str, tuple[list[int], int]] = {}
@@ -139,7 +139,7 @@ def _filled(items: Sequence[Item], bucket_bytes: int) -> list[list[int]]:
 
 
 def _placed(
-    items: Sequence[Item], bucket: Sequence[int], owners: Sequence[int], ranks: int
+    items: Sequence[ParameterCost], bucket: Sequence[int], owners: Sequence[int], ranks: int
 ) -> BucketPlan:
     numbers = sorted(bucket, key=lambda number: owners[number])
     starts, bounds, end = [], [0], 0

@@ -60,7 +60,7 @@ class Origin(NamedTuple):
     """Whether each row has a scale of its own."""
 
 
-class Block(NamedTuple):
+class ScaleBlock(NamedTuple):
     """Rows that a call takes by one scale."""
 
     view: View
@@ -80,7 +80,7 @@ def scales(builder: GraphBuilder, sweep: Sweep, explainer: Explainer) -> list[Fi
     steps = (step for source in sources for op in source.program.ops for step in op.steps)
     if sweep.faults or not any(isinstance(op, Call) and _name(op) in BLOCKS for op in steps):
         return []
-    found: dict[tuple[int, int], dict[int, tuple[Part, Block]]] = {}
+    found: dict[tuple[int, int], dict[int, tuple[Part, ScaleBlock]]] = {}
     for part, block in _Walk(builder, sweep).run():
         place, item = part[0].place, part[1]
         of_op = found.setdefault((place.source.number, item.place), {})
@@ -105,7 +105,7 @@ class _Walk:
         self.given: dict[Part, Strip[Origin]] = {}
         """See Note [What a message has]. What gives no bytes may not be here."""
 
-    def run(self) -> Iterator[tuple[Part, Block]]:
+    def run(self) -> Iterator[tuple[Part, ScaleBlock]]:
         """The first block of each call, run and rank that has several scales."""
         for node in self.graph.order:
             part = self.graph.part[node]
@@ -195,7 +195,7 @@ class _Walk:
             return None
         return [(box.nbytes, origin)]
 
-    def mixed(self, part: Part, op: Call) -> Iterator[Block]:
+    def mixed(self, part: Part, op: Call) -> Iterator[ScaleBlock]:
         """The blocks that have rows of several scales."""
         (frame, item), (at, by_block, whole) = part, BLOCKS.get(_name(op), (0, (), ()))
         blocks = op.args[at] if by_block else 0
@@ -215,10 +215,10 @@ class _Walk:
                 rows = Box(start, (height, *box.sizes[1:]), box.strides, box.dtype)
                 found = [one for one in _distinct(self.origins.read(frame, touch, rows)) if one]
                 if len(found) > 1 or (found and found[0].by_row and height != 1):
-                    yield Block(view, (i * height, (i + 1) * height), i, count, found)
+                    yield ScaleBlock(view, (i * height, (i + 1) * height), i, count, found)
 
 
-def _finding(explainer: Explainer, by_rank: dict[int, tuple[Part, Block]]) -> Finding:
+def _finding(explainer: Explainer, by_rank: dict[int, tuple[Part, ScaleBlock]]) -> Finding:
     """In the words of the first rank."""
     (frame, item), block = next(iter(by_rank.values()))
     by_row = block.origins[0].by_row
