@@ -7,30 +7,37 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def example(
+    script: str, ranks: int, options: dict[str, Any], time_out_s: float
+) -> subprocess.CompletedProcess[str]:
+    """The script under torchrun."""
+    given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks), str(EXAMPLES / script), *given),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=time_out_s,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
 @pytest.mark.timeout(150)
 def test_llama_trains_alike_in_every_way(tmp_path: Path) -> None:
     """Two ranks of tensor parallelism under FSDP2's two: the losses of the unparallelised model."""
     losses = tmp_path / "losses.csv"
-    sizes = {"steps": 4, "batch": 4, "sequence": 32, "dim": 64, "layers": 1}
-    options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "4", str(EXAMPLES / "train_llama.py"), "--csv", str(losses)),
-            *options,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=140,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    sizes = {"steps": 4, "batch": 4, "sequence": 32, "dim": 64, "layers": 1, "csv": losses}
+    done = example("train_llama.py", 4, sizes, 140)
     assert done.returncode == 0, done.stderr
     with losses.open() as file:
         rows = list(csv.DictReader(file))
@@ -49,19 +56,8 @@ def test_llama_trains_alike_in_every_way(tmp_path: Path) -> None:
 def test_muon_trains_alike_with_owners() -> None:
     """The losses of Muon on every rank; with gathers under the forward the same in print."""
     sizes = {"steps": 6, "batch": 4, "sequence": 32, "dim": 64, "layers": 1}
-    options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(EXAMPLES / "train_muon.py"), *options),
-            *("--ways", "muon,synchronous,overlapped", "--bucket_bytes", "65536"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    ways = {"ways": "muon,synchronous,overlapped", "bucket_bytes": 65536}
+    done = example("train_muon.py", 2, sizes | ways, 90)
     assert done.returncode == 0, done.stderr
     rows = map(str.split, done.stdout.splitlines())
     losses = {way: (first, last) for way, _, first, _, last, *_ in rows}
