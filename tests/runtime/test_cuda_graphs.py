@@ -54,6 +54,15 @@ def step(x: f32[{WIDTH}, {WIDTH}], c: f32[{WIDTH}, {WIDTH}], y: out[f32[{WIDTH},
 """A Program that changes one of its inputs."""
 
 
+MAKES = f"""
+def step(x: f32[{WIDTH}, {WIDTH}], w: f32[{WIDTH}, {WIDTH}]):
+    y = empty(f32[{WIDTH}, {WIDTH}])
+    main: call("aten.mm.out", x, w, out=y)
+    return y
+"""
+"""A Program whose result is a buffer of its own."""
+
+
 def tensor() -> OnGpu:
     return torch.zeros(WIDTH, WIDTH).as_subclass(OnGpu)
 
@@ -168,6 +177,7 @@ def graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs for one set of addresses only: what lies elsewhere is copied."""
     monkeypatch.setattr(graphs_file, "MOST", 1)
+    monkeypatch.setattr(graphs_file, "MOST_OPS", 1)
 
 
 def test_tensors_that_stay_are_not_copied(graphed: Graphed) -> None:
@@ -212,6 +222,7 @@ def test_what_lies_elsewhere_is_copied_until_it_comes_again_and_others_do_not(
     graphed: Graphed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs_file, "MOST", 2)
+    monkeypatch.setattr(graphs_file, "MOST_OPS", 1)
     monkeypatch.setattr(graphs_file, "STALE", 6)
     w, y, xs = tensor(), tensor(), [tensor() for _ in range(5)]
 
@@ -408,6 +419,21 @@ def test_the_graphs_of_a_turn_use_their_copy_of_slots(
     assert found == [{"slot": Use(0, 0)}, {"slot": Use(1, 0)}]
 
 
+@pytest.mark.parametrize("graphed", [parse(MAKES)], indirect=True)
+def test_a_result_is_written_where_the_caller_gets_it(graphed: Graphed) -> None:
+    """Nothing is copied, and a result that the caller keeps is never written again."""
+    graphs, values = graphed.graphs, graphed.fake.engine.context.values
+    read = lambda: (values.items[values.family("y")[0]],)  # noqa: E731
+    object.__setattr__(graphed.fake.engine.context, "results", read)
+    inputs, made = [tensor(), tensor()], [tensor(), tensor()]
+    for number, captures in ((0, 2), (0, 2), (1, 4), (0, 4)):
+        graphs.new = lambda number=number: [made[number]]
+        assert graphed.kinds(inputs, None) == ["replay", "record"]
+        assert graphed.results[0] is made[number]
+        assert graphed.captures == captures
+    assert not any(graphs.made.values())
+
+
 def test_results_are_those_of_the_turn(graphed: Graphed) -> None:
     inputs = [tensor(), tensor()]
     graphed.own = (torch.zeros(1),)
@@ -554,6 +580,7 @@ def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(
     graphed: Graphed, monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
     monkeypatch.setattr(graphs_file, "MOST", 1 if copied else 8)
+    monkeypatch.setattr(graphs_file, "MOST_OPS", 1)
     w, y, xs = tensor(), tensor(), [tensor() for _ in range(3)]
     for x in xs:
         graphed.run([x, w], [y])

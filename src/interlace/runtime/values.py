@@ -176,10 +176,11 @@ class ValueTable:
         self._template: list[Any] = []
         self._constant: set[int] = set()
         self.arena, self._starts = arena.memory, arena.starts
-        self._allocated: dict[str, ir.Box] = {}
+        self.allocated: dict[str, ir.Box] = {}
+        """The buffers that a run allocates before its ops, and what is wanted of each."""
         for op in program.ops:
             if isinstance(op, ir.Alloc) and op.buffer.kind == "fresh":
-                tell = functools.partial(self._allocated.__setitem__, op.buffer.name)
+                tell = functools.partial(self.allocated.__setitem__, op.buffer.name)
                 sizes.follow_box(whole(op.buffer), tell)
         for kind in ("input", "output", "fresh"):  # in the order in which `starter` is given them
             for buffer in (b for b in self._buffers.values() if b.kind == kind):
@@ -313,7 +314,7 @@ class ValueTable:
 
     def new(self) -> dict[str, torch.Tensor]:
         """What `begin` allocates where it is not given."""
-        return {name: self._new(box) for name, box in self._allocated.items()}
+        return {name: self._new(box) for name, box in self.allocated.items()}
 
     def begin(self, given: Mapping[str, torch.Tensor], uses: Mapping[str, Use]) -> None:
         """Fills in what this run was given, its slots' copies and the buffers it allocates."""
@@ -324,7 +325,7 @@ class ValueTable:
             copies[name] = use.copy
         for place, (name, pair) in self._symmetric.items():
             items[place] = pair[uses[name].copy]
-        for name, box in self._allocated.items():
+        for name, box in self.allocated.items():
             if name not in given:
                 self.bind(name, self._new(box))
 
@@ -335,7 +336,7 @@ class ValueTable:
         items, families = self.items, [self._families[name] for name in names]
         places = [family.place for family in families]
         viewed = [(family.place, family.views) for family in families if family.views]
-        more = bool(self._symmetric or self._allocated)
+        more = bool(self._symmetric or self.allocated)
         first, end = (places[0], places[-1] + 1) if places else (0, 0)
         assert places == list(range(first, end)), "inputs come first, then outputs"
 

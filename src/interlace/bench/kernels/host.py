@@ -145,7 +145,9 @@ def team_work(commit: str, ranks: Ranks, tell: Tell) -> Report:
 
 
 def layer_case(kind: str, ranks: Ranks) -> BuiltCase:
-    """A call of a tensor-parallel layer, beside `F.linear` and one collective."""
+    """A call of a tensor-parallel layer, beside `F.linear` and one collective; on CUDA ours is with
+    CUDA graphs: at sizes where the host counts, a user asks for them.
+    """
     rows, inner, outer = LAYER[ranks.cuda]
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
     shape = (rows if kind == LAYERS[0] else rows * ranks.size, inner)
@@ -160,10 +162,15 @@ def layer_case(kind: str, ranks: Ranks) -> BuiltCase:
         dist.reduce_scatter_tensor(out, F.linear(x, w), group=ranks.group)
         return out
 
-    def ours(strategy: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def ours(graph: bool, **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
         call = getattr(functional, kind)
-        facts = {"group": ranks.group, "options": {"strategy": strategy}}
+        facts = {"group": ranks.group, "options": {**options, **({"graph": True} if graph else {})}}
         return lambda x, w: call(x, w, **facts)
+
+    def trained(run: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """With gradients wanted of x and w, which no other way asks for."""
+        leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return lambda *_: run(*leaves).detach()
 
     def opened(run: Callable[[Tensor, Tensor], Tensor]) -> Opened:
         def off() -> float:
@@ -173,12 +180,11 @@ def layer_case(kind: str, ranks: Ranks) -> BuiltCase:
 
         return Opened(run, off)
 
-    ways = [Way(OURS, lambda: opened(ours("auto"))), Way("torch", lambda: opened(plain))]
-    ways += [
-        Way(f"{OURS} {name}", lambda name=name: opened(ours(name)))
-        for name in ("pipeline", "peer")
-        if ranks.cuda
-    ]
+    made = {OURS: ours(ranks.cuda), "torch": plain, f"{OURS}, gradients": trained(ours(ranks.cuda))}
+    if ranks.cuda:
+        made[f"{OURS}, no graph"] = ours(False)
+        made |= {f"{OURS} {name}": ours(False, strategy=name) for name in ("pipeline", "peer")}
+    ways = [Way(name, lambda run=run: opened(run)) for name, run in made.items()]
     return BuiltCase(ways=ways, sets=[(x, w)], host=True)
 
 

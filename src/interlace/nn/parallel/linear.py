@@ -29,8 +29,8 @@ from interlace.float8.linear import linear as float8_linear
 from interlace.float8.recipe import Recipe
 from interlace.frontend.backend import options_from
 from interlace.nn.autograd import eager
-from interlace.nn.groups import group_of, is_dtensor
-from interlace.nn.parallel.sharded import Communication, Sharded
+from interlace.nn.groups import group_of
+from interlace.nn.parallel.sharded import Communication, applied
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
 from interlace.options import Options
 
@@ -119,12 +119,10 @@ def _columns(
         pairs = zip(tensors[: len(each)], tensors[len(each) :], strict=True)
         made = [_alone(x, w, b, recipe) for w, b in pairs]
     else:
-        moved = x.movedim(dim, 0)
-        shape = moved.shape[:-1]
-        if collective == "all_gather":
-            shape = via.size * shape[0], *shape[1:]
-        found = _applied(via, accumulators, [_rows(moved), *tensors])
-        made = [y.view(*shape, y.shape[1]).movedim(0, dim) for y in found]
+        rows, shape = _rows(x, dim)
+        ranks = via.size if collective == "all_gather" else 1
+        found = applied(via, accumulators, [rows, *tensors])
+        made = [_shaped(y, ranks * shape[0], shape, dim) for y in found]
     return tuple(made) if many else made[0]
 
 
@@ -157,14 +155,14 @@ def linear_reduce_scatter(
     x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
         return _alone(x, tensors[0], tensors[1], recipe)
-    moved, ranks = x.movedim(dim, 0), via.size
-    if moved.shape[0] % ranks:
+    (rows, shape), ranks = _rows(x, dim), via.size
+    if shape[0] % ranks:
         raise InputError(
-            f"`x` has size {moved.shape[0]} in dimension {dim}, which {ranks} ranks cannot share "
+            f"`x` has size {shape[0]} in dimension {dim}, which {ranks} ranks cannot share "
             f"evenly: give a multiple of {ranks}, padded where need be"
         )
-    (y,) = _applied(via, accumulators, [_rows(moved), *tensors])
-    return y.view(moved.shape[0] // ranks, *moved.shape[1:-1], y.shape[1]).movedim(0, dim)
+    (y,) = applied(via, accumulators, [rows, *tensors])
+    return _shaped(y, shape[0] // ranks, shape, dim)
 
 
 @eager
@@ -193,21 +191,8 @@ def linear_all_reduce(
     x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
         return _alone(x, tensors[0], tensors[1], recipe)
-    (y,) = _applied(via, accumulators, [_rows(x), *tensors])
-    return y.view(*x.shape[:-1], y.shape[1])
-
-
-def _applied(
-    via: Communication,
-    accumulators: tuple[GradAccumulator | None, ...],
-    tensors: Sequence[Tensor | None],
-) -> Sequence[Tensor]:
-    """The outputs. Without gradients a Function is told all the same which tensors require them,
-    and would keep for backward.
-    """
-    if not torch.is_grad_enabled():
-        tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
-    return Sharded.apply(via, accumulators, *tensors)
+    (y,) = applied(via, accumulators, [_rows(x, 0)[0], *tensors])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 # what a call is given
@@ -265,8 +250,21 @@ def _rows_dim(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def _rows(x: Tensor, dim: int) -> tuple[Tensor, torch.Size]:
+    """x [..., K] as rows, those of `dim` the slowest; and its shape, with `dim` first. What has two
+    dimensions is left alone: each view takes the host a microsecond or more.
+    """
+    if x.dim() != 2:
+        moved = x.movedim(dim, 0)
+        return moved.reshape(math.prod(moved.shape[:-1]), x.shape[-1]), moved.shape
+    return x, x.shape
+
+
+def _shaped(y: Tensor, first: int, shape: torch.Size, dim: int) -> Tensor:
+    """Rows back in such a shape, of so many in its first dimension, which is moved to `dim`."""
+    if len(shape) == 2:
+        return y
+    return y.view(first, *shape[1:-1], y.shape[1]).movedim(0, dim)
 
 
 def _checked(
@@ -276,45 +274,63 @@ def _checked(
     recipe: Recipe | None,
 ) -> tuple[Tensor, list[Any], tuple[GradAccumulator | None, ...]]:
     """x; weights and then biases, cast as autocast wants it; the weights' accumulators."""
-    count = len(weights)
-    if not weights or len(biases) != count:
-        raise InputError(f"`weights` are {count}, and `biases` {len(biases)}: give as many, >= 1")
+    if not weights or len(biases) != len(weights):
+        raise InputError(
+            f"`weights` are {len(weights)}, and `biases` {len(biases)}: give as many, >= 1"
+        )
+    kind = x.device.type
+    target = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    tensors: list[Any] = [*weights, *biases]
+    facts = [t if t is None else (type(t), t.shape, t.dtype, t.device) for t in [x, *tensors]]
+    _check(len(weights), target, recipe is not None, *facts)
+    if target is not None:
+        x = x.to(_cast(x.dtype, target))
+        tensors = [t if t is None else t.to(_cast(t.dtype, target)) for t in tensors]
+    return x, tensors, tuple([accumulator_of(weight) for weight in weights])
+
+
+Facts = tuple[type[Tensor], torch.Size, torch.dtype, torch.device]
+
+
+@functools.lru_cache(1024)
+def _check(
+    count: int, target: torch.dtype | None, float8: bool, x: Facts, *tensors: Facts | None
+) -> None:
+    """Raises InputError for weights and biases that do not fit x, or each other; once a set."""
     names = ["weight", "bias"]
     if count > 1:
         names = [f"{kind}[{i}]" for kind in ("weights", "biases") for i in range(count)]
-    kind = x.device.type
-    target = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    rows = _cast(x, target)
-    tensors: list[Any] = [*weights, *biases]
-    if is_dtensor(x) or rows.dtype not in DTYPES:
-        what = "a DTensor: give its local part, to_local()" if is_dtensor(x) else x.dtype
+    sharded, x_shape, dtype, device = hasattr(x[0], "device_mesh"), x[1], _cast(x[2], target), x[3]
+    if sharded or dtype not in DTYPES:
+        what = "a DTensor: give its local part, to_local()" if sharded else x[2]
         raise InputError(f"`x` is {what}; floating types of 16 bits and more are taken")
-    for i, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-        if tensor is None:
+    for i, (name, facts) in enumerate(zip(names, tensors, strict=True)):
+        if facts is None:
             continue
-        if is_dtensor(tensor):
+        form, shape, own, place = facts
+        if hasattr(form, "device_mesh"):
             raise InputError(f"`{name}` is a DTensor: give its local part, to_local()")
-        wanted = [*weights[i % count].shape[:1], *([x.shape[-1]] if i < count else [])]
-        if list(tensor.shape) != wanted or len(wanted) != 1 + (i < count) or not wanted[0]:
-            shape = f"[N, {wanted[-1]}], N > 0" if i < count else f"{wanted}, for its weight's rows"
-            raise InputError(f"`{name}` has shape {list(tensor.shape)}: give {shape}")
-        if recipe is not None and any(size % ALIGNMENT for size in tensor.shape):
+        weight = tensors[i % count]
+        assert weight is not None
+        wanted = [*weight[1][:1], *([x_shape[-1]] if i < count else [])]
+        if list(shape) != wanted or len(wanted) != 1 + (i < count) or not wanted[0]:
+            told = f"[N, {wanted[-1]}], N > 0" if i < count else f"{wanted}, for its weight's rows"
+            raise InputError(f"`{name}` has shape {list(shape)}: give {told}")
+        if float8 and any(size % ALIGNMENT for size in shape):
             raise InputError(
-                f"`{name}` has shape {list(tensor.shape)}: FP8's GEMM takes multiples of "
+                f"`{name}` has shape {list(shape)}: FP8's GEMM takes multiples of "
                 f"{ALIGNMENT}; pad it, or leave `recipe` out"
             )
-        if tensor.device != x.device:
-            raise InputError(f"`{name}` is on {tensor.device}, and `x` on {x.device}")
-        tensors[i] = tensor = _cast(tensor, target)
-        if tensor.dtype != rows.dtype:
+        if place != device:
+            raise InputError(f"`{name}` is on {place}, and `x` on {device}")
+        if _cast(own, target) != dtype:
             raise InputError(
-                f"`{name}` is {tensor.dtype}, and `x` {rows.dtype}: cast one, or use autocast"
+                f"`{name}` is {_cast(own, target)}, and `x` {dtype}: cast one, or use autocast"
             )
-    return rows, tensors, tuple(map(accumulator_of, weights))
 
 
-def _cast(tensor: Tensor, target: torch.dtype | None) -> Tensor:
-    """As F.linear is cast under autocast, which leaves float64 alone."""
-    if target is None or tensor.dtype in (target, torch.float64) or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(target)
+def _cast(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    """What F.linear casts to under autocast, which leaves float64 and integers alone."""
+    if target is None or dtype == torch.float64 or not dtype.is_floating_point:
+        return dtype
+    return target

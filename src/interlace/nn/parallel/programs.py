@@ -40,7 +40,8 @@ class Programs:
         """The results for these tensors, with S = `rows`; collective."""
         last = self._shelf.last
         if last is None or last[0] != rows:
-            bound = self._shelf.fitting({"S": rows}) or self._bind(rows)
+            known = self._shelf.get(rows) or self._shelf.fitting({"S": rows})
+            bound = known or self._bind(rows)
             self._shelf.last = last = (rows, bound)
         return last[1].run(tensors)
 
@@ -56,10 +57,13 @@ class Programs:
         group = self._group()
         assert group is not None  # the caller holds it
         program = serial(self._layer, tuple(dist.get_process_group_ranks(group)), rows)
+        symbols = {"S": "S"}
+        if self._options.graph:  # a graph is of one size
+            program, symbols = program.at({"S": rows}), {}
         assert program.results is not None
         inputs, results = len(program.params), len(program.results)
         imported = Imported(
-            program, tuple(range(inputs)), (), tuple(range(results)), symbols={"S": "S"}
+            program, tuple(range(inputs)), (), tuple(range(results)), symbols=symbols
         )
         kind = "forward" if self._layer.wanted is None else "backward"
         try:

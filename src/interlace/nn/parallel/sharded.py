@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.functional import linear
 
@@ -58,42 +59,10 @@ class Sharded(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Weights, then biases, give as many outputs as there are weights."""
-        x, count = _dense(x), len(accumulators)
-        dense = [None if tensor is None else _dense(tensor) for tensor in tensors]
-        weights, biases = [w for w in dense[:count] if w is not None], dense[count:]
-        for_x, *for_w = ctx.needs_input_grad[2 : 3 + count]
-        ctx.via, ctx.accumulators, recipe = via, accumulators, via.recipe
-        ctx.layer = layer = _layer(
-            via.collective,
-            x.dtype,
-            x.shape[1],
-            tuple([w.shape[0] for w in weights]),
-            tuple([b is not None for b in biases]),
-            recipe,
-            1 if recipe is None else amax_size(x.device),
-            recipe is not None and any(for_w),
-        )
-        saved: list[Tensor | None] = list(weights)
-        with without_autocast(x.device.type):
-            if recipe is not None:
-                check_device(x)
-                outer = sum(layer.outer)
-                keep = recipe.keeps_transposes(len(x), outer, for_x, any(for_w))
-                forms = [weight_rows(w, recipe, keep) for w in weights]
-                saved = [None] * len(forms) if keep else saved
-                weights = [packed for packed, _ in forms]
-                saved += [kept for _, kept in forms]
-            if via.collective == "copy":
-                outputs = _local_outputs(layer, x, weights, biases)
-            else:
-                ranks = via.size if via.collective == "reduce_scatter" else 1
-                pairs = zip(weights, biases, strict=True)
-                given = [tensor for pair in pairs for tensor in pair if tensor is not None]
-                run = programs(via.group, layer, via.options, x.device)
-                outputs = run(x.shape[0] // ranks, [x, *given])
-        if layer.returns_x:
-            x = outputs.pop()
-        ctx.save_for_backward(x if any(for_w) else None, *(saved if for_x else ()))
+        wanted = ctx.needs_input_grad[2 : 3 + len(accumulators)]
+        ctx.via, ctx.accumulators = via, accumulators
+        ctx.layer, outputs, saved = _forward(via, wanted, x, tensors)
+        ctx.save_for_backward(*saved)
         return tuple(outputs)
 
     @staticmethod
@@ -117,6 +86,64 @@ class Sharded(torch.autograd.Function):
                     into.add_(grads[i])
                     grads[i] = None
         return None, None, *map(first_order, grads)
+
+
+def applied(
+    via: Communication,
+    accumulators: tuple[GradAccumulator | None, ...],
+    tensors: Sequence[Any],
+) -> Sequence[Tensor]:
+    """The outputs, of x, weights and biases; without autograd where nothing asks for a gradient.
+
+    (There a Function takes as long, and saves what requires gradients although they are off. With
+    vmap and forward-mode gradients it is what raises.)
+    """
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
+        return Sharded.apply(via, accumulators, *tensors)
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return Sharded.apply(via, accumulators, *tensors)
+    _, outputs, _ = _forward(via, (False,) * (1 + len(accumulators)), tensors[0], tensors[1:])
+    return outputs
+
+
+def _forward(
+    via: Communication, wanted: tuple[bool, ...], x: Tensor, tensors: Sequence[Tensor | None]
+) -> tuple[LinearLayer, list[Tensor], list[Tensor | None]]:
+    """The layer, its outputs, and what is saved for the `wanted` gradients of x and of weights."""
+    (for_x, *for_w), recipe = wanted, via.recipe
+    x, count = _dense(x), len(for_w)
+    dense = [None if tensor is None else _dense(tensor) for tensor in tensors]
+    weights, biases = [w for w in dense[:count] if w is not None], dense[count:]
+    layer = _layer(
+        via.collective,
+        x.dtype,
+        x.shape[1],
+        tuple([w.shape[0] for w in weights]),
+        tuple([b is not None for b in biases]),
+        recipe,
+        1 if recipe is None else amax_size(x.device),
+        recipe is not None and any(for_w),
+    )
+    saved: list[Tensor | None] = list(weights)
+    with without_autocast(x.device.type):
+        if recipe is not None:
+            check_device(x)
+            keep = recipe.keeps_transposes(len(x), sum(layer.outer), for_x, any(for_w))
+            forms = [weight_rows(w, recipe, keep) for w in weights]
+            saved = [None] * len(forms) if keep else saved
+            weights = [packed for packed, _ in forms]
+            saved += [kept for _, kept in forms]
+        if via.collective == "copy":
+            outputs = _local_outputs(layer, x, weights, biases)
+        else:
+            ranks = via.size if via.collective == "reduce_scatter" else 1
+            pairs = zip(weights, biases, strict=True)
+            given = [tensor for pair in pairs for tensor in pair if tensor is not None]
+            run = programs(via.group, layer, via.options, x.device)
+            outputs = run(x.shape[0] // ranks, [x, *given])
+    if layer.returns_x:
+        x = outputs.pop()
+    return layer, outputs, [x if any(for_w) else None, *(saved if for_x else ())]
 
 
 @functools.lru_cache

@@ -170,6 +170,10 @@ class CudaEngine:
         try:
             given = inputs if out is None else (*inputs, *out)
             if graphs is not None and self.warm:
+                if graphs.results and out is None:
+                    made = graphs.new()
+                    given = (*inputs, *made)
+                    at = at and (*at, *[tensor.data_ptr() for tensor in made])
                 pair = graphs.at.get(at) or graphs.find(given, len(inputs))
                 turn = graphs.turn(pair)
             stream, begin, over = self._begin()

@@ -15,7 +15,8 @@ Note [Words in graphs]
 
 Note [Addresses in graphs]
     An allocator gives a caller the same few addresses again and again, so each set of addresses
-    gets a pair of graphs of its own, up to `MOST`, and nothing is copied. What comes at others goes
+    gets a pair of graphs of its own, up to `MOST` (more of short Programs: layers of one shape
+    share theirs), and nothing is copied. What comes at others goes
     through one more pair, in which every tensor that has moved so far has a place that it is copied
     through; such addresses get graphs of their own when they come again and others have not been
     used for `STALE` runs. All graphs of the even runs use the same words, slots and memory, as do
@@ -43,14 +44,16 @@ from interlace.comm.cuda.driver import Driver, uncollected
 from interlace.comm.cuda.nccl import leave_unregistered
 from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
-from interlace.ir import Collective, Expect, Group, Recv, Send
+from interlace.ir import Collective, Expect, Group, Recv, Send, View
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.waits.words import Words
 from interlace.runtime.engine import EngineContext
+from interlace.runtime.inputs import maker
 from interlace.runtime.prepare.plan import own_backends
+from interlace.runtime.values import whole
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -133,7 +136,8 @@ class GraphBinding(Binding):
         self.driver.destroy_event(self._taken)
 
 
-MOST = 8
+MOST, MOST_OPS = 8, 1024
+"""Pairs of graphs of a Program: 8, or as many as have so many ops together."""
 STALE = 1000
 """Runs after which graphs that were not used make room for others."""
 SEEN = 64
@@ -175,7 +179,25 @@ class Graphs:
         self.changed = {access.view.buffer for op in ops for access in op.writes()}
         self.made: dict[int, dict[str, torch.Tensor]] = {}
         """Memory that the graphs of a turn return, where the caller gives none."""
+        self.results = () if self.single else self._results()
+        """The buffers of the results, where all of them are the Program's own: each run is given
+        new tensors for these, behind its inputs, and nothing is copied."""
+        buffers, device = self._context.plan.buffers, self._context.device
+        self._makers = [maker(whole(buffers[name]), device) for name in self.results]
         self._runs = 0
+
+    def _results(self) -> tuple[str, ...]:
+        context, known = self._context, self._context.values.allocated
+        args = context.plan.program.returned()
+        views = [arg for arg in args if isinstance(arg, View) and arg.buffer in known]
+        whole_ones = {v.buffer for v in views if context.values.box(v) == known[v.buffer]}
+        if context.options.static_outputs or context.outputs.names or len(whole_ones) < len(args):
+            return ()
+        return tuple([view.buffer for view in views])
+
+    def new(self) -> list[torch.Tensor]:
+        """New tensors for the `results`."""
+        return [make() for make in self._makers]
 
     @property
     def spaces(self) -> Mapping[str, Any]:
@@ -203,7 +225,7 @@ class Graphs:
             )
         if not self.single:
             oldest = min(self.at, key=lambda at: self.at[at].used, default=key)
-            full = len(self.at) >= MOST
+            full = len(self.at) >= max(MOST, MOST_OPS // len(self._context.plan.program.ops))
             if full and key in self.seen and self._runs - self.at[oldest].used >= STALE:
                 self._give_up(self.at, oldest)
                 full = False
@@ -233,7 +255,7 @@ class Graphs:
     ) -> GraphPair:
         """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
         registered, options = self._context.values.registered, self._context.options
-        outputs = self._context.outputs.names
+        outputs = self._context.outputs.names or self.results
         names = (*self._context.inputs.names, *outputs)
         changed, bound = (
             frozenset(i for i, name in enumerate(names) if name in buffers)
@@ -297,7 +319,8 @@ class Graphs:
         with new version counters, since a backward may have saved those returned before."""
         with torch.inference_mode(False):
             if turn not in self.made:
-                self.made[turn] = self._context.values.new()
+                made = self._context.values.new()
+                self.made[turn] = {n: t for n, t in made.items() if n not in self.results}
             made = self.made[turn]
             if not made.keys() >= set(names):
                 made |= zip(names, self._context.outputs.new(), strict=True)
