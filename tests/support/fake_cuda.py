@@ -307,6 +307,13 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor.device)
 
 
+class Apart(dict[tuple[str, int], int]):
+    """No two takes of a slot share memory."""
+
+    def __missing__(self, take: tuple[str, int]) -> int:
+        return take[1]
+
+
 def alone_or_teamed(
     plan: Plan, driver: FakeDriver, beside: Fake | None
 ) -> tuple[TeamResources, list[Segment]]:
@@ -327,7 +334,7 @@ def alone_or_teamed(
     if beside is not None:
         team = beside.team
     slots: Any = {}
-    keys = slot_keys(plan.takes, plan.buffers)
+    keys = slot_keys(plan.takes, plan.buffers, Apart)
     shared: Any = {} if beside is None else beside.engine.context.resources.slots
     known = {(slot.name, slot.nbytes): slot for slot in shared.values()}
     for buffer in plan.takes:

@@ -16,7 +16,7 @@ import torch
 
 from interlace.comm import BoundedWait, Registered, Slot, TeamComm, Use, Workspace
 from interlace.errors import BackendError, UnsupportedError
-from interlace.ir import Op
+from interlace.ir import Op, Program
 from interlace.ir.sizes import named
 from interlace.options import Options
 from interlace.runtime.calling.calls import Results
@@ -59,6 +59,8 @@ class ShareRequest:
     registered: Wanted
     backends: Sequence[tuple[str, str]]
     """Team and name of each backend that a rank of the team needs, in the order of connecting."""
+    programs: Callable[[], Sequence[Program]]
+    """Those of all ranks, as they were proved."""
     kept: ExitStack
     """Closing it gives back what there is, also after an error: slots, words and mappings; nothing
     that used them may be under way."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -207,7 +208,8 @@ class Executor:
                 pairs = [(team, name) for team, names in needed for name in names]
                 pairs.sort(key=lambda pair: (BACKENDS.index(pair[1]), pair[0]))
                 facts = self.device, self.options.graph, limit, found.wanted, pairs
-                request = ShareRequest(plan, self._teams, *facts, self._kept.shared)
+                together = functools.partial(self._together, program)
+                request = ShareRequest(plan, self._teams, *facts, together, self._kept.shared)
                 self._shared, self._backends = self._engine_class.share(request), pairs
                 self._arena = arena_for(plan.program, self.device)
                 try:
@@ -220,6 +222,12 @@ class Executor:
                 raise
         self._groups.clear()  # so that destroying a group frees what stands on it
         return self
+
+    def _together(self, program: Program) -> list[Program]:
+        """The Programs of all ranks, for the largest sizes at hand."""
+        assert self.agreement is not None
+        found = self.agreement.programs(program, self.rank)
+        return [each.at(self.sizes.largest) for each in found]
 
     def _ordered(self) -> list[TeamComm]:
         """The teams in an order that all ranks share, whatever they are called in the Program."""

@@ -8,12 +8,12 @@ ones would share one with others, and so their handle.
 
 Symmetric slots lie in such memory: two copies of each on every rank. Run n of a team takes copy
 n % 2 of every slot, once all ranks have ended their run n - 2 (`CudaSide`): at least as strict as a
-Program's own rule. A Program that takes a slot more than once in a run has a slot for each take.
+Program's own rule. Of what a Program takes within a run: `slot_keys`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -91,15 +91,24 @@ def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return empty.set_(storage, 0, (nbytes,), (1,))
 
 
-def slot_keys(takes: Mapping[str, str], buffers: Mapping[str, Buffer]) -> dict[str, str]:
-    """The slot of each symmetric buffer, apart for every take of a run."""
-    found: dict[str, str] = {}
-    seen: dict[str, int] = {}
+def slot_keys(
+    takes: Mapping[str, str],
+    buffers: Mapping[str, Buffer],
+    shared: Callable[[], Mapping[tuple[str, int], int]],
+) -> dict[str, str]:
+    """The slot of each symmetric buffer. Within a run no rank waits until others have given a slot
+    back, so each take of a run has a slot of its own, but for those that are `shared`."""
+    counts: dict[str, int] = {}
+    found: dict[str, tuple[str, int]] = {}
     for name in takes:
         slot = buffers[name].storage or name
-        number = seen[slot] = seen.get(slot, 0) + 1
-        found[name] = slot if number == 1 else f"{slot}#{number}"
-    return found
+        found[name] = slot, counts.get(slot, 0)
+        counts[slot] = counts.get(slot, 0) + 1
+    places = shared() if max(counts.values(), default=1) > 1 else dict.fromkeys(found.values(), 0)
+    return {
+        name: f"{take[0]}#{places[take] + 1}" if places[take] else take[0]
+        for name, take in found.items()
+    }
 
 
 class CudaSlot:

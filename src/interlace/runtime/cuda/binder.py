@@ -28,7 +28,6 @@ import torch
 
 from interlace import ir
 from interlace.comm.cuda.driver import Event
-from interlace.comm.cuda.memory import slot_keys
 from interlace.runtime.calling.calls import bind_call
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
 from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member, bind_sum
@@ -70,7 +69,6 @@ class Binder:
         self.events: list[Event] = []
         self.kernels: list[int] = []
         """The Fused ops that one kernel runs."""
-        self.slots = slot_keys(self.plan.takes, self.plan.buffers)
         self._last = self._end_of_main()
         self._awaited = {
             record for (index, _), record in self.plan.waits.items() if index < self._last
@@ -202,11 +200,11 @@ class Binder:
             buffer = self.plan.buffers.get(access.view.buffer)
             if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
                 continue
-            shown = self.slots[buffer.name] in self.spaces[buffer.team].gotten
-            if access.peer is not None or shown:
+            slot: Any = self.resources.slots[buffer.name]
+            if access.peer is not None or slot.name in self.spaces[buffer.team].gotten:
                 wanted.append((buffer.team, None))
             elif not graph:  # whose slots are its own
-                wanted.append((buffer.team, self.resources.slots[buffer.name]))
+                wanted.append((buffer.team, slot))
         for team, slot in wanted:
             sure, key = (id(lane), team, None), (id(lane), team, slot and id(slot))
             if (

@@ -20,6 +20,7 @@ from interlace.runtime.engine import ShareRequest, TeamResources
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.prepare.registered import written
 from interlace.runtime.values import nbytes
+from interlace.verify.reuse import shared_places
 
 GRAPHS = ("even", "odd")
 
@@ -39,7 +40,7 @@ def _share(request: ShareRequest) -> TeamResources:
     slots: dict[str, Any] = {}
     spaces: dict[str, Any] = {}
     graphs: tuple[dict[str, CudaSpace], ...] = tuple({} for _ in GRAPHS) if graph else ()
-    keys = slot_keys(plan.takes, plan.buffers)
+    keys = slot_keys(plan.takes, plan.buffers, lambda: shared_places(request.programs()))
     signals, span = signals_of(plan.program)
     raises = reaches(plan, Notify)
     for name, team in request.ordered():
@@ -47,18 +48,21 @@ def _share(request: ShareRequest) -> TeamResources:
         topic = f"{team.num_prepared}/{name}"
         private = f"{topic}/" if graph else ""  # a graph has its slots' addresses in it
         mine = [plan.buffers[taken] for taken, of_team in plan.takes.items() if of_team == name]
-        wanted = {private + keys[b.name]: number(b.offset) + nbytes(b) for b in mine}
+        named = {b.name: private + keys[b.name] for b in mine}
+        wanted: dict[str, int] = {}
+        for b in mine:
+            size, key = number(b.offset) + nbytes(b), named[b.name]
+            wanted[key] = max(wanted.get(key, 0), size)
         found: Any = side.slots.ensure(topic, wanted, limit)
         for slot in found.values():
             kept.callback(side.slots.let_go, slot)
-        slots.update({b.name: found[private + keys[b.name]] for b in mine})
+        slots.update({name: found[key] for name, key in named.items()})
         known, uses = signals.get(name, ()), name in signals or bool(mine)
         got = [op.src.buffer for op in plan.program.ops if isinstance(op, Get)]
-        gets = [keys[buffer] for buffer in got if buffer in keys]
-        rest = (known, span, uses, gets, limit)
+        rest = known, span, uses, [named[buffer] for buffer in got if buffer in named], limit
         spaces[name] = CudaSpace(side, topic, *rest)
         kept.callback(spaces[name].close)
-        mark_gotten({keys[b.name]: slots[b.name] for b in mine}, spaces[name].gotten)
+        mark_gotten(found, spaces[name].gotten)
         for kind, made in zip(GRAPHS, graphs, strict=False):
             words = (*known, "ended"), *rest[1:], raises.get(name)
             made[name] = CudaSpace(side, f"{topic}/{kind}", *words)

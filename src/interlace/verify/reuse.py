@@ -1,0 +1,89 @@
+"""Which takes of a slot may lie in the same memory, within a run, though no rank waits for it.
+
+    places = shared_places([program])        # {("s0", 0): 0, ("s0", 1): 0, ("s0", 2): 1}
+
+A slot that a Program takes more than once in a run needs memory for one of the takes only, where
+the Program's own signals, messages and collectives order all that any rank does to one take before
+all that any does to the next. That is read off the graph of a run in which every take has a slot of
+its own, so that no rank awaits a Free of another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from interlace.ir.ops import Alloc
+from interlace.ir.program import Program
+from interlace.verify.accesses.regions import Regions
+from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.happens_before.graph import Frame, HappensBefore
+from interlace.verify.happens_before.source import lower
+
+Take = tuple[str, int]
+"""A slot, and which of its takes in a run."""
+
+
+def shared_places(programs: Sequence[Program]) -> dict[Take, int]:
+    """By take: the number of the memory that it has. The Programs run together, and are sound."""
+    regions, takes = Regions(), dict[str, Take]()
+    sources = [
+        lower(_apart(program, takes), regions, False, k) for k, program in enumerate(programs)
+    ]
+    graph = GraphBuilder(sources, regions).build(1)
+    used: dict[tuple[Take, int], list[int]] = defaultdict(list)
+    """Of a take and the rank whose memory it is: the nodes at which it is read or written."""
+    for frame in graph.frames:
+        for node, version, rank in _uses(frame):
+            buffer = frame.place.source.versions[version].buffer
+            used[takes[str(buffer.storage)], rank].append(node)
+    ranks = sorted({rank for _, rank in used})
+    places: dict[Take, int] = {}
+    held: dict[str, list[Take]] = defaultdict(list)
+    """By slot: the last take of each memory."""
+    for take in sorted(set(takes.values())):
+        last = held[take[0]]
+        free = (
+            place
+            for place, other in enumerate(last)
+            if all(_ordered(graph, used[other, rank], used[take, rank]) for rank in ranks)
+        )
+        place = places[take] = next(free, len(last))
+        last[place : place + 1] = [take]
+    return places
+
+
+def _apart(program: Program, takes: dict[str, Take]) -> Program:
+    """The Program with a slot for each take."""
+    count: dict[str, int] = defaultdict(int)
+    ops = list(program.ops)
+    for index, op in enumerate(ops):
+        if isinstance(op, Alloc) and op.buffer.kind == "symmetric":
+            slot = op.buffer.storage or op.buffer.name
+            take = slot, count[slot]
+            count[slot] += 1
+            storage = f"{slot}#{take[1]}"
+            takes[storage] = take
+            ops[index] = replace(op, buffer=replace(op.buffer, storage=storage))
+    return program.replace(ops=tuple(ops))
+
+
+def _uses(frame: Frame) -> Iterator[tuple[int, int, int]]:
+    """What a rank does in slots: the node, the take, and the rank whose memory it is."""
+    source, where = frame.place.source, frame.place.where
+    for item in source.items:
+        for one in (item, *item.members):
+            for touch in one.touches:
+                version = source.versions[touch.version]
+                if version.symmetric and one.does(touch, where):
+                    rank = frame.place.rank
+                    if touch.peer is not None and touch.team is not None:
+                        member = where.index(touch.peer)
+                        rank = where.member(touch.team).ranks[member]
+                    node = frame.nodes[one.place if item.is_fused else item.place]
+                    yield node, touch.version, rank
+
+
+def _ordered(graph: HappensBefore, earlier: Sequence[int], later: Sequence[int]) -> bool:
+    return all(graph.before(one, other) for one in earlier for other in later)
