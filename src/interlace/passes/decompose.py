@@ -43,6 +43,10 @@ class Decompose:
     sites: tuple[int, ...] | None = None
     """The sites to work on; None: all."""
     machine: Machine | None = field(default=None, metadata={"text": False})
+    known: dict[object, Choice] = field(
+        default_factory=dict[object, Choice], compare=False, repr=False, metadata={"text": False}
+    )
+    """What was chosen for sites that are alike; who runs the pass again has the same."""
 
     def __post_init__(self) -> None:
         if self.strategy not in names():
@@ -64,7 +68,7 @@ class Decompose:
         values = Dataflow(program, representatives(program)[0])
         before = dependencies(program, touched=values.touched)
         taken = values.names.copy()
-        choose = Chooser(self.machine, self.protocol, self.chunks)
+        choose = Chooser(self.machine, self.protocol, self.chunks, self.known)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
         blocks: list[list[int]] = []

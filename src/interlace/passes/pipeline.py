@@ -13,12 +13,24 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
-from interlace.cost import Machine
+from interlace.cost import Machine, simulate
 from interlace.errors import PassError
-from interlace.ir import Expect, Get, Group, Notify, Program, Put, Recv, Remark, Send, validate
+from interlace.ir import (
+    Expect,
+    Get,
+    Group,
+    Notify,
+    Program,
+    Put,
+    Recv,
+    Remark,
+    Send,
+    Site,
+    validate,
+)
 from interlace.ir.size_class import deciding
 from interlace.options import Options
 from interlace.passes.decompose import Decompose
@@ -136,12 +148,73 @@ def lower(program: Program, options: Options, machine: Machine | None = None) ->
     may be what keeps ranks from waiting for each other, or an order what nothing else shows. So
     such a Program is proved once more, and left as it is where passes would make it unsound.
     """
-    made = run_pipeline(program, lowering(options, machine))
+    passes = lowering(options, machine)
+    made = run_pipeline(program, passes)
+    if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
+        made = _reconsidered(program, made, passes, machine)
     by_hand = Send | Recv | Group | Notify | Expect | Put | Get
     if any(isinstance(op, by_hand) for op in program.ops):
         if not prove(made).sound and prove(program).sound:
             return program.remarked([Remark("lower", "left as written: it would be unsound")])
     return made
+
+
+WHOLE = ("serial", "exchange")
+"""Strategies that communicate by one op, which is tried in the whole schedule as well."""
+SOONER = 0.998
+"""A schedule that takes more than this share of another is no better."""
+MOST_OPS = 400
+"""Of a lowered Program, some three layers: in longer ones each trial takes a second and more."""
+
+
+def _reconsidered(
+    program: Program, made: Program, passes: Iterable[Pass], machine: Machine
+) -> Program:
+    """The overlapped Program, with sites made whole again where that is predicted to end sooner.
+
+    `decompose` looks at a site alone, and there chunks win. In the whole schedule one op may lie
+    under computation that depends on none of it, and then cutting the matmuls gains nothing. Sites
+    that are alike change together.
+    """
+    if len(made.ops) > MOST_OPS or made.sizes.sizes:
+        return made
+    best, found, settled = simulate(made, machine).makespan_s, made, dict[int, str]()
+    alike: dict[object, list[Site]] = {}
+    for site in made.sites:
+        if site.strategy not in WHOLE:
+            alike.setdefault(dataclasses.replace(site, id=0, module=""), []).append(site)
+    for sites in alike.values():
+        for name in WHOLE:
+            trial = settled | {site.id: name for site in sites}
+            other = run_pipeline(program, list(_with(passes, made, trial)))
+            took = simulate(other, machine).makespan_s
+            if took < SOONER * best and all(other.site(s.id).strategy == name for s in sites):
+                best, found, settled = took, other, trial
+    return found.replace(sites=tuple([_told(site, made, settled, machine) for site in found.sites]))
+
+
+def _told(site: Site, made: Program, settled: Mapping[int, str], machine: Machine) -> Site:
+    """A site with the reason why it is whole, and what it takes alone."""
+    if site.id not in settled:
+        return site
+    reason = f"{site.strategy} ends the whole schedule sooner, by prediction ({machine.name})"
+    serial_ms = made.site(site.id).serial_ms
+    predicted_ms = serial_ms if site.strategy == "serial" else site.predicted_ms
+    facts = {"serial_ms": serial_ms, "predicted_ms": predicted_ms}
+    return dataclasses.replace(site, reason=reason, **facts)
+
+
+def _with(passes: Iterable[Pass], made: Program, settled: Mapping[int, str]) -> Iterator[Pass]:
+    """The passes, with strategies for some sites."""
+    for item in passes:
+        if not isinstance(item, Decompose):
+            yield item
+            continue
+        for name in WHOLE[1:]:
+            if ids := tuple([i for i, chosen in settled.items() if chosen == name]):
+                yield dataclasses.replace(item, strategy=name, chunks=0, sites=ids)
+        rest = [site.id for site in made.sites if site.id not in settled]
+        yield dataclasses.replace(item, sites=tuple(rest))
 
 
 def spell(item: Pass) -> str:
