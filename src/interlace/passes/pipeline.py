@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from interlace.cost import Machine, simulate
@@ -28,7 +28,6 @@ from interlace.ir import (
     Recv,
     Remark,
     Send,
-    Site,
     validate,
 )
 from interlace.ir.size_class import deciding
@@ -159,8 +158,6 @@ def lower(program: Program, options: Options, machine: Machine | None = None) ->
     return made
 
 
-WHOLE = ("serial", "exchange")
-"""Strategies that communicate by one op, which is tried in the whole schedule as well."""
 SOONER = 0.998
 """A schedule that takes more than this share of another is no better."""
 MOST_OPS = 400
@@ -168,53 +165,40 @@ MOST_OPS = 400
 
 
 def _reconsidered(
-    program: Program, made: Program, passes: Iterable[Pass], machine: Machine
+    program: Program, made: Program, passes: Sequence[Pass], machine: Machine
 ) -> Program:
-    """The overlapped Program, with sites made whole again where that is predicted to end sooner.
+    """The overlapped Program, with sites made serial again where that is predicted to end sooner.
 
-    `decompose` looks at a site alone, and there chunks win. In the whole schedule one op may lie
-    under computation that depends on none of it, and then cutting the matmuls gains nothing. Sites
-    that are alike change together.
+    `decompose` looks at a site alone, and there chunks win. In the whole schedule one collective
+    may lie under computation that depends on none of it, and then cutting the matmuls gains
+    nothing. Sites that are alike change together. (The peer kernel of `exchange` is predicted to
+    gain more, and was measured to take more: it holds SMs that the matmuls under way need.)
     """
     if len(made.ops) > MOST_OPS or made.sizes.sizes:
         return made
-    best, found, settled = simulate(made, machine).makespan_s, made, dict[int, str]()
-    alike: dict[object, list[Site]] = {}
+    best, found, settled = simulate(made, machine).makespan_s, made, set[int]()
+    alike: dict[object, set[int]] = {}
     for site in made.sites:
-        if site.strategy not in WHOLE:
-            alike.setdefault(dataclasses.replace(site, id=0, module=""), []).append(site)
-    for sites in alike.values():
-        for name in WHOLE:
-            trial = settled | {site.id: name for site in sites}
-            other = run_pipeline(program, list(_with(passes, made, trial)))
-            took = simulate(other, machine).makespan_s
-            if took < SOONER * best and all(other.site(s.id).strategy == name for s in sites):
-                best, found, settled = took, other, trial
-    return found.replace(sites=tuple([_told(site, made, settled, machine) for site in found.sites]))
-
-
-def _told(site: Site, made: Program, settled: Mapping[int, str], machine: Machine) -> Site:
-    """A site with the reason why it is whole, and what it takes alone."""
-    if site.id not in settled:
-        return site
-    reason = f"{site.strategy} ends the whole schedule sooner, by prediction ({machine.name})"
-    serial_ms = made.site(site.id).serial_ms
-    predicted_ms = serial_ms if site.strategy == "serial" else site.predicted_ms
-    facts = {"serial_ms": serial_ms, "predicted_ms": predicted_ms}
-    return dataclasses.replace(site, reason=reason, **facts)
-
-
-def _with(passes: Iterable[Pass], made: Program, settled: Mapping[int, str]) -> Iterator[Pass]:
-    """The passes, with strategies for some sites."""
-    for item in passes:
-        if not isinstance(item, Decompose):
-            yield item
-            continue
-        for name in WHOLE[1:]:
-            if ids := tuple([i for i, chosen in settled.items() if chosen == name]):
-                yield dataclasses.replace(item, strategy=name, chunks=0, sites=ids)
-        rest = [site.id for site in made.sites if site.id not in settled]
-        yield dataclasses.replace(item, sites=tuple(rest))
+        if site.strategy != "serial":
+            alike.setdefault(dataclasses.replace(site, id=0, module=""), set()).add(site.id)
+    for ids in alike.values():
+        rest = tuple([site.id for site in made.sites if site.id not in settled | ids])
+        other = run_pipeline(
+            program,
+            [dataclasses.replace(p, sites=rest) if isinstance(p, Decompose) else p for p in passes],
+        )
+        took = simulate(other, machine).makespan_s
+        if took < SOONER * best:
+            best, found, settled = took, other, settled | ids
+    reason = f"the whole schedule is predicted to end sooner so ({machine.name})"
+    alone = {site.id: site.serial_ms for site in made.sites}
+    sites = [
+        dataclasses.replace(s, reason=reason, serial_ms=alone[s.id], predicted_ms=alone[s.id])
+        if s.id in settled
+        else s
+        for s in found.sites
+    ]
+    return found.replace(sites=tuple(sites))
 
 
 def spell(item: Pass) -> str:
