@@ -1,32 +1,37 @@
 """Updates the parameters of one bucket while a backward goes on.
 
-update = BucketUpdate(optimizer, bucket, owned)
+update = BucketUpdate(optimizer, grads, sources)
 update()                         # of what is owned and trained, by the bucket's main gradients
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from interlace.optim.grad_reducer import Bucket, lent
+from interlace.optim.grad_reducer import lent
 
 
 class BucketUpdate:
     """Updates what this rank owns of one bucket, by a part of the optimizer with the same state.
 
+    `grads` are by what the optimizer updates; `sources` has the Parameter of the module for each.
     While it runs, a backward goes on, which sets `.grad` of other Parameters for moments: the part
     has none of them, nor have optimizers that the optimizer holds.
     """
 
-    def __init__(self, optimizer: Optimizer, grads: Bucket, owned: Collection[Tensor]) -> None:
-        pairs = zip(grads.params, grads.views, strict=True)
-        self._grads = {param: grad for param, grad in pairs if param in owned}
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        grads: Mapping[nn.Parameter, Tensor],
+        sources: Mapping[nn.Parameter, nn.Parameter],
+    ) -> None:
+        self._grads, self._sources = grads, sources
         self._groups: dict[int, dict[str, Any]] = {}
         self._parts: list[tuple[Optimizer, Optimizer]] = []
         self._part: Optimizer = self._of(optimizer)
@@ -53,7 +58,7 @@ class BucketUpdate:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        trained = {param: grad for param, grad in self._grads.items() if param.requires_grad}
+        trained = {p: grad for p, grad in self._grads.items() if self._sources[p].requires_grad}
         if not trained:
             return
         for part, whole in self._parts:

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from interlace.errors import InterlaceError, OptimizerError
+from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.grad_reducer import Bucket
 
@@ -60,8 +62,11 @@ class FlatWeights:
         for bucket in buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 with torch.no_grad():
-                    view.copy_(param)
-                param.data = view
+                    view.copy_(local(param))
+                if isinstance(param, DTensor):
+                    param._local_tensor = view
+                else:
+                    param.data = view
         self._handles = [*self._hooks(module, (*UNITS, *units))]
 
     def start(self, order: Sequence[int], *, wait: bool) -> None:
@@ -84,7 +89,7 @@ class FlatWeights:
         """Raises OptimizerError for a Parameter that is no view of its buffer any more."""
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
+                if local(param).data_ptr() != view.data_ptr() or param.dtype != view.dtype:
                     raise OptimizerError(
                         f"the data of {self._names[param]} was replaced after its LayerWise was "
                         "made (by .to(), an assignment to .data, load_state_dict(assign=True)?): "

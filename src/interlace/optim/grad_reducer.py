@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from interlace.cost import Timeline
 from interlace.errors import GradientError, OptionError
+from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns, all_reduced
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
 from interlace.options import Options
@@ -170,7 +171,9 @@ class GradReducer:
         """Lets every layer inside that can do so add to its weight's main gradient in place."""
         for layer in module.modules():
             attach: Any = getattr(layer, "accumulate_into", None)
-            if attach is not None and layer.weight in self._accumulators:
+            if attach is None or isinstance(layer.weight, DTensor):
+                continue
+            if layer.weight in self._accumulators:
                 attach(self.accumulator(cast("torch.Tensor", layer.weight)))
                 self._attached.append(layer)
 
@@ -358,12 +361,15 @@ def _bucket(params: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
 def laid_out(
     params: Sequence[nn.Parameter], starts: Sequence[int], numel: int, dtype: torch.dtype
 ) -> Bucket:
-    """A bucket of zeros, `numel` in all, in which each Parameter's place begins at its start."""
+    """A bucket of zeros, `numel` in all, in which each Parameter's place begins at its start.
+
+    Of a DTensor, it has the part of this rank.
+    """
     flat = torch.zeros(numel, dtype=dtype, device=params[0].device)
     views: list[torch.Tensor] = []
-    for param, at in zip(params, starts, strict=False):
-        strides = torch.empty_like(param, device="meta").stride()  # the Parameter's, if it is dense
-        views.append(flat[at : at + param.numel()].as_strided(param.shape, strides))
+    for part, at in zip(map(local, params), starts, strict=False):
+        strides = torch.empty_like(part, device="meta").stride()  # the Parameter's, if it is dense
+        views.append(flat[at : at + part.numel()].as_strided(part.shape, strides))
     return Bucket(tuple(params), flat, tuple(views))
 
 

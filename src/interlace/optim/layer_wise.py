@@ -22,29 +22,39 @@ Note [A step]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from interlace.cost import Timeline
-from interlace.errors import GradientError, OptimizerError, ReplicaError
+from interlace.errors import GradientError, OptimizerError, ReplicaError, UnsupportedError
+from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import (
-    NAMES,
     BucketExchange,
     BucketRuns,
     Write,
     all_reduced,
 )
 from interlace.optim.bucket_update import BucketUpdate
+from interlace.optim.clipping import clip_grad_norm_
 from interlace.optim.flat_weights import FlatWeights, shown
-from interlace.optim.grad_reducer import Bucket, GradReducer, check_reduction, laid_out
-from interlace.optim.ownership import ParameterCost, own
+from interlace.optim.grad_reducer import (
+    Bucket,
+    GradReducer,
+    check_reduction,
+    laid_out,
+    lent,
+)
+from interlace.optim.ownership import own
+from interlace.optim.sharded_parameters import cost_of, is_sharded, like, needs_whole, shard_mesh
+from interlace.optim.tensor_homes import TensorHomes
 from interlace.optim.whole_parameters import (
     hash_of,
     parameters_of,
@@ -52,6 +62,11 @@ from interlace.optim.whole_parameters import (
     uncompiled,
 )
 from interlace.options import Options
+
+SHARED = ("norms", "order")
+"""What ranks that hold shards tell one another too."""
+Calls = dict[int, Callable[[], None]]
+"""By the number of a run."""
 
 
 class LayerWise:
@@ -93,6 +108,7 @@ class LayerWise:
         module: nn.Module,
         mesh: DeviceMesh,
         *,
+        shards: DeviceMesh | None = None,
         overlap_param_gather: bool = True,
         update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
@@ -111,23 +127,31 @@ class LayerWise:
         self._rank = mesh.get_local_rank()
         self._params = parameters_of(optimizer, module)
         self._names = {param: name for name, param in self._params.items()}
+        self._parted = shards is not None
+        found = shard_mesh(self._params, mesh, shards)
+        self._shards = 1 if found is None else found.size()
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
         cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
+        whole = needs_whole(optimizer)
         self._items = [
-            ParameterCost(name, p.numel(), NAMES[p.dtype], p.itemsize, float(cost(p)))
-            for name, p in self._params.items()
+            cost_of(name, p, cost, whole(p), self._shards) for name, p in self._params.items()
         ]
-        self._plan = own(self._items, mesh.size(), bucket_bytes)
-        owners = zip(self._params.values(), self._plan.owners, strict=True)
-        self._owned = [param for param, owner in owners if owner == self._rank]
+        self._plan = own(self._items, mesh.size(), bucket_bytes, self._shards)
         reduces = not isinstance(uncompiled(module), DistributedDataParallel)
+        if not reduces and any(map(is_sharded, self._params.values())):
+            raise UnsupportedError(
+                "Parameters are sharded DTensors, under DistributedDataParallel: give LayerWise "
+                "the module without it, which then reduces their gradients itself"
+            )
         weights = self._laid_out(None)
         grads = self._laid_out(main_grad_dtype) if reduces else []
         self._device = weights[0].flat.device
         self._order = list(range(len(weights)))
         self._shared = {
-            "norms": torch.zeros(len(self._params), dtype=torch.float64, device=self._device),
+            "norms": torch.zeros(
+                len(self._params) * self._shards, dtype=torch.float64, device=self._device
+            ),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
             "hashes": torch.zeros(2 * len(self._params), dtype=torch.int64, device=self._device),
         }
@@ -143,16 +167,74 @@ class LayerWise:
                 "update_under_backward=True with stochastic rounding would give bits that depend "
                 "on the buckets: leave one out"
             )
-        updates = enumerate(grads[::-1]) if self._early else ()
-        then = {i: BucketUpdate(optimizer, bucket, {*self._owned}) for i, bucket in updates}
+        self._homes = None
+        if found is not None:
+            params, shared = [*self._params.values()], {n: self._shared[n] for n in SHARED}
+            plan, names = self._plan, self._names
+            self._homes = TensorHomes(
+                params, plan, self._rank, weights, grads, found, shared, names, chosen
+            )
+        self._own(grads)
         programs = self._programs(weights, grads, op, chosen.transport == "peer")
-        self._runs = BucketRuns(programs, mesh.get_group(), chosen, apart=True, then=then)
+        before, then = self._around(grads)
+        self._runs = BucketRuns(
+            programs, mesh.get_group(), chosen, apart=True, before=before, then=then
+        )
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
         if self._reducer is not None:
             self._reducer.attach(module)
         self._weights = FlatWeights(module, weights, self._runs, len(grads), self._names, units)
         for param in set(optimizer.state) - set(self._owned):
             del optimizer.state[param]
+        self._gather_loaded()
+
+    def _own(self, grads: Sequence[Bucket]) -> None:
+        """Finds what this rank updates; whole matrices take the places of DTensors in groups."""
+        homes = self._homes
+        whole = {} if homes is None else homes.whole
+        views = {p: v for bucket in grads for p, v in zip(bucket.params, bucket.views, strict=True)}
+        self._owned: dict[nn.Parameter, nn.Parameter] = {}
+        """What this rank updates, and of which Parameter each is."""
+        self._main_grads: dict[nn.Parameter, Tensor] = {}
+        plan = self._plan
+        for param, owner, home in zip(self._params.values(), plan.owners, plan.homes, strict=True):
+            if owner == self._rank and (home is None or home == self._part):
+                acting = whole.get(param, param)
+                self._owned[acting] = param
+                if grads:
+                    grad = homes.grads[param] if homes and home is not None else views[param]
+                    self._main_grads[acting] = like(acting, grad)
+        self._names |= {acting: self._names[param] for param, acting in whole.items()}
+        if homes is not None:
+            homes.enter(self.optimizer)
+
+    def _around(self, grads: Sequence[Bucket]) -> tuple[Calls, Calls]:
+        """What precedes runs of `_programs`, and what follows them."""
+        before: Calls = {}
+        then: Calls = {}
+        for index, bucket in enumerate(grads):
+            calls: list[Callable[[], None]] = []
+            if self._homes is not None:
+                before[len(grads) + index] = partial(self._homes.give_back, index)
+                calls.append(partial(self._homes.bring_grads, index))
+            if self._early:
+                if self._homes is not None:
+                    calls.append(partial(self._homes.bring_weights, index))
+                members = {*bucket.params}
+                grads_of = {a: g for a, g in self._main_grads.items() if self._owned[a] in members}
+                calls.append(BucketUpdate(self.optimizer, grads_of, self._owned))
+            then[len(grads) - 1 - index] = partial(in_turn, calls)
+        return before, then
+
+    @property
+    def _part(self) -> int:
+        """This rank's place among those that hold shards."""
+        return 0 if self._homes is None else self._homes.rank
+
+    def _gather_loaded(self) -> None:
+        """Gathers weights that were written from outside."""
+        if self._homes is not None:
+            self._homes.bring_all_weights()
         self._weights.start(self._order, wait=True)
 
     def _laid_out(self, dtype: torch.dtype | None) -> list[Bucket]:
@@ -206,6 +288,8 @@ class LayerWise:
         due = self._check_every > 0 and self._steps % self._check_every == 0
         if due and not self._early:
             self.check_replicas()
+        if self._homes is not None and not self._early:
+            self._homes.bring_all_weights()
         with self._grads():
             self.optimizer.step()
         self._steps += 1
@@ -254,26 +338,38 @@ class LayerWise:
         Gives the norm of all gradients, a scalar of fp64, the same on every rank. Collective; once
         a step, after its last backward.
         """
+        return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
+
+    @torch.no_grad()
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
         if self._early:
             raise OptimizerError(
                 "update_under_backward=True has updated before all norms are known"
             )
-        norms = self._shared["norms"].zero_()
-        with self._grads():
-            grads = {param: param.grad for param in self._owned if param.grad is not None}
-            for number, param in enumerate(self._params.values()):
-                if param in grads:
-                    grad = grads[param]
-                    kind = torch.promote_types(grad.dtype, torch.float32)
-                    norms[number] = torch.linalg.vector_norm(grad, norm_type, dtype=kind)
-            self._share("norms")
-            total = torch.linalg.vector_norm(norms, norm_type)
-            if error_if_nonfinite and not total.isfinite():
-                raise GradientError(f"the norm of the gradients is {total.item()}")
-            scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-            for grad in grads.values():
-                grad.mul_(scale)
-        return total
+        norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
+        for number, param in enumerate(self._params.values()):
+            if param in grads and (self._part == 0 or self._parted or is_sharded(param)):
+                grad = grads[param]
+                kind = torch.promote_types(grad.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind)
+                norms[number * self._shards + self._part] = norm
+        self._share("norms")
+        return torch.linalg.vector_norm(norms, norm_type)
+
+    @torch.no_grad()
+    def scale_grads(self, scale: Tensor) -> None:
+        """Multiplies the gradients of all ranks."""
+        for grad in self._reduced_grads().values():
+            grad.mul_(scale)
+
+    def _reduced_grads(self) -> dict[nn.Parameter, Tensor]:
+        """What this rank has of gradients that it updates by, by the module's Parameter."""
+        self._finish()
+        if self._reducer is not None:
+            given = {a: local(g) for a, g in self._main_grads.items()}
+            return {p: given[a] for a, p in self._owned.items() if p.requires_grad}
+        return {param: param.grad for param in self._owned if param.grad is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The options of all groups, and the state of what this rank owns, by Parameters' names.
@@ -306,7 +402,7 @@ class LayerWise:
         self._check_whole()
         self.synchronize()
         given, names = state_dict["state"], self._names
-        owned = [names[param] for param in self._owned if param.requires_grad]
+        owned = [names[param] for param in self._owned.values() if param.requires_grad]
         strange = [name for name in given if name not in {names[param] for param in self._owned}]
         lacking = [name for name in owned if name not in given] if given and self._reducer else []
         if strange or lacking:
@@ -333,7 +429,7 @@ class LayerWise:
                 ],
             }
         )
-        self._weights.start(self._order, wait=True)
+        self._gather_loaded()
 
     @torch.no_grad()
     def check_replicas(self) -> None:
@@ -357,23 +453,34 @@ class LayerWise:
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""
         plan, ranks = self._plan, len(self._plan.buckets[0].bounds) - 1
-        costs, held = [0.0] * ranks, [0] * ranks
-        for item, owner in zip(self._items, plan.owners, strict=True):
-            costs[owner] += item.cost
-            held[owner] += item.numel * item.itemsize
+        of_parts = range(self._shards)
+        costs = [[0.0 for _ in of_parts] for _ in range(ranks)]
+        held = [[0 for _ in of_parts] for _ in range(ranks)]
+        for item, owner, home in zip(self._items, plan.owners, plan.homes, strict=True):
+            for part in of_parts if home is None else [home]:
+                costs[owner][part] += item.cost
+                held[owner][part] += item.numel * item.itemsize * (1 if home is None else self._shards)
         used, laid = sum(i.numel for i in self._items), sum(b.numel for b in plan.buckets)
         lines = [
             f"{len(self._items)} parameters of {ranks} ranks in {len(plan.buckets)} buckets, "
-            f"{100 * (laid / used - 1):.1f} % padding",
-            *(f"rank {rank}: cost {costs[rank]:.4g}, {held[rank]} bytes" for rank in range(ranks)),
+            f"{100 * (laid / used - 1):.1f} % padding"
         ]
+        for rank in range(ranks):
+            for part in of_parts:
+                who = f"rank {rank}" if self._homes is None else f"rank {rank}, shard {part}"
+                lines.append(f"{who}: cost {costs[rank][part]:.4g}, {held[rank][part]} bytes")
         for index, bucket in enumerate(plan.buckets):
             lines.append(f"bucket {index}: {bucket.numel} elements")
             for number, start in zip(bucket.items, bucket.starts, strict=True):
-                item = self._items[number]
-                lines.append(f"    {start}: {item.name}, of rank {plan.owners[number]}")
-        texts = [str(executor.program) for executor in self._runs.executors]
-        return "\n".join([*lines, *texts])
+                item, param = self._items[number], self._params[self._items[number].name]
+                line = f"    {start}: {item.name}, of rank {plan.owners[number]}"
+                if isinstance(param, DTensor):
+                    line += f", {param.placements[0]} of {'x'.join(map(str, param.shape))}"
+                if item.homed:
+                    line += f", home {plan.homes[number]}"
+                lines.append(line)
+        executors = [*self._runs.executors, *(self._homes.executors if self._homes else ())]
+        return "\n".join([*lines, *(str(executor.program) for executor in executors)])
 
     def timelines(self) -> list[Timeline]:
         """When each Program ran last, reductions first, then gathers; needs the option `trace`."""
@@ -391,6 +498,8 @@ class LayerWise:
             self._reducer.reset()
         else:
             self._runs.reset()
+        if self._homes is not None:
+            self._homes.reset()
 
     def close(self) -> None:
         """Waits for what is in flight, and takes hooks, thread and process group away."""
@@ -401,6 +510,8 @@ class LayerWise:
             if self._reducer is not None:
                 self._reducer.close()
             self._runs.close()
+            if self._homes is not None:
+                self._homes.close(self.optimizer)
 
     def __enter__(self) -> LayerWise:
         return self
@@ -415,8 +526,8 @@ class LayerWise:
         """Inside, what this rank owns and trains has its gradient, reduced, and nothing else."""
         if self._reducer is not None:
             self._finish()
-            owned = () if self._early else [p for p in self._owned if p.requires_grad]
-            with self._reducer.as_grads(owned):
+            grads = {} if self._early else self._main_grads
+            with lent({p: g for p, g in grads.items() if self._owned[p].requires_grad}):
                 yield
             return
         others = set(self._params.values()) - set(self._owned)
@@ -458,7 +569,7 @@ class LayerWise:
         if self._weights.needed is None:
             return
         order, needed = self._shared["order"].zero_(), self._weights.needed
-        if self._rank == 0:
+        if self._rank == 0 and self._part == 0:
             rest = [index for index in self._order if index not in needed]
             order.copy_(torch.tensor([*needed, *rest]))
         self._weights.needed = None
@@ -470,13 +581,15 @@ class LayerWise:
         index = len(self._runs.executors) - len(self._shared) + list(self._shared).index(name)
         self._runs.start(index)
         self._runs.wait(index)
+        if self._homes is not None and name in SHARED:
+            self._homes.share(name)
 
     @torch.no_grad()
     def _begin_state(self) -> list[nn.Parameter]:
         """Makes state of what is owned, if there is none, by a step whose weights are put back;
         gives the Parameters that have such state now.
         """
-        fresh = [param for param in self._owned if param.requires_grad]
+        fresh = [param for param, source in self._owned.items() if source.requires_grad]
         if any(self.optimizer.state.get(param) for param in fresh):
             return []
         weights, grads = [param.clone() for param in fresh], [param.grad for param in fresh]
@@ -492,3 +605,8 @@ class LayerWise:
             if "step" in self.optimizer.state[param]:
                 self.optimizer.state[param]["step"] *= 0
         return fresh
+
+
+def in_turn(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -36,6 +36,8 @@ class ParameterCost:
     itemsize: int
     cost: float
     """Of its update, in any unit that all share."""
+    homed: bool = False
+    """Whether its place holds a shard, and one of the ranks that hold shards updates the whole."""
 
     @property
     def padded(self) -> int:
@@ -87,40 +89,60 @@ class Ownership:
 
     owners: tuple[int, ...]
     buckets: tuple[BucketPlan, ...]
+    homes: tuple[int | None, ...]
+    """Where one rank of an owner's `shards` updates the whole: which one."""
 
 
-def own(items: Sequence[ParameterCost], ranks: int, bucket_bytes: int) -> Ownership:
-    """Owners balanced by cost, and buckets of at most `bucket_bytes` or of one parameter."""
-    owners = assign(items, ranks)
-    return Ownership(
-        owners, tuple(_placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
-    )
+def own(
+    items: Sequence[ParameterCost], ranks: int, bucket_bytes: int, shards: int = 1
+) -> Ownership:
+    """Owners balanced by cost, and buckets of at most `bucket_bytes` or of one parameter.
 
-
-def assign(items: Sequence[ParameterCost], ranks: int) -> tuple[int, ...]:
-    """An owner for each: the largest first (its share of all cost, or of all bytes), each to the
-    rank with the least cost whose bytes allow it.
-
-    Where no rank has room under `MOST_BYTES`, the one with the fewest bytes takes it.
+    Each of the `ranks` is as many as `shards`, with a shard each.
     """
-    nbytes = [item.padded * item.itemsize for item in items]
-    every = sum(item.cost for item in items)
-    most = max(MOST_BYTES[0] * sum(nbytes) / ranks, MOST_BYTES[1] * max(nbytes))
+    owners, homes = assign(items, ranks, shards)
+    buckets = tuple(_placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
+    return Ownership(owners, buckets, homes)
+
+
+def assign(
+    items: Sequence[ParameterCost], ranks: int, shards: int = 1
+) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """An owner for each, and a home where one is needed: the largest first (its share of all cost,
+    or of all bytes), each to the rank with the least cost whose bytes allow it.
+
+    What has a home costs that rank alone, else all `shards` of the owner. Where no rank has room
+    under `MOST_BYTES`, the one with the fewest bytes takes it.
+    """
+    nbytes = [item.padded * item.itemsize * (shards if item.homed else 1) for item in items]
+    times = [1 if item.homed else shards for item in items]
+    every = sum(item.cost * n for item, n in zip(items, times, strict=True))
+    total = sum(size * n for size, n in zip(nbytes, times, strict=True))
+    most = max(MOST_BYTES[0] * total / (ranks * shards), MOST_BYTES[1] * max(nbytes))
     share = [
-        max(item.cost / every if every else 0, size / sum(nbytes))
+        max(item.cost / every if every else 0, size / total)
         for item, size in zip(items, nbytes, strict=True)
     ]
-    cost, held, owners = [0.0] * ranks, [0] * ranks, [0] * len(items)
+    cost, held = ([[0.0] * shards for _ in range(ranks)] for _ in range(2))
+    everyone = tuple(range(shards))
+    owners = [0] * len(items)
+    homes: list[int | None] = [None] * len(items)
     for number in sorted(range(len(items)), key=lambda i: (-share[i], i)):
-        room = [rank for rank in range(ranks) if held[rank] + nbytes[number] <= most]
-        if room:
-            owner = min(room, key=lambda rank: (cost[rank], held[rank]))
-        else:
-            owner = min(range(ranks), key=lambda rank: (held[rank], cost[rank]))
+        item = items[number]
+        mates = [(home,) for home in everyone] if item.homed else [everyone]
+        places = [
+            (max(cost[owner][i] for i in of), max(held[owner][i] for i in of), owner, of)
+            for owner in range(ranks)
+            for of in mates
+        ]
+        room = [place for place in places if place[1] + nbytes[number] <= most]
+        _, _, owner, of = min(room) if room else min(places, key=lambda p: (p[1], p[0], *p[2:]))
         owners[number] = owner
-        cost[owner] += items[number].cost
-        held[owner] += nbytes[number]
-    return tuple(owners)
+        homes[number] = of[0] if item.homed else None
+        for mate in of:
+            cost[owner][mate] += item.cost
+            held[owner][mate] += nbytes[number]
+    return tuple(owners), tuple(homes)
 
 
 def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]]:

@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.state import KEPT, fit
@@ -21,7 +22,13 @@ from interlace.optim.adamw import AdamW, own_options
 from interlace.optim.loading import KeepsStates
 from interlace.optim.muon.newton_schulz import coefficients, flops
 from interlace.optim.muon.routing import explain_groups
-from interlace.optim.muon.update import ADJUSTMENTS, check_cut, matrices, step_group
+from interlace.optim.muon.update import (
+    ADJUSTMENTS,
+    check_cut,
+    in_whole_matrices,
+    matrices,
+    step_group,
+)
 
 ELEMENT_FLOPS = 4096.0
 """What an element costs beside matrix products: the 16 to 28 bytes that move for it take as long
@@ -58,8 +65,9 @@ class Muon(KeepsStates):
     buffer, which is not done here. Each of the two options may change the order of additions.
 
     A parameter is Muon's unless its group says `use_muon=False`; `muon_groups(model)` makes such
-    groups by rules, and `explain` shows them. All options may be set per group. DTensors are
-    gathered, and made orthogonal by every rank. Loading takes torch.optim.Muon's state too.
+    groups by rules, and `explain` shows them. All options may be set per group. DTensors whose
+    shards are not whole matrices are gathered, and made orthogonal by every rank. Loading takes
+    torch.optim.Muon's state too.
     Errors are OptimizerError (a ValueError).
     """
 
@@ -153,14 +161,25 @@ class Muon(KeepsStates):
         (half of a symmetric one's with `symmetric`) and ELEMENT_FLOPS an element.
         Raises OptimizerError for a parameter of no group.
         """
+        group = self._group_of(parameter)
+        total = ELEMENT_FLOPS * parameter.numel()
+        options = {name: bool(group.get(name)) for name in ("gram_variant", "symmetric")}
+        for matrix in _cut(parameter, group) if group["use_muon"] else ():
+            rows, columns = matrix.shape
+            total += flops(rows, columns, group["ns_steps"], **options)
+        return total
+
+    def needs_whole(self, parameter: DTensor) -> bool:
+        """Whether shards of this parameter are updated by way of the whole: not those of AdamW, nor
+        shards of whole matrices. Raises OptimizerError for a parameter of no group.
+        """
+        group = self._group_of(parameter)
+        return group["use_muon"] and not in_whole_matrices(parameter, group)
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         for group in self.param_groups:
             if any(parameter is each for each in group["params"]):
-                total = ELEMENT_FLOPS * parameter.numel()
-                options = {name: bool(group.get(name)) for name in ("gram_variant", "symmetric")}
-                for matrix in _cut(parameter, group) if group["use_muon"] else ():
-                    rows, columns = matrix.shape
-                    total += flops(rows, columns, group["ns_steps"], **options)
-                return total
+                return group
         raise OptimizerError(
             f"a parameter of shape {tuple(parameter.shape)} is in no group of this optimizer"
         )

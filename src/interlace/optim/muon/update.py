@@ -9,7 +9,8 @@ Note [A copy]
     bfloat16 buffer is then normalised in place, and momentum is lost. Here the cast is a copy.
 
 Note [DTensors]
-    Momentum is sharded as the gradient is. The update is gathered, every rank makes the whole
+    Momentum is sharded as the gradient is. Where a shard has whole matrices (experts, or heads of
+    `head_dim`), it is updated by itself. Else the update is gathered, every rank makes the whole
     matrix orthogonal, which gives all of them the same bits, and keeps its own part.
 """
 
@@ -22,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.state import local
+from interlace.optim.grad_accumulator import placed_grad
 from interlace.optim.muon.newton_schulz import coefficients, orthogonalize
 from interlace.optim.muon.symmetric import runs_on
 
@@ -86,21 +88,22 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
     if not params:
         return
     momentum = group["momentum"]
-    grads = [*map(placed_grad, params)]
+    grads = [*map(checked_grad, params)]
     moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
     grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
     torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - momentum)
     scale([*map(local, params)], float(1 - group["lr"] * group["weight_decay"]))
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and not in_whole_matrices(param, group):
             update_sharded(
                 param, grad.lerp(moment, momentum) if group["nesterov"] else moment, group
             )
             continue
-        for entry in zip(
-            *(matrices(t.detach(), group) for t in (param, grad, moment)), strict=True
-        ):
+        parts = [local(t.detach()) for t in (param, grad, moment)]
+        if not parts[0].numel():
+            continue
+        for entry in zip(*(matrices(part, group) for part in parts), strict=True):
             key = param.device, param.dtype, grad.dtype, entry[0].shape
             alike[key].append(entry)
     for entries in alike.values():
@@ -112,6 +115,21 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
             add(targets[few], orthogonal(updates, group), group)
 
 
+def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
+    """Whether each shard consists of whole matrices; see Note [DTensors]."""
+    rows, head = param.ndim - 2, group["head_dim"]
+    for axis, placement in enumerate(param.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not Shard:
+            return False
+        dim, parts = placement.dim % param.ndim, param.device_mesh.size(axis)
+        cut = head and dim == rows + group["split_dim"] and param.placements.count(placement) == 1
+        if dim >= rows and not (cut and -(-param.shape[dim] // parts) % head == 0):
+            return False
+    return True
+
+
 def scale(tensors: Matrices, factor: float) -> None:
     """Multiplies all, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
     if tensors[0].is_cuda:
@@ -121,7 +139,7 @@ def scale(tensors: Matrices, factor: float) -> None:
             tensor.mul_(factor)
 
 
-def placed_grad(param: Tensor) -> Tensor:
+def checked_grad(param: Tensor) -> Tensor:
     """The gradient, sharded as its parameter is. Raises OptimizerError for one of another kind."""
     grad = param.grad
     assert grad is not None
@@ -130,9 +148,7 @@ def placed_grad(param: Tensor) -> Tensor:
             f"the gradient of a parameter of shape {tuple(param.shape)} is {grad.dtype} with "
             f"layout {grad.layout}: Muon takes dense real ones; use a group with use_muon=False"
         )
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        return grad.redistribute(param.device_mesh, param.placements)
-    return grad
+    return placed_grad(param)
 
 
 def momentum_of(param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
