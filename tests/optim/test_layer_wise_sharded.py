@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from tests.optim.layerwise import (
     layer_wise,
     model,
     slowly,
-    train,
 )
 from tests.support.pool import Pool
 from torch import nn
@@ -175,3 +175,295 @@ def test_has_the_bits_of_one_process(
         homes = [sum("up.weight" in n or "down.weight" in n for n in s[0]) for s, _ in ranks]
         assert sum(homes) == 6  # each at one home
         assert max(homes) - min(homes) <= 1
+
+
+def both_ways(seed: int, tp: int, optimizer: str, early: bool) -> list[str]:
+    """What differs between an overlapped run, whose ops are delayed, and a synchronous one."""
+    made = []
+    for overlap in (True, False):
+        mesh = grid(tp)
+        module = parallel(seed, mesh)
+        facts: Any = {"overlap_param_gather": overlap, "check_replicas_every": 1}
+        facts["update_under_backward"] = early and overlap
+        with slowly(seed if overlap else None):
+            optimizing = optimized(module, mesh, optimizer, **facts)
+        with optimizing:
+            losses = go(optimizing, mesh, seed, range(6), None if early else 0.1)
+        made.append((losses, weights(module)))
+    assert made[0][0][0] > made[0][0][-1]
+    return differing(made[0][1], made[1][1]) + ["losses"] * (made[0][0] != made[1][0])
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "optimizer", "early"),
+    [(4, 2, "muon", False), (4, 2, "ours", True)],
+)
+def test_overlapped_is_synchronous(
+    pool: Pool, world: int, tp: int, optimizer: str, early: bool, seed: int
+) -> None:
+    assert pool(world).run(both_ways, seed, tp, optimizer, early) == [[]] * world
+
+
+class Uneven(nn.Module):
+    """Matrices of shapes that three ranks cannot cut evenly, one of them in fewer parts."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        shapes = [((DIM, 7), 1), ((7, 5), 0), ((5, 2), 1), ((2, 4, 5), 2), ((2, 5, 3), 1)]
+        self.matrices = nn.ParameterList(
+            nn.Parameter(distribute_tensor(torch.randn(shape), mesh, [Shard(dim)]))
+            for shape, dim in shapes
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third, *stacks = (matrix.full_tensor() for matrix in self.matrices)
+        x = torch.tanh(torch.tanh(x @ first) @ second) @ third
+        return x + sum(stack.sum() for stack in stacks)
+
+
+def uneven(seed: int) -> list[str]:
+    """What differs from training the whole matrices in one process."""
+    mesh = grid(3)
+    module = model(seed, lambda: Uneven(mesh["tp"]))
+    alone = [nn.Parameter(whole(param)) for param in module.parameters()]
+    optimizers = [Muon(params, lr=0.1, batched=False) for params in (module.parameters(), alone)]
+    with LayerWise(optimizers[0], module, mesh["dp"], bucket_bytes=512) as optimizing:
+        for step in range(3):
+            module(rows_of(mesh, seed, step)).square().mean().backward()
+            for matrix, param in zip(module.matrices, alone, strict=True):
+                param.grad = whole(
+                    DTensor.from_local(
+                        optimizing._reducer.main_grad(matrix), mesh["tp"], matrix.placements,
+                        shape=matrix.shape, stride=matrix.stride(),
+                    )
+                )
+            optimizing.step()
+            optimizing.zero_grad()
+            optimizers[1].step()
+        found = weights(module)
+    wanted = {f"matrices.{i}": param.detach() for i, param in enumerate(alone)}
+    return differing(found, wanted)
+
+
+def test_uneven_shards(pool: Pool, seed: int) -> None:
+    assert pool(3).run(uneven, seed) == [[]] * 3
+
+
+# -- norms and experts ----------------------------------------------------------------------------
+
+
+def unlike(seed: int, tp: int) -> list[str]:
+    """What differs, beyond rounding, from training without tensor parallelism, clipped."""
+    made: list[Tensors] = []
+    for size in (tp, 1):
+        mesh = grid(size)
+        module = parallel(seed, mesh)
+        module.double()
+        with optimized(module, mesh, "sgd", main_grad_dtype=None, op="sum") as optimizing:
+            replica, found = dist.get_rank() // tp, {}
+            for step in range(4):
+                draw = torch.Generator().manual_seed(seed + 10 * step + replica)
+                rows = torch.randn(layerwise.TOKENS, DIM, generator=draw).double()
+                module(rows).square().mean().mul(1 if size == tp else 1 / tp).backward()
+                found[f"norm {step}"] = optimizing.clip_grad_norm_(0.1)
+                optimizing.step()
+                optimizing.zero_grad()
+            made.append({**weights(module), **found})
+    return [name for name, value in made[0].items() if not torch.allclose(value, made[1][name])]
+
+
+def test_trains_and_clips_as_without_shards(pool: Pool, seed: int) -> None:
+    assert pool(4).run(unlike, seed, 2) == [[]] * 4
+
+
+class Experts(nn.Module):
+    """A stack of matrices, of which a rank has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(DIM, DIM)
+        self.experts = nn.Parameter(torch.randn(4, DIM, DIM) / DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mine = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        return torch.relu(self.dense(x)) @ mine.sum(0)
+
+
+def expert_parallel(seed: int, plain: bool) -> tuple[list[str], list[torch.Tensor], Tensors]:
+    """Experts are sharded over pairs of ranks, and the other Parameters over none."""
+    ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ep"))
+    module, told, norms = model(seed, Experts), [], []
+    part = distribute_tensor(module.experts.detach(), ranks["ep"], [Shard(0)])
+    module.experts = nn.Parameter(part.to_local().clone() if plain else part)
+    facts: Any = {"bucket_bytes": layerwise.SMALL, "options": Options(time_out_s=20)}
+    optimizing = [
+        LayerWise(Muon([module.experts], lr=0.02), module, ranks["replica"], **facts)
+        if not plain
+        else LayerWise(
+            Muon([module.experts], lr=0.02), module, ranks["replica"], shards=ranks["ep"], **facts
+        ),
+        LayerWise(
+            Muon(layerwise.by_dimensions(module.dense.parameters()), lr=0.02),
+            module,
+            layerwise.mesh(),
+            **facts,
+        ),
+    ]
+    for step in range(3):
+        module(batch(seed, step)).square().sum().backward()
+        norms.append(clip_grad_norm_(optimizing, 0.5))
+        for each in optimizing:
+            each.step()
+            each.zero_grad()
+    told.append(optimizing[0].explain())
+    for each in optimizing:
+        each.synchronize()
+        each.close()
+    made = dict(module.state_dict())
+    if plain:
+        made["experts"] = DTensor.from_local(made["experts"], ranks["ep"], [Shard(0)])
+    return told, norms, {name: whole(value) for name, value in made.items()}
+
+
+def test_experts_beside_dense_parameters(pool: Pool, seed: int) -> None:
+    """Shards of whole matrices stay where they are, and one norm clips all gradients."""
+    sharded, plain = (pool(4).run(expert_parallel, seed, each) for each in (False, True))
+    for told, norms, found in sharded:
+        assert "experts, of rank" in told[0]
+        assert "home" not in told[0]
+        assert norms == sharded[0][1] == plain[0][1]
+        assert differing(found, sharded[0][2]) == []
+    assert differing(plain[0][2], sharded[0][2]) == []
+    _, norms, _ = sharded[0]
+    torch.manual_seed(seed)
+    module = Experts()
+    # the first norm, of the mean gradients: dense over 4 ranks, experts over 2
+    grads: list[Tensors] = []
+    for rank in range(4):
+        draw = torch.Generator().manual_seed(seed + rank)
+        module.zero_grad()
+        full = module.experts
+        rows = torch.randn(layerwise.TOKENS, DIM, generator=draw)
+        mine = full[2 * (rank % 2) : 2 * (rank % 2) + 2]
+        (torch.relu(module.dense(rows)) @ mine.sum(0)).square().sum().backward()
+        grads.append({name: param.grad.clone() for name, param in module.named_parameters()})
+    total = sum(
+        (sum(g[name] for g in grads) / (2 if name == "experts" else 4)).square().sum()
+        for name in grads[0]
+    )
+    torch.testing.assert_close(norms[0].float(), total.sqrt())
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+State = dict[str, Tensors]
+
+
+def state_of(optimizing: LayerWise) -> State:
+    return {
+        name: {key: whole(value) for key, value in values.items()}
+        for name, values in optimizing.state_dict()["state"].items()
+    }
+
+
+def saved(seed: int, tp: int, optimizer: str, folder: str) -> tuple[State, Tensors, Tensors]:
+    """State and weights when a checkpoint was saved in mid-flight, and how the run went on."""
+    mesh = grid(tp)
+    module = parallel(seed, mesh)
+    with optimized(module, mesh, optimizer) as optimizing:
+        go(optimizing, mesh, seed, range(3))
+        dcp.save({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
+        state, held = state_of(optimizing), weights(module)
+        go(optimizing, mesh, seed, range(3, 5))
+        return state, held, weights(module)
+
+
+def loaded(seed: int, tp: int, optimizer: str, folder: str) -> tuple[State, Tensors, Tensors]:
+    """The same of a run that loads it."""
+    mesh = grid(tp)
+    module = parallel(seed + 1, mesh)
+    with optimized(module, mesh, optimizer) as optimizing:
+        dcp.load({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
+        state, held = state_of(optimizing), weights(module)
+        go(optimizing, mesh, seed, range(3, 5))
+        return state, held, weights(module)
+
+
+def merged(ranks: list[tuple[State, Tensors, Tensors]]) -> State:
+    state: State = {}
+    for own, _, _ in ranks:
+        for name in state.keys() & own.keys():
+            assert differing(own[name], state[name]) == []
+        state |= own
+    return state
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "optimizer"), [(4, 2, "muon"), (2, 2, "ours"), (2, 1, "ours"), (4, 4, "adamw")]
+)
+def test_goes_on_from_a_checkpoint(
+    pool: Pool, world: int, tp: int, optimizer: str, seed: int, tmp_path: Path
+) -> None:
+    """On the same mesh bit for bit; on others, all that was loaded is."""
+    before = pool(4).run(saved, seed, 2, optimizer, str(tmp_path))
+    after = pool(world).run(loaded, seed, tp, optimizer, str(tmp_path))
+    wanted, found = merged(before), merged(after)
+    assert wanted.keys() == found.keys()
+    for name, values in wanted.items():
+        assert differing(found[name], values) == [], name
+    for _, held, ended in after:
+        assert differing(held, before[0][1]) == []
+        if (world, tp) == (4, 2):
+            assert differing(ended, before[0][2]) == []
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+def told_of(seed: int) -> list[str]:
+    told: list[str] = []
+    mesh = grid(2)
+    module = parallel(seed, mesh)
+    groups = [*module.parameters()]
+    optimizer = Muon(layerwise.by_dimensions(groups), lr=0.02)
+    before = [[*group["params"]] for group in optimizer.param_groups]
+    with LayerWise(optimizer, module, mesh["dp"], bucket_bytes=layerwise.SMALL) as optimizing:
+        told.append(optimizing.explain())
+        shapes = {p.shape for group in optimizer.param_groups for p in group["params"]}
+        assert torch.Size((layerwise.HIDDEN, DIM)) in shapes
+    for group, params in zip(optimizer.param_groups, before, strict=True):
+        assert all(p is q for p, q in zip(group["params"], params, strict=True))
+
+    def expect(kind: type[Exception], make: Any) -> None:
+        with pytest.raises(kind) as caught:
+            make()
+        told.append(str(caught.value))
+
+    expect(UnsupportedError, lambda: layer_wise(parallel(seed, mesh), "sgd"))
+    both = nn.Module()
+    both.one = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)]))
+    both.other = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()] * 2))
+    params = [*both.parameters()]
+    expect(UnsupportedError, lambda: LayerWise(torch.optim.SGD(params), both, mesh["dp"]))
+    wide = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh["tp"], [Shard(1)]))
+    wide._local_tensor = torch.ones(3, 4).t()
+    both.other = wide
+    params = [*both.parameters()]
+    expect(UnsupportedError, lambda: LayerWise(torch.optim.SGD(params), both, mesh["dp"]))
+    expect(
+        OptimizerError,
+        lambda: LayerWise(torch.optim.SGD([both.one]), both, mesh["dp"], shards=mesh["dp"]),
+    )
+    return told
+
+
+def test_explains_homes_and_refuses_other_meshes(pool: Pool, seed: int) -> None:
+    for shown, whole_mesh, replicated, strided, shards in pool(4).run(told_of, seed):
+        assert "rank 1, shard 1: cost" in shown
+        assert "blocks.0.up.weight, of rank" in shown
+        assert "40x24, home" in shown
+        assert re.search(r"def weights_to_shards_\d\(tp: Team\[2\]", shown)
+        assert "is a DTensor on ranks of the data-parallel mesh" in whole_mesh
+        assert "is a DTensor on ranks of the data-parallel mesh" in replicated
+        assert "make the Parameter contiguous" in strided
+        assert "others over" in shards
