@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from interlace.optim import LayerWise, Muon, clip_grad_norm_
 from interlace.options import Options
 
 Tensors = dict[str, torch.Tensor]
+NUMBERS = itertools.count()
 
 
 class Sharded(Blocks):
@@ -57,20 +59,31 @@ class Sharded(Blocks):
         return self.head(x)
 
 
-def grid(tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+class Grid(NamedTuple):
+    dp: DeviceMesh
+    tp: DeviceMesh
 
 
-def parallel(seed: int, mesh: DeviceMesh) -> Any:
+def grid(tp: int) -> Grid:
+    """Data parallelism over shards. Names differ from call to call: torch keeps meshes of equal
+    names in caches, whose groups are gone when the pool's ranks have another default group.
+    """
+    names = f"dp{next(NUMBERS)}", f"tp{next(NUMBERS)}"
+    shape = dist.get_world_size() // tp, tp
+    both = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return Grid(both[names[0]], both[names[1]])
+
+
+def parallel(seed: int, mesh: Grid) -> Any:
     """The model, tensor-parallel: matrices by rows and by columns, and norms replicated."""
     module = model(seed, Sharded)
-    if mesh["tp"].size() == 1:
+    if mesh.tp.size() == 1:
         return module
-    module.tp = mesh["tp"]
+    module.tp = mesh.tp
     for block in module.blocks:
         parallelize_module(
             block,
-            mesh["tp"],
+            mesh.tp,
             {
                 "norm": SequenceParallel(sequence_dim=0),
                 "up": ColwiseParallel(input_layouts=Shard(0)),
@@ -80,19 +93,19 @@ def parallel(seed: int, mesh: DeviceMesh) -> Any:
     return module
 
 
-def rows_of(mesh: DeviceMesh, seed: int, step: int) -> torch.Tensor:
+def rows_of(mesh: Grid, seed: int, step: int) -> torch.Tensor:
     """Rows that all shards of a replica have alike."""
-    draw = torch.Generator().manual_seed(seed + 1000 * step + mesh["dp"].get_local_rank())
+    draw = torch.Generator().manual_seed(seed + 1000 * step + mesh.dp.get_local_rank())
     return torch.randn(layerwise.TOKENS, DIM, generator=draw)
 
 
-def optimized(module: nn.Module, mesh: DeviceMesh, optimizer: str, **options: Any) -> LayerWise:
+def optimized(module: nn.Module, mesh: Grid, optimizer: str, **options: Any) -> LayerWise:
     options = {"bucket_bytes": layerwise.SMALL, "options": Options(time_out_s=20), **options}
-    return LayerWise(OPTIMIZERS[optimizer](module.parameters()), module, mesh["dp"], **options)
+    return LayerWise(OPTIMIZERS[optimizer](module.parameters()), module, mesh.dp, **options)
 
 
 def go(
-    optimizing: LayerWise, mesh: DeviceMesh, seed: int, steps: range, clip: float | None = 1.0
+    optimizing: LayerWise, mesh: Grid, seed: int, steps: range, clip: float | None = 1.0
 ) -> list[float]:
     losses: list[float] = []
     for step in steps:
@@ -224,17 +237,20 @@ class Uneven(nn.Module):
 def uneven(seed: int) -> list[str]:
     """What differs from training the whole matrices in one process."""
     mesh = grid(3)
-    module = model(seed, lambda: Uneven(mesh["tp"]))
+    module = model(seed, lambda: Uneven(mesh.tp))
     alone = [nn.Parameter(whole(param)) for param in module.parameters()]
     optimizers = [Muon(params, lr=0.1, batched=False) for params in (module.parameters(), alone)]
-    with LayerWise(optimizers[0], module, mesh["dp"], bucket_bytes=512) as optimizing:
+    with LayerWise(optimizers[0], module, mesh.dp, bucket_bytes=512) as optimizing:
         for step in range(3):
             module(rows_of(mesh, seed, step)).square().mean().backward()
             for matrix, param in zip(module.matrices, alone, strict=True):
                 param.grad = whole(
                     DTensor.from_local(
-                        optimizing._reducer.main_grad(matrix), mesh["tp"], matrix.placements,
-                        shape=matrix.shape, stride=matrix.stride(),
+                        optimizing._reducer.main_grad(matrix),
+                        mesh.tp,
+                        matrix.placements,
+                        shape=matrix.shape,
+                        stride=matrix.stride(),
                     )
                 )
             optimizing.step()
@@ -291,17 +307,15 @@ class Experts(nn.Module):
 
 def expert_parallel(seed: int, plain: bool) -> tuple[list[str], list[torch.Tensor], Tensors]:
     """Experts are sharded over pairs of ranks, and the other Parameters over none."""
-    ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ep"))
+    replicas, ep = grid(2)
     module, told, norms = model(seed, Experts), [], []
-    part = distribute_tensor(module.experts.detach(), ranks["ep"], [Shard(0)])
+    part = distribute_tensor(module.experts.detach(), ep, [Shard(0)])
     module.experts = nn.Parameter(part.to_local().clone() if plain else part)
     facts: Any = {"bucket_bytes": layerwise.SMALL, "options": Options(time_out_s=20)}
     optimizing = [
-        LayerWise(Muon([module.experts], lr=0.02), module, ranks["replica"], **facts)
+        LayerWise(Muon([module.experts], lr=0.02), module, replicas, **facts)
         if not plain
-        else LayerWise(
-            Muon([module.experts], lr=0.02), module, ranks["replica"], shards=ranks["ep"], **facts
-        ),
+        else LayerWise(Muon([module.experts], lr=0.02), module, replicas, shards=ep, **facts),
         LayerWise(
             Muon(layerwise.by_dimensions(module.dense.parameters()), lr=0.02),
             module,
@@ -321,7 +335,7 @@ def expert_parallel(seed: int, plain: bool) -> tuple[list[str], list[torch.Tenso
         each.close()
     made = dict(module.state_dict())
     if plain:
-        made["experts"] = DTensor.from_local(made["experts"], ranks["ep"], [Shard(0)])
+        made["experts"] = DTensor.from_local(made["experts"], ep, [Shard(0)])
     return told, norms, {name: whole(value) for name, value in made.items()}
 
 
@@ -427,7 +441,7 @@ def told_of(seed: int) -> list[str]:
     groups = [*module.parameters()]
     optimizer = Muon(layerwise.by_dimensions(groups), lr=0.02)
     before = [[*group["params"]] for group in optimizer.param_groups]
-    with LayerWise(optimizer, module, mesh["dp"], bucket_bytes=layerwise.SMALL) as optimizing:
+    with LayerWise(optimizer, module, mesh.dp, bucket_bytes=layerwise.SMALL) as optimizing:
         told.append(optimizing.explain())
         shapes = {p.shape for group in optimizer.param_groups for p in group["params"]}
         assert torch.Size((layerwise.HIDDEN, DIM)) in shapes
@@ -441,18 +455,18 @@ def told_of(seed: int) -> list[str]:
 
     expect(UnsupportedError, lambda: layer_wise(parallel(seed, mesh), "sgd"))
     both = nn.Module()
-    both.one = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)]))
-    both.other = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()] * 2))
+    both.one = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh.tp, [Shard(0)]))
+    both.other = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh.dp, [Replicate()]))
     params = [*both.parameters()]
-    expect(UnsupportedError, lambda: LayerWise(torch.optim.SGD(params), both, mesh["dp"]))
-    wide = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh["tp"], [Shard(1)]))
+    expect(UnsupportedError, lambda: LayerWise(torch.optim.SGD(params), both, mesh.dp))
+    wide = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh.tp, [Shard(1)]))
     wide._local_tensor = torch.ones(3, 4).t()
     both.other = wide
     params = [*both.parameters()]
-    expect(UnsupportedError, lambda: LayerWise(torch.optim.SGD(params), both, mesh["dp"]))
+    expect(UnsupportedError, lambda: LayerWise(torch.optim.SGD(params), both, mesh.dp))
     expect(
         OptimizerError,
-        lambda: LayerWise(torch.optim.SGD([both.one]), both, mesh["dp"], shards=mesh["dp"]),
+        lambda: LayerWise(torch.optim.SGD([both.one]), both, mesh.dp, shards=mesh.dp),
     )
     return told
 
