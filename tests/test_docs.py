@@ -167,6 +167,13 @@ assert len(muon.state) == 2 and muon.param_groups[0]["lr"] > 0.019
 dist.destroy_process_group()
 print("as told")
 """
+LAYER_WISE_SHARDED_CHECK = """
+whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+assert whole.isfinite().all()
+assert optimizer.explain().count(", home ") == 2
+dist.destroy_process_group()
+print("as told")
+"""
 PIECES = {
     name: (code, told)
     for told, word in (
@@ -181,6 +188,7 @@ PIECES = {
         (FLOAT8_CHECK, "dw = wgrad("),
         (STYLES_CHECK, "parallelize(expand"),
         (LAYER_WISE_CHECK, "LayerWise(muon"),
+        (LAYER_WISE_SHARDED_CHECK, "parallelize_module(model"),
     )
     for name, code in PYTHON.items()
     if name.startswith(("README.md", "docs/float8.md", "docs/layer_wise.md")) and word in code
@@ -206,7 +214,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 11
+    assert len(PIECES) == 12
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

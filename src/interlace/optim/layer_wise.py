@@ -8,7 +8,8 @@
         optimizer.zero_grad()
 
 Any torch optimizer will do, also one that needs whole matrices. A parameter's owner holds its
-state, and nobody else does (as in ZeRO-1).
+state, and nobody else does (as in ZeRO-1). What is sharded by tensor parallelism has as owner a
+group of ranks.
 
 Note [A step]
     Buckets hold parameters that follow one another in the model. Each has two flat buffers with one
@@ -16,14 +17,14 @@ Note [A step]
     Programs: a reduce-scatter and what brings gradients to owners, and what brings weights to
     shards and an all-gather. Both run in place, so that nothing is allocated for them. The gathers
     of a step begin in the order in which the first forward needed the buckets, as rank 0 saw it;
-    modules wait as they come to run (Note [What waits]), in whatever order.
+    modules wait as they come to run (Note [What waits]), in whatever order. Where matrices have
+    homes, theirs follow the reductions and precede the gathers (tensor_homes.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,7 @@ from torch.optim import Optimizer
 from interlace.cost import Timeline
 from interlace.errors import GradientError, OptimizerError, ReplicaError, UnsupportedError
 from interlace.optim.adam.state import local
-from interlace.optim.bucket_runs import (
-    BucketExchange,
-    BucketRuns,
-    Write,
-    all_reduced,
-)
+from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.bucket_update import BucketUpdate
 from interlace.optim.clipping import clip_grad_norm_
 from interlace.optim.flat_weights import FlatWeights, shown
@@ -49,11 +45,12 @@ from interlace.optim.grad_reducer import (
     Bucket,
     GradReducer,
     check_reduction,
-    laid_out,
     lent,
 )
-from interlace.optim.ownership import own
+from interlace.optim.owned_state import load, saved
+from interlace.optim.ownership import explained, own
 from interlace.optim.sharded_parameters import cost_of, is_sharded, like, needs_whole, shard_mesh
+from interlace.optim.step_runs import buckets_of, calls_around, runs_of
 from interlace.optim.tensor_homes import TensorHomes
 from interlace.optim.whole_parameters import (
     hash_of,
@@ -63,20 +60,22 @@ from interlace.optim.whole_parameters import (
 )
 from interlace.options import Options
 
-SHARED = ("norms", "order")
-"""What ranks that hold shards tell one another too."""
-Calls = dict[int, Callable[[], None]]
-"""By the number of a run."""
-
 
 class LayerWise:
     """An optimizer whose parameters have owners, one rank of `mesh` each.
 
-    `optimizer`: has updated nothing yet, or has state for all parameters; each of its parameters is
-    a plain tensor and stands in `module`, which every rank has alike (a gather at the start makes
-    weights equal). The Parameters become views of flat buffers, and frozen ones may be unfrozen
-    later. `mesh`: one dimension, whose ranks all do the same. Every rank of the job makes its own
+    `optimizer`: has updated nothing yet, or has state for all parameters; each of its parameters
+    stands in `module`, which every rank of `mesh` has alike (a gather at the start makes weights
+    equal). The Parameters become views of flat buffers, and frozen ones may be unfrozen later.
+    `mesh`: one dimension, whose ranks all do the same. Every rank of the job makes its own
     together.
+
+    Parameters may be DTensors on one other mesh of one dimension (tensor or expert parallelism).
+    Those that the optimizer updates whole have a home among the ranks of their owner: see
+    Note [Homes]. In `param_groups` a Parameter of the whole shape stands in their place, until
+    `close()`. Which these are the optimizer's `needs_whole(parameter)` says; without it, all but
+    those of torch's elementwise optimizers and of `interlace.optim.AdamW`. `shards`: a mesh whose
+    ranks have other parts in plain Parameters, such as experts, which the norm of gradients counts.
 
     Under `DistributedDataParallel` the gradients are reduced already: `.grad` is taken as it is.
     Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op` "mean" or
@@ -144,8 +143,9 @@ class LayerWise:
                 "Parameters are sharded DTensors, under DistributedDataParallel: give LayerWise "
                 "the module without it, which then reduces their gradients itself"
             )
-        weights = self._laid_out(None)
-        grads = self._laid_out(main_grad_dtype) if reduces else []
+        params = [*self._params.values()]
+        weights = buckets_of(self._plan, params, None)
+        grads = buckets_of(self._plan, params, main_grad_dtype) if reduces else []
         self._device = weights[0].flat.device
         self._order = list(range(len(weights)))
         self._shared = {
@@ -167,16 +167,23 @@ class LayerWise:
                 "update_under_backward=True with stochastic rounding would give bits that depend "
                 "on the buckets: leave one out"
             )
+        names = [*self._params]
         self._homes = None
         if found is not None:
-            params, shared = [*self._params.values()], {n: self._shared[n] for n in SHARED}
-            plan, names = self._plan, self._names
             self._homes = TensorHomes(
-                params, plan, self._rank, weights, grads, found, shared, names, chosen
+                self._params, self._plan, self._rank, weights, grads, found, self._shared, chosen
             )
+            self._names |= {whole: self._names[p] for p, whole in self._homes.whole.items()}
+            self._homes.enter(optimizer)
         self._own(grads)
-        programs = self._programs(weights, grads, op, chosen.transport == "peer")
-        before, then = self._around(grads)
+        updates: list[Callable[[], None]] = []
+        for bucket in grads if self._early else ():
+            members = {*bucket.params}
+            parts = {a: g for a, g in self._main_grads.items() if self._owned[a] in members}
+            updates.append(BucketUpdate(optimizer, parts, self._owned))
+        peer = chosen.transport == "peer"
+        programs = runs_of(self._plan, names, weights, grads, op, peer, self._shared)
+        before, then = calls_around(grads, [*self._shared], self._homes, updates)
         self._runs = BucketRuns(
             programs, mesh.get_group(), chosen, apart=True, before=before, then=then
         )
@@ -189,42 +196,19 @@ class LayerWise:
         self._gather_loaded()
 
     def _own(self, grads: Sequence[Bucket]) -> None:
-        """Finds what this rank updates; whole matrices take the places of DTensors in groups."""
-        homes = self._homes
-        whole = {} if homes is None else homes.whole
+        """Finds what this rank updates, by which gradients."""
+        whole, homed = ({}, {}) if self._homes is None else (self._homes.whole, self._homes.grads)
         views = {p: v for bucket in grads for p, v in zip(bucket.params, bucket.views, strict=True)}
         self._owned: dict[nn.Parameter, nn.Parameter] = {}
         """What this rank updates, and of which Parameter each is."""
         self._main_grads: dict[nn.Parameter, Tensor] = {}
         plan = self._plan
         for param, owner, home in zip(self._params.values(), plan.owners, plan.homes, strict=True):
-            if owner == self._rank and (home is None or home == self._part):
+            if owner == self._rank and home in (None, self._part):
                 acting = whole.get(param, param)
                 self._owned[acting] = param
                 if grads:
-                    grad = homes.grads[param] if homes and home is not None else views[param]
-                    self._main_grads[acting] = like(acting, grad)
-        self._names |= {acting: self._names[param] for param, acting in whole.items()}
-        if homes is not None:
-            homes.enter(self.optimizer)
-
-    def _around(self, grads: Sequence[Bucket]) -> tuple[Calls, Calls]:
-        """What precedes runs of `_programs`, and what follows them."""
-        before: Calls = {}
-        then: Calls = {}
-        for index, bucket in enumerate(grads):
-            calls: list[Callable[[], None]] = []
-            if self._homes is not None:
-                before[len(grads) + index] = partial(self._homes.give_back, index)
-                calls.append(partial(self._homes.bring_grads, index))
-            if self._early:
-                if self._homes is not None:
-                    calls.append(partial(self._homes.bring_weights, index))
-                members = {*bucket.params}
-                grads_of = {a: g for a, g in self._main_grads.items() if self._owned[a] in members}
-                calls.append(BucketUpdate(self.optimizer, grads_of, self._owned))
-            then[len(grads) - 1 - index] = partial(in_turn, calls)
-        return before, then
+                    self._main_grads[acting] = like(acting, homed.get(param, views[param]))
 
     @property
     def _part(self) -> int:
@@ -236,37 +220,6 @@ class LayerWise:
         if self._homes is not None:
             self._homes.bring_all_weights()
         self._weights.start(self._order, wait=True)
-
-    def _laid_out(self, dtype: torch.dtype | None) -> list[Bucket]:
-        params, buckets = [*self._params.values()], []
-        for plan in self._plan.buckets:
-            members = [params[number] for number in plan.items]
-            kind = dtype or members[0].dtype
-            buckets.append(laid_out(members, plan.starts, plan.numel, kind))
-        return buckets
-
-    def _programs(
-        self, weights: Sequence[Bucket], grads: Sequence[Bucket], op: str, peer: bool
-    ) -> list[tuple[Write, Tensor]]:
-        """Reductions in the order of backward, gathers in that of the model, and `_shared`."""
-        reductions: list[tuple[Write, Tensor]] = []
-        gathers: list[tuple[Write, Tensor]] = []
-        for i, plan in enumerate(self._plan.buckets):
-            about = shown([self._items[number].name for number in plan.items])
-            exchange, flat = BucketExchange(plan, about, peer), weights[i].flat
-            gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
-            if grads:
-                flat = grads[i].flat
-                write = partial(exchange.reduced, f"reduce_bucket_{i}", flat, op)
-                reductions.insert(0, (write, flat))
-        return [
-            *reductions,
-            *gathers,
-            *(
-                (partial(all_reduced, name, flat, "sum" if name == "norms" else "max"), flat)
-                for name, flat in self._shared.items()
-            ),
-        ]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -380,18 +333,7 @@ class LayerWise:
         """
         self._check_whole()
         self.synchronize()
-        begun = self._begin_state()
-        names, state = self._names, self.optimizer.state
-        found = {
-            "state": {names[p]: dict(state[p]) for p in self._owned if state.get(p)},
-            "param_groups": [
-                {**group, "params": [names[param] for param in group["params"]]}
-                for group in self.param_groups
-            ],
-        }
-        for param in begun:
-            state.pop(param, None)
-        return found
+        return saved(self.optimizer, self._owned, self._names)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave, then gathers all weights from their owners. Collective.
@@ -401,34 +343,8 @@ class LayerWise:
         """
         self._check_whole()
         self.synchronize()
-        given, names = state_dict["state"], self._names
-        owned = [names[param] for param in self._owned.values() if param.requires_grad]
-        strange = [name for name in given if name not in {names[param] for param in self._owned}]
-        lacking = [name for name in owned if name not in given] if given and self._reducer else []
-        if strange or lacking:
-            raise OptimizerError(
-                f"rank {self._rank} owns other Parameters than those of this state, such as "
-                f"{shown([*strange, *lacking])}: it was saved by another rank, or on another "
-                "number of them. Save and load it with torch.distributed.checkpoint, which gives "
-                "each rank what it owns"
-            )
-        groups = [[names[param] for param in group["params"]] for group in self.param_groups]
-        saved = [sorted(group["params"]) for group in state_dict["param_groups"]]
-        if saved != [sorted(group) for group in groups]:
-            raise OptimizerError(
-                "the state has other groups of Parameters than the optimizer: make it with the "
-                "groups that it was saved with"
-            )
-        numbers = {name: i for i, name in enumerate(name for group in groups for name in group)}
-        self.optimizer.load_state_dict(
-            {
-                "state": {numbers[name]: value for name, value in given.items()},
-                "param_groups": [
-                    {**group, "params": [numbers[name] for name in own]}
-                    for group, own in zip(state_dict["param_groups"], groups, strict=True)
-                ],
-            }
-        )
+        complete = self._reducer is not None
+        load(self.optimizer, self._owned, self._names, state_dict, self._rank, complete=complete)
         self._gather_loaded()
 
     @torch.no_grad()
@@ -452,35 +368,15 @@ class LayerWise:
 
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""
-        plan, ranks = self._plan, len(self._plan.buckets[0].bounds) - 1
-        of_parts = range(self._shards)
-        costs = [[0.0 for _ in of_parts] for _ in range(ranks)]
-        held = [[0 for _ in of_parts] for _ in range(ranks)]
-        for item, owner, home in zip(self._items, plan.owners, plan.homes, strict=True):
-            for part in of_parts if home is None else [home]:
-                costs[owner][part] += item.cost
-                held[owner][part] += item.numel * item.itemsize * (1 if home is None else self._shards)
-        used, laid = sum(i.numel for i in self._items), sum(b.numel for b in plan.buckets)
-        lines = [
-            f"{len(self._items)} parameters of {ranks} ranks in {len(plan.buckets)} buckets, "
-            f"{100 * (laid / used - 1):.1f} % padding"
+        layouts = [
+            f", {p.placements[0]} of {'x'.join(map(str, p.shape))}"
+            if isinstance(p, DTensor)
+            else ""
+            for p in self._params.values()
         ]
-        for rank in range(ranks):
-            for part in of_parts:
-                who = f"rank {rank}" if self._homes is None else f"rank {rank}, shard {part}"
-                lines.append(f"{who}: cost {costs[rank][part]:.4g}, {held[rank][part]} bytes")
-        for index, bucket in enumerate(plan.buckets):
-            lines.append(f"bucket {index}: {bucket.numel} elements")
-            for number, start in zip(bucket.items, bucket.starts, strict=True):
-                item, param = self._items[number], self._params[self._items[number].name]
-                line = f"    {start}: {item.name}, of rank {plan.owners[number]}"
-                if isinstance(param, DTensor):
-                    line += f", {param.placements[0]} of {'x'.join(map(str, param.shape))}"
-                if item.homed:
-                    line += f", home {plan.homes[number]}"
-                lines.append(line)
         executors = [*self._runs.executors, *(self._homes.executors if self._homes else ())]
-        return "\n".join([*lines, *(str(executor.program) for executor in executors)])
+        programs = [str(executor.program) for executor in executors]
+        return "\n".join([*explained(self._items, self._plan, self._shards, layouts), *programs])
 
     def timelines(self) -> list[Timeline]:
         """When each Program ran last, reductions first, then gathers; needs the option `trace`."""
@@ -581,32 +477,3 @@ class LayerWise:
         index = len(self._runs.executors) - len(self._shared) + list(self._shared).index(name)
         self._runs.start(index)
         self._runs.wait(index)
-        if self._homes is not None and name in SHARED:
-            self._homes.share(name)
-
-    @torch.no_grad()
-    def _begin_state(self) -> list[nn.Parameter]:
-        """Makes state of what is owned, if there is none, by a step whose weights are put back;
-        gives the Parameters that have such state now.
-        """
-        fresh = [param for param, source in self._owned.items() if source.requires_grad]
-        if any(self.optimizer.state.get(param) for param in fresh):
-            return []
-        weights, grads = [param.clone() for param in fresh], [param.grad for param in fresh]
-        try:
-            for param in fresh:
-                param.grad = torch.zeros_like(param)
-            self.optimizer.step()
-        finally:
-            for param, weight, grad in zip(fresh, weights, grads, strict=True):
-                param.copy_(weight)
-                param.grad = grad
-        for param in fresh:
-            if "step" in self.optimizer.state[param]:
-                self.optimizer.state[param]["step"] *= 0
-        return fresh
-
-
-def in_turn(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()

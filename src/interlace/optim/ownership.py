@@ -172,3 +172,31 @@ def _placed(
         bounds.append(end)
     shard = -(-end // (ranks * ALIGNMENT)) * ALIGNMENT
     return BucketPlan(tuple(numbers), tuple(starts), tuple(bounds), max(shard, ALIGNMENT) * ranks)
+
+
+def explained(
+    items: Sequence[ParameterCost], plan: Ownership, shards: int, layouts: Sequence[str]
+) -> list[str]:
+    """Lines: who owns what, and where it lies; `layouts` tell how each item is sharded."""
+    ranks = len(plan.buckets[0].bounds) - 1
+    costs, held = ([[0.0] * shards for _ in range(ranks)] for _ in range(2))
+    for item, owner, home in zip(items, plan.owners, plan.homes, strict=True):
+        for part in range(shards) if home is None else [home]:
+            costs[owner][part] += item.cost
+            held[owner][part] += item.numel * item.itemsize * (1 if home is None else shards)
+    used, laid = sum(item.numel for item in items), sum(bucket.numel for bucket in plan.buckets)
+    lines = [
+        f"{len(items)} parameters of {ranks} ranks in {len(plan.buckets)} buckets, "
+        f"{100 * (laid / used - 1):.1f} % padding"
+    ]
+    for rank in range(ranks):
+        for part in range(shards):
+            who = f"rank {rank}" + (f", shard {part}" if shards > 1 else "")
+            lines.append(f"{who}: cost {costs[rank][part]:.4g}, {held[rank][part]:.0f} bytes")
+    for index, bucket in enumerate(plan.buckets):
+        lines.append(f"bucket {index}: {bucket.numel} elements")
+        for number, start in zip(bucket.items, bucket.starts, strict=True):
+            home = f", home {plan.homes[number]}" if items[number].homed else ""
+            line = f"    {start}: {items[number].name}, of rank {plan.owners[number]}"
+            lines.append(line + layouts[number] + home)
+    return lines

@@ -94,8 +94,8 @@ def cost_of(
 ) -> ParameterCost:
     """What a plan needs to know: the place of the largest shard, the cost of what one rank does."""
     numel, parts = param.numel(), 1
-    if isinstance(param, DTensor) and is_sharded(param):
-        size = param.shape[param.placements[0].dim]
+    if isinstance(param, DTensor) and isinstance(placement := param.placements[0], Shard):
+        size = param.shape[placement.dim]
         numel, parts = numel // max(size, 1) * -(-size // shards), 1 if homed else shards
     each = float(cost(param)) / parts
     return ParameterCost(name, numel, NAMES[param.dtype], param.itemsize, each, homed)

@@ -37,6 +37,9 @@ from interlace.optim.ownership import ALIGNMENT, Ownership
 from interlace.options import Options
 from interlace.runtime import Executor
 
+SHARED = ("norms", "order")
+"""What ranks that hold shards tell one another too."""
+
 
 @dataclass(frozen=True, slots=True)
 class HomedMatrix:
@@ -205,20 +208,20 @@ def _group(sent: Sequence[str], taken: Sequence[str]) -> list[str]:
 class TensorHomes:
     """The whole matrices that have their home on this rank, and the Programs that move them.
 
-    `plan.owners[number] == owner` where this rank's group owns parameter `number` of `params`.
-    `shared` are tensors that `share` reduces over the group.
+    `plan.owners[number] == owner` where this rank's group owns parameter `number` of `params`,
+    which are by name.
+    Of the tensors in `shared`, those of `SHARED` are reduced over the group by `share`.
     """
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        params: Mapping[str, nn.Parameter],
         plan: Ownership,
         owner: int,
         weights: Sequence[Bucket],
         grads: Sequence[Bucket],
         mesh: DeviceMesh,
         shared: Mapping[str, Tensor],
-        names: Mapping[nn.Parameter, str],
         options: Options,
     ) -> None:
         self.whole: dict[nn.Parameter, nn.Parameter] = {}
@@ -235,20 +238,22 @@ class TensorHomes:
                 executor = prepared(write, group, tensors, options, made)
                 self._runs[key] = executor, [*tensors]
 
-            for param, home in zip(params, plan.homes, strict=True):
+            names, every = [*params], [*params.values()]
+            for param, home in zip(every, plan.homes, strict=True):
                 if home is not None:
                     meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
                     self.whole[param] = nn.Parameter(meta, param.requires_grad)
             for index, bucket in enumerate(plan.buckets):
                 here = [
-                    (params[number], start, home)
+                    (number, start, home)
                     for number, start in zip(bucket.items, bucket.starts, strict=True)
                     if (home := plan.homes[number]) is not None and plan.owners[number] == owner
                 ]
                 if not here:
                     continue
                 ends, matrices = [0] * self.size, list[HomedMatrix]()
-                for param, start, home in here:
+                for number, start, home in here:
+                    param = every[number]
                     (placement,) = cast("DTensor", param).placements
                     dim = cast("Shard", placement).dim
                     matrices.append(HomedMatrix(home, start, ends[home], tuple(param.shape), dim))
@@ -256,13 +261,14 @@ class TensorHomes:
                 mine = max(ends[self.rank], 1)
                 flats = [weights[index].flat, grads[index].flat]
                 wholes = [torch.zeros(mine, dtype=f.dtype, device=f.device) for f in flats]
-                for (param, _, home), matrix in zip(here, matrices, strict=True):
+                for (number, _, home), matrix in zip(here, matrices, strict=True):
                     if home == self.rank:
+                        param = every[number]
                         place = slice(matrix.at, matrix.at + param.numel())
                         weight, grad = (each[place].view(param.shape) for each in wholes)
                         self.whole[param] = nn.Parameter(weight, param.requires_grad)
                         self.grads[param] = grad
-                about = shown([names[param] for param, *_ in here])
+                about = shown([names[number] for number, *_ in here])
                 exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
                 for what, write, kind in (
                     ("gradients_to_homes", exchange.brought, 1),
@@ -271,8 +277,8 @@ class TensorHomes:
                 ):
                     both = flats[kind], wholes[kind]
                     prepare((what, index), partial(write, f"{what}_{index}", *both), *both)
-            for name, flat in shared.items():
-                op = "sum" if name == "norms" else "max"
+            for name in SHARED:
+                flat, op = shared[name], "sum" if name == "norms" else "max"
                 prepare(("share", name), partial(all_reduced, name, flat, op, team="tp"), flat)
             self._made = made.pop_all()
 
