@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from interlace.errors import UnsupportedError
+from interlace.errors import OptimizerError, UnsupportedError
 from interlace.optim import LayerWise, Muon, muon_groups
 from interlace.options import Options
 
@@ -163,3 +163,97 @@ def sharded(seed: int) -> list[str]:
 
 def test_parts_of_shards(pool: Pool, seed: int) -> None:
     assert pool(4).run(sharded, seed) == [[]] * 4
+
+
+# -- slices of one matrix -------------------------------------------------------------------------
+
+
+class Tall(nn.Module):
+    """A tall matrix, a square one and a wide one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.square = nn.Linear(DIM, 512), nn.Linear(512, 512, bias=False)
+        self.down = nn.Linear(512, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.square(torch.relu(self.up(x)))))
+        draw = torch.Generator().manual_seed(int(x.abs().sum() * 1000))
+        noise = (torch.randn(p.shape, generator=draw) * p for p in self.parameters())
+        return y + sum(each.sum() for each in noise) / 100  # gradients of full rank
+
+
+def tall(seed: int, width: int, **options: Any) -> tuple[Any, LayerWise]:
+    module = model(seed, Tall)
+    adamw, gram = {"lr": 0.01}, options.pop("gram_variant", False)
+    optimizer = Muon(muon_groups(module), lr=0.02, adamw=adamw, batched=False, gram_variant=gram)
+    facts: Any = {"bucket_bytes": layerwise.SMALL, "options": Options(time_out_s=20), **options}
+    facts |= {"split_matrices": width, "check_replicas_every": 1}
+    return module, LayerWise(optimizer, module, layerwise.mesh(), **facts)
+
+
+def sliced(seed: int, gram_variant: bool) -> tuple[list[str], dict[str, float], str]:
+    """What differs between overlapped and synchronous slices, and how far they are from whole
+    matrices, as a part of the way from the first weights; what is explained.
+    """
+    made, told = [], ""
+    for overlap, width in ((True, 2), (False, 2), (True, 1)):
+        with slowly(seed if overlap else None):
+            facts = {"overlap_param_gather": overlap, "gram_variant": gram_variant}
+            module, optimizing = tall(seed, width, **facts)
+        first = weights(module)
+        with optimizing:
+            train(optimizing, module, seed, range(3), None)
+            told = told or optimizing.explain()
+            shapes = {tuple(p.shape) for g in optimizing.param_groups for p in g["params"]}
+            assert ((256, 512) in shapes) == (width == 2)
+        made.append(weights(module))
+    way = {
+        name: (value - made[2][name]).norm().item() / (value - first[name]).norm().item()
+        for name, value in made[0].items()
+    }
+    return differing(made[0], made[1]), way, told
+
+
+@pytest.mark.parametrize("gram_variant", [False, True])
+def test_slices_are_updated_together(pool: Pool, gram_variant: bool, seed: int) -> None:
+    for differing_ways, way, told in pool(4).run(sliced, seed, gram_variant):
+        assert differing_ways == []
+        assert max(way.values()) < 0.05, way
+        one, other = map(int, re.findall(r"square.weight\[\d+:\d+\], of rank (\d)", told))
+        assert (one % 2, other) == (0, one + 1)
+        assert "down.weight, of rank" in told
+        assert "def sum_512_512(slices: Team[2]" in told
+
+
+def slices_saved(seed: int, folder: str) -> Any:
+    module, optimizing = tall(seed, 2)
+    with optimizing:
+        train(optimizing, module, seed, range(2), None)
+        dcp.save({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
+        return state_of(optimizing), weights(module), None
+
+
+def slices_loaded(seed: int, folder: str) -> Any:
+    module, optimizing = tall(seed + 1, 2)
+    with optimizing:
+        dcp.load({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
+        return state_of(optimizing), weights(module), None
+
+
+def refused(seed: int) -> str:
+    with pytest.raises(OptimizerError) as caught:
+        tall(seed, 3)
+    return str(caught.value)
+
+
+def test_checkpoints_of_slices(pool: Pool, seed: int, tmp_path: Path) -> None:
+    before = pool(4).run(slices_saved, seed, str(tmp_path))
+    for told in pool(4).run(refused, seed):
+        assert "split_matrices=3 is for interlace.optim.Muon" in told
+    after = pool(2).run(slices_loaded, seed, str(tmp_path))
+    wanted, found = merged(before), merged(after)
+    assert wanted.keys() == found.keys()
+    for name, values in wanted.items():
+        assert differing(found[name], values) == [], name
+    assert differing(after[0][1], before[0][1]) == []

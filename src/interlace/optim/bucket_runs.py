@@ -128,7 +128,9 @@ class BucketRuns:
         with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
             given: Any = group or dist.group.WORLD
             if apart and self._device.type == "cpu":
-                given = made.enter_context(beside(given, self._device))
+                given = made.enter_context(
+                    beside(dist.get_process_group_ranks(given), self._device)
+                )
             self.executors: list[Executor] = []
             for write, flat in runs:
                 self.executors.append(prepared(write, given, [flat], options, made))
@@ -225,13 +227,12 @@ def _run(
 
 
 @contextlib.contextmanager
-def beside(group: dist.ProcessGroup, device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """A group of the same ranks, for a thread or a stream of its own: by gloo on the CPU, else by
+def beside(ranks: Sequence[int], device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A group of these ranks, for a thread or a stream of its own: by gloo on the CPU, else by
     the backend of the default group.
 
     Every rank of the job asks, for groups that have no rank in common.
     """
-    ranks = dist.get_process_group_ranks(group)
     mine = torch.tensor([min(ranks)], device=device)
     first = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(first, mine)

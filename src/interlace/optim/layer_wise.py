@@ -24,13 +24,12 @@ Note [A step]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -38,31 +37,24 @@ from interlace.cost import Timeline
 from interlace.errors import GradientError, OptimizerError, ReplicaError, UnsupportedError
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
-from interlace.optim.bucket_update import BucketUpdate
 from interlace.optim.clipping import clip_grad_norm_
 from interlace.optim.flat_weights import FlatWeights, shown
 from interlace.optim.grad_reducer import (
-    Bucket,
     GradReducer,
     check_reduction,
     lent,
 )
 from interlace.optim.owned_state import load, saved
-from interlace.optim.ownership import explained, own
+from interlace.optim.row_slices import sum_slices
 from interlace.optim.sharded_parameters import (
-    cost_of,
     is_sharded,
-    like,
-    needs_whole,
-    rows_apart,
-    shard_mesh,
 )
-from interlace.optim.stand_ins import StandIns, parts_of, views_of
-from interlace.optim.step_runs import buckets_of, calls_around, runs_of
+from interlace.optim.stand_ins import StandIns
+from interlace.optim.step_runs import buckets_of, calls_around, runs_of, updates_of
 from interlace.optim.tensor_homes import TensorHomes
+from interlace.optim.update_plan import planned
 from interlace.optim.whole_parameters import (
     hash_of,
-    parameters_of,
     rounds_at_random,
     uncompiled,
 )
@@ -88,7 +80,9 @@ class LayerWise:
     With `split_parts=N`, experts and heads that the optimizer updates one by one (its
     `rows_apart(parameter)` says so), and rows of elementwise optimizers, are cut into at most N
     parts with owners of their own, without a change of bits: see Note [Parts]. N is the same when a
-    checkpoint is loaded.
+    checkpoint is loaded. With `split_matrices=N`, N ranks that follow one another update the rows
+    of a matrix together (`interlace.optim.Muon`, matrices with as many rows as columns or more):
+    less work for each, sums over them, and **not bit-equal**. See Note [Together].
 
     Under `DistributedDataParallel` the gradients are reduced already: `.grad` is taken as it is.
     Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op` "mean" or
@@ -122,6 +116,7 @@ class LayerWise:
         *,
         shards: DeviceMesh | None = None,
         split_parts: int = 1,
+        split_matrices: int = 1,
         overlap_param_gather: bool = True,
         update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
@@ -137,42 +132,35 @@ class LayerWise:
             )
         check_reduction(op, bucket_bytes, main_grad_dtype)
         self.optimizer, self.module = optimizer, module
-        self._rank = mesh.get_local_rank()
-        self._params = parameters_of(optimizer, module)
-        self._names = {param: name for name, param in self._params.items()}
-        self._plain_shards = shards is not None
-        found = shard_mesh(self._params, mesh, shards)
-        self._shards, self._shard = (
-            (1, 0) if found is None else (found.size(), found.get_local_rank())
+        self._plan = plan = planned(
+            optimizer,
+            module,
+            mesh,
+            shards=shards,
+            most=split_parts,
+            width=split_matrices,
+            bucket_bytes=bucket_bytes,
         )
+        self._names = {param: name for name, param in plan.params.items()}
+        self._plain_shards = shards is not None
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
-        cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
-        whole = needs_whole(optimizer)
-        rows = rows_apart(optimizer)
-        self._parts = parts_of(self._params, split_parts, rows, self._shard, self._shards)
-        self._items = [
-            cost_of(each.name, each.param, cost, whole(each.param), self._shards, each.count)
-            for each in self._parts
-        ]
-        self._plan = own(self._items, mesh.size(), bucket_bytes, self._shards)
         reduces = not isinstance(uncompiled(module), DistributedDataParallel)
-        if not reduces and (split_parts > 1 or any(map(is_sharded, self._params.values()))):
+        if not reduces and (split_parts > 1 or any(map(is_sharded, plan.params.values()))):
             raise UnsupportedError(
                 "under DistributedDataParallel neither sharded DTensors nor split_parts are "
                 "served: give LayerWise the module without it, which then reduces gradients itself"
             )
-        params = [each.param for each in self._parts]
-        weights = buckets_of(self._plan, params, None)
-        grads = buckets_of(self._plan, params, main_grad_dtype) if reduces else []
+        weights = buckets_of(plan, None)
+        grads = buckets_of(plan, main_grad_dtype) if reduces else []
         self._device = weights[0].flat.device
         self._order = list(range(len(weights)))
         self._shared = {
             "norms": torch.zeros(
-                len(self._parts) * self._shards, dtype=torch.float64, device=self._device
+                len(plan.parts) * plan.shards, dtype=torch.float64, device=self._device
             ),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
-            "hashes": torch.zeros(2 * len(self._params), dtype=torch.int64, device=self._device),
+            "hashes": torch.zeros(2 * len(plan.params), dtype=torch.int64, device=self._device),
         }
         chosen = options or Options()
         self._early = update_under_backward
@@ -186,27 +174,21 @@ class LayerWise:
                 "update_under_backward=True with stochastic rounding would give bits that depend "
                 "on the buckets: leave one out"
             )
-        named = [(each.name, each.param) for each in self._parts]
         self._homes = None
-        if found is not None:
-            self._homes = TensorHomes(
-                named, self._plan, self._rank, weights, grads, found, self._shared, chosen
-            )
-        self._stand_ins = StandIns(self._parts, self._plan, self._rank, weights, self._homes)
+        if plan.mesh is not None:
+            self._homes = TensorHomes(plan, weights, grads, plan.mesh, self._shared, chosen)
+        self._stand_ins = StandIns(plan, weights, grads, self._homes)
         self._stand_ins.enter(optimizer)
-        self._own(grads)
-        updates: list[Callable[[], None]] = []
-        for bucket in grads if self._early else ():
-            members = {*bucket.params}
-            parts = {a: g for a, g in self._main_grads.items() if self._owned[a] in members}
-            updates.append(BucketUpdate(optimizer, parts, self._owned))
+        acting, self._owned = self._stand_ins.acting, self._stand_ins.owned
+        self._main_grads = self._stand_ins.main_grads
+        self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
+        group = mesh.get_group()
+        self._sums = sum_slices(optimizer, plan.parts, acting, group, self._device, chosen)
+        updates = updates_of(optimizer, grads, self._main_grads, self._owned) if self._early else ()
         peer = chosen.transport == "peer"
-        names = [each.name for each in self._parts]
-        programs = runs_of(self._plan, names, weights, grads, op, peer, self._shared)
+        programs = runs_of(plan, weights, grads, op, peer, self._shared)
         before, then = calls_around(grads, [*self._shared], self._homes, updates)
-        self._runs = BucketRuns(
-            programs, mesh.get_group(), chosen, apart=True, before=before, then=then
-        )
+        self._runs = BucketRuns(programs, group, chosen, apart=True, before=before, then=then)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
         if self._reducer is not None:
             self._reducer.attach(module)
@@ -214,22 +196,6 @@ class LayerWise:
         for param in set(optimizer.state) - set(self._owned):
             del optimizer.state[param]
         self._gather_loaded()
-
-    def _own(self, grads: Sequence[Bucket]) -> None:
-        """Finds what this rank updates, by which gradients."""
-        homed, views = {} if self._homes is None else self._homes.grads, views_of(grads)
-        self._owned: dict[nn.Parameter, nn.Parameter] = {}
-        """What this rank updates, and of which Parameter each is."""
-        self._main_grads: dict[nn.Parameter, Tensor] = {}
-        plan = self._plan
-        of_all = zip(self._parts, self._stand_ins.acting, plan.owners, plan.homes, strict=True)
-        for part, acting, owner, home in of_all:
-            self._names[acting] = part.name
-            if owner == self._rank and home in (None, self._shard):
-                self._owned[acting] = part.param
-                if grads:
-                    grad = homed.get(part.param, views[part.param])
-                    self._main_grads[acting] = like(acting, part.of(grad))
 
     def _gather_loaded(self) -> None:
         """Gathers weights that were written from outside."""
@@ -317,13 +283,14 @@ class LayerWise:
                 "update_under_backward=True has updated before all norms are known"
             )
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
+        shard, shards = self._plan.shard, self._plan.shards
         for number, acting in enumerate(self._stand_ins.acting):
-            sharded = self._plain_shards or is_sharded(self._parts[number].param)
-            if acting in grads and (self._shard == 0 or sharded):
+            sharded = self._plain_shards or is_sharded(self._plan.parts[number].param)
+            if acting in grads and (shard == 0 or sharded):
                 grad = grads[acting]
                 kind = torch.promote_types(grad.dtype, torch.float32)
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind)
-                norms[number * self._shards + self._shard] = norm
+                norms[number * shards + shard] = norm
         self._share("norms")
         return torch.linalg.vector_norm(norms, norm_type)
 
@@ -361,7 +328,9 @@ class LayerWise:
         self._check_whole()
         self.synchronize()
         complete = self._reducer is not None
-        load(self.optimizer, self._owned, self._names, state_dict, self._rank, complete=complete)
+        load(
+            self.optimizer, self._owned, self._names, state_dict, self._plan.rank, complete=complete
+        )
         self._gather_loaded()
 
     @torch.no_grad()
@@ -370,30 +339,25 @@ class LayerWise:
         optimizer has. Collective; between a step and the next backward.
         """
         self.synchronize()
-        hashes, half = self._shared["hashes"], len(self._params)
-        own = torch.stack([hash_of(param) for param in self._params.values()])
+        hashes, half = self._shared["hashes"], len(self._plan.params)
+        own = torch.stack([hash_of(param) for param in self._plan.params.values()])
         hashes[:half], hashes[half:] = own, ~own  # of which the greatest is that of the least
         self._share("hashes")
         wrong = (hashes[:half] != ~hashes[half:]).nonzero().flatten().tolist()
         if wrong:
-            names = [*self._params]
+            names = [*self._plan.params]
             raise ReplicaError(
                 f"before step {self._steps} ranks hold different weights in "
-                f"{shown([names[number] for number in wrong])} (this is rank {self._rank}): did "
-                "a rank write Parameters by itself, or read them while they were gathered?"
+                f"{shown([names[number] for number in wrong])} (this is rank {self._plan.rank}): "
+                "did a rank write Parameters by itself, or read them while they were gathered?"
             )
 
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""
-        layouts = [
-            f", {p.placements[0]} of {'x'.join(map(str, p.shape))}"
-            if isinstance(p, DTensor)
-            else ""
-            for p in (each.param for each in self._parts)
-        ]
-        executors = [*self._runs.executors, *(self._homes.executors if self._homes else ())]
-        programs = [str(executor.program) for executor in executors]
-        return "\n".join([*explained(self._items, self._plan, self._shards, layouts), *programs])
+        executors = [*self._runs.executors]
+        for others in filter(None, (self._homes, self._sums)):
+            executors += others.executors
+        return "\n".join([*self._plan.explain(), *(str(each.program) for each in executors)])
 
     def timelines(self) -> list[Timeline]:
         """When each Program ran last, reductions first, then gathers; needs the option `trace`."""
@@ -411,8 +375,8 @@ class LayerWise:
             self._reducer.reset()
         else:
             self._runs.reset()
-        if self._homes is not None:
-            self._homes.reset()
+        for others in filter(None, (self._homes, self._sums)):
+            others.reset()
 
     def close(self) -> None:
         """Waits for what is in flight, and takes hooks, thread and process group away."""
@@ -423,8 +387,8 @@ class LayerWise:
             if self._reducer is not None:
                 self._reducer.close()
             self._runs.close()
-            if self._homes is not None:
-                self._homes.close()
+            for others in filter(None, (self._homes, self._sums)):
+                others.close()
             self._stand_ins.leave(self.optimizer)
 
     def __enter__(self) -> LayerWise:
@@ -444,7 +408,7 @@ class LayerWise:
             with lent({p: g for p, g in grads.items() if self._owned[p].requires_grad}):
                 yield
             return
-        others = set(self._params.values()) - set(self._owned)
+        others = set(self._plan.params.values()) - set(self._owned)
         kept = {param: param.grad for param in others}
         for param in others:
             param.grad = None
@@ -483,7 +447,7 @@ class LayerWise:
         if self._weights.needed is None:
             return
         order, needed = self._shared["order"].zero_(), self._weights.needed
-        if self._rank == 0 and self._shard == 0:
+        if self._plan.rank == 0 and self._plan.shard == 0:
             rest = [index for index in self._order if index not in needed]
             order.copy_(torch.tensor([*needed, *rest]))
         self._weights.needed = None

@@ -40,6 +40,8 @@ class ParameterCost:
     """Whether its place holds a shard, and one of the ranks that hold shards updates the whole."""
     parts: int = 1
     """If it is one of so many equal parts of a parameter, which follow one another."""
+    together: bool = False
+    """Whether as many ranks, from a multiple of that on, update the parts in one computation."""
 
     @property
     def padded(self) -> int:
@@ -127,25 +129,42 @@ def assign(
         for item, size in zip(items, nbytes, strict=True)
     ]
     cost, held = ([[0.0] * shards for _ in range(ranks)] for _ in range(2))
-    everyone = tuple(range(shards))
     owners = [0] * len(items)
     homes: list[int | None] = [None] * len(items)
-    for number in sorted(range(len(items)), key=lambda i: (-share[i], i)):
-        item = items[number]
-        mates = [(home,) for home in everyone] if item.homed else [everyone]
+    for group in sorted(_decided_together(items), key=lambda group: (-share[group[0]], group[0])):
+        first = group[0]
+        item, size = items[first], nbytes[first]
         places = [
-            (max(cost[owner][i] for i in of), max(held[owner][i] for i in of), owner, of)
-            for owner in range(ranks)
-            for of in mates
+            (max(cost[o][s] for o, s in cells), max(held[o][s] for o, s in cells), cells)
+            for cells in _cells(item, ranks, shards)
         ]
-        room = [place for place in places if place[1] + nbytes[number] <= most]
-        _, _, owner, of = min(room) if room else min(places, key=lambda p: (p[1], p[0], *p[2:]))
-        owners[number] = owner
-        homes[number] = of[0] if item.homed else None
-        for mate in of:
+        room = [place for place in places if place[1] + size <= most]
+        _, _, cells = min(room) if room else min(places, key=lambda p: (p[1], p[0], p[2]))
+        for owner, mate in cells:
             cost[owner][mate] += item.cost
-            held[owner][mate] += nbytes[number]
+            held[owner][mate] += size
+        for number in group:
+            owners[number] = cells[0][0] + number - first
+            homes[number] = cells[0][1] if item.homed else None
     return tuple(owners), tuple(homes)
+
+
+def _decided_together(items: Sequence[ParameterCost]) -> list[range]:
+    found: list[range] = []
+    while (at := found[-1].stop if found else 0) < len(items):
+        found.append(range(at, at + (items[at].parts if items[at].together else 1)))
+    return found
+
+
+def _cells(item: ParameterCost, ranks: int, shards: int) -> list[tuple[tuple[int, int], ...]]:
+    """The places that an item may have: each one or more ranks, with their shards."""
+    if item.homed:
+        return [((owner, shard),) for owner in range(ranks) for shard in range(shards)]
+    width = item.parts if item.together else 1
+    return [
+        tuple((owner, shard) for owner in range(first, first + width) for shard in range(shards))
+        for first in range(0, ranks - width + 1, width)
+    ]
 
 
 def _in_order(items: Sequence[ParameterCost], owners: Sequence[int]) -> tuple[int, ...]:

@@ -1,21 +1,12 @@
 """What an optimizer updates: Parameters of the module, parts of them, or whole matrices of shards.
 
-    parts = parts_of(params, split_parts, rows_apart(optimizer), shards)
-    stand_ins = StandIns(parts, plan, rank, weights, homes)
-    stand_ins.enter(optimizer)          # groups have stand-ins; leave(optimizer) undoes that
-
-Note [Parts]
-    A Parameter that is a stack of matrices (experts, heads), or whose elements are updated by
-    themselves, can be cut along dimension 0 without a change of bits. Its parts are equal, so that
-    each owner may have the next ones in order, and lie in a bucket of their own, by owner. Their
-    number does not depend on the number of ranks: a checkpoint has the state of each part by its
-    rows, and goes to other owners.
+stand_ins = StandIns(plan, weights, grads, homes)
+stand_ins.enter(optimizer)          # groups have stand-ins; leave(optimizer) undoes that
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,65 +15,9 @@ from torch.optim import Optimizer
 
 from interlace.optim.adam.state import local
 from interlace.optim.grad_reducer import Bucket
-from interlace.optim.ownership import ALIGNMENT, Ownership
-from interlace.optim.sharded_parameters import is_sharded
+from interlace.optim.sharded_parameters import ParameterPart, like
 from interlace.optim.tensor_homes import TensorHomes
-
-LEAST = 4096
-"""Elements that a part has at least."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterPart:
-    """A Parameter, or some rows of what this rank has of it."""
-
-    name: str
-    param: nn.Parameter
-    rows: tuple[int, int] | None = None
-    count: int = 1
-    """How many such parts there are."""
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This part of what is shaped as the Parameter here."""
-        return tensor if self.rows is None else tensor[slice(*self.rows)]
-
-
-def parts_of(
-    params: Mapping[str, nn.Parameter],
-    most: int,
-    rows_apart: Callable[[Tensor], int],
-    shard: int,
-    shards: int,
-) -> list[ParameterPart]:
-    """Parts of all Parameters, each cut into at most so many where `rows_apart` tells that equal
-    runs of rows are updated by themselves. What is sharded otherwise than by rows is left whole.
-    """
-    found: list[ParameterPart] = []
-    for name, param in params.items():
-        units, first, here = (
-            rows_apart(param) if most > 1 and param.ndim > 1 else 1,
-            0,
-            local(param),
-        )
-        if isinstance(param, DTensor) and is_sharded(param):
-            by_rows = param.placements[0].is_shard(0) and units % shards == 0
-            units = units // shards if by_rows else 1
-            first = shard * here.shape[0]
-        count = next(n for n in range(min(most, units), 0, -1) if n == 1 or _fits(here, units, n))
-        if count == 1:
-            found.append(ParameterPart(name, param))
-            continue
-        rows = here.shape[0] // count
-        for start in range(0, here.shape[0], rows):
-            at = f"{name}[{first + start}:{first + start + rows}]"
-            found.append(ParameterPart(at, param, (start, start + rows), count))
-    return found
-
-
-def _fits(here: Tensor, units: int, count: int) -> bool:
-    each = here.numel() // count
-    whole = units % count == 0 and here.shape[0] % count == 0
-    return whole and here.is_contiguous() and each >= LEAST and each % ALIGNMENT == 0
+from interlace.optim.update_plan import UpdatePlan
 
 
 class StandIns:
@@ -90,27 +25,33 @@ class StandIns:
 
     def __init__(
         self,
-        parts: Sequence[ParameterPart],
-        plan: Ownership,
-        rank: int,
+        plan: UpdatePlan,
         weights: Sequence[Bucket],
+        grads: Sequence[Bucket],
         homes: TensorHomes | None,
     ) -> None:
-        """`weights`: the flat buffers, which Parameters become views of."""
-        views = views_of(weights)
+        """`weights`: the flat buffers, which Parameters become views of; `grads` of gradients."""
+        whole, homed = ({}, {}) if homes is None else (homes.whole, homes.grads)
+        place_of, grad_of = views_of(weights), views_of(grads)
         self.acting: list[nn.Parameter] = []
         """For each part what is updated: without memory if that is elsewhere."""
-        for part, owner in zip(parts, plan.owners, strict=True):
-            param = part.param
-            if homes is not None and param in homes.whole:
-                self.acting.append(homes.whole[param])
-            elif part.rows is None:
-                self.acting.append(param)
-            else:
-                place = part.of(views[param])
-                mine = place if owner == rank else torch.empty_like(place, device="meta")
-                self.acting.append(nn.Parameter(mine, param.requires_grad))
-        self._parts = parts
+        self.owned: dict[nn.Parameter, nn.Parameter] = {}
+        """What this rank updates, and of which Parameter each is."""
+        self.main_grads: dict[nn.Parameter, Tensor] = {}
+        """By which gradients, if LayerWise reduces them."""
+        for number, part in enumerate(plan.parts):
+            param, mine = part.param, plan.is_mine(number)
+            acting = whole.get(param, param)
+            if part.rows is not None:
+                place = part.of(place_of[param])
+                place = place if mine else torch.empty_like(place, device="meta")
+                acting = nn.Parameter(place, param.requires_grad)
+            self.acting.append(acting)
+            if mine:
+                self.owned[acting] = param
+            if mine and grads:
+                self.main_grads[acting] = like(acting, part.of(homed.get(param, grad_of[param])))
+        self._parts = plan.parts
 
     def enter(self, optimizer: Optimizer) -> None:
         """Puts them in the places of Parameters in all groups, with what states there are."""

@@ -1,6 +1,6 @@
 """The runs of a LayerWise step: what they are of, and what precedes and follows each.
 
-    runs = runs_of(plan, names, weights, grads, op, peer, shared)
+    runs = runs_of(plan, weights, grads, op, peer, shared)
     before, then = calls_around(grads, shared, homes, updates)
     runs = BucketRuns(runs, group, options, apart=True, before=before, then=then)
 
@@ -15,37 +15,34 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from interlace.optim.bucket_runs import BucketExchange, Write, all_reduced
+from interlace.optim.bucket_update import BucketUpdate
 from interlace.optim.flat_weights import shown
 from interlace.optim.grad_reducer import Bucket, laid_out
-from interlace.optim.ownership import Ownership
 from interlace.optim.tensor_homes import SHARED, TensorHomes
+from interlace.optim.update_plan import UpdatePlan
 
 Calls = dict[int, Callable[[], None]]
 """By the number of a run."""
 
 
-def buckets_of(
-    plan: Ownership, params: Sequence[nn.Parameter], dtype: torch.dtype | None
-) -> list[Bucket]:
-    """Buffers for all buckets, of that type or of the parameters' own; `params` has the parameter
-    of each item.
-    """
+def buckets_of(plan: UpdatePlan, dtype: torch.dtype | None) -> list[Bucket]:
+    """Buffers for all buckets, of that type or of the parameters' own."""
     buckets: list[Bucket] = []
-    for bucket in plan.buckets:
+    for bucket in plan.ownership.buckets:
         pairs = zip(bucket.items, bucket.starts, strict=True)
         members: dict[nn.Parameter, int] = {}
         for number, start in pairs:
-            members.setdefault(params[number], start)  # of several parts, the first one's
+            members.setdefault(plan.parts[number].param, start)  # of several parts, the first one's
         kind = dtype or next(iter(members)).dtype
         buckets.append(laid_out([*members], [*members.values()], bucket.numel, kind))
     return buckets
 
 
 def runs_of(
-    plan: Ownership,
-    names: Sequence[str],
+    plan: UpdatePlan,
     weights: Sequence[Bucket],
     grads: Sequence[Bucket],
     op: str,
@@ -55,8 +52,8 @@ def runs_of(
     """The Programs with their buffers; `grads` is empty where gradients come reduced."""
     reductions: list[tuple[Write, Tensor]] = []
     gathers: list[tuple[Write, Tensor]] = []
-    for i, bucket in enumerate(plan.buckets):
-        about = shown([names[number] for number in bucket.items])
+    for i, bucket in enumerate(plan.ownership.buckets):
+        about = shown([plan.parts[number].name for number in bucket.items])
         exchange, flat = BucketExchange(bucket, about, peer), weights[i].flat
         gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
         if grads:
@@ -69,6 +66,21 @@ def runs_of(
         *gathers,
         *((partial(all_reduced, name, flat, reduces[name]), flat) for name, flat in shared.items()),
     ]
+
+
+def updates_of(
+    optimizer: Optimizer,
+    grads: Sequence[Bucket],
+    main_grads: Mapping[nn.Parameter, Tensor],
+    owned: Mapping[nn.Parameter, nn.Parameter],
+) -> list[Callable[[], None]]:
+    """An update of each bucket's part of what is owned."""
+    updates: list[Callable[[], None]] = []
+    for bucket in grads:
+        members = {*bucket.params}
+        parts = {acting: g for acting, g in main_grads.items() if owned[acting] in members}
+        updates.append(BucketUpdate(optimizer, parts, owned))
+    return updates
 
 
 def calls_around(

@@ -1,6 +1,6 @@
 """Sharded matrices that one rank updates whole: brought to their homes, and given back.
 
-    homes = TensorHomes(params, plan, owner, weights, grads, mesh, shared, options)
+    homes = TensorHomes(plan, weights, grads, mesh, shared, options)
     homes.bring_grads(0)               # bucket 0, after its reduction: shards become whole matrices
     homes.bring_weights(0)             # before the update
     optimizer.step()                   # updates homes.whole[param] instead of a DTensor
@@ -24,6 +24,7 @@ from functools import partial
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -32,7 +33,8 @@ from interlace.ir import Program, parse
 from interlace.optim.bucket_runs import NAMES, Write, all_reduced, beside, prepared
 from interlace.optim.flat_weights import shown
 from interlace.optim.grad_reducer import Bucket
-from interlace.optim.ownership import ALIGNMENT, Ownership
+from interlace.optim.ownership import ALIGNMENT
+from interlace.optim.update_plan import UpdatePlan
 from interlace.options import Options
 from interlace.runtime import Executor
 
@@ -207,16 +209,12 @@ def _group(sent: Sequence[str], taken: Sequence[str]) -> list[str]:
 class TensorHomes:
     """The whole matrices that have their home on this rank, and the Programs that move them.
 
-    `plan.owners[number] == owner` where this rank's group owns parameter `number` of `params`,
-    which stand there with their names.
     Of the tensors in `shared`, those of `SHARED` are reduced over the group by `share`.
     """
 
     def __init__(
         self,
-        params: Sequence[tuple[str, nn.Parameter]],
-        plan: Ownership,
-        owner: int,
+        plan: UpdatePlan,
         weights: Sequence[Bucket],
         grads: Sequence[Bucket],
         mesh: DeviceMesh,
@@ -231,27 +229,30 @@ class TensorHomes:
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._runs: dict[tuple[str, int | str], tuple[Executor, list[Tensor]]] = {}
         with contextlib.ExitStack() as made:
-            group = made.enter_context(beside(mesh.get_group(), weights[0].flat.device))
+            ranks = dist.get_process_group_ranks(mesh.get_group())
+            group = made.enter_context(beside(ranks, weights[0].flat.device))
 
             def prepare(key: tuple[str, int | str], write: Write, *tensors: Tensor) -> None:
                 executor = prepared(write, group, tensors, options, made)
                 self._runs[key] = executor, [*tensors]
 
-            for (_, param), home in zip(params, plan.homes, strict=True):
+            for part, home in zip(plan.parts, plan.ownership.homes, strict=True):
                 if home is not None:
+                    param = part.param
                     meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
                     self.whole[param] = nn.Parameter(meta, param.requires_grad)
-            for index, bucket in enumerate(plan.buckets):
+            owners, homes = plan.ownership.owners, plan.ownership.homes
+            for index, bucket in enumerate(plan.ownership.buckets):
                 here = [
                     (number, start, home)
                     for number, start in zip(bucket.items, bucket.starts, strict=True)
-                    if (home := plan.homes[number]) is not None and plan.owners[number] == owner
+                    if (home := homes[number]) is not None and owners[number] == plan.rank
                 ]
                 if not here:
                     continue
                 ends, matrices = [0] * self.size, list[HomedMatrix]()
                 for number, start, home in here:
-                    _, param = params[number]
+                    param = plan.parts[number].param
                     (placement,) = cast("DTensor", param).placements
                     dim = cast("Shard", placement).dim
                     matrices.append(HomedMatrix(home, start, ends[home], tuple(param.shape), dim))
@@ -261,12 +262,12 @@ class TensorHomes:
                 wholes = [torch.zeros(mine, dtype=f.dtype, device=f.device) for f in flats]
                 for (number, _, home), matrix in zip(here, matrices, strict=True):
                     if home == self.rank:
-                        _, param = params[number]
+                        param = plan.parts[number].param
                         place = slice(matrix.at, matrix.at + param.numel())
                         weight, grad = (each[place].view(param.shape) for each in wholes)
                         self.whole[param] = nn.Parameter(weight, param.requires_grad)
                         self.grads[param] = grad
-                about = shown([params[number][0] for number, *_ in here])
+                about = shown([plan.parts[number].name for number, *_ in here])
                 exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
                 for what, write, kind in (
                     ("gradients_to_homes", exchange.brought, 1),

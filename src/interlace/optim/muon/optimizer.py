@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, overload
 
 import torch
@@ -24,6 +25,7 @@ from interlace.optim.muon.newton_schulz import coefficients, flops
 from interlace.optim.muon.routing import explain_groups
 from interlace.optim.muon.update import (
     ADJUSTMENTS,
+    RowSlices,
     check_cut,
     in_whole_matrices,
     matrices,
@@ -71,6 +73,7 @@ class Muon(KeepsStates):
     Errors are OptimizerError (a ValueError).
     """
 
+    _slices: Mapping[Tensor, RowSlices] = MappingProxyType({})
     kept = ("use_muon", "why", "batched", "symmetric", *KEPT)
 
     def __init__(
@@ -135,7 +138,7 @@ class Muon(KeepsStates):
         others: list[dict[str, Any]] = []
         for group in self.param_groups:
             if group["use_muon"]:
-                step_group(group, self.state)
+                step_group(group, self.state, self._slices)
             else:
                 others.append(group)
         if others:
@@ -185,6 +188,18 @@ class Muon(KeepsStates):
             return parameter.shape[0]
         by_heads = group["head_dim"] and group["split_dim"] == 0
         return parameter.shape[0] // group["head_dim"] if by_heads else 1
+
+    def has_slices(self, parameter: Tensor) -> bool:
+        """Whether ranks may each update some rows of this parameter, with sums over them: a matrix
+        with as many rows as columns or more, not cut into parts. Not bit-equal.
+        """
+        group = self._group_of(parameter)
+        whole = group["use_muon"] and not group["head_dim"] and not group["split_sizes"]
+        return whole and parameter.ndim == 2 and parameter.shape[0] >= parameter.shape[1]
+
+    def take_slices(self, slices: Mapping[Tensor, RowSlices]) -> None:
+        """Says which parameters are some rows of a matrix, each with how to sum over its ranks."""
+        self._slices = slices
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         for group in self.param_groups:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from interlace.errors import OptimizerError
 from interlace.optim.adam.state import local
 from interlace.optim.grad_accumulator import placed_grad
-from interlace.optim.muon.newton_schulz import coefficients, orthogonalize
+from interlace.optim.muon.newton_schulz import Total, coefficients, orthogonalize
 from interlace.optim.muon.symmetric import runs_on
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
@@ -82,8 +83,22 @@ def check_cut(shape: torch.Size, group: Mapping[str, Any]) -> None:
         )
 
 
-def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> None:
-    """Updates the parameters of the group that have gradients."""
+@dataclass(frozen=True, slots=True)
+class RowSlices:
+    """What the rows of a matrix are, of which this rank has one of `count` equal slices."""
+
+    count: int
+    total: Total
+
+
+def step_group(
+    group: Mapping[str, Any],
+    states: MutableMapping[Any, Any],
+    slices: Mapping[Tensor, RowSlices],
+) -> None:
+    """Updates the parameters of the group that have gradients; `slices` has those that are some
+    rows of a matrix.
+    """
     params = [param for param in group["params"] if param.grad is not None and param.numel()]
     if not params:
         return
@@ -98,6 +113,14 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
         if isinstance(param, DTensor) and not in_whole_matrices(param, group):
             update_sharded(
                 param, grad.lerp(moment, momentum) if group["nesterov"] else moment, group
+            )
+            continue
+        if param in slices:
+            add_slice(
+                param,
+                grad.lerp(moment, momentum) if group["nesterov"] else moment,
+                group,
+                slices[param],
             )
             continue
         parts = [local(t.detach()) for t in (param, grad, moment)]
@@ -171,15 +194,19 @@ def batches(targets: Matrices, batched: bool) -> Iterator[slice]:
     return (slice(at, at + most) for at in range(0, len(targets), most))
 
 
-def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
-    """The updates, of one shape, made orthogonal: one matrix or a stack of them, bfloat16."""
+def orthogonal(
+    updates: Matrices, group: Mapping[str, Any], slices: RowSlices | None = None
+) -> Tensor:
+    """The updates, of one shape, made orthogonal: one matrix or a stack of them, bfloat16; or some
+    rows of a matrix that has more rows than columns.
+    """
     rows, columns = updates[0].shape
-    tall = rows > columns
+    tall = rows > columns or slices is not None
     if len(updates) == 1 and not (group["symmetric"] and runs_on(updates[0].device)):
         x = updates[0].to(torch.bfloat16, copy=True)  # see Note [A copy]
         x = x.mT if tall else x
     else:
-        shape = len(updates), min(rows, columns), max(rows, columns)
+        shape = len(updates), *((columns, rows) if tall else (rows, columns))
         x = torch.empty(shape, dtype=torch.bfloat16, device=updates[0].device)
         torch._foreach_copy_([*(x.mT if tall else x)], [*updates])
         x = x if len(updates) > 1 else x[0]
@@ -190,6 +217,7 @@ def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
         eps=group["eps"],
         gram_variant=group["gram_variant"],
         symmetric=group["symmetric"],
+        total=slices.total if slices is not None else None,
     )
     return x.mT if tall else x
 
@@ -202,6 +230,13 @@ def add(targets: Matrices, made: Tensor, group: Mapping[str, Any]) -> None:
     else:  # in the parameters' dtype and layout, so that few launches add all of them
         made = made.to(targets[0].dtype).contiguous()
         torch._foreach_add_([*targets], [*made], alpha=alpha)
+
+
+def add_slice(param: Tensor, update: Tensor, group: Mapping[str, Any], slices: RowSlices) -> None:
+    """Updates some rows of a matrix, together with the ranks that have the others."""
+    rows, columns = param.shape
+    alpha = -adjusted_lr(group, rows * slices.count, columns)
+    param.add_(orthogonal([update], group, slices), alpha=alpha)
 
 
 def update_sharded(param: DTensor, update: Tensor, group: Mapping[str, Any]) -> None:
