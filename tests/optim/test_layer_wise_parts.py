@@ -133,7 +133,8 @@ def sharded(seed: int) -> list[str]:
     module: Any
     module, alone = model(seed, Mixture), model(seed, Mixture)
     part = distribute_tensor(module.experts.detach(), mesh.tp, [Shard(0)])
-    module.experts = nn.Parameter(part)
+    made: Any = nn.Parameter(part)
+    module.experts = made
     optimizers = [Muon([each.experts], lr=0.02, batched=False) for each in (module, alone)]
     draw = torch.Generator().manual_seed(seed)
     for step in range(3):

@@ -146,10 +146,11 @@ class LayerWise:
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
         reduces = not isinstance(uncompiled(module), DistributedDataParallel)
-        if not reduces and (split_parts > 1 or any(map(is_sharded, plan.params.values()))):
+        cut = len(plan.parts) > len(plan.params) or any(map(is_sharded, plan.params.values()))
+        if cut and not reduces:
             raise UnsupportedError(
-                "under DistributedDataParallel neither sharded DTensors nor split_parts are "
-                "served: give LayerWise the module without it, which then reduces gradients itself"
+                "under DistributedDataParallel no sharded DTensors, split_parts and split_matrices "
+                "are served: give LayerWise the module without it, and it reduces gradients itself"
             )
         weights = buckets_of(plan, None)
         grads = buckets_of(plan, main_grad_dtype) if reduces else []

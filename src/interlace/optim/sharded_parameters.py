@@ -1,7 +1,8 @@
-"""Parameters that are DTensors: the mesh that they are sharded on, and which are updated whole.
+"""How Parameters lie, and into which parts they can be cut: what a plan of updates begins with.
 
 mesh = shard_mesh(params, mesh["dp"], None)       # mesh["tp"]; None where there is no DTensor
 needs_whole(optimizer)(param)                     # whether shards cannot be updated by themselves
+parts = parts_of(params, 8, rows_apart(optimizer), shard=0, shards=1, width=1, has_slices=None)
 
 Note [Parts]
     A Parameter that is a stack of matrices (experts, heads), or whose elements are updated by
@@ -165,10 +166,11 @@ def parts_of(
     params: Mapping[str, nn.Parameter],
     most: int,
     rows_apart: Callable[[Tensor], int],
+    *,
     shard: int,
     shards: int,
     width: int,
-    has_slices: Callable[[Tensor], bool],
+    has_slices: Callable[[Tensor], bool] | None,
 ) -> list[ParameterPart]:
     """Parts of all Parameters, each cut into at most so many where `rows_apart` tells that equal
     runs of rows are updated by themselves. What is sharded otherwise than by rows is left whole.
@@ -176,17 +178,19 @@ def parts_of(
     """
     found: list[ParameterPart] = []
     for name, param in params.items():
-        units, first, here = (
-            rows_apart(param) if most > 1 and param.ndim > 1 else 1,
-            0,
-            local(param),
-        )
+        here, first = local(param), 0
+        units = rows_apart(param) if most > 1 and param.ndim > 1 else 1
         if isinstance(param, DTensor) and is_sharded(param):
             by_rows = param.placements[0].is_shard(0) and units % shards == 0
             units = units // shards if by_rows else 1
             first = shard * here.shape[0]
         count = next(n for n in range(min(most, units), 0, -1) if n == 1 or _fits(here, units, n))
-        together = count == 1 < width and has_slices(param) and _fits(here, here.shape[0], width)
+        together = (
+            count == 1 < width
+            and has_slices is not None
+            and has_slices(param)
+            and _fits(here, here.shape[0], width)
+        )
         if together:
             count = width
         if count == 1:

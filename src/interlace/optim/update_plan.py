@@ -82,7 +82,15 @@ def planned(
             f"split_matrices={width} is for interlace.optim.Muon, over unsharded Parameters and a "
             f"multiple of as many ranks: these are {mesh.size()}"
         )
-    parts = parts_of(params, most, rows_apart(optimizer), shard, count, width, slices)
+    parts = parts_of(
+        params,
+        most,
+        rows_apart(optimizer),
+        shard=shard,
+        shards=count,
+        width=width,
+        has_slices=slices,
+    )
     cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
     whole = needs_whole(optimizer)
     costs = tuple(cost_of(part, cost, homed=whole(part.param), shards=count) for part in parts)
