@@ -191,6 +191,11 @@ class LayerWise:
         """The optimizer's."""
         return self.optimizer.param_groups
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for gathers, on the CPU: what was not hidden."""
+        return self._weights.waited_s
+
     @torch.no_grad()
     def step(self) -> None:
         """Updates what this rank owns, and starts the gathers. Collective."""
