@@ -1,32 +1,32 @@
-"""Updates the parameters of one bucket while a backward goes on.
+"""Updates the parameters of one bucket by themselves, maybe while a backward goes on.
 
-update = BucketUpdate(optimizer, bucket, owned)
-update()                         # of what is owned and trained, by the bucket's main gradients
+update = BucketUpdate(optimizer, params)
+update({param: gradient})        # of those that are trained
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from interlace.optim.grad_reducer import Bucket, lent
+from interlace.errors import OptimizerError
+from interlace.optim.grad_reducer import lent
 
 
 class BucketUpdate:
-    """Updates what this rank owns of one bucket, by a part of the optimizer with the same state.
+    """Updates parameters of one bucket, by a part of the optimizer with the same state.
 
-    While it runs, a backward goes on, which sets `.grad` of other Parameters for moments: the part
-    has none of them, nor have optimizers that the optimizer holds.
+    While it runs, a backward may go on, which sets `.grad` of other Parameters for moments: the
+    part has none of them, nor have optimizers that the optimizer holds.
     """
 
-    def __init__(self, optimizer: Optimizer, grads: Bucket, owned: Collection[Tensor]) -> None:
-        pairs = zip(grads.params, grads.views, strict=True)
-        self._grads = {param: grad for param, grad in pairs if param in owned}
+    def __init__(self, optimizer: Optimizer, params: Collection[Tensor]) -> None:
+        self._params = {*params}
         self._groups: dict[int, dict[str, Any]] = {}
         self._parts: list[tuple[Optimizer, Optimizer]] = []
         self._part: Optimizer = self._of(optimizer)
@@ -48,17 +48,44 @@ class BucketUpdate:
         return part
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        params = [param for param in group["params"] if param in self._grads]
+        params = [param for param in group["params"] if param in self._params]
         return self._groups.setdefault(id(group), {**group, "params": params})
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        trained = {param: grad for param, grad in self._grads.items() if param.requires_grad}
+    def __call__(self, grads: Mapping[nn.Parameter, Tensor]) -> bool:
+        """Updates its parameters by these gradients. False where the optimizer changed options of
+        its groups, such as a count of steps: the rest is then for one step of the whole."""
+        mine = (param for param in grads if param in self._params and param.requires_grad)
+        trained = {param: grads[param] for param in mine}
         if not trained:
-            return
+            return True
         for part, whole in self._parts:
             part.state = whole.state
             for group, now in zip(part.param_groups, whole.param_groups, strict=True):
                 group.update({name: value for name, value in now.items() if name != "params"})
         with lent(trained):
             self._part.step()
+        return all(
+            _is_as(group, now)
+            for part, whole in self._parts
+            for group, now in zip(part.param_groups, whole.param_groups, strict=True)
+        )
+
+    def under_backward(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """The same where no step of the whole may follow."""
+        if not self(grads):
+            raise OptimizerError(
+                "the optimizer changes its param_groups in each step (a count of steps?), and so "
+                "cannot update bucket by bucket: give update_under_backward=False"
+            )
+
+
+def _is_as(group: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether both have the same options."""
+    kept = (now.get(name) for name in group)
+    same = all(
+        value is other or (not isinstance(value, Tensor) and value == other)
+        for (name, value), other in zip(group.items(), kept, strict=True)
+        if name != "params"
+    )
+    return same and group.keys() == now.keys()

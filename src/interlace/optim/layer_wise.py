@@ -17,6 +17,15 @@ Note [A step]
     shards and an all-gather. Both run in place, so that nothing is allocated for them. The gathers
     of a step begin in the order in which the first forward needed the buckets, as rank 0 saw it;
     modules wait as they come to run (Note [What waits]), in whatever order.
+
+Note [In order]
+    A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
+    its bucket is updated; then comes a step of the optimizer itself, without any gradient left. So
+    the first gather, under which no module can run, is hidden by updates. An optimizer that counts
+    steps in its groups would count too many, and one with hooks or with random numbers would see
+    the order: these update all parameters in one step, and gathers begin after it.
+    `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
+    batched differs with what is updated at once.
 """
 
 from __future__ import annotations
@@ -138,13 +147,22 @@ class LayerWise:
                 "update_under_backward=True is for gradients that LayerWise reduces itself: give "
                 "it the module without DistributedDataParallel"
             )
-        if self._early and any(map(rounds_at_random, optimizer.param_groups)):
+        by_chance = any(map(rounds_at_random, optimizer.param_groups))
+        if self._early and by_chance:
             raise OptimizerError(
                 "update_under_backward=True with stochastic rounding would give bits that depend "
                 "on the buckets: leave one out"
             )
-        updates = enumerate(grads[::-1]) if self._early else ()
-        then = {i: BucketUpdate(optimizer, bucket, {*self._owned}) for i, bucket in updates}
+        owned = [{*self._owned} & {*bucket.params} for bucket in weights]
+        self._updates = [] if by_chance else [BucketUpdate(optimizer, each) for each in owned]
+        """Of each bucket what this rank owns; empty where only the whole can be updated."""
+        pairs = zip(grads, self._updates, strict=True) if self._early else ()
+        then = {
+            len(grads) - 1 - i: partial(
+                update.under_backward, dict(zip(bucket.params, bucket.views, strict=True))
+            )
+            for i, (bucket, update) in enumerate(pairs)
+        }
         programs = self._programs(weights, grads, op, chosen.transport == "peer")
         self._runs = BucketRuns(programs, mesh.get_group(), chosen, apart=True, then=then)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
@@ -212,10 +230,11 @@ class LayerWise:
         if due and not self._early:
             self.check_replicas()
         with self._grads():
-            self.optimizer.step()
+            self._update()
         self._steps += 1
         self._learn()
-        self._weights.start(self._order, wait=not self._overlap)
+        left = [index for index in self._order if index not in self._weights.pending]
+        self._weights.start(left, wait=not self._overlap)
         if due and self._early:  # owners had updated before
             self.check_replicas()
 
@@ -433,6 +452,26 @@ class LayerWise:
         finally:
             for param, grad in kept.items():
                 param.grad = grad
+
+    def _update(self) -> None:
+        """Updates what this rank owns, bucket by bucket as the forward will need them; each one's
+        gather begins at once, under the updates of the next. See Note [In order].
+        """
+        optimizer = self.optimizer
+        hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        left = {param: grad for param in self._owned if (grad := param.grad) is not None}
+        for param in left:
+            param.grad = None
+        for index in self._order if self._updates and not any(hooks) else ():
+            bucket = self._weights.buckets[index].params
+            if not self._updates[index]({p: left.pop(p) for p in bucket if p in left}):
+                self._updates = []
+                break
+            if self._overlap and self._weights.needed is None:  # the order is known
+                self._weights.start([index], wait=False)
+        for param, grad in left.items():
+            param.grad = grad
+        optimizer.step()
 
     def _finish(self) -> None:
         """Ends the reductions of this step."""

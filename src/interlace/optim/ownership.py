@@ -22,6 +22,8 @@ from itertools import pairwise
 
 ALIGNMENT = 64
 """Elements that each parameter's place begins at a multiple of."""
+SMALL = 16
+"""Such a part of `bucket_bytes` the first bucket has."""
 MOST_BYTES = 1.3, 1.1
 """What a rank may own: so many times the mean, or the largest parameter, whichever is more."""
 
@@ -124,17 +126,25 @@ def assign(items: Sequence[ParameterCost], ranks: int) -> tuple[int, ...]:
 
 
 def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]]:
-    """Numbers of parameters in buckets of one dtype, by the first of each."""
+    """Numbers of parameters in buckets of one dtype, by the first of each.
+
+    The first ones are small, and have no more than all before them: nothing runs under the gather
+    of the first, and little under that of the next; nor has a backward much left for the last
+    reductions, which are theirs.
+    """
     filled: list[list[int]] = []
     last: dict[str, tuple[list[int], int]] = {}
+    before, most = 0, bucket_bytes // SMALL
     for number, item in enumerate(items):
         nbytes = item.padded * item.itemsize
         bucket, size = last.get(item.dtype, ([], bucket_bytes))
-        if size + nbytes > bucket_bytes:
+        if size + nbytes > most:
             bucket, size = [], 0
             filled.append(bucket)
+            most = min(bucket_bytes, max(most, before))
         bucket.append(number)
         last[item.dtype] = bucket, size + nbytes
+        before += nbytes
     return filled
 
 

@@ -90,13 +90,6 @@ class Candidates:
         self._first: dict[str, Tensor] = {}
         """The weights that the first way of ours trained, by which others are judged."""
 
-    def warm_up(self) -> None:
-        """Makes what the process keeps from the first training on, so that no way's memory has it."""
-        model = self._model()
-        trained = _stepped(model, Muon(muon_groups(model), lr=RATE))
-        trained.backward(*self.sets[0])
-        trained.run(*self.sets[0])
-
     def way(self, name: str) -> Way:
         """One of WAYS."""
         return Way(name, lambda: self._opened(name), lambda: self._closed(name))
@@ -152,9 +145,7 @@ class Candidates:
         return Llama(self.size).to(self.ranks.device, DTYPES[self.size.dtype])
 
     def _mesh(self) -> DeviceMesh:
-        return init_device_mesh(
-            self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("dp",)
-        )
+        return init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("dp",))
 
     def _ours(self, name: str, model: Llama) -> Trained:
         muon = Muon(muon_groups(model), lr=RATE, adamw={"lr": RATE})

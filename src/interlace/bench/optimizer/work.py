@@ -73,7 +73,7 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Row | None:
         raise OptionError("--link is for ranks on CPUs: GPUs have the link that they have")
     tell({"event": "total", "total": len(settings.only) + 1, "doing": "weights"})
     trained = Candidates(settings, ranks)
-    trained.warm_up()
+    close([_prepared(trained, settings.only[0])[0]])  # what stays from a first one is nobody's
     racers: dict[str, Racer] = {}
     peaks: dict[str, float] = {}
     for name in settings.only:
