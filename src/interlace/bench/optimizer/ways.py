@@ -115,8 +115,12 @@ class Candidates:
         def off() -> float:
             for _ in range(NUM_CHECKED):
                 trained.run(*self.sets[0])
+            trained.step()  # a backward may have updated a part of the weights
             trained.end()
-            return self._off(name, model, before)
+            found = self._off(name, model, before)
+            trained.zero()
+            trained.backward(*self.sets[0])
+            return found
 
         return Opened(run, off)
 
