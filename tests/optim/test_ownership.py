@@ -119,3 +119,11 @@ def test_all_ranks_plan_alike(seed: int) -> None:
     assert own(items, 4, 2000) == own(list(items), 4, 2000)
     cost, _ = per_rank(items, own(items, 4, 2000), 4)
     assert sorted(cost) == [2.0, 2.0, 2.0, 3.0]
+
+
+def test_the_first_buckets_are_small() -> None:
+    """The first is a 16th, and none is larger than all before it."""
+    items = [ParameterCost(f"p{i}", 64, "f32", 4, 1.0) for i in range(500)]
+    sizes = [bucket.numel // 64 for bucket in own(items, 1, 64 * 256).buckets]
+    assert sizes[:6] == [4, 4, 8, 16, 32, 64]
+    assert set(sizes[6:-1]) == {64}

@@ -1,4 +1,4 @@
-"""`interlace bench`: links, overlapped sites, whole layers and kernels, measured here and now.
+"""`interlace bench`: links, overlapped sites, layers, kernels and optimizers, here and now.
 
 $ interlace bench overlap --preset bars --check                  # starts a rank for each GPU
 $ torchrun --nproc-per-node 4 -m interlace bench overlap         # takes torchrun's
@@ -7,6 +7,7 @@ $ interlace bench interconnect --device cpu --most 1MiB --no-plot --calibration 
 $ interlace bench layer --device cpu --dim 64 --hidden 128 --heads 4 --only eager,interlace
 $ interlace bench transformer --model llama3-70b --simulate h200    # no GPU: predicted
 $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
+$ interlace bench optimizer --device cpu --link 0.2 --check
 
 Alone, a command starts its ranks as processes and ends them all, whatever happens; under torchrun
 each process is a rank already, and rank 0 alone prints and writes.
@@ -335,6 +336,72 @@ def kernels(
     )
 
 
+@benchmark
+def optimizer(
+    model: Annotated[
+        str, typer.Option(help="llama3-8b, small or tiny; default: small on CPUs.")
+    ] = "",
+    layers: Annotated[int, typer.Option(help="Layers; 0: as many as the model has.")] = 0,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence; 0: the model's.")] = 0,
+    batch: Annotated[int, typer.Option(help="Sequences of a rank; 0: the model's.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Element type; default: the model's.")] = "",
+    bucket: Annotated[str, typer.Option(help="Most bytes of a bucket; default: 64MiB.")] = "",
+    link: Annotated[
+        float, typer.Option(help="GB/s of the link that CPU ranks shall have; 0: as it is.")
+    ] = 0.0,
+    only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
+    seconds: Annotated[float, typer.Option(help="Time for timing, set-up apart.")] = 60,
+    check: Annotated[
+        bool, typer.Option(help="Judge the bars; code 1 where one is missed.")
+    ] = False,
+    world: World = None,
+    *,
+    given: BenchOptions,
+) -> None:
+    """Time training steps with Muon over data parallelism, LayerWise against others.
+
+    The ways, in turn: overlap (LayerWise), its twins synchronous, under-backward (updates under
+    the backward) and no-gather (without any gather: wrong, and the ideal); torch-ddp
+    (torch.optim.Muon under DistributedDataParallel); dion and torchtitan (DistMuon on FSDP2), on
+    GPUs where they are installed.
+    """
+    from interlace.bench.bars import judge_optimizer
+    from interlace.bench.optimizer.work import OptimizerSettings, work
+    from interlace.bench.ranks import pick_device, run
+
+    usual = "small" if pick_device(given.device) == "cpu" else "llama3-8b"
+    settings = OptimizerSettings(
+        model=model or usual,
+        layers=layers,
+        sequence=sequence,
+        batch=batch,
+        dtype=dtype,
+        bucket_bytes=nbytes(bucket) if bucket else 0,
+        bandwidth=link * 1e9,
+        seconds=seconds,
+        **_asked(given, only),
+    )
+    report = run("optimizer", work, settings, given, world)
+    if report is None:
+        return
+    size, ranks = settings.size, report["rows"][0]["world"]
+    headline = (
+        f"{ranks} ranks, {settings.model} x {size.layers}, {size.batch} x {size.sequence} tokens "
+        f"in {size.dtype}; in ms"
+    )
+    columns = {
+        "way": "{way}",
+        "step": "{step_ms:.2f}",
+        "p90": "{p90_ms:.2f}",
+        "exposed": "{exposed_ms:.2f}",
+        "of all gathers": "{exposed_share:.1%}",
+        "x no gather": "{over_no_gather:.3f}",
+        "peak GiB": "{peak_bytes_gib:.3f}",
+    }
+    verdicts = judge_optimizer(report["rows"]) if check else []
+    conclude(report, headline, columns, "{way}", given, verdicts)
+
+
 def _place(calibration: Path | None) -> str | None:
     return None if calibration is None else str(calibration.resolve())
 
@@ -439,7 +506,7 @@ def _more(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -
 bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Measure links, overlapped sites, whole layers and kernels, here and now.",
+    help="Measure links, overlapped sites, layers, kernels and optimizers, here and now.",
 )
-for function in (interconnect, overlap, layer, transformer, kernels):
+for function in (interconnect, overlap, layer, transformer, kernels, optimizer):
     bench.command(no_args_is_help=False)(function)

@@ -1,7 +1,7 @@
-"""Updates the parameters of one bucket while a backward goes on.
+"""Updates the parameters of one bucket by themselves, maybe while a backward goes on.
 
-update = BucketUpdate(optimizer, grads, sources)
-update()                         # of what is owned and trained, by the bucket's main gradients
+update = BucketUpdate(optimizer, sources)
+update({param: gradient})        # of those that are trained
 """
 
 from __future__ import annotations
@@ -14,24 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from interlace.errors import OptimizerError
 from interlace.optim.grad_reducer import lent
 
 
 class BucketUpdate:
-    """Updates what this rank owns of one bucket, by a part of the optimizer with the same state.
+    """Updates parameters of one bucket, by a part of the optimizer with the same state.
 
-    `grads` are by what the optimizer updates; `sources` has the Parameter of the module for each.
-    While it runs, a backward goes on, which sets `.grad` of other Parameters for moments: the part
-    has none of them, nor have optimizers that the optimizer holds.
+    While it runs, a backward may go on, which sets `.grad` of other Parameters for moments: the
+    part has none of them, nor have optimizers that the optimizer holds. `sources`: what it updates,
+    each with the module's Parameter that is trained by that, or frozen.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        grads: Mapping[nn.Parameter, Tensor],
-        sources: Mapping[nn.Parameter, nn.Parameter],
-    ) -> None:
-        self._grads, self._sources = grads, sources
+    def __init__(self, optimizer: Optimizer, sources: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        self.sources = sources
         self._groups: dict[int, dict[str, Any]] = {}
         self._parts: list[tuple[Optimizer, Optimizer]] = []
         self._part: Optimizer = self._of(optimizer)
@@ -53,17 +49,44 @@ class BucketUpdate:
         return part
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        params = [param for param in group["params"] if param in self._grads]
+        params = [param for param in group["params"] if param in self.sources]
         return self._groups.setdefault(id(group), {**group, "params": params})
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        trained = {p: grad for p, grad in self._grads.items() if self._sources[p].requires_grad}
+    def __call__(self, grads: Mapping[nn.Parameter, Tensor]) -> bool:
+        """Updates its parameters by these gradients. False where the optimizer changed options of
+        its groups, such as a count of steps: the rest is then for one step of the whole."""
+        mine = (param for param in grads if param in self.sources)
+        trained = {param: grads[param] for param in mine if self.sources[param].requires_grad}
         if not trained:
-            return
+            return True
         for part, whole in self._parts:
             part.state = whole.state
             for group, now in zip(part.param_groups, whole.param_groups, strict=True):
                 group.update({name: value for name, value in now.items() if name != "params"})
         with lent(trained):
             self._part.step()
+        return all(
+            _is_as(group, now)
+            for part, whole in self._parts
+            for group, now in zip(part.param_groups, whole.param_groups, strict=True)
+        )
+
+    def under_backward(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """The same where no step of the whole may follow."""
+        if not self(grads):
+            raise OptimizerError(
+                "the optimizer changes its param_groups in each step (a count of steps?), and so "
+                "cannot update bucket by bucket: give update_under_backward=False"
+            )
+
+
+def _is_as(group: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether both have the same options."""
+    kept = (now.get(name) for name in group)
+    same = all(
+        value is other or (not isinstance(value, Tensor) and value == other)
+        for (name, value), other in zip(group.items(), kept, strict=True)
+        if name != "params"
+    )
+    return same and group.keys() == now.keys()

@@ -18,6 +18,7 @@ Note [What waits]
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ class FlatWeights:
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.params}
         self.pending: set[int] = set()
         """Buckets whose gather nothing has waited for."""
+        self.waited_s = 0.0
+        """How long this rank has waited for gathers, on the CPU."""
         self._on_gpu = any(bucket.flat.is_cuda for bucket in buckets)
         self._waited: set[tuple[int, Any]] = set()
         """On GPUs, buckets and the streams that come after their gathers."""
@@ -103,6 +106,7 @@ class FlatWeights:
 
     def _finish(self, index: int, reader: str) -> None:
         """Waits for one gather."""
+        begun = time.perf_counter()
         try:
             self._runs.wait(self._first + index)
         except InterlaceError as error:
@@ -110,6 +114,7 @@ class FlatWeights:
                 f"bucket {index} ({self.about(index)}) was not gathered, for which {reader} "
                 f"waited: {error}"
             ) from error
+        self.waited_s += time.perf_counter() - begun
         self.pending.discard(index)
         torch.autograd.graph.increment_version(self.buckets[index].params)
 

@@ -19,6 +19,15 @@ Note [A step]
     of a step begin in the order in which the first forward needed the buckets, as rank 0 saw it;
     modules wait as they come to run (Note [What waits]), in whatever order. Where matrices have
     homes, theirs follow the reductions and precede the gathers (tensor_homes.py).
+
+Note [In order]
+    A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
+    its bucket is updated; then comes a step of the optimizer itself, without any gradient left. So
+    the first gather, under which no module can run, is hidden by updates. An optimizer that counts
+    steps in its groups would count too many, and one with hooks or with random numbers would see
+    the order: these update all parameters in one step, and gathers begin after it.
+    `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
+    batched differs with what is updated at once.
 """
 
 from __future__ import annotations
@@ -170,7 +179,8 @@ class LayerWise:
                 "update_under_backward=True is for gradients that LayerWise reduces itself: give "
                 "it the module without DistributedDataParallel"
             )
-        if self._early and any(map(rounds_at_random, optimizer.param_groups)):
+        by_chance = any(map(rounds_at_random, optimizer.param_groups))
+        if self._early and by_chance:
             raise OptimizerError(
                 "update_under_backward=True with stochastic rounding would give bits that depend "
                 "on the buckets: leave one out"
@@ -185,10 +195,12 @@ class LayerWise:
         self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
         group = mesh.get_group()
         self._sums = sum_slices(optimizer, plan.parts, acting, group, self._device, chosen)
-        updates = updates_of(optimizer, grads, self._main_grads, self._owned) if self._early else ()
+        self._updates = [] if by_chance else updates_of(optimizer, weights, self._owned)
+        """Of each bucket what this rank owns; empty where only the whole can be updated."""
+        early = self._updates if self._early else []
         peer = chosen.transport == "peer"
         programs = runs_of(plan, weights, grads, op, peer, self._shared)
-        before, then = calls_around(grads, [*self._shared], self._homes, updates)
+        before, then = calls_around(grads, [*self._shared], self._homes, early, self._main_grads)
         self._runs = BucketRuns(programs, group, chosen, apart=True, before=before, then=then)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
         if self._reducer is not None:
@@ -209,6 +221,11 @@ class LayerWise:
         """The optimizer's."""
         return self.optimizer.param_groups
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for gathers, on the CPU: what was not hidden."""
+        return self._weights.waited_s
+
     @torch.no_grad()
     def step(self) -> None:
         """Updates what this rank owns, and starts the gathers. Collective."""
@@ -227,10 +244,11 @@ class LayerWise:
         if self._homes is not None and not self._early:
             self._homes.bring_all_weights()
         with self._grads():
-            self.optimizer.step()
+            self._update()
         self._steps += 1
         self._learn()
-        self._weights.start(self._order, wait=not self._overlap)
+        left = [index for index in self._order if index not in self._weights.pending]
+        self._weights.start(left, wait=not self._overlap)
         if due and self._early:  # owners had updated before
             self.check_replicas()
 
@@ -418,6 +436,26 @@ class LayerWise:
         finally:
             for param, grad in kept.items():
                 param.grad = grad
+
+    def _update(self) -> None:
+        """Updates what this rank owns, bucket by bucket as the forward will need them; each one's
+        gather begins at once, under the updates of the next. See Note [In order].
+        """
+        optimizer = self.optimizer
+        hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        left = {param: grad for param in self._owned if (grad := param.grad) is not None}
+        for param in left:
+            param.grad = None
+        for index in self._order if self._updates and not any(hooks) else ():
+            update = self._updates[index]
+            if not update({p: left.pop(p) for p in update.sources if p in left}):
+                self._updates = []
+                break
+            if self._overlap and self._weights.needed is None:  # the order is known
+                self._weights.start([index], wait=False)
+        for param, grad in left.items():
+            param.grad = grad
+        optimizer.step()
 
     def _finish(self) -> None:
         """Ends the reductions of this step."""

@@ -22,6 +22,8 @@ from itertools import pairwise
 
 ALIGNMENT = 64
 """Elements that each parameter's place begins at a multiple of."""
+SMALL = 16
+"""Such a part of `bucket_bytes` the first bucket has."""
 MOST_BYTES = 1.3, 1.1
 """What a rank may own: so many times the mean, or the largest parameter, whichever is more."""
 
@@ -176,21 +178,29 @@ def _in_order(items: Sequence[ParameterCost], owners: Sequence[int]) -> tuple[in
 
 
 def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]]:
-    """Numbers of parameters in buckets of one dtype, by the first of each."""
+    """Numbers of parameters in buckets of one dtype, by the first of each.
+
+    The first ones are small, and have no more than all before them: nothing runs under the gather
+    of the first, and little under that of the next; nor has a backward much left for the last
+    reductions, which are theirs.
+    """
     filled: list[list[int]] = []
     last: dict[str, tuple[list[int], int]] = {}
+    before, most = 0, bucket_bytes // SMALL
     for number, item in enumerate(items):
+        nbytes = item.padded * item.itemsize
+        before += nbytes
         if item.parts > 1:  # in a bucket of their own
             if filled and items[number - 1].parts == item.parts and len(filled[-1]) < item.parts:
                 filled[-1].append(number)
             else:
                 filled.append([number])
             continue
-        nbytes = item.padded * item.itemsize
         bucket, size = last.get(item.dtype, ([], bucket_bytes))
-        if size + nbytes > bucket_bytes:
+        if size + nbytes > most:
             bucket, size = [], 0
             filled.append(bucket)
+            most = min(bucket_bytes, max(most, before - nbytes))
         bucket.append(number)
         last[item.dtype] = bucket, size + nbytes
     return filled

@@ -1,7 +1,7 @@
 """The runs of a LayerWise step: what they are of, and what precedes and follows each.
 
     runs = runs_of(plan, weights, grads, op, peer, shared)
-    before, then = calls_around(grads, shared, homes, updates)
+    before, then = calls_around(grads, shared, homes, updates, main_grads)
     runs = BucketRuns(runs, group, options, apart=True, before=before, then=then)
 
 First come the reductions in the order of backward, then the gathers in that of the model, and then
@@ -69,25 +69,22 @@ def runs_of(
 
 
 def updates_of(
-    optimizer: Optimizer,
-    grads: Sequence[Bucket],
-    main_grads: Mapping[nn.Parameter, Tensor],
-    owned: Mapping[nn.Parameter, nn.Parameter],
-) -> list[Callable[[], None]]:
+    optimizer: Optimizer, buckets: Sequence[Bucket], owned: Mapping[nn.Parameter, nn.Parameter]
+) -> list[BucketUpdate]:
     """An update of each bucket's part of what is owned."""
-    updates: list[Callable[[], None]] = []
-    for bucket in grads:
-        members = {*bucket.params}
-        parts = {acting: g for acting, g in main_grads.items() if owned[acting] in members}
-        updates.append(BucketUpdate(optimizer, parts, owned))
-    return updates
+    members = [{*bucket.params} for bucket in buckets]
+    return [
+        BucketUpdate(optimizer, {acting: param for acting, param in owned.items() if param in each})
+        for each in members
+    ]
 
 
 def calls_around(
     grads: Sequence[Bucket],
     shared: Sequence[str],
     homes: TensorHomes | None,
-    updates: Sequence[Callable[[], None]],
+    updates: Sequence[BucketUpdate],
+    main_grads: Mapping[nn.Parameter, Tensor],
 ) -> tuple[Calls, Calls]:
     """What precedes runs, and what follows them: moves to homes and back, and `updates` of buckets
     that come under the backward.
@@ -101,7 +98,9 @@ def calls_around(
             reduced.append(partial(homes.bring_grads, index))
         if homes is not None and updates:
             reduced.append(partial(homes.bring_weights, index))
-        reduced += updates[index : index + 1]
+        for update in updates[index : index + 1]:
+            mine = {param: main_grads[param] for param in update.sources}
+            reduced.append(partial(update.under_backward, mine))
     for number, name in enumerate(shared):
         if homes is not None and name in SHARED:
             then[2 * len(grads) + number] = [partial(homes.share, name)]
