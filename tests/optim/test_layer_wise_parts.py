@@ -216,7 +216,7 @@ def sliced(seed: int, gram_variant: bool) -> tuple[list[str], dict[str, float], 
     return differing(made[0], made[1]), way, told
 
 
-@pytest.mark.parametrize("gram_variant", [False, True])
+@pytest.mark.parametrize("gram_variant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_slices_are_updated_together(pool: Pool, gram_variant: bool, seed: int) -> None:
     for differing_ways, way, told in pool(4).run(sliced, seed, gram_variant):
         assert differing_ways == []

@@ -162,9 +162,9 @@ def recorded(seed: int, tp: int, optimizer: str, transport: str) -> tuple[list[T
     [
         (4, 2, "muon", "auto"),
         (4, 2, "ours", "peer"),
-        (4, 4, "ours", "auto"),
-        (2, 2, "muon", "peer"),
         (4, 2, "adamw", "auto"),
+        pytest.param(4, 4, "ours", "auto", marks=pytest.mark.slow),
+        pytest.param(2, 2, "muon", "peer", marks=pytest.mark.slow),
     ],
 )
 def test_has_the_bits_of_one_process(
@@ -410,7 +410,13 @@ def merged(ranks: list[tuple[State, Tensors, Tensors]]) -> State:
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "optimizer"), [(4, 2, "muon"), (2, 2, "ours"), (2, 1, "ours"), (4, 4, "adamw")]
+    ("world", "tp", "optimizer"),
+    [
+        (4, 2, "muon"),
+        (2, 1, "ours"),
+        pytest.param(2, 2, "ours", marks=pytest.mark.slow),
+        pytest.param(4, 4, "adamw", marks=pytest.mark.slow),
+    ],
 )
 def test_goes_on_from_a_checkpoint(
     pool: Pool, world: int, tp: int, optimizer: str, seed: int, tmp_path: Path
