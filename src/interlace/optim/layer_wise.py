@@ -16,16 +16,8 @@ Note [A step]
     Programs: a reduce-scatter and what brings gradients to owners, and what brings weights to
     shards and an all-gather. Both run in place, so that nothing is allocated for them. The gathers
     of a step begin in the order in which the first forward needed the buckets, as rank 0 saw it;
-    modules wait as they come to run (Note [What waits]), in whatever order.
-
-Note [In order]
-    A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
-    its bucket is updated; then comes a step of the optimizer itself, without any gradient left. So
-    the first gather, under which no module can run, is hidden by updates. An optimizer that counts
-    steps in its groups would count too many, and one with hooks or with random numbers would see
-    the order: these update all parameters in one step, and gathers begin after it.
-    `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
-    batched differs with what is updated at once.
+    modules wait as they come to run (Note [What waits]), in whatever order. Updates go in that
+    order too (Note [In order]).
 """
 
 from __future__ import annotations
@@ -50,14 +42,13 @@ from interlace.optim.bucket_runs import (
     Write,
     all_reduced,
 )
-from interlace.optim.bucket_update import BucketUpdate
+from interlace.optim.bucket_update import UpdatesInOrder
 from interlace.optim.flat_weights import FlatWeights, shown
 from interlace.optim.grad_reducer import Bucket, GradReducer, check_reduction, laid_out
 from interlace.optim.ownership import ParameterCost, own
 from interlace.optim.whole_parameters import (
     hash_of,
     parameters_of,
-    rounds_at_random,
     uncompiled,
 )
 from interlace.options import Options
@@ -76,11 +67,11 @@ class LayerWise:
     Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op` "mean" or
     "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used has the
     gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same bits.
-    `bucket_bytes` bounds the weights of a bucket of more than one parameter. Owners are balanced by
-    the optimizer's `update_cost(parameter)` where it has that, else by elements. `units`: classes
-    of modules whose forward reads Parameters of modules inside that it does not call. With
-    `check_replicas_every=N`, every N-th step begins with `check_replicas` (or ends with it, where
-    updates run under the backward).
+    `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones have
+    less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that, else
+    by elements. `units`: classes of modules whose forward reads Parameters of modules inside that
+    it does not call. With `check_replicas_every=N`, every N-th step begins with `check_replicas`
+    (or ends with it, where updates run under the backward).
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`; with `transport="peer"` ranks read each other's memory, sums go in
     rank order, and nothing is sent (GPUs that ranks share need that).
@@ -147,22 +138,8 @@ class LayerWise:
                 "update_under_backward=True is for gradients that LayerWise reduces itself: give "
                 "it the module without DistributedDataParallel"
             )
-        by_chance = any(map(rounds_at_random, optimizer.param_groups))
-        if self._early and by_chance:
-            raise OptimizerError(
-                "update_under_backward=True with stochastic rounding would give bits that depend "
-                "on the buckets: leave one out"
-            )
-        owned = [{*self._owned} & {*bucket.params} for bucket in weights]
-        self._updates = [] if by_chance else [BucketUpdate(optimizer, each) for each in owned]
-        """Of each bucket what this rank owns; empty where only the whole can be updated."""
-        pairs = zip(grads, self._updates, strict=True) if self._early else ()
-        then = {
-            len(grads) - 1 - i: partial(
-                update.under_backward, dict(zip(bucket.params, bucket.views, strict=True))
-            )
-            for i, (bucket, update) in enumerate(pairs)
-        }
+        self._updates = UpdatesInOrder(optimizer, weights, self._owned)
+        then = self._updates.under_backward(grads) if self._early else {}
         programs = self._programs(weights, grads, op, chosen.transport == "peer")
         self._runs = BucketRuns(programs, mesh.get_group(), chosen, apart=True, then=then)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
@@ -230,7 +207,7 @@ class LayerWise:
         if due and not self._early:
             self.check_replicas()
         with self._grads():
-            self._update()
+            self._updates.step(self._order, self._updated)
         self._steps += 1
         self._learn()
         left = [index for index in self._order if index not in self._weights.pending]
@@ -453,25 +430,10 @@ class LayerWise:
             for param, grad in kept.items():
                 param.grad = grad
 
-    def _update(self) -> None:
-        """Updates what this rank owns, bucket by bucket as the forward will need them; each one's
-        gather begins at once, under the updates of the next. See Note [In order].
-        """
-        optimizer = self.optimizer
-        hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        left = {param: grad for param in self._owned if (grad := param.grad) is not None}
-        for param in left:
-            param.grad = None
-        for index in self._order if self._updates and not any(hooks) else ():
-            bucket = self._weights.buckets[index].params
-            if not self._updates[index]({p: left.pop(p) for p in bucket if p in left}):
-                self._updates = []
-                break
-            if self._overlap and self._weights.needed is None:  # the order is known
-                self._weights.start([index], wait=False)
-        for param, grad in left.items():
-            param.grad = grad
-        optimizer.step()
+    def _updated(self, index: int) -> None:
+        """Starts the gather of a bucket while others are updated, once the order is known."""
+        if self._overlap and self._weights.needed is None:
+            self._weights.start([index], wait=False)
 
     def _finish(self) -> None:
         """Ends the reductions of this step."""
