@@ -1,13 +1,24 @@
-"""Updates the parameters of one bucket by themselves, maybe while a backward goes on.
+"""Updates the parameters of buckets by themselves, in an order, or while a backward goes on.
 
-update = BucketUpdate(optimizer, sources)
-update({param: gradient})        # of those that are trained
+    updates = UpdatesInOrder(optimizer, buckets, owned)
+    updates.step([2, 0, 1], start_gather)        # which is called as each bucket is updated
+    then = updates.under_backward(main_grads)    # or: what updates each, once it is reduced
+
+Note [In order]
+    A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
+    its bucket is updated; then comes a step of the optimizer itself, without any gradient left. So
+    the first gather, under which no module can run, is hidden by updates. An optimizer that counts
+    steps in its groups would count too many, and one with hooks or with random numbers would see
+    the order: these update all parameters in one step, and gathers begin after it.
+    `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
+    batched differs with what is updated at once.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +26,59 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
-from interlace.optim.grad_reducer import lent
+from interlace.optim.grad_reducer import Bucket, lent
+from interlace.optim.whole_parameters import rounds_at_random
+
+
+class UpdatesInOrder:
+    """The updates of what this rank owns, by bucket; see Note [In order].
+
+    `owned` has the Parameter of the module for each that the optimizer updates.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        buckets: Sequence[Bucket],
+        owned: Mapping[nn.Parameter, nn.Parameter],
+    ) -> None:
+        self._optimizer, self._owned = optimizer, owned
+        by_chance = any(map(rounds_at_random, optimizer.param_groups))
+        members = [{*bucket.params} for bucket in (() if by_chance else buckets)]
+        self._updates = [
+            BucketUpdate(optimizer, {p: source for p, source in owned.items() if source in each})
+            for each in members
+        ]
+        """Empty where only the whole can be updated."""
+
+    def step(self, order: Sequence[int], updated: Callable[[int], None]) -> None:
+        """Updates by what is in `.grad`, and tells of each bucket of which nothing is left."""
+        optimizer = self._optimizer
+        hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        left: dict[Any, Tensor] = {p: grad for p in self._owned if (grad := p.grad) is not None}
+        for param in left:
+            param.grad = None
+        for index in order if self._updates and not any(hooks) else ():
+            update = self._updates[index]
+            if not update({p: left.pop(p) for p in update.sources if p in left}):
+                self._updates = []
+                break
+            updated(index)
+        for param, grad in left.items():
+            param.grad = grad
+        optimizer.step()
+
+    def under_backward(self, main_grads: Mapping[nn.Parameter, Tensor]) -> list[Callable[[], None]]:
+        """What updates each bucket by its main gradients."""
+        if not self._updates:
+            raise OptimizerError(
+                "update_under_backward=True with stochastic rounding would give bits that depend "
+                "on the buckets: leave one out"
+            )
+        return [
+            partial(update.under_backward, {p: main_grads[p] for p in update.sources})
+            for update in self._updates
+        ]
 
 
 class BucketUpdate:

@@ -17,17 +17,9 @@ Note [A step]
     Programs: a reduce-scatter and what brings gradients to owners, and what brings weights to
     shards and an all-gather. Both run in place, so that nothing is allocated for them. The gathers
     of a step begin in the order in which the first forward needed the buckets, as rank 0 saw it;
-    modules wait as they come to run (Note [What waits]), in whatever order. Where matrices have
-    homes, theirs follow the reductions and precede the gathers (tensor_homes.py).
-
-Note [In order]
-    A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
-    its bucket is updated; then comes a step of the optimizer itself, without any gradient left. So
-    the first gather, under which no module can run, is hidden by updates. An optimizer that counts
-    steps in its groups would count too many, and one with hooks or with random numbers would see
-    the order: these update all parameters in one step, and gathers begin after it.
-    `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
-    batched differs with what is updated at once.
+    modules wait as they come to run (Note [What waits]), in whatever order. Updates go in that
+    order too (Note [In order]). Where matrices have homes, what brings them there and back follows
+    the reductions and precedes the gathers (tensor_homes.py).
 """
 
 from __future__ import annotations
@@ -46,6 +38,7 @@ from interlace.cost import Timeline
 from interlace.errors import GradientError, OptimizerError, ReplicaError, UnsupportedError
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
+from interlace.optim.bucket_update import UpdatesInOrder
 from interlace.optim.clipping import clip_grad_norm_
 from interlace.optim.flat_weights import FlatWeights, shown
 from interlace.optim.grad_reducer import (
@@ -59,12 +52,11 @@ from interlace.optim.sharded_parameters import (
     is_sharded,
 )
 from interlace.optim.stand_ins import StandIns
-from interlace.optim.step_runs import buckets_of, calls_around, runs_of, updates_of
+from interlace.optim.step_runs import buckets_of, calls_around, runs_of
 from interlace.optim.tensor_homes import TensorHomes
 from interlace.optim.update_plan import planned
 from interlace.optim.whole_parameters import (
     hash_of,
-    rounds_at_random,
     uncompiled,
 )
 from interlace.options import Options
@@ -97,11 +89,11 @@ class LayerWise:
     Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op` "mean" or
     "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used has the
     gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same bits.
-    `bucket_bytes` bounds the weights of a bucket of more than one parameter. Owners are balanced by
-    the optimizer's `update_cost(parameter)` where it has that, else by elements. `units`: classes
-    of modules whose forward reads Parameters of modules inside that it does not call. With
-    `check_replicas_every=N`, every N-th step begins with `check_replicas` (or ends with it, where
-    updates run under the backward).
+    `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones have
+    less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that, else
+    by elements. `units`: classes of modules whose forward reads Parameters of modules inside that
+    it does not call. With `check_replicas_every=N`, every N-th step begins with `check_replicas`
+    (or ends with it, where updates run under the backward).
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`; with `transport="peer"` ranks read each other's memory, sums go in
     rank order, and nothing is sent (GPUs that ranks share need that).
@@ -179,12 +171,6 @@ class LayerWise:
                 "update_under_backward=True is for gradients that LayerWise reduces itself: give "
                 "it the module without DistributedDataParallel"
             )
-        by_chance = any(map(rounds_at_random, optimizer.param_groups))
-        if self._early and by_chance:
-            raise OptimizerError(
-                "update_under_backward=True with stochastic rounding would give bits that depend "
-                "on the buckets: leave one out"
-            )
         self._homes = None
         if plan.mesh is not None:
             self._homes = TensorHomes(plan, weights, grads, plan.mesh, self._shared, chosen)
@@ -195,12 +181,11 @@ class LayerWise:
         self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
         group = mesh.get_group()
         self._sums = sum_slices(optimizer, plan.parts, acting, group, self._device, chosen)
-        self._updates = [] if by_chance else updates_of(optimizer, weights, self._owned)
-        """Of each bucket what this rank owns; empty where only the whole can be updated."""
-        early = self._updates if self._early else []
+        self._updates = UpdatesInOrder(optimizer, weights, self._owned)
+        early = self._updates.under_backward(self._main_grads) if self._early else []
         peer = chosen.transport == "peer"
         programs = runs_of(plan, weights, grads, op, peer, self._shared)
-        before, then = calls_around(grads, [*self._shared], self._homes, early, self._main_grads)
+        before, then = calls_around(grads, [*self._shared], self._homes, early)
         self._runs = BucketRuns(programs, group, chosen, apart=True, before=before, then=then)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
         if self._reducer is not None:
@@ -244,7 +229,7 @@ class LayerWise:
         if self._homes is not None and not self._early:
             self._homes.bring_all_weights()
         with self._grads():
-            self._update()
+            self._updates.step(self._order, self._updated)
         self._steps += 1
         self._learn()
         left = [index for index in self._order if index not in self._weights.pending]
@@ -437,25 +422,10 @@ class LayerWise:
             for param, grad in kept.items():
                 param.grad = grad
 
-    def _update(self) -> None:
-        """Updates what this rank owns, bucket by bucket as the forward will need them; each one's
-        gather begins at once, under the updates of the next. See Note [In order].
-        """
-        optimizer = self.optimizer
-        hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        left = {param: grad for param in self._owned if (grad := param.grad) is not None}
-        for param in left:
-            param.grad = None
-        for index in self._order if self._updates and not any(hooks) else ():
-            update = self._updates[index]
-            if not update({p: left.pop(p) for p in update.sources if p in left}):
-                self._updates = []
-                break
-            if self._overlap and self._weights.needed is None:  # the order is known
-                self._weights.start([index], wait=False)
-        for param, grad in left.items():
-            param.grad = grad
-        optimizer.step()
+    def _updated(self, index: int) -> None:
+        """Starts the gather of a bucket while others are updated, once the order is known."""
+        if self._overlap and self._weights.needed is None:
+            self._weights.start([index], wait=False)
 
     def _finish(self) -> None:
         """Ends the reductions of this step."""

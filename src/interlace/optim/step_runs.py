@@ -1,7 +1,7 @@
 """The runs of a LayerWise step: what they are of, and what precedes and follows each.
 
     runs = runs_of(plan, weights, grads, op, peer, shared)
-    before, then = calls_around(grads, shared, homes, updates, main_grads)
+    before, then = calls_around(grads, shared, homes, updates)
     runs = BucketRuns(runs, group, options, apart=True, before=before, then=then)
 
 First come the reductions in the order of backward, then the gathers in that of the model, and then
@@ -15,10 +15,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from interlace.optim.bucket_runs import BucketExchange, Write, all_reduced
-from interlace.optim.bucket_update import BucketUpdate
 from interlace.optim.flat_weights import shown
 from interlace.optim.grad_reducer import Bucket, laid_out
 from interlace.optim.tensor_homes import SHARED, TensorHomes
@@ -68,23 +66,11 @@ def runs_of(
     ]
 
 
-def updates_of(
-    optimizer: Optimizer, buckets: Sequence[Bucket], owned: Mapping[nn.Parameter, nn.Parameter]
-) -> list[BucketUpdate]:
-    """An update of each bucket's part of what is owned."""
-    members = [{*bucket.params} for bucket in buckets]
-    return [
-        BucketUpdate(optimizer, {acting: param for acting, param in owned.items() if param in each})
-        for each in members
-    ]
-
-
 def calls_around(
     grads: Sequence[Bucket],
     shared: Sequence[str],
     homes: TensorHomes | None,
-    updates: Sequence[BucketUpdate],
-    main_grads: Mapping[nn.Parameter, Tensor],
+    updates: Sequence[Callable[[], None]],
 ) -> tuple[Calls, Calls]:
     """What precedes runs, and what follows them: moves to homes and back, and `updates` of buckets
     that come under the backward.
@@ -98,9 +84,7 @@ def calls_around(
             reduced.append(partial(homes.bring_grads, index))
         if homes is not None and updates:
             reduced.append(partial(homes.bring_weights, index))
-        for update in updates[index : index + 1]:
-            mine = {param: main_grads[param] for param in update.sources}
-            reduced.append(partial(update.under_backward, mine))
+        reduced += updates[index : index + 1]
     for number, name in enumerate(shared):
         if homes is not None and name in SHARED:
             then[2 * len(grads) + number] = [partial(homes.share, name)]
