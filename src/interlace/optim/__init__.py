@@ -12,5 +12,15 @@ from interlace.optim.grad_reducer import GradReducer
 from interlace.optim.layer_wise import LayerWise
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.routing import muon_groups
+from interlace.optim.sharded_layer_wise import ShardedLayerWise
 
-__all__ = ["Adam", "AdamW", "GradAccumulator", "GradReducer", "LayerWise", "Muon", "muon_groups"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "GradAccumulator",
+    "GradReducer",
+    "LayerWise",
+    "Muon",
+    "ShardedLayerWise",
+    "muon_groups",
+]

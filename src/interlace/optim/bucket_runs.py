@@ -112,7 +112,7 @@ class BucketRuns:
 
     def __init__(
         self,
-        runs: Sequence[tuple[Write, torch.Tensor]],
+        runs: Sequence[tuple[Write, *tuple[torch.Tensor, ...]]],
         group: dist.ProcessGroup | None,
         options: Options,
         *,
@@ -127,9 +127,10 @@ class BucketRuns:
             if apart and self._device.type == "cpu":
                 given = made.enter_context(_beside(given))
             self.executors: list[Executor] = []
-            for write, flat in runs:
+            for write, *flats in runs:
                 program, groups = write(given.size(), given.rank()), {"dp": given}
-                registered = {"flat": flat} if program.params[0].registered else None
+                named = zip(program.params, flats, strict=True)
+                registered = {param.name: flat for param, flat in named if param.registered} or None
                 executor = Executor(
                     program,
                     groups=groups,
@@ -142,8 +143,8 @@ class BucketRuns:
                 made.callback(executor.synchronize)
                 self.executors.append(executor)
             self._runs = [  # which the thread holds, and so they do not hold this object
-                partial(_run, executor, flat, (then or {}).get(index))
-                for index, (executor, (_, flat)) in enumerate(
+                partial(_run, executor, flats, (then or {}).get(index))
+                for index, (executor, (_, *flats)) in enumerate(
                     zip(self.executors, runs, strict=True)
                 )
             ]
@@ -197,8 +198,10 @@ class BucketRuns:
         self._made.close()
 
 
-def _run(executor: Executor, flat: torch.Tensor, then: Callable[[], None] | None) -> None:
-    executor.run([flat])
+def _run(
+    executor: Executor, flats: Sequence[torch.Tensor], then: Callable[[], None] | None
+) -> None:
+    executor.run(flats)
     if then is not None:
         then()
 

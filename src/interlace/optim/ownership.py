@@ -93,7 +93,7 @@ def own(items: Sequence[ParameterCost], ranks: int, bucket_bytes: int) -> Owners
     """Owners balanced by cost, and buckets of at most `bucket_bytes` or of one parameter."""
     owners = assign(items, ranks)
     return Ownership(
-        owners, tuple(_placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
+        owners, tuple(placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
     )
 
 
@@ -138,7 +138,7 @@ def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]
     return filled
 
 
-def _placed(
+def placed(
     items: Sequence[ParameterCost], bucket: Sequence[int], owners: Sequence[int], ranks: int
 ) -> BucketPlan:
     numbers = sorted(bucket, key=lambda number: owners[number])

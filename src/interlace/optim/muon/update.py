@@ -9,8 +9,9 @@ Note [A copy]
     bfloat16 buffer is then normalised in place, and momentum is lost. Here the cast is a copy.
 
 Note [DTensors]
-    Momentum is sharded as the gradient is. The update is gathered, every rank makes the whole
-    matrix orthogonal, which gives all of them the same bits, and keeps its own part.
+    Momentum is sharded as the gradient is. A shard that holds whole matrices, such as some of the
+    experts, is updated as it is. Else the update is gathered, every rank makes the whole matrix
+    orthogonal, which gives all of them the same bits, and keeps its own part.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,13 +47,17 @@ def adjusted_lr(group: Mapping[str, Any], rows: int, columns: int) -> float:
     return float(group["lr"] * ratio)  # a tensor's arithmetic is fp32, as in torch.optim
 
 
+def cuts(size: int, group: Mapping[str, Any]) -> list[int]:
+    """The rows or columns of each matrix that so many of them are cut into."""
+    if group["head_dim"]:
+        return [group["head_dim"]] * (size // group["head_dim"])
+    return list(group["split_sizes"] or (size,))
+
+
 def matrices(tensor: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
     """Views of the matrices that a parameter, or what is shaped as it, is cut into."""
     dim = group["split_dim"] - 2
-    size = tensor.shape[dim]
-    parts = list(group["split_sizes"] or (size,))
-    if group["head_dim"]:
-        parts = [group["head_dim"]] * (size // group["head_dim"])
+    parts = cuts(tensor.shape[dim], group)
     whole = [tensor]
     while whole[0].ndim > 2:  # views, whatever the strides
         whole = [each for several in whole for each in several.unbind()]
@@ -86,20 +91,19 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
     if not params:
         return
     momentum = group["momentum"]
-    grads = [*map(placed_grad, params)]
-    moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
-    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
-    torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - momentum)
-    scale([*map(local, params)], float(1 - group["lr"] * group["weight_decay"]))
+    grads, moments = averaged(params, group, states)
+    decay([*map(local, params)], group)
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and not holds_matrices(param):
             update_sharded(
                 param, grad.lerp(moment, momentum) if group["nesterov"] else moment, group
             )
             continue
+        if not local(param).numel():  # a shard without matrices
+            continue
         for entry in zip(
-            *(matrices(t.detach(), group) for t in (param, grad, moment)), strict=True
+            *(matrices(local(t.detach()), group) for t in (param, grad, moment)), strict=True
         ):
             key = param.device, param.dtype, grad.dtype, entry[0].shape
             alike[key].append(entry)
@@ -112,8 +116,25 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
             add(targets[few], orthogonal(updates, group), group)
 
 
-def scale(tensors: Matrices, factor: float) -> None:
-    """Multiplies all, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
+def averaged(
+    params: Sequence[Tensor], group: Mapping[str, Any], states: MutableMapping[Any, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Averages momentum with the gradients; gives those, in its dtype, and the momentum."""
+    grads = [*map(placed_grad, params)]
+    moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
+    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
+    torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - group["momentum"])
+    return grads, moments
+
+
+def holds_matrices(param: DTensor) -> bool:
+    """Whether each shard of a stack of matrices has whole ones."""
+    return all(not p.is_shard() or p.dim < param.ndim - 2 for p in cast("Any", param.placements))
+
+
+def decay(tensors: Matrices, group: Mapping[str, Any]) -> None:
+    """Decays weights, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
+    factor = float(1 - group["lr"] * group["weight_decay"])
     if tensors[0].is_cuda:
         torch._foreach_mul_([*tensors], factor)
     else:
@@ -130,7 +151,11 @@ def placed_grad(param: Tensor) -> Tensor:
             f"the gradient of a parameter of shape {tuple(param.shape)} is {grad.dtype} with "
             f"layout {grad.layout}: Muon takes dense real ones; use a group with use_muon=False"
         )
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+    if (
+        isinstance(grad, DTensor)
+        and isinstance(param, DTensor)
+        and (grad.placements != param.placements)
+    ):
         return grad.redistribute(param.device_mesh, param.placements)
     return grad
 
