@@ -223,6 +223,10 @@ class ShardedLayerWise:
         self._check_whole()
         set_optimizer_state_dict(self.module, self.optimizer, state_dict)
 
+    def about(self, index: int) -> str:
+        """The matrices of a bucket by name."""
+        return self._exchanges[index].about
+
     def explain(self) -> str:
         """Who owns what, what a step moves, and the Programs."""
         moved = sum(sum(each.parts) - each.parts[self._rank] for each in self._exchanges)
@@ -280,7 +284,7 @@ class ShardedLayerWise:
         """A gradient is reduced: sends the buckets that are complete."""
         if index < self._begun:
             raise GradientError(
-                f"a gradient of bucket {index} ({self._exchanges[index].about}) came after its "
+                f"a gradient of bucket {index} ({self.about(index)}) came after its "
                 "momentum was averaged: let only the last backward of a step reduce gradients "
                 "(set_requires_gradient_sync), or leave exchange_under_backward out"
             )
@@ -358,8 +362,7 @@ class ShardedLayerWise:
             index = run % len(self._buckets)
             what = "to their owners" if run < len(self._buckets) else "back to their shards"
             raise type(error)(
-                f"bucket {index} ({self._exchanges[index].about}): updates did not come {what}: "
-                f"{error}"
+                f"bucket {index} ({self.about(index)}): updates did not come {what}: {error}"
             ) from error
 
     @contextmanager
