@@ -167,6 +167,12 @@ assert len(muon.state) == 2 and muon.param_groups[0]["lr"] > 0.019
 dist.destroy_process_group()
 print("as told")
 """
+SHARDED_LAYER_WISE_CHECK = """
+assert len(inner.state) == 8 and all(s["momentum_buffer"].to_local().shape == (128, 256)
+                                     for s in inner.state.values())
+dist.destroy_process_group()
+print("as told")
+"""
 PIECES = {
     name: (code, told)
     for told, word in (
@@ -181,6 +187,7 @@ PIECES = {
         (FLOAT8_CHECK, "dw = wgrad("),
         (STYLES_CHECK, "parallelize(expand"),
         (LAYER_WISE_CHECK, "LayerWise(muon"),
+        (SHARDED_LAYER_WISE_CHECK, "LayerWise(inner"),
     )
     for name, code in PYTHON.items()
     if name.startswith(("README.md", "docs/float8.md", "docs/layer_wise.md")) and word in code
@@ -206,7 +213,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 11
+    assert len(PIECES) == 12
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -81,6 +81,7 @@ def muon(module: nn.Module, kind: str = "ours", **options: Any) -> Optimizer:
         {"params": [p for p in rest if p.dim() > 1]},
         {"params": [p for p in rest if p.dim() == 1], "use_muon": False},
     ]
+    groups = [group for group in groups if group["params"]]
     facts: dict[str, Any] = {"batched": False, "symmetric": False, **options}
     return Muon(groups, lr=0.02, adamw={"lr": 0.01}, **facts)
 
@@ -188,6 +189,21 @@ def test_has_the_bits_of_one_process(
         alone.step()
     for _, found in ranks:
         assert differing(found, module.state_dict()) == []
+
+
+def few(seed: int) -> list[str]:
+    """Fewer matrices than ranks."""
+    made: list[Weights] = []
+    for overlap in (True, False):
+        module = fully_shard(model(seed, lambda: nn.Linear(DIM, 5)), mesh=layerwise.mesh())
+        with wrapped(muon(module), module, options={"overlap": overlap}) as optimizing:
+            train(optimizing, module, seed, range(3))
+        made.append(full(module.state_dict()))
+    return differing(*made)
+
+
+def test_fewer_matrices_than_ranks(pool: Pool, seed: int) -> None:
+    assert pool(4).run(few, seed) == [[]] * 4
 
 
 # -- overlap --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +129,8 @@ def averaged(
 
 def holds_matrices(param: DTensor) -> bool:
     """Whether each shard of a stack of matrices has whole ones."""
-    return all(not p.is_shard() or p.dim < param.ndim - 2 for p in cast("Any", param.placements))
+    stacked = param.ndim - 2
+    return all(p.is_replicate() or any(map(p.is_shard, range(stacked))) for p in param.placements)
 
 
 def decay(tensors: Matrices, group: Mapping[str, Any]) -> None:
