@@ -48,7 +48,7 @@ from interlace.optim.muon.update import (
     batches,
     cuts,
     decay,
-    holds_matrices,
+    in_whole_matrices,
     matrices,
     orthogonal,
     placed_grad,
@@ -99,7 +99,7 @@ class ShardedLayerWise:
     (`Shard(0)`) over one dimension of its mesh, and may be replicated over others (HSDP, in which
     each replica does the same). The state stays sharded, in the optimizer, which has the same
     `param_groups`. What needs no exchange it updates itself: groups with `use_muon=False`, and
-    stacks of matrices such as experts, which shards have whole ones of. Every rank of the job makes
+    what shards have whole matrices of (experts, heads of `head_dim`). Every rank of the job makes
     its own together.
 
     Given the same gradients, weights have the bits of the optimizer on whole parameters in one
@@ -403,8 +403,13 @@ def _sharded(optimizer: Optimizer, module: nn.Module) -> dict[str, DTensor]:
             f"{type(optimizer).__name__} is neither interlace.optim.Muon nor torch.optim.Muon: one "
             "that treats each element by itself updates shards as they are, without this class"
         )
-    groups = [group for group in optimizer.param_groups if group.get("use_muon", True)]
-    wanted = {p for group in groups for p in group["params"] if p.numel()}
+    groups = [{**PLAIN, **group} for group in optimizer.param_groups]
+    wanted = {
+        p: group
+        for group in groups
+        for p in group["params"]
+        if group.get("use_muon", True) and p.numel()
+    }
     names = {param: name for name, param in named(module).items() if param in wanted}
     if len(names) < len(wanted):
         raise OptimizerError(
@@ -418,7 +423,7 @@ def _sharded(optimizer: Optimizer, module: nn.Module) -> dict[str, DTensor]:
                 f"{name} is not sharded: apply fully_shard to all of the module, or give such "
                 "matrices a LayerWise of their own"
             )
-        if param.ndim > 2 and holds_matrices(param):
+        if in_whole_matrices(param, wanted[param]):
             continue
         kinds = [type(placement) for placement in param.placements]
         one = kinds.count(Shard) == 1 and kinds.count(Replicate) == len(kinds) - 1

@@ -9,9 +9,9 @@ Note [A copy]
     bfloat16 buffer is then normalised in place, and momentum is lost. Here the cast is a copy.
 
 Note [DTensors]
-    Momentum is sharded as the gradient is. A shard that holds whole matrices, such as some of the
-    experts, is updated as it is. Else the update is gathered, every rank makes the whole matrix
-    orthogonal, which gives all of them the same bits, and keeps its own part.
+    Momentum is sharded as the gradient is. Where a shard has whole matrices (experts, or heads of
+    `head_dim`), it is updated by itself. Else the update is gathered, every rank makes the whole
+    matrix orthogonal, which gives all of them the same bits, and keeps its own part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.state import local
@@ -95,16 +95,15 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
     decay([*map(local, params)], group)
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
-        if isinstance(param, DTensor) and not holds_matrices(param):
+        if isinstance(param, DTensor) and not in_whole_matrices(param, group):
             update_sharded(
                 param, grad.lerp(moment, momentum) if group["nesterov"] else moment, group
             )
             continue
-        if not local(param).numel():  # a shard without matrices
+        parts = [local(t.detach()) for t in (param, grad, moment)]
+        if not parts[0].numel():
             continue
-        for entry in zip(
-            *(matrices(local(t.detach()), group) for t in (param, grad, moment)), strict=True
-        ):
+        for entry in zip(*(matrices(part, group) for part in parts), strict=True):
             key = param.device, param.dtype, grad.dtype, entry[0].shape
             alike[key].append(entry)
     for entries in alike.values():
@@ -116,6 +115,21 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
             add(targets[few], orthogonal(updates, group), group)
 
 
+def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
+    """Whether each shard consists of whole matrices; see Note [DTensors]."""
+    rows, head = param.ndim - 2, group["head_dim"]
+    for axis, placement in enumerate(param.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not Shard:
+            return False
+        dim, parts = placement.dim % param.ndim, param.device_mesh.size(axis)
+        cut = head and dim == rows + group["split_dim"] and param.placements.count(placement) == 1
+        if dim >= rows and not (cut and -(-param.shape[dim] // parts) % head == 0):
+            return False
+    return True
+
+
 def averaged(
     params: Sequence[Tensor], group: Mapping[str, Any], states: MutableMapping[Any, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -125,12 +139,6 @@ def averaged(
     grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
     torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - group["momentum"])
     return grads, moments
-
-
-def holds_matrices(param: DTensor) -> bool:
-    """Whether each shard of a stack of matrices has whole ones."""
-    stacked = param.ndim - 2
-    return all(p.is_replicate() or any(map(p.is_shard, range(stacked))) for p in param.placements)
 
 
 def decay(tensors: Matrices, group: Mapping[str, Any]) -> None:
