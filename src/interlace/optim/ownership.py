@@ -101,7 +101,7 @@ def own(
     Each of the `ranks` is as many as `shards`, with a shard each.
     """
     owners, homes = assign(items, ranks, shards)
-    buckets = tuple(_placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
+    buckets = tuple(placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
     return Ownership(owners, buckets, homes)
 
 
@@ -160,7 +160,7 @@ def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]
     return filled
 
 
-def _placed(
+def placed(
     items: Sequence[ParameterCost], bucket: Sequence[int], owners: Sequence[int], ranks: int
 ) -> BucketPlan:
     numbers = sorted(bucket, key=lambda number: owners[number])
