@@ -49,7 +49,15 @@ from interlace.optim.grad_reducer import (
 )
 from interlace.optim.owned_state import load, saved
 from interlace.optim.ownership import explained, own
-from interlace.optim.sharded_parameters import cost_of, is_sharded, like, needs_whole, shard_mesh
+from interlace.optim.sharded_parameters import (
+    cost_of,
+    is_sharded,
+    like,
+    needs_whole,
+    rows_apart,
+    shard_mesh,
+)
+from interlace.optim.stand_ins import StandIns, parts_of, views_of
 from interlace.optim.step_runs import buckets_of, calls_around, runs_of
 from interlace.optim.tensor_homes import TensorHomes
 from interlace.optim.whole_parameters import (
@@ -76,6 +84,11 @@ class LayerWise:
     `close()`. Which these are the optimizer's `needs_whole(parameter)` says; without it, all but
     those of torch's elementwise optimizers and of `interlace.optim.AdamW`. `shards`: a mesh whose
     ranks have other parts in plain Parameters, such as experts, which the norm of gradients counts.
+
+    With `split_parts=N`, experts and heads that the optimizer updates one by one (its
+    `rows_apart(parameter)` says so), and rows of elementwise optimizers, are cut into at most N
+    parts with owners of their own, without a change of bits: see Note [Parts]. N is the same when a
+    checkpoint is loaded.
 
     Under `DistributedDataParallel` the gradients are reduced already: `.grad` is taken as it is.
     Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op` "mean" or
@@ -108,6 +121,7 @@ class LayerWise:
         mesh: DeviceMesh,
         *,
         shards: DeviceMesh | None = None,
+        split_parts: int = 1,
         overlap_param_gather: bool = True,
         update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
@@ -126,31 +140,36 @@ class LayerWise:
         self._rank = mesh.get_local_rank()
         self._params = parameters_of(optimizer, module)
         self._names = {param: name for name, param in self._params.items()}
-        self._parted = shards is not None
+        self._plain_shards = shards is not None
         found = shard_mesh(self._params, mesh, shards)
-        self._shards = 1 if found is None else found.size()
+        self._shards, self._shard = (
+            (1, 0) if found is None else (found.size(), found.get_local_rank())
+        )
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
         cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
         whole = needs_whole(optimizer)
+        rows = rows_apart(optimizer)
+        self._parts = parts_of(self._params, split_parts, rows, self._shard, self._shards)
         self._items = [
-            cost_of(name, p, cost, whole(p), self._shards) for name, p in self._params.items()
+            cost_of(each.name, each.param, cost, whole(each.param), self._shards, each.count)
+            for each in self._parts
         ]
         self._plan = own(self._items, mesh.size(), bucket_bytes, self._shards)
         reduces = not isinstance(uncompiled(module), DistributedDataParallel)
-        if not reduces and any(map(is_sharded, self._params.values())):
+        if not reduces and (split_parts > 1 or any(map(is_sharded, self._params.values()))):
             raise UnsupportedError(
-                "Parameters are sharded DTensors, under DistributedDataParallel: give LayerWise "
-                "the module without it, which then reduces their gradients itself"
+                "under DistributedDataParallel neither sharded DTensors nor split_parts are "
+                "served: give LayerWise the module without it, which then reduces gradients itself"
             )
-        params = [*self._params.values()]
+        params = [each.param for each in self._parts]
         weights = buckets_of(self._plan, params, None)
         grads = buckets_of(self._plan, params, main_grad_dtype) if reduces else []
         self._device = weights[0].flat.device
         self._order = list(range(len(weights)))
         self._shared = {
             "norms": torch.zeros(
-                len(self._params) * self._shards, dtype=torch.float64, device=self._device
+                len(self._parts) * self._shards, dtype=torch.float64, device=self._device
             ),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
             "hashes": torch.zeros(2 * len(self._params), dtype=torch.int64, device=self._device),
@@ -167,14 +186,14 @@ class LayerWise:
                 "update_under_backward=True with stochastic rounding would give bits that depend "
                 "on the buckets: leave one out"
             )
-        names = [*self._params]
+        named = [(each.name, each.param) for each in self._parts]
         self._homes = None
         if found is not None:
             self._homes = TensorHomes(
-                self._params, self._plan, self._rank, weights, grads, found, self._shared, chosen
+                named, self._plan, self._rank, weights, grads, found, self._shared, chosen
             )
-            self._names |= {whole: self._names[p] for p, whole in self._homes.whole.items()}
-            self._homes.enter(optimizer)
+        self._stand_ins = StandIns(self._parts, self._plan, self._rank, weights, self._homes)
+        self._stand_ins.enter(optimizer)
         self._own(grads)
         updates: list[Callable[[], None]] = []
         for bucket in grads if self._early else ():
@@ -182,6 +201,7 @@ class LayerWise:
             parts = {a: g for a, g in self._main_grads.items() if self._owned[a] in members}
             updates.append(BucketUpdate(optimizer, parts, self._owned))
         peer = chosen.transport == "peer"
+        names = [each.name for each in self._parts]
         programs = runs_of(self._plan, names, weights, grads, op, peer, self._shared)
         before, then = calls_around(grads, [*self._shared], self._homes, updates)
         self._runs = BucketRuns(
@@ -197,23 +217,19 @@ class LayerWise:
 
     def _own(self, grads: Sequence[Bucket]) -> None:
         """Finds what this rank updates, by which gradients."""
-        whole, homed = ({}, {}) if self._homes is None else (self._homes.whole, self._homes.grads)
-        views = {p: v for bucket in grads for p, v in zip(bucket.params, bucket.views, strict=True)}
+        homed, views = {} if self._homes is None else self._homes.grads, views_of(grads)
         self._owned: dict[nn.Parameter, nn.Parameter] = {}
         """What this rank updates, and of which Parameter each is."""
         self._main_grads: dict[nn.Parameter, Tensor] = {}
         plan = self._plan
-        for param, owner, home in zip(self._params.values(), plan.owners, plan.homes, strict=True):
-            if owner == self._rank and home in (None, self._part):
-                acting = whole.get(param, param)
-                self._owned[acting] = param
+        of_all = zip(self._parts, self._stand_ins.acting, plan.owners, plan.homes, strict=True)
+        for part, acting, owner, home in of_all:
+            self._names[acting] = part.name
+            if owner == self._rank and home in (None, self._shard):
+                self._owned[acting] = part.param
                 if grads:
-                    self._main_grads[acting] = like(acting, homed.get(param, views[param]))
-
-    @property
-    def _part(self) -> int:
-        """This rank's place among those that hold shards."""
-        return 0 if self._homes is None else self._homes.rank
+                    grad = homed.get(part.param, views[part.param])
+                    self._main_grads[acting] = like(acting, part.of(grad))
 
     def _gather_loaded(self) -> None:
         """Gathers weights that were written from outside."""
@@ -301,12 +317,13 @@ class LayerWise:
                 "update_under_backward=True has updated before all norms are known"
             )
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
-        for number, param in enumerate(self._params.values()):
-            if param in grads and (self._part == 0 or self._parted or is_sharded(param)):
-                grad = grads[param]
+        for number, acting in enumerate(self._stand_ins.acting):
+            sharded = self._plain_shards or is_sharded(self._parts[number].param)
+            if acting in grads and (self._shard == 0 or sharded):
+                grad = grads[acting]
                 kind = torch.promote_types(grad.dtype, torch.float32)
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind)
-                norms[number * self._shards + self._part] = norm
+                norms[number * self._shards + self._shard] = norm
         self._share("norms")
         return torch.linalg.vector_norm(norms, norm_type)
 
@@ -317,11 +334,11 @@ class LayerWise:
             grad.mul_(scale)
 
     def _reduced_grads(self) -> dict[nn.Parameter, Tensor]:
-        """What this rank has of gradients that it updates by, by the module's Parameter."""
+        """This rank's part of the gradients by which it updates."""
         self._finish()
         if self._reducer is not None:
-            given = {a: local(g) for a, g in self._main_grads.items()}
-            return {p: given[a] for a, p in self._owned.items() if p.requires_grad}
+            grads = self._main_grads.items()
+            return {p: local(g) for p, g in grads if self._owned[p].requires_grad}
         return {param: param.grad for param in self._owned if param.grad is not None}
 
     def state_dict(self) -> dict[str, Any]:
@@ -372,7 +389,7 @@ class LayerWise:
             f", {p.placements[0]} of {'x'.join(map(str, p.shape))}"
             if isinstance(p, DTensor)
             else ""
-            for p in self._params.values()
+            for p in (each.param for each in self._parts)
         ]
         executors = [*self._runs.executors, *(self._homes.executors if self._homes else ())]
         programs = [str(executor.program) for executor in executors]
@@ -407,7 +424,8 @@ class LayerWise:
                 self._reducer.close()
             self._runs.close()
             if self._homes is not None:
-                self._homes.close(self.optimizer)
+                self._homes.close()
+            self._stand_ins.leave(self.optimizer)
 
     def __enter__(self) -> LayerWise:
         return self
@@ -465,7 +483,7 @@ class LayerWise:
         if self._weights.needed is None:
             return
         order, needed = self._shared["order"].zero_(), self._weights.needed
-        if self._rank == 0 and self._part == 0:
+        if self._rank == 0 and self._shard == 0:
             rest = [index for index in self._order if index not in needed]
             order.copy_(torch.tensor([*needed, *rest]))
         self._weights.needed = None

@@ -38,6 +38,8 @@ class ParameterCost:
     """Of its update, in any unit that all share."""
     homed: bool = False
     """Whether its place holds a shard, and one of the ranks that hold shards updates the whole."""
+    parts: int = 1
+    """If it is one of so many equal parts of a parameter, which follow one another."""
 
     @property
     def padded(self) -> int:
@@ -101,6 +103,7 @@ def own(
     Each of the `ranks` is as many as `shards`, with a shard each.
     """
     owners, homes = assign(items, ranks, shards)
+    owners = _in_order(items, owners)
     buckets = tuple(placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
     return Ownership(owners, buckets, homes)
 
@@ -145,11 +148,25 @@ def assign(
     return tuple(owners), tuple(homes)
 
 
+def _in_order(items: Sequence[ParameterCost], owners: Sequence[int]) -> tuple[int, ...]:
+    """Parts of a parameter are equal: owners have them in the order of their ranks."""
+    found: list[int] = []
+    while len(found) < len(items):
+        found += sorted(owners[len(found) : len(found) + items[len(found)].parts])
+    return tuple(found)
+
+
 def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]]:
     """Numbers of parameters in buckets of one dtype, by the first of each."""
     filled: list[list[int]] = []
     last: dict[str, tuple[list[int], int]] = {}
     for number, item in enumerate(items):
+        if item.parts > 1:  # in a bucket of their own
+            if filled and items[number - 1].parts == item.parts and len(filled[-1]) < item.parts:
+                filled[-1].append(number)
+            else:
+                filled.append([number])
+            continue
         nbytes = item.padded * item.itemsize
         bucket, size = last.get(item.dtype, ([], bucket_bytes))
         if size + nbytes > bucket_bytes:

@@ -89,16 +89,29 @@ def needs_whole(optimizer: Optimizer) -> Callable[[Tensor], bool]:
     return lambda param: is_sharded(param) and bool(whole(param))
 
 
+def rows_apart(optimizer: Optimizer) -> Callable[[Tensor], int]:
+    """In how many equal runs of rows a parameter can be cut that are updated by themselves: as the
+    optimizer's `rows_apart(parameter)` says; without it, single rows of `ELEMENTWISE`, else none.
+    """
+    says: Any = getattr(optimizer, "rows_apart", None)
+    whole, elementwise = needs_whole(optimizer), type(optimizer) in ELEMENTWISE
+    rows = says or (lambda param: param.shape[0] if elementwise else 1)
+    return lambda param: 1 if whole(param) else rows(param)
+
+
 def cost_of(
-    name: str, param: Tensor, cost: Callable[[Tensor], float], homed: bool, shards: int
+    name: str, param: Tensor, cost: Callable[[Tensor], float], homed: bool, shards: int, count: int
 ) -> ParameterCost:
-    """What a plan needs to know: the place of the largest shard, the cost of what one rank does."""
+    """What a plan needs to know of one of so many parts: the place of the largest shard, and the
+    cost of what one rank does.
+    """
     numel, parts = param.numel(), 1
     if isinstance(param, DTensor) and isinstance(placement := param.placements[0], Shard):
         size = param.shape[placement.dim]
         numel, parts = numel // max(size, 1) * -(-size // shards), 1 if homed else shards
     each = float(cost(param)) / parts
-    return ParameterCost(name, numel, NAMES[param.dtype], param.itemsize, each, homed)
+    kind, size = NAMES[param.dtype], param.itemsize
+    return ParameterCost(name, numel // count, kind, size, each / count, homed, count)
 
 
 def like(param: Tensor, part: Tensor) -> Tensor:

@@ -29,12 +29,17 @@ Calls = dict[int, Callable[[], None]]
 def buckets_of(
     plan: Ownership, params: Sequence[nn.Parameter], dtype: torch.dtype | None
 ) -> list[Bucket]:
-    """Buffers for all buckets, of that type or of the parameters' own."""
+    """Buffers for all buckets, of that type or of the parameters' own; `params` has the parameter
+    of each item.
+    """
     buckets: list[Bucket] = []
     for bucket in plan.buckets:
-        members = [params[number] for number in bucket.items]
-        kind = dtype or members[0].dtype
-        buckets.append(laid_out(members, bucket.starts, bucket.numel, kind))
+        pairs = zip(bucket.items, bucket.starts, strict=True)
+        members: dict[nn.Parameter, int] = {}
+        for number, start in pairs:
+            members.setdefault(params[number], start)  # of several parts, the first one's
+        kind = dtype or next(iter(members)).dtype
+        buckets.append(laid_out([*members], [*members.values()], bucket.numel, kind))
     return buckets
 
 

@@ -3,7 +3,7 @@
     homes = TensorHomes(params, plan, owner, weights, grads, mesh, shared, options)
     homes.bring_grads(0)               # bucket 0, after its reduction: shards become whole matrices
     homes.bring_weights(0)             # before the update
-    optimizer.step()                   # has homes.whole[param] in place of each DTensor
+    optimizer.step()                   # updates homes.whole[param] instead of a DTensor
     homes.give_back(0)                 # before the bucket is gathered: the shards are updated
 
 Note [Homes]
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
 
 from interlace.ir import Program, parse
 from interlace.optim.bucket_runs import NAMES, Write, all_reduced, beside, prepared
@@ -209,13 +208,13 @@ class TensorHomes:
     """The whole matrices that have their home on this rank, and the Programs that move them.
 
     `plan.owners[number] == owner` where this rank's group owns parameter `number` of `params`,
-    which are by name.
+    which stand there with their names.
     Of the tensors in `shared`, those of `SHARED` are reduced over the group by `share`.
     """
 
     def __init__(
         self,
-        params: Mapping[str, nn.Parameter],
+        params: Sequence[tuple[str, nn.Parameter]],
         plan: Ownership,
         owner: int,
         weights: Sequence[Bucket],
@@ -238,8 +237,7 @@ class TensorHomes:
                 executor = prepared(write, group, tensors, options, made)
                 self._runs[key] = executor, [*tensors]
 
-            names, every = [*params], [*params.values()]
-            for param, home in zip(every, plan.homes, strict=True):
+            for (_, param), home in zip(params, plan.homes, strict=True):
                 if home is not None:
                     meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
                     self.whole[param] = nn.Parameter(meta, param.requires_grad)
@@ -253,7 +251,7 @@ class TensorHomes:
                     continue
                 ends, matrices = [0] * self.size, list[HomedMatrix]()
                 for number, start, home in here:
-                    param = every[number]
+                    _, param = params[number]
                     (placement,) = cast("DTensor", param).placements
                     dim = cast("Shard", placement).dim
                     matrices.append(HomedMatrix(home, start, ends[home], tuple(param.shape), dim))
@@ -263,12 +261,12 @@ class TensorHomes:
                 wholes = [torch.zeros(mine, dtype=f.dtype, device=f.device) for f in flats]
                 for (number, _, home), matrix in zip(here, matrices, strict=True):
                     if home == self.rank:
-                        param = every[number]
+                        _, param = params[number]
                         place = slice(matrix.at, matrix.at + param.numel())
                         weight, grad = (each[place].view(param.shape) for each in wholes)
                         self.whole[param] = nn.Parameter(weight, param.requires_grad)
                         self.grads[param] = grad
-                about = shown([names[number] for number, *_ in here])
+                about = shown([params[number][0] for number, *_ in here])
                 exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
                 for what, write, kind in (
                     ("gradients_to_homes", exchange.brought, 1),
@@ -286,23 +284,6 @@ class TensorHomes:
     def executors(self) -> list[Executor]:
         """In the order of the buckets."""
         return [executor for executor, _ in self._runs.values()]
-
-    def enter(self, optimizer: Optimizer) -> None:
-        """Puts whole matrices in the places of DTensors in all groups, and states of what has its
-        home here.
-        """
-        self._replace(optimizer, self.whole)
-        for param, whole in self.whole.items():
-            if param in optimizer.state:
-                state = optimizer.state.pop(param)
-                optimizer.state[whole] = {
-                    name: value.full_tensor() if isinstance(value, DTensor) else value
-                    for name, value in state.items()
-                }
-
-    def _replace(self, optimizer: Optimizer, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        for group in optimizer.param_groups:
-            group["params"][:] = [by.get(param, param) for param in group["params"]]
 
     def bring_grads(self, index: int) -> None:
         """Gradients of a bucket, reduced, to homes. Collective, as all that moves."""
@@ -335,9 +316,6 @@ class TensorHomes:
         """After a failure, every rank."""
         self.executors[0].reset()  # which resets the team of all
 
-    def close(self, optimizer: Optimizer) -> None:
-        """Ends Executors and the process group; groups have their DTensors, without states."""
-        self._replace(optimizer, {whole: param for param, whole in self.whole.items()})
-        for whole in self.whole.values():
-            optimizer.state.pop(whole, None)
+    def close(self) -> None:
+        """Ends Executors and the process group."""
         self._made.close()

@@ -176,6 +176,16 @@ class Muon(KeepsStates):
         group = self._group_of(parameter)
         return group["use_muon"] and not in_whole_matrices(parameter, group)
 
+    def rows_apart(self, parameter: Tensor) -> int:
+        """In how many equal runs of rows this parameter can be cut with the same bits: experts,
+        heads, or the rows of AdamW. Raises OptimizerError for a parameter of no group.
+        """
+        group = self._group_of(parameter)
+        if parameter.ndim > 2 or not group["use_muon"]:
+            return parameter.shape[0]
+        by_heads = group["head_dim"] and group["split_dim"] == 0
+        return parameter.shape[0] // group["head_dim"] if by_heads else 1
+
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         for group in self.param_groups:
             if any(parameter is each for each in group["params"]):
