@@ -41,6 +41,7 @@ from interlace.cost import Timeline
 from interlace.errors import GradientError, InterlaceError, OptimizerError, UnsupportedError
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
+from interlace.optim.grad_reducer import unfrozen
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.update import (
     adjusted_lr,
@@ -150,11 +151,12 @@ class ShardedLayerWise:
         runs = [(write, *buffers[i % count]) for i, write in enumerate(programs)]
         self._runs = BucketRuns(runs, group, self._options, apart=True)
         self._begin_step()
-        self._handles = [
-            matrix.param.register_post_accumulate_grad_hook(partial(self._arrived, i))
-            for i, bucket in enumerate(self._buckets if exchange_under_backward else ())
-            for matrix in bucket
-        ]
+        self._handles: list[Any] = []
+        for index, bucket in enumerate(self._buckets if exchange_under_backward else ()):
+            for matrix in bucket:
+                with unfrozen(matrix.param):
+                    hook = partial(self._arrived, index)
+                    self._handles.append(matrix.param.register_post_accumulate_grad_hook(hook))
 
     def _buffers(self, slots: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Of each bucket: for this rank's shards, and for all shards of what it owns."""
@@ -280,7 +282,7 @@ class ShardedLayerWise:
         return {param: group for group in whole for param in group["params"]}
 
     @torch.no_grad()
-    def _arrived(self, index: int, param: DTensor) -> None:
+    def _arrived(self, index: int, param: Tensor) -> None:
         """A gradient is reduced: sends the buckets that are complete."""
         if index < self._begun:
             raise GradientError(
