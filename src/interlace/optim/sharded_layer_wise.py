@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,6 @@ from interlace.optim.muon.update import (
     in_whole_matrices,
     matrices,
     orthogonal,
-    placed_grad,
 )
 from interlace.optim.ownership import ParameterCost
 from interlace.optim.shard_exchange import ShardExchange, exchanges_of
@@ -312,8 +311,8 @@ class ShardedLayerWise:
                 slopes = [*map(local, grads)]
                 updates = torch._foreach_lerp(slopes, updates, group["momentum"])
             torch._foreach_copy_([matrix.shard for matrix in alike], [*updates])
-        own = [local(placed_grad(matrix.param)) for matrix in ready]
-        self._used += [(*each, each[1]._version) for each in zip(ready, own, strict=True)]
+        used = [(matrix, local(cast("Tensor", matrix.param.grad))) for matrix in ready]
+        self._used += [(matrix, grad, grad._version) for matrix, grad in used]
         if ready:
             self._start(index)
 
