@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from interlace.cost import Timeline
 from interlace.errors import GradientError, InterlaceError, OptimizerError, UnsupportedError
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
-from interlace.optim.grad_accumulator import placed_grad
+from interlace.optim.grad_reducer import unfrozen
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.update import (
     adjusted_lr,
@@ -150,11 +150,12 @@ class ShardedLayerWise:
         runs = [(write, *buffers[i % count]) for i, write in enumerate(programs)]
         self._runs = BucketRuns(runs, group, self._options, apart=True)
         self._begin_step()
-        self._handles = [
-            matrix.param.register_post_accumulate_grad_hook(partial(self._arrived, i))
-            for i, bucket in enumerate(self._buckets if exchange_under_backward else ())
-            for matrix in bucket
-        ]
+        self._handles: list[Any] = []
+        for index, bucket in enumerate(self._buckets if exchange_under_backward else ()):
+            for matrix in bucket:
+                with unfrozen(matrix.param):
+                    hook = partial(self._arrived, index)
+                    self._handles.append(matrix.param.register_post_accumulate_grad_hook(hook))
 
     def _buffers(self, slots: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Of each bucket: for this rank's shards, and for all shards of what it owns."""
@@ -280,7 +281,7 @@ class ShardedLayerWise:
         return {param: group for group in whole for param in group["params"]}
 
     @torch.no_grad()
-    def _arrived(self, index: int, param: DTensor) -> None:
+    def _arrived(self, index: int, param: Tensor) -> None:
         """A gradient is reduced: sends the buckets that are complete."""
         if index < self._begun:
             raise GradientError(
@@ -310,8 +311,8 @@ class ShardedLayerWise:
                 slopes = [*map(local, grads)]
                 updates = torch._foreach_lerp(slopes, updates, group["momentum"])
             torch._foreach_copy_([matrix.shard for matrix in alike], [*updates])
-        own = [local(placed_grad(matrix.param)) for matrix in ready]
-        self._used += [(*each, each[1]._version) for each in zip(ready, own, strict=True)]
+        used = [(matrix, local(cast("Tensor", matrix.param.grad))) for matrix in ready]
+        self._used += [(matrix, grad, grad._version) for matrix, grad in used]
         if ready:
             self._start(index)
 
