@@ -175,6 +175,12 @@ assert optimizer.explain().count(", home ") == 2
 dist.destroy_process_group()
 print("as told")
 """
+SHARDED_LAYER_WISE_CHECK = """
+assert len(inner.state) == 8 and all(s["momentum_buffer"].to_local().shape == (128, 256)
+                                     for s in inner.state.values())
+dist.destroy_process_group()
+print("as told")
+"""
 PIECES = {
     name: (code, told)
     for told, word in (
@@ -190,6 +196,7 @@ PIECES = {
         (STYLES_CHECK, "parallelize(expand"),
         (LAYER_WISE_CHECK, "LayerWise(muon"),
         (LAYER_WISE_SHARDED_CHECK, "parallelize_module(model"),
+        (SHARDED_LAYER_WISE_CHECK, "LayerWise(inner"),
     )
     for name, code in PYTHON.items()
     if name.startswith(("README.md", "docs/float8.md", "docs/layer_wise.md")) and word in code
@@ -215,7 +222,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 12
+    assert len(PIECES) == 13
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

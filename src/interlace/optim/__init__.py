@@ -13,8 +13,9 @@ from interlace.optim.grad_reducer import GradReducer
 from interlace.optim.layer_wise import LayerWise
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.routing import muon_groups
+from interlace.optim.sharded_layer_wise import ShardedLayerWise
 
 __all__ = [
-    "Adam", "AdamW", "GradAccumulator", "GradReducer", "LayerWise", "Muon", "clip_grad_norm_",
-    "muon_groups",
+    "Adam", "AdamW", "GradAccumulator", "GradReducer", "LayerWise", "Muon", "ShardedLayerWise",
+    "clip_grad_norm_", "muon_groups",
 ]  # fmt: skip

@@ -114,7 +114,7 @@ class BucketRuns:
 
     def __init__(
         self,
-        runs: Sequence[tuple[Write, torch.Tensor]],
+        runs: Sequence[tuple[Write, *tuple[torch.Tensor, ...]]],
         group: dist.ProcessGroup | None,
         options: Options,
         *,
@@ -132,11 +132,11 @@ class BucketRuns:
                     beside(dist.get_process_group_ranks(given), self._device)
                 )
             self.executors: list[Executor] = []
-            for write, flat in runs:
-                self.executors.append(prepared(write, given, [flat], options, made))
+            for write, *flats in runs:
+                self.executors.append(prepared(write, given, flats, options, made))
             self._runs = [  # which the thread holds, and so they do not hold this object
-                partial(_run, executor, flat, (before or {}).get(index), (then or {}).get(index))
-                for index, (executor, (_, flat)) in enumerate(
+                partial(_run, executor, flats, (before or {}).get(index), (then or {}).get(index))
+                for index, (executor, (_, *flats)) in enumerate(
                     zip(self.executors, runs, strict=True)
                 )
             ]
@@ -215,13 +215,13 @@ def prepared(
 
 def _run(
     executor: Executor,
-    flat: torch.Tensor,
+    flats: Sequence[torch.Tensor],
     before: Callable[[], None] | None,
     then: Callable[[], None] | None,
 ) -> None:
     if before is not None:
         before()
-    executor.run([flat])
+    executor.run(flats)
     if then is not None:
         then()
 

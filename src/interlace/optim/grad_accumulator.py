@@ -231,7 +231,8 @@ def placed_grad(param: torch.Tensor) -> torch.Tensor:
     grad = param.grad
     assert grad is not None
     if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        return grad.redistribute(param.device_mesh, param.placements)
+        if grad.placements != param.placements:
+            return grad.redistribute(param.device_mesh, param.placements)
     return grad
 
 

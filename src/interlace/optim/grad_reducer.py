@@ -145,7 +145,7 @@ class GradReducer:
         self._bucket_of: dict[torch.Tensor, int] = {}
         for index, bucket in enumerate(self.buckets):
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                with _unfrozen(param):
+                with unfrozen(param):
                     self._accumulators[param] = GradAccumulator(param, view, on_ready=self._ready)
                 self._bucket_of[param] = index
         self._lock = threading.Lock()
@@ -390,7 +390,7 @@ def lent(grads: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unfrozen(param: nn.Parameter) -> Iterator[None]:
+def unfrozen(param: torch.Tensor) -> Iterator[None]:
     """Inside, the Parameter requires a gradient: one that is frozen may be trained later."""
     before = param.requires_grad
     try:

@@ -108,7 +108,7 @@ def own(
     """
     owners, homes = assign(items, ranks, shards)
     owners = _in_order(items, owners)
-    buckets = tuple(_placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
+    buckets = tuple(placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
     return Ownership(owners, buckets, homes)
 
 
@@ -206,7 +206,7 @@ def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]
     return filled
 
 
-def _placed(
+def placed(
     items: Sequence[ParameterCost], bucket: Sequence[int], owners: Sequence[int], ranks: int
 ) -> BucketPlan:
     numbers = sorted(bucket, key=lambda number: owners[number])

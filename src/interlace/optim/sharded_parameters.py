@@ -57,8 +57,8 @@ def shard_mesh(
         if len(replicas & set(mesh.mesh.flatten().tolist())) > 1:
             raise UnsupportedError(
                 f"{name} is a DTensor on ranks of the data-parallel mesh: its shards have homes "
-                "already. Give such parameters an optimizer of their own, and LayerWise those that "
-                "all ranks of `mesh` have alike"
+                "already. Give such parameters an optimizer of their own (a ShardedLayerWise for "
+                "those of fully_shard), and LayerWise those that all ranks of `mesh` have alike"
             )
         if mesh.ndim != 1:
             raise UnsupportedError(

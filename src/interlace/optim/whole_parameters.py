@@ -20,7 +20,7 @@ from interlace.optim.bucket_runs import NAMES
 def parameters_of(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
     """The optimizer's Parameters by name, in the order of the module; raises for others."""
     wanted = {param for group in optimizer.param_groups for param in group["params"]}
-    found = {name: param for name, param in _named(module).items() if param in wanted}
+    found = {name: param for name, param in named(module).items() if param in wanted}
     if not found or len(found) < len(wanted):
         raise OptimizerError(
             f"{len(wanted) - len(found)} of {len(wanted)} parameters of the optimizer are not in "
@@ -35,7 +35,7 @@ def parameters_of(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Param
     return found
 
 
-def _named(module: nn.Module) -> dict[str, nn.Parameter]:
+def named(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by the names that they have without what DDP and torch.compile wrap around."""
     wrapped = uncompiled(module)
     inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped

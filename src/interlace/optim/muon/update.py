@@ -49,13 +49,17 @@ def adjusted_lr(group: Mapping[str, Any], rows: int, columns: int) -> float:
     return float(group["lr"] * ratio)  # a tensor's arithmetic is fp32, as in torch.optim
 
 
+def cuts(size: int, group: Mapping[str, Any]) -> list[int]:
+    """The rows or columns of each matrix that so many of them are cut into."""
+    if group["head_dim"]:
+        return [group["head_dim"]] * (size // group["head_dim"])
+    return list(group["split_sizes"] or (size,))
+
+
 def matrices(tensor: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
     """Views of the matrices that a parameter, or what is shaped as it, is cut into."""
     dim = group["split_dim"] - 2
-    size = tensor.shape[dim]
-    parts = list(group["split_sizes"] or (size,))
-    if group["head_dim"]:
-        parts = [group["head_dim"]] * (size // group["head_dim"])
+    parts = cuts(tensor.shape[dim], group)
     whole = [tensor]
     while whole[0].ndim > 2:  # views, whatever the strides
         whole = [each for several in whole for each in several.unbind()]
@@ -103,11 +107,8 @@ def step_group(
     if not params:
         return
     momentum = group["momentum"]
-    grads = [*map(checked_grad, params)]
-    moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
-    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
-    torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - momentum)
-    scale([*map(local, params)], float(1 - group["lr"] * group["weight_decay"]))
+    grads, moments = averaged(params, group, states)
+    decay([*map(local, params)], group)
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
         if isinstance(param, DTensor) and not in_whole_matrices(param, group):
@@ -153,8 +154,20 @@ def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
     return True
 
 
-def scale(tensors: Matrices, factor: float) -> None:
-    """Multiplies all, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
+def averaged(
+    params: Sequence[Tensor], group: Mapping[str, Any], states: MutableMapping[Any, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Averages momentum with the gradients; gives those, in its dtype, and the momentum."""
+    grads = [*map(checked_grad, params)]
+    moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
+    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
+    torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - group["momentum"])
+    return grads, moments
+
+
+def decay(tensors: Matrices, group: Mapping[str, Any]) -> None:
+    """Decays weights, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
+    factor = float(1 - group["lr"] * group["weight_decay"])
     if tensors[0].is_cuda:
         torch._foreach_mul_([*tensors], factor)
     else:
