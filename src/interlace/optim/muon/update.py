@@ -112,17 +112,10 @@ def step_group(
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
         if isinstance(param, DTensor) and not in_whole_matrices(param, group):
-            update_sharded(
-                param, grad.lerp(moment, momentum) if group["nesterov"] else moment, group
-            )
+            update_sharded(param, ahead(grad, moment, group), group)
             continue
         if param in slices:
-            add_slice(
-                param,
-                grad.lerp(moment, momentum) if group["nesterov"] else moment,
-                group,
-                slices[param],
-            )
+            add_slice(param, ahead(grad, moment, group), group, slices[param])
             continue
         parts = [local(t.detach()) for t in (param, grad, moment)]
         if not parts[0].numel():
@@ -137,6 +130,11 @@ def step_group(
             if group["nesterov"]:
                 updates = torch._foreach_lerp(slopes[few], updates, momentum)
             add(targets[few], orthogonal(updates, group), group)
+
+
+def ahead(grad: Tensor, moment: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What is made orthogonal: Nesterov's look ahead, or momentum as it is."""
+    return grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
 
 
 def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
