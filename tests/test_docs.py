@@ -164,6 +164,20 @@ others = [torch.empty_like(mine) for _ in range(2)]
 dist.all_gather(others, mine)
 assert torch.equal(others[0], others[1])
 assert len(muon.state) == 2 and muon.param_groups[0]["lr"] > 0.019
+del mesh  # else its group's threads live on, and torch aborts if one wants the GIL at the exit
+dist.destroy_process_group()
+print("as told")
+"""
+LAYER_WISE_SHARDED_CHECK = """
+whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+assert whole.isfinite().all()
+assert optimizer.explain().count(", home ") == 2
+dist.destroy_process_group()
+print("as told")
+"""
+SHARDED_LAYER_WISE_CHECK = """
+assert len(inner.state) == 8 and all(s["momentum_buffer"].to_local().shape == (128, 256)
+                                     for s in inner.state.values())
 dist.destroy_process_group()
 print("as told")
 """
@@ -181,6 +195,8 @@ PIECES = {
         (FLOAT8_CHECK, "dw = wgrad("),
         (STYLES_CHECK, "parallelize(expand"),
         (LAYER_WISE_CHECK, "LayerWise(muon"),
+        (LAYER_WISE_SHARDED_CHECK, "parallelize_module(model"),
+        (SHARDED_LAYER_WISE_CHECK, "LayerWise(inner"),
     )
     for name, code in PYTHON.items()
     if name.startswith(("README.md", "docs/float8.md", "docs/layer_wise.md")) and word in code
@@ -206,7 +222,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 11
+    assert len(PIECES) == 13
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

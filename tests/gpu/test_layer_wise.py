@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.optim import test_sharded_layer_wise as sharded
 from tests.optim.test_layer_wise import both_ways, early
 from tests.support.pool import Ranks
 
@@ -21,3 +22,9 @@ def test_overlapped_is_synchronous_bit_for_bit(
 @pytest.mark.nccl
 def test_updates_under_the_backward_have_the_same_bits(gpus: Ranks, seed: int) -> None:
     assert not any(gpus.run(early, seed, "ours", "cuda"))
+
+
+@pytest.mark.nccl  # which fully_shard needs
+@pytest.mark.parametrize("facts", sharded.FACTS)
+def test_shards_have_the_bits_of_a_synchronous_step(gpus: Ranks, facts: str, seed: int) -> None:
+    assert not any(gpus.run(sharded.both_ways, seed, 20, "ours", sharded.FACTS[facts], "cuda"))

@@ -223,7 +223,7 @@ def told_of(seed: int) -> str:
 
 def test_explains_who_owns_what(pool: Pool, seed: int) -> None:
     for told in pool(2).run(told_of, seed):
-        assert "18 parameters of 2 ranks in 5 buckets" in told
+        assert "18 parameters of 2 ranks in 7 buckets" in told
         assert "blocks.0.up.weight, of rank" in told
         assert "all_gather(flat[" in told
         assert 'reduce="avg", team=dp' in told

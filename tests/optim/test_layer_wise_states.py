@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -129,3 +130,19 @@ def test_a_step_that_is_left_out(pool: Pool, seed: int) -> None:
 
 def test_updates_under_the_backward(pool: Pool, seed: int) -> None:
     assert pool(2).run(under_backward, seed) == [2] * 2
+
+
+def ended(seed: int) -> bool:
+    """`close()` ends every thread, those of its process group as well, though it is still held."""
+    held, counts = [], []
+    for _ in range(2):  # the first also starts what torch keeps
+        module = model(seed)
+        with layer_wise(module) as optimizing:
+            train(optimizing, module, seed, range(2))
+        held.append(optimizing)
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts[0] == counts[1]
+
+
+def test_close_ends_the_threads_of_its_group(pool: Pool, seed: int) -> None:
+    assert pool(2).run(ended, seed) == [True, True]

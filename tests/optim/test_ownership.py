@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -119,3 +120,52 @@ def test_all_ranks_plan_alike(seed: int) -> None:
     assert own(items, 4, 2000) == own(list(items), 4, 2000)
     cost, _ = per_rank(items, own(items, 4, 2000), 4)
     assert sorted(cost) == [2.0, 2.0, 2.0, 3.0]
+
+
+def test_the_first_buckets_are_small() -> None:
+    """The first is a 16th, and none is larger than all before it."""
+    items = [ParameterCost(f"p{i}", 64, "f32", 4, 1.0) for i in range(500)]
+    sizes = [bucket.numel // 64 for bucket in own(items, 1, 64 * 256).buckets]
+    assert sizes[:6] == [4, 4, 8, 16, 32, 64]
+    assert set(sizes[6:-1]) == {64}
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_homes_are_balanced(shards: int) -> None:
+    """Matrices are updated by one of the ranks that hold shards, the rest by each its shard."""
+    items = [
+        dataclasses.replace(
+            each,
+            numel=each.numel // shards,
+            cost=each.cost / (1 if "layers" in each.name else shards),
+            homed="layers" in each.name and each.numel > 1 << 14,
+        )
+        for each in llama(*LLAMAS["8B"])
+    ]
+    for ranks in (2, 8):
+        plan = own(items, ranks, 64 << 20, shards)
+        cost = [[0.0] * shards for _ in range(ranks)]
+        for each, owner, home in zip(items, plan.owners, plan.homes, strict=True):
+            assert (home is not None) == each.homed
+            for shard in range(shards) if home is None else [home]:
+                cost[owner][shard] += each.cost
+        every = [one for row in cost for one in row]
+        assert max(every) * len(every) <= 1.15 * sum(every), ranks
+
+
+def test_parts_stand_by_owner() -> None:
+    """Those that are updated together are at ranks that follow one another; a bucket for each."""
+    stack = [ParameterCost(f"e{i}", 4096, "f32", 4, 10.0, parts=12) for i in range(12)]
+    slices = [
+        ParameterCost(f"s{i}", 4096, "f32", 4, 25.0, parts=4, together=True) for i in range(8)
+    ]
+    rest = [ParameterCost(f"p{i}", 4096, "f32", 4, 1.0) for i in range(9)]
+    plan = own([*slices, *stack, *rest], 8, 1 << 14)
+    assert plan.owners[:4] in ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert {*plan.owners[:4], *plan.owners[4:8]} == {*range(8)}
+    assert list(plan.owners[8:20]) == sorted(plan.owners[8:20])
+    assert [bucket.items for bucket in plan.buckets[:3]] == [
+        (0, 1, 2, 3), (4, 5, 6, 7), tuple(range(8, 20))
+    ]  # fmt: skip
+    for bucket in plan.buckets[:3]:
+        assert bucket.starts == tuple(4096 * i for i in range(len(bucket.items)))

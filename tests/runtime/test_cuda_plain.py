@@ -204,7 +204,7 @@ def test_locks_of_several_teams_are_taken_all_or_none() -> None:
         assert threads.submit(lambda: (both.acquire(True, 5), both.release())[0]).result()
         teams[1].lock = mock.Mock(acquire=mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            both.acquire(True)
+            TeamLocks(teams).acquire(True)
         assert threads.submit(locks[0].acquire, False).result()  # nobody has it
 
 

@@ -188,6 +188,36 @@ def test_collectives_of_two_streams_keep_their_order(pool: Pool, backend: str, s
     equal_to_interpreter(program, inputs, pool(3).run(run_kinds, backend, seed))
 
 
+EXCHANGED = """
+def exchanged(tp: Team[3], x: f32[5, 2]):
+    rows = table(tp, 4, 0, 1)
+    own = table(tp, 12, 0, 3)
+    parts = empty(f32[own[tp.rank], 2])
+    back = empty(f32[5, 2])
+    main: all_to_all(x, parts, team=tp, splits=rows)
+    main: all_to_all(parts, back, team=tp, splits=rows)
+    return parts, back
+"""
+
+
+def run_exchanged(backend: str, seed: int) -> tuple[torch.Tensor, ...]:
+    program, options = parse(EXCHANGED), Options(transport=backend, time_out_s=10.0)
+    group = dist.group.WORLD
+    assert group is not None
+    with Executor(program, groups={"tp": group}, options=options).prepare() as executor:
+        return executor.run(inputs_of(program, dist.get_rank(), seed))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "peer"])
+def test_uneven_parts_go_there_and_back(pool: Pool, backend: str, seed: int) -> None:
+    given = [inputs_of(parse(EXCHANGED), rank, seed)[0] for rank in range(3)]
+    cut = zip(*(x.split([4, 0, 1]) for x in given), strict=True)
+    results = pool(3).run(run_exchanged, backend, seed)
+    for (parts, back), x, sent in zip(results, given, cut, strict=True):
+        assert torch.equal(parts, torch.cat(sent))
+        assert torch.equal(back, x)
+
+
 MIXED = """
 def mixed(tp: Team[2], x: f32[2]):
     a = empty(f32[2])

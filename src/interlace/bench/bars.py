@@ -386,3 +386,27 @@ def judge_transformer(rows: Sequence[Row]) -> list[BarVerdict]:
             of = {"case": f"{row['model']} layers-fp8", "how": row["how"]}
             found.append(BarVerdict("FP8 over ours in bf16", ">= 1.25", both / its, of))
     return [verdict for verdict in found if not math.isnan(verdict.figure)]
+
+
+# -- optimizer -----------------------------------------------------------------------------------
+
+PEAK = 1.01
+"""Peak memory over the synchronous version's: on CPUs it is of the process, in pages."""
+
+
+def judge_optimizer(rows: Sequence[Row]) -> list[BarVerdict]:
+    """Every bar that rows of one run tell something of: of LayerWise as it is by default."""
+    ways = {row["way"]: row for row in rows if not row["error"]}
+    row, twin = ways.get("overlap"), ways.get("synchronous", {})
+    if row is None:
+        return []
+    of = {"case": f"{row['model']} {row['dtype']}, {row['world']} ranks"}
+    peak = number(row["peak_bytes"]) / (number(twin.get("peak_bytes")) or math.nan)
+    found = [
+        BarVerdict("exposed of all gathers", "<= 0.05", number(row["exposed_share"]), of),
+        BarVerdict("peak memory over the synchronous", f"<= {PEAK}", peak, of),
+    ]
+    if row["device"] == "cuda":
+        ratio = number(row["over_no_gather"])
+        found.append(BarVerdict("step over one without a gather", "<= 1.03", ratio, of))
+    return [verdict for verdict in found if not math.isnan(verdict.figure)]

@@ -1,4 +1,4 @@
-"""`interlace bench`: links, overlapped sites, whole layers and kernels, measured here and now.
+"""`interlace bench`: links, overlapped sites, layers, kernels and optimizers, here and now.
 
 $ interlace bench overlap --preset bars --check                  # starts a rank for each GPU
 $ torchrun --nproc-per-node 4 -m interlace bench overlap         # takes torchrun's
@@ -7,6 +7,7 @@ $ interlace bench interconnect --device cpu --most 1MiB --no-plot --calibration 
 $ interlace bench layer --device cpu --dim 64 --hidden 128 --heads 4 --only eager,interlace
 $ interlace bench transformer --model llama3-70b --simulate h200    # no GPU: predicted
 $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
+$ interlace bench optimizer --device cpu --link 0.2 --check
 
 Alone, a command starts its ranks as processes and ends them all, whatever happens; under torchrun
 each process is a rank already, and rank 0 alone prints and writes.
@@ -15,18 +16,17 @@ each process is a rank already, and rank 0 alone prints and writes.
 from __future__ import annotations
 
 import faulthandler
-import math
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from interlace.commands.bench_interconnect import show_interconnect
 from interlace.commands.bench_report import conclude
 from interlace.commands.files import read_machine
 from interlace.commands.options import BenchOptions, Seconds, Shapes, Strategy, World, benchmark
-from interlace.commands.output import print_json, say, table, words
+from interlace.commands.output import print_json, say, words
 from interlace.errors import BackendError, OptionError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -76,7 +76,7 @@ def interconnect(
     if given.json:
         print_json({"schema": 1, **plain(report), "files": written})
         return
-    _show_interconnect(report)
+    show_interconnect(report)
     say("")
     for item in written:
         say(f"wrote {item}")
@@ -335,6 +335,72 @@ def kernels(
     )
 
 
+@benchmark
+def optimizer(
+    model: Annotated[
+        str, typer.Option(help="llama3-8b, small or tiny; default: small on CPUs.")
+    ] = "",
+    layers: Annotated[int, typer.Option(help="Layers; 0: as many as the model has.")] = 0,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence; 0: the model's.")] = 0,
+    batch: Annotated[int, typer.Option(help="Sequences of a rank; 0: the model's.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Element type; default: the model's.")] = "",
+    bucket: Annotated[str, typer.Option(help="Most bytes of a bucket; default: 64MiB.")] = "",
+    link: Annotated[
+        float, typer.Option(help="GB/s of the link that CPU ranks shall have; 0: as it is.")
+    ] = 0.0,
+    only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
+    seconds: Annotated[float, typer.Option(help="Time for timing, set-up apart.")] = 60,
+    check: Annotated[
+        bool, typer.Option(help="Judge the bars; code 1 where one is missed.")
+    ] = False,
+    world: World = None,
+    *,
+    given: BenchOptions,
+) -> None:
+    """Time training steps with Muon over data parallelism, LayerWise against others.
+
+    The ways, in turn: overlap (LayerWise), its twins synchronous, under-backward (updates under
+    the backward) and no-gather (without any gather: wrong, and the ideal); torch-ddp
+    (torch.optim.Muon under DistributedDataParallel); dion and torchtitan (DistMuon on FSDP2), on
+    GPUs where they are installed.
+    """
+    from interlace.bench.bars import judge_optimizer
+    from interlace.bench.optimizer.work import OptimizerSettings, work
+    from interlace.bench.ranks import pick_device, run
+
+    usual = "small" if pick_device(given.device) == "cpu" else "llama3-8b"
+    settings = OptimizerSettings(
+        model=model or usual,
+        layers=layers,
+        sequence=sequence,
+        batch=batch,
+        dtype=dtype,
+        bucket_bytes=nbytes(bucket) if bucket else 0,
+        bandwidth=link * 1e9,
+        seconds=seconds,
+        **_asked(given, only),
+    )
+    report = run("optimizer", work, settings, given, world)
+    if report is None:
+        return
+    size, ranks = settings.size, report["rows"][0]["world"]
+    headline = (
+        f"{ranks} ranks, {settings.model} x {size.layers}, {size.batch} x {size.sequence} tokens "
+        f"in {size.dtype}; in ms"
+    )
+    columns = {
+        "way": "{way}",
+        "step": "{step_ms:.2f}",
+        "p90": "{p90_ms:.2f}",
+        "exposed": "{exposed_ms:.2f}",
+        "of all gathers": "{exposed_share:.1%}",
+        "x no gather": "{over_no_gather:.3f}",
+        "peak GiB": "{peak_bytes_gib:.3f}",
+    }
+    verdicts = judge_optimizer(report["rows"]) if check else []
+    conclude(report, headline, columns, "{way}", given, verdicts)
+
+
 def _place(calibration: Path | None) -> str | None:
     return None if calibration is None else str(calibration.resolve())
 
@@ -365,81 +431,10 @@ def nbytes(text: str) -> int:
     return int(number) * UNITS[unit]
 
 
-def size(count: int) -> str:
-    """Bytes as people read them."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.4g} {unit}"
-    return f"{count} B"
-
-
-def _show_interconnect(report: dict[str, Any]) -> None:
-    """A line for each kind, backend and pattern: the latency, rates by size, the best rate."""
-    facts = report["facts"]
-    say(f"{report['world']} ranks, {facts['gpu']}, torch {facts['torch']}\n")
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in report["rows"]:
-        key = (row["kind"], row["backend"], row["protocol"], row["pattern"])
-        groups.setdefault(key, []).append(row)
-    headings = ("kind", "backend", "by", "who", "smallest", "largest", "best", "error")
-    lines = [(*key, *_rates(rows)) for key, rows in groups.items()]
-    table(headings, lines, title="between ranks")
-    engine = [
-        (e["pattern"], f"{e['gbs']:.1f} GB/s", f"{e['share']:.1%}", e["by"])
-        for e in report["engine"]
-    ]
-    title = "copies of 64 MiB and more by engine (95 % of the best is the bar)"
-    _more(title, ("who", "best", "of the best of all", "which is"), engine)
-    gemms = [
-        (
-            "x".join(map(str, g["shape"])),
-            g["dtype"],
-            f"{g['seconds'] * 1e6:.1f} us",
-            f"{2 * math.prod(g['shape']) / g['seconds'] / 1e12:.4g} TFLOP/s",
-        )
-        for g in report["device"]
-        if g["kind"] == "gemm"
-    ]
-    _more("matmuls", ("matmul", "dtype", "time", "speed"), gemms)
-    others = [
-        (
-            s["kind"],
-            s["protocol"],
-            size(s["nbytes"]) if s["nbytes"] else "",
-            f"{s['seconds'] * 1e6:.2f} us",
-        )
-        for s in report["device"]
-        if s["kind"] != "gemm"
-    ]
-    _more("device and host", ("what", "of", "size", "time"), others)
-    for name, why in report["absent"].items():
-        say(f"{name} is absent: {why}")
-
-
-def _rates(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The times of the smallest and the largest, the best rate, the error."""
-    good = [row for row in rows if not row["error"]]
-    rates = [row for row in good if not math.isnan(row["gbs"])]
-    best = max(rates, key=lambda row: row["gbs"], default=None)
-    return (
-        f"{good[0]['us']:.1f} us" if good else "-",
-        f"{rates[-1]['us']:.0f} us" if rates else "-",
-        f"{best['gbs']:.2f} GB/s at {size(best['nbytes'])}" if best else "-",
-        next((row["error"] for row in rows if row["error"]), ""),
-    )
-
-
-def _more(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """One more table, where it has rows."""
-    if cells:
-        say("")
-        table(headings, cells, title=title)
-
-
 bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Measure links, overlapped sites, whole layers and kernels, here and now.",
+    help="Measure links, overlapped sites, layers, kernels and optimizers, here and now.",
 )
-for function in (interconnect, overlap, layer, transformer, kernels):
+for function in (interconnect, overlap, layer, transformer, kernels, optimizer):
     bench.command(no_args_is_help=False)(function)

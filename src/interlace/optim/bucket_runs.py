@@ -41,9 +41,11 @@ Write = Callable[[int, int], Program]
 """Writes a Program for so many ranks, and this one of them."""
 
 
-def all_reduced(name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
+def all_reduced(
+    name: str, flat: torch.Tensor, op: str, ranks: int, rank: int, *, team: str = "dp"
+) -> Program:
     """An all-reduce in place."""
-    with interlace.program(name, mesh={"dp": ranks}) as p:
+    with interlace.program(name, mesh={team: ranks}) as p:
         buffer = p.input("flat", NAMES[flat.dtype], (flat.numel(),))
         with p.stream("comm"):
             p.all_reduce(buffer, reduce=REDUCES[op])
@@ -107,16 +109,17 @@ class BucketRuns:
     """The Executors of some flat buffers.
 
     `apart`: on the CPU, by a group of its own; then every rank of the job makes one together.
-    `then`: for some runs, what follows each at once, on its thread or stream.
+    `before`, `then`: for some runs, what precedes or follows each, on its thread or stream.
     """
 
     def __init__(
         self,
-        runs: Sequence[tuple[Write, torch.Tensor]],
+        runs: Sequence[tuple[Write, *tuple[torch.Tensor, ...]]],
         group: dist.ProcessGroup | None,
         options: Options,
         *,
         apart: bool,
+        before: Mapping[int, Callable[[], None]] | None = None,
         then: Mapping[int, Callable[[], None]] | None = None,
     ) -> None:
         self._device = runs[0][1].device
@@ -125,25 +128,15 @@ class BucketRuns:
         with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
             given: Any = group or dist.group.WORLD
             if apart and self._device.type == "cpu":
-                given = made.enter_context(_beside(given))
-            self.executors: list[Executor] = []
-            for write, flat in runs:
-                program, groups = write(given.size(), given.rank()), {"dp": given}
-                registered = {"flat": flat} if program.params[0].registered else None
-                executor = Executor(
-                    program,
-                    groups=groups,
-                    device=self._device,
-                    options=options,
-                    registered=registered,
+                given = made.enter_context(
+                    beside(dist.get_process_group_ranks(given), self._device)
                 )
-                made.callback(executor.close)
-                executor.prepare()
-                made.callback(executor.synchronize)
-                self.executors.append(executor)
+            self.executors: list[Executor] = []
+            for write, *flats in runs:
+                self.executors.append(prepared(write, given, flats, options, made))
             self._runs = [  # which the thread holds, and so they do not hold this object
-                partial(_run, executor, flat, (then or {}).get(index))
-                for index, (executor, (_, flat)) in enumerate(
+                partial(_run, executor, flats, (before or {}).get(index), (then or {}).get(index))
+                for index, (executor, (_, *flats)) in enumerate(
                     zip(self.executors, runs, strict=True)
                 )
             ]
@@ -197,31 +190,63 @@ class BucketRuns:
         self._made.close()
 
 
-def _run(executor: Executor, flat: torch.Tensor, then: Callable[[], None] | None) -> None:
-    executor.run([flat])
+def prepared(
+    write: Write,
+    group: dist.ProcessGroup,
+    tensors: Sequence[torch.Tensor],
+    options: Options,
+    made: contextlib.ExitStack,
+) -> Executor:
+    """The Executor of a Program of one team and these parameters, closed when `made` is."""
+    program = write(group.size(), group.rank())
+    given = zip(program.params, tensors, strict=True)
+    executor = Executor(
+        program,
+        groups={program.teams[0].name: group},
+        device=tensors[0].device,
+        options=options,
+        registered={param.name: tensor for param, tensor in given if param.registered},
+    )
+    made.callback(executor.close)
+    executor.prepare()
+    made.callback(executor.synchronize)
+    return executor
+
+
+def _run(
+    executor: Executor,
+    flats: Sequence[torch.Tensor],
+    before: Callable[[], None] | None,
+    then: Callable[[], None] | None,
+) -> None:
+    if before is not None:
+        before()
+    executor.run(flats)
     if then is not None:
         then()
 
 
 @contextlib.contextmanager
-def _beside(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """A gloo group of the same ranks, for a thread of its own.
+def beside(ranks: Sequence[int], device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A group of these ranks, for a thread or a stream of its own: by gloo on the CPU, else by
+    the backend of the default group.
 
     Every rank of the job asks, for groups that have no rank in common.
     """
-    ranks = dist.get_process_group_ranks(group)
-    first = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(first, torch.tensor([min(ranks)]))
+    mine = torch.tensor([min(ranks)], device=device)
+    first = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(first, mine)
     members: dict[int, list[int]] = {}
     for rank, each in enumerate(first):
         members.setdefault(int(each), []).append(rank)
-    made: Any = {each: dist.new_group(members[each], backend="gloo") for each in sorted(members)}
-    mine = made[min(ranks)]
+    backend = "gloo" if device.type == "cpu" else None
+    made: Any = {each: dist.new_group(members[each], backend=backend) for each in sorted(members)}
+    apart = made[min(ranks)]
     try:
-        yield mine
+        yield apart
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group(mine)
+            dist.destroy_process_group(apart)
 
 
 class Worker(threading.Thread):

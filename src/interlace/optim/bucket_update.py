@@ -1,32 +1,96 @@
-"""Updates the parameters of one bucket while a backward goes on.
+"""Updates the parameters of buckets by themselves, in an order, or while a backward goes on.
 
-update = BucketUpdate(optimizer, bucket, owned)
-update()                         # of what is owned and trained, by the bucket's main gradients
+    updates = UpdatesInOrder(optimizer, buckets, owned)
+    updates.step([2, 0, 1], start_gather)        # which is called as each bucket is updated
+    then = updates.under_backward(main_grads)    # or: what updates each, once it is reduced
+
+Note [In order]
+    A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
+    its bucket is updated; then comes a step of the optimizer itself, without any gradient left. So
+    the first gather, under which no module can run, is hidden by updates. An optimizer that counts
+    steps in its groups would count too many, and one with hooks or with random numbers would see
+    the order: these update all parameters in one step, and gathers begin after it.
+    `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
+    batched differs with what is updated at once.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from interlace.errors import OptimizerError
 from interlace.optim.grad_reducer import Bucket, lent
+from interlace.optim.whole_parameters import rounds_at_random
+
+
+class UpdatesInOrder:
+    """The updates of what this rank owns, by bucket; see Note [In order].
+
+    `owned` has the Parameter of the module for each that the optimizer updates.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        buckets: Sequence[Bucket],
+        owned: Mapping[nn.Parameter, nn.Parameter],
+    ) -> None:
+        self._optimizer, self._owned = optimizer, owned
+        by_chance = any(map(rounds_at_random, optimizer.param_groups))
+        members = [{*bucket.params} for bucket in (() if by_chance else buckets)]
+        self._updates = [
+            BucketUpdate(optimizer, {p: source for p, source in owned.items() if source in each})
+            for each in members
+        ]
+        """Empty where only the whole can be updated."""
+
+    def step(self, order: Sequence[int], updated: Callable[[int], None]) -> None:
+        """Updates by what is in `.grad`, and tells of each bucket of which nothing is left."""
+        optimizer = self._optimizer
+        hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        left: dict[Any, Tensor] = {p: grad for p in self._owned if (grad := p.grad) is not None}
+        for param in left:
+            param.grad = None
+        for index in order if self._updates and not any(hooks) else ():
+            update = self._updates[index]
+            if not update({p: left.pop(p) for p in update.sources if p in left}):
+                self._updates = []
+                break
+            updated(index)
+        for param, grad in left.items():
+            param.grad = grad
+        optimizer.step()
+
+    def under_backward(self, main_grads: Mapping[nn.Parameter, Tensor]) -> list[Callable[[], None]]:
+        """What updates each bucket by its main gradients."""
+        if not self._updates:
+            raise OptimizerError(
+                "update_under_backward=True with stochastic rounding would give bits that depend "
+                "on the buckets: leave one out"
+            )
+        return [
+            partial(update.under_backward, {p: main_grads[p] for p in update.sources})
+            for update in self._updates
+        ]
 
 
 class BucketUpdate:
-    """Updates what this rank owns of one bucket, by a part of the optimizer with the same state.
+    """Updates parameters of one bucket, by a part of the optimizer with the same state.
 
-    While it runs, a backward goes on, which sets `.grad` of other Parameters for moments: the part
-    has none of them, nor have optimizers that the optimizer holds.
+    While it runs, a backward may go on, which sets `.grad` of other Parameters for moments: the
+    part has none of them, nor have optimizers that the optimizer holds. `sources`: what it updates,
+    each with the module's Parameter that is trained by that, or frozen.
     """
 
-    def __init__(self, optimizer: Optimizer, grads: Bucket, owned: Collection[Tensor]) -> None:
-        pairs = zip(grads.params, grads.views, strict=True)
-        self._grads = {param: grad for param, grad in pairs if param in owned}
+    def __init__(self, optimizer: Optimizer, sources: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        self.sources = sources
         self._groups: dict[int, dict[str, Any]] = {}
         self._parts: list[tuple[Optimizer, Optimizer]] = []
         self._part: Optimizer = self._of(optimizer)
@@ -48,17 +112,44 @@ class BucketUpdate:
         return part
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        params = [param for param in group["params"] if param in self._grads]
+        params = [param for param in group["params"] if param in self.sources]
         return self._groups.setdefault(id(group), {**group, "params": params})
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        trained = {param: grad for param, grad in self._grads.items() if param.requires_grad}
+    def __call__(self, grads: Mapping[nn.Parameter, Tensor]) -> bool:
+        """Updates its parameters by these gradients. False where the optimizer changed options of
+        its groups, such as a count of steps: the rest is then for one step of the whole."""
+        mine = (param for param in grads if param in self.sources)
+        trained = {param: grads[param] for param in mine if self.sources[param].requires_grad}
         if not trained:
-            return
+            return True
         for part, whole in self._parts:
             part.state = whole.state
             for group, now in zip(part.param_groups, whole.param_groups, strict=True):
                 group.update({name: value for name, value in now.items() if name != "params"})
         with lent(trained):
             self._part.step()
+        return all(
+            _is_as(group, now)
+            for part, whole in self._parts
+            for group, now in zip(part.param_groups, whole.param_groups, strict=True)
+        )
+
+    def under_backward(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """The same where no step of the whole may follow."""
+        if not self(grads):
+            raise OptimizerError(
+                "the optimizer changes its param_groups in each step (a count of steps?), and so "
+                "cannot update bucket by bucket: give update_under_backward=False"
+            )
+
+
+def _is_as(group: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether both have the same options."""
+    kept = (now.get(name) for name in group)
+    same = all(
+        value is other or (not isinstance(value, Tensor) and value == other)
+        for (name, value), other in zip(group.items(), kept, strict=True)
+        if name != "params"
+    )
+    return same and group.keys() == now.keys()

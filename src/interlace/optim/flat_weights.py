@@ -18,13 +18,16 @@ Note [What waits]
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from interlace.errors import InterlaceError, OptimizerError
+from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.grad_reducer import Bucket
 
@@ -52,6 +55,8 @@ class FlatWeights:
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.params}
         self.pending: set[int] = set()
         """Buckets whose gather nothing has waited for."""
+        self.waited_s = 0.0
+        """How long this rank has waited for gathers, on the CPU."""
         self._on_gpu = any(bucket.flat.is_cuda for bucket in buckets)
         self._waited: set[tuple[int, Any]] = set()
         """On GPUs, buckets and the streams that come after their gathers."""
@@ -60,8 +65,11 @@ class FlatWeights:
         for bucket in buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 with torch.no_grad():
-                    view.copy_(param)
-                param.data = view
+                    view.copy_(local(param))
+                if isinstance(param, DTensor):
+                    param._local_tensor = view
+                else:
+                    param.data = view
         self._handles = [*self._hooks(module, (*UNITS, *units))]
 
     def start(self, order: Sequence[int], *, wait: bool) -> None:
@@ -84,7 +92,7 @@ class FlatWeights:
         """Raises OptimizerError for a Parameter that is no view of its buffer any more."""
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
+                if local(param).data_ptr() != view.data_ptr() or param.dtype != view.dtype:
                     raise OptimizerError(
                         f"the data of {self._names[param]} was replaced after its LayerWise was "
                         "made (by .to(), an assignment to .data, load_state_dict(assign=True)?): "
@@ -98,6 +106,7 @@ class FlatWeights:
 
     def _finish(self, index: int, reader: str) -> None:
         """Waits for one gather."""
+        begun = time.perf_counter()
         try:
             self._runs.wait(self._first + index)
         except InterlaceError as error:
@@ -105,6 +114,7 @@ class FlatWeights:
                 f"bucket {index} ({self.about(index)}) was not gathered, for which {reader} "
                 f"waited: {error}"
             ) from error
+        self.waited_s += time.perf_counter() - begun
         self.pending.discard(index)
         torch.autograd.graph.increment_version(self.buckets[index].params)
 

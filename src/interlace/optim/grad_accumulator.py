@@ -33,6 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import GradientError
+from interlace.optim.adam.state import local
 
 SUMS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that a gradient may be summed in."""
@@ -41,11 +42,11 @@ SUMS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class GradAccumulator:
     """Sums the gradient of one Parameter in a buffer, or in its `.grad`.
 
-    `buffer` has the Parameter's shape, one of `SUMS` as its type and memory for each element; it is
-    added to from what it holds: zero it first. Without one the sum is `param.grad`: a layer adds to
-    it in place where it exists, which is right under `DistributedDataParallel`, best with
-    `gradient_as_bucket_view=True` (then `.grad` is the bucket, and the gradient is never copied)
-    and `zero_grad(set_to_none=False)`.
+    `buffer` has the Parameter's shape (of a DTensor, that of this rank's part), one of `SUMS` as
+    its type and memory for each element; it is added to from what it holds: zero it first. Without
+    one the sum is `param.grad`: a layer adds to it in place where it exists, which is right under
+    `DistributedDataParallel`, best with `gradient_as_bucket_view=True` (then `.grad` is the bucket,
+    and the gradient is never copied) and `zero_grad(set_to_none=False)`.
 
     `on_ready(accumulator)` is called whenever a backward has completed the gradient, by the thread
     that runs it. The Parameter must require a gradient, have no accumulator yet (each would take
@@ -64,19 +65,13 @@ class GradAccumulator:
                 f"a tensor of shape {list(param.shape)} is no Parameter that requires a gradient: "
                 "frozen Parameters need no accumulator"
             )
-        if buffer is not None and isinstance(param, DTensor):
-            raise GradientError(
-                f"a Parameter of shape {list(param.shape)} is a DTensor, whose gradient lies on "
-                "its mesh as it comes, maybe as partial sums: a buffer is for a Parameter that a "
-                "rank has alone, such as one made of to_local()"
-            )
         if accumulator_of(param) is not None:
             raise GradientError(
                 f"a Parameter of shape {list(param.shape)} has an accumulator: close() that one, "
                 "or the GradReducer that made it, first"
             )
         if buffer is not None and (
-            buffer.shape != param.shape
+            buffer.shape != local(param).shape
             or buffer.device != param.device
             or buffer.dtype not in SUMS
             or buffer.requires_grad
@@ -88,7 +83,7 @@ class GradAccumulator:
             raise GradientError(
                 f"a buffer {buffer.dtype} {list(buffer.shape)} on {buffer.device} with strides "
                 f"{list(buffer.stride())} cannot hold the gradient of {param.dtype} "
-                f"{list(param.shape)} on {param.device}"
+                f"{list(local(param).shape)} on {param.device}"
             )
         self.param = param
         self.buffer = buffer
@@ -217,7 +212,7 @@ class GradAccumulator:
             )
         if self.buffer is not None and self.param.grad is not None:
             with torch.no_grad():
-                self.buffer.add_(self.param.grad)
+                self.buffer.add_(local(placed_grad(self.param)))
             self.param.grad = None
 
 
@@ -229,6 +224,16 @@ class Take:
 
     def __call__(self, _: torch.Tensor) -> None:
         _call(self.accumulator, "_take")
+
+
+def placed_grad(param: torch.Tensor) -> torch.Tensor:
+    """The gradient; of a DTensor laid out as that is, for it may come as partial sums."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        if grad.placements != param.placements:
+            return grad.redistribute(param.device_mesh, param.placements)
+    return grad
 
 
 def accumulator_of(param: torch.Tensor) -> GradAccumulator | None:

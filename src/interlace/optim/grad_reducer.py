@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from interlace.cost import Timeline
 from interlace.errors import GradientError, OptionError
+from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns, all_reduced
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
 from interlace.options import Options
@@ -144,7 +145,7 @@ class GradReducer:
         self._bucket_of: dict[torch.Tensor, int] = {}
         for index, bucket in enumerate(self.buckets):
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                with _unfrozen(param):
+                with unfrozen(param):
                     self._accumulators[param] = GradAccumulator(param, view, on_ready=self._ready)
                 self._bucket_of[param] = index
         self._lock = threading.Lock()
@@ -170,7 +171,9 @@ class GradReducer:
         """Lets every layer inside that can do so add to its weight's main gradient in place."""
         for layer in module.modules():
             attach: Any = getattr(layer, "accumulate_into", None)
-            if attach is not None and layer.weight in self._accumulators:
+            if attach is None or isinstance(layer.weight, DTensor):
+                continue
+            if layer.weight in self._accumulators:
                 attach(self.accumulator(cast("torch.Tensor", layer.weight)))
                 self._attached.append(layer)
 
@@ -358,12 +361,15 @@ def _bucket(params: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
 def laid_out(
     params: Sequence[nn.Parameter], starts: Sequence[int], numel: int, dtype: torch.dtype
 ) -> Bucket:
-    """A bucket of zeros, `numel` in all, in which each Parameter's place begins at its start."""
+    """A bucket of zeros, `numel` in all, in which each Parameter's place begins at its start.
+
+    Of a DTensor, it has the part of this rank.
+    """
     flat = torch.zeros(numel, dtype=dtype, device=params[0].device)
     views: list[torch.Tensor] = []
-    for param, at in zip(params, starts, strict=False):
-        strides = torch.empty_like(param, device="meta").stride()  # the Parameter's, if it is dense
-        views.append(flat[at : at + param.numel()].as_strided(param.shape, strides))
+    for part, at in zip(map(local, params), starts, strict=False):
+        strides = torch.empty_like(part, device="meta").stride()  # the Parameter's, if it is dense
+        views.append(flat[at : at + part.numel()].as_strided(part.shape, strides))
     return Bucket(tuple(params), flat, tuple(views))
 
 
@@ -384,7 +390,7 @@ def lent(grads: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unfrozen(param: nn.Parameter) -> Iterator[None]:
+def unfrozen(param: torch.Tensor) -> Iterator[None]:
     """Inside, the Parameter requires a gradient: one that is frozen may be trained later."""
     before = param.requires_grad
     try:

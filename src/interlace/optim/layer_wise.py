@@ -8,7 +8,8 @@
         optimizer.zero_grad()
 
 Any torch optimizer will do, also one that needs whole matrices. A parameter's owner holds its
-state, and nobody else does (as in ZeRO-1).
+state, and nobody else does (as in ZeRO-1). What is sharded by tensor parallelism has as owner a
+group of ranks.
 
 Note [A step]
     Buckets hold parameters that follow one another in the model. Each has two flat buffers with one
@@ -16,14 +17,15 @@ Note [A step]
     Programs: a reduce-scatter and what brings gradients to owners, and what brings weights to
     shards and an all-gather. Both run in place, so that nothing is allocated for them. The gathers
     of a step begin in the order in which the first forward needed the buckets, as rank 0 saw it;
-    modules wait as they come to run (Note [What waits]), in whatever order.
+    modules wait as they come to run (Note [What waits]), in whatever order. Updates go in that
+    order too (Note [In order]). Where matrices have homes, what brings them there and back follows
+    the reductions and precedes the gathers (tensor_homes.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -33,22 +35,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from interlace.cost import Timeline
-from interlace.errors import GradientError, OptimizerError, ReplicaError
-from interlace.optim.bucket_runs import (
-    NAMES,
-    BucketExchange,
-    BucketRuns,
-    Write,
-    all_reduced,
-)
-from interlace.optim.bucket_update import BucketUpdate
+from interlace.errors import GradientError, OptimizerError, ReplicaError, UnsupportedError
+from interlace.optim.adam.state import local
+from interlace.optim.bucket_runs import BucketRuns
+from interlace.optim.bucket_update import UpdatesInOrder
+from interlace.optim.clipping import clip_grad_norm_
 from interlace.optim.flat_weights import FlatWeights, shown
-from interlace.optim.grad_reducer import Bucket, GradReducer, check_reduction, laid_out
-from interlace.optim.ownership import ParameterCost, own
+from interlace.optim.grad_reducer import (
+    GradReducer,
+    check_reduction,
+    lent,
+)
+from interlace.optim.owned_state import load, saved
+from interlace.optim.row_slices import sum_slices
+from interlace.optim.sharded_parameters import (
+    is_sharded,
+)
+from interlace.optim.stand_ins import StandIns
+from interlace.optim.step_runs import buckets_of, calls_around, runs_of
+from interlace.optim.tensor_homes import TensorHomes
+from interlace.optim.update_plan import planned
 from interlace.optim.whole_parameters import (
     hash_of,
-    parameters_of,
-    rounds_at_random,
     uncompiled,
 )
 from interlace.options import Options
@@ -57,21 +65,35 @@ from interlace.options import Options
 class LayerWise:
     """An optimizer whose parameters have owners, one rank of `mesh` each.
 
-    `optimizer`: has updated nothing yet, or has state for all parameters; each of its parameters is
-    a plain tensor and stands in `module`, which every rank has alike (a gather at the start makes
-    weights equal). The Parameters become views of flat buffers, and frozen ones may be unfrozen
-    later. `mesh`: one dimension, whose ranks all do the same. Every rank of the job makes its own
+    `optimizer`: has updated nothing yet, or has state for all parameters; each of its parameters
+    stands in `module`, which every rank of `mesh` has alike (a gather at the start makes weights
+    equal). The Parameters become views of flat buffers, and frozen ones may be unfrozen later.
+    `mesh`: one dimension, whose ranks all do the same. Every rank of the job makes its own
     together.
+
+    Parameters may be DTensors on one other mesh of one dimension (tensor or expert parallelism).
+    Those that the optimizer updates whole have a home among the ranks of their owner: see
+    Note [Homes]. In `param_groups` a Parameter of the whole shape stands in their place, until
+    `close()`. Which these are the optimizer's `needs_whole(parameter)` says; without it, all but
+    those of torch's elementwise optimizers and of `interlace.optim.AdamW`. `shards`: a mesh whose
+    ranks have other parts in plain Parameters, such as experts, which the norm of gradients counts.
+
+    With `split_parts=N`, experts and heads that the optimizer updates one by one (its
+    `rows_apart(parameter)` says so), and rows of elementwise optimizers, are cut into at most N
+    parts with owners of their own, without a change of bits: see Note [Parts]. N is the same when a
+    checkpoint is loaded. With `split_matrices=N`, N ranks that follow one another update the rows
+    of a matrix together (`interlace.optim.Muon`, matrices with as many rows as columns or more):
+    less work for each, sums over them, and **not bit-equal**. See Note [Together].
 
     Under `DistributedDataParallel` the gradients are reduced already: `.grad` is taken as it is.
     Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op` "mean" or
     "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used has the
     gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same bits.
-    `bucket_bytes` bounds the weights of a bucket of more than one parameter. Owners are balanced by
-    the optimizer's `update_cost(parameter)` where it has that, else by elements. `units`: classes
-    of modules whose forward reads Parameters of modules inside that it does not call. With
-    `check_replicas_every=N`, every N-th step begins with `check_replicas` (or ends with it, where
-    updates run under the backward).
+    `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones have
+    less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that, else
+    by elements. `units`: classes of modules whose forward reads Parameters of modules inside that
+    it does not call. With `check_replicas_every=N`, every N-th step begins with `check_replicas`
+    (or ends with it, where updates run under the backward).
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`; with `transport="peer"` ranks read each other's memory, sums go in
     rank order, and nothing is sent (GPUs that ranks share need that).
@@ -93,6 +115,9 @@ class LayerWise:
         module: nn.Module,
         mesh: DeviceMesh,
         *,
+        shards: DeviceMesh | None = None,
+        split_parts: int = 1,
+        split_matrices: int = 1,
         overlap_param_gather: bool = True,
         update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
@@ -108,28 +133,36 @@ class LayerWise:
             )
         check_reduction(op, bucket_bytes, main_grad_dtype)
         self.optimizer, self.module = optimizer, module
-        self._rank = mesh.get_local_rank()
-        self._params = parameters_of(optimizer, module)
-        self._names = {param: name for name, param in self._params.items()}
+        self._plan = plan = planned(
+            optimizer,
+            module,
+            mesh,
+            shards=shards,
+            most=split_parts,
+            width=split_matrices,
+            bucket_bytes=bucket_bytes,
+        )
+        self._names = {param: name for name, param in plan.params.items()}
+        self._plain_shards = shards is not None
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
-        cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
-        self._items = [
-            ParameterCost(name, p.numel(), NAMES[p.dtype], p.itemsize, float(cost(p)))
-            for name, p in self._params.items()
-        ]
-        self._plan = own(self._items, mesh.size(), bucket_bytes)
-        owners = zip(self._params.values(), self._plan.owners, strict=True)
-        self._owned = [param for param, owner in owners if owner == self._rank]
         reduces = not isinstance(uncompiled(module), DistributedDataParallel)
-        weights = self._laid_out(None)
-        grads = self._laid_out(main_grad_dtype) if reduces else []
+        cut = len(plan.parts) > len(plan.params) or any(map(is_sharded, plan.params.values()))
+        if cut and not reduces:
+            raise UnsupportedError(
+                "under DistributedDataParallel no sharded DTensors, split_parts and split_matrices "
+                "are served: give LayerWise the module without it, and it reduces gradients itself"
+            )
+        weights = buckets_of(plan, None)
+        grads = buckets_of(plan, main_grad_dtype) if reduces else []
         self._device = weights[0].flat.device
         self._order = list(range(len(weights)))
         self._shared = {
-            "norms": torch.zeros(len(self._params), dtype=torch.float64, device=self._device),
+            "norms": torch.zeros(
+                len(plan.parts) * plan.shards, dtype=torch.float64, device=self._device
+            ),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
-            "hashes": torch.zeros(2 * len(self._params), dtype=torch.int64, device=self._device),
+            "hashes": torch.zeros(2 * len(plan.params), dtype=torch.int64, device=self._device),
         }
         chosen = options or Options()
         self._early = update_under_backward
@@ -138,58 +171,45 @@ class LayerWise:
                 "update_under_backward=True is for gradients that LayerWise reduces itself: give "
                 "it the module without DistributedDataParallel"
             )
-        if self._early and any(map(rounds_at_random, optimizer.param_groups)):
-            raise OptimizerError(
-                "update_under_backward=True with stochastic rounding would give bits that depend "
-                "on the buckets: leave one out"
-            )
-        updates = enumerate(grads[::-1]) if self._early else ()
-        then = {i: BucketUpdate(optimizer, bucket, {*self._owned}) for i, bucket in updates}
-        programs = self._programs(weights, grads, op, chosen.transport == "peer")
-        self._runs = BucketRuns(programs, mesh.get_group(), chosen, apart=True, then=then)
+        self._homes = None
+        if plan.mesh is not None:
+            self._homes = TensorHomes(plan, weights, grads, plan.mesh, self._shared, chosen)
+        self._stand_ins = StandIns(plan, weights, grads, self._homes)
+        self._stand_ins.enter(optimizer)
+        acting, self._owned = self._stand_ins.acting, self._stand_ins.owned
+        self._main_grads = self._stand_ins.main_grads
+        self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
+        group = mesh.get_group()
+        self._sums = sum_slices(optimizer, plan.parts, acting, group, self._device, chosen)
+        self._updates = UpdatesInOrder(optimizer, weights, self._owned)
+        early = self._updates.under_backward(self._main_grads) if self._early else []
+        peer = chosen.transport == "peer"
+        programs = runs_of(plan, weights, grads, op, peer, self._shared)
+        before, then = calls_around(grads, [*self._shared], self._homes, early)
+        self._runs = BucketRuns(programs, group, chosen, apart=True, before=before, then=then)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
         if self._reducer is not None:
             self._reducer.attach(module)
         self._weights = FlatWeights(module, weights, self._runs, len(grads), self._names, units)
         for param in set(optimizer.state) - set(self._owned):
             del optimizer.state[param]
+        self._gather_loaded()
+
+    def _gather_loaded(self) -> None:
+        """Gathers weights that were written from outside."""
+        if self._homes is not None:
+            self._homes.bring_all_weights()
         self._weights.start(self._order, wait=True)
-
-    def _laid_out(self, dtype: torch.dtype | None) -> list[Bucket]:
-        params, buckets = [*self._params.values()], []
-        for plan in self._plan.buckets:
-            members = [params[number] for number in plan.items]
-            kind = dtype or members[0].dtype
-            buckets.append(laid_out(members, plan.starts, plan.numel, kind))
-        return buckets
-
-    def _programs(
-        self, weights: Sequence[Bucket], grads: Sequence[Bucket], op: str, peer: bool
-    ) -> list[tuple[Write, Tensor]]:
-        """Reductions in the order of backward, gathers in that of the model, and `_shared`."""
-        reductions: list[tuple[Write, Tensor]] = []
-        gathers: list[tuple[Write, Tensor]] = []
-        for i, plan in enumerate(self._plan.buckets):
-            about = shown([self._items[number].name for number in plan.items])
-            exchange, flat = BucketExchange(plan, about, peer), weights[i].flat
-            gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
-            if grads:
-                flat = grads[i].flat
-                write = partial(exchange.reduced, f"reduce_bucket_{i}", flat, op)
-                reductions.insert(0, (write, flat))
-        return [
-            *reductions,
-            *gathers,
-            *(
-                (partial(all_reduced, name, flat, "sum" if name == "norms" else "max"), flat)
-                for name, flat in self._shared.items()
-            ),
-        ]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's."""
         return self.optimizer.param_groups
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for gathers, on the CPU: what was not hidden."""
+        return self._weights.waited_s
 
     @torch.no_grad()
     def step(self) -> None:
@@ -206,11 +226,14 @@ class LayerWise:
         due = self._check_every > 0 and self._steps % self._check_every == 0
         if due and not self._early:
             self.check_replicas()
+        if self._homes is not None and not self._early:
+            self._homes.bring_all_weights()
         with self._grads():
-            self.optimizer.step()
+            self._updates.step(self._order, self._updated)
         self._steps += 1
         self._learn()
-        self._weights.start(self._order, wait=not self._overlap)
+        left = [index for index in self._order if index not in self._weights.pending]
+        self._weights.start(left, wait=not self._overlap)
         if due and self._early:  # owners had updated before
             self.check_replicas()
 
@@ -254,26 +277,40 @@ class LayerWise:
         Gives the norm of all gradients, a scalar of fp64, the same on every rank. Collective; once
         a step, after its last backward.
         """
+        return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
+
+    @torch.no_grad()
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
         if self._early:
             raise OptimizerError(
                 "update_under_backward=True has updated before all norms are known"
             )
-        norms = self._shared["norms"].zero_()
-        with self._grads():
-            grads = {param: param.grad for param in self._owned if param.grad is not None}
-            for number, param in enumerate(self._params.values()):
-                if param in grads:
-                    grad = grads[param]
-                    kind = torch.promote_types(grad.dtype, torch.float32)
-                    norms[number] = torch.linalg.vector_norm(grad, norm_type, dtype=kind)
-            self._share("norms")
-            total = torch.linalg.vector_norm(norms, norm_type)
-            if error_if_nonfinite and not total.isfinite():
-                raise GradientError(f"the norm of the gradients is {total.item()}")
-            scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-            for grad in grads.values():
-                grad.mul_(scale)
-        return total
+        norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
+        shard, shards = self._plan.shard, self._plan.shards
+        for number, acting in enumerate(self._stand_ins.acting):
+            sharded = self._plain_shards or is_sharded(self._plan.parts[number].param)
+            if acting in grads and (shard == 0 or sharded):
+                grad = grads[acting]
+                kind = torch.promote_types(grad.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind)
+                norms[number * shards + shard] = norm
+        self._share("norms")
+        return torch.linalg.vector_norm(norms, norm_type)
+
+    @torch.no_grad()
+    def scale_grads(self, scale: Tensor) -> None:
+        """Multiplies the gradients of all ranks."""
+        for grad in self._reduced_grads().values():
+            grad.mul_(scale)
+
+    def _reduced_grads(self) -> dict[nn.Parameter, Tensor]:
+        """This rank's part of the gradients by which it updates."""
+        self._finish()
+        if self._reducer is not None:
+            grads = self._main_grads.items()
+            return {p: local(g) for p, g in grads if self._owned[p].requires_grad}
+        return {param: param.grad for param in self._owned if param.grad is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The options of all groups, and the state of what this rank owns, by Parameters' names.
@@ -284,18 +321,7 @@ class LayerWise:
         """
         self._check_whole()
         self.synchronize()
-        begun = self._begin_state()
-        names, state = self._names, self.optimizer.state
-        found = {
-            "state": {names[p]: dict(state[p]) for p in self._owned if state.get(p)},
-            "param_groups": [
-                {**group, "params": [names[param] for param in group["params"]]}
-                for group in self.param_groups
-            ],
-        }
-        for param in begun:
-            state.pop(param, None)
-        return found
+        return saved(self.optimizer, self._owned, self._names)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave, then gathers all weights from their owners. Collective.
@@ -305,35 +331,11 @@ class LayerWise:
         """
         self._check_whole()
         self.synchronize()
-        given, names = state_dict["state"], self._names
-        owned = [names[param] for param in self._owned if param.requires_grad]
-        strange = [name for name in given if name not in {names[param] for param in self._owned}]
-        lacking = [name for name in owned if name not in given] if given and self._reducer else []
-        if strange or lacking:
-            raise OptimizerError(
-                f"rank {self._rank} owns other Parameters than those of this state, such as "
-                f"{shown([*strange, *lacking])}: it was saved by another rank, or on another "
-                "number of them. Save and load it with torch.distributed.checkpoint, which gives "
-                "each rank what it owns"
-            )
-        groups = [[names[param] for param in group["params"]] for group in self.param_groups]
-        saved = [sorted(group["params"]) for group in state_dict["param_groups"]]
-        if saved != [sorted(group) for group in groups]:
-            raise OptimizerError(
-                "the state has other groups of Parameters than the optimizer: make it with the "
-                "groups that it was saved with"
-            )
-        numbers = {name: i for i, name in enumerate(name for group in groups for name in group)}
-        self.optimizer.load_state_dict(
-            {
-                "state": {numbers[name]: value for name, value in given.items()},
-                "param_groups": [
-                    {**group, "params": [numbers[name] for name in own]}
-                    for group, own in zip(state_dict["param_groups"], groups, strict=True)
-                ],
-            }
+        complete = self._reducer is not None
+        load(
+            self.optimizer, self._owned, self._names, state_dict, self._plan.rank, complete=complete
         )
-        self._weights.start(self._order, wait=True)
+        self._gather_loaded()
 
     @torch.no_grad()
     def check_replicas(self) -> None:
@@ -341,39 +343,25 @@ class LayerWise:
         optimizer has. Collective; between a step and the next backward.
         """
         self.synchronize()
-        hashes, half = self._shared["hashes"], len(self._params)
-        own = torch.stack([hash_of(param) for param in self._params.values()])
+        hashes, half = self._shared["hashes"], len(self._plan.params)
+        own = torch.stack([hash_of(param) for param in self._plan.params.values()])
         hashes[:half], hashes[half:] = own, ~own  # of which the greatest is that of the least
         self._share("hashes")
         wrong = (hashes[:half] != ~hashes[half:]).nonzero().flatten().tolist()
         if wrong:
-            names = [*self._params]
+            names = [*self._plan.params]
             raise ReplicaError(
                 f"before step {self._steps} ranks hold different weights in "
-                f"{shown([names[number] for number in wrong])} (this is rank {self._rank}): did "
-                "a rank write Parameters by itself, or read them while they were gathered?"
+                f"{shown([names[number] for number in wrong])} (this is rank {self._plan.rank}): "
+                "did a rank write Parameters by itself, or read them while they were gathered?"
             )
 
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""
-        plan, ranks = self._plan, len(self._plan.buckets[0].bounds) - 1
-        costs, held = [0.0] * ranks, [0] * ranks
-        for item, owner in zip(self._items, plan.owners, strict=True):
-            costs[owner] += item.cost
-            held[owner] += item.numel * item.itemsize
-        used, laid = sum(i.numel for i in self._items), sum(b.numel for b in plan.buckets)
-        lines = [
-            f"{len(self._items)} parameters of {ranks} ranks in {len(plan.buckets)} buckets, "
-            f"{100 * (laid / used - 1):.1f} % padding",
-            *(f"rank {rank}: cost {costs[rank]:.4g}, {held[rank]} bytes" for rank in range(ranks)),
-        ]
-        for index, bucket in enumerate(plan.buckets):
-            lines.append(f"bucket {index}: {bucket.numel} elements")
-            for number, start in zip(bucket.items, bucket.starts, strict=True):
-                item = self._items[number]
-                lines.append(f"    {start}: {item.name}, of rank {plan.owners[number]}")
-        texts = [str(executor.program) for executor in self._runs.executors]
-        return "\n".join([*lines, *texts])
+        executors = [*self._runs.executors]
+        for others in filter(None, (self._homes, self._sums)):
+            executors += others.executors
+        return "\n".join([*self._plan.explain(), *(str(each.program) for each in executors)])
 
     def timelines(self) -> list[Timeline]:
         """When each Program ran last, reductions first, then gathers; needs the option `trace`."""
@@ -391,6 +379,8 @@ class LayerWise:
             self._reducer.reset()
         else:
             self._runs.reset()
+        for others in filter(None, (self._homes, self._sums)):
+            others.reset()
 
     def close(self) -> None:
         """Waits for what is in flight, and takes hooks, thread and process group away."""
@@ -401,6 +391,9 @@ class LayerWise:
             if self._reducer is not None:
                 self._reducer.close()
             self._runs.close()
+            for others in filter(None, (self._homes, self._sums)):
+                others.close()
+            self._stand_ins.leave(self.optimizer)
 
     def __enter__(self) -> LayerWise:
         return self
@@ -415,11 +408,11 @@ class LayerWise:
         """Inside, what this rank owns and trains has its gradient, reduced, and nothing else."""
         if self._reducer is not None:
             self._finish()
-            owned = () if self._early else [p for p in self._owned if p.requires_grad]
-            with self._reducer.as_grads(owned):
+            grads = {} if self._early else self._main_grads
+            with lent({p: g for p, g in grads.items() if self._owned[p].requires_grad}):
                 yield
             return
-        others = set(self._params.values()) - set(self._owned)
+        others = set(self._plan.params.values()) - set(self._owned)
         kept = {param: param.grad for param in others}
         for param in others:
             param.grad = None
@@ -428,6 +421,11 @@ class LayerWise:
         finally:
             for param, grad in kept.items():
                 param.grad = grad
+
+    def _updated(self, index: int) -> None:
+        """Starts the gather of a bucket while others are updated, once the order is known."""
+        if self._overlap and self._weights.needed is None:
+            self._weights.start([index], wait=False)
 
     def _finish(self) -> None:
         """Ends the reductions of this step."""
@@ -458,7 +456,7 @@ class LayerWise:
         if self._weights.needed is None:
             return
         order, needed = self._shared["order"].zero_(), self._weights.needed
-        if self._rank == 0:
+        if self._plan.rank == 0 and self._plan.shard == 0:
             rest = [index for index in self._order if index not in needed]
             order.copy_(torch.tensor([*needed, *rest]))
         self._weights.needed = None
@@ -470,25 +468,3 @@ class LayerWise:
         index = len(self._runs.executors) - len(self._shared) + list(self._shared).index(name)
         self._runs.start(index)
         self._runs.wait(index)
-
-    @torch.no_grad()
-    def _begin_state(self) -> list[nn.Parameter]:
-        """Makes state of what is owned, if there is none, by a step whose weights are put back;
-        gives the Parameters that have such state now.
-        """
-        fresh = [param for param in self._owned if param.requires_grad]
-        if any(self.optimizer.state.get(param) for param in fresh):
-            return []
-        weights, grads = [param.clone() for param in fresh], [param.grad for param in fresh]
-        try:
-            for param in fresh:
-                param.grad = torch.zeros_like(param)
-            self.optimizer.step()
-        finally:
-            for param, weight, grad in zip(fresh, weights, grads, strict=True):
-                param.copy_(weight)
-                param.grad = grad
-        for param in fresh:
-            if "step" in self.optimizer.state[param]:
-                self.optimizer.state[param]["step"] *= 0
-        return fresh

@@ -22,6 +22,8 @@ from itertools import pairwise
 
 ALIGNMENT = 64
 """Elements that each parameter's place begins at a multiple of."""
+SMALL = 16
+"""Such a part of `bucket_bytes` the first bucket has."""
 MOST_BYTES = 1.3, 1.1
 """What a rank may own: so many times the mean, or the largest parameter, whichever is more."""
 
@@ -36,6 +38,12 @@ class ParameterCost:
     itemsize: int
     cost: float
     """Of its update, in any unit that all share."""
+    homed: bool = False
+    """Whether its place holds a shard, and one of the ranks that hold shards updates the whole."""
+    parts: int = 1
+    """If it is one of so many equal parts of a parameter, which follow one another."""
+    together: bool = False
+    """Whether as many ranks, from a multiple of that on, update the parts in one computation."""
 
     @property
     def padded(self) -> int:
@@ -87,58 +95,118 @@ class Ownership:
 
     owners: tuple[int, ...]
     buckets: tuple[BucketPlan, ...]
+    homes: tuple[int | None, ...]
+    """Where one rank of an owner's `shards` updates the whole: which one."""
 
 
-def own(items: Sequence[ParameterCost], ranks: int, bucket_bytes: int) -> Ownership:
-    """Owners balanced by cost, and buckets of at most `bucket_bytes` or of one parameter."""
-    owners = assign(items, ranks)
-    return Ownership(
-        owners, tuple(_placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
-    )
+def own(
+    items: Sequence[ParameterCost], ranks: int, bucket_bytes: int, shards: int = 1
+) -> Ownership:
+    """Owners balanced by cost, and buckets of at most `bucket_bytes` or of one parameter.
 
-
-def assign(items: Sequence[ParameterCost], ranks: int) -> tuple[int, ...]:
-    """An owner for each: the largest first (its share of all cost, or of all bytes), each to the
-    rank with the least cost whose bytes allow it.
-
-    Where no rank has room under `MOST_BYTES`, the one with the fewest bytes takes it.
+    Each of the `ranks` is as many as `shards`, with a shard each.
     """
-    nbytes = [item.padded * item.itemsize for item in items]
-    every = sum(item.cost for item in items)
-    most = max(MOST_BYTES[0] * sum(nbytes) / ranks, MOST_BYTES[1] * max(nbytes))
+    owners, homes = assign(items, ranks, shards)
+    owners = _in_order(items, owners)
+    buckets = tuple(placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
+    return Ownership(owners, buckets, homes)
+
+
+def assign(
+    items: Sequence[ParameterCost], ranks: int, shards: int = 1
+) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """An owner for each, and a home where one is needed: the largest first (its share of all cost,
+    or of all bytes), each to the rank with the least cost whose bytes allow it.
+
+    What has a home costs that rank alone, else all `shards` of the owner. Where no rank has room
+    under `MOST_BYTES`, the one with the fewest bytes takes it.
+    """
+    nbytes = [item.padded * item.itemsize * (shards if item.homed else 1) for item in items]
+    times = [1 if item.homed else shards for item in items]
+    every = sum(item.cost * n for item, n in zip(items, times, strict=True))
+    total = sum(size * n for size, n in zip(nbytes, times, strict=True))
+    most = max(MOST_BYTES[0] * total / (ranks * shards), MOST_BYTES[1] * max(nbytes))
     share = [
-        max(item.cost / every if every else 0, size / sum(nbytes))
+        max(item.cost / every if every else 0, size / total)
         for item, size in zip(items, nbytes, strict=True)
     ]
-    cost, held, owners = [0.0] * ranks, [0] * ranks, [0] * len(items)
-    for number in sorted(range(len(items)), key=lambda i: (-share[i], i)):
-        room = [rank for rank in range(ranks) if held[rank] + nbytes[number] <= most]
-        if room:
-            owner = min(room, key=lambda rank: (cost[rank], held[rank]))
-        else:
-            owner = min(range(ranks), key=lambda rank: (held[rank], cost[rank]))
-        owners[number] = owner
-        cost[owner] += items[number].cost
-        held[owner] += nbytes[number]
-    return tuple(owners)
+    cost, held = ([[0.0] * shards for _ in range(ranks)] for _ in range(2))
+    owners = [0] * len(items)
+    homes: list[int | None] = [None] * len(items)
+    for group in sorted(_decided_together(items), key=lambda group: (-share[group[0]], group[0])):
+        first = group[0]
+        item, size = items[first], nbytes[first]
+        places = [
+            (max(cost[o][s] for o, s in cells), max(held[o][s] for o, s in cells), cells)
+            for cells in _cells(item, ranks, shards)
+        ]
+        room = [place for place in places if place[1] + size <= most]
+        _, _, cells = min(room) if room else min(places, key=lambda p: (p[1], p[0], p[2]))
+        for owner, mate in cells:
+            cost[owner][mate] += item.cost
+            held[owner][mate] += size
+        for number in group:
+            owners[number] = cells[0][0] + number - first
+            homes[number] = cells[0][1] if item.homed else None
+    return tuple(owners), tuple(homes)
+
+
+def _decided_together(items: Sequence[ParameterCost]) -> list[range]:
+    found: list[range] = []
+    while (at := found[-1].stop if found else 0) < len(items):
+        found.append(range(at, at + (items[at].parts if items[at].together else 1)))
+    return found
+
+
+def _cells(item: ParameterCost, ranks: int, shards: int) -> list[tuple[tuple[int, int], ...]]:
+    """The places that an item may have: each one or more ranks, with their shards."""
+    if item.homed:
+        return [((owner, shard),) for owner in range(ranks) for shard in range(shards)]
+    width = item.parts if item.together else 1
+    return [
+        tuple((owner, shard) for owner in range(first, first + width) for shard in range(shards))
+        for first in range(0, ranks - width + 1, width)
+    ]
+
+
+def _in_order(items: Sequence[ParameterCost], owners: Sequence[int]) -> tuple[int, ...]:
+    """Parts of a parameter are equal: owners have them in the order of their ranks."""
+    found: list[int] = []
+    while len(found) < len(items):
+        found += sorted(owners[len(found) : len(found) + items[len(found)].parts])
+    return tuple(found)
 
 
 def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]]:
-    """Numbers of parameters in buckets of one dtype, by the first of each."""
+    """Numbers of parameters in buckets of one dtype, by the first of each.
+
+    The first ones are small, and have no more than all before them: nothing runs under the gather
+    of the first, and little under that of the next; nor has a backward much left for the last
+    reductions, which are theirs.
+    """
     filled: list[list[int]] = []
     last: dict[str, tuple[list[int], int]] = {}
+    before, most = 0, bucket_bytes // SMALL
     for number, item in enumerate(items):
         nbytes = item.padded * item.itemsize
+        before += nbytes
+        if item.parts > 1:  # in a bucket of their own
+            if filled and items[number - 1].parts == item.parts and len(filled[-1]) < item.parts:
+                filled[-1].append(number)
+            else:
+                filled.append([number])
+            continue
         bucket, size = last.get(item.dtype, ([], bucket_bytes))
-        if size + nbytes > bucket_bytes:
+        if size + nbytes > most:
             bucket, size = [], 0
             filled.append(bucket)
+            most = min(bucket_bytes, max(most, before - nbytes))
         bucket.append(number)
         last[item.dtype] = bucket, size + nbytes
     return filled
 
 
-def _placed(
+def placed(
     items: Sequence[ParameterCost], bucket: Sequence[int], owners: Sequence[int], ranks: int
 ) -> BucketPlan:
     numbers = sorted(bucket, key=lambda number: owners[number])
@@ -150,3 +218,31 @@ def _placed(
         bounds.append(end)
     shard = -(-end // (ranks * ALIGNMENT)) * ALIGNMENT
     return BucketPlan(tuple(numbers), tuple(starts), tuple(bounds), max(shard, ALIGNMENT) * ranks)
+
+
+def explained(
+    items: Sequence[ParameterCost], plan: Ownership, shards: int, layouts: Sequence[str]
+) -> list[str]:
+    """Lines: who owns what, and where it lies; `layouts` tell how each item is sharded."""
+    ranks = len(plan.buckets[0].bounds) - 1
+    costs, held = ([[0.0] * shards for _ in range(ranks)] for _ in range(2))
+    for item, owner, home in zip(items, plan.owners, plan.homes, strict=True):
+        for part in range(shards) if home is None else [home]:
+            costs[owner][part] += item.cost
+            held[owner][part] += item.numel * item.itemsize * (1 if home is None else shards)
+    used, laid = sum(item.numel for item in items), sum(bucket.numel for bucket in plan.buckets)
+    lines = [
+        f"{len(items)} parameters of {ranks} ranks in {len(plan.buckets)} buckets, "
+        f"{100 * (laid / used - 1):.1f} % padding"
+    ]
+    for rank in range(ranks):
+        for part in range(shards):
+            who = f"rank {rank}" + (f", shard {part}" if shards > 1 else "")
+            lines.append(f"{who}: cost {costs[rank][part]:.4g}, {held[rank][part]:.0f} bytes")
+    for index, bucket in enumerate(plan.buckets):
+        lines.append(f"bucket {index}: {bucket.numel} elements")
+        for number, start in zip(bucket.items, bucket.starts, strict=True):
+            home = f", home {plan.homes[number]}" if items[number].homed else ""
+            line = f"    {start}: {items[number].name}, of rank {plan.owners[number]}"
+            lines.append(line + layouts[number] + home)
+    return lines

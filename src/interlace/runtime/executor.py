@@ -88,25 +88,25 @@ class TeamLocks:
     """The locks of several teams as one; all threads take them in the same order."""
 
     def __init__(self, teams: Sequence[TeamComm]) -> None:
-        self._teams = teams
+        self._locks = [team.lock for team in teams]
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Takes all of them, or none."""
         taken = 0
         try:
-            for team in self._teams:
-                if not team.lock.acquire(blocking, timeout):
+            for lock in self._locks:
+                if not lock.acquire(blocking, timeout):
                     break
                 taken += 1
         finally:
-            if taken < len(self._teams):
-                for team in self._teams[:taken]:
-                    team.lock.release()
-        return taken == len(self._teams)
+            if taken < len(self._locks):
+                for lock in self._locks[:taken]:
+                    lock.release()
+        return taken == len(self._locks)
 
     def release(self) -> None:
-        for team in self._teams:
-            team.lock.release()
+        for lock in self._locks:
+            lock.release()
 
 
 class Executor:
@@ -441,10 +441,12 @@ class Executor:
         return measured(self.program, self.rank, spans)
 
     def close(self) -> None:
-        """Ends the threads and lets go of the memory."""
+        """Ends the threads and lets go of the memory and the teams, whose process groups end only
+        when nothing holds their backends."""
         self._closed = True
         self._finalizer()
         self.engine = self._arena = None
+        self._teams = {}
         self._shared, self._given = TeamResources({}, {}, {}), {}
 
     def __enter__(self) -> Executor:

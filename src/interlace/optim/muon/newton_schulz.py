@@ -20,11 +20,16 @@ Note [Gram variant]
     rounding, and such errors grow by a^2 at each step, as what they fall on does: x is made and g
     computed anew after RESTART steps. The variant computes in float16, which rounds 8 times finer
     than bfloat16; x is scaled so that elements of g are of a size that float16 has.
+
+Note [Slices]
+    Of a wide matrix several ranks may hold some columns each. g is the sum of their x @ x.mT, and
+    all else is done by columns: so a step costs one sum of rows x rows numbers, and each rank does
+    its share of both products with x. Sums have another order then: not bit-equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +39,8 @@ from interlace.errors import OptimizerError
 from interlace.optim.muon.symmetric import polynomial, product, serves
 
 Triple = tuple[float, float, float]
+Total = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks that hold slices of a matrix."""
 RESTART = 3
 """Steps of the Gram variant between two products with x."""
 SCALE = 32.0
@@ -114,24 +121,31 @@ def orthogonalize(
     eps: float,
     gram_variant: bool = False,
     symmetric: bool = True,
+    total: Total | None = None,
 ) -> Tensor:
     """The iteration on `x`, bfloat16 of shape [rows, columns] or [batch, rows, columns] with
     rows <= columns, which is overwritten; the result has its shape and dtype.
 
     `symmetric` lets the kernel make the symmetric products where it serves x. Without it, and
-    without `gram_variant`, one matrix has the bits of torch.optim.Muon.
+    without `gram_variant`, one matrix has the bits of torch.optim.Muon. With `total`, x is some
+    columns of one matrix, and the others are elsewhere: see Note [Slices].
     """
-    normalize(x, eps)
+    if total is None:
+        normalize(x, eps)
+    else:
+        normalize_slice(x, eps, total)
     kernel = symmetric and serves(x)
     rows, columns = x.shape[-2:]
     if gram_variant and gram_pays(rows, columns, len(steps), symmetric):
         made = x.mul_(SCALE).to(torch.float16)
         for first in range(0, len(steps), RESTART):
-            made = _gram_steps(made, steps[first : first + RESTART], kernel)
+            made = _gram_steps(made, steps[first : first + RESTART], kernel, total)
         return torch.mul(made, 1 / SCALE, out=x)
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in steps:
         g = product(x, x.mT, kernel=kernel)
+        if total is not None:
+            g = total(g)
         if kernel:  # see Note [One factor]
             x = polynomial(g, a, b, c, kernel=True) @ x
         else:
@@ -150,9 +164,17 @@ def normalize(x: Tensor, eps: float) -> None:
     x.div_(torch.linalg.vector_norm(x, **each).clamp(min=eps))
 
 
-def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool) -> Tensor:
+def normalize_slice(x: Tensor, eps: float, total: Total) -> None:
+    """Divides some columns by the norm of the whole matrix, or by `eps` where that is larger."""
+    norm = total(torch.linalg.vector_norm(x, dtype=torch.float64).square().reshape(1)).sqrt()
+    x.copy_(x / norm.clamp(min=eps or torch.finfo(x.dtype).tiny))
+
+
+def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool, total: Total | None) -> Tensor:
     """Some steps at once, of a float16 x that is SCALE times as large; see Note [Gram variant]."""
     g = product(x, x.mT, kernel=kernel)
+    if total is not None:
+        g = total(g)
     q: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
         p = polynomial(g, a, b / SCALE**2, c / SCALE**4, kernel=kernel)

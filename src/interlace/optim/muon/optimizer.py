@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.state import KEPT, fit
@@ -21,7 +23,14 @@ from interlace.optim.adamw import AdamW, own_options
 from interlace.optim.loading import KeepsStates
 from interlace.optim.muon.newton_schulz import coefficients, flops
 from interlace.optim.muon.routing import explain_groups
-from interlace.optim.muon.update import ADJUSTMENTS, check_cut, matrices, step_group
+from interlace.optim.muon.update import (
+    ADJUSTMENTS,
+    RowSlices,
+    check_cut,
+    in_whole_matrices,
+    matrices,
+    step_group,
+)
 
 ELEMENT_FLOPS = 4096.0
 """What an element costs beside matrix products: the 16 to 28 bytes that move for it take as long
@@ -58,11 +67,13 @@ class Muon(KeepsStates):
     buffer, which is not done here. Each of the two options may change the order of additions.
 
     A parameter is Muon's unless its group says `use_muon=False`; `muon_groups(model)` makes such
-    groups by rules, and `explain` shows them. All options may be set per group. DTensors are
-    gathered, and made orthogonal by every rank. Loading takes torch.optim.Muon's state too.
+    groups by rules, and `explain` shows them. All options may be set per group. DTensors whose
+    shards are not whole matrices are gathered, and made orthogonal by every rank. Loading takes
+    torch.optim.Muon's state too.
     Errors are OptimizerError (a ValueError).
     """
 
+    _slices: Mapping[Tensor, RowSlices] = MappingProxyType({})
     kept = ("use_muon", "why", "batched", "symmetric", *KEPT)
 
     def __init__(
@@ -127,7 +138,7 @@ class Muon(KeepsStates):
         others: list[dict[str, Any]] = []
         for group in self.param_groups:
             if group["use_muon"]:
-                step_group(group, self.state)
+                step_group(group, self.state, self._slices)
             else:
                 others.append(group)
         if others:
@@ -153,14 +164,47 @@ class Muon(KeepsStates):
         (half of a symmetric one's with `symmetric`) and ELEMENT_FLOPS an element.
         Raises OptimizerError for a parameter of no group.
         """
+        group = self._group_of(parameter)
+        total = ELEMENT_FLOPS * parameter.numel()
+        options = {name: bool(group.get(name)) for name in ("gram_variant", "symmetric")}
+        for matrix in _cut(parameter, group) if group["use_muon"] else ():
+            rows, columns = matrix.shape
+            total += flops(rows, columns, group["ns_steps"], **options)
+        return total
+
+    def needs_whole(self, parameter: DTensor) -> bool:
+        """Whether shards of this parameter are updated by way of the whole: not those of AdamW, nor
+        shards of whole matrices. Raises OptimizerError for a parameter of no group.
+        """
+        group = self._group_of(parameter)
+        return group["use_muon"] and not in_whole_matrices(parameter, group)
+
+    def rows_apart(self, parameter: Tensor) -> int:
+        """In how many equal runs of rows this parameter can be cut with the same bits: experts,
+        heads, or the rows of AdamW. Raises OptimizerError for a parameter of no group.
+        """
+        group = self._group_of(parameter)
+        if parameter.ndim > 2 or not group["use_muon"]:
+            return parameter.shape[0]
+        by_heads = group["head_dim"] and group["split_dim"] == 0
+        return parameter.shape[0] // group["head_dim"] if by_heads else 1
+
+    def has_slices(self, parameter: Tensor) -> bool:
+        """Whether ranks may each update some rows of this parameter, with sums over them: a matrix
+        with as many rows as columns or more, not cut into parts. Not bit-equal.
+        """
+        group = self._group_of(parameter)
+        whole = group["use_muon"] and not group["head_dim"] and not group["split_sizes"]
+        return whole and parameter.ndim == 2 and parameter.shape[0] >= parameter.shape[1]
+
+    def take_slices(self, slices: Mapping[Tensor, RowSlices]) -> None:
+        """Says which parameters are some rows of a matrix, each with how to sum over its ranks."""
+        self._slices = slices
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         for group in self.param_groups:
             if any(parameter is each for each in group["params"]):
-                total = ELEMENT_FLOPS * parameter.numel()
-                options = {name: bool(group.get(name)) for name in ("gram_variant", "symmetric")}
-                for matrix in _cut(parameter, group) if group["use_muon"] else ():
-                    rows, columns = matrix.shape
-                    total += flops(rows, columns, group["ns_steps"], **options)
-                return total
+                return group
         raise OptimizerError(
             f"a parameter of shape {tuple(parameter.shape)} is in no group of this optimizer"
         )

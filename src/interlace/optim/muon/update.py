@@ -9,7 +9,8 @@ Note [A copy]
     bfloat16 buffer is then normalised in place, and momentum is lost. Here the cast is a copy.
 
 Note [DTensors]
-    Momentum is sharded as the gradient is. The update is gathered, every rank makes the whole
+    Momentum is sharded as the gradient is. Where a shard has whole matrices (experts, or heads of
+    `head_dim`), it is updated by itself. Else the update is gathered, every rank makes the whole
     matrix orthogonal, which gives all of them the same bits, and keeps its own part.
 """
 
@@ -18,15 +19,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.state import local
-from interlace.optim.muon.newton_schulz import coefficients, orthogonalize
+from interlace.optim.grad_accumulator import placed_grad
+from interlace.optim.muon.newton_schulz import Total, coefficients, orthogonalize
 from interlace.optim.muon.symmetric import runs_on
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
@@ -46,13 +49,17 @@ def adjusted_lr(group: Mapping[str, Any], rows: int, columns: int) -> float:
     return float(group["lr"] * ratio)  # a tensor's arithmetic is fp32, as in torch.optim
 
 
+def cuts(size: int, group: Mapping[str, Any]) -> list[int]:
+    """The rows or columns of each matrix that so many of them are cut into."""
+    if group["head_dim"]:
+        return [group["head_dim"]] * (size // group["head_dim"])
+    return list(group["split_sizes"] or (size,))
+
+
 def matrices(tensor: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
     """Views of the matrices that a parameter, or what is shaped as it, is cut into."""
     dim = group["split_dim"] - 2
-    size = tensor.shape[dim]
-    parts = list(group["split_sizes"] or (size,))
-    if group["head_dim"]:
-        parts = [group["head_dim"]] * (size // group["head_dim"])
+    parts = cuts(tensor.shape[dim], group)
     whole = [tensor]
     while whole[0].ndim > 2:  # views, whatever the strides
         whole = [each for several in whole for each in several.unbind()]
@@ -80,27 +87,40 @@ def check_cut(shape: torch.Size, group: Mapping[str, Any]) -> None:
         )
 
 
-def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> None:
-    """Updates the parameters of the group that have gradients."""
+@dataclass(frozen=True, slots=True)
+class RowSlices:
+    """What the rows of a matrix are, of which this rank has one of `count` equal slices."""
+
+    count: int
+    total: Total
+
+
+def step_group(
+    group: Mapping[str, Any],
+    states: MutableMapping[Any, Any],
+    slices: Mapping[Tensor, RowSlices],
+) -> None:
+    """Updates the parameters of the group that have gradients; `slices` has those that are some
+    rows of a matrix.
+    """
     params = [param for param in group["params"] if param.grad is not None and param.numel()]
     if not params:
         return
     momentum = group["momentum"]
-    grads = [*map(placed_grad, params)]
-    moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
-    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
-    torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - momentum)
-    scale([*map(local, params)], float(1 - group["lr"] * group["weight_decay"]))
+    grads, moments = averaged(params, group, states)
+    decay([*map(local, params)], group)
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
-        if isinstance(param, DTensor):
-            update_sharded(
-                param, grad.lerp(moment, momentum) if group["nesterov"] else moment, group
-            )
+        if isinstance(param, DTensor) and not in_whole_matrices(param, group):
+            update_sharded(param, ahead(grad, moment, group), group)
             continue
-        for entry in zip(
-            *(matrices(t.detach(), group) for t in (param, grad, moment)), strict=True
-        ):
+        if param in slices:
+            add_slice(param, ahead(grad, moment, group), group, slices[param])
+            continue
+        parts = [local(t.detach()) for t in (param, grad, moment)]
+        if not parts[0].numel():
+            continue
+        for entry in zip(*(matrices(part, group) for part in parts), strict=True):
             key = param.device, param.dtype, grad.dtype, entry[0].shape
             alike[key].append(entry)
     for entries in alike.values():
@@ -112,8 +132,40 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
             add(targets[few], orthogonal(updates, group), group)
 
 
-def scale(tensors: Matrices, factor: float) -> None:
-    """Multiplies all, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
+def ahead(grad: Tensor, moment: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What is made orthogonal: Nesterov's look ahead, or momentum as it is."""
+    return grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
+
+
+def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
+    """Whether each shard consists of whole matrices; see Note [DTensors]."""
+    rows, head = param.ndim - 2, group["head_dim"]
+    for axis, placement in enumerate(param.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not Shard:
+            return False
+        dim, parts = placement.dim % param.ndim, param.device_mesh.size(axis)
+        cut = head and dim == rows + group["split_dim"] and param.placements.count(placement) == 1
+        if dim >= rows and not (cut and -(-param.shape[dim] // parts) % head == 0):
+            return False
+    return True
+
+
+def averaged(
+    params: Sequence[Tensor], group: Mapping[str, Any], states: MutableMapping[Any, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Averages momentum with the gradients; gives those, in its dtype, and the momentum."""
+    grads = [*map(checked_grad, params)]
+    moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
+    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
+    torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - group["momentum"])
+    return grads, moments
+
+
+def decay(tensors: Matrices, group: Mapping[str, Any]) -> None:
+    """Decays weights, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
+    factor = float(1 - group["lr"] * group["weight_decay"])
     if tensors[0].is_cuda:
         torch._foreach_mul_([*tensors], factor)
     else:
@@ -121,7 +173,7 @@ def scale(tensors: Matrices, factor: float) -> None:
             tensor.mul_(factor)
 
 
-def placed_grad(param: Tensor) -> Tensor:
+def checked_grad(param: Tensor) -> Tensor:
     """The gradient, sharded as its parameter is. Raises OptimizerError for one of another kind."""
     grad = param.grad
     assert grad is not None
@@ -130,9 +182,7 @@ def placed_grad(param: Tensor) -> Tensor:
             f"the gradient of a parameter of shape {tuple(param.shape)} is {grad.dtype} with "
             f"layout {grad.layout}: Muon takes dense real ones; use a group with use_muon=False"
         )
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        return grad.redistribute(param.device_mesh, param.placements)
-    return grad
+    return placed_grad(param)
 
 
 def momentum_of(param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
@@ -155,15 +205,19 @@ def batches(targets: Matrices, batched: bool) -> Iterator[slice]:
     return (slice(at, at + most) for at in range(0, len(targets), most))
 
 
-def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
-    """The updates, of one shape, made orthogonal: one matrix or a stack of them, bfloat16."""
+def orthogonal(
+    updates: Matrices, group: Mapping[str, Any], slices: RowSlices | None = None
+) -> Tensor:
+    """The updates, of one shape, made orthogonal: one matrix or a stack of them, bfloat16; or some
+    rows of a matrix that has more rows than columns.
+    """
     rows, columns = updates[0].shape
-    tall = rows > columns
+    tall = rows > columns or slices is not None
     if len(updates) == 1 and not (group["symmetric"] and runs_on(updates[0].device)):
         x = updates[0].to(torch.bfloat16, copy=True)  # see Note [A copy]
         x = x.mT if tall else x
     else:
-        shape = len(updates), min(rows, columns), max(rows, columns)
+        shape = len(updates), *((columns, rows) if tall else (rows, columns))
         x = torch.empty(shape, dtype=torch.bfloat16, device=updates[0].device)
         torch._foreach_copy_([*(x.mT if tall else x)], [*updates])
         x = x if len(updates) > 1 else x[0]
@@ -174,6 +228,7 @@ def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
         eps=group["eps"],
         gram_variant=group["gram_variant"],
         symmetric=group["symmetric"],
+        total=slices.total if slices is not None else None,
     )
     return x.mT if tall else x
 
@@ -186,6 +241,13 @@ def add(targets: Matrices, made: Tensor, group: Mapping[str, Any]) -> None:
     else:  # in the parameters' dtype and layout, so that few launches add all of them
         made = made.to(targets[0].dtype).contiguous()
         torch._foreach_add_([*targets], [*made], alpha=alpha)
+
+
+def add_slice(param: Tensor, update: Tensor, group: Mapping[str, Any], slices: RowSlices) -> None:
+    """Updates some rows of a matrix, together with the ranks that have the others."""
+    rows, columns = param.shape
+    alpha = -adjusted_lr(group, rows * slices.count, columns)
+    param.add_(orthogonal([update], group, slices), alpha=alpha)
 
 
 def update_sharded(param: DTensor, update: Tensor, group: Mapping[str, Any]) -> None:

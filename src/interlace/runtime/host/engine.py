@@ -366,6 +366,8 @@ class CpuEngine(Engine):
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.stop()
+        for stream in (self._first, *self._others):  # whose steps hold this engine, and its teams
+            stream.steps, stream.runs = [], []
 
 
 def _listed(

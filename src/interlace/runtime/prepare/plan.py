@@ -288,12 +288,12 @@ def collective_spec(op: ir.Collective, where: ir.Where, box: Callable[[ir.View],
     view = op.dst if op.src is None else op.src
     assert view is not None, f"{op.kind} has neither a source nor a destination"
     split = kind.scales or op.kind == "all_to_all"
-    parts = _parts(op, where, box, size, member.index) if split else (number(box(view).numel),)
+    parts = _parts(op, where, box, size) if split else (number(box(view).numel),)
     return Spec(op.kind, size, member.index, parts, DTYPES[box(view).dtype], op.reduce, root)
 
 
 def _parts(
-    op: ir.Collective, where: ir.Where, box: Callable[[ir.View], ir.Box], size: int, me: int
+    op: ir.Collective, where: ir.Where, box: Callable[[ir.View], ir.Box], size: int
 ) -> tuple[int, ...]:
     """Elements of each rank's part, from the side that this rank has."""
     gathers = ir.KINDS[op.kind].scales == "gather"
@@ -302,11 +302,8 @@ def _parts(
     assert view is not None
     if op.splits is None:
         return (number(box(view).numel) // (1 if whole is None else size),) * size
-    rows = numbers(where.table(op.splits).values)
-    count = rows[me] if whole is None else sum(rows)
-    sizes = numbers(box(view).sizes)
-    row = math.prod(sizes) // count if count else math.prod(sizes[1:])
-    return tuple(n * row for n in rows)
+    row = math.prod(numbers(box(view).sizes[1:]))
+    return tuple(n * row for n in numbers(where.table(op.splits).values))
 
 
 def callers(program: ir.Program) -> str:

@@ -1,0 +1,83 @@
+"""What `interlace bench interconnect` prints: links, collectives and devices in tables.
+
+show_interconnect(report)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from interlace.commands.output import say, table
+
+
+def size(count: int) -> str:
+    """Bytes as people read them."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count} B"
+
+
+def show_interconnect(report: dict[str, Any]) -> None:
+    """A line for each kind, backend and pattern: the latency, rates by size, the best rate."""
+    facts = report["facts"]
+    say(f"{report['world']} ranks, {facts['gpu']}, torch {facts['torch']}\n")
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        key = (row["kind"], row["backend"], row["protocol"], row["pattern"])
+        groups.setdefault(key, []).append(row)
+    headings = ("kind", "backend", "by", "who", "smallest", "largest", "best", "error")
+    lines = [(*key, *_rates(rows)) for key, rows in groups.items()]
+    table(headings, lines, title="between ranks")
+    engine = [
+        (e["pattern"], f"{e['gbs']:.1f} GB/s", f"{e['share']:.1%}", e["by"])
+        for e in report["engine"]
+    ]
+    title = "copies of 64 MiB and more by engine (95 % of the best is the bar)"
+    _more(title, ("who", "best", "of the best of all", "which is"), engine)
+    gemms = [
+        (
+            "x".join(map(str, g["shape"])),
+            g["dtype"],
+            f"{g['seconds'] * 1e6:.1f} us",
+            f"{2 * math.prod(g['shape']) / g['seconds'] / 1e12:.4g} TFLOP/s",
+        )
+        for g in report["device"]
+        if g["kind"] == "gemm"
+    ]
+    _more("matmuls", ("matmul", "dtype", "time", "speed"), gemms)
+    others = [
+        (
+            s["kind"],
+            s["protocol"],
+            size(s["nbytes"]) if s["nbytes"] else "",
+            f"{s['seconds'] * 1e6:.2f} us",
+        )
+        for s in report["device"]
+        if s["kind"] != "gemm"
+    ]
+    _more("device and host", ("what", "of", "size", "time"), others)
+    for name, why in report["absent"].items():
+        say(f"{name} is absent: {why}")
+
+
+def _rates(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The times of the smallest and the largest, the best rate, the error."""
+    good = [row for row in rows if not row["error"]]
+    rates = [row for row in good if not math.isnan(row["gbs"])]
+    best = max(rates, key=lambda row: row["gbs"], default=None)
+    return (
+        f"{good[0]['us']:.1f} us" if good else "-",
+        f"{rates[-1]['us']:.0f} us" if rates else "-",
+        f"{best['gbs']:.2f} GB/s at {size(best['nbytes'])}" if best else "-",
+        next((row["error"] for row in rows if row["error"]), ""),
+    )
+
+
+def _more(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """One more table, where it has rows."""
+    if cells:
+        say("")
+        table(headings, cells, title=title)

@@ -1,0 +1,96 @@
+"""The runs of a LayerWise step: what they are of, and what precedes and follows each.
+
+    runs = runs_of(plan, weights, grads, op, peer, shared)
+    before, then = calls_around(grads, shared, homes, updates)
+    runs = BucketRuns(runs, group, options, apart=True, before=before, then=then)
+
+First come the reductions in the order of backward, then the gathers in that of the model, and then
+the all-reduces of `shared`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from interlace.optim.bucket_runs import BucketExchange, Write, all_reduced
+from interlace.optim.flat_weights import shown
+from interlace.optim.grad_reducer import Bucket, laid_out
+from interlace.optim.tensor_homes import SHARED, TensorHomes
+from interlace.optim.update_plan import UpdatePlan
+
+Calls = dict[int, Callable[[], None]]
+"""By the number of a run."""
+
+
+def buckets_of(plan: UpdatePlan, dtype: torch.dtype | None) -> list[Bucket]:
+    """Buffers for all buckets, of that type or of the parameters' own."""
+    buckets: list[Bucket] = []
+    for bucket in plan.ownership.buckets:
+        pairs = zip(bucket.items, bucket.starts, strict=True)
+        members: dict[nn.Parameter, int] = {}
+        for number, start in pairs:
+            members.setdefault(plan.parts[number].param, start)  # of several parts, the first one's
+        kind = dtype or next(iter(members)).dtype
+        buckets.append(laid_out([*members], [*members.values()], bucket.numel, kind))
+    return buckets
+
+
+def runs_of(
+    plan: UpdatePlan,
+    weights: Sequence[Bucket],
+    grads: Sequence[Bucket],
+    op: str,
+    peer: bool,
+    shared: Mapping[str, Tensor],
+) -> list[tuple[Write, Tensor]]:
+    """The Programs with their buffers; `grads` is empty where gradients come reduced."""
+    reductions: list[tuple[Write, Tensor]] = []
+    gathers: list[tuple[Write, Tensor]] = []
+    for i, bucket in enumerate(plan.ownership.buckets):
+        about = shown([plan.parts[number].name for number in bucket.items])
+        exchange, flat = BucketExchange(bucket, about, peer), weights[i].flat
+        gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
+        if grads:
+            flat = grads[i].flat
+            write = partial(exchange.reduced, f"reduce_bucket_{i}", flat, op)
+            reductions.insert(0, (write, flat))
+    reduces = {name: "sum" if name == "norms" else "max" for name in shared}
+    return [
+        *reductions,
+        *gathers,
+        *((partial(all_reduced, name, flat, reduces[name]), flat) for name, flat in shared.items()),
+    ]
+
+
+def calls_around(
+    grads: Sequence[Bucket],
+    shared: Sequence[str],
+    homes: TensorHomes | None,
+    updates: Sequence[Callable[[], None]],
+) -> tuple[Calls, Calls]:
+    """What precedes runs, and what follows them: moves to homes and back, and `updates` of buckets
+    that come under the backward.
+    """
+    before: Calls = {}
+    then: dict[int, list[Callable[[], None]]] = {i: [] for i in range(len(grads))}
+    for index in range(len(grads)):
+        reduced = then[len(grads) - 1 - index]
+        if homes is not None:
+            before[len(grads) + index] = partial(homes.give_back, index)
+            reduced.append(partial(homes.bring_grads, index))
+        if homes is not None and updates:
+            reduced.append(partial(homes.bring_weights, index))
+        reduced += updates[index : index + 1]
+    for number, name in enumerate(shared):
+        if homes is not None and name in SHARED:
+            then[2 * len(grads) + number] = [partial(homes.share, name)]
+    return before, {index: partial(_in_turn, calls) for index, calls in then.items()}
+
+
+def _in_turn(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

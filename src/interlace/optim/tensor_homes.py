@@ -1,0 +1,322 @@
+"""Sharded matrices that one rank updates whole: brought to their homes, and given back.
+
+    homes = TensorHomes(plan, weights, grads, mesh, shared, options)
+    homes.bring_grads(0)               # bucket 0, after its reduction: shards become whole matrices
+    homes.bring_weights(0)             # before the update
+    optimizer.step()                   # updates homes.whole[param] instead of a DTensor
+    homes.give_back(0)                 # before the bucket is gathered: the shards are updated
+
+Note [Homes]
+    The ranks of a tensor-parallel group hold the shards of a matrix, and the owner of data
+    parallelism is one such group. In it the matrix has a home: the rank that has the whole matrix,
+    its whole gradient and its state. So an update has the bits of an unsharded one, and the ranks
+    of a group update different matrices. Weights come home in each step, for they may have been
+    written from outside, and what a home keeps of them is as old as its last update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from interlace.ir import Program, parse
+from interlace.optim.bucket_runs import NAMES, Write, all_reduced, beside, prepared
+from interlace.optim.flat_weights import shown
+from interlace.optim.grad_reducer import Bucket
+from interlace.optim.ownership import ALIGNMENT
+from interlace.optim.update_plan import UpdatePlan
+from interlace.options import Options
+from interlace.runtime import Executor
+
+SHARED = ("norms", "order")
+"""What ranks that hold shards tell one another too."""
+
+
+@dataclass(frozen=True, slots=True)
+class HomedMatrix:
+    """A parameter whose shards lie at one place of every rank's flat buffer."""
+
+    home: int
+    start: int
+    """Where its shard begins in the flat buffer,"""
+    at: int
+    """and where it begins among the whole matrices at its home."""
+    shape: tuple[int, ...]
+    dim: int
+    """The dimension that is sharded."""
+
+    @property
+    def folded(self) -> tuple[int, int, int]:
+        """Its shape with the dimensions before and after `dim` as one each."""
+        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        return math.prod(before), self.shape[self.dim], math.prod(after)
+
+    def shards(self, ranks: int) -> Iterator[ShardPlace]:
+        """Those that are not empty, as torch.chunk cuts."""
+        size = self.shape[self.dim]
+        chunk = -(-size // ranks)
+        for rank, begin in enumerate(range(0, size, chunk)):
+            yield ShardPlace(self, rank, begin, min(size, begin + chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlace:
+    """What one rank holds of a matrix: `begin` to `end` of its sharded dimension."""
+
+    of: HomedMatrix
+    rank: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        outer, _, inner = self.of.folded
+        return outer * (self.end - self.begin) * inner
+
+    @property
+    def flat(self) -> str:
+        """Its place in the flat buffer."""
+        return f"flat[{self.of.start}:{self.of.start + self.numel}]"
+
+    @property
+    def whole(self) -> str:
+        """Its place in the whole matrix, of 3 dimensions."""
+        start, shape = self.of.at, self.of.folded
+        matrix = f"whole[{start}:{start + math.prod(shape)}].view{shape}"
+        return f"{matrix}[:, {self.begin}:{self.end}]"
+
+    @property
+    def region(self) -> str | None:
+        """The same as a region, where it is one."""
+        outer, _, inner = self.of.folded
+        at = self.of.at
+        return f"whole[{at + self.begin * inner}:{at + self.end * inner}]" if outer == 1 else None
+
+    def of_shape(self, place: str) -> str:
+        """A place of as many elements, of 3 dimensions."""
+        outer, _, inner = self.of.folded
+        return f"{place}.view({outer}, {self.end - self.begin}, {inner})"
+
+
+@dataclass(frozen=True, slots=True)
+class HomeExchange:
+    """How one bucket's shards come to whole matrices at their homes, and back."""
+
+    matrices: tuple[HomedMatrix, ...]
+    about: str
+    """The parameters, for messages."""
+    peer: bool
+    """Whether homes read and write the memory of the other ranks, and nothing is sent."""
+
+    def brought(self, name: str, flat: Tensor, whole: Tensor, ranks: int, rank: int) -> Program:
+        """Shards to homes."""
+        own, away, regions, staged = self._shards(ranks, rank)
+        others, homes = _ranks(s.rank for s, _ in regions), _ranks(s.of.home for s in away)
+        copies = [f"copy({s.of_shape(s.flat)}, {s.whole}" for s in own]
+        spread = [f"copy({s.of_shape(at)}, {s.whole}" for s, at in regions if not s.region]
+        if self.peer:
+            moves = [
+                *(f"notify(there, to={home}, team=tp" for home in homes),
+                *(f"expect(there, {other}, team=tp" for other in others),
+                *(f"get({s.flat}, {at}, peer={s.rank}, team=tp" for s, at in regions),
+                *(f"notify(taken, to={other}, team=tp" for other in others),
+                *(f"expect(taken, {home}, team=tp" for home in homes),
+            ]
+        else:
+            moves = _group(
+                [f"send({s.flat}, peer={s.of.home}, team=tp)" for s in away],
+                [f"recv({at}, peer={s.rank}, team=tp)" for s, at in regions],
+            )
+        return self._program(name, flat, whole, staged, [*copies, *moves, *spread], ranks, rank)
+
+    def given_back(self, name: str, flat: Tensor, whole: Tensor, ranks: int, rank: int) -> Program:
+        """Whole matrices to shards."""
+        own, away, regions, staged = self._shards(ranks, rank)
+        others, homes = _ranks(s.rank for s, _ in regions), _ranks(s.of.home for s in away)
+        copies = [f"copy({s.whole}, {s.of_shape(s.flat)}" for s in own]
+        copies += [f"copy({s.whole}, {s.of_shape(at)}" for s, at in regions if not s.region]
+        if self.peer:
+            moves = [
+                *(f"notify(there, to={home}, team=tp" for home in homes),
+                *(f"expect(there, {other}, team=tp" for other in others),
+                *(f"put({at}, {s.flat}, peer={s.rank}, team=tp" for s, at in regions),
+                *(f"notify(given, to={other}, team=tp" for other in others),
+                *(f"expect(given, {home}, team=tp" for home in homes),
+            ]
+        else:
+            moves = _group(
+                [f"send({at}, peer={s.rank}, team=tp)" for s, at in regions],
+                [f"recv({s.flat}, peer={s.of.home}, team=tp)" for s in away],
+            )
+        return self._program(name, flat, whole, staged, [*copies, *moves], ranks, rank)
+
+    def _shards(
+        self, ranks: int, rank: int
+    ) -> tuple[list[ShardPlace], list[ShardPlace], list[tuple[ShardPlace, str]], int]:
+        """The shards held here of matrices that have their home here, or elsewhere; those that
+        others hold of matrices that have their home here, each with one region of memory, and the
+        elements of staging memory, which has those that are no region of the whole matrix.
+        """
+        every = [shard for matrix in self.matrices for shard in matrix.shards(ranks)]
+        held = [shard for shard in every if shard.rank == rank]
+        regions: list[tuple[ShardPlace, str]] = []
+        size = 0
+        for shard in every:
+            if shard.of.home == rank and shard.rank != rank:
+                regions.append((shard, shard.region or f"staged[{size}:{size + shard.numel}]"))
+                size += 0 if shard.region else shard.numel
+        own = [shard for shard in held if shard.of.home == rank]
+        return own, [shard for shard in held if shard.of.home != rank], regions, size
+
+    def _program(
+        self,
+        name: str,
+        flat: Tensor,
+        whole: Tensor,
+        staged: int,
+        ops: Sequence[str],
+        ranks: int,
+        rank: int,
+    ) -> Program:
+        kind, registered = NAMES[flat.dtype], ".registered(tp)" if self.peer else ""
+        params = f"flat: {kind}[{flat.numel()}]{registered}, whole: {kind}[{whole.numel()}]"
+        lines = [f"def {name}(tp: Team[{ranks}], {params}):"]
+        if staged:
+            lines.append(f"    staged = alloc({kind}[{staged}])")
+        lines += [f'    comm: {op}, loc="{self.about}")' for op in ops]
+        return parse("\n".join(lines)).instantiate(rank)
+
+
+def _ranks(ranks: Iterable[int]) -> list[int]:
+    return sorted(set(ranks))
+
+
+def _group(sent: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """One op of all messages, if there are any."""
+    return [f"group({', '.join([*sent, *taken])}"] if sent or taken else []
+
+
+class TensorHomes:
+    """The whole matrices that have their home on this rank, and the Programs that move them.
+
+    Of the tensors in `shared`, those of `SHARED` are reduced over the group by `share`.
+    """
+
+    def __init__(
+        self,
+        plan: UpdatePlan,
+        weights: Sequence[Bucket],
+        grads: Sequence[Bucket],
+        mesh: DeviceMesh,
+        shared: Mapping[str, Tensor],
+        options: Options,
+    ) -> None:
+        self.whole: dict[nn.Parameter, nn.Parameter] = {}
+        """What an optimizer updates in place of a DTensor: of its whole shape, without memory but
+        at its home."""
+        self.grads: dict[nn.Parameter, Tensor] = {}
+        """The whole gradients of those DTensors that have their home here."""
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._runs: dict[tuple[str, int | str], tuple[Executor, list[Tensor]]] = {}
+        with contextlib.ExitStack() as made:
+            ranks = dist.get_process_group_ranks(mesh.get_group())
+            group = made.enter_context(beside(ranks, weights[0].flat.device))
+
+            def prepare(key: tuple[str, int | str], write: Write, *tensors: Tensor) -> None:
+                executor = prepared(write, group, tensors, options, made)
+                self._runs[key] = executor, [*tensors]
+
+            for part, home in zip(plan.parts, plan.ownership.homes, strict=True):
+                if home is not None:
+                    param = part.param
+                    meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                    self.whole[param] = nn.Parameter(meta, param.requires_grad)
+            owners, homes = plan.ownership.owners, plan.ownership.homes
+            for index, bucket in enumerate(plan.ownership.buckets):
+                here = [
+                    (number, start, home)
+                    for number, start in zip(bucket.items, bucket.starts, strict=True)
+                    if (home := homes[number]) is not None and owners[number] == plan.rank
+                ]
+                if not here:
+                    continue
+                ends, matrices = [0] * self.size, list[HomedMatrix]()
+                for number, start, home in here:
+                    param = plan.parts[number].param
+                    (placement,) = cast("DTensor", param).placements
+                    dim = cast("Shard", placement).dim
+                    matrices.append(HomedMatrix(home, start, ends[home], tuple(param.shape), dim))
+                    ends[home] += -(-param.numel() // ALIGNMENT) * ALIGNMENT
+                mine = max(ends[self.rank], 1)
+                flats = [weights[index].flat, grads[index].flat]
+                wholes = [torch.zeros(mine, dtype=f.dtype, device=f.device) for f in flats]
+                for (number, _, home), matrix in zip(here, matrices, strict=True):
+                    if home == self.rank:
+                        param = plan.parts[number].param
+                        place = slice(matrix.at, matrix.at + param.numel())
+                        weight, grad = (each[place].view(param.shape) for each in wholes)
+                        self.whole[param] = nn.Parameter(weight, param.requires_grad)
+                        self.grads[param] = grad
+                about = shown([plan.parts[number].name for number, *_ in here])
+                exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
+                for what, write, kind in (
+                    ("gradients_to_homes", exchange.brought, 1),
+                    ("weights_to_homes", exchange.brought, 0),
+                    ("weights_to_shards", exchange.given_back, 0),
+                ):
+                    both = flats[kind], wholes[kind]
+                    prepare((what, index), partial(write, f"{what}_{index}", *both), *both)
+            for name in SHARED:
+                flat, op = shared[name], "sum" if name == "norms" else "max"
+                prepare(("share", name), partial(all_reduced, name, flat, op, team="tp"), flat)
+            self._made = made.pop_all()
+
+    @property
+    def executors(self) -> list[Executor]:
+        """In the order of the buckets."""
+        return [executor for executor, _ in self._runs.values()]
+
+    def bring_grads(self, index: int) -> None:
+        """Gradients of a bucket, reduced, to homes. Collective, as all that moves."""
+        self._run("gradients_to_homes", index)
+
+    def bring_weights(self, index: int) -> None:
+        """Weights of a bucket to homes."""
+        self._run("weights_to_homes", index)
+
+    def bring_all_weights(self) -> None:
+        """Weights of all buckets to homes, while nothing else moves."""
+        for what, index in self._runs:
+            if what == "weights_to_homes":
+                self._run(what, index)
+
+    def give_back(self, index: int) -> None:
+        """Weights of a bucket from homes to the owner's shards."""
+        self._run("weights_to_shards", index)
+
+    def share(self, name: str) -> None:
+        """Reduces one of `shared`."""
+        self._run("share", name)
+
+    def _run(self, what: str, index: int | str) -> None:
+        if (what, index) in self._runs:
+            executor, tensors = self._runs[what, index]
+            executor.run(tensors)
+
+    def reset(self) -> None:
+        """After a failure, every rank."""
+        self.executors[0].reset()  # which resets the team of all
+
+    def close(self) -> None:
+        """Ends Executors and the process group."""
+        self._made.close()

@@ -1,0 +1,119 @@
+"""`interlace bench optimizer`: a tiny model trained on two ranks by all ways that are there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.support.pool import Pool
+from typer.testing import CliRunner
+
+from interlace.bench.bars import judge_optimizer, missed
+from interlace.bench.optimizer.link import moved_bytes, slow_link
+from interlace.bench.optimizer.model import SIZES, Llama
+from interlace.bench.optimizer.ways import WAYS
+from interlace.bench.optimizer.work import OptimizerSettings, work
+from interlace.bench.ranks import here
+from interlace.cli import app
+from interlace.ir import parse
+from interlace.optim import bucket_runs
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def raced() -> Any:
+    """The report, and the rows that were told meanwhile."""
+    settings = OptimizerSettings(model="tiny", bandwidth=1e8, seconds=0.5, commit="abc")
+    events: list[dict[str, Any]] = []
+    report = work(settings, here(torch.device("cpu")), events.append)
+    return report, [row for event in events if event["event"] == "rows" for row in event["rows"]]
+
+
+def test_ways_train_alike_and_rows_tell_what_is_exposed(pool: Pool) -> None:
+    (report, told), (nothing, _) = pool(2).run(raced, replace=True, time_out_s=110)
+    assert nothing is None
+    rows = {row["way"]: row for row in report["rows"]}
+    assert [row["way"] for row in told] == list(rows) == list(WAYS)
+    for name in ("dion", "torchtitan"):
+        assert f"{name} is not installed" in rows.pop(name)["error"]
+    assert rows["torch-ddp"]["off"] <= 1, "of the change of weights that torch's Muon makes"
+    for name, row in rows.items():
+        assert row["error"] == ""
+        assert row["off"] == 0 or name == "torch-ddp", "ours have the bits of the synchronous way"
+        assert row["step_ms"] > 0
+        assert row["commit"] == "abc"
+        assert row["link_gbs"] == 0.1
+    assert rows["synchronous"]["exposed_share"] == 1
+    assert rows["no-gather"]["exposed_ms"] == 0
+    assert 0 <= rows["overlap"]["exposed_ms"] < rows["overlap"]["step_ms"]
+
+
+def row(**given: Any) -> dict[str, Any]:
+    kept = {"model": "small", "dtype": "f32", "world": 2, "error": "", "device": "cpu"}
+    return {**kept, "exposed_share": 0.04, "peak_bytes": 100.0, "over_no_gather": 1.02, **given}
+
+
+def test_bars() -> None:
+    twin = row(way="synchronous", exposed_share=1.0, peak_bytes=100.0)
+    good = [row(way="overlap"), twin]
+    assert len(judge_optimizer(good)) == 2
+    assert not missed(judge_optimizer(good))
+    assert len(judge_optimizer([each | {"device": "cuda"} for each in good])) == 3
+    for wrong in ({"exposed_share": 0.06}, {"peak_bytes": 102.0}):
+        assert len(missed(judge_optimizer([row(way="overlap", **wrong), twin]))) == 1
+    slow = row(way="overlap", device="cuda", over_no_gather=1.04)
+    assert missed(judge_optimizer([slow])) == ["small f32, 2 ranks: step over one without a gather"]
+    assert not judge_optimizer([twin])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--model", "huge"), ("--only", "ours"), ("--dtype", "f8")]
+)
+def test_what_is_not_there_is_refused(option: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "optimizer", "--device", "cpu", option, value])
+    assert done.exit_code != 0
+    assert f"{option} {value}: choose from" in done.output
+
+
+TEXT = """
+def p(dp: Team[4], flat: f32[1024]):
+    comm: group(send(flat[0:64], peer=1, team=dp), recv(flat[64:192], peer=2, team=dp))
+    comm: all_gather(flat[dp.rank], flat, team=dp)
+    comm: all_reduce(flat, flat, reduce="sum", team=dp)
+"""
+
+
+def test_a_link_moves_what_ops_move() -> None:
+    program = parse(TEXT)
+    assert [moved_bytes(program, 3, op) for op in program.ops] == [512, 3072, 6144]
+
+
+def test_a_slow_link_takes_its_time(pool: Pool) -> None:
+    for seconds in pool(2).run(all_reduced):
+        assert seconds >= 0.08
+
+
+def all_reduced() -> float:
+    flat = torch.ones(1000)
+
+    def write(ranks: int, rank: int) -> Any:
+        return bucket_runs.all_reduced("sums", flat, "sum", ranks, rank)
+
+    with slow_link(5e4):
+        runs = bucket_runs.BucketRuns([(write, flat)], None, bucket_runs.Options(), apart=True)
+    begun = time.perf_counter()
+    runs.start(0)
+    runs.wait()
+    runs.close()
+    return time.perf_counter() - begun
+
+
+def test_the_model_is_a_llama() -> None:
+    size = SIZES["tiny"]
+    model = Llama(size)
+    tokens = torch.randint(size.vocabulary, (2, 5))
+    whole = model(tokens)
+    assert whole.shape == (2, 5, size.vocabulary)
+    torch.testing.assert_close(model(tokens[:, :3]), whole[:, :3])  # causal

@@ -1,0 +1,119 @@
+"""A step of LayerWise updates and gathers in order, which some optimizers must not see."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.optim.layerwise import SMALL, differing, mesh, model, train, weights
+from tests.support.pool import Pool
+
+from interlace.errors import OptimizerError
+from interlace.ir import Collective
+from interlace.optim import LayerWise, bucket_runs
+from interlace.runtime import Executor
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose rate goes down with a count of steps that its group has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] / group["count"])
+
+
+def counts(seed: int) -> list[Any]:
+    """What differs from SGD by those rates, and the count after 4 steps."""
+    found, wanted = model(seed), model(seed)
+    with (
+        LayerWise(Counting(found.parameters()), found, mesh(), bucket_bytes=SMALL) as ours,
+        LayerWise(torch.optim.SGD(wanted.parameters()), wanted, mesh(), bucket_bytes=SMALL) as sgd,
+    ):
+        train(ours, found, seed, range(4), clip=None)
+        for step in range(4):
+            sgd.param_groups[0]["lr"] = 0.1 / (step + 1)
+            train(sgd, wanted, seed, range(step, step + 1), clip=None)
+        return [differing(weights(found), weights(wanted)), ours.param_groups[0]["count"]]
+
+
+def test_an_optimizer_that_counts_steps_makes_one_step(pool: Pool, seed: int) -> None:
+    assert pool(2).run(counts, seed) == [[[], 4]] * 2
+
+
+def refuses_counts(seed: int) -> None:
+    module = model(seed)
+    optimizer = LayerWise(Counting(module.parameters()), module, mesh(), update_under_backward=True)
+    with pytest.raises(OptimizerError, match="update_under_backward=False"):
+        train(optimizer, module, seed, range(1), clip=None)
+    optimizer.reset()
+    optimizer.close()
+
+
+def test_an_optimizer_that_counts_steps_is_refused_under_the_backward(
+    pool: Pool, seed: int
+) -> None:
+    pool(2).run(refuses_counts, seed)
+
+
+def hooked(seed: int) -> list[Any]:
+    """Hooks of the optimizer run once a step, before and after all updates; and what differs."""
+    ends, told = [], []
+    for overlap in (True, False):
+        module = model(seed)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        for hook in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+            hook(lambda each, *_: told.append(bool(each.state)))
+        with LayerWise(
+            optimizer, module, mesh(), bucket_bytes=SMALL, overlap_param_gather=overlap
+        ) as optimizing:
+            train(optimizing, module, seed, range(2))
+        ends.append(weights(module))
+    return [differing(*ends), told]
+
+
+def test_hooks_of_the_optimizer_run_once_a_step(pool: Pool, seed: int) -> None:
+    assert pool(2).run(hooked, seed) == [[[], [False, True, True, True] * 2]] * 2
+
+
+def under_updates(seed: int) -> list[bool]:
+    """Whether the first gather begins while an update of the last bucket waits for that."""
+    module, begun, told = model(seed), threading.Event(), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    inner = torch.optim.SGD.step
+
+    def begin(rank: int, index: int, op: Any) -> None:
+        if "mixer" in op.loc.module and isinstance(op, Collective) and op.kind == "all_gather":
+            begun.set()
+
+    def step(self: Any, closure: Any = None) -> None:
+        params = {p for group in self.param_groups for p in group["params"]}
+        if not {module.head.weight, module.head.bias}.isdisjoint(params) and len(params) < 18:
+            told.append(begun.wait(15))
+        inner(self, closure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=begin))
+        optimizing = LayerWise(optimizer, module, mesh(), bucket_bytes=SMALL)
+    with optimizing, pytest.MonkeyPatch.context() as patch:
+        train(optimizing, module, seed, range(1))  # which finds the order
+        patch.setattr(torch.optim.SGD, "step", step)
+        for number in range(1, 4):
+            begun.clear()
+            train(optimizing, module, seed, range(number, number + 1))
+    return told
+
+
+def test_the_first_gather_runs_under_updates(pool: Pool, seed: int) -> None:
+    told = pool(2).run(under_updates, seed)
+    assert [True] * 3 in told
+    assert all(each in ([True] * 3, []) for each in told)

@@ -1,0 +1,430 @@
+"""ShardedLayerWise trains modules of fully_shard as Muon on whole parameters does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.optim import layerwise
+from tests.optim.layerwise import DIM, HIDDEN, Blocks, batch, differing, model, slowly
+from tests.optim.test_layer_wise_courses import torch_copy
+from tests.optim.test_ownership import LLAMAS, llama
+from tests.support.pool import Died, Pool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from interlace.errors import GradientError, InterlaceError, OptimizerError, UnsupportedError
+from interlace.ir import Collective
+from interlace.optim import LayerWise, Muon, ShardedLayerWise, bucket_runs, sharded_layer_wise
+from interlace.optim.ownership import ParameterCost
+from interlace.optim.shard_exchange import exchanges_of
+from interlace.options import Options
+from interlace.runtime import Executor
+
+Weights = dict[str, torch.Tensor]
+CUT: dict[str, dict[str, Any]] = {
+    "up.weight": {"split_sizes": (HIDDEN - 16, 16), "adjust_lr_fn": "match_rms_adamw"},
+    "down.weight": {"split_dim": 1, "head_dim": 8, "nesterov": False},
+}
+"""Options of the matrices whose names end so."""
+
+
+class Uneven(Blocks):
+    """Rows that ranks do not divide, fewer rows than ranks, and a stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.odd, self.flat = nn.Linear(DIM, 7), nn.Linear(7, 3, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, DIM, 6) / DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x @ self.mixer)
+        mixed = (x @ self.experts).sum(0)
+        return torch.cat([self.head(x), mixed, self.flat(self.odd(x))], -1)
+
+
+def sharded(seed: int, replicas: int = 1, device: str = "cpu") -> Any:
+    module, ranks = model(seed, Uneven).to(device), dist.get_world_size()
+    mesh = layerwise.mesh(device)
+    if replicas > 1:
+        shape = (replicas, ranks // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def muon(module: nn.Module, kind: str = "ours", **options: Any) -> Optimizer:
+    """torch's, of all 2-D parameters, or ours, of all others too, some of which it cuts."""
+    named = dict(module.named_parameters())
+    if kind == "torch":
+        return torch.optim.Muon([p for p in named.values() if p.dim() == 2], lr=0.02)
+    groups = [
+        {"params": [p for name, p in named.items() if name.endswith(end)], **cut}
+        for end, cut in CUT.items()
+    ]
+    rest = [p for name, p in named.items() if not name.endswith(tuple(CUT))]
+    groups += [
+        {"params": [p for p in rest if p.dim() > 1]},
+        {"params": [p for p in rest if p.dim() == 1], "use_muon": False},
+    ]
+    groups = [group for group in groups if group["params"]]
+    facts: dict[str, Any] = {"batched": False, "symmetric": False, **options}
+    return Muon(groups, lr=0.02, adamw={"lr": 0.01}, **facts)
+
+
+def wrapped(optimizer: Optimizer, module: nn.Module, **facts: Any) -> ShardedLayerWise:
+    options = Options(**{"time_out_s": 20, **facts.pop("options", {})})
+    return ShardedLayerWise(optimizer, module, **{"bucket_bytes": 1, "options": options, **facts})
+
+
+def train(
+    optimizer: Any, module: nn.Module, seed: int, steps: range, clip: float | None = 1.0
+) -> None:
+    device = next(module.parameters()).device
+    for step in steps:
+        module(batch(seed, step).to(device)).square().mean().backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(values: dict[str, Any]) -> Weights:
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v.clone() for n, v in values.items()}
+
+
+# -- bits -----------------------------------------------------------------------------------------
+
+
+def both_ways(
+    seed: int, steps: int, kind: str, facts: dict[str, Any], device: str = "cpu"
+) -> list[str]:
+    """What differs between an overlapped run, whose ops are delayed, and a synchronous one."""
+    made: list[Weights] = []
+    facts = {"options": {}, **facts}
+    for overlap in (True, False):
+        module = sharded(seed, device=device)
+        with slowly(seed if overlap else None):
+            given = {**facts, "options": {**facts["options"], "overlap": overlap}}
+            optimizing = wrapped(muon(module, kind, batched=True), module, **given)
+        with optimizing:
+            train(optimizing, module, seed, range(steps), None)
+        made.append(full(module.state_dict()))
+    return differing(*made)
+
+
+FACTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one bucket": {"bucket_bytes": 1 << 20},
+    "backward": {"exchange_under_backward": True},
+    "peer": {"options": {"transport": "peer"}},
+}
+
+
+@pytest.mark.parametrize("facts", FACTS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_overlapped_is_synchronous_bit_for_bit(
+    pool: Pool, world: int, facts: str, seed: int
+) -> None:
+    assert pool(world).run(both_ways, seed, 5, "ours", FACTS[facts]) == [[]] * world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "facts"), [("torch", "plain"), *(("ours", facts) for facts in FACTS)]
+)
+def test_two_hundred_steps(pool: Pool, kind: str, facts: str, seed: int) -> None:
+    found = pool(4).run(both_ways, seed, 200, kind, FACTS[facts], time_out_s=300)
+    assert found == [[]] * 4
+
+
+def recorded(
+    seed: int, steps: int, kind: str, replicas: int, facts: dict[str, Any]
+) -> tuple[list[Weights], Weights]:
+    """The reduced gradients of each step, and the weights at the end."""
+    module, seen = sharded(seed, replicas), []
+    module.odd.weight.requires_grad_(False)
+    optimizer = muon(module, kind)
+    with slowly(seed):
+        optimizing = wrapped(optimizer, module, **facts)
+    with optimizing:
+        for step in range(steps):
+            if step == 2:
+                module.blocks[0].up.weight.requires_grad_(False)
+                module.odd.weight.requires_grad_(True)
+            module(batch(seed, step)).square().mean().backward()
+            if not facts:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+            seen.append(full(grads))
+            optimizing.step()
+            assert all(p.grad is grads.get(n) for n, p in module.named_parameters())
+            optimizing.zero_grad()
+        state = optimizer.state[module.odd.weight]["momentum_buffer"]
+        assert state.to_local().shape == module.odd.weight.to_local().shape
+    return seen, full(module.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "facts"),
+    [("torch", 1, "plain"), ("ours", 1, "plain"), ("ours", 2, "plain"), ("ours", 1, "backward")],
+)
+def test_has_the_bits_of_one_process(
+    pool: Pool, kind: str, replicas: int, facts: str, seed: int
+) -> None:
+    ranks = pool(4).run(recorded, seed, 5, kind, replicas, FACTS[facts])
+    module = model(seed, Uneven)
+    alone, named = muon(module, kind), dict(module.named_parameters())
+    for grads in ranks[0][0]:
+        for name, param in named.items():
+            param.grad = grads.get(name)
+        alone.step()
+    for _, found in ranks:
+        assert differing(found, module.state_dict()) == []
+
+
+def few(seed: int) -> list[str]:
+    """Fewer matrices than ranks."""
+    made: list[Weights] = []
+    for overlap in (True, False):
+        module = fully_shard(model(seed, lambda: nn.Linear(DIM, 5)), mesh=layerwise.mesh())
+        with wrapped(muon(module), module, options={"overlap": overlap}) as optimizing:
+            train(optimizing, module, seed, range(3))
+        made.append(full(module.state_dict()))
+    return differing(*made)
+
+
+def test_fewer_matrices_than_ranks(pool: Pool, seed: int) -> None:
+    assert pool(4).run(few, seed) == [[]] * 4
+
+
+# -- overlap --------------------------------------------------------------------------------------
+
+
+def meets(seed: int, under_backward: bool) -> list[bool]:
+    """Whether an exchange, held until the compute beside it is reached, is run under that."""
+    module, reached, told = sharded(seed), threading.Event(), []
+    held = 0 if under_backward else 1
+    steps = sharded_layer_wise.orthogonal
+
+    def hold(rank: int, index: int, op: Any) -> None:
+        if op.loc.module == optimizing.about(held) and op.src.buffer == "shards":
+            told.append(reached.wait(15))
+
+    def reach(*given: Any) -> Any:
+        if not under_backward:
+            reached.set()
+        return steps(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=hold))
+        patch.setattr(sharded_layer_wise, "orthogonal", reach)
+        facts = {"exchange_under_backward": under_backward}
+        with wrapped(muon(module), module, **facts) as optimizing:
+            for step in range(2):
+                reached.clear()
+                x = batch(seed, step).requires_grad_()
+                if under_backward:
+                    x.register_hook(lambda _: reached.set())
+                module(x).square().mean().backward()
+                optimizing.step()
+                optimizing.zero_grad()
+    return told
+
+
+@pytest.mark.parametrize("under_backward", [False, True])
+def test_exchanges_run_under_compute(pool: Pool, under_backward: bool, seed: int) -> None:
+    for told in pool(2).run(meets, seed, under_backward):
+        assert told == [True] * 2
+
+
+@pytest.mark.parametrize(("name", "most_ranks"), [("8B", 128), ("70B", 64)])
+def test_work_is_even_in_the_pipeline(name: str, most_ranks: int) -> None:
+    """Ranks that wait for all others after each bucket but the last one take little longer."""
+    whole = [item for item in llama(*LLAMAS[name]) if item.name.count(".") == 2]
+    whole = [item for item in whole if item.cost > 3600.0 * item.numel]
+    for ranks in (2, 4, 8, 16, 32, 64, 128):
+        if ranks > most_ranks:
+            break
+        items = [ParameterCost(i.name, -(-i.numel // ranks), "bf16", 2, i.cost) for i in whole]
+        now, ended = [0.0] * ranks, list[float]()
+        for exchange in exchanges_of(items, ranks, 64 << 20):
+            if len(ended) > 1:
+                now = [max(each, ended[-2]) for each in now]
+            for number, start in zip(exchange.plan.items, exchange.plan.starts, strict=True):
+                owner = sum(bound <= start for bound in exchange.plan.bounds[1:])
+                now[owner] += items[number].cost
+            ended.append(max(now))
+        assert max(now) * ranks <= 1.15 * sum(item.cost for item in items), ranks
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def saved(seed: int, folder: str) -> tuple[Weights, Weights, Weights]:
+    """Momentum and weights when a checkpoint is saved, and the weights at the end."""
+    module = sharded(seed)
+    with wrapped(muon(module), module) as optimizing:
+        train(optimizing, module, seed, range(3))
+        dcp.save({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
+        held = momenta(optimizing), full(module.state_dict())
+        train(optimizing, module, seed, range(3, 6))
+        return *held, full(module.state_dict())
+
+
+def loaded(seed: int, folder: str) -> tuple[Weights, Weights, Weights]:
+    """The same of a run that loads it."""
+    module = sharded(seed + 1)
+    with wrapped(muon(module), module) as optimizing:
+        dcp.load({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
+        held = momenta(optimizing), full(module.state_dict())
+        train(optimizing, module, seed, range(3, 6))
+        return *held, full(module.state_dict())
+
+
+def momenta(optimizing: ShardedLayerWise) -> Weights:
+    states = optimizing.state_dict()["state"]
+    return full({f"{n}.{key}": v for n, state in states.items() for key, v in state.items()})
+
+
+@pytest.mark.parametrize("world", [4, 2])
+def test_goes_on_from_a_checkpoint(pool: Pool, world: int, seed: int, tmp_path: Path) -> None:
+    """On as many ranks bit for bit; on fewer, all that was loaded is."""
+    wanted = pool(4).run(saved, seed, str(tmp_path))[0]
+    assert any("momentum_buffer" in name for name in wanted[0])
+    for found in pool(world).run(loaded, seed, str(tmp_path)):
+        assert differing(found[0], wanted[0]) == differing(found[1], wanted[1]) == []
+        if world == 4:
+            assert differing(found[2], wanted[2]) == []
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def wrongs(seed: int) -> list[str]:
+    told: list[str] = []
+
+    def expect(kind: type[InterlaceError], make: Any) -> None:
+        with pytest.raises(kind) as caught:
+            make()
+        told.append(str(caught.value))
+
+    module = sharded(seed)
+    expect(OptimizerError, lambda: wrapped(torch.optim.SGD(module.parameters()), module))
+    plain = model(seed)
+    expect(UnsupportedError, lambda: wrapped(muon(plain), plain))
+    columns = fully_shard(
+        model(seed), mesh=layerwise.mesh(), shard_placement_fn=lambda p: Shard(p.dim() - 1)
+    )
+    expect(UnsupportedError, lambda: wrapped(muon(columns), columns))
+    expect(UnsupportedError, lambda: LayerWise(muon(module, "torch"), module, layerwise.mesh()))
+
+    def backward(step: int) -> None:
+        module(batch(seed, step)).square().mean().backward()
+
+    with wrapped(muon(module), module, exchange_under_backward=True) as optimizing:
+        train(optimizing, module, seed, range(2), None)
+        module.set_requires_gradient_sync(False)
+        backward(2)
+        module.set_requires_gradient_sync(True)
+        backward(3)
+        for refused in (optimizing.zero_grad, optimizing.state_dict):
+            expect(OptimizerError, refused)
+        expect(GradientError, lambda: backward(4))
+        torch.nn.utils.clip_grad_norm_([module.mixer], 1e-3)
+        expect(GradientError, optimizing.step)
+    return told
+
+
+def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
+    for told in pool(2).run(wrongs, seed):
+        kind, plain, columns, other, zero, state, again, clipped = told
+        assert "SGD is neither interlace.optim.Muon nor torch.optim.Muon" in kind
+        assert "head.weight is not sharded" in plain
+        assert "head.weight of shape (8, 24) has the placements (Shard(dim=1),)" in columns
+        assert "ShardedLayerWise" in other
+        assert "call step() first" in zero
+        assert "call step() first" in state
+        assert "set_requires_gradient_sync" in again
+        assert "was changed after its momentum was averaged" in clipped
+
+
+def killed(seed: int, victim: int) -> str:
+    """What the others say when a rank dies in an exchange."""
+    module, armed = sharded(seed), []
+
+    def die(rank: int, index: int, op: Any) -> None:
+        if armed and "mixer" in op.loc.module and isinstance(op, Collective):
+            if dist.get_rank() == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=die))
+        optimizing = wrapped(muon(module), module, options={"time_out_s": 10})
+    train(optimizing, module, seed, range(2))
+    module(batch(seed, 2)).sum().backward()
+    armed.append(True)
+    begun = time.monotonic()
+    with pytest.raises(InterlaceError) as caught:
+        optimizing.step()
+    assert time.monotonic() - begun < 20
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_killed_rank_is_an_error_elsewhere(pool: Pool, seed: int) -> None:
+    victim = seed % 2
+    results = pool(2).run(killed, seed, victim, may_die={victim})
+    assert results[victim] == Died(-signal.SIGKILL)
+    assert results[1 - victim].startswith(("PeerError: bucket", "CommTimeoutError: bucket"))
+    assert "updates did not come" in results[1 - victim]
+
+
+def stalled(seed: int) -> list[str]:
+    """What differs after a rank was late, all reset, and loaded what they had before."""
+    module, armed, made = sharded(seed), [], []
+
+    def stall(rank: int, index: int, op: Any) -> None:
+        if armed and "mixer" in op.loc.module and dist.get_rank() == 1:
+            armed.clear()
+            time.sleep(5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=stall))
+        optimizing = wrapped(muon(module), module, options={"time_out_s": 2})
+    with optimizing:
+        train(optimizing, module, seed, range(2))
+        held = {n: p.clone() for n, p in module.state_dict().items()}
+        state = torch_copy(optimizing.state_dict())
+        for stalls in (True, False):
+            if stalls:
+                armed.append(True)
+                with pytest.raises(InterlaceError):
+                    train(optimizing, module, seed, range(2, 3))
+                dist.barrier()
+                optimizing.reset()
+                module.load_state_dict(held)
+                optimizing.load_state_dict(torch_copy(state))
+                optimizing.zero_grad()
+            train(optimizing, module, seed, range(2, 4))
+            made.append(full(module.state_dict()))
+            module.load_state_dict(held)
+            optimizing.load_state_dict(torch_copy(state))
+    return differing(*made)
+
+
+def test_goes_on_after_a_rank_that_stalled(pool: Pool, seed: int) -> None:
+    assert pool(2).run(stalled, seed) == [[], []]
