@@ -32,6 +32,9 @@ from interlace.launch import Tell
 LAUNCHES = (2, 4)
 """Steps of a burst."""
 ROUNDS = (3, 25)
+M_MMAP_THRESHOLD, SMALL, LARGE = -3, 1 << 16, 1 << 25
+"""What `mallopt` calls the bytes from which memory has pages of its own, which go when it is freed.
+glibc raises it as it likes, unless it is set: then the resident process is what is in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Row | None:
         raise OptionError("--link is for ranks on CPUs: GPUs have the link that they have")
     tell({"event": "total", "total": len(settings.only) + 1, "doing": "weights"})
     trained = Candidates(settings, ranks)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
     close([_prepared(trained, settings.only[0])[0]])  # what stays from a first one is nobody's
     racers: dict[str, Racer] = {}
     peaks: dict[str, float] = {}
@@ -81,6 +85,7 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Row | None:
         racers[name], peaks[name] = _prepared(trained, name)
         trained.waits.get(name, []).clear()
     tell({"event": "step", "doing": "timing"})
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
     time_ways(
         racers.values(),
         lambda runs, sets: race(ranks, runs, sets, settings.seconds, ROUNDS, LAUNCHES),
