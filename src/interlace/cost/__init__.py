@@ -15,7 +15,7 @@ from interlace.cost.fit import Sample, fit
 from interlace.cost.machine import Machine, default_machine
 from interlace.cost.machine_file import default_path, fingerprint
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
-from interlace.cost.simulate import simulate
+from interlace.cost.simulate import run_after_run, simulate
 from interlace.cost.site_times import SiteKey, SiteTime
 from interlace.cost.timeline import Span, Timeline
 
@@ -32,6 +32,7 @@ __all__ = [
     "fit",
     "op_kind",
     "op_name",
+    "run_after_run",
     "run_issue_seconds",
     "simulate",
 ]

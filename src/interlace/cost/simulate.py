@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from interlace.cost.graph import Task, TaskGraph, build
 from interlace.cost.machine import Machine
-from interlace.cost.op_times import op_kind, op_name
+from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
 from interlace.cost.timeline import Span, Timeline
 from interlace.errors import SoundnessError
 from interlace.ir import Program
@@ -43,6 +43,17 @@ def simulate(programs: Program | Sequence[Program], machine: Machine) -> Timelin
             name = op_name(op)
             spans.append(Span(item.rank, op.stream, item.index, name, start, end, op.site, kind))
     return Timeline(tuple(spans), listed[0].name if listed else "", "predicted")
+
+
+def run_after_run(program: Program, machine: Machine) -> tuple[Timeline, float]:
+    """The predicted timeline of a run amid others, which the host has issued by then, and how long
+    the host takes to issue one: the longer of the two is what a run takes.
+
+    A machine that does not tell what issuing costs is taken from idle.
+    """
+    if not machine.issue:
+        return simulate(program, machine), 0.0
+    return simulate(program, machine.replayed), run_issue_seconds(program, machine)
 
 
 class _Play:

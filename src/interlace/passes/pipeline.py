@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
-from interlace.cost import Machine, simulate
+from interlace.cost import Machine, run_after_run
 from interlace.errors import PassError
 from interlace.ir import (
     Expect,
@@ -158,7 +158,7 @@ def lower(program: Program, options: Options, machine: Machine | None = None) ->
     return made
 
 
-SOONER = 0.998
+SOONER = 0.999
 """A schedule that takes more than this share of another is no better."""
 MOST_OPS = 400
 """Of a lowered Program, some three layers: in longer ones each trial takes a second and more."""
@@ -176,7 +176,12 @@ def _reconsidered(
     """
     if len(made.ops) > MOST_OPS or made.sizes.sizes:
         return made
-    best, found, settled = simulate(made, machine).makespan_s, made, set[int]()
+
+    def took(lowered: Program) -> float:
+        timeline, host = run_after_run(lowered, machine)
+        return max(timeline.makespan_s, host)
+
+    best, found, settled = took(made), made, set[int]()
     alike: dict[object, set[int]] = {}
     for site in made.sites:
         if site.strategy != "serial":
@@ -187,9 +192,8 @@ def _reconsidered(
             program,
             [dataclasses.replace(p, sites=rest) if isinstance(p, Decompose) else p for p in passes],
         )
-        took = simulate(other, machine).makespan_s
-        if took < SOONER * best:
-            best, found, settled = took, other, settled | ids
+        if (now := took(other)) < SOONER * best:
+            best, found, settled = now, other, settled | ids
     reason = f"the whole schedule is predicted to end sooner so ({machine.name})"
     alone = {site.id: site.serial_ms for site in made.sites}
     sites = [

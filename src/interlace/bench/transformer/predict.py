@@ -23,7 +23,7 @@ from interlace.bench.rows import Row, facts
 from interlace.bench.sites import DTYPES
 from interlace.bench.transformer.models import MODELS, LayerDims, parallelized
 from interlace.bench.transformer.work import Stages, TransformerSettings, rows_of, told_of
-from interlace.cost import Machine, simulate
+from interlace.cost import Machine, run_after_run
 from interlace.cost.machine import Link
 from interlace.frontend.compile import Compiled
 from interlace.ir import Program
@@ -54,8 +54,9 @@ def predict(settings: TransformerSettings, machine: Machine, world: int) -> Row:
     runs: dict[str, list[Run]] = {}
     for way, (how, place) in ways.items():
         lowered = [lower(program, how, place) for program in traced]
-        timelines = [simulate(program, place) for program in lowered]
-        forward, backward = (timeline.makespan_s for timeline in timelines)
+        played = [run_after_run(program, place) for program in lowered]
+        timelines = [timeline for timeline, _ in played]
+        forward, backward = (max(timeline.makespan_s, host) for timeline, host in played)
         times[way] = Stages(forward, backward, step)
         runs[way] = [
             Run((program,), timeline, None, f"{way}: {program.name}")

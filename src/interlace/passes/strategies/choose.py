@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from interlace.cost import Machine, SiteKey, default_machine, run_issue_seconds, simulate
+from interlace.cost import Machine, SiteKey, default_machine, run_after_run
 from interlace.cost.op_times import matmul_shape
 from interlace.cost.site_times import correction, doubt, host_at_most, measured
 from interlace.ir import (
@@ -108,17 +108,14 @@ def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
     """How long a Program takes, run after run, which is as long as its ranks do, or as its host;
     and how long the host takes, as far as is known.
 
-    A machine that does not tell what issuing costs is taken from idle. Turns cost what issuing
-    them does, and gain nothing: the ranks of the simulation are in step, and never meet.
+    Turns cost what issuing them does, and gain nothing: the ranks of the simulation are in step,
+    and never meet.
     """
     played, before = Schedule().played(program)
     ordered = with_events(played, before or dependencies(played, listed=False))
     timed = Fuse().run(TakeTurns().run(ordered))
-    if not machine.issue:
-        return simulate(timed, machine).makespan_s, 0.0
-    device = simulate(timed, machine.replayed).makespan_s
-    host = run_issue_seconds(timed, machine)
-    return max(device, host), host
+    timeline, host = run_after_run(timed, machine)
+    return max(timeline.makespan_s, host), host
 
 
 def label_of(row: Strategy | None, chunks: int = 0) -> str:
