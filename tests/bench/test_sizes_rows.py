@@ -36,6 +36,7 @@ def test_a_way_that_is_slower_or_wrong_misses_the_bar(
     assert all(row["torch"] and row["commit"] for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_steps_are_timed_and_equal_eager(tmp_path: Path) -> None:
     assert sizes.main(["--case", "exchange", "--steps", "12", "--out", str(tmp_path)]) == 0

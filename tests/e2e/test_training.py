@@ -181,10 +181,9 @@ def compare_strategies(train: Train, steps: int, seed: int) -> dict[str, list[st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["2-ranks", "4-ranks"]
-)
+@pytest.mark.parametrize("ranks", [2, 4], ids=["2-ranks", "4-ranks"])
 def test_twenty_steps(pool: Pool, ranks: int, seed: int) -> None:
     results = pool(ranks).run(compare_ways, STRATEGIES["peer-get"], STEPS, seed, time_out_s=380.0)
     for rank, found in enumerate(results):

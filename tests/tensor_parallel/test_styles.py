@@ -194,7 +194,7 @@ LAYOUTS = [
     (2, "all"),
     (2, "sequence"),
     pytest.param(3, "sequence", marks=pytest.mark.slow),
-    (4, "sequence"),
+    pytest.param(4, "sequence", marks=pytest.mark.slow),
 ]
 
 
