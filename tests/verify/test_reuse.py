@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -87,9 +87,17 @@ def test_what_shares_is_sound_as_one_buffer(strategy: str, ranks: int) -> None:
         number = counts[slot] = counts.get(slot, -1) + 1
         by_place.setdefault((slot, places[slot, number]), []).append(buffer)
     assert len(by_place) == 2 < len(takes)
-    for one, other in (pair for held in by_place.values() for pair in pairwise(held)):
+    for one, other in (pair for held in by_place.values() for pair in combinations(held, 2)):
         if one.shape == other.shape:
             assert check(merged(program, one.name, other.name)).sound
+
+
+def test_a_take_that_nobody_uses_orders_nothing() -> None:
+    """Nor does it free what the take before it has."""
+    unused = '    c = alloc(f32[8], symmetric=tp, storage="s")\n    main: free(c)\n'
+    program = parse(TWO_PUTS.format(between=unused))
+    assert check(program).sound
+    assert shared_places([program]) == {("s", 0): 0, ("s", 1): 0, ("s", 2): 1}
 
 
 @pytest.mark.parametrize("answered", [False, True])

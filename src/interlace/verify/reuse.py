@@ -40,17 +40,23 @@ def shared_places(programs: Sequence[Program]) -> dict[Take, int]:
             used[takes[str(buffer.storage)], rank].append(node)
     ranks = sorted({rank for _, rank in used})
     places: dict[Take, int] = {}
-    held: dict[str, list[Take]] = defaultdict(list)
-    """By slot: the last take of each memory."""
+    held: dict[str, list[list[Take]]] = defaultdict(list)
+    """By slot: the takes of each memory. All of them count: the last may be of no use on a rank."""
     for take in sorted(set(takes.values())):
-        last = held[take[0]]
+        memories = held[take[0]]
         free = (
             place
-            for place, other in enumerate(last)
-            if all(_ordered(graph, used[other, rank], used[take, rank]) for rank in ranks)
+            for place, others in enumerate(memories)
+            if all(
+                _ordered(graph, used[other, rank], used[take, rank])
+                for other in others
+                for rank in ranks
+            )
         )
-        place = places[take] = next(free, len(last))
-        last[place : place + 1] = [take]
+        place = places[take] = next(free, len(memories))
+        if place == len(memories):
+            memories.append([])
+        memories[place].append(take)
     return places
 
 

@@ -11,6 +11,7 @@ groups they are in, and is freed with the group.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from interlace.errors import AgreementError
 from interlace.frontend.binding import Bound, bind
-from interlace.frontend.compiled_graph import Shelf
+from interlace.frontend.compiled_graph import MOST_CAPTURED, Shelf
 from interlace.frontend.importing.importer import Imported
 from interlace.nn.parallel.text import LinearLayer, name_of, serial
 from interlace.options import Options
@@ -35,6 +36,8 @@ class Programs:
         self._group = weakref.ref(group)
         self._layer, self._options, self._device = layer, options, device
         self._shelf = Shelf(name_of(layer), options.cache_size)
+        self._captured = 0
+        """Row counts that were given CUDA graphs, with the option `graph`; more run without."""
 
     def __call__(self, rows: int, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """The results for these tensors, with S = `rows`; collective."""
@@ -57,9 +60,12 @@ class Programs:
         group = self._group()
         assert group is not None  # the caller holds it
         program = serial(self._layer, tuple(dist.get_process_group_ranks(group)), rows)
-        symbols = {"S": "S"}
-        if self._options.graph:  # a graph is of one size
+        symbols, options = {"S": "S"}, self._options
+        if options.graph and self._captured < MOST_CAPTURED:  # a graph is of one size
+            self._captured += 1
             program, symbols = program.at({"S": rows}), {}
+        elif options.graph:
+            options = dataclasses.replace(options, graph=False, static_outputs=False)
         assert program.results is not None
         inputs, results = len(program.params), len(program.results)
         imported = Imported(
@@ -67,7 +73,7 @@ class Programs:
         )
         kind = "forward" if self._layer.wanted is None else "backward"
         try:
-            bound = bind(kind, imported, {"tp": group}, self._options, str(self._device))
+            bound = bind(kind, imported, {"tp": group}, options, str(self._device))
         except AgreementError as error:
             raise AgreementError(
                 f"{program.name} has S = {rows} rows on rank {dist.get_rank()}; all ranks of the "
