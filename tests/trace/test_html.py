@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.trace.chromium import dump_dom
-from tests.trace.samples import RANKS, run, sample
+from tests.trace.samples import RANKS, TEXT, run, sample
 
 from interlace.cost.timeline import Span, Timeline
-from interlace.ir import Loc, Program, Remark, Site
+from interlace.ir import Loc, Program, Remark, Site, parse
 from interlace.trace import Run, html_page, write_html
 from interlace.trace.html import page_data
 
@@ -147,6 +148,19 @@ def test_chromium_draws_every_row(tmp_path: Path):
     detail = dom[dom.index('id="detail"') :]
     assert 'main: call("aten.mm.out", full[tp.rank], w' in detail.split("</section>")[0]
     assert re.search(r'<li data-op="0:3"[^>]*class="picked"', dom)
+
+
+def test_chromium_shows_all_lines_of_a_long_op(tmp_path: Path):
+    program = parse(TEXT.replace("full", "rows_of_all_ranks_that_the_next_matmul_multiplies"))
+    timeline = run(program)
+    page = html_page([Run((program,), timeline)])
+    counts = Counter(re.findall(r'data-op="(0:\d+)"', page))
+    op, count = counts.most_common(1)[0]
+    assert count > 1
+    dom = dump_dom(write_html(timeline, None, tmp_path / "t.html", program=program), f"op={op}")
+    assert len(re.findall(rf'<li data-op="{op}"[^>]*class="picked"', dom)) == count
+    detail = dom[dom.index('id="detail"') :].split("</section>")[0]
+    assert re.search(r"<code>main: call\(.+\)</code>", detail), "the whole op, in one line"
 
 
 def test_chromium_runs_nothing_hostile(tmp_path: Path):

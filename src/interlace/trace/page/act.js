@@ -65,8 +65,9 @@ function listen(panel) {
 }
 
 function describe(parent, row, span, panel) {
-  const line = lines.get(key(row, span)), site = data.sites[span[4]];
-  make("code", make("p", parent), line ? line.textContent.trim() : data.names[span[3]]);
+  const text = lines.get(key(row, span))?.map(li => li.textContent.trim()).join(" ");
+  const site = data.sites[span[4]];
+  make("code", make("p", parent), text ?? data.names[span[3]]);
   const where = row.program >= 0 ? data.locs[row.program][span[2]] : "";
   if (where) make("p", parent, where, "soft");
   if (site) make("p", parent, `site ${site.id} · ${[site.module, site.kind, site.strategy].filter(Boolean).join(" · ")}`);
@@ -88,14 +89,14 @@ function point(panel, event) {
 }
 
 function pick(op, scroll) {
-  if (picked.op) lines.get(picked.op)?.classList.remove("picked");
+  lines.get(picked.op)?.forEach(li => li.classList.remove("picked"));
   picked.op = op === picked.op ? null : op;
   detail.replaceChildren();
   detail.hidden = picked.op === null;
   if (picked.op !== null) {
-    const line = lines.get(picked.op);
-    line?.classList.add("picked");
-    if (scroll) line && reveal(line);
+    const own = lines.get(picked.op) ?? [];
+    own.forEach(li => li.classList.add("picked"));
+    if (scroll && own.length) reveal(own[0]);
     const times = [];
     let shown = null;
     for (const panel of data.panels) for (const row of panel.rows) for (const span of row.spans) {
@@ -127,7 +128,7 @@ function pickSite(tr) {
   redraw();
 }
 
-lines.forEach((line, op) => line.addEventListener("click", () => pick(op, false)));
+lines.forEach((own, op) => own.forEach(li => li.addEventListener("click", () => pick(op, false))));
 for (const tr of document.querySelectorAll("#sites tbody tr")) {
   tr.addEventListener("click", () => pickSite(tr));
   tr.addEventListener("keydown", event => { if (event.key === "Enter") pickSite(tr); });

@@ -8,7 +8,11 @@ const root = document.documentElement;
 const AXIS = 24, ROW = 26, BAR = 20;
 const [COMPUTE, COMM] = [data.kinds.indexOf("compute"), data.kinds.indexOf("comm")];
 const section = document.getElementById("timelines"), tip = document.getElementById("tip");
-const lines = new Map([...document.querySelectorAll("#text li[data-op]")].map(li => [li.dataset.op, li]));
+// An op's lines of text: a long op has several.
+const lines = new Map();
+for (const li of document.querySelectorAll("#text li[data-op]")) {
+  lines.set(li.dataset.op, [...(lines.get(li.dataset.op) ?? []), li]);
+}
 const longest = Math.max(...data.panels.map(panel => panel.makespan), 1e-6);
 const shortest = Math.min(...data.panels.map(panel => panel.makespan), longest);
 const view = { from: 0, to: 1, same: shortest * 3 > longest };
