@@ -38,8 +38,9 @@ function readInk() {
 }
 
 function shade(span) {
+  if (span[5] !== COMPUTE && span[5] !== COMM) return ink.quiet;  // a wait is no work of its site
   if (span[4] >= 0) return ink.sites[span[4] % 10];
-  return span[5] === COMM ? ink["plain-comm"] : span[5] === COMPUTE ? ink.plain : ink.quiet;
+  return span[5] === COMM ? ink["plain-comm"] : ink.plain;
 }
 
 function draw(panel) {
