@@ -125,6 +125,12 @@ def test_opt_prints_the_text_after_each_pass(sound: str, tmp_path: Path) -> None
     assert steps[0]["text"] == SOUND
 
 
+def test_opt_says_in_a_line_that_a_pass_changes_nothing(sound: str) -> None:
+    text = run("opt", sound, "-p", "schedule,schedule")
+    assert text.count("# all_gather_linear after schedule\n") == 1
+    assert text.endswith("# all_gather_linear: schedule changes nothing\n\n")
+
+
 def test_opt_diff_shows_what_changed(sound: str) -> None:
     text = run("opt", sound, "-p", "schedule,schedule", "--diff")
     assert text.startswith("--- all_gather_linear\n+++ all_gather_linear after schedule\n")

@@ -24,6 +24,7 @@ def test_figures_of_a_rank() -> None:
     figures = timeline.figures(0)
     assert (figures.makespan_s, figures.compute_s, figures.comm_s) == (9, 5, 4)
     assert (figures.overlap_s, figures.exposed_s, figures.hidden) == (3, 1, 0.75)
+    assert repr(timeline) == "<Timeline '', predicted: 1 ranks, 4 spans, 9000.000 ms>"
 
 
 def test_time_that_two_streams_share_counts_once() -> None:

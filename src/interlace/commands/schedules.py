@@ -90,6 +90,8 @@ def opt(
     for name, step, text in texts:
         if step and diff:
             code(_diff(before, text, name, step))
+        elif step and text == before:
+            code(f"# {name}: {step} changes nothing\n")
         elif step:
             code(f"# {name} after {step}\n{text}")
         before = text

@@ -70,13 +70,17 @@ class Figures:
         return self.overlap_s / self.comm_s if self.comm_s > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
     """The spans of a run, in any order; `source` says `predicted` or `measured`."""
 
     spans: tuple[Span, ...]
     name: str = ""
     source: str = "predicted"
+
+    def __repr__(self) -> str:
+        told = f"{len(self.ranks)} ranks, {len(self.spans)} spans, {self.makespan_s * 1e3:.3f} ms"
+        return f"<Timeline {self.name!r}, {self.source}: {told}>"
 
     @property
     def ranks(self) -> tuple[int, ...]:
