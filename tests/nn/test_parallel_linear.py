@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -251,6 +252,10 @@ def modes(seed: int) -> None:
         assert not layer(x, w).requires_grad
     with torch.inference_mode():
         assert torch.equal(layer(x, w), expected[0])
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode"):
+        layer(forward_ad.make_dual(x, x), w.detach())
+    with pytest.raises(UnsupportedError, match="vmap"):
+        torch.func.vmap(lambda t: layer(t, w.detach()))(x)
 
     layer(x, w).backward(up)  # x needs no gradient
     torch.testing.assert_close(w.grad, expected[2])

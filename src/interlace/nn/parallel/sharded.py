@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.functional import linear
 
+from interlace.errors import UnsupportedError
 from interlace.float8.linear import gradients as float8_gradients
 from interlace.float8.linear import pack, weight_across, weight_rows
 from interlace.float8.operators import run as float8_run
@@ -95,15 +96,26 @@ def applied(
 ) -> Sequence[Tensor]:
     """The outputs, of x, weights and biases; without autograd where nothing asks for a gradient.
 
-    (There a Function takes as long, and saves what requires gradients although they are off. With
-    vmap and forward-mode gradients it is what raises.)
+    (There a Function takes as long, and saves what requires gradients although they are off.)
     """
-    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
-        return Sharded.apply(via, accumulators, *tensors)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        _refuse_transforms(tensors)
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
         return Sharded.apply(via, accumulators, *tensors)
     _, outputs, _ = _forward(via, (False,) * (1 + len(accumulators)), tensors[0], tensors[1:])
     return outputs
+
+
+def _refuse_transforms(tensors: Sequence[Any]) -> None:
+    """Raises before peers wait for this rank."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if torch._C._are_functorch_transforms_active() or any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
+    ):
+        raise UnsupportedError(
+            "forward-mode gradients and the transforms of torch.func (vmap, grad, jvp) cannot go "
+            "through a layer that communicates: use torch.nn's own with collectives there"
+        )
 
 
 def _forward(
