@@ -261,6 +261,38 @@ def test_uneven_shards(pool: Pool, seed: int) -> None:
     assert pool(3).run(uneven, seed) == [[]] * 3
 
 
+def thin(seed: int) -> list[str]:
+    """What differs where a rank has nothing to move in a bucket."""
+    mesh, ends = grid(2), list[Tensors]()
+    torch.manual_seed(seed)
+    whole_ones = [torch.randn(rows, DIM) for rows in (9, 1)]
+    for tp in (mesh.tp, None):
+        given = [m if tp is None else distribute_tensor(m, tp, [Shard(0)]) for m in whole_ones]
+        module = nn.Module()
+        module.matrices = nn.ParameterList(nn.Parameter(m.clone()) for m in given)
+        plain = Muon(module.parameters(), lr=0.1, batched=False)
+        optimizing: Any = plain
+        if tp is not None:
+            facts: Any = {"bucket_bytes": 64, "overlap_param_gather": False}
+            optimizing = LayerWise(plain, module, mesh.dp, options=Options(time_out_s=10), **facts)
+        for _ in range(3):
+            sum(m.square().sum() for m in map(full, module.parameters())).backward()
+            optimizing.step()
+            optimizing.zero_grad()
+        ends.append(weights(module))
+        if tp is not None:
+            optimizing.close()
+    return differing(*ends)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_a_rank_without_a_part_of_a_bucket(pool: Pool, seed: int) -> None:
+    assert pool(2).run(thin, seed) == [[], []]
+
+
 # -- norms and experts ----------------------------------------------------------------------------
 
 

@@ -193,7 +193,7 @@ class HomeExchange:
         lines = [f"def {name}(tp: Team[{ranks}], {params}):"]
         if staged:
             lines.append(f"    staged = alloc({kind}[{staged}])")
-        lines += [f'    comm: {op}, loc="{self.about}")' for op in ops]
+        lines += [f'    comm: {op}, loc="{self.about}")' for op in ops] or ["    pass"]
         return parse("\n".join(lines)).instantiate(rank)
 
 
