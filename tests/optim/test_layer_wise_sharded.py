@@ -285,12 +285,34 @@ def thin(seed: int) -> list[str]:
     return differing(*ends)
 
 
+def rolled_back(seed: int) -> list[str]:
+    """What a state that is loaded amid a step changes: that step is left out."""
+    mesh, ends = grid(2), list[Tensors]()
+    for loads in (True, False):
+        module = parallel(seed, mesh)
+        with slowly(seed if loads else None):
+            optimizing = optimized(module, mesh, "ours")
+        with optimizing:
+            go(optimizing, mesh, seed, range(2))
+            for step in range(2, 5) if loads else ():
+                module(rows_of(mesh, seed, step)).square().mean().backward()
+                optimizing.load_state_dict(optimizing.state_dict())
+                optimizing.zero_grad()
+            go(optimizing, mesh, seed, range(5, 6))
+            ends.append(weights(module))
+    return differing(*ends)
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_a_rank_without_a_part_of_a_bucket(pool: Pool, seed: int) -> None:
     assert pool(2).run(thin, seed) == [[], []]
+
+
+def test_a_state_loaded_amid_a_step(pool: Pool, seed: int) -> None:
+    assert pool(2).run(rolled_back, seed) == [[], []]
 
 
 # -- norms and experts ----------------------------------------------------------------------------

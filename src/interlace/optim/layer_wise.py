@@ -196,7 +196,8 @@ class LayerWise:
         self._gather_loaded()
 
     def _gather_loaded(self) -> None:
-        """Gathers weights that were written from outside."""
+        """Gathers weights that were written from outside; a step on the way is left out."""
+        self._finish_going()
         if self._homes is not None:
             self._homes.bring_all_weights()
         self._weights.start(self._order, wait=True)
@@ -242,8 +243,8 @@ class LayerWise:
         if self._reducer is None:
             self.optimizer.zero_grad()
             return
-        if self._reducer.going and not self._early:  # this step is left out
-            self._reducer.finish()
+        if not self._early:  # this step is left out
+            self._finish_going()
         self._reducer.zero()
 
     def synchronize(self) -> None:
@@ -430,6 +431,11 @@ class LayerWise:
     def _finish(self) -> None:
         """Ends the reductions of this step."""
         if self._reducer is not None and not self._reducer.finished:
+            self._reducer.finish()
+
+    def _finish_going(self) -> None:
+        """The same, if any began."""
+        if self._reducer is not None and self._reducer.going:
             self._reducer.finish()
 
     def _check_whole(self) -> None:
