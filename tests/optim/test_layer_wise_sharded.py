@@ -252,7 +252,19 @@ def uneven(seed: int) -> list[str]:
     module(rows_of(mesh, seed, 0)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with LayerWise(optimizer, module, mesh.dp, bucket_bytes=512) as optimizing:
+    held: list[list[str]] = []
+    gather = DTensor.full_tensor
+
+    def gathered(value: DTensor) -> torch.Tensor:
+        held.append(["meta" if p.is_meta else type(p.data).__name__ for p in optimizer.state])
+        return gather(value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", gathered)
+        optimizing = LayerWise(optimizer, module, mesh.dp, bucket_bytes=512)
+    assert [each.count("DTensor") for each in held] == [4, 3, 2, 1, 0]  # others' are not held twice
+    assert not any("meta" in each for each in held)
+    with optimizing:
         go(optimizing, mesh, seed, range(1, 3), None)
         return differing(weights(module), weights(alone))
 
