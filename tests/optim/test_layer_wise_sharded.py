@@ -252,13 +252,104 @@ def uneven(seed: int) -> list[str]:
     module(rows_of(mesh, seed, 0)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with LayerWise(optimizer, module, mesh.dp, bucket_bytes=512) as optimizing:
+    held: list[list[str]] = []
+    gather = DTensor.full_tensor
+
+    def gathered(value: DTensor) -> torch.Tensor:
+        held.append(["meta" if p.is_meta else type(p.data).__name__ for p in optimizer.state])
+        return gather(value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", gathered)
+        optimizing = LayerWise(optimizer, module, mesh.dp, bucket_bytes=512)
+    assert [each.count("DTensor") for each in held] == [4, 3, 2, 1, 0]  # others' are not held twice
+    assert not any("meta" in each for each in held)
+    with optimizing:
         go(optimizing, mesh, seed, range(1, 3), None)
         return differing(weights(module), weights(alone))
 
 
 def test_uneven_shards(pool: Pool, seed: int) -> None:
     assert pool(3).run(uneven, seed) == [[]] * 3
+
+
+def thin(seed: int) -> list[str]:
+    """What differs where a rank has nothing to move in a bucket."""
+    mesh, ends = grid(2), list[Tensors]()
+    torch.manual_seed(seed)
+    whole_ones = [torch.randn(rows, DIM) for rows in (9, 1)]
+    for tp in (mesh.tp, None):
+        given = [m if tp is None else distribute_tensor(m, tp, [Shard(0)]) for m in whole_ones]
+        module = nn.Module()
+        module.matrices = nn.ParameterList(nn.Parameter(m.clone()) for m in given)
+        plain = Muon(module.parameters(), lr=0.1, batched=False)
+        optimizing: Any = plain
+        if tp is not None:
+            facts: Any = {"bucket_bytes": 64, "overlap_param_gather": False}
+            optimizing = LayerWise(plain, module, mesh.dp, options=Options(time_out_s=10), **facts)
+        for _ in range(3):
+            torch.stack([full(m).square().sum() for m in module.parameters()]).sum().backward()
+            optimizing.step()
+            optimizing.zero_grad()
+        ends.append(weights(module))
+        if tp is not None:
+            optimizing.close()
+    return differing(*ends)
+
+
+def stages(seed: int) -> tuple[bool, bool]:
+    """Stages of a pipeline of which one has homes, and then slices, and the other has none."""
+    pp, tp, dp = (f"{name}{next(NUMBERS)}" for name in ("pp", "tp", "dp"))
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=(pp, tp, dp))
+    first, told = mesh[pp].get_local_rank() == 0, list[str]()
+    for width in (1, 2):
+        module, over = (
+            model(seed, lambda: nn.Linear(64, 256 if first else 32, bias=False)),
+            mesh[tp],
+        )
+        if first and width == 1:
+            whole_one, over = module.weight.detach(), mesh[dp]
+            module.weight = nn.Parameter(distribute_tensor(whole_one, mesh[tp], [Shard(0)]))
+        optimizer, options = Muon(module.parameters(), lr=0.1), Options(time_out_s=10)
+        with LayerWise(
+            optimizer, module, over, split_matrices=width, options=options
+        ) as optimizing:
+            told.append(optimizing.explain())
+    return "home 1" in told[0] or "home 0" in told[0], "def sum_" in told[1]
+
+
+def test_stages_that_differ(pool: Pool, seed: int) -> None:
+    assert pool(4).run(stages, seed) == [(True, True)] * 2 + [(False, False)] * 2
+
+
+def rolled_back(seed: int) -> list[str]:
+    """What a state that is loaded amid a step changes: that step is left out."""
+    mesh, ends = grid(2), list[Tensors]()
+    for loads in (True, False):
+        module = parallel(seed, mesh)
+        with slowly(seed if loads else None):
+            optimizing = optimized(module, mesh, "ours")
+        with optimizing:
+            go(optimizing, mesh, seed, range(2))
+            for step in range(2, 5) if loads else ():
+                module(rows_of(mesh, seed, step)).square().mean().backward()
+                optimizing.load_state_dict(optimizing.state_dict())
+                optimizing.zero_grad()
+            go(optimizing, mesh, seed, range(5, 6))
+            ends.append(weights(module))
+    return differing(*ends)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_a_rank_without_a_part_of_a_bucket(pool: Pool, seed: int) -> None:
+    assert pool(2).run(thin, seed) == [[], []]
+
+
+def test_a_state_loaded_amid_a_step(pool: Pool, seed: int) -> None:
+    assert pool(2).run(rolled_back, seed) == [[], []]
 
 
 # -- norms and experts ----------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.optim.layerwise import (
     layer_wise,
     mesh,
     model,
+    slowly,
     train,
     weights,
 )
@@ -113,7 +116,9 @@ def under_backward(seed: int) -> int:
     narrow = nn.Linear(DIM, DIM).bfloat16()
     with pytest.raises(OptimizerError, match="stochastic rounding"):
         LayerWise(AdamW(narrow.parameters()), narrow, mesh(), update_under_backward=True)
-    for wrong in ({"op": "max"}, {"main_grad_dtype": torch.float16}, {"bucket_bytes": 0}):
+    wrongs: list[dict[str, Any]] = [{"op": "max"}, {"main_grad_dtype": torch.float16}]
+    wrongs += [{"bucket_bytes": 0}, {"split_parts": 0}, {"split_matrices": -1}]
+    for wrong in wrongs:
         with pytest.raises(OptionError, match=f"{next(iter(wrong))}="):
             layer_wise(model(seed), "sgd", **wrong)
     return len(calls)
@@ -130,6 +135,37 @@ def test_a_step_that_is_left_out(pool: Pool, seed: int) -> None:
 
 def test_updates_under_the_backward(pool: Pool, seed: int) -> None:
     assert pool(2).run(under_backward, seed) == [2] * 2
+
+
+def failed(seed: int) -> list[str]:
+    """A LayerWise that is refused leaves the optimizer as it was, and nothing of its own."""
+    module, held = model(seed, lambda: nn.Linear(128, 128).bfloat16()), {*threading.enumerate()}
+    optimizer = AdamW(module.parameters())
+    with pytest.raises(OptimizerError, match="stochastic rounding"):
+        LayerWise(optimizer, module, mesh(), split_parts=2, update_under_backward=True)
+    assert optimizer.param_groups[0]["params"] == [*module.parameters()]
+    with LayerWise(optimizer, module, mesh(), split_parts=2) as optimizing:
+        module(torch.ones(2, 128).bfloat16()).sum().backward()
+        optimizing.step()
+    return [each.name for each in {*threading.enumerate()} - held]
+
+
+def left(seed: int) -> list[str]:
+    """Threads that are left of one that is closed after a backward without a step."""
+    module, held = model(seed), {*threading.enumerate()}
+    with slowly(seed):
+        optimizing = layer_wise(module, bucket_bytes=1 << 10)
+    with optimizing:
+        train(optimizing, module, seed, range(2))
+        backward(module, seed)
+        if torch.distributed.get_rank():
+            time.sleep(0.2)
+    return [each.name for each in {*threading.enumerate()} - held]
+
+
+@pytest.mark.parametrize("course", [failed, left])
+def test_nothing_is_left(pool: Pool, course: Any, seed: int) -> None:
+    assert pool(2).run(course, seed) == [[], []]
 
 
 def ended(seed: int) -> bool:

@@ -197,6 +197,57 @@ def test_has_the_bits_of_one_process(
         assert differing(found, module.state_dict()) == []
 
 
+class Twice(torch.optim.Muon):
+    """Torch calls the hooks of its step twice: here, and in the step inside."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def hooked(seed: int, kind: str, facts: dict[str, Any]) -> list[str]:
+    """What hooks that scale gradients see and do, against the same by hand."""
+    made: list[Weights] = []
+    for by_hand in (True, False):
+        module, seen = sharded(seed), []
+        optimizer = muon(module, kind)
+        if kind == "torch":
+            optimizer = Twice(optimizer.param_groups)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def before(*_: Any, seen: Any = seen, params: Any = params) -> None:
+            seen.append(all(p.grad is not None for p in params))
+            if seen[-1] and not facts:
+                torch._foreach_mul_([p.grad for p in params], 0.5)
+
+        def after(*_: Any, seen: Any = seen, module: Any = module) -> None:
+            seen.append({n: v.clone() for n, v in full(module.state_dict()).items()})
+
+        if not by_hand:
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
+        with wrapped(optimizer, module, **facts) as optimizing:
+            for step in range(3):
+                module(batch(seed, step)).square().mean().backward()
+                if by_hand and not facts:
+                    torch._foreach_mul_([p.grad for p in params], 0.5)
+                optimizing.step()
+                made += [full(module.state_dict())] if by_hand else []
+                optimizing.zero_grad()
+    states = [each for each in seen if isinstance(each, dict)]
+    times = len(states) // 3
+    assert [s for s in seen if s is True or s is False][::times] == [True] * 3
+    return [n for i, each in enumerate(states) for n in differing(each, made[i // times])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts"), [("ours", "plain"), ("torch", "plain"), ("ours", "backward")]
+)
+def test_hooks_see_gradients_and_updated_weights(
+    pool: Pool, kind: str, facts: str, seed: int
+) -> None:
+    assert pool(2).run(hooked, seed, kind, FACTS[facts]) == [[], []]
+
+
 def few(seed: int) -> list[str]:
     """Fewer matrices than ranks."""
     made: list[Weights] = []

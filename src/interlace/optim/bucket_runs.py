@@ -227,25 +227,27 @@ def _run(
 
 
 @contextlib.contextmanager
-def beside(ranks: Sequence[int], device: torch.device) -> Iterator[dist.ProcessGroup]:
+def beside(ranks: Sequence[int], device: torch.device) -> Iterator[Any]:
     """A group of these ranks, for a thread or a stream of its own: by gloo on the CPU, else by
-    the backend of the default group.
+    the backend of the default group. None where a rank gives none.
 
     Every rank of the job asks, for groups that have no rank in common.
     """
-    mine = torch.tensor([min(ranks)], device=device)
+    least = min(ranks, default=-1)
+    mine = torch.tensor([least], device=device)
     first = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(first, mine)
     members: dict[int, list[int]] = {}
-    for rank, each in enumerate(first):
-        members.setdefault(int(each), []).append(rank)
+    for rank, each in enumerate(map(int, first)):
+        if each >= 0:
+            members.setdefault(each, []).append(rank)
     backend = "gloo" if device.type == "cpu" else None
     made: Any = {each: dist.new_group(members[each], backend=backend) for each in sorted(members)}
-    apart = made[min(ranks)]
+    apart = made.get(least)
     try:
         yield apart
     finally:
-        if dist.is_initialized():
+        if apart is not None and dist.is_initialized():
             dist.destroy_process_group(apart)
 
 

@@ -249,8 +249,8 @@ class GradReducer:
 
     @property
     def going(self) -> bool:
-        """Whether buckets of this step are on the way, and `finish()` is not called."""
-        return self._gone > 0 and not self._finished
+        """Whether buckets of this step are on the way, and `finish()` or `close()` is to come."""
+        return self._gone > 0 and not self._finished and not self._closed
 
     def came(self, param: torch.Tensor) -> bool:
         """Whether a gradient of the Parameter came in this step, in a backward that counts."""

@@ -35,7 +35,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from interlace.cost import Timeline
-from interlace.errors import GradientError, OptimizerError, ReplicaError, UnsupportedError
+from interlace.errors import (
+    GradientError,
+    OptimizerError,
+    OptionError,
+    ReplicaError,
+    UnsupportedError,
+)
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.bucket_update import UpdatesInOrder
@@ -53,7 +59,7 @@ from interlace.optim.sharded_parameters import (
 )
 from interlace.optim.stand_ins import StandIns
 from interlace.optim.step_runs import buckets_of, calls_around, runs_of
-from interlace.optim.tensor_homes import TensorHomes
+from interlace.optim.tensor_homes import homes_of
 from interlace.optim.update_plan import planned
 from interlace.optim.whole_parameters import (
     hash_of,
@@ -132,6 +138,10 @@ class LayerWise:
                 f"the mesh has {mesh.ndim} dimensions: give one of them, such as mesh['dp']"
             )
         check_reduction(op, bucket_bytes, main_grad_dtype)
+        if min(split_parts, split_matrices) < 1:
+            raise OptionError(
+                f"split_parts={split_parts}, split_matrices={split_matrices}: give 1 or more"
+            )
         self.optimizer, self.module = optimizer, module
         self._plan = plan = planned(
             optimizer,
@@ -171,32 +181,40 @@ class LayerWise:
                 "update_under_backward=True is for gradients that LayerWise reduces itself: give "
                 "it the module without DistributedDataParallel"
             )
-        self._homes = None
-        if plan.mesh is not None:
-            self._homes = TensorHomes(plan, weights, grads, plan.mesh, self._shared, chosen)
-        self._stand_ins = StandIns(plan, weights, grads, self._homes)
-        self._stand_ins.enter(optimizer)
-        acting, self._owned = self._stand_ins.acting, self._stand_ins.owned
-        self._main_grads = self._stand_ins.main_grads
-        self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
-        group = mesh.get_group()
-        self._sums = sum_slices(optimizer, plan.parts, acting, group, self._device, chosen)
-        self._updates = UpdatesInOrder(optimizer, weights, self._owned)
-        early = self._updates.under_backward(self._main_grads) if self._early else []
-        peer = chosen.transport == "peer"
-        programs = runs_of(plan, weights, grads, op, peer, self._shared)
-        before, then = calls_around(grads, [*self._shared], self._homes, early)
-        self._runs = BucketRuns(programs, group, chosen, apart=True, before=before, then=then)
-        self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
-        if self._reducer is not None:
-            self._reducer.attach(module)
-        self._weights = FlatWeights(module, weights, self._runs, len(grads), self._names, units)
-        for param in set(optimizer.state) - set(self._owned):
-            del optimizer.state[param]
-        self._gather_loaded()
+        with contextlib.ExitStack() as made:  # undone here if something fails, else by close()
+            self._homes = homes_of(plan, weights, grads, self._shared, chosen, made)
+            self._stand_ins = StandIns(plan, weights, grads, self._homes)
+            made.callback(self._stand_ins.leave, optimizer)
+            self._stand_ins.enter(optimizer)
+            acting, self._owned = self._stand_ins.acting, self._stand_ins.owned
+            self._main_grads = self._stand_ins.main_grads
+            self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
+            group = mesh.get_group()
+            self._sums = sum_slices(
+                optimizer, plan.parts, acting, group, self._device, chosen, made
+            )
+            self._updates = UpdatesInOrder(optimizer, weights, self._owned)
+            early = self._updates.under_backward(self._main_grads) if self._early else []
+            peer = chosen.transport == "peer"
+            programs = runs_of(plan, weights, grads, op, peer, self._shared)
+            before, then = calls_around(grads, [*self._shared], self._homes, early)
+            self._runs = BucketRuns(programs, group, chosen, apart=True, before=before, then=then)
+            made.callback(self._runs.close)
+            self._reducer = None
+            if reduces:
+                self._reducer = GradReducer.over(grads[::-1], self._runs, chosen)
+                made.callback(self._reducer.close)
+                self._reducer.attach(module)
+            self._weights = FlatWeights(module, weights, self._runs, len(grads), self._names, units)
+            made.callback(self._weights.close)
+            for param in set(optimizer.state) - set(self._owned):
+                del optimizer.state[param]
+            self._gather_loaded()
+            self._made = made.pop_all()
 
     def _gather_loaded(self) -> None:
-        """Gathers weights that were written from outside."""
+        """Gathers weights that were written from outside; a step on the way is left out."""
+        self._finish_going()
         if self._homes is not None:
             self._homes.bring_all_weights()
         self._weights.start(self._order, wait=True)
@@ -242,8 +260,8 @@ class LayerWise:
         if self._reducer is None:
             self.optimizer.zero_grad()
             return
-        if self._reducer.going and not self._early:  # this step is left out
-            self._reducer.finish()
+        if not self._early:  # this step is left out
+            self._finish_going()
         self._reducer.zero()
 
     def synchronize(self) -> None:
@@ -384,24 +402,18 @@ class LayerWise:
 
     def close(self) -> None:
         """Waits for what is in flight, and takes hooks, thread and process group away."""
-        try:
-            self.synchronize()
-        finally:
-            self._weights.close()
-            if self._reducer is not None:
-                self._reducer.close()
-            self._runs.close()
-            for others in filter(None, (self._homes, self._sums)):
-                others.close()
-            self._stand_ins.leave(self.optimizer)
+        self.__exit__(None)
 
     def __enter__(self) -> LayerWise:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # peers may not come any more
-            self._weights.pending.clear()
-        self.close()
+        with self._made:
+            if kind is None:
+                self._finish_going()
+                self.synchronize()
+            else:  # peers may not come any more
+                self._weights.pending.clear()
 
     @contextlib.contextmanager
     def _grads(self) -> Iterator[None]:
@@ -430,6 +442,11 @@ class LayerWise:
     def _finish(self) -> None:
         """Ends the reductions of this step."""
         if self._reducer is not None and not self._reducer.finished:
+            self._reducer.finish()
+
+    def _finish_going(self) -> None:
+        """The same, if any began."""
+        if self._reducer is not None and self._reducer.going:
             self._reducer.finish()
 
     def _check_whole(self) -> None:

@@ -1,7 +1,7 @@
 """Sums over the ranks that update the rows of one matrix together.
 
-sums = SliceSums(group, 2, sides={4096}, device, options)     # pairs of ranks of a group
-gram = sums(x @ x.mT)                                         # of all columns, on both ranks
+sums = SliceSums(group, {4096}, device, options, made)      # of two ranks, until `made` is closed
+gram = sums(x @ x.mT)                                       # of all columns, on both ranks
 
 A group's ranks are cut into sub-groups of `width` that follow one another. Each sum is a Program,
 an all-reduce in fp32 (in fp64 of norms).
@@ -34,17 +34,24 @@ def sum_slices(
     group: dist.ProcessGroup,
     device: torch.device,
     options: Options,
+    made: contextlib.ExitStack,
 ) -> SliceSums | None:
-    """Gives Muon sums for those parts of which several ranks update one matrix, if there are any;
-    `acting` has what it updates in their places.
+    """Gives Muon sums for those parts of which several ranks update one matrix, if there are any,
+    until `made` is closed; `acting` has what it updates in their places.
+
+    Every rank of the job asks, also those without such parts.
     """
     together = {p: part for part, p in zip(parts, acting, strict=True) if part.together}
-    if not together:
+    width = next((part.count for part in together.values()), 1)
+    first = group.rank() // width * width
+    ranks = dist.get_process_group_ranks(group)[first : first + width] if together else []
+    apart = made.enter_context(beside(ranks, device))
+    if apart is None:
         return None
-    width, sides = next(iter(together.values())).count, {p.shape[1] for p in together}
-    sums, muon = SliceSums(group, width, sides, device, options), cast("Muon", optimizer)
+    sums = SliceSums(apart, {p.shape[1] for p in together}, device, options, made)
+    muon = cast("Muon", optimizer)
     muon.take_slices(dict.fromkeys(together, RowSlices(width, sums)))
-    sums.made.callback(muon.take_slices, {})
+    made.callback(muon.take_slices, {})
     return sums
 
 
@@ -54,27 +61,21 @@ class SliceSums:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        width: int,
         sides: Collection[int],
         device: torch.device,
         options: Options,
+        made: contextlib.ExitStack,
     ) -> None:
-        first = group.rank() // width * width
-        ranks = dist.get_process_group_ranks(group)[first : first + width]
         self._runs: dict[tuple[int, ...], tuple[Executor, Tensor]] = {}
-        with contextlib.ExitStack() as made:
-            apart = made.enter_context(beside(ranks, device))
-            for shape in [(1,), *((side, side) for side in sorted(sides))]:
-                kind = torch.float64 if len(shape) == 1 else torch.float32
-                flat = torch.zeros(shape, dtype=kind, device=device).flatten()
-                name = f"sum_{'_'.join(map(str, shape))}"
-                write = partial(all_reduced, name, flat, "sum", team="slices")
-                self._runs[shape] = prepared(write, apart, [flat], options, made), flat
-            self.made = made.pop_all()
-            """What close() undoes."""
+        for shape in [(1,), *((side, side) for side in sorted(sides))]:
+            kind = torch.float64 if len(shape) == 1 else torch.float32
+            flat = torch.zeros(shape, dtype=kind, device=device).flatten()
+            name = f"sum_{'_'.join(map(str, shape))}"
+            write = partial(all_reduced, name, flat, "sum", team="slices")
+            self._runs[shape] = prepared(write, group, [flat], options, made), flat
 
     def __call__(self, value: Tensor) -> Tensor:
-        """The sum over the sub-group, in the value's shape and dtype. Collective."""
+        """The sum over the ranks, in the value's shape and dtype. Collective."""
         executor, flat = self._runs[tuple(value.shape)]
         flat.copy_(value.flatten())
         executor.run([flat])
@@ -87,7 +88,3 @@ class SliceSums:
     def reset(self) -> None:
         """After a failure, every rank."""
         self.executors[0].reset()  # which resets the team of all
-
-    def close(self) -> None:
-        """Ends Executors and the process group."""
-        self.made.close()

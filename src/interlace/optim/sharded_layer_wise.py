@@ -21,8 +21,7 @@ Note [A step of shards]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -191,16 +190,41 @@ class ShardedLayerWise:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates all parameters. Collective."""
-        self._check_final()
-        groups, count = self._groups(), len(self._buckets)
-        for at in range(count + 2):  # see Note [A step of shards]
+        """Updates all parameters. Collective. Hooks of the optimizer come before and after it."""
+        optimizer, kept = self.optimizer, dict[Tensor, Tensor | None]()
+
+        def begin(*_: object) -> None:  # once, after the hooks of others
+            if not kept:
+                self._check_final()
+                if not self._begun:
+                    self._send(self._groups())
+                kept.update((m.param, m.param.grad) for bucket in self._buckets for m in bucket)
+                for param in kept:  # the optimizer updates what needs no exchange
+                    param.grad = None
+
+        def end(*_: object) -> None:  # once, before the hooks of others
+            _put_back(kept)
+            if self._begun:
+                self._finish(self._groups())
+
+        begins = optimizer.register_step_pre_hook(begin)
+        ends = optimizer.register_step_post_hook(end)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(ends.id, last=False)
+        try:
+            optimizer.step()
+        finally:
+            _put_back(kept)
+            begins.remove()
+            ends.remove()
+
+    def _finish(self, groups: Groups) -> None:
+        """The rest of the pipeline; see Note [A step of shards]."""
+        count = len(self._buckets)
+        for at in range(1, count + 2):
             if self._begun <= at < count:
                 self._send(groups)
-            if at == 0:
-                with self._without_matrices():
-                    self.optimizer.step()  # what needs no exchange, and hooks
-            if 0 < at <= count and self._ready[at - 1]:
+            if at <= count and self._ready[at - 1]:
                 self._orthogonalize(at - 1, groups)
             if at > 1 and self._ready[at - 2]:
                 self._subtract(at - 2, groups)
@@ -366,18 +390,6 @@ class ShardedLayerWise:
                 f"bucket {index} ({self.about(index)}): updates did not come {what}: {error}"
             ) from error
 
-    @contextmanager
-    def _without_matrices(self) -> Iterator[None]:
-        """Inside, matrices that are exchanged have no gradients."""
-        kept = [(m.param, m.param.grad) for bucket in self._buckets for m in bucket]
-        for param, _ in kept:
-            param.grad = None
-        try:
-            yield
-        finally:
-            for param, grad in kept:
-                param.grad = grad
-
     def _check_whole(self) -> None:
         """Raises OptimizerError where some momentum is averaged already, and other is not."""
         if self._begun:
@@ -461,6 +473,13 @@ def _item(optimizer: Optimizer, name: str, param: DTensor, ranks: int) -> Parame
     else:
         cost = float(min(rows, columns) * rows * columns)
     return ParameterCost(name, -(-rows // ranks) * columns, "bf16", 2, cost)
+
+
+def _put_back(grads: dict[Tensor, Tensor | None]) -> None:
+    """Empties `grads` into `.grad`."""
+    while grads:
+        param, grad = grads.popitem()
+        param.grad = grad
 
 
 def _by_group(each: Sequence[ShardedMatrix], groups: Groups) -> list[list[ShardedMatrix]]:

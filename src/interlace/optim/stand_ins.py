@@ -52,15 +52,25 @@ class StandIns:
             if mine and grads:
                 self.main_grads[acting] = like(acting, part.of(homed.get(param, grad_of[param])))
         self._parts = plan.parts
+        self._here = [owner == plan.rank for owner in plan.ownership.owners]
+        """Whether this rank, or one that holds other shards of the same, updates a part."""
 
     def enter(self, optimizer: Optimizer) -> None:
-        """Puts them in the places of Parameters in all groups, with what states there are."""
+        """Puts them in the places of Parameters in all groups, with what states there are.
+
+        The states of Parameters that have stand-ins go, so that not all are held twice.
+        """
         acting: dict[nn.Parameter, list[nn.Parameter]] = {}
-        for part, stands in zip(self._parts, self.acting, strict=True):
+        before = None
+        for part, stands, here in zip(self._parts, self.acting, self._here, strict=True):
             acting.setdefault(part.param, []).append(stands)
-            state = optimizer.state.get(part.param)
-            if state and stands is not part.param:
-                optimizer.state[stands] = {n: _of(part, stands, v) for n, v in state.items()}
+            if stands is part.param:
+                continue
+            if part.param is not before:
+                before, state = part.param, optimizer.state.pop(part.param, {})
+            moved = {n: _of(part, v) for n, v in state.items()} if here else {}
+            if moved and stands in self.owned:
+                optimizer.state[stands] = moved
         _replace(optimizer, acting)
 
     def leave(self, optimizer: Optimizer) -> None:
@@ -82,7 +92,7 @@ def _replace(optimizer: Optimizer, by: Mapping[nn.Parameter, Sequence[nn.Paramet
         group["params"][:] = dict.fromkeys(given)
 
 
-def _of(part: ParameterPart, stands: nn.Parameter, value: object) -> object:
+def _of(part: ParameterPart, value: object) -> object:
     """A value of a Parameter's state for what stands in its place."""
     if not isinstance(value, Tensor) or value.shape != part.param.shape:
         return value.clone() if isinstance(value, Tensor) else value

@@ -1,6 +1,6 @@
 """Sharded matrices that one rank updates whole: brought to their homes, and given back.
 
-    homes = TensorHomes(plan, weights, grads, mesh, shared, options)
+    homes = homes_of(plan, weights, grads, shared, options, made)   # None without a mesh of shards
     homes.bring_grads(0)               # bucket 0, after its reduction: shards become whole matrices
     homes.bring_weights(0)             # before the update
     optimizer.step()                   # updates homes.whole[param] instead of a DTensor
@@ -26,7 +26,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from interlace.ir import Program, parse
@@ -193,7 +192,7 @@ class HomeExchange:
         lines = [f"def {name}(tp: Team[{ranks}], {params}):"]
         if staged:
             lines.append(f"    staged = alloc({kind}[{staged}])")
-        lines += [f'    comm: {op}, loc="{self.about}")' for op in ops]
+        lines += [f'    comm: {op}, loc="{self.about}")' for op in ops] or ["    pass"]
         return parse("\n".join(lines)).instantiate(rank)
 
 
@@ -204,6 +203,25 @@ def _ranks(ranks: Iterable[int]) -> list[int]:
 def _group(sent: Sequence[str], taken: Sequence[str]) -> list[str]:
     """One op of all messages, if there are any."""
     return [f"group({', '.join([*sent, *taken])}"] if sent or taken else []
+
+
+def homes_of(
+    plan: UpdatePlan,
+    weights: Sequence[Bucket],
+    grads: Sequence[Bucket],
+    shared: Mapping[str, Tensor],
+    options: Options,
+    made: contextlib.ExitStack,
+) -> TensorHomes | None:
+    """The homes of a plan that has a mesh of shards, until `made` is closed.
+
+    Every rank of the job asks, also those whose plan has none.
+    """
+    ranks = [] if plan.mesh is None else dist.get_process_group_ranks(plan.mesh.get_group())
+    group = made.enter_context(beside(ranks, weights[0].flat.device))
+    if group is None:
+        return None
+    return TensorHomes(plan, weights, grads, group, shared, options, made)
 
 
 class TensorHomes:
@@ -217,69 +235,66 @@ class TensorHomes:
         plan: UpdatePlan,
         weights: Sequence[Bucket],
         grads: Sequence[Bucket],
-        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
         shared: Mapping[str, Tensor],
         options: Options,
+        made: contextlib.ExitStack,
     ) -> None:
         self.whole: dict[nn.Parameter, nn.Parameter] = {}
         """What an optimizer updates in place of a DTensor: of its whole shape, without memory but
         at its home."""
         self.grads: dict[nn.Parameter, Tensor] = {}
         """The whole gradients of those DTensors that have their home here."""
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.rank, self.size = plan.shard, plan.shards
         self._runs: dict[tuple[str, int | str], tuple[Executor, list[Tensor]]] = {}
-        with contextlib.ExitStack() as made:
-            ranks = dist.get_process_group_ranks(mesh.get_group())
-            group = made.enter_context(beside(ranks, weights[0].flat.device))
 
-            def prepare(key: tuple[str, int | str], write: Write, *tensors: Tensor) -> None:
-                executor = prepared(write, group, tensors, options, made)
-                self._runs[key] = executor, [*tensors]
+        def prepare(key: tuple[str, int | str], write: Write, *tensors: Tensor) -> None:
+            executor = prepared(write, group, tensors, options, made)
+            self._runs[key] = executor, [*tensors]
 
-            for part, home in zip(plan.parts, plan.ownership.homes, strict=True):
-                if home is not None:
-                    param = part.param
-                    meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
-                    self.whole[param] = nn.Parameter(meta, param.requires_grad)
-            owners, homes = plan.ownership.owners, plan.ownership.homes
-            for index, bucket in enumerate(plan.ownership.buckets):
-                here = [
-                    (number, start, home)
-                    for number, start in zip(bucket.items, bucket.starts, strict=True)
-                    if (home := homes[number]) is not None and owners[number] == plan.rank
-                ]
-                if not here:
-                    continue
-                ends, matrices = [0] * self.size, list[HomedMatrix]()
-                for number, start, home in here:
+        for part, home in zip(plan.parts, plan.ownership.homes, strict=True):
+            if home is not None:
+                param = part.param
+                meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                self.whole[param] = nn.Parameter(meta, param.requires_grad)
+        owners, homes = plan.ownership.owners, plan.ownership.homes
+        for index, bucket in enumerate(plan.ownership.buckets):
+            here = [
+                (number, start, home)
+                for number, start in zip(bucket.items, bucket.starts, strict=True)
+                if (home := homes[number]) is not None and owners[number] == plan.rank
+            ]
+            if not here:
+                continue
+            ends, matrices = [0] * self.size, list[HomedMatrix]()
+            for number, start, home in here:
+                param = plan.parts[number].param
+                (placement,) = cast("DTensor", param).placements
+                dim = cast("Shard", placement).dim
+                matrices.append(HomedMatrix(home, start, ends[home], tuple(param.shape), dim))
+                ends[home] += -(-param.numel() // ALIGNMENT) * ALIGNMENT
+            mine = max(ends[self.rank], 1)
+            flats = [weights[index].flat, grads[index].flat]
+            wholes = [torch.zeros(mine, dtype=f.dtype, device=f.device) for f in flats]
+            for (number, _, home), matrix in zip(here, matrices, strict=True):
+                if home == self.rank:
                     param = plan.parts[number].param
-                    (placement,) = cast("DTensor", param).placements
-                    dim = cast("Shard", placement).dim
-                    matrices.append(HomedMatrix(home, start, ends[home], tuple(param.shape), dim))
-                    ends[home] += -(-param.numel() // ALIGNMENT) * ALIGNMENT
-                mine = max(ends[self.rank], 1)
-                flats = [weights[index].flat, grads[index].flat]
-                wholes = [torch.zeros(mine, dtype=f.dtype, device=f.device) for f in flats]
-                for (number, _, home), matrix in zip(here, matrices, strict=True):
-                    if home == self.rank:
-                        param = plan.parts[number].param
-                        place = slice(matrix.at, matrix.at + param.numel())
-                        weight, grad = (each[place].view(param.shape) for each in wholes)
-                        self.whole[param] = nn.Parameter(weight, param.requires_grad)
-                        self.grads[param] = grad
-                about = shown([plan.parts[number].name for number, *_ in here])
-                exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
-                for what, write, kind in (
-                    ("gradients_to_homes", exchange.brought, 1),
-                    ("weights_to_homes", exchange.brought, 0),
-                    ("weights_to_shards", exchange.given_back, 0),
-                ):
-                    both = flats[kind], wholes[kind]
-                    prepare((what, index), partial(write, f"{what}_{index}", *both), *both)
-            for name in SHARED:
-                flat, op = shared[name], "sum" if name == "norms" else "max"
-                prepare(("share", name), partial(all_reduced, name, flat, op, team="tp"), flat)
-            self._made = made.pop_all()
+                    place = slice(matrix.at, matrix.at + param.numel())
+                    weight, grad = (each[place].view(param.shape) for each in wholes)
+                    self.whole[param] = nn.Parameter(weight, param.requires_grad)
+                    self.grads[param] = grad
+            about = shown([plan.parts[number].name for number, *_ in here])
+            exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
+            for what, write, kind in (
+                ("gradients_to_homes", exchange.brought, 1),
+                ("weights_to_homes", exchange.brought, 0),
+                ("weights_to_shards", exchange.given_back, 0),
+            ):
+                both = flats[kind], wholes[kind]
+                prepare((what, index), partial(write, f"{what}_{index}", *both), *both)
+        for name in SHARED:
+            flat, op = shared[name], "sum" if name == "norms" else "max"
+            prepare(("share", name), partial(all_reduced, name, flat, op, team="tp"), flat)
 
     @property
     def executors(self) -> list[Executor]:
@@ -316,7 +331,3 @@ class TensorHomes:
     def reset(self) -> None:
         """After a failure, every rank."""
         self.executors[0].reset()  # which resets the team of all
-
-    def close(self) -> None:
-        """Ends Executors and the process group."""
-        self._made.close()
