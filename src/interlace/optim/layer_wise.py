@@ -185,7 +185,7 @@ class LayerWise:
         early = self._updates.under_backward(self._main_grads) if self._early else []
         peer = chosen.transport == "peer"
         programs = runs_of(plan, weights, grads, op, peer, self._shared)
-        before, then = calls_around(grads, [*self._shared], self._homes, early)
+        before, then = calls_around(weights, grads, [*self._shared], self._homes, early)
         self._runs = BucketRuns(programs, group, chosen, apart=True, before=before, then=then)
         self._reducer = GradReducer.over(grads[::-1], self._runs, chosen) if reduces else None
         if self._reducer is not None:
