@@ -50,6 +50,35 @@ def test_an_optimizer_that_counts_steps_makes_one_step(pool: Pool, seed: int) ->
     assert pool(2).run(counts, seed) == [[[], 4]] * 2
 
 
+class Scaled(torch.optim.SGD):
+    """SGD times a factor that is an attribute."""
+
+    factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * self.factor)
+
+
+def scaled(seed: int) -> list[str]:
+    """What a step changes whose factor is set to 0."""
+    module = model(seed)
+    optimizer = Scaled(module.parameters(), lr=0.1)
+    with LayerWise(optimizer, module, mesh(), bucket_bytes=SMALL) as optimizing:
+        train(optimizing, module, seed, range(1))
+        before = weights(module)
+        optimizer.factor = 0.0
+        train(optimizing, module, seed, range(1, 2))
+        return differing(weights(module), before)
+
+
+def test_attributes_of_the_optimizer_may_be_set_later(pool: Pool, seed: int) -> None:
+    assert pool(2).run(scaled, seed) == [[], []]
+
+
 def refuses_counts(seed: int) -> None:
     module = model(seed)
     optimizer = LayerWise(Counting(module.parameters()), module, mesh(), update_under_backward=True)

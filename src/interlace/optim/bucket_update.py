@@ -29,6 +29,10 @@ from interlace.errors import OptimizerError
 from interlace.optim.grad_reducer import Bucket, lent
 from interlace.optim.whole_parameters import rounds_at_random
 
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+APART = ("param_groups", "step", *HOOKS)
+"""Attributes that parts do not have of the whole: `step` is a scheduler's, which counts calls."""
+
 
 class UpdatesInOrder:
     """The updates of what this rank owns, by bucket; see Note [In order].
@@ -92,23 +96,24 @@ class BucketUpdate:
     def __init__(self, optimizer: Optimizer, sources: Mapping[nn.Parameter, nn.Parameter]) -> None:
         self.sources = sources
         self._groups: dict[int, dict[str, Any]] = {}
-        self._parts: list[tuple[Optimizer, Optimizer]] = []
+        self._parts: list[tuple[Optimizer, Optimizer, dict[str, Any]]] = []
+        """Parts, what each is of, and the attributes that this had when they were copied."""
         self._part: Optimizer = self._of(optimizer)
 
     def _of(self, value: Any) -> Any:
         """An optimizer's part; what holds optimizers with their parts; other values as they are."""
-        if isinstance(value, list | tuple) and any(isinstance(v, Optimizer) for v in value):
-            return [self._of(each) for each in value]
-        if not isinstance(value, Optimizer):
+        if not _holds_optimizers(value):
             return value
+        if not isinstance(value, Optimizer):
+            return [self._of(each) for each in value]
         part: Optimizer = object.__new__(type(value))
-        kept = {n: v for n, v in value.__dict__.items() if n != "step"}  # a scheduler's, for that
+        kept = {n: v for n, v in value.__dict__.items() if n not in APART}
         groups = [self._group(group) for group in value.param_groups]
         part.__dict__.update({name: self._of(each) for name, each in kept.items()})
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for hooks in HOOKS:
             part.__dict__[hooks] = OrderedDict()  # step() calls those of the whole
         part.param_groups = groups
-        self._parts.append((part, value))
+        self._parts.append((part, value, kept))
         return part
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -123,15 +128,18 @@ class BucketUpdate:
         trained = {param: grads[param] for param in mine if self.sources[param].requires_grad}
         if not trained:
             return True
-        for part, whole in self._parts:
-            part.state = whole.state
+        for part, whole, seen in self._parts:
+            now = {n: v for n, v in whole.__dict__.items() if n not in APART}
+            changed = {n: v for n, v in now.items() if n not in seen or seen[n] is not v}
+            part.__dict__.update({n: v for n, v in changed.items() if not _holds_optimizers(v)})
+            seen.update(changed)
             for group, now in zip(part.param_groups, whole.param_groups, strict=True):
                 group.update({name: value for name, value in now.items() if name != "params"})
         with lent(trained):
             self._part.step()
         return all(
             _is_as(group, now)
-            for part, whole in self._parts
+            for part, whole, _ in self._parts
             for group, now in zip(part.param_groups, whole.param_groups, strict=True)
         )
 
@@ -142,6 +150,11 @@ class BucketUpdate:
                 "the optimizer changes its param_groups in each step (a count of steps?), and so "
                 "cannot update bucket by bucket: give update_under_backward=False"
             )
+
+
+def _holds_optimizers(value: Any) -> bool:
+    several = isinstance(value, list | tuple) and any(isinstance(v, Optimizer) for v in value)
+    return several or isinstance(value, Optimizer)
 
 
 def _is_as(group: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -65,7 +65,9 @@ from interlace.options import Options
 class LayerWise:
     """An optimizer whose parameters have owners, one rank of `mesh` each.
 
-    `optimizer`: has updated nothing yet, or has state for all parameters; each of its parameters
+    `optimizer`: has updated nothing yet, or has state for all parameters. It updates each parameter
+    by itself, and finds them in its `param_groups`, or those of optimizers that it holds in
+    attributes and lists (parts of it, with its attributes, update bucket by bucket). Each parameter
     stands in `module`, which every rank of `mesh` has alike (a gather at the start makes weights
     equal). The Parameters become views of flat buffers, and frozen ones may be unfrozen later.
     `mesh`: one dimension, whose ranks all do the same. Every rank of the job makes its own
@@ -101,9 +103,7 @@ class LayerWise:
     With `update_under_backward=True` the owners of a bucket update it as soon as its gradients are
     reduced, under the rest of the backward (on the thread or the stream of the reductions), with
     the learning rate of then; the first backward, and buckets whose gradients are not complete
-    before, wait for `step`. Nothing can be clipped, or a step left out. The optimizer must update
-    each parameter by itself, and find them in its `param_groups`, or those of optimizers that it
-    holds in attributes and lists.
+    before, wait for `step`. Nothing can be clipped, or a step left out.
 
     Raises OptimizerError or UnsupportedError for parameters that cannot be served so. When a peer
     fails, the error names the bucket and the module that waited; the weights are then undefined.
