@@ -94,14 +94,19 @@ def test_an_optimizer_that_counts_steps_is_refused_under_the_backward(
     pool(2).run(refuses_counts, seed)
 
 
+def has_grads(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
 def hooked(seed: int) -> list[Any]:
-    """Hooks of the optimizer run once a step, before and after all updates; and what differs."""
+    """Hooks of the optimizer run once a step, before and after all updates, and see gradients;
+    and what differs."""
     ends, told = [], []
     for overlap in (True, False):
         module = model(seed)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         for hook in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
-            hook(lambda each, *_: told.append(bool(each.state)))
+            hook(lambda each, *_: told.append((bool(each.state), has_grads(each))))
         with LayerWise(
             optimizer, module, mesh(), bucket_bytes=SMALL, overlap_param_gather=overlap
         ) as optimizing:
@@ -111,7 +116,8 @@ def hooked(seed: int) -> list[Any]:
 
 
 def test_hooks_of_the_optimizer_run_once_a_step(pool: Pool, seed: int) -> None:
-    assert pool(2).run(hooked, seed) == [[[], [False, True, True, True] * 2]] * 2
+    seen = [(state, True) for state in (False, True, True, True)]
+    assert pool(2).run(hooked, seed) == [[[], seen * 2]] * 2
 
 
 def under_updates(seed: int) -> list[bool]:

@@ -6,10 +6,11 @@
 
 Note [In order]
     A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
-    its bucket is updated; then comes a step of the optimizer itself, without any gradient left. So
-    the first gather, under which no module can run, is hidden by updates. An optimizer that counts
-    steps in its groups would count too many, and one with hooks or with random numbers would see
-    the order: these update all parameters in one step, and gathers begin after it.
+    its bucket is updated. So the first gather, under which no module can run, is hidden by updates.
+    That is the last of the hooks that precede a step of the optimizer itself, without any gradient
+    left: hooks of the user run once, and find all gradients, before all updates or after them. An
+    optimizer that counts steps in its groups would count too many, and one with random numbers
+    would see the order: these update all parameters in one step, and gathers begin after it.
     `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
     batched differs with what is updated at once.
 """
@@ -57,20 +58,38 @@ class UpdatesInOrder:
 
     def step(self, order: Sequence[int], updated: Callable[[int], None]) -> None:
         """Updates by what is in `.grad`, and tells of each bucket of which nothing is left."""
-        optimizer = self._optimizer
-        hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        left: dict[Any, Tensor] = {p: grad for p in self._owned if (grad := p.grad) is not None}
+        optimizer, taken = self._optimizer, dict[nn.Parameter, Tensor]()
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        before = optimizer.register_step_pre_hook(  # after the user's
+            lambda *_: self._by_bucket(order, updated, taken)
+        )
+        after = optimizer.register_step_post_hook(lambda *_: _give_back(taken))
+        hooks.move_to_end(after.id, last=False)
+        try:
+            optimizer.step()
+        finally:
+            before.remove()
+            after.remove()
+
+    def _by_bucket(
+        self,
+        order: Sequence[int],
+        updated: Callable[[int], None],
+        taken: dict[nn.Parameter, Tensor],
+    ) -> None:
+        """Updates buckets, and moves the gradients that it used from `.grad` to `taken`."""
+        left = {p: grad for p in self._owned if (grad := p.grad) is not None}
         for param in left:
             param.grad = None
-        for index in order if self._updates and not any(hooks) else ():
+        for index in order if self._updates else ():
             update = self._updates[index]
-            if not update({p: left.pop(p) for p in update.sources if p in left}):
+            mine = {p: left.pop(p) for p in update.sources if p in left}
+            taken.update(mine)
+            if not update(mine):
                 self._updates = []
                 break
             updated(index)
-        for param, grad in left.items():
-            param.grad = grad
-        optimizer.step()
+        _give_back(left)
 
     def under_backward(self, main_grads: Mapping[nn.Parameter, Tensor]) -> list[Callable[[], None]]:
         """What updates each bucket by its main gradients."""
@@ -150,6 +169,11 @@ class BucketUpdate:
                 "the optimizer changes its param_groups in each step (a count of steps?), and so "
                 "cannot update bucket by bucket: give update_under_backward=False"
             )
+
+
+def _give_back(grads: Mapping[nn.Parameter, Tensor]) -> None:
+    for param, grad in grads.items():
+        param.grad = grad
 
 
 def _holds_optimizers(value: Any) -> bool:
