@@ -317,7 +317,7 @@ class LayerWise:
 
         `torch.distributed.checkpoint` saves and loads it as it is, on any number of ranks: each
         saves what it owns, and reads what it owns then. For that, an optimizer that has no state
-        yet gets the state that a first step begins with.
+        yet gets the state that a first step begins with; with `split_matrices` that is collective.
         """
         self._check_whole()
         self.synchronize()
