@@ -12,7 +12,8 @@ Note [In order]
     optimizer that counts steps in its groups would count too many, and one with random numbers
     would see the order: these update all parameters in one step, and gathers begin after it.
     `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
-    batched differs with what is updated at once.
+    batched differs with what is updated at once. For that too, what ranks with shards update alike
+    goes before matrices that have homes, and never with them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
 from interlace.optim.grad_reducer import Bucket, lent
+from interlace.optim.sharded_parameters import is_sharded
 from interlace.optim.whole_parameters import rounds_at_random
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -50,11 +52,13 @@ class UpdatesInOrder:
         self._optimizer, self._owned = optimizer, owned
         by_chance = any(map(rounds_at_random, optimizer.param_groups))
         members = [{*bucket.params} for bucket in (() if by_chance else buckets)]
-        self._updates = [
-            BucketUpdate(optimizer, {p: source for p, source in owned.items() if source in each})
-            for each in members
+        kinds = [
+            {p: s for p, s in owned.items() if is_sharded(s) is kind} for kind in (False, True)
         ]
+        mine = [[{p: s for p, s in k.items() if s in each} for k in kinds] for each in members]
+        self._updates = [[BucketUpdate(optimizer, some) for some in each if some] for each in mine]
         """Empty where only the whole can be updated."""
+        self._replicated = BucketUpdate(optimizer, kinds[0] if kinds[1] else {}, places=True)
 
     def step(self, order: Sequence[int], updated: Callable[[int], None]) -> None:
         """Updates by what is in `.grad`, and tells of each bucket of which nothing is left."""
@@ -81,14 +85,18 @@ class UpdatesInOrder:
         left = {p: grad for p in self._owned if (grad := p.grad) is not None}
         for param in left:
             param.grad = None
-        for index in order if self._updates else ():
-            update = self._updates[index]
+
+        def take(update: BucketUpdate) -> dict[nn.Parameter, Tensor]:
             mine = {p: left.pop(p) for p in update.sources if p in left}
             taken.update(mine)
-            if not update(mine):
+            return mine
+
+        for index in order if self._updates else ():
+            if not all(update(take(update)) for update in self._updates[index]):
                 self._updates = []
                 break
             updated(index)
+        self._replicated(take(self._replicated))
         _give_back(left)
 
     def under_backward(self, main_grads: Mapping[nn.Parameter, Tensor]) -> list[Callable[[], None]]:
@@ -98,10 +106,12 @@ class UpdatesInOrder:
                 "update_under_backward=True with stochastic rounding would give bits that depend "
                 "on the buckets: leave one out"
             )
-        return [
-            partial(update.under_backward, {p: main_grads[p] for p in update.sources})
-            for update in self._updates
-        ]
+
+        def run(updates: Sequence[BucketUpdate]) -> None:
+            for update in updates:
+                update.under_backward({p: main_grads[p] for p in update.sources})
+
+        return [partial(run, updates) for updates in self._updates]
 
 
 class BucketUpdate:
@@ -109,11 +119,18 @@ class BucketUpdate:
 
     While it runs, a backward may go on, which sets `.grad` of other Parameters for moments: the
     part has none of them, nor have optimizers that the optimizer holds. `sources`: what it updates,
-    each with the module's Parameter that is trained by that, or frozen.
+    each with the module's Parameter that is trained by that, or frozen. With `places` it has all
+    Parameters, in the places that random bits depend on, and no backward may go on.
     """
 
-    def __init__(self, optimizer: Optimizer, sources: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        self.sources = sources
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sources: Mapping[nn.Parameter, nn.Parameter],
+        *,
+        places: bool = False,
+    ) -> None:
+        self.sources, self._places = sources, places
         self._groups: dict[int, dict[str, Any]] = {}
         self._parts: list[tuple[Optimizer, Optimizer, dict[str, Any]]] = []
         """Parts, what each is of, and the attributes that this had when they were copied."""
@@ -136,7 +153,7 @@ class BucketUpdate:
         return part
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        params = [param for param in group["params"] if param in self.sources]
+        params = [p for p in group["params"] if self._places or p in self.sources]
         return self._groups.setdefault(id(group), {**group, "params": params})
 
     @torch.no_grad()

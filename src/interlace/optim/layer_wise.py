@@ -162,7 +162,9 @@ class LayerWise:
                 len(plan.parts) * plan.shards, dtype=torch.float64, device=self._device
             ),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
-            "hashes": torch.zeros(2 * len(plan.params), dtype=torch.int64, device=self._device),
+            "hashes": torch.zeros(
+                2 * len(plan.params) * plan.shards, dtype=torch.int64, device=self._device
+            ),
         }
         chosen = options or Options()
         self._early = update_under_backward
@@ -289,7 +291,7 @@ class LayerWise:
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
         shard, shards = self._plan.shard, self._plan.shards
         for number, acting in enumerate(self._stand_ins.acting):
-            sharded = self._plain_shards or is_sharded(self._plan.parts[number].param)
+            sharded = self._differs(self._plan.parts[number].param)
             if acting in grads and (shard == 0 or sharded):
                 grad = grads[acting]
                 kind = torch.promote_types(grad.dtype, torch.float32)
@@ -340,21 +342,29 @@ class LayerWise:
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Raises ReplicaError unless every rank holds the same bits in all Parameters that the
-        optimizer has. Collective; between a step and the next backward.
+        optimizer has, shards but those of other ranks. Collective; between a step and the next
+        backward.
         """
         self.synchronize()
-        hashes, half = self._shared["hashes"], len(self._plan.params)
-        own = torch.stack([hash_of(param) for param in self._plan.params.values()])
-        hashes[:half], hashes[half:] = own, ~own  # of which the greatest is that of the least
+        names, shard, shards = [*self._plan.params], self._plan.shard, self._plan.shards
+        hashes = self._shared["hashes"].view(2, len(names), shards)
+        hashes.fill_(torch.iinfo(torch.int64).min)
+        for number, param in enumerate(self._plan.params.values()):
+            own, held = hash_of(param), [shard] if self._differs(param) else range(shards)
+            for place in held:  # a hash, and what has its least for its greatest
+                hashes[0, number, place], hashes[1, number, place] = own, ~own
         self._share("hashes")
-        wrong = (hashes[:half] != ~hashes[half:]).nonzero().flatten().tolist()
+        wrong = (hashes[0] != ~hashes[1]).any(1).nonzero().flatten().tolist()
         if wrong:
-            names = [*self._plan.params]
             raise ReplicaError(
                 f"before step {self._steps} ranks hold different weights in "
                 f"{shown([names[number] for number in wrong])} (this is rank {self._plan.rank}): "
                 "did a rank write Parameters by itself, or read them while they were gathered?"
             )
+
+    def _differs(self, param: nn.Parameter) -> bool:
+        """Whether ranks that hold shards have other parts of it."""
+        return self._plain_shards or is_sharded(param)
 
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""
