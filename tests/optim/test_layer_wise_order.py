@@ -50,6 +50,35 @@ def test_an_optimizer_that_counts_steps_makes_one_step(pool: Pool, seed: int) ->
     assert pool(2).run(counts, seed) == [[[], 4]] * 2
 
 
+class Scaled(torch.optim.SGD):
+    """SGD times a factor that is an attribute."""
+
+    factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * self.factor)
+
+
+def scaled(seed: int) -> list[str]:
+    """What a step changes whose factor is set to 0."""
+    module = model(seed)
+    optimizer = Scaled(module.parameters(), lr=0.1)
+    with LayerWise(optimizer, module, mesh(), bucket_bytes=SMALL) as optimizing:
+        train(optimizing, module, seed, range(1))
+        before = weights(module)
+        optimizer.factor = 0.0
+        train(optimizing, module, seed, range(1, 2))
+        return differing(weights(module), before)
+
+
+def test_attributes_of_the_optimizer_may_be_set_later(pool: Pool, seed: int) -> None:
+    assert pool(2).run(scaled, seed) == [[], []]
+
+
 def refuses_counts(seed: int) -> None:
     module = model(seed)
     optimizer = LayerWise(Counting(module.parameters()), module, mesh(), update_under_backward=True)
@@ -65,14 +94,19 @@ def test_an_optimizer_that_counts_steps_is_refused_under_the_backward(
     pool(2).run(refuses_counts, seed)
 
 
+def has_grads(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
 def hooked(seed: int) -> list[Any]:
-    """Hooks of the optimizer run once a step, before and after all updates; and what differs."""
+    """Hooks of the optimizer run once a step, before and after all updates, and see gradients;
+    and what differs."""
     ends, told = [], []
     for overlap in (True, False):
         module = model(seed)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         for hook in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
-            hook(lambda each, *_: told.append(bool(each.state)))
+            hook(lambda each, *_: told.append((bool(each.state), has_grads(each))))
         with LayerWise(
             optimizer, module, mesh(), bucket_bytes=SMALL, overlap_param_gather=overlap
         ) as optimizing:
@@ -82,7 +116,8 @@ def hooked(seed: int) -> list[Any]:
 
 
 def test_hooks_of_the_optimizer_run_once_a_step(pool: Pool, seed: int) -> None:
-    assert pool(2).run(hooked, seed) == [[[], [False, True, True, True] * 2]] * 2
+    seen = [(state, True) for state in (False, True, True, True)]
+    assert pool(2).run(hooked, seed) == [[[], seen * 2]] * 2
 
 
 def under_updates(seed: int) -> list[bool]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.optim import layerwise
 from tests.optim.layerwise import DIM, differing, model, slowly, train, weights
@@ -174,7 +175,7 @@ class Tall(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.square = nn.Linear(DIM, 512), nn.Linear(512, 512, bias=False)
+        self.square, self.up = nn.Linear(512, 512, bias=False), nn.Linear(DIM, 512)
         self.down = nn.Linear(512, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -225,6 +226,23 @@ def test_slices_are_updated_together(pool: Pool, gram_variant: bool, seed: int) 
         assert (one % 2, other) == (0, one + 1)
         assert "down.weight, of rank" in told
         assert "def sum_512_512(slices: Team[2]" in told
+
+
+def hooked_alone(seed: int) -> list[str]:
+    """What differs if one rank's optimizer has a hook."""
+    made = []
+    for hooked in (True, False):
+        module, optimizing = tall(seed, 2)
+        if hooked and dist.get_rank() == 0:
+            optimizing.optimizer.register_step_post_hook(lambda *_: None)
+        with optimizing:
+            train(optimizing, module, seed, range(2), None)
+        made.append(weights(module))
+    return differing(*made)
+
+
+def test_slices_stay_in_order_where_one_rank_has_a_hook(pool: Pool, seed: int) -> None:
+    assert pool(2).run(hooked_alone, seed) == [[], []]
 
 
 def slices_saved(seed: int, folder: str) -> Any:

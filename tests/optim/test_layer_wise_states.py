@@ -22,6 +22,7 @@ from tests.optim.layerwise import (
     train,
     weights,
 )
+from tests.optim.test_layer_wise_order import Counting
 from tests.support.pool import Pool
 from torch import nn
 
@@ -49,6 +50,19 @@ def saved_early(seed: int) -> list[str]:
             train(optimizing, module, seed, range(3))
         ends.append(copy.deepcopy(weights(module)))
     return differing(*ends)
+
+
+def counts_begun(seed: int) -> list[int]:
+    """Steps that an optimizer counted before its first one, when its state was saved, and calls of
+    its hooks."""
+    module, calls = model(seed), list[int]()
+    optimizer = Counting(module.parameters())
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    with LayerWise(optimizer, module, mesh()) as optimizing:
+        saved = optimizing.state_dict()
+        return [
+            group["count"] for group in (*saved["param_groups"], *optimizer.param_groups)
+        ] + calls
 
 
 def other_order(seed: int) -> list[str]:
@@ -127,6 +141,10 @@ def under_backward(seed: int) -> int:
 @pytest.mark.parametrize("course", [saved_early, other_order])
 def test_states(pool: Pool, course: Any, seed: int) -> None:
     assert pool(2).run(course, seed) == [[], []]
+
+
+def test_saving_early_counts_no_step(pool: Pool, seed: int) -> None:
+    assert pool(2).run(counts_begun, seed) == [[0, 0]] * 2
 
 
 def test_a_step_that_is_left_out(pool: Pool, seed: int) -> None:

@@ -6,12 +6,14 @@
 
 Note [In order]
     A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
-    its bucket is updated; then comes a step of the optimizer itself, without any gradient left. So
-    the first gather, under which no module can run, is hidden by updates. An optimizer that counts
-    steps in its groups would count too many, and one with hooks or with random numbers would see
-    the order: these update all parameters in one step, and gathers begin after it.
+    its bucket is updated. So the first gather, under which no module can run, is hidden by updates.
+    That is the last of the hooks that precede a step of the optimizer itself, without any gradient
+    left: hooks of the user run once, and find all gradients, before all updates or after them. An
+    optimizer that counts steps in its groups would count too many, and one with random numbers
+    would see the order: these update all parameters in one step, and gathers begin after it.
     `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
-    batched differs with what is updated at once.
+    batched differs with what is updated at once. For that too, what ranks with shards update alike
+    goes before matrices that have homes, and never with them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
 from interlace.optim.grad_reducer import Bucket, lent
+from interlace.optim.sharded_parameters import is_sharded
 from interlace.optim.whole_parameters import rounds_at_random
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+APART = ("param_groups", "step", *HOOKS)
+"""Attributes that parts do not have of the whole: `step` is a scheduler's, which counts calls."""
 
 
 class UpdatesInOrder:
@@ -45,28 +52,52 @@ class UpdatesInOrder:
         self._optimizer, self._owned = optimizer, owned
         by_chance = any(map(rounds_at_random, optimizer.param_groups))
         members = [{*bucket.params} for bucket in (() if by_chance else buckets)]
-        self._updates = [
-            BucketUpdate(optimizer, {p: source for p, source in owned.items() if source in each})
-            for each in members
+        kinds = [
+            {p: s for p, s in owned.items() if is_sharded(s) is kind} for kind in (False, True)
         ]
+        mine = [[{p: s for p, s in k.items() if s in each} for k in kinds] for each in members]
+        self._updates = [[BucketUpdate(optimizer, some) for some in each if some] for each in mine]
         """Empty where only the whole can be updated."""
+        self._replicated = BucketUpdate(optimizer, kinds[0] if kinds[1] else {}, places=True)
 
     def step(self, order: Sequence[int], updated: Callable[[int], None]) -> None:
         """Updates by what is in `.grad`, and tells of each bucket of which nothing is left."""
-        optimizer = self._optimizer
-        hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        left: dict[Any, Tensor] = {p: grad for p in self._owned if (grad := p.grad) is not None}
+        optimizer, taken = self._optimizer, dict[nn.Parameter, Tensor]()
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        before = optimizer.register_step_pre_hook(  # after the user's
+            lambda *_: self._by_bucket(order, updated, taken)
+        )
+        after = optimizer.register_step_post_hook(lambda *_: _give_back(taken))
+        hooks.move_to_end(after.id, last=False)
+        try:
+            optimizer.step()
+        finally:
+            before.remove()
+            after.remove()
+
+    def _by_bucket(
+        self,
+        order: Sequence[int],
+        updated: Callable[[int], None],
+        taken: dict[nn.Parameter, Tensor],
+    ) -> None:
+        """Updates buckets, and moves the gradients that it used from `.grad` to `taken`."""
+        left = {p: grad for p in self._owned if (grad := p.grad) is not None}
         for param in left:
             param.grad = None
-        for index in order if self._updates and not any(hooks) else ():
-            update = self._updates[index]
-            if not update({p: left.pop(p) for p in update.sources if p in left}):
+
+        def take(update: BucketUpdate) -> dict[nn.Parameter, Tensor]:
+            mine = {p: left.pop(p) for p in update.sources if p in left}
+            taken.update(mine)
+            return mine
+
+        for index in order if self._updates else ():
+            if not all(update(take(update)) for update in self._updates[index]):
                 self._updates = []
                 break
             updated(index)
-        for param, grad in left.items():
-            param.grad = grad
-        optimizer.step()
+        self._replicated(take(self._replicated))
+        _give_back(left)
 
     def under_backward(self, main_grads: Mapping[nn.Parameter, Tensor]) -> list[Callable[[], None]]:
         """What updates each bucket by its main gradients."""
@@ -75,10 +106,12 @@ class UpdatesInOrder:
                 "update_under_backward=True with stochastic rounding would give bits that depend "
                 "on the buckets: leave one out"
             )
-        return [
-            partial(update.under_backward, {p: main_grads[p] for p in update.sources})
-            for update in self._updates
-        ]
+
+        def run(updates: Sequence[BucketUpdate]) -> None:
+            for update in updates:
+                update.under_backward({p: main_grads[p] for p in update.sources})
+
+        return [partial(run, updates) for updates in self._updates]
 
 
 class BucketUpdate:
@@ -86,33 +119,41 @@ class BucketUpdate:
 
     While it runs, a backward may go on, which sets `.grad` of other Parameters for moments: the
     part has none of them, nor have optimizers that the optimizer holds. `sources`: what it updates,
-    each with the module's Parameter that is trained by that, or frozen.
+    each with the module's Parameter that is trained by that, or frozen. With `places` it has all
+    Parameters, in the places that random bits depend on, and no backward may go on.
     """
 
-    def __init__(self, optimizer: Optimizer, sources: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        self.sources = sources
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sources: Mapping[nn.Parameter, nn.Parameter],
+        *,
+        places: bool = False,
+    ) -> None:
+        self.sources, self._places = sources, places
         self._groups: dict[int, dict[str, Any]] = {}
-        self._parts: list[tuple[Optimizer, Optimizer]] = []
+        self._parts: list[tuple[Optimizer, Optimizer, dict[str, Any]]] = []
+        """Parts, what each is of, and the attributes that this had when they were copied."""
         self._part: Optimizer = self._of(optimizer)
 
     def _of(self, value: Any) -> Any:
         """An optimizer's part; what holds optimizers with their parts; other values as they are."""
-        if isinstance(value, list | tuple) and any(isinstance(v, Optimizer) for v in value):
-            return [self._of(each) for each in value]
-        if not isinstance(value, Optimizer):
+        if not _holds_optimizers(value):
             return value
+        if not isinstance(value, Optimizer):
+            return [self._of(each) for each in value]
         part: Optimizer = object.__new__(type(value))
-        kept = {n: v for n, v in value.__dict__.items() if n != "step"}  # a scheduler's, for that
+        kept = {n: v for n, v in value.__dict__.items() if n not in APART}
         groups = [self._group(group) for group in value.param_groups]
         part.__dict__.update({name: self._of(each) for name, each in kept.items()})
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for hooks in HOOKS:
             part.__dict__[hooks] = OrderedDict()  # step() calls those of the whole
         part.param_groups = groups
-        self._parts.append((part, value))
+        self._parts.append((part, value, kept))
         return part
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        params = [param for param in group["params"] if param in self.sources]
+        params = [p for p in group["params"] if self._places or p in self.sources]
         return self._groups.setdefault(id(group), {**group, "params": params})
 
     @torch.no_grad()
@@ -123,15 +164,18 @@ class BucketUpdate:
         trained = {param: grads[param] for param in mine if self.sources[param].requires_grad}
         if not trained:
             return True
-        for part, whole in self._parts:
-            part.state = whole.state
+        for part, whole, seen in self._parts:
+            now = {n: v for n, v in whole.__dict__.items() if n not in APART}
+            changed = {n: v for n, v in now.items() if n not in seen or seen[n] is not v}
+            part.__dict__.update({n: v for n, v in changed.items() if not _holds_optimizers(v)})
+            seen.update(changed)
             for group, now in zip(part.param_groups, whole.param_groups, strict=True):
                 group.update({name: value for name, value in now.items() if name != "params"})
         with lent(trained):
             self._part.step()
         return all(
             _is_as(group, now)
-            for part, whole in self._parts
+            for part, whole, _ in self._parts
             for group, now in zip(part.param_groups, whole.param_groups, strict=True)
         )
 
@@ -142,6 +186,16 @@ class BucketUpdate:
                 "the optimizer changes its param_groups in each step (a count of steps?), and so "
                 "cannot update bucket by bucket: give update_under_backward=False"
             )
+
+
+def _give_back(grads: Mapping[nn.Parameter, Tensor]) -> None:
+    for param, grad in grads.items():
+        param.grad = grad
+
+
+def _holds_optimizers(value: Any) -> bool:
+    several = isinstance(value, list | tuple) and any(isinstance(v, Optimizer) for v in value)
+    return several or isinstance(value, Optimizer)
 
 
 def _is_as(group: dict[str, Any], now: dict[str, Any]) -> bool:

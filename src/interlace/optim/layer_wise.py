@@ -71,7 +71,9 @@ from interlace.options import Options
 class LayerWise:
     """An optimizer whose parameters have owners, one rank of `mesh` each.
 
-    `optimizer`: has updated nothing yet, or has state for all parameters; each of its parameters
+    `optimizer`: has updated nothing yet, or has state for all parameters. It updates each parameter
+    by itself, and finds them in its `param_groups`, or those of optimizers that it holds in
+    attributes and lists (parts of it, with its attributes, update bucket by bucket). Each parameter
     stands in `module`, which every rank of `mesh` has alike (a gather at the start makes weights
     equal). The Parameters become views of flat buffers, and frozen ones may be unfrozen later.
     `mesh`: one dimension, whose ranks all do the same. Every rank of the job makes its own
@@ -107,9 +109,7 @@ class LayerWise:
     With `update_under_backward=True` the owners of a bucket update it as soon as its gradients are
     reduced, under the rest of the backward (on the thread or the stream of the reductions), with
     the learning rate of then; the first backward, and buckets whose gradients are not complete
-    before, wait for `step`. Nothing can be clipped, or a step left out. The optimizer must update
-    each parameter by itself, and find them in its `param_groups`, or those of optimizers that it
-    holds in attributes and lists.
+    before, wait for `step`. Nothing can be clipped, or a step left out.
 
     Raises OptimizerError or UnsupportedError for parameters that cannot be served so. When a peer
     fails, the error names the bucket and the module that waited; the weights are then undefined.
@@ -172,7 +172,9 @@ class LayerWise:
                 len(plan.parts) * plan.shards, dtype=torch.float64, device=self._device
             ),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
-            "hashes": torch.zeros(2 * len(plan.params), dtype=torch.int64, device=self._device),
+            "hashes": torch.zeros(
+                2 * len(plan.params) * plan.shards, dtype=torch.int64, device=self._device
+            ),
         }
         chosen = options or Options()
         self._early = update_under_backward
@@ -197,7 +199,7 @@ class LayerWise:
             early = self._updates.under_backward(self._main_grads) if self._early else []
             peer = chosen.transport == "peer"
             programs = runs_of(plan, weights, grads, op, peer, self._shared)
-            before, then = calls_around(grads, [*self._shared], self._homes, early)
+            before, then = calls_around(weights, grads, [*self._shared], self._homes, early)
             self._runs = BucketRuns(programs, group, chosen, apart=True, before=before, then=then)
             made.callback(self._runs.close)
             self._reducer = None
@@ -307,7 +309,7 @@ class LayerWise:
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
         shard, shards = self._plan.shard, self._plan.shards
         for number, acting in enumerate(self._stand_ins.acting):
-            sharded = self._plain_shards or is_sharded(self._plan.parts[number].param)
+            sharded = self._differs(self._plan.parts[number].param)
             if acting in grads and (shard == 0 or sharded):
                 grad = grads[acting]
                 kind = torch.promote_types(grad.dtype, torch.float32)
@@ -335,7 +337,7 @@ class LayerWise:
 
         `torch.distributed.checkpoint` saves and loads it as it is, on any number of ranks: each
         saves what it owns, and reads what it owns then. For that, an optimizer that has no state
-        yet gets the state that a first step begins with.
+        yet gets the state that a first step begins with; with `split_matrices` that is collective.
         """
         self._check_whole()
         self.synchronize()
@@ -358,21 +360,29 @@ class LayerWise:
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Raises ReplicaError unless every rank holds the same bits in all Parameters that the
-        optimizer has. Collective; between a step and the next backward.
+        optimizer has, shards but those of other ranks. Collective; between a step and the next
+        backward.
         """
         self.synchronize()
-        hashes, half = self._shared["hashes"], len(self._plan.params)
-        own = torch.stack([hash_of(param) for param in self._plan.params.values()])
-        hashes[:half], hashes[half:] = own, ~own  # of which the greatest is that of the least
+        names, shard, shards = [*self._plan.params], self._plan.shard, self._plan.shards
+        hashes = self._shared["hashes"].view(2, len(names), shards)
+        hashes.fill_(torch.iinfo(torch.int64).min)
+        for number, param in enumerate(self._plan.params.values()):
+            own, held = hash_of(param), [shard] if self._differs(param) else range(shards)
+            for place in held:  # a hash, and what has its least for its greatest
+                hashes[0, number, place], hashes[1, number, place] = own, ~own
         self._share("hashes")
-        wrong = (hashes[:half] != ~hashes[half:]).nonzero().flatten().tolist()
+        wrong = (hashes[0] != ~hashes[1]).any(1).nonzero().flatten().tolist()
         if wrong:
-            names = [*self._plan.params]
             raise ReplicaError(
                 f"before step {self._steps} ranks hold different weights in "
                 f"{shown([names[number] for number in wrong])} (this is rank {self._plan.rank}): "
                 "did a rank write Parameters by itself, or read them while they were gathered?"
             )
+
+    def _differs(self, param: nn.Parameter) -> bool:
+        """Whether ranks that hold shards have other parts of it."""
+        return self._plain_shards or is_sharded(param)
 
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""

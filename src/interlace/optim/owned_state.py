@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
+from interlace.optim.bucket_update import BucketUpdate
 from interlace.optim.flat_weights import shown
 
 Owned = Mapping[nn.Parameter, nn.Parameter]
@@ -81,17 +82,15 @@ def load(
 
 @torch.no_grad()
 def _begin_state(optimizer: Optimizer, owned: Owned) -> list[nn.Parameter]:
-    """Makes state of what is owned, if there is none, by a step whose weights are put back; gives
-    what has such state now.
+    """Makes state of what is owned, if there is none, by a step whose weights are put back, of a
+    part of the optimizer; gives what has such state now.
     """
     fresh = [acting for acting, param in owned.items() if param.requires_grad]
-    if any(optimizer.state.get(param) for param in fresh):
+    if not fresh or any(optimizer.state.get(param) for param in fresh):
         return []
     weights, grads = [param.clone() for param in fresh], [param.grad for param in fresh]
     try:
-        for param in fresh:
-            param.grad = torch.zeros_like(param)
-        optimizer.step()
+        BucketUpdate(optimizer, owned)({param: torch.zeros_like(param) for param in fresh})
     finally:
         for param, weight, grad in zip(fresh, weights, grads, strict=True):
             param.copy_(weight)

@@ -1,7 +1,7 @@
 """The runs of a LayerWise step: what they are of, and what precedes and follows each.
 
     runs = runs_of(plan, weights, grads, op, peer, shared)
-    before, then = calls_around(grads, shared, homes, updates)
+    before, then = calls_around(weights, grads, shared, homes, updates)
     runs = BucketRuns(runs, group, options, apart=True, before=before, then=then)
 
 First come the reductions in the order of backward, then the gathers in that of the model, and then
@@ -67,6 +67,7 @@ def runs_of(
 
 
 def calls_around(
+    weights: Sequence[Bucket],
     grads: Sequence[Bucket],
     shared: Sequence[str],
     homes: TensorHomes | None,
@@ -87,7 +88,7 @@ def calls_around(
         reduced += updates[index : index + 1]
     for number, name in enumerate(shared):
         if homes is not None and name in SHARED:
-            then[2 * len(grads) + number] = [partial(homes.share, name)]
+            then[len(grads) + len(weights) + number] = [partial(homes.share, name)]
     return before, {index: partial(_in_turn, calls) for index, calls in then.items()}
 
 

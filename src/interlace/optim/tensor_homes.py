@@ -37,7 +37,7 @@ from interlace.optim.update_plan import UpdatePlan
 from interlace.options import Options
 from interlace.runtime import Executor
 
-SHARED = ("norms", "order")
+SHARED = ("norms", "order", "hashes")
 """What ranks that hold shards tell one another too."""
 
 
