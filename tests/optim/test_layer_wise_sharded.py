@@ -357,10 +357,10 @@ class Pairs(nn.Module):
 
     def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         super().__init__()
-        squares = [torch.randn(size, size) for size in range(12, 44, 2)]
-        self.alike = nn.ParameterList(nn.Parameter(square.clone()) for square in squares)
+        made = [*map(torch.randn, itertools.product((14, 16), range(12, 20)))]
+        self.alike = nn.ParameterList(nn.Parameter(each.clone()) for each in made)
         self.sharded = nn.ParameterList(
-            nn.Parameter(distribute_tensor(square, mesh, [Shard(0)])) for square in squares
+            nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in made
         )
         self.scale = nn.Parameter(torch.ones(8, dtype=dtype))
 
@@ -376,7 +376,7 @@ def held_alike(seed: int, dtype: torch.dtype) -> tuple[Tensors, str]:
     optimizer = Muon(layerwise.by_dimensions(module.parameters()), lr=0.02)
     draw = torch.Generator().manual_seed(seed)
     with LayerWise(optimizer, module, mesh.dp, check_replicas_every=5) as optimizing:
-        for _ in range(20):
+        for _ in range(40):
             module(draw).backward()
             optimizing.step()
             optimizing.zero_grad()
