@@ -80,6 +80,8 @@ class CpuEngine(Engine):
         inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
         for name, team in request.ordered():
             topic = f"{team.num_prepared}/{name}"
+            if why := plan.shares(name):
+                team.refuse_memory(f"{plan.program.name} {why}")
             found = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
             for slot in found.values():
                 request.kept.callback(team.slots.let_go, slot)

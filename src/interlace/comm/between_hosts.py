@@ -1,0 +1,270 @@
+"""A team whose ranks are on several hosts, which share no memory: what its ranks know of each other.
+
+    control = HostsControl("dp", ranks, me, hosts, store, topic, lambda: gloo, time_out_s=60)
+
+Note [Between hosts]
+    Runs go by gloo alone. Where a run begins its ranks tell each other which Program they run, in
+    one gather of 16 bytes, so that none takes the data of another Program. No store is asked.
+
+    A rank that fails leaves its block in the store and cuts its connections; gloo then raises on
+    its peers, which find in the store what was behind it. Who waits longer looks there too, a few
+    times a second, at one counter. A rank whose wait is over asks where the others are: those that
+    wait as well answer, and the error names the others, which may be stalled, or out of reach. Of
+    a rank that was killed, gloo's closed connection tells (`disconnected` in liveness.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from interlace.comm.backends import cut
+from interlace.comm.collectives import Spec, bind_collective
+from interlace.comm.control import (
+    ATTENDS,
+    ENTERED,
+    ERROR,
+    EXITED,
+    NBYTES,
+    PROGRESS,
+    RESETTING,
+    STREAMS,
+    Control,
+)
+from interlace.comm.host.signals import BoundedWait
+from interlace.comm.rendezvous.board import Board
+from interlace.comm.rendezvous.liveness import PeerProcess
+from interlace.errors import AgreementError, InterlaceError, PeerError
+
+LOOK_EVERY_S = 0.25
+ANSWER_S = 1.5
+"""How long ranks may take to answer one whose wait is over: several looks,"""
+BEHIND_S = 2.0
+"""and to leave word of what made them cut their connections."""
+STORE_S = 1.0
+"""How long the store may take to answer; it may be out of reach."""
+ENTRY = struct.Struct("QQ")
+"""The run and the tag of the Program, as gathered where a run begins."""
+
+
+def blank() -> memoryview:
+    return memoryview(bytearray(NBYTES)).cast("Q")
+
+
+class HostsControl(Control):
+    """The control block of a team that spans hosts: Note [Between hosts]. The blocks of other
+    ranks are as they last left them in the store."""
+
+    def __init__(
+        self,
+        team: str,
+        ranks: Sequence[int],
+        me: int,
+        hosts: Sequence[str],
+        board: Board,
+        topic: str,
+        gloo: Callable[[], Any],
+        time_out_s: float,
+    ) -> None:
+        """`board` is this object's own, since it waits for the store for `STORE_S` only. `gloo`
+        gives the backend of the team's runs."""
+        lives = [PeerProcess(None) for _ in ranks]  # `failure` has the board tell who ended
+        super().__init__(team, ranks, me, [blank() for _ in ranks], lives, board.word)
+        self._hosts, self._board, self._topic, self._gloo = [*hosts], board, topic, gloo
+        self._time_out_s = time_out_s
+        self._others = {*self.ranks} - {self.ranks[me]}
+        self._next_look, self._said = 0.0, 0
+        self._asks, self._asked = 0, 0
+        self._answered = dict.fromkeys(range(len(ranks)), 0)
+        self._entry, self._entries = bytearray(ENTRY.size), bytearray(ENTRY.size * len(ranks))
+
+    def enter(self, tag: int, name: str, op_text: Callable[[int], str] | None = None) -> int:
+        run = super().enter(tag, name, op_text)
+        gloo = self._gloo()
+        wait = BoundedWait(
+            self._time_out_s,
+            lambda: f"run {run} of team {self.team} begins, with {name!r}",
+            self._check_entry,
+            behind=self.behind,
+            cut=partial(cut, gloo),
+        )
+        ENTRY.pack_into(self._entry, 0, run, tag)
+        sizes = (ENTRY.size,) * len(self.ranks)
+        spec = Spec("all_gather", len(self.ranks), self.me, sizes, torch.uint8)
+        mine, all_ = (torch.frombuffer(b, dtype=torch.uint8) for b in (self._entry, self._entries))
+        try:
+            bind_collective(gloo, spec, self._time_out_s)(mine, all_, wait)
+        except RuntimeError as error:
+            raise self._behind(error) from error
+        entries = [*ENTRY.iter_unpack(self._entries)]
+        for peer, _ in self._peers:
+            if entries[peer] != (run, tag):
+                self._where_all()
+                self._compare(peer, run)
+                raise AgreementError(
+                    f"{self._who(peer)} of team {self.team} began run {entries[peer][0]} and "
+                    f"{self._who(self.me)} run {run}, of different Programs: every rank of a team "
+                    "must run the same Programs in the same order"
+                )
+            self._met[peer] = run
+        return run
+
+    def meet(self, peer: int, wait: BoundedWait) -> None:
+        """Nothing: where the run began, all met."""
+
+    def reach(self, backend: int, count: int, wait: BoundedWait) -> None:
+        """Nothing: gloo's own collective is the rendezvous."""
+
+    def check(self) -> None:
+        self._look()
+        if (error := super().failure()) is not None:
+            raise error
+
+    def _check_entry(self) -> None:
+        """Also whether a peer that has not begun this run waits for this rank in a meeting."""
+        self.check()
+        for peer, _ in self._peers:
+            if self._cells[peer][ATTENDS]:
+                self._check_attends(peer)
+
+    def failure(self) -> InterlaceError | None:
+        self._look(now=True)
+        return super().failure() or self._death()
+
+    def _death(self) -> InterlaceError | None:
+        try:
+            gone = sorted(self._board.ended(self._others) & self._others)
+        except InterlaceError as error:  # the store is gone, with the process that holds it
+            return error
+        if not gone:
+            return None
+        who = self._who(self.ranks.index(gone[0]))
+        if word := self._board.word(gone[0]):
+            return PeerError(f"{who} of team {self.team} stopped: {word}")
+        return PeerError(f"{who} of team {self.team} died: its process has ended")
+
+    def _behind(self, error: RuntimeError) -> InterlaceError:
+        """What made a transfer fail: ranks that cut their connections said why before."""
+        deadline = time.monotonic() + BEHIND_S
+        while time.monotonic() < deadline:
+            if (found := self.failure()) is not None:
+                return found
+            time.sleep(0.02)
+        return PeerError(f"a transfer of team {self.team} failed: {str(error).splitlines()[0]}")
+
+    def fail(self, error: BaseException, kind: int | None = None) -> None:
+        before = self._mine[ERROR]
+        super().fail(error, kind)
+        if self._mine[ERROR] == before:
+            return
+        self._publish()
+        if self._mine[ERROR] != RESETTING:
+            cut(self._gloo())
+
+    def attend(self, meeting: str) -> None:
+        super().attend(meeting)
+        self._publish()
+
+    def resetting(self) -> int | None:
+        self._look()
+        return super().resetting()
+
+    def begin_reset(self) -> None:
+        super().begin_reset()
+        self._publish()
+
+    def give_up_reset(self, error: BaseException) -> None:
+        super().give_up_reset(error)
+        self._publish()
+
+    def reset(self, run: int) -> None:
+        super().reset(run)
+        self._asked = 0
+        for peer, _ in self._peers:
+            self._cells[peer] = blank()
+            self._cells[peer][ENTERED] = self._cells[peer][EXITED] = run
+        self._publish()
+
+    def behind(self) -> str:
+        return self._where_all()
+
+    def where(self, members: Sequence[int]) -> str:
+        self._ask()
+        return super().where(members)
+
+    def _where_all(self) -> str:
+        """Where the ranks stand that do not answer; or all others, if they do."""
+        self._ask()
+        silent = [n for n, _ in self._peers if not self._is_heard(n)]
+        return super().where(silent or [n for n, _ in self._peers])
+
+    def _is_heard(self, member: int) -> bool:
+        return self._cells[member][ENTERED] >= self._mine[ENTERED]
+
+    def _ask(self) -> None:
+        """Has the peers say where they are in this run, once a run."""
+        if self._asked == self._mine[ENTERED]:
+            return
+        self._asked = self._mine[ENTERED]
+        self._asks += 1
+        self._publish()
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline and not all(self._is_heard(n) for n, _ in self._peers):
+            time.sleep(0.02)
+            self._look(now=True)
+
+    def _who(self, member: int) -> str:
+        return f"{super()._who(member)} on host {self._hosts[member]}"
+
+    def _stand(self, member: int) -> str:
+        host = f"on host {self._hosts[member]}"
+        if not self._is_heard(member):
+            run = self._mine[ENTERED]
+            return (
+                f"{host} does not answer: it has not come to run {run}, is stalled, or its host "
+                "cannot be reached"
+            )
+        return f"{host} {super()._stand(member)}"
+
+    def _publish(self) -> None:
+        """Leaves this rank's block in the store, for who looks."""
+        cells = [[at, cell] for at, cell in enumerate(self._mine) if cell]
+        note = {"cells": cells, "asks": self._asks, "now": time.monotonic_ns()}
+        with contextlib.suppress(InterlaceError):
+            self._board.post(f"{self._topic}/{self.me}", note)
+            self._board.count(f"{self._topic}/said")
+
+    def _look(self, now: bool = False) -> None:
+        """Reads what ranks left in the store since the last look, and answers those that ask."""
+        if not now and time.monotonic() < self._next_look:
+            return
+        self._next_look, asked = time.monotonic() + LOOK_EVERY_S, False
+        with contextlib.suppress(InterlaceError):
+            said: Any = self._board.read(f"{self._topic}/said")
+            if said is None or said == self._said:
+                return
+            for peer, _ in self._peers:
+                if (note := self._board.read(f"{self._topic}/{peer}")) is not None:
+                    self._cells[peer] = _block(note)
+                    asked |= note["asks"] > self._answered[peer]
+                    self._answered[peer] = note["asks"]
+            self._said = said
+        if asked:
+            self._publish()
+
+
+def _block(note: dict[str, Any]) -> memoryview:
+    """A rank's block as it left it, its times by this host's clock."""
+    cells, ahead = blank(), time.monotonic_ns() - note["now"]
+    for at, cell in note["cells"]:
+        cells[at] = cell
+    for at in range(PROGRESS, PROGRESS + 2 * STREAMS, 2):
+        if cells[at]:
+            cells[at + 1] = max(0, cells[at + 1] + ahead)
+    return cells
