@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class NoHosts(Exception):
-    """This user may not make namespaces here, or the kernel lacks what they need; with the reason."""
+    """Why there can be none: this user may not make namespaces, or the kernel lacks something."""
 
 
 class Hosts:
@@ -45,7 +45,15 @@ class Hosts:
             self._ip(self._switch, "link add br0 type bridge")
             self._ip(self._switch, "link set br0 up")
             for number, name in enumerate(NAMES):
-                spaces = "--uts --net --mount --pid --fork --kill-child --mount-proc".split()
+                spaces = [
+                    "--uts",
+                    "--net",
+                    "--mount",
+                    "--pid",
+                    "--fork",
+                    "--kill-child",
+                    "--mount-proc",
+                ]
                 parent = self._hold(spaces, f"hostname {name} && mount -t tmpfs tmpfs /dev/shm")
                 (pid,) = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
                 self.pids.append(int(pid))
@@ -69,6 +77,10 @@ class Hosts:
     def cut_off(self, host: int) -> None:
         """The host's link goes down: nothing comes from it any more, and nothing says so."""
         self._ip(self._switch, f"link set v{host} down")
+
+    def join(self, host: int) -> None:
+        """Its link is up again."""
+        self._ip(self._switch, f"link set v{host} up")
 
     def _hold(self, spaces: list[str], first: str) -> int:
         """A process in new namespaces that stays until the end; its id, or that of `--fork`."""

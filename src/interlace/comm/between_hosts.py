@@ -1,6 +1,8 @@
-"""A team whose ranks are on several hosts, which share no memory: what its ranks know of each other.
+"""What the ranks of a team know of each other where they are on hosts that share no memory.
 
-    control = HostsControl("dp", ranks, me, hosts, store, topic, lambda: gloo, time_out_s=60)
+    control = HostsControl("dp", ranks, me, hosts, store, topic, lambda: gloo)
+    control.enter(tag, "forward")
+    control.begin(time_out_s=60)            # all ranks
 
 Note [Between hosts]
     Runs go by gloo alone. Where a run begins its ranks tell each other which Program they run, in
@@ -49,8 +51,10 @@ BEHIND_S = 2.0
 """and to leave word of what made them cut their connections."""
 STORE_S = 1.0
 """How long the store may take to answer; it may be out of reach."""
-ENTRY = struct.Struct("QQ")
-"""The run and the tag of the Program, as gathered where a run begins."""
+ASK_S = ANSWER_S + STORE_S
+"""How long a rank whose wait is over may take to find out who is late."""
+RUN_AND_TAG = struct.Struct("QQ")
+"""What is gathered where a run begins; the tag is that of the Program."""
 
 
 def blank() -> memoryview:
@@ -70,50 +74,50 @@ class HostsControl(Control):
         board: Board,
         topic: str,
         gloo: Callable[[], Any],
-        time_out_s: float,
     ) -> None:
         """`board` is this object's own, since it waits for the store for `STORE_S` only. `gloo`
         gives the backend of the team's runs."""
-        lives = [PeerProcess(None) for _ in ranks]  # `failure` has the board tell who ended
+        lives = [PeerProcess(None) for _ in ranks]  # `cause` has the board tell who ended
         super().__init__(team, ranks, me, [blank() for _ in ranks], lives, board.word)
         self._hosts, self._board, self._topic, self._gloo = [*hosts], board, topic, gloo
-        self._time_out_s = time_out_s
         self._others = {*self.ranks} - {self.ranks[me]}
         self._next_look, self._said = 0.0, 0
         self._asks, self._asked = 0, 0
         self._answered = dict.fromkeys(range(len(ranks)), 0)
-        self._entry, self._entries = bytearray(ENTRY.size), bytearray(ENTRY.size * len(ranks))
 
-    def enter(self, tag: int, name: str, op_text: Callable[[int], str] | None = None) -> int:
-        run = super().enter(tag, name, op_text)
-        gloo = self._gloo()
+    def begin(self, time_out_s: float) -> None:
+        """Once this rank has entered a run: waits for all others, and sees that they run the same
+        Program."""
+        run, gloo = self.run, self._gloo()
+        mine = self._entry(self.me, run)
+        assert mine is not None
+        tag, name = mine
         wait = BoundedWait(
-            self._time_out_s,
-            lambda: f"run {run} of team {self.team} begins, with {name!r}",
-            self._check_entry,
+            time_out_s,
+            lambda: f"run {run} of team {self.team}, of {name!r}, begins",
+            self._check_absent,
             behind=self.behind,
             cut=partial(cut, gloo),
         )
-        ENTRY.pack_into(self._entry, 0, run, tag)
-        sizes = (ENTRY.size,) * len(self.ranks)
-        spec = Spec("all_gather", len(self.ranks), self.me, sizes, torch.uint8)
-        mine, all_ = (torch.frombuffer(b, dtype=torch.uint8) for b in (self._entry, self._entries))
+        size = len(self.ranks)
+        spec = Spec("all_gather", size, self.me, (RUN_AND_TAG.size,) * size, torch.uint8)
+        given = bytearray(RUN_AND_TAG.pack(run, tag))
+        gathered = bytearray(size * RUN_AND_TAG.size)
+        src, dst = (torch.frombuffer(each, dtype=torch.uint8) for each in (given, gathered))
         try:
-            bind_collective(gloo, spec, self._time_out_s)(mine, all_, wait)
+            bind_collective(gloo, spec, time_out_s)(src, dst, wait)
         except RuntimeError as error:
-            raise self._behind(error) from error
-        entries = [*ENTRY.iter_unpack(self._entries)]
-        for peer, _ in self._peers:
-            if entries[peer] != (run, tag):
-                self._where_all()
+            raise self._cause(error) from error
+        for peer, theirs in enumerate(RUN_AND_TAG.iter_unpack(gathered)):
+            if theirs != (run, tag):
+                self._ask()
                 self._compare(peer, run)
                 raise AgreementError(
-                    f"{self._who(peer)} of team {self.team} began run {entries[peer][0]} and "
-                    f"{self._who(self.me)} run {run}, of different Programs: every rank of a team "
-                    "must run the same Programs in the same order"
+                    f"{self._who(peer)} of team {self.team} begins run {theirs[0]} of another "
+                    f"Program than {self._who(self.me)} run {run}: every rank of a team must run "
+                    "the same Programs in the same order"
                 )
             self._met[peer] = run
-        return run
 
     def meet(self, peer: int, wait: BoundedWait) -> None:
         """Nothing: where the run began, all met."""
@@ -126,7 +130,7 @@ class HostsControl(Control):
         if (error := super().failure()) is not None:
             raise error
 
-    def _check_entry(self) -> None:
+    def _check_absent(self) -> None:
         """Also whether a peer that has not begun this run waits for this rank in a meeting."""
         self.check()
         for peer, _ in self._peers:
@@ -135,7 +139,10 @@ class HostsControl(Control):
 
     def failure(self) -> InterlaceError | None:
         self._look(now=True)
-        return super().failure() or self._death()
+        return super().failure()
+
+    def cause(self) -> InterlaceError | None:
+        return self.failure() or self._death()
 
     def _death(self) -> InterlaceError | None:
         try:
@@ -149,11 +156,11 @@ class HostsControl(Control):
             return PeerError(f"{who} of team {self.team} stopped: {word}")
         return PeerError(f"{who} of team {self.team} died: its process has ended")
 
-    def _behind(self, error: RuntimeError) -> InterlaceError:
+    def _cause(self, error: RuntimeError) -> InterlaceError:
         """What made a transfer fail: ranks that cut their connections said why before."""
         deadline = time.monotonic() + BEHIND_S
         while time.monotonic() < deadline:
-            if (found := self.failure()) is not None:
+            if (found := self.cause()) is not None:
                 return found
             time.sleep(0.02)
         return PeerError(f"a transfer of team {self.team} failed: {str(error).splitlines()[0]}")

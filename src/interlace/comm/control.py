@@ -211,6 +211,10 @@ class Control:
             passed_on = passed_on or PeerError(f"rank {rank} stopped: {word}")
         return passed_on
 
+    def cause(self) -> InterlaceError | None:
+        """What stopped a rank, after a transfer of this rank's failed."""
+        return self.failure()
+
     def _who(self, member: int) -> str:
         return f"rank {self.ranks[member]}"
 

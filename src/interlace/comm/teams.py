@@ -152,7 +152,7 @@ class TeamComm:
             board.lives.update(zip(self.ranks, lives, strict=True))
             names = [place.split("/")[0] for place in self.hosts]
             gloo = lambda: self.backend("gloo", "cpu", time_out_s)  # noqa: E731
-            facts = names, board, f"{topic}/control", gloo, time_out_s
+            facts = names, board, f"{topic}/control", gloo
             control: Control = HostsControl(self.name, self.ranks, self.me, *facts)
         else:
             shared = share(self.board, topic, NBYTES, {}, time_out_s)

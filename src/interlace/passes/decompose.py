@@ -116,7 +116,8 @@ class Decompose:
         row = strategy(self.strategy, self.protocol)
         assert row is not None, self.strategy
         why = refusal(values, found.site, row)
-        if self.machine is not None and (far := out_of_reach(self.machine, values, found.site, row)):
+        machine = self.machine
+        if machine is not None and (far := out_of_reach(machine, values, found.site, row)):
             text = f"{self.strategy} cannot serve this site: {far}"
             return Choice(reason=text, remark=text)
         if row.name == "fused" and self.machine is not None and not self.machine.kernels:
