@@ -57,7 +57,7 @@ def compared(strategies: tuple[str, ...], seed: int) -> tuple[list[str], set[str
     sites got, and the remarks."""
     wrong, before = list[str](), kept(world_group())
     for strategy in strategies:
-        for kind in KINDS:
+        for kind in KINDS[:3]:
             given = drawn(kind, 3, True, torch.float32, seed, integers=True)
             options = {"strategy": strategy, "time_out_s": 30}
             found = differentiated(lambda *a, k=kind, o=options: ours(k, *a, options=o), *given)

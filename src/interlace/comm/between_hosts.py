@@ -44,7 +44,7 @@ from interlace.comm.rendezvous.board import Board
 from interlace.comm.rendezvous.liveness import PeerProcess
 from interlace.errors import AgreementError, InterlaceError, PeerError
 
-LOOK_EVERY_S = 0.25
+LOOK_EVERY_S, PAUSE_S = 0.25, 0.02
 ANSWER_S = 1.5
 """How long ranks may take to answer one whose wait is over: several looks,"""
 BEHIND_S = 2.0
@@ -81,9 +81,11 @@ class HostsControl(Control):
         super().__init__(team, ranks, me, [blank() for _ in ranks], lives, board.word)
         self._hosts, self._board, self._topic, self._gloo = [*hosts], board, topic, gloo
         self._others = {*self.ranks} - {self.ranks[me]}
-        self._next_look, self._said = 0.0, 0
-        self._asks, self._asked = 0, 0
-        self._answered = dict.fromkeys(range(len(ranks)), 0)
+        self._next_look, self._said, self._asked = 0.0, 0, float("-inf")
+        self._last = [0] * len(ranks)
+        """When each rank left the note that was read last, by its own clock."""
+        self._heard: set[int] = set()
+        """Who has answered since this rank asked."""
 
     def begin(self, time_out_s: float) -> None:
         """Once this rank has entered a run: waits for all others, and sees that they run the same
@@ -133,8 +135,9 @@ class HostsControl(Control):
     def _check_absent(self) -> None:
         """Also whether a peer that has not begun this run waits for this rank in a meeting."""
         self.check()
-        for peer, _ in self._peers:
-            if self._cells[peer][ATTENDS]:
+        if any(self._cells[peer][ATTENDS] for peer, _ in self._peers):
+            self._look(now=True)
+            for peer, _ in self._peers:
                 self._check_attends(peer)
 
     def failure(self) -> InterlaceError | None:
@@ -145,10 +148,7 @@ class HostsControl(Control):
         return self.failure() or self._death()
 
     def _death(self) -> InterlaceError | None:
-        try:
-            gone = sorted(self._board.ended(self._others) & self._others)
-        except InterlaceError as error:  # the store is gone, with the process that holds it
-            return error
+        gone = sorted(self._board.ended(self._others) & self._others)
         if not gone:
             return None
         who = self._who(self.ranks.index(gone[0]))
@@ -162,7 +162,7 @@ class HostsControl(Control):
         while time.monotonic() < deadline:
             if (found := self.cause()) is not None:
                 return found
-            time.sleep(0.02)
+            time.sleep(PAUSE_S)
         return PeerError(f"a transfer of team {self.team} failed: {str(error).splitlines()[0]}")
 
     def fail(self, error: BaseException, kind: int | None = None) -> None:
@@ -192,7 +192,8 @@ class HostsControl(Control):
 
     def reset(self, run: int) -> None:
         super().reset(run)
-        self._asked = 0
+        self._heard.clear()
+        self._asked = float("-inf")
         for peer, _ in self._peers:
             self._cells[peer] = blank()
             self._cells[peer][ENTERED] = self._cells[peer][EXITED] = run
@@ -208,22 +209,18 @@ class HostsControl(Control):
     def _where_all(self) -> str:
         """Where the ranks stand that do not answer; or all others, if they do."""
         self._ask()
-        silent = [n for n, _ in self._peers if not self._is_heard(n)]
+        silent = [n for n, _ in self._peers if n not in self._heard]
         return super().where(silent or [n for n, _ in self._peers])
 
-    def _is_heard(self, member: int) -> bool:
-        return self._cells[member][ENTERED] >= self._mine[ENTERED]
-
     def _ask(self) -> None:
-        """Has the peers say where they are in this run, once a run."""
-        if self._asked == self._mine[ENTERED]:
+        """Has the peers say where they are in this run, unless they just did."""
+        if time.monotonic() < self._asked + 2 * ASK_S:
             return
-        self._asked = self._mine[ENTERED]
-        self._asks += 1
-        self._publish()
-        deadline = time.monotonic() + ANSWER_S
-        while time.monotonic() < deadline and not all(self._is_heard(n) for n, _ in self._peers):
-            time.sleep(0.02)
+        self._heard.clear()
+        self._publish(asks=True)
+        self._asked = time.monotonic()
+        while time.monotonic() < self._asked + ANSWER_S and len(self._heard) < len(self._peers):
+            time.sleep(PAUSE_S)
             self._look(now=True)
 
     def _who(self, member: int) -> str:
@@ -231,7 +228,7 @@ class HostsControl(Control):
 
     def _stand(self, member: int) -> str:
         host = f"on host {self._hosts[member]}"
-        if not self._is_heard(member):
+        if member not in self._heard:
             run = self._mine[ENTERED]
             return (
                 f"{host} does not answer: it has not come to run {run}, is stalled, or its host "
@@ -239,10 +236,10 @@ class HostsControl(Control):
             )
         return f"{host} {super()._stand(member)}"
 
-    def _publish(self) -> None:
-        """Leaves this rank's block in the store, for who looks."""
+    def _publish(self, asks: bool = False) -> None:
+        """Leaves this rank's block in the store, for who looks; one that `asks` is answered."""
         cells = [[at, cell] for at, cell in enumerate(self._mine) if cell]
-        note = {"cells": cells, "asks": self._asks, "now": time.monotonic_ns()}
+        note = {"cells": cells, "asks": asks, "now": time.monotonic_ns()}
         with contextlib.suppress(InterlaceError):
             self._board.post(f"{self._topic}/{self.me}", note)
             self._board.count(f"{self._topic}/said")
@@ -257,10 +254,13 @@ class HostsControl(Control):
             if said is None or said == self._said:
                 return
             for peer, _ in self._peers:
-                if (note := self._board.read(f"{self._topic}/{peer}")) is not None:
-                    self._cells[peer] = _block(note)
-                    asked |= note["asks"] > self._answered[peer]
-                    self._answered[peer] = note["asks"]
+                note = self._board.read(f"{self._topic}/{peer}")
+                if note is None or note["now"] == self._last[peer]:
+                    continue
+                self._cells[peer], self._last[peer] = _block(note), note["now"]
+                asked |= note["asks"]
+                if self._cells[peer][ENTERED] >= self._mine[ENTERED]:
+                    self._heard.add(peer)
             self._said = said
         if asked:
             self._publish()

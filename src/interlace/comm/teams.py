@@ -151,7 +151,8 @@ class TeamComm:
             board = Board(apart(c10d._get_default_store()), self.ranks, self.rank, limit_s=SHORT_S)
             board.lives.update(zip(self.ranks, lives, strict=True))
             names = [place.split("/")[0] for place in self.hosts]
-            gloo = lambda: self.backend("gloo", "cpu", time_out_s)  # noqa: E731
+            own = weakref.proxy(self)
+            gloo = lambda: own.backend("gloo", "cpu", time_out_s)  # noqa: E731
             facts = names, board, f"{topic}/control", gloo
             control: Control = HostsControl(self.name, self.ranks, self.me, *facts)
         else:
