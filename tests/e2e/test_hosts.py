@@ -25,7 +25,7 @@ from interlace.comm import team_of
 from interlace.frontend import capture
 from interlace.nn.parallel.programs import kept
 
-SERVE = ("serial", "auto", "pipeline", "shift", "ring", "broadcast")
+SERVE = ("serial", "pipeline", "shift", "ring", "broadcast")
 REACH = ("peer", "fused", "exchange")
 APART = {
     2: "team tp spans hosts (rank 0 on interlace-a, rank 1 on interlace-b)",
@@ -74,7 +74,7 @@ def compared(strategies: tuple[str, ...], seed: int) -> tuple[list[str], set[str
 def test_strategies_like_plain_collectives(pool: HostsPool, world: int, seed: int) -> None:
     for wrong, sites, _ in pool(world).run(compared, SERVE, seed):
         assert not wrong
-        assert sites == {*SERVE} - {"auto"}
+        assert sites == {*SERVE}
 
 
 def test_strategies_that_reach_into_memory_of_peers_run_serially(
