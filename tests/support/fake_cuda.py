@@ -327,7 +327,8 @@ def alone_or_teamed(
     side = FakeSide(driver, size, me) if beside is None else beside.side
     segments = [Segment.create(NBYTES) for _ in range(size)]
     lives = [PeerProcess.of(*identity()) for _ in range(size)]
-    peers = [Control(name, range(size), member, segments, lives) for member in range(size)]
+    cells = [segment.cells for segment in segments]
+    peers = [Control(name, range(size), member, cells, lives) for member in range(size)]
     team: Any = mock.Mock(
         control=peers[me], peers=peers, resets=0, topic=name, lock=threading.RLock(), size=size
     )

@@ -222,20 +222,27 @@ class Pool:
 
     def _start(self, world: int) -> None:
         if self._store is None:
-            from torch.distributed import TCPStore
-
-            preload()
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = self._store_of()
         if not self._workers:
             self._generation += 1
         while len(self._workers) < world:
             mine, theirs = self._context.Pipe()
-            process = self._context.Process(
-                target=work, args=(theirs, self._store.port, self._environ), daemon=True
-            )
+            target, *first = self._target(len(self._workers))
+            args = *first, theirs, self._store.port, self._environ
+            process = self._context.Process(target=target, args=args, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, mine))
+
+    def _store_of(self) -> Any:
+        from torch.distributed import TCPStore
+
+        preload()
+        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def _target(self, rank: int) -> tuple[Any, ...]:
+        """What a rank's process does, and its first arguments."""
+        return (work,)
 
     def _collect(self, world: int, time_out_s: float) -> dict[int, tuple[str, Any]]:
         answers: dict[int, tuple[str, Any]] = {}
@@ -303,8 +310,8 @@ def _join(task: Task, port: int) -> None:
     torch.set_num_threads(1)
     if dist.is_initialized():
         dist.destroy_process_group()
-    limit = timedelta(seconds=60)
-    store = dist.PrefixStore(task.prefix, dist.TCPStore("127.0.0.1", port, timeout=limit))
+    limit, address = timedelta(seconds=60), os.environ.get("MASTER_ADDR", "127.0.0.1")
+    store = dist.PrefixStore(task.prefix, dist.TCPStore(address, port, timeout=limit))
     backend, own = "gloo", None
     if task.device == "cuda":
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast objects

@@ -3,6 +3,7 @@
 teams.py         a team over a process group, its set-up and reset
 backends.py      a team's backends of torch, connected by all of its ranks or by none
 control.py       the block where ranks see each other's runs, progress and errors
+between_hosts.py the same where they share no memory
 collectives.py   every kind of collective on gloo, NCCL or UCC; sums in rank order
 
 rendezvous/      how ranks find one another, agree in bounded time, and notice who is gone
@@ -13,7 +14,7 @@ cuda/            the same on GPUs
 from interlace.comm.backends import limit_s
 from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
-from interlace.comm.host.messages import PeerTransfer, Transfer, exchange
+from interlace.comm.host.messages import HostsTransfer, PeerTransfer, Transfer, exchange
 from interlace.comm.host.peer_collectives import bind_peer_collective, staged_nbytes
 from interlace.comm.host.registered import Registered, share_on_host
 from interlace.comm.host.shared_memory import Segment

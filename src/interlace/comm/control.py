@@ -20,7 +20,6 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from interlace.comm.host.shared_memory import Segment
 from interlace.comm.host.signals import BoundedWait, fence, order_cells, stamp
 from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.liveness import PeerProcess
@@ -55,14 +54,14 @@ class Control:
         team: str,
         ranks: Sequence[int],
         me: int,
-        segments: Sequence[Segment],
+        cells: Sequence[memoryview],
         lives: Sequence[PeerProcess],
         word: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self.team, self.ranks, self.me = team, tuple(ranks), me
         self._lives = lives
-        self._cells = [segment.cells for segment in segments]
-        self._mine = self.cells = segments[me].cells
+        self._cells = [*cells]
+        self._mine = self.cells = cells[me]
         self._peers = [(n, life) for n, life in enumerate(lives) if n != me]
         self._op_text: Callable[[int], str] | None = None
         self._word, self._attended = word, 0
@@ -195,7 +194,7 @@ class Control:
             if kind == DISAGREED:
                 return AgreementError(text)
             if kind == FAILED:
-                return PeerError(f"rank {self.ranks[member]} of team {self.team} stopped: {text}")
+                return PeerError(f"{self._who(member)} of team {self.team} stopped: {text}")
             if kind == PASSED_ON or self._needs(member):
                 passed_on = PeerError(text)
         for member, life in enumerate(self._lives):
@@ -211,6 +210,13 @@ class Control:
                 )
             passed_on = passed_on or PeerError(f"rank {rank} stopped: {word}")
         return passed_on
+
+    def cause(self) -> InterlaceError | None:
+        """What stopped a rank, after a transfer of this rank's failed."""
+        return self.failure()
+
+    def _who(self, member: int) -> str:
+        return f"rank {self.ranks[member]}"
 
     def resetting(self) -> int | None:
         """The rank that called reset() first, as the peers that are there say: they come to no

@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.backends import Connections, apart, limit_s
+from interlace.comm.between_hosts import STORE_S as SHORT_S
+from interlace.comm.between_hosts import HostsControl
 from interlace.comm.control import NBYTES, Control, called_reset
 from interlace.comm.host.shared_memory import share
 from interlace.comm.host.slots import SlotPool
@@ -75,7 +77,7 @@ class TeamComm:
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
         self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
-        self.party = Party(f"{self.key}/greeting", self.ranks)
+        self.party = Party(f"{self.key}/greeting", self.ranks, host())
         self.topic = ""
         """Where the notes of its present processes are; `meet` finds it."""
         self.slots = SlotPool(self.board)
@@ -86,6 +88,30 @@ class TeamComm:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each rank, once its processes have met."""
+        return tuple(self.party.hosts[rank] for rank in self.ranks)
+
+    @property
+    def apart(self) -> str:
+        """Which ranks are on which hosts; empty for a team within one."""
+        places: dict[str, list[int]] = {}
+        for rank, place in zip(self.ranks, self.hosts, strict=True):
+            places.setdefault(place, []).append(rank)
+        if len(places) == 1:
+            return ""
+        told = [f"{named(ranks)} on {place.split('/')[0]}" for place, ranks in places.items()]
+        return f"team {self.name} spans hosts ({', '.join(told)})"
+
+    def refuse_memory(self, what: str) -> None:
+        """Raises where the team spans hosts: `what` needs memory that all its ranks share."""
+        if why := self.apart:
+            raise BackendError(
+                f"{why}, which share no memory, and {what}: choose serial, pipeline, shift, ring, "
+                "broadcast or auto, or make teams that stay within one host"
+            )
 
     @property
     def control(self) -> Control:
@@ -116,21 +142,25 @@ class TeamComm:
         if self._control is not None:
             return
         meet([self], "set up its team", time_out_s)
-        note: Note = {"host": host(), "process": list(identity())}
+        note: Note = {"process": list(identity())}
         topic = f"{self.topic}/setup/{self.num_prepared}"
         notes = self.board.exchange(f"{topic}/hello", note, time_out_s)
-        away = [rank for rank, n in zip(self.ranks, notes, strict=True) if n["host"] != host()]
-        if away:
-            raise BackendError(
-                f"team {self.name} spans hosts: rank {self.rank} is on {host().split('/')[0]}, and "
-                f"{named(away)} on others. The CPU executor shares memory between the ranks of a "
-                "team: start them on one host, or make teams that stay within one"
-            )
-        shared = share(self.board, topic, NBYTES, {}, time_out_s)
-        self._lives = [PeerProcess.of(*n["process"]) for n in notes]
-        self.board.lives.update(zip(self.ranks, self._lives, strict=True))
-        known = shared.segments, self._lives, self.board.word
-        self._control = Control(self.name, self.ranks, self.me, *known)
+        lives = [PeerProcess.of(*n["process"]) for n in notes]
+        if self.apart:
+            self.backend("gloo", "cpu", time_out_s)
+            board = Board(apart(c10d._get_default_store()), self.ranks, self.rank, limit_s=SHORT_S)
+            board.lives.update(zip(self.ranks, lives, strict=True))
+            names = [place.split("/")[0] for place in self.hosts]
+            own = weakref.proxy(self)
+            gloo = lambda: own.backend("gloo", "cpu", time_out_s)  # noqa: E731
+            facts = names, board, f"{topic}/control", gloo
+            control: Control = HostsControl(self.name, self.ranks, self.me, *facts)
+        else:
+            shared = share(self.board, topic, NBYTES, {}, time_out_s)
+            cells = [segment.cells for segment in shared.segments]
+            control = Control(self.name, self.ranks, self.me, cells, lives, self.board.word)
+        self._lives, self._control = lives, control
+        self.board.lives.update(zip(self.ranks, lives, strict=True))
 
     def fail(self, error: BaseException) -> None:
         """Tells the team why this rank stops, and other teams' ranks, in the store, if it ends."""
@@ -182,6 +212,11 @@ class TeamComm:
 
     def cuda(self, device: torch.device, time_out_s: float) -> CudaSide:
         """The team's device side; all ranks make it together, with their first Program on CUDA."""
+        if self.apart:
+            raise BackendError(
+                f"{self.apart}: on GPUs a team's ranks must share a host. Make teams that stay "
+                "within one, or run the Program on device 'cpu'"
+            )
         if self._cuda is None:
             from interlace.comm.cuda.side import CudaSide  # which needs the CUDA driver
 

@@ -32,7 +32,7 @@ _TABLES = ("gemm_flops", "issue", "links", "curves")
 _POSITIVE = frozenset(
     ("memory_bandwidth", "bandwidth", "units", "lanes", "fused", "seconds", "m", "k", "n", "world")
 ) | {"gemm_flops", "gemm_tile", "gemm_tiles"}
-_UNFILED = ("captured", "kernels")
+_UNFILED = ("captured", "kernels", "apart")
 
 
 def save(machine: Machine, path: str | os.PathLike[str]) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from interlace.comm import limit_s, team_of
+from interlace.comm.rendezvous.board import meet
 from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.importing.importer import Imported
@@ -95,8 +97,10 @@ def bind(
 ) -> Bound:
     """Lowers and prepares; all ranks of the Program do it together."""
     place = placed(device)
-    machine = machine_for(options, place.type)
     options, noted = with_regions(options, place)
+    apart = _apart(imported.program, groups, options)
+    machine = machine_for(options, place.type).replace(apart=apart)
+    noted += [Remark("frontend", f"{text}: {UNSERVED}") for _, text in apart]
     if options.graph and (why := _uncaptured(imported)):
         options = dataclasses.replace(options, graph=False, static_outputs=False)
         noted.append(Remark("frontend", f"not captured in CUDA graphs: {why}"))
@@ -123,12 +127,29 @@ def bind(
     if options.strategy == "auto":  # ranks may have chosen by different calibrations
         try:
             anew = f"{DIFFER}: the built-in model chose anew"
-            return prepared(options, built_in(options, place.type), anew)
+            model = built_in(options, place.type).replace(apart=apart)
+            return prepared(options, model, anew)
         except AgreementError as error:
             if not _differs(error, options):
                 raise
     serially = dataclasses.replace(options, overlap=False)
     return prepared(serially, machine, f"{DIFFER}: it runs serially")
+
+
+UNSERVED = "peer, fused and exchange, which reach into memory of peers, do not serve it"
+
+
+def _apart(
+    program: Program, groups: Mapping[str, ProcessGroup], options: Options
+) -> tuple[tuple[str, str], ...]:
+    """The teams that span hosts, with where their ranks are; the ranks of each meet to know."""
+    limit = limit_s(options.time_out_s, groups.values())
+    known = {team.name for team in program.teams}
+    teams = {n: team_of(group, n, limit) for n, group in groups.items() if n in known}
+    if teams:
+        order = sorted(teams.values(), key=lambda team: team.key)
+        meet(order, f"prepare Program {program.name!r}", limit)
+    return tuple((name, team.apart) for name, team in teams.items() if team.apart)
 
 
 def _uncaptured(imported: Imported) -> str:

@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 
+from interlace.comm.backends import cut
 from interlace.comm.collectives import as_bytes
 from interlace.comm.host.signals import BoundedWait, fence, stamp
 from interlace.comm.host.workspace import MessageBox
+from interlace.comm.rendezvous.patience import Errand
 from interlace.comm.teams import TeamComm
 
 FIRST_TAG = 1 << 20
@@ -110,6 +112,33 @@ class Transfer:
             if time.monotonic() - begun < wait.time_out_s:
                 raise
             raise wait.late(self.team.control.where([self.peer])) from error
+
+
+class HostsTransfer(Transfer):
+    """One side of a message between hosts: the sides meet in gloo itself. Who leaves cuts it."""
+
+    _call: Errand | None = None
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Starts the transfer. gloo breaks its connections where a wait for a message is given up,
+        so a thread does that."""
+        if tensor.numel():
+            start = self._backend.send if self.sends else self._backend.recv
+            work = start([as_bytes(tensor)], self.peer, self._tag)
+            self._call = Errand(work.wait)
+
+    def try_move(self, tensor: torch.Tensor) -> bool:
+        if self._call is None:
+            return True
+        if not self._call.is_back(0.0):
+            return False
+        call, self._call = self._call, None
+        call.result()
+        return True
+
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Ends the transfer, and all others of the team."""
+        cut(self._backend)
 
 
 class PeerTransfer(Transfer):

@@ -72,7 +72,12 @@ class Workspace:
             at += align(message.nbytes)
         note["stage"] = [at, align(demand.stage_nbytes)]
         at += align(demand.stage_nbytes)
-        shared = share(team.board, f"{team.topic}/space/{topic}", at, note, time_out_s)
+        place = f"{team.topic}/space/{topic}"
+        if team.apart:  # messages meet in gloo, and nothing else may be asked for
+            self._notes = tuple(team.board.exchange(f"{place}/messages", note, time_out_s))
+            self._cells = [memoryview(b"")] * size
+            return
+        shared = share(team.board, place, at, note, time_out_s)
         self._segments, self._notes = shared.segments, shared.notes
         self._cells = [segment.cells for segment in shared.segments]
         members = zip(shared.segments, shared.notes, strict=True)

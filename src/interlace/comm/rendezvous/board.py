@@ -364,6 +364,10 @@ class Party:
 
     topic: str
     ranks: tuple[int, ...]
+    host: str = ""
+    """This rank's."""
+    hosts: dict[int, str] = field(default_factory=dict[int, str])
+    """Those of all ranks, once they have met."""
     word: str = field(default_factory=lambda: secrets.token_hex(8))
     name: str = ""
     missing: list[int] = field(default_factory=list[int])
@@ -375,12 +379,14 @@ class Party:
         heard = {rank: board.read(f"{self.topic}/{rank}") for rank in others}
         words = {str(rank): note["word"] for rank, note in heard.items() if note} | {me: self.word}
         if words != self.told.get("heard"):
-            self.told = {"word": self.word, "heard": words}
+            self.told = {"word": self.word, "heard": words, "host": self.host}
             board.post(f"{self.topic}/{me}", self.told)
         self.missing = [
             rank for rank, note in heard.items() if not note or note["heard"].get(me) != self.word
         ]
         if not self.missing:
+            told = {rank: note["host"] for rank, note in heard.items() if note}
+            self.hosts = told | {board.rank: self.host}
             self.name = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()[:16]
 
 

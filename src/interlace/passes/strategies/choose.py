@@ -319,7 +319,7 @@ class Chooser:
             other = row.name == "peer" and row.transport != self.protocol
             if not _serves(row, self._machine) or (other and (not gpu or self.protocol == "put")):
                 continue
-            if refusal(values, site, row):
+            if refusal(values, site, row) or out_of_reach(self._machine, values, site, row):
                 continue
             counts = {self.chunks} if self.chunks else {2, DEFAULT_SLICES}
             for chunks in sorted(counts) if row.cut == "slices" else (0,):
@@ -374,6 +374,12 @@ def _serves(row: Strategy, machine: Machine) -> bool:
     if (row.peers and not reach) or (row.name == "fused" and not machine.kernels):
         return False
     return not (row.outdone and gpu and reach)
+
+
+def out_of_reach(machine: Machine, values: Dataflow, site: MatmulSite, row: Strategy) -> str:
+    """Why a strategy cannot reach the memory of the peers; empty where it can, or need not."""
+    where = dict(machine.apart).get(collective_of(values, site).team, "")
+    return f"{where}, which share no memory" if row.peers and where else ""
 
 
 def _signature(values: Dataflow, site: MatmulSite) -> object:

@@ -16,6 +16,7 @@ from functools import partial
 
 from interlace import ir
 from interlace.comm import (
+    HostsTransfer,
     PeerTransfer,
     Transfer,
     bind_collective,
@@ -169,7 +170,8 @@ class HostBinder:
                 parts.append(PeerTransfer(*facts))
             else:
                 backend = self.resources.backends[op.team, message.backend]
-                parts.append(Transfer(*facts, backend, message.nth))
+                kind = HostsTransfer if self.resources.teams[op.team].apart else Transfer
+                parts.append(kind(*facts, backend, message.nth))
             places.append(self.values.own(op.src if isinstance(op, ir.Send) else op.dst))
         wait, items = self.wait_of(index), self.values.items
         return lambda: exchange(parts, [items[place] for place in places], wait)

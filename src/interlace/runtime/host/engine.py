@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Registered, Slot, Workspace, share_on_host
+from interlace.comm.between_hosts import ASK_S, HostsControl
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
@@ -48,12 +49,13 @@ class CpuEngine(Engine):
         self._program, self._rank = context.plan.program, context.plan.rank
         self._flight, resources = context.flight, context.resources
         self._teams = [(t, t.resets, t.control) for t in resources.teams.values()]
+        self._apart = [c for _, _, c in self._teams if isinstance(c, HostsControl)]
         self._inputs, self._outputs = context.inputs, context.outputs
         self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._workers: list[StreamThread] = []
-        self._order = StreamOrder(self._flight)
+        self._order = StreamOrder(self._flight, GRACE_S + (ASK_S if self._apart else 0.0))
         streams = context.plan.program.streams()
         self._entered: list[Any] = [control for _, _, control in self._teams]
         """What every run enters; the cells of the last tell where the streams are."""
@@ -80,6 +82,8 @@ class CpuEngine(Engine):
         inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
         for name, team in request.ordered():
             topic = f"{team.num_prepared}/{name}"
+            if why := plan.shares(name):
+                team.refuse_memory(f"{plan.program.name} {why}")
             found = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
             for slot in found.values():
                 request.kept.callback(team.slots.let_go, slot)
@@ -203,6 +207,8 @@ class CpuEngine(Engine):
             if self._entered:
                 for entered in self._entered:
                     mark = entered.enter(tag, name, text) << VALUE_BITS
+                for control in self._apart:
+                    control.begin(self.context.time_out_s)
                 for buffer, slot in self._takes:
                     self._uses[buffer] = slot.next_use()
                 self._order.run += 1
@@ -352,8 +358,7 @@ class CpuEngine(Engine):
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
             for _, _, control in self._teams:
-                found = control.failure()
-                if found is not None:
+                if (found := control.cause()) is not None:
                     return found
             time.sleep(0.01)
         return None

@@ -40,8 +40,9 @@ class Stream:
 class StreamOrder:
     """Points that the streams of one rank await: events, and turns in the teams' queues."""
 
-    def __init__(self, flight: Flight) -> None:
-        self._flight = flight
+    def __init__(self, flight: Flight, grace_s: float = GRACE_S) -> None:
+        """`grace_s` is how much longer than an op that waits for peers a stream waits for it."""
+        self._flight, self._grace_s = flight, grace_s
         self._changed = threading.Condition()
         self._reached: dict[object, int] = {}
         self.run = 0
@@ -64,7 +65,7 @@ class StreamOrder:
         reached, run = self._reached, self.run
         if reached.get(point) == run:
             return
-        patience, stood = Patience(wait.time_out_s + GRACE_S), list[int]()
+        patience, stood = Patience(wait.time_out_s + self._grace_s), list[int]()
         with self._changed:
             while reached.get(point) != run:
                 wait.check()

@@ -79,6 +79,21 @@ class Plan:
             return tuple(i for i in range(len(member.ranks)) if i != member.index)
         return (self.where.index(peer),)
 
+    def shares(self, team: str) -> str:
+        """Which memory this rank has to share with its peers on the team, if any."""
+        if team in self.takes.values():
+            return "has symmetric buffers"
+        if any(buffer.team == team for buffer in self.program.params if buffer.registered):
+            return "has registered parameters"
+        demand = self.demands[team]
+        if demand.signals:
+            return "has signals"
+        if any(turn.team == team and turn.backend == "peer" for turn in self.turns.values()):
+            return "has collectives of the backend 'peer'"
+        if any(message.backend == "peer" for message in (*demand.sends, *demand.recvs)):
+            return "has messages of the backend 'peer', or from a rank to itself"
+        return ""
+
     def slot_of(self, buffer: str) -> str:
         return self.buffers[buffer].storage or buffer
 

@@ -1,0 +1,239 @@
+"""Teams that span hosts: namespaces with a host name, a /dev/shm, processes and a network apart."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from tests.nn.test_parallel_linear import KINDS, differentiated, drawn, ours, plain
+from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, world_group
+from tests.runtime.test_faults import TIME_OUT_S, suffer
+from tests.support.hosts import Hosts, HostsPool, NoHosts
+from tests.support.pool import Died
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace.comm import team_of
+from interlace.frontend import capture
+from interlace.nn.parallel.programs import kept
+
+SERVE = ("serial", "pipeline", "shift", "ring", "broadcast")
+REACH = ("peer", "fused", "exchange")
+APART = {
+    2: "team tp spans hosts (rank 0 on interlace-a, rank 1 on interlace-b)",
+    3: "team tp spans hosts (ranks 0 and 2 on interlace-a, rank 1 on interlace-b)",
+    4: "team tp spans hosts (ranks 0 and 2 on interlace-a, ranks 1 and 3 on interlace-b)",
+}
+pytestmark = pytest.mark.timeout(110)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    try:
+        with Hosts() as made:
+            yield made
+    except NoHosts as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture(scope="module")
+def pool(hosts: Hosts) -> Iterator[HostsPool]:
+    """Rank r is on host r % 2."""
+    shared = HostsPool(hosts)
+    yield shared
+    shared.close()
+
+
+def compared(strategies: tuple[str, ...], seed: int) -> tuple[list[str], set[str], set[str]]:
+    """Layers on integers beside plain collectives, forward and backward: which differ, what their
+    sites got, and the remarks."""
+    wrong, before = list[str](), kept(world_group())
+    for strategy in strategies:
+        for kind in KINDS[:3]:
+            given = drawn(kind, 3, True, torch.float32, seed, integers=True)
+            options = {"strategy": strategy, "time_out_s": 30}
+            found = differentiated(lambda *a, k=kind, o=options: ours(k, *a, options=o), *given)
+            expected = differentiated(lambda *a, k=kind: plain(k, *a), *given)
+            if not all(map(torch.equal, found, expected)):
+                wrong.append(f"{strategy} {kind}")
+    bound = [each for each in kept(world_group()) if each not in before]
+    sites = {site.strategy for each in bound for site in each.program.sites}
+    remarks = {remark.text for each in bound for remark in each.program.remarks}
+    return wrong, sites, remarks
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_strategies_like_plain_collectives(pool: HostsPool, world: int, seed: int) -> None:
+    for wrong, sites, _ in pool(world).run(compared, SERVE, seed):
+        assert not wrong
+        assert sites == {*SERVE}
+
+
+def test_strategies_that_reach_into_memory_of_peers_run_serially(
+    pool: HostsPool, seed: int
+) -> None:
+    for wrong, sites, remarks in pool(4).run(compared, REACH, seed):
+        assert not wrong
+        assert sites == {"serial"}
+        for strategy in REACH:
+            why = f"{strategy} cannot serve this site: {APART[4]}, which share no memory"
+            assert any(why in text for text in remarks)
+
+
+def step(across: str) -> tuple[bool, str]:
+    """Forward and backward, with weights sharded on dp and rows on tp, of which one is `across`
+    hosts: equal to the same in eager mode?"""
+    torch.compiler.reset()
+    table = [[0, 2], [1, 3]] if across == "dp" else [[0, 1], [2, 3]]
+    mesh = DeviceMesh("cpu", table, mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = funcol.all_gather_tensor_autograd(w, 0, dp)
+        h = F.linear(funcol.all_gather_tensor_autograd(x, 0, tp), full)
+        return funcol.reduce_scatter_tensor_autograd(h @ full, "sum", 0, tp)
+
+    own = torch.Generator().manual_seed(dist.get_rank())
+    x, w = (torch.randint(-2, 3, size, generator=own).float() for size in ((8, 16), (4, 16)))
+
+    def results(function: Any) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        y = function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y.sum(), leaves)]
+
+    options: Any = {"time_out_s": 20.0}
+    with capture() as captured:
+        call = torch.compile(fn, backend="interlace", options=options)
+        found = results(call)
+    return all(map(torch.equal, found, results(fn))), captured.explain()
+
+
+@pytest.mark.parametrize("across", ["dp", "tp"])
+def test_a_step_on_a_mesh_of_which_one_axis_spans_hosts(pool: HostsPool, across: str) -> None:
+    for equal, told in pool(4).run(step, across):
+        assert equal
+        assert f"team {across} spans hosts" in told
+        assert ("peer/get" in told) == (across == "dp"), "tp shares memory where it is on one host"
+
+
+def refused() -> tuple[Outcome, Outcome]:
+    team = team_of(world_group(), "tp")
+    return (
+        attempt(lambda: prepared("put", time_out_s=10.0)),
+        attempt(lambda: team.cuda(torch.device("cuda", 0), 10.0)),
+    )
+
+
+def test_shared_memory_and_gpus_are_refused(pool: HostsPool) -> None:
+    for memory, gpu in pool(2).run(refused):
+        assert memory[0] == gpu[0] == "BackendError"
+        why = f"{APART[2]}, which share no memory, and gather_matmul_put has symmetric buffers"
+        assert why in memory[1]
+        assert APART[2] in gpu[1]
+
+
+def astray(how: str, seed: int) -> list[Outcome]:
+    """Rank 1 calls another Program than the others, or prepares one alone; then all reset."""
+    one, two = (prepared(kind, time_out_s=10.0) for kind in ("shift", "pipeline"))
+    me = dist.get_rank()
+
+    def run(executor: Any) -> Outcome:
+        return attempt(lambda: executor.run(inputs_of(executor.program, me, seed)))
+
+    if how == "alone" and me == 1:
+        found = [attempt(lambda: prepared("pipeline", time_out_s=10.0))]
+    else:
+        found = [run(two if me == 1 else one)]
+    one.reset()
+    found += [run(one), run(two)]
+    return found
+
+
+@pytest.mark.parametrize("how", ["order", "alone"])
+def test_a_rank_that_goes_astray_is_told_at_once(pool: HostsPool, how: str, seed: int) -> None:
+    for rank, (first, *after) in enumerate(pool(3).run(astray, how, seed)):
+        assert [outcome[0] for outcome in after] == ["result", "result"]
+        assert first[0] == ("PeerError" if how == "alone" and rank == 1 else "AgreementError")
+        assert first[2] < 5
+        if how == "order":
+            assert "rank 1 called 'matmul_scatter_pipeline'" in first[1]
+        elif rank != 1:
+            assert "rank 1 recompiled alone" in first[1]
+
+
+@pytest.mark.parametrize("kind", ["shift", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_a_rank_that_raises_is_named_with_its_host(pool: HostsPool, kind: str, seed: int) -> None:
+    for rank, (failed, again, after) in enumerate(pool(3).run(suffer, kind, "raises", 1, seed)):
+        assert failed[0] == ("ExecutorError" if rank == 1 else "PeerError")
+        assert "the planted fault" in failed[1]
+        assert rank == 1 or "rank 1 on host interlace-b of team tp stopped" in failed[1]
+        assert failed[2] < TIME_OUT_S
+        assert again[0] == "ExecutorError"
+        assert after[1] == "equal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shift", "pipeline"])
+def test_a_rank_that_stalls_is_named_with_its_host(pool: HostsPool, kind: str, seed: int) -> None:
+    for rank, (failed, _, after) in enumerate(pool(3).run(suffer, kind, "stalls", 1, seed)):
+        assert failed[0] in ("CommTimeoutError", "PeerError")
+        assert rank == 1 or "rank 1 on host interlace-b is in run" in failed[1]
+        assert failed[2] < TIME_OUT_S + 5
+        assert after[1] == "equal"
+
+
+@pytest.mark.parametrize("kind", ["pipeline", pytest.param("shift", marks=pytest.mark.slow)])
+def test_a_killed_rank_is_named_with_its_host(pool: HostsPool, kind: str, seed: int) -> None:
+    results = pool(3).run(suffer, kind, "dies", 1, seed, may_die={1})
+    assert results.pop(1) == Died(-signal.SIGKILL)
+    for ((error, text, seconds),) in results:
+        assert error == "PeerError"
+        assert "rank 1 on host interlace-b of team tp died" in text
+        assert seconds < TIME_OUT_S
+
+
+def run_on(kind: str, mark: str, seed: int) -> Outcome:
+    """The outcome of the first run that fails; the file `mark` says that runs go on."""
+    executor = prepared(kind, time_out_s=TIME_OUT_S)
+    inputs = inputs_of(executor.program, dist.get_rank(), seed)
+    executor.run(inputs)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(mark).touch()
+    while (outcome := attempt(lambda: executor.run(inputs)))[0] == "result":
+        time.sleep(0.01)
+    return outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipeline", "shift"])
+def test_a_host_that_vanishes_is_named_on_all_others(
+    hosts: Hosts, pool: HostsPool, kind: str, tmp_path: Path, seed: int
+) -> None:
+    mark = tmp_path / "running"
+
+    def cut_off() -> None:
+        while not mark.exists():
+            time.sleep(0.02)
+        time.sleep(0.3)
+        hosts.cut_off(1)
+
+    thread = threading.Thread(target=cut_off, daemon=True)
+    thread.start()
+    try:
+        results = pool(3).run(run_on, kind, str(mark), seed, replace=True)
+    finally:
+        hosts.join(1)
+    for rank, (error, text, seconds) in enumerate(results):
+        assert error in ("CommTimeoutError", "PeerError")
+        assert seconds < TIME_OUT_S + 5
+        away = "rank 0 on host interlace-a" if rank == 1 else "rank 1 on host interlace-b"
+        assert f"{away} does not answer" in text
