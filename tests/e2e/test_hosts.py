@@ -185,7 +185,7 @@ def test_a_rank_that_raises_is_named_with_its_host(pool: HostsPool, kind: str, s
 def test_a_rank_that_stalls_is_named_with_its_host(pool: HostsPool, kind: str, seed: int) -> None:
     for rank, (failed, _, after) in enumerate(pool(3).run(suffer, kind, "stalls", 1, seed)):
         assert failed[0] in ("CommTimeoutError", "PeerError")
-        assert rank == 1 or "rank 1 on host interlace-b is in run" in failed[1]
+        assert rank == 1 or "rank 1 on host interlace-b is in run" in failed[1], failed[1]
         assert failed[2] < TIME_OUT_S + 5
         assert after[1] == "equal"
 
