@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from interlace.optim.ownership import (
+from interlace.optim.layer_wise.ownership import (
     ALIGNMENT,
     MOST_BYTES,
     BucketPlan,

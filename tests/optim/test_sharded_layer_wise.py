@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from interlace.errors import GradientError, InterlaceError, OptimizerError, UnsupportedError
 from interlace.ir import Collective
 from interlace.optim import LayerWise, Muon, ShardedLayerWise, bucket_runs, sharded_layer_wise
-from interlace.optim.ownership import ParameterCost
+from interlace.optim.layer_wise.ownership import ParameterCost
 from interlace.optim.shard_exchange import exchanges_of
 from interlace.options import Options
 from interlace.runtime import Executor

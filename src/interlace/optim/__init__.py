@@ -7,10 +7,10 @@ optimizer = Muon(muon_groups(model), lr=0.02, adamw={"lr": 3e-4})
 """
 
 from interlace.optim.adamw import Adam, AdamW
-from interlace.optim.clipping import clip_grad_norm_
 from interlace.optim.grad_accumulator import GradAccumulator
 from interlace.optim.grad_reducer import GradReducer
-from interlace.optim.layer_wise import LayerWise
+from interlace.optim.layer_wise.clipping import clip_grad_norm_
+from interlace.optim.layer_wise.optimizer import LayerWise
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.routing import muon_groups
 from interlace.optim.sharded_layer_wise import ShardedLayerWise

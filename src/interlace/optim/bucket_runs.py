@@ -27,7 +27,7 @@ import torch.distributed as dist
 import interlace
 from interlace.errors import ExecutorError
 from interlace.ir import Program, parse
-from interlace.optim.ownership import BucketMessage, BucketPlan
+from interlace.optim.layer_wise.ownership import BucketMessage, BucketPlan
 from interlace.options import Options
 from interlace.runtime import Executor
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from interlace.ir import Program, parse
-from interlace.optim.flat_weights import shown
-from interlace.optim.ownership import BucketPlan, ParameterCost, placed
+from interlace.optim.layer_wise.flat_weights import shown
+from interlace.optim.layer_wise.ownership import BucketPlan, ParameterCost, placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ from interlace.errors import GradientError, InterlaceError, OptimizerError, Unsu
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.grad_reducer import unfrozen
+from interlace.optim.layer_wise.ownership import ParameterCost
+from interlace.optim.layer_wise.whole_parameters import named
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.update import (
     adjusted_lr,
@@ -52,9 +54,7 @@ from interlace.optim.muon.update import (
     matrices,
     orthogonal,
 )
-from interlace.optim.ownership import ParameterCost
 from interlace.optim.shard_exchange import ShardExchange, exchanges_of
-from interlace.optim.whole_parameters import named
 from interlace.options import Options
 
 SLOTS = 3

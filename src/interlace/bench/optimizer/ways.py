@@ -1,6 +1,6 @@
 """The ways to train with Muon over data parallelism; of ours each has a bit-equal twin.
 
-    trained = Candidates(settings, ranks)
+    trained = OptimizerWays(settings, ranks)
     racer = prepare(ranks, trained.way("overlap"), trained.sets)
     statistics.median(trained.waits["overlap"])      # seconds that a step waited for gathers
 
@@ -52,7 +52,7 @@ another order, which the iteration in bfloat16 makes more of."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedWay:
     """A model that a way trains."""
 
     module: nn.Module
@@ -75,7 +75,7 @@ class Trained:
         F.cross_entropy(self.module(tokens).flatten(0, 1), target.flatten()).backward()
 
 
-class Candidates:
+class OptimizerWays:
     """The inputs of a run, which differ by rank, and the ways."""
 
     def __init__(self, settings: OptimizerSettings, ranks: Ranks) -> None:
@@ -86,7 +86,7 @@ class Candidates:
         tokens = torch.randint(self.size.vocabulary, shape, generator=draw).to(ranks.device)
         self.sets = [(each[0], each[1]) for each in tokens]
         self.waits: dict[str, list[float]] = {}
-        self._trained: dict[str, Trained] = {}
+        self._trained: dict[str, TrainedWay] = {}
         self._first: dict[str, Tensor] = {}
         """The weights that the first way of ours trained, by which others are judged."""
 
@@ -97,7 +97,7 @@ class Candidates:
     def _opened(self, name: str) -> Opened:
         model = self._model()
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        make: dict[str, Callable[[Llama], Trained]] = {
+        make: dict[str, Callable[[Llama], TrainedWay]] = {
             **dict.fromkeys(OURS, lambda model: self._ours(name, model)),
             DDP: self._ddp,
             DION: self._dion,
@@ -151,7 +151,7 @@ class Candidates:
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("dp",))
 
-    def _ours(self, name: str, model: Llama) -> Trained:
+    def _ours(self, name: str, model: Llama) -> TrainedWay:
         muon = Muon(muon_groups(model), lr=RATE, adamw={"lr": RATE})
         with slow_link(self.settings.bandwidth):
             optimizer = LayerWise(
@@ -165,7 +165,7 @@ class Candidates:
         if name == NO_GATHER:
             weights: Any = optimizer._weights
             weights.start = lambda *_, **__: None
-        return Trained(
+        return TrainedWay(
             model,
             optimizer.step,
             optimizer.zero_grad,
@@ -174,7 +174,7 @@ class Candidates:
             lambda: optimizer.waited_s,
         )
 
-    def _ddp(self, model: Llama) -> Trained:
+    def _ddp(self, model: Llama) -> TrainedWay:
         matrices, others = _parted(model)
         return self._under_ddp(
             model,
@@ -182,21 +182,21 @@ class Candidates:
             torch.optim.AdamW(others, lr=RATE, weight_decay=0.0),
         )
 
-    def _dion(self, model: Llama) -> Trained:
+    def _dion(self, model: Llama) -> TrainedWay:
         dion = needed("dion", "dion", self.ranks.device)
         matrices, others = _parted(model)
         groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
         given = {"distributed_mesh": self.ranks.group, "nesterov": True}
         return self._under_ddp(model, dion.Muon(groups, lr=RATE, **given))
 
-    def _under_ddp(self, model: Llama, *optimizers: torch.optim.Optimizer) -> Trained:
+    def _under_ddp(self, model: Llama, *optimizers: torch.optim.Optimizer) -> TrainedWay:
         devices = [self.ranks.device] if self.ranks.cuda else None
         ddp: Any = DistributedDataParallel(model, device_ids=devices)
         if self.settings.bandwidth:
             ddp.register_comm_hook(None, slow_all_reduce(self.settings.bandwidth))
         return _stepped(ddp, *optimizers)
 
-    def _titan(self, model: Llama) -> Trained:
+    def _titan(self, model: Llama) -> TrainedWay:
         """Shards of FSDP2, which gathers weights itself: DistMuon moves momentum and updates."""
         flex = needed("torchtitan.distributed.flex_shard", "torchtitan", self.ranks.device)
         fsdp: Any = importlib.import_module("torch.distributed.fsdp")
@@ -224,7 +224,7 @@ def _parted(model: Llama) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return matrices, [param for param in model.parameters() if id(param) not in inside]
 
 
-def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> Trained:
+def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainedWay:
     def step() -> None:
         for optimizer in optimizers:
             optimizer.step()
@@ -233,4 +233,4 @@ def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> Trained:
         for optimizer in optimizers:
             optimizer.zero_grad()
 
-    return Trained(module, step, zero)
+    return TrainedWay(module, step, zero)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from interlace.bench.optimizer.model import SIZES, ModelSize
-from interlace.bench.optimizer.ways import NO_GATHER, SYNCHRONOUS, WAYS, Candidates
+from interlace.bench.optimizer.ways import NO_GATHER, SYNCHRONOUS, WAYS, OptimizerWays
 from interlace.bench.race.ways import Opened, Racer, also, close, free, prepare, time_ways
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
@@ -75,7 +75,7 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Row | None:
     if settings.bandwidth and ranks.cuda:
         raise OptionError("--link is for ranks on CPUs: GPUs have the link that they have")
     tell({"event": "total", "total": len(settings.only) + 1, "doing": "weights"})
-    trained = Candidates(settings, ranks)
+    trained = OptimizerWays(settings, ranks)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
     close([_prepared(trained, settings.only[0])[0]])  # what stays from a first one is nobody's
     racers: dict[str, Racer] = {}
@@ -97,7 +97,7 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Row | None:
     return None if ranks.me else {"rows": rows, "facts": facts(ranks.device.type, settings.commit)}
 
 
-def _prepared(trained: Candidates, name: str) -> tuple[Racer, float]:
+def _prepared(trained: OptimizerWays, name: str) -> tuple[Racer, float]:
     """A way, opened, and the bytes that it holds at most in a step."""
     ranks, most = trained.ranks, [math.nan]
     before = _held(ranks)
@@ -141,7 +141,7 @@ def _status(name: str) -> float:
     return float(found[1]) * 1024 if found else math.nan
 
 
-def _rows(trained: Candidates, racers: dict[str, Racer], peaks: dict[str, float]) -> list[Row]:
+def _rows(trained: OptimizerWays, racers: dict[str, Racer], peaks: dict[str, float]) -> list[Row]:
     """The rows; of waits and memory the greatest of all ranks'."""
     settings, ranks, size = trained.settings, trained.ranks, trained.size
     medians = [statistics.median(trained.waits.get(name) or [math.nan]) for name in racers]

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
-from interlace.optim.bucket_update import BucketUpdate
-from interlace.optim.flat_weights import shown
+from interlace.optim.layer_wise.bucket_update import BucketUpdate
+from interlace.optim.layer_wise.flat_weights import shown
 
 Owned = Mapping[nn.Parameter, nn.Parameter]
 Names = Mapping[nn.Parameter, str]

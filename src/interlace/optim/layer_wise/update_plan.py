@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
-from interlace.optim.ownership import Ownership, ParameterCost, explained, own
-from interlace.optim.sharded_parameters import (
+from interlace.optim.layer_wise.ownership import Ownership, ParameterCost, explained, own
+from interlace.optim.layer_wise.sharded_parameters import (
     ParameterPart,
     cost_of,
     needs_whole,
@@ -24,7 +24,7 @@ from interlace.optim.sharded_parameters import (
     rows_apart,
     shard_mesh,
 )
-from interlace.optim.whole_parameters import parameters_of
+from interlace.optim.layer_wise.whole_parameters import parameters_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

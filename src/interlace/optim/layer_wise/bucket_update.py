@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
 from interlace.optim.grad_reducer import Bucket, lent
-from interlace.optim.sharded_parameters import is_sharded
-from interlace.optim.whole_parameters import rounds_at_random
+from interlace.optim.layer_wise.sharded_parameters import is_sharded
+from interlace.optim.layer_wise.whole_parameters import rounds_at_random
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 APART = ("param_groups", "step", *HOOKS)

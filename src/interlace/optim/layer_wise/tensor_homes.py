@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from interlace.ir import Program, parse
 from interlace.optim.bucket_runs import NAMES, Write, all_reduced, beside, prepared
-from interlace.optim.flat_weights import shown
 from interlace.optim.grad_reducer import Bucket
-from interlace.optim.ownership import ALIGNMENT
-from interlace.optim.update_plan import UpdatePlan
+from interlace.optim.layer_wise.flat_weights import shown
+from interlace.optim.layer_wise.ownership import ALIGNMENT
+from interlace.optim.layer_wise.update_plan import UpdatePlan
 from interlace.options import Options
 from interlace.runtime import Executor
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from interlace.optim.bucket_runs import BucketExchange, Write, all_reduced
-from interlace.optim.flat_weights import shown
 from interlace.optim.grad_reducer import Bucket, laid_out
-from interlace.optim.tensor_homes import SHARED, TensorHomes
-from interlace.optim.update_plan import UpdatePlan
+from interlace.optim.layer_wise.flat_weights import shown
+from interlace.optim.layer_wise.tensor_homes import SHARED, TensorHomes
+from interlace.optim.layer_wise.update_plan import UpdatePlan
 
 Calls = dict[int, Callable[[], None]]
 """By the number of a run."""

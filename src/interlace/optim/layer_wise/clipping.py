@@ -14,7 +14,7 @@ from torch import Tensor
 from interlace.errors import GradientError
 
 if TYPE_CHECKING:
-    from interlace.optim.layer_wise import LayerWise
+    from interlace.optim.layer_wise.optimizer import LayerWise
 
 
 @torch.no_grad()

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from interlace.optim.adam.state import local
 from interlace.optim.grad_reducer import Bucket
-from interlace.optim.sharded_parameters import ParameterPart, like
-from interlace.optim.tensor_homes import TensorHomes
-from interlace.optim.update_plan import UpdatePlan
+from interlace.optim.layer_wise.sharded_parameters import ParameterPart, like
+from interlace.optim.layer_wise.tensor_homes import TensorHomes
+from interlace.optim.layer_wise.update_plan import UpdatePlan
 
 
 class StandIns:

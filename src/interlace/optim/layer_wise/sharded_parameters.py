@@ -33,7 +33,7 @@ from interlace.errors import OptimizerError, UnsupportedError
 from interlace.optim.adam.state import local
 from interlace.optim.adamw import Adam, AdamW
 from interlace.optim.bucket_runs import NAMES
-from interlace.optim.ownership import ALIGNMENT, ParameterCost
+from interlace.optim.layer_wise.ownership import ALIGNMENT, ParameterCost
 
 ELEMENTWISE = (
     *(Adam, AdamW, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam),

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from interlace.optim.bucket_runs import all_reduced, beside, prepared
+from interlace.optim.layer_wise.sharded_parameters import ParameterPart
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.update import RowSlices
-from interlace.optim.sharded_parameters import ParameterPart
 from interlace.options import Options
 from interlace.runtime import Executor
 

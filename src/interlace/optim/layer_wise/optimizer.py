@@ -44,24 +44,24 @@ from interlace.errors import (
 )
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
-from interlace.optim.bucket_update import UpdatesInOrder
-from interlace.optim.clipping import clip_grad_norm_
-from interlace.optim.flat_weights import FlatWeights, shown
 from interlace.optim.grad_reducer import (
     GradReducer,
     check_reduction,
     lent,
 )
-from interlace.optim.owned_state import load, saved
-from interlace.optim.row_slices import sum_slices
-from interlace.optim.sharded_parameters import (
+from interlace.optim.layer_wise.bucket_update import UpdatesInOrder
+from interlace.optim.layer_wise.clipping import clip_grad_norm_
+from interlace.optim.layer_wise.flat_weights import FlatWeights, shown
+from interlace.optim.layer_wise.owned_state import load, saved
+from interlace.optim.layer_wise.row_slices import sum_slices
+from interlace.optim.layer_wise.sharded_parameters import (
     is_sharded,
 )
-from interlace.optim.stand_ins import StandIns
-from interlace.optim.step_runs import buckets_of, calls_around, runs_of
-from interlace.optim.tensor_homes import homes_of
-from interlace.optim.update_plan import planned
-from interlace.optim.whole_parameters import (
+from interlace.optim.layer_wise.stand_ins import StandIns
+from interlace.optim.layer_wise.step_runs import buckets_of, calls_around, runs_of
+from interlace.optim.layer_wise.tensor_homes import homes_of
+from interlace.optim.layer_wise.update_plan import planned
+from interlace.optim.layer_wise.whole_parameters import (
     hash_of,
     uncompiled,
 )
