@@ -230,6 +230,11 @@ class HostsControl(Control):
         host = f"on host {self._hosts[member]}"
         if member not in self._heard:
             run = self._mine[ENTERED]
+            if self._met[member] == run:
+                return (
+                    f"{host} is in run {run}, and does not answer: an op stalls it, or its host "
+                    "cannot be reached"
+                )
             return (
                 f"{host} does not answer: it has not come to run {run}, is stalled, or its host "
                 "cannot be reached"

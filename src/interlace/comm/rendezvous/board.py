@@ -321,7 +321,8 @@ class Board:
         """The message for a store that is gone: rank 0 may have left after the end of another."""
         what = f"the store of torch.distributed does not answer ({error})"
         holder = "the process that holds it (rank 0, or the launcher)"
-        if ended := [r for r, life in sorted(self.lives.items()) if r and not life.alive()]:
+        # Asked anew: whoever ended did so an instant before the store did.
+        if ended := [r for r, life in sorted(self.lives.items()) if r and not life.alive(now=True)]:
             return f"the process of {named(ended)} has ended, and {what}: {holder} has left since"
         return f"{what}: {holder} is gone"
 

@@ -134,12 +134,12 @@ class PeerProcess:
     def seen(self) -> bool:
         return self._descriptor is not None or self._ended
 
-    def alive(self) -> bool:
-        """Whether the process still runs; asks the system at most every `PROBE_EVERY_S`."""
-        now = time.monotonic()
-        if self._descriptor is None or self._ended or now < self._next_probe:
+    def alive(self, *, now: bool = False) -> bool:
+        """Whether the process still runs; asks the system at most every `PROBE_EVERY_S`, or now."""
+        time_now = time.monotonic()
+        if self._descriptor is None or self._ended or (not now and time_now < self._next_probe):
             return not self._ended
-        self._next_probe = now + PROBE_EVERY_S
+        self._next_probe = time_now + PROBE_EVERY_S
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         self._ended = bool(poll.poll(0))
