@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from interlace.comm import limit_s, team_of
+from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.rendezvous.board import meet
 from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
@@ -98,16 +98,20 @@ def bind(
     """Lowers and prepares; all ranks of the Program do it together."""
     place = placed(device)
     options, noted = with_regions(options, place)
-    apart = _apart(imported.program, groups, options)
-    machine = machine_for(options, place.type).replace(apart=apart)
-    noted += [Remark("frontend", f"{text}: {UNSERVED}") for _, text in apart]
+    machine = machine_for(options, place.type)
+    spread = _spread(imported.program, groups, options)
+    noted += [Remark("frontend", f"{team.apart}: {UNSERVED}") for team in spread.values()]
+    hosts = {name: team.by_host for name, team in spread.items()}
+    known = [dataclasses.replace(t, hosts=hosts.get(t.name)) for t in imported.program.teams]
+    placed_program = imported.program.replace(teams=tuple(known))
     if options.graph and (why := _uncaptured(imported)):
         options = dataclasses.replace(options, graph=False, static_outputs=False)
         noted.append(Remark("frontend", f"not captured in CUDA graphs: {why}"))
 
     def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
         remarks = [*noted, *([Remark("frontend", why)] if why else [])]
-        program = lower(imported.program, options, machine).remarked(remarks)
+        serial = placed_program if options.overlap else imported.program
+        program = lower(serial, options, machine).remarked(remarks)
         executor = Executor(
             program,
             groups=groups,
@@ -127,8 +131,7 @@ def bind(
     if options.strategy == "auto":  # ranks may have chosen by different calibrations
         try:
             anew = f"{DIFFER}: the built-in model chose anew"
-            model = built_in(options, place.type).replace(apart=apart)
-            return prepared(options, model, anew)
+            return prepared(options, built_in(options, place.type), anew)
         except AgreementError as error:
             if not _differs(error, options):
                 raise
@@ -139,17 +142,17 @@ def bind(
 UNSERVED = "peer, fused and exchange, which reach into memory of peers, do not serve it"
 
 
-def _apart(
+def _spread(
     program: Program, groups: Mapping[str, ProcessGroup], options: Options
-) -> tuple[tuple[str, str], ...]:
-    """The teams that span hosts, with where their ranks are; the ranks of each meet to know."""
+) -> dict[str, TeamComm]:
+    """The teams that span hosts; the ranks of each meet to know."""
     limit = limit_s(options.time_out_s, groups.values())
     known = {team.name for team in program.teams}
     teams = {n: team_of(group, n, limit) for n, group in groups.items() if n in known}
     if teams:
         order = sorted(teams.values(), key=lambda team: team.key)
         meet(order, f"prepare Program {program.name!r}", limit)
-    return tuple((name, team.apart) for name, team in teams.items() if team.apart)
+    return {name: team for name, team in teams.items() if team.apart}
 
 
 def _uncaptured(imported: Imported) -> str:
