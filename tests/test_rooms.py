@@ -32,6 +32,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "bench/race/jax_rival.py": "gives its environment to JAX's process, with JAX's own settings",
     "bench/ranks.py": "sees whether torchrun started it; gives NCCL its own default in captures",
     "commands/demo.py": "sees whether torchrun started it (WORLD_SIZE)",
+    "commands/run.py": "sees whether torchrun started it (WORLD_SIZE)",
     "commands/doctor.py": "shows whether MKL_CBWR is set, which MKL reads",
     "launch.py": "gives ranks torchrun's environment, and what torch and NCCL read at their start",
     "cost/machine_file.py": "finds the user's cache folder (XDG_CACHE_HOME)",

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Sequence
 
 from interlace.cost.graph import Task, TaskGraph, build
-from interlace.cost.machine import Machine
+from interlace.cost.machine import Machine, default_machine
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
 from interlace.cost.timeline import Span, Timeline
 from interlace.errors import SoundnessError
@@ -22,8 +22,10 @@ from interlace.ir import Program
 from interlace.ir.size_class import FIXED, deciding
 
 
-def simulate(programs: Program | Sequence[Program], machine: Machine) -> Timeline:
-    """The predicted timeline of one run, from an idle machine."""
+def simulate(programs: Program | Sequence[Program], machine: Machine | str = "cpu") -> Timeline:
+    """The predicted timeline of one run, from an idle machine: a calibration (`Machine.load`), or
+    the built-in model of a device by its name, `cpu` or `cuda`."""
+    machine = default_machine(machine) if isinstance(machine, str) else machine
     listed = [programs] if isinstance(programs, Program) else list(programs)
     sizes = listed[0].sizes if listed else FIXED
     with deciding(sizes):  # what is noted here is for nothing: predictions are for these sizes

@@ -5,6 +5,7 @@ compile.py         interlace.compile(fn, *examples): the same without TorchDynam
 dynamic.py         interlace.compile(fn, dynamic=True), by TorchDynamo
 compiled_graph.py  a compiled graph, with a bound Program for each signature
 binding.py         serial Program -> overlapped, agreed on, bound
+schedules.py       the Programs as files, and files run in place of generated Programs
 explain.py         the Programs behind a compiled model, and what became of each site
 partition.py       what is saved between forward and backward, and what is gathered again
 teams.py           process groups as teams; what ranks tell each other while they compile

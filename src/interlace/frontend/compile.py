@@ -38,7 +38,7 @@ from interlace.frontend.calling.call_key import CallKeys, FunctionCall
 from interlace.frontend.calling.direct import Direct, observed
 from interlace.frontend.calling.state import State
 from interlace.frontend.calling.tracing import Unreached, Watch, refuse_sharded, tracing
-from interlace.frontend.compiled_graph import Dropped, Setting
+from interlace.frontend.compiled_graph import CompiledGraph, Dropped, Setting
 from interlace.frontend.explain import explain
 from interlace.frontend.importing.nodes import unwrapped
 from interlace.frontend.importing.types import device_of
@@ -180,6 +180,11 @@ class Compiled:
             )
         entry = next(reversed(self._entries.values()))
         return tuple(bound for a in entry.compilation.graphs for bound in a.bound[-1:])
+
+    @property
+    def graphs(self) -> list[CompiledGraph]:
+        """Every compiled graph, of all arguments met."""
+        return [graph for entry in self._entries.values() for graph in entry.compilation.graphs]
 
     @property
     def program(self) -> Program:

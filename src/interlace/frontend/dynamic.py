@@ -110,6 +110,11 @@ class Dynamic(Compiled):
         return found
 
     @property
+    def graphs(self) -> list[CompiledGraph]:
+        """Every compiled graph, of all arguments met."""
+        return [graph for each in self._tracer.graphs for graph in each]
+
+    @property
     def _graphs(self) -> list[CompiledGraph]:
         if not self._tracer.graphs:
             raise ExecutorError(
@@ -125,5 +130,5 @@ class Dynamic(Compiled):
 
     def close(self) -> None:
         """Frees everything; a later call binds anew."""
-        for graph in (graph for each in self._tracer.graphs for graph in each):
+        for graph in self.graphs:
             graph.close()
