@@ -108,9 +108,8 @@ class Opened:
         writes = {access.view.buffer for op in own.ops for access in op.writes()}
         self._written = [name for name in self.inputs if name in writes]
         self._out = list(outs.values())
-        self._names = [
-            print_view(r, own) if isinstance(r, View) else str(r) for r in own.returned()
-        ]
+        shown = [print_view(r, own) if isinstance(r, View) else str(r) for r in own.returned()]
+        self._names = [f"{n} ({i})" if n in shown[:i] else n for i, n in enumerate(shown)]
         self._given = given
         self.executor = Executor(
             program,
@@ -144,13 +143,7 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
     ranks = here(device) if dist.get_world_size() > 1 else Alone(device)
     sets = [settings.programs, *([settings.against] if settings.against else [])]
     groups = groups_of([program for each in sets for program in each], ranks)
-    problem, given, drawn = None, dict[str, Tensor](), list[str]()
-    try:
-        given, drawn = make_inputs(sets, settings, ranks)
-    except InputError as error:
-        problem = str(error)
-    if found := ranks.agree(problem):
-        raise InputError(found)
+    given, drawn = make_inputs(sets, settings, ranks)
     with contextlib.ExitStack() as stack:
         opened: list[Opened] = []
         for number, programs in enumerate(sets):
