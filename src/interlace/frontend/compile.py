@@ -178,13 +178,13 @@ class Compiled:
                 "nothing is compiled yet: call the compiled function, or give "
                 "interlace.compile the arguments of a call"
             )
-        entry = next(reversed(self._entries.values()))
-        return tuple(bound for a in entry.compilation.graphs for bound in a.bound[-1:])
+        return tuple(bound for graph in self.graphs for bound in graph.bound[-1:])
 
     @property
-    def graphs(self) -> list[CompiledGraph]:
-        """Every compiled graph, of all arguments met."""
-        return [graph for entry in self._entries.values() for graph in entry.compilation.graphs]
+    def graphs(self) -> Sequence[CompiledGraph]:
+        """Those of the arguments met last, forward before backward; none before the first call."""
+        entry = next(reversed(self._entries.values()), None)
+        return entry.compilation.graphs if entry is not None else ()
 
     @property
     def program(self) -> Program:

@@ -103,32 +103,32 @@ class Dynamic(Compiled):
     @property
     def bound(self) -> tuple[Bound, ...]:
         """The graphs of the arguments met last, forward before backward."""
-        found = tuple(bound for graph in self._graphs for bound in graph.bound[-1:])
+        graphs = self._called()
+        found = tuple(bound for graph in graphs for bound in graph.bound[-1:])
         if not found:
-            why = "\n".join(f"{graph.kind}: {graph.unscheduled}" for graph in self._graphs)
+            why = "\n".join(f"{graph.kind}: {graph.unscheduled}" for graph in graphs)
             raise ExecutorError(f"there is no Program of these arguments, see explain(). {why}")
         return found
 
     @property
-    def graphs(self) -> list[CompiledGraph]:
-        """Every compiled graph, of all arguments met."""
-        return [graph for each in self._tracer.graphs for graph in each]
+    def graphs(self) -> Sequence[CompiledGraph]:
+        """Those that ran last, forward before backward; none before the first call."""
+        return self._tracer.graphs[-1] if self._tracer.graphs else ()
 
-    @property
-    def _graphs(self) -> list[CompiledGraph]:
-        if not self._tracer.graphs:
+    def _called(self) -> Sequence[CompiledGraph]:
+        if not self.graphs:
             raise ExecutorError(
                 "nothing is compiled yet: call the compiled function, or give "
                 "interlace.compile the arguments of a call"
             )
-        return self._tracer.graphs[-1]
+        return self.graphs
 
     def explain(self) -> str:
         """Each communication with its strategy, the reason and the gain that is predicted; or why
         there is no Program."""
-        return explain_graphs(self._graphs)
+        return explain_graphs(self._called())
 
     def close(self) -> None:
         """Frees everything; a later call binds anew."""
-        for graph in self.graphs:
+        for graph in (graph for each in self._tracer.graphs for graph in each):
             graph.close()

@@ -53,11 +53,12 @@ class HasGraphs(Protocol):
 def export(compiled: HasGraphs, folder: str | os.PathLike[str]) -> list[Path]:
     """Writes the schedules of a compiled model into `folder` and returns their paths.
 
-    `compiled` is what `interlace.compile` returned, or what `interlace.frontend.capture` collected
-    of `torch.compile`. Each bound graph gives `KIND-DIGEST.ilc`, the Program that runs, and beside
-    it `KIND-DIGEST.serial.ilc`, the Program that was imported. `Options(schedules=folder)` runs
-    the former, which may be edited. Ranks that run one text write one file, so one of them is
-    enough. Raises ExecutorError where nothing is compiled yet.
+    `compiled` is what `interlace.compile` returned, of which the graphs of the arguments met last
+    are written, or what `interlace.frontend.capture` collected of `torch.compile`. Each bound graph
+    gives `KIND-DIGEST.ilc`, the Program that runs, and beside it `KIND-DIGEST.serial.ilc`, the
+    Program that was imported. `Options(schedules=folder)` runs the former, which may be edited.
+    Ranks that run one text write one file, so one of them is enough. Raises ExecutorError where
+    nothing is compiled yet.
     """
     place, written = Path(folder), dict[Path, None]()
     for bound in (bound for graph in compiled.graphs for bound in graph.bound):
@@ -204,8 +205,8 @@ def _changed(serial: Path, graph: Program) -> list[str]:
     """The lines by which the serial text beside a schedule differs from a graph's."""
     if not serial.exists():
         return ["what it computes, with the same signature"]
-    texts = [_bare(program).splitlines() for program in (load(serial), graph)]
-    lines = difflib.unified_diff(*texts, "the file", "the graph", lineterm="", n=0)
+    theirs, ours = (_bare(program).splitlines() for program in (load(serial), graph))
+    lines = difflib.unified_diff(theirs, ours, "the file", "the graph", lineterm="", n=0)
     return [line for line in lines if not line.startswith("@@")]
 
 
