@@ -41,6 +41,7 @@ def gather(tp: Team[2], x: f32[4, 8], n: i64[3], y: out[f32[8, 8].registered(tp)
     comm: put(x, y[tp.rank], peer=tp.rank + 1)
     comm: notify(came, to=tp.rank + 1)
     main: expect(came, tp.rank - 1)
+    return y, n, None, y[0], x
 """
 
 
@@ -105,7 +106,8 @@ def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> 
     assert [list(rank["outputs"]) for rank in stages["ranks"]] == [[], ["y"]]
     one, other = (rank["outputs"] for rank in registered["ranks"])
     assert one["y"] == other["y"]
-    assert one["n"][0] == "i64[3]", "an input that is written counts as a result"
+    assert list(one) == ["y", "n", "y[0]"], "an input counts as a result where it is written"
+    assert one["n"][0] == "i64[3]"
 
 
 def test_inputs_from_a_file(pool: Pool, tmp_path: Path) -> None:
@@ -196,11 +198,11 @@ def test_the_command(tmp_path: Path) -> None:
     done = command(*args, "--check-against", "serial", "--timeline", str(page))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "sound; 2 ranks, drawn with seed 0: x, w"
-    assert lines[2].split() == ["rank", "result", "type", "digest", "against", "serial"]
-    assert lines[3].startswith("0     y       f32[128, 512]")
+    assert lines[0] == "sound; 2 ranks; drawn by seed: x, w"
+    assert lines[2].split() == ["result", "type", "digest", "by", "rank", "against", "serial"]
+    assert lines[3].startswith("y       f32[128, 512]")
     assert lines[3].endswith("equal, bit for bit")
-    assert "(the median of 2 runs, " in done.stdout
+    assert "(median of 2 runs, " in done.stdout
     assert " times as long" in done.stdout
     assert lines[-1] == f"wrote {page}"
     assert page.exists()
@@ -223,4 +225,4 @@ def test_under_torchrun(tmp_path: Path) -> None:
         [sys.executable, *ranks, *run], capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("sound; 4 ranks, drawn with seed 0: x, w\n")
+    assert done.stdout.startswith("sound; 4 ranks; drawn by seed: x, w\n")

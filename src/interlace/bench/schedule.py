@@ -108,8 +108,13 @@ class Opened:
         writes = {access.view.buffer for op in own.ops for access in op.writes()}
         self._written = [name for name in self.inputs if name in writes]
         self._out = list(outs.values())
-        shown = [print_view(r, own) if isinstance(r, View) else str(r) for r in own.returned()]
-        self._names = [f"{n} ({i})" if n in shown[:i] else n for i, n in enumerate(shown)]
+        handed = self.inputs.keys() - writes
+        self._names: list[str | None] = []
+        for result in own.returned():
+            name = print_view(result, own) if isinstance(result, View) else str(result)
+            name = f"{name} ({len(self._names)})" if name in self._names else name
+            through = isinstance(result, View) and result.buffer in handed
+            self._names.append(None if through else name)
         self._given = given
         self.executor = Executor(
             program,
@@ -126,15 +131,14 @@ class Opened:
         return found
 
     def results(self, seed: int) -> dict[str, Tensor]:
-        """Results of a run on the inputs as they were given, and inputs that it wrote."""
+        """Results of a run on the inputs as they were given, and inputs that it wrote; without
+        inputs that are handed through."""
         for name, tensor in self.inputs.items():
             tensor.copy_(self._given[name])
         torch.manual_seed(seed)
-        found = [x if isinstance(x, Tensor) else torch.tensor(x) for x in self.run()]
-        named = dict(zip(self._names, found, strict=True))
-        return {
-            n: x.clone() for n, x in (named | {n: self.inputs[n] for n in self._written}).items()
-        }
+        named = {n: x for n, x in zip(self._names, self.run(), strict=True) if n is not None}
+        named |= {name: self.inputs[name] for name in self._written}
+        return {n: torch.as_tensor(x).clone() for n, x in named.items() if x is not None}
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from interlace.launch import Report, Tell
 
 IN_ORDER, SERIAL = "in-order", "serial"
+MOST_DIGESTS = 4
 VERDICTS = {
     "equal": "equal, bit for bit",
     "close": "close: sums in another order",
@@ -172,29 +174,44 @@ def _compared(of_rank: dict[str, Any]) -> list[dict[str, Any]]:
 
 def show(report: dict[str, Any]) -> None:
     """The report for people."""
-    against = report.get("against")
-    rows: list[tuple[str, ...]] = []
-    for rank, told in enumerate(report["ranks"]):
-        for name, (kind, digest) in told["outputs"].items():
-            found = (VERDICTS[told["compared"][name]["verdict"]],) if against else ()
-            rows.append((str(rank), name, kind, digest, *found))
+    against, ranks = report.get("against"), report["ranks"]
     where = "" if report["device"] == "cpu" else f" on {report['device']}"
-    drawn = report["ranks"][0]["drawn"]
-    how = f", drawn with seed {report['seed']}: {', '.join(drawn)}" if drawn else ""
-    say(f"sound; {report['world']} ranks{where}{how}\n")
-    headings = ("rank", "result", "type", "digest")
-    table((*headings, f"against {against['name']}") if against else headings, rows)
+    drawn = ranks[0]["drawn"]
+    listed = ", ".join(drawn) if len(drawn) <= 6 else f"{len(drawn)} inputs"
+    say(f"sound; {_count(report['world'], 'rank')}{where}; drawn by seed: {listed or 'nothing'}\n")
+    names = dict.fromkeys(name for told in ranks for name in told["outputs"])
+    rows = [_row(name, [told for told in ranks if name in told["outputs"]]) for name in names]
+    headings = ("result", "type", "digest by rank", f"against {against['name']}" if against else "")
+    width = len(headings) if against else 3
+    table(headings[:width], [row[:width] for row in rows])
     say("")
-    for rank, told in enumerate(report["ranks"]):
+    for rank, told in enumerate(ranks):
         for name, item in told["compared"].items():
             if item["verdict"] == "differs":
                 say(f"rank {rank}, {name}: {_apart(item)}")
-    say(f"{_time(report)} (the median of {report['runs']} runs, {_range(report)}; slowest rank)")
+    runs = _count(report["runs"], "run")
+    say(f"{_time(report)} (median of {runs}, {_range(report)}; slowest rank)")
     if against:
         gain = against["median_ms"] / report["median_ms"]
-        say(f"{_time(against)} {against['name']} ({_range(against)}): {gain:.2f} times as long")
+        say(f"{_time(against)} for {against['name']} ({_range(against)}), {gain:.2f} times as long")
     for path in report.get("files", ()):
         say(f"wrote {path}")
+
+
+def _row(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """A result on the ranks that have it: types and digests, each once where they are the same."""
+    kinds, digests = ([told["outputs"][name][i] for told in ranks] for i in (0, 1))
+    if len({*digests}) == 1:
+        digests = [digests[0], *(["everywhere"] if len(digests) > 1 else [])]
+    more = ["..."] if len(digests) > MOST_DIGESTS else []
+    found = [told["compared"][name]["verdict"] for told in ranks if name in told["compared"]]
+    verdict = max(found, key=list(VERDICTS).index) if found else ""
+    shown = " ".join([*digests[:MOST_DIGESTS], *more])
+    return name, " or ".join(dict.fromkeys(kinds)), shown, VERDICTS.get(verdict, "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _apart(item: dict[str, Any]) -> str:
