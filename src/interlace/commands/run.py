@@ -70,11 +70,14 @@ def run(
 ) -> None:
     """Run a schedule on this machine: results, times, a timeline.
 
-    It is verified first. Each rank is a process on the CPU, or has a GPU where there are enough.
-    Prints each result with its type and a digest of its bytes, and the median time of a run, of
-    which the slowest rank counts. Inputs are normal numbers (integers: 0 and 1), others on each
-    rank. Ends with code 1 where the schedule is unsound or a result differs from that of
-    --check-against by more than the rounding of its type.
+    The schedule is verified first. Each rank is a process of its own: on the
+    CPU, or with a GPU where there is one for each. Inputs are normal numbers
+    (integers: 0 and 1), drawn by seed and rank. Shown are each result, by type
+    and a digest of its bytes, and the median time of a run, in which the
+    slowest rank counts.
+
+    Ends with code 1 if the schedule is unsound, or if a result differs from
+    that of --check-against by more than its type rounds.
     """
     from interlace.bench.schedule import RunSettings, need_safetensors
     from interlace.verify import check
@@ -112,7 +115,8 @@ def run(
         timeline=str(timeline.resolve()) if timeline is not None else None,
         time_out_s=min(time_out, 60.0),
     )
-    work = functools.partial(on_rank, _place(device, len(ranks)), time_out)
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if started else len(ranks)
+    work = functools.partial(on_rank, _place(device, here), time_out)
     if started:
         report = work(settings, lambda event: None)
     else:
