@@ -34,7 +34,7 @@ def gemm(rows: int, inner: int, columns: int) -> float:
         f"y: out[bf16[{rows}, {columns}]]):\n"
         '    main: call("aten.mm.out", x, w, out=y)\n'
     )
-    return op_cost(program.ops[0], program.boxes(0), H200, {}).seconds
+    return op_cost(program.ops[0], program.boxes(0), H200, {}, program.where(0)).seconds
 
 
 def test_cutting_a_matmul_costs_waves() -> None:
@@ -51,7 +51,7 @@ def test_all_gather_on_h200(total: float, bus: float) -> None:
         f"def p(tp: Team[4], x: bf16[{rows}, 1024], y: out[bf16[{4 * rows}, 1024]]):\n"
         "    main: all_gather(x, y, team=tp)\n"
     )
-    predicted = op_cost(program.ops[0], program.boxes(0), H200, {"tp": 4}).seconds
+    predicted = op_cost(program.ops[0], program.boxes(0), H200, {"tp": program.teams[0]}, program.where(0)).seconds
     measured = total * 3 / 4 / bus
     assert predicted == pytest.approx(measured, rel=0.12)
 
