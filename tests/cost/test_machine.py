@@ -51,7 +51,9 @@ def test_all_gather_on_h200(total: float, bus: float) -> None:
         f"def p(tp: Team[4], x: bf16[{rows}, 1024], y: out[bf16[{4 * rows}, 1024]]):\n"
         "    main: all_gather(x, y, team=tp)\n"
     )
-    predicted = op_cost(program.ops[0], program.boxes(0), H200, {"tp": program.teams[0]}, program.where(0)).seconds
+    predicted = op_cost(
+        program.ops[0], program.boxes(0), H200, {"tp": program.teams[0]}, program.where(0)
+    ).seconds
     measured = total * 3 / 4 / bus
     assert predicted == pytest.approx(measured, rel=0.12)
 

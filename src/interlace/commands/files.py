@@ -3,6 +3,8 @@
 programs = read_programs(Path("ring.ilc"))
 programs = on_mesh(programs, world=8, mesh={})            # 8 / 4 copies side by side
 programs = on_mesh(programs, world=None, mesh={"tp": 8})  # the same text for 8 ranks
+programs = grown(programs, 1024)                          # its outermost axis for 1024 ranks
+programs = on_hosts(programs, 8)                          # 8 ranks a host
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ from interlace.errors import InterlaceError, ParseError, TeamError
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
-    from interlace.ir import Op, Program, View
+    from interlace.ir import Op, Program, Team, View
 
 
 LONGEST = 1 << 28
@@ -71,11 +73,13 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def read_machine(calibration: Path | None, device: str = "cpu") -> Machine:
+def read_machine(calibration: Path | None, device: str = "cpu", any_host: bool = False) -> Machine:
     """The machine of a calibration file, or the built-in model of a device."""
     from interlace.cost import Machine, default_machine
 
-    return default_machine(device) if calibration is None else Machine.load(calibration)
+    if calibration is None:
+        return default_machine(device)
+    return Machine.load(calibration, any_host=any_host)
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
@@ -172,7 +176,10 @@ def _on_axes(program: Program, mesh: Mapping[str, int]) -> Program:
     if mesh.keys() & named.keys() and left:
         names = ", ".join(team.name for team in left)
         raise TeamError(f"--mesh gives no size for team {names}: name every team of the Program")
-    order = [Team(name, size) for name, size in mesh.items()]
+    order = [
+        team if (team := named.get(name)) and team.size == size else Team(name, size)
+        for name, size in mesh.items()
+    ]
     sized = program.replace(teams=(*order, *left))
     for team in program.teams:
         if mesh.get(team.name, team.size) != team.size:
@@ -201,3 +208,75 @@ def _resized(program: Program, team: str, old: int, new: int) -> Program:
         return map_views(op, resize)
 
     return program.replace(ops=tuple(map(each, program.ops)))
+
+
+def grown(programs: list[Program], world: int) -> list[Program]:
+    """The Programs on a world of that many ranks: the outermost axis of a mesh grows to it. Of
+    Programs that name their ranks there are copies side by side, over which the teams of one rank
+    extend."""
+    from interlace.ir.types import check_world
+
+    check_world(world)
+    ranks = sorted({rank for program in programs for rank in program.world})
+    meshed = [team for team in programs[0].teams if team.groups is None]
+    named = len(programs) > 1 or programs[0].ranks is not None or not meshed
+    step = len(ranks) if named else len(ranks) // meshed[0].size
+    if world < step or world % step or ranks != [*range(len(ranks))]:
+        what = "these ranks" if named else f"the teams within {meshed[0].name}"
+        raise TeamError(
+            f"--world {world}: {what} have {step} ranks, so it is a multiple of {step}, counted "
+            "from rank 0"
+        )
+    if named:
+        return [_valid(_copied(program, step, world // step)) for program in programs]
+    axes = {team.name: team.size for team in meshed} | {meshed[0].name: world // step}
+    return [_valid(_on_axes(programs[0], axes))]
+
+
+def _copied(program: Program, step: int, copies: int) -> Program:
+    """As many copies of a Program that names its ranks, each `step` ranks behind the one before."""
+
+    def each(ranks: Sequence[int]) -> list[tuple[int, ...]]:
+        return [tuple(rank + step * copy for rank in ranks) for copy in range(copies)]
+
+    teams: list[Team] = []
+    for team in program.teams:
+        if team.groups is None or program.rank is not None:
+            raise TeamError(f"{program.name}: --world copies Programs whose teams list their ranks")
+        if team.size == 1:
+            groups = [tuple(rank for (rank,) in each(group)) for group in team.groups]
+            teams.append(dataclasses.replace(team, size=copies, groups=tuple(groups)))
+        else:
+            groups = [made for group in team.groups for made in each(group)]
+            teams.append(dataclasses.replace(team, groups=tuple(groups)))
+    ranks = tuple(sorted(rank for made in each(program.world) for rank in made))
+    return program.replace(teams=tuple(teams), ranks=ranks)
+
+
+def on_hosts(programs: list[Program], per_host: int) -> list[Program]:
+    """The Programs with so many ranks on each host, counted from rank 0."""
+    if per_host < 1:
+        raise TeamError(f"--per-host {per_host}: a host has 1 rank or more")
+    return [_valid(_placed(program, per_host)) for program in programs]
+
+
+def _placed(program: Program, per_host: int) -> Program:
+    found: dict[str, set[tuple[tuple[int, ...], ...]]] = {}
+    for where in program.wheres(program.world):
+        for name, member in where.members.items():
+            if member.index == 0:
+                hosts: dict[int, list[int]] = {}
+                for index, rank in enumerate(member.ranks):
+                    hosts.setdefault(rank // per_host, []).append(index)
+                found.setdefault(name, set()).add(tuple(map(tuple, hosts.values())))
+    teams: list[Team] = []
+    for team in program.teams:
+        ways = found.get(team.name, {()})
+        if len(ways) > 1:
+            raise TeamError(
+                f"--per-host {per_host}: the instances of team {team.name} do not lie on hosts "
+                "alike: give a number that divides the ranks of a team, or that they divide"
+            )
+        (way,) = ways
+        teams.append(dataclasses.replace(team, hosts=way if len(way) > 1 else None))
+    return program.replace(teams=tuple(teams))

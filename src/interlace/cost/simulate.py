@@ -4,8 +4,8 @@
     >>> timeline.makespan_s, timeline.figures(rank=0).hidden
     (0.0026, 0.94)
 
-Compute of one rank shares its lanes, transfers of one rank share its link, those of a host to others
-share its network interface where the ranks do, and a transfer that takes a lane or steals from
+Compute of one rank shares its lanes, transfers of one rank share its link, those of a host to
+others its network interface where ranks share one, and a transfer that takes a lane or steals from
 compute slows it down. A set that gets stuck raises SoundnessError.
 
     >>> prediction = predict([program], default_machine("cuda"))     # by symmetry
