@@ -3,8 +3,7 @@
 programs = read_programs(Path("ring.ilc"))
 programs = on_mesh(programs, world=8, mesh={})            # 8 / 4 copies side by side
 programs = on_mesh(programs, world=None, mesh={"tp": 8})  # the same text for 8 ranks
-programs = grown(programs, 1024)                          # its outermost axis for 1024 ranks
-programs = on_hosts(programs, 8)                          # 8 ranks a host
+programs = scaled(programs, 1024, per_host=8)             # its outermost axis for 1024 ranks
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 28
 """Characters of a file, a timeline among them, that a command reads."""
+ALONG = 32
+"""Ranks at each end of a team for which a Program that was scaled is validated."""
 
 
 def read_text(path: Path) -> str:
@@ -210,10 +211,29 @@ def _resized(program: Program, team: str, old: int, new: int) -> Program:
     return program.replace(ops=tuple(map(each, program.ops)))
 
 
-def grown(programs: list[Program], world: int) -> list[Program]:
-    """The Programs on a world of that many ranks: the outermost axis of a mesh grows to it. Of
-    Programs that name their ranks there are copies side by side, over which the teams of one rank
-    extend."""
+def scaled(programs: list[Program], world: int | None, per_host: int | None) -> list[Program]:
+    """The Programs on a world of that many ranks, with so many on each host, counted from rank 0.
+
+    The outermost axis of a mesh grows to the world. Of Programs that name their ranks there are
+    copies side by side, over which the teams of one rank extend. They are validated for the first
+    and last ranks along each team: there views differ.
+    """
+    from interlace.ir import validate
+
+    if world is not None:
+        programs = _grown(programs, world)
+    if per_host is not None:
+        if per_host < 1:
+            raise TeamError(f"--per-host {per_host}: a host has 1 rank or more")
+        programs = [_placed(program, per_host) for program in programs]
+    for program in programs:
+        lines = [m.ranks for m in program.where(program.world[0]).members.values()]
+        ends = {rank for line in lines for rank in (*line[:ALONG], *line[-ALONG:])}
+        validate(program, ranks=sorted(ends))
+    return programs
+
+
+def _grown(programs: list[Program], world: int) -> list[Program]:
     from interlace.ir.types import check_world
 
     check_world(world)
@@ -228,9 +248,9 @@ def grown(programs: list[Program], world: int) -> list[Program]:
             "from rank 0"
         )
     if named:
-        return [_valid(_copied(program, step, world // step)) for program in programs]
+        return [_copied(program, step, world // step) for program in programs]
     axes = {team.name: team.size for team in meshed} | {meshed[0].name: world // step}
-    return [_valid(_on_axes(programs[0], axes))]
+    return [_on_axes(programs[0], axes)]
 
 
 def _copied(program: Program, step: int, copies: int) -> Program:
@@ -251,13 +271,6 @@ def _copied(program: Program, step: int, copies: int) -> Program:
             teams.append(dataclasses.replace(team, groups=tuple(groups)))
     ranks = tuple(sorted(rank for made in each(program.world) for rank in made))
     return program.replace(teams=tuple(teams), ranks=ranks)
-
-
-def on_hosts(programs: list[Program], per_host: int) -> list[Program]:
-    """The Programs with so many ranks on each host, counted from rank 0."""
-    if per_host < 1:
-        raise TeamError(f"--per-host {per_host}: a host has 1 rank or more")
-    return [_valid(_placed(program, per_host)) for program in programs]
 
 
 def _placed(program: Program, per_host: int) -> Program:

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from interlace.commands.files import (
-    grown,
     label,
-    on_hosts,
     on_mesh,
     parse_mesh,
     read_machine,
     read_programs,
     read_text,
+    scaled,
 )
 from interlace.commands.options import JsonFacts, Mesh, Schedule
 from interlace.commands.output import UNSOUND, code, command, print_json, say, table
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from interlace.cost import Timeline
     from interlace.ir import Program
     from interlace.passes import Pass
-
-MOST_CHECKED = 64
-"""Ranks whose schedule `simulate` checks where it predicts by symmetry."""
 
 
 @command
@@ -247,15 +243,13 @@ def simulate(
 
     begun = time.perf_counter()
     programs = on_mesh(read_programs(file), world=None, mesh=parse_mesh(mesh))
-    many = sum(len(program.world) for program in programs) > MOST_CHECKED
-    folds = world is not None or per_host is not None
-    report = None if folds and many else check(programs)
     machine = read_machine(calibration, device, any_host=True)
-    if world is not None:
-        programs = grown(programs, world)
-    if per_host is not None:
-        programs = on_hosts(programs, per_host)
-    prediction = predict(programs, machine) if folds else None
+    report = prediction = None
+    if world is not None or per_host is not None:
+        programs = scaled(programs, world, per_host)
+        prediction = predict(programs, machine)
+    else:
+        report = check(programs)
     timeline = prediction.timeline if prediction else simulated(programs, machine)
     took_s = time.perf_counter() - begun
     runs = [Run(tuple(programs), timeline)]
@@ -283,9 +277,7 @@ def simulate(
             table(("link", "busy", "of the run"), link_rows(prediction), title="\nthe busiest")
         for path in written:
             say(f"wrote {path}")
-        if report is None:
-            say(f"not checked, as more than {MOST_CHECKED} ranks: see `interlace check`")
-        elif not report.sound:
+        if report is not None and not report.sound:
             say(f"\nthe prediction is of a schedule that can go wrong\n{report}")
     if verdict == "unsound":
         raise typer.Exit(UNSOUND)
