@@ -229,7 +229,7 @@ def scaled(programs: list[Program], world: int | None, per_host: int | None) -> 
     for program in programs:
         lines = [m.ranks for m in program.where(program.world[0]).members.values()]
         ends = {rank for line in lines for rank in (*line[:ALONG], *line[-ALONG:])}
-        validate(program, ranks=sorted(ends))
+        validate(program, ranks=sorted(ends & {*program.world}))
     return programs
 
 

@@ -9,12 +9,13 @@ Note [Folded teams]
     tell them apart: peers are at a distance (`tp.rank + 1`), not numbers; tables have equal
     entries; and each message has its ends on different hosts, or none has. Then all that differs
     is where in a buffer a rank works, which costs nothing. What a rank sends at some distance it
-    receives from that distance, at the same time. A team with ranks in several Programs (the
-    stages of a pipeline) is simulated whole.
+    receives from that distance, at the same time. Other teams are simulated whole, among them those
+    with ranks in several Programs, such as the stages of a pipeline.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ from dataclasses import dataclass
 from interlace.errors import ProgramError
 from interlace.ir import Program, Team, Where, spots
 from interlace.ir.types import Member
+
+Homes = Mapping[int, Program]
+"""The Program of each rank."""
+Places = Mapping[int, Mapping[str, Member]]
+"""The place of each rank in its teams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +56,13 @@ class Symmetry:
         if not (fold or spans):
             return cls(dict.fromkeys(homes, 1), frozenset(), {}, {})
         places = {w.rank: w.members for p in programs for w in p.wheres(_ranks(p))}
-        folded = _foldable(homes, places) if fold else frozenset[str]()
-        alike, hosts = _Sets(), _Sets()
+        folded, stand = (
+            _folded(homes, places) if fold else (frozenset[str](), {r: r for r in homes})
+        )
+        hosts = _Sets()
         for rank, members in places.items():
             for name, member in members.items():
-                alike.join(rank, member.ranks[0] if name in folded else rank)
-                near = _host(homes[rank].team(name), member)
-                hosts.join(rank, member.ranks[near[0]])
-        stand = {rank: alike.first(rank) for rank in homes}
-        for rank in {*stand.values()}:
-            for name, member in places[rank].items():
-                if name not in folded and any(stand.get(r, r) != r for r in member.ranks):
-                    return cls.of(programs)  # teams that lie aslant to one another
+                hosts.join(rank, member.ranks[_host(homes[rank].team(name), member)[0]])
         beside = Counter(s for r, s in stand.items() if hosts.first(r) == hosts.first(s))
         counts = Counter(stand.values())
         return cls(counts, folded, {r: hosts.first(r) for r in counts} if spans else {}, beside)
@@ -84,17 +85,38 @@ def _host(team: Team, member: Member) -> tuple[int, ...]:
     return next(host for host in hosts if member.index in host)
 
 
-def _foldable(
-    homes: Mapping[int, Program], places: Mapping[int, Mapping[str, Member]]
-) -> frozenset[str]:
-    """The teams of Note [Folded teams]."""
+def _folded(homes: Homes, places: Places) -> tuple[frozenset[str], dict[int, int]]:
+    """As many teams of Note [Folded teams] as leave the others whole, and the rank that stands for
+    each."""
     programs = {id(program): program for program in homes.values()}.values()
     kept = {name for program in programs for name in _told_apart(program)}
-    names = {team.name for program in programs for team in program.teams}
     for rank, members in places.items():
-        first = {name for name, m in members.items() if homes.get(m.ranks[0]) is not homes[rank]}
-        kept |= first
-    return frozenset(names - kept)
+        kept |= {name for name, m in members.items() if homes.get(m.ranks[0]) is not homes[rank]}
+    names = sorted({team.name for program in programs for team in program.teams} - kept)
+    for count in range(len(names), 0, -1):
+        for folded in itertools.combinations(names, count):
+            stand = _standing(places, folded)
+            if stand is not None:
+                return frozenset(folded), stand
+    return frozenset(), {rank: rank for rank in homes}
+
+
+def _standing(places: Places, folded: Sequence[str]) -> dict[int, int] | None:
+    """The first of those that each rank is folded with; None where another team of one of these has
+    ranks that are not."""
+    alike = _Sets()
+    for rank, members in places.items():
+        for name in members.keys() & {*folded}:
+            alike.join(rank, members[name].ranks[0])
+    stand = {rank: alike.first(rank) for rank in places}
+    others = (
+        other
+        for rank in {*stand.values()}
+        for name, member in places[rank].items()
+        if name not in folded
+        for other in member.ranks
+    )
+    return None if any(stand.get(other, other) != other for other in others) else stand
 
 
 def _told_apart(program: Program) -> Iterator[str]:
