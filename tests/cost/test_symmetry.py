@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from tests.cost.test_between_hosts import APART
@@ -13,8 +13,9 @@ from interlace.cost import Machine, default_machine, predict, simulate
 from interlace.cost.graph import build
 from interlace.cost.machine import Link
 from interlace.cost.symmetry import Symmetry
-from interlace.ir import Program, parse, parse_set
-from interlace.passes import run_pipeline
+from interlace.ir import Program, Team, parse, parse_set
+from interlace.options import Options
+from interlace.passes import lower, run_pipeline
 
 SHARED = APART.replace(between=(("gloo", Link(latency_s=0.5, bandwidth=8.0, shared=True)),))
 STEP = """
@@ -66,6 +67,18 @@ def test_one_rank_stands_for_all_of_a_site(kind: str, name: str) -> None:
     for device in ("cpu", "cuda"):
         ranks, folded = like_all([program], default_machine(device))
         assert (ranks, folded) == ({0}, {"tp"})
+
+
+@pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_stands_for_all_of_a_site_on_two_levels(kind: str, machine: Machine) -> None:
+    (team,) = (sample := KINDS[kind](4, "even", "f32", 0).program).teams
+    on = replace(team, hosts=((0, 1), (2, 3)))
+    program = lower(sample.replace(teams=(Team("dp", 1), on)), Options(strategy="hierarchical"))
+    assert program.sites[0].strategy == "hierarchical"
+    ranks, _ = like_all([program], machine)
+    assert ranks == {0}
+    assert like_all(scaled([program], 12, 2), machine)[0] == {0}
 
 
 @pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])

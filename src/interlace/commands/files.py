@@ -12,7 +12,7 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -221,6 +221,10 @@ def scaled(programs: list[Program], world: int | None, per_host: int | None) -> 
     from interlace.ir import validate
 
     if world is not None:
+        if per_host is None and any(team.hosts for program in programs for team in program.teams):
+            raise TeamError(
+                "--world: the text names hosts, so say how many ranks each has: --per-host"
+            )
         programs = _grown(programs, world)
     if per_host is not None:
         if per_host < 1:
@@ -247,30 +251,39 @@ def _grown(programs: list[Program], world: int) -> list[Program]:
             f"--world {world}: {what} have {step} ranks, so it is a multiple of {step}, counted "
             "from rank 0"
         )
+    copies = world // step
     if named:
-        return [_copied(program, step, world // step) for program in programs]
-    axes = {team.name: team.size for team in meshed} | {meshed[0].name: world // step}
-    return [_on_axes(programs[0], axes)]
+        return [_copied(program, step, copies) for program in programs]
+    (program,) = programs
+    listed = [_repeated(t, step, copies) for t in program.teams if t.groups is not None]
+    axes = {team.name: team.size for team in meshed} | {meshed[0].name: copies}
+    sized = _on_axes(program.replace(teams=tuple(meshed)), axes)
+    return [sized.replace(teams=(*sized.teams, *listed))]
 
 
 def _copied(program: Program, step: int, copies: int) -> Program:
     """As many copies of a Program that names its ranks, each `step` ranks behind the one before."""
+    if program.rank is not None or any(team.groups is None for team in program.teams):
+        raise TeamError(
+            f"{program.name}: --world copies Programs of several ranks whose teams list their ranks"
+        )
+    teams = tuple(_repeated(team, step, copies) for team in program.teams)
+    starts = range(0, step * copies, step)
+    ranks = tuple(start + rank for start in starts for rank in program.world)
+    return program.replace(teams=teams, ranks=ranks)
 
-    def each(ranks: Sequence[int]) -> list[tuple[int, ...]]:
-        return [tuple(rank + step * copy for rank in ranks) for copy in range(copies)]
 
-    teams: list[Team] = []
-    for team in program.teams:
-        if team.groups is None or program.rank is not None:
-            raise TeamError(f"{program.name}: --world copies Programs whose teams list their ranks")
-        if team.size == 1:
-            groups = [tuple(rank for (rank,) in each(group)) for group in team.groups]
-            teams.append(dataclasses.replace(team, size=copies, groups=tuple(groups)))
-        else:
-            groups = [made for group in team.groups for made in each(group)]
-            teams.append(dataclasses.replace(team, groups=tuple(groups)))
-    ranks = tuple(sorted(rank for made in each(program.world) for rank in made))
-    return program.replace(teams=tuple(teams), ranks=ranks)
+def _repeated(team: Team, step: int, copies: int) -> Team:
+    """A team of each of the copies; one of a single rank extends over them."""
+    starts = range(0, step * copies, step)
+    groups = [group for group in team.groups or () if min(group) < step]
+    if any(max(group) >= step for group in groups):
+        raise TeamError(f"--world cannot copy team {team.name}, which is on more than {step} ranks")
+    if team.size == 1:
+        lines = [tuple(start + rank for start in starts) for (rank,) in groups]
+        return dataclasses.replace(team, size=copies, groups=tuple(lines))
+    made = [tuple(start + rank for rank in group) for start in starts for group in groups]
+    return dataclasses.replace(team, groups=tuple(made))
 
 
 def _placed(program: Program, per_host: int) -> Program:
