@@ -319,7 +319,11 @@ class Roof:
 
 
 def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Roof:
-    """The link's roof: long copies by copy engine, get and put, to the next rank and to all."""
+    """The link's roof inside a host: long copies by copy engine, get and put, to the next rank and
+    to all."""
+    ranks = ranks.within()
+    if ranks.size < 2:
+        return Roof(math.nan, "no other rank on this host")
     memory = BenchMemory(ranks, max(sizes))
     engine = engines(ranks)[0]
     found = [
