@@ -231,4 +231,4 @@ def _board(members: Sequence[int], me: int) -> Board:
     """Where these ranks meet; each of them makes one."""
     store = dist.distributed_c10d._get_default_store()
     generation = Board(store, (), me, "interlace/bench").count(f"joined/{me}")
-    return Board(store, members, me, f"interlace/bench/{generation}")
+    return Board(store, members, me, f"interlace/bench/{generation}/{members[0]}")
