@@ -6,8 +6,9 @@
     memory = BenchMemory(ranks, 1 << 20)
     memory.copy("ce", memory.mine, memory.theirs[1], 4096)     # a get: the first 4096 bytes
 
-Patterns: `0>1` is one ordered pair, rank 0 at work and rank 1 the other end; `ring` is every rank
-with the next; `all` is every rank with every other, one after another; `team` is a collective.
+Patterns: `0>1` is one ordered pair, rank 0 at work and rank 1 the other end; `0-1` are two ranks
+that send to each other at once; `ring` is every rank with the next; `all` is every rank with every
+other, one after another; `team` is a collective.
 Engines: `ce` copies by the copy engine (`cuMemcpyDtoDAsync`), `sm` by a kernel; a CPU has `cpu`.
 """
 
@@ -227,7 +228,7 @@ def measure_links(
                     yield _copy(ranks, memory, kind, engine, pattern, peers, nbytes)
     step("send")
     for nbytes in sizes:
-        yield _message(ranks, nbytes)
+        yield message(ranks, nbytes)
 
 
 def _copy(
@@ -260,22 +261,26 @@ def _copy(
     )
 
 
-def _message(ranks: Ranks, nbytes: int) -> Figure:
-    """Every rank sends to the next and receives from the one before."""
+def message(ranks: Ranks, nbytes: int, pattern: str = "ring", around: Sequence[int] = ()) -> Figure:
+    """Each of these ranks, by default all, sends to the next and receives from the one before; all
+    ranks call it."""
     backend = "nccl" if ranks.cuda else "gloo"
+    around = around or range(ranks.size)
     out = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
     into = torch.zeros_like(out)
-    to, source = (ranks.me + 1) % ranks.size, (ranks.me - 1) % ranks.size
+    at = around.index(ranks.me) if ranks.me in around else 0
+    to, source = around[(at + 1) % len(around)], around[at - 1]
 
     def run() -> None:
         ops = [dist.P2POp(dist.isend, out, to), dist.P2POp(dist.irecv, into, source)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    fixed: dict[str, Any] = {"kind": "send", "backend": backend, "pattern": "ring"}
+    call = run if ranks.me in around else None
+    fixed: dict[str, Any] = {"kind": "send", "backend": backend, "pattern": pattern}
     fixed |= {"nbytes": nbytes, "ranks": ranks.size, "moved": float(nbytes)}
     guess = (4e-5 + nbytes / 2e11) if ranks.cuda else (2e-4 + nbytes / 1e9)
-    return attempt(ranks, fixed, lambda: timed(ranks, run, guess))
+    return attempt(ranks, fixed, lambda: timed(ranks, call, guess))
 
 
 def attempt(ranks: Ranks, fixed: dict[str, Any], measure: Callable[[], float]) -> Figure:
