@@ -218,14 +218,16 @@ def timed(ranks: Ranks, run: Callable[[], Any] | None, guess: float) -> float:
 def measure_links(
     ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
 ) -> Iterator[Figure]:
-    """Every pattern, both directions, every engine, every size; then messages of the backend."""
-    memory = BenchMemory(ranks, max(sizes))
-    for pattern, peers in patterns(ranks):
-        for kind in ("get", "put"):
-            for engine in engines(ranks):
-                step(f"{kind} {engine} {pattern}")
-                for nbytes in sizes:
-                    yield _copy(ranks, memory, kind, engine, pattern, peers, nbytes)
+    """Every pattern, both directions, every engine, every size; then messages of the backend.
+    Between hosts there are messages alone."""
+    if not ranks.apart:
+        memory = BenchMemory(ranks, max(sizes))
+        for pattern, peers in patterns(ranks):
+            for kind in ("get", "put"):
+                for engine in engines(ranks):
+                    step(f"{kind} {engine} {pattern}")
+                    for nbytes in sizes:
+                        yield _copy(ranks, memory, kind, engine, pattern, peers, nbytes)
     step("send")
     for nbytes in sizes:
         yield message(ranks, nbytes)
@@ -329,6 +331,8 @@ def backends(ranks: Ranks) -> tuple[list[str], dict[str, str]]:
             require_backend(name)
             if name == "nccl" and not ranks.cuda:
                 raise BackendError("NCCL moves tensors of GPUs alone")
+            if name == "peer" and ranks.apart:
+                raise BackendError(f"{ranks.apart}, which share no memory")
             there.append(name)
         except BackendError as error:
             absent[name] = str(error)

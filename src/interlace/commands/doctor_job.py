@@ -80,7 +80,7 @@ def survey(found: Sequence[Inspection], time_out_s: float) -> Job | None:
     board.announce()
     told = board.exchange("doctor", _note(found, device), time_out_s)
     hosts = _hosts(told)
-    own = [*_job_checks(hosts)]
+    own = [*job_checks(hosts)]
     checks, links, teams = [*_local_checks(hosts), *own], list[Note](), list[Note]()
     if not any(check.state == "broken" and check.name.startswith(JOINING) for check in own):
         how: Any = {"store": dist.PrefixStore("doctor", store), "rank": rank, "world_size": world}
@@ -199,7 +199,8 @@ def _local_checks(hosts: Sequence[Note]) -> Iterator[Inspection]:
                 yield Inspection(**{**check, "name": f"{name} on {host['name']}"})
 
 
-def _job_checks(hosts: Sequence[Note]) -> Iterator[Inspection]:
+def job_checks(hosts: Sequence[Note]) -> Iterator[Inspection]:
+    """Whether the hosts have the same, and can reach one another."""
     several = len(hosts) > 1
     for what in SAME:
         if len({host[what] for host in hosts}) > 1:
