@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -22,8 +23,9 @@ import interlace
 from interlace.comm import team_of
 from interlace.launch import joined
 
-SOURCE = Path(interlace.__file__).parents[1]
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "hosts.md").read_text()
+ENVIRON = {**os.environ, "PYTHONPATH": f"{Path(interlace.__file__).parents[1]}:{ROOT}"}
 DOCTOR = ("-m", "interlace", "doctor", "--json")
 APART = "spans hosts (ranks 0 and 1 on interlace-a, ranks 2 and 3 on interlace-b)"
 pytestmark = pytest.mark.timeout(110)
@@ -43,7 +45,7 @@ def run_on(
 ) -> list[subprocess.CompletedProcess[str]]:
     """What `torchrun` gives on the hosts, with so many ranks `each`; the second host is given up
     once the first has ended for `left_s`."""
-    environ = {**os.environ, "PYTHONPATH": f"{SOURCE}:{ROOT}", "GLOO_SOCKET_IFNAME": interface}
+    environ = {**ENVIRON, "GLOO_SOCKET_IFNAME": interface}
     environ = {name: value for name, value in environ.items() if value}
     started: list[subprocess.Popen[str]] = []
     for number, program in enumerate(programs):
@@ -96,19 +98,53 @@ def test_doctor_tells_hosts_links_and_teams(hosts: Hosts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("interface", "told"),
-    [("", "no other host can reach it"), ("eth7", "GLOO_SOCKET_IFNAME=eth7")],
-)
-def test_doctor_tells_why_gloo_cannot_join_hosts(hosts: Hosts, interface: str, told: str) -> None:
-    first, _ = run_on(hosts, 1, DOCTOR, DOCTOR, interface=interface)
+def test_two_hosts_on_one_machine_as_told(hosts: Hosts) -> None:
+    """What docs/hosts.md has to try out, in namespaces of its own."""
+    (script,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    place = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c")
+    done = subprocess.run(
+        [*place, 'mount -t tmpfs tmpfs /run && exec bash -e -c "$0"', script],
+        env={**ENVIRON, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^host-a - host-b +0 - 2 +gloo", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_doctor_tells_why_gloo_cannot_join_hosts(hosts: Hosts) -> None:
+    first, _ = run_on(hosts, 1, DOCTOR, DOCTOR, interface="")
     facts = json.loads(first.stdout)
     assert not facts["ok"]
     assert facts["links"] == facts["teams"] == []
     broken = {check["name"]: check for check in facts["checks"] if check["state"] == "broken"}
     assert {*broken} == {"gloo on interlace-a", "gloo on interlace-b"}
-    assert told in broken["gloo on interlace-b"]["found"]
+    assert "no other host can reach it" in broken["gloo on interlace-b"]["found"]
     assert "set GLOO_SOCKET_IFNAME" in broken["gloo on interlace-b"]["mend"]
+
+
+@pytest.mark.slow
+def test_doctor_ends_where_gloo_reaches_no_other_host(hosts: Hosts) -> None:
+    for number in range(2):
+        for what in (
+            "link add other type veth peer name end",
+            f"address add 10.88.{number}.1/24 dev other",
+            "link set other up",
+            "link set end up",
+        ):
+            subprocess.run(hosts.command(number, "ip", *what.split()), check=True, timeout=10)
+    program = (*DOCTOR, "--time-out", "5")
+    first, _ = run_on(hosts, 1, program, program, interface="other")
+    facts = json.loads(first.stdout)
+    assert [host["gloo"] for host in facts["hosts"]] == [
+        [["other", "10.88.0.1"]],
+        [["other", "10.88.1.1"]],
+    ]
+    (broken,) = (check for check in facts["checks"] if check["state"] == "broken")
+    assert broken["name"] == "gloo between ranks"
+    assert "the backend 'gloo' of all ranks could not be connected" in broken["found"]
 
 
 def test_doctor_ends_where_a_rank_never_comes(hosts: Hosts) -> None:
@@ -161,6 +197,27 @@ def test_ranks_listen_on_the_chosen_interface_alone(hosts: Hosts, seed: int) -> 
     assert {*on_a} - {*everywhere} == {hosts.address(0)}
 
 
+@pytest.mark.slow
+def test_a_store_of_ones_own_listens_on_its_address_alone(hosts: Hosts) -> None:
+    """The script of docs/hosts.md for launchers other than torchrun."""
+    (script,) = re.findall(r"^```python\n(import os\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    script += "from tests.e2e.test_launching import listening\n"
+    script += "dist.barrier(); print(*listening()); dist.barrier(); dist.destroy_process_group()\n"
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500"}
+    ranks = [
+        subprocess.Popen(
+            hosts.command(rank, sys.executable, "-c", script),
+            env={**ENVIRON, **given, "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    on_a, on_b = (rank.communicate(timeout=40)[0].split() for rank in ranks)
+    assert on_a == [hosts.address(0)] * 2, "the store, and gloo"
+    assert on_b == [hosts.address(1)]
+
+
 def list_in_job(settings: object, tell: object) -> dict[str, Any]:
     with joined("cpu", timedelta(seconds=30), 60):
         dist.barrier()
@@ -176,7 +233,7 @@ def test_ranks_that_interlace_starts_listen_on_loopback_alone(hosts: Hosts) -> N
     )
     done = subprocess.run(
         hosts.command(1, sys.executable, "-c", code),
-        env={**os.environ, "PYTHONPATH": f"{SOURCE}:{ROOT}"},
+        env=ENVIRON,
         capture_output=True,
         text=True,
         timeout=80,

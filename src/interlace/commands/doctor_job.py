@@ -31,6 +31,7 @@ from interlace.strategies import STRATEGIES, names
 
 if TYPE_CHECKING:
     from interlace.bench.ranks import Ranks
+    from interlace.comm import Board
 
 Note = dict[str, Any]
 SMALL, LARGE = 8, 1 << 20
@@ -59,7 +60,7 @@ def survey(found: Sequence[Inspection], time_out_s: float) -> Job | None:
     Raises:
         CommTimeoutError: the store of torch.distributed did not answer in time.
         AgreementError: a rank did not come in time.
-        BackendError: gloo, or NCCL, could not connect the ranks, or failed.
+        BackendError: gloo, or NCCL, failed once the ranks were connected.
     """
     import torch.distributed as dist
 
@@ -82,25 +83,45 @@ def survey(found: Sequence[Inspection], time_out_s: float) -> Job | None:
     hosts = _hosts(told)
     own = [*job_checks(hosts)]
     checks, links, teams = [*_local_checks(hosts), *own], list[Note](), list[Note]()
-    if not any(check.state == "broken" and check.name.startswith(JOINING) for check in own):
-        how: Any = {"store": dist.PrefixStore("doctor", store), "rank": rank, "world_size": world}
-        try:
-            with joined(device, limit, 3 * time_out_s, **how) as where:
-                ranks = here(where)
-                links = list(_links(ranks, hosts))
-                teams = list(_teams(ranks, hosts, time_out_s))
-                ranks.align()  # none leaves, perhaps with the store, while others ask it
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise BackendError(
-                f"{'NCCL' if device == 'cuda' else 'gloo'} could not join the ranks of this job: "
-                f"{reason}. See that a firewall lets hosts reach every port of one another's "
-                "(docs/hosts.md)"
-            ) from error
+    if any(check.state == "broken" and check.name.startswith(JOINING) for check in own):
+        return None if rank else Job(checks, hosts, links, teams)
+    try:
+        _connect(board, dist.PrefixStore("doctor/gloo", store), time_out_s)
+    except InterlaceError as error:
+        mend = "let hosts reach where gloo listens, on any port (firewalls: docs/hosts.md)"
+        checks.append(Inspection("gloo between ranks", "broken", str(error), mend))
+        return None if rank else Job(checks, hosts, links, teams)
+    how: Any = {"store": dist.PrefixStore("doctor", store), "rank": rank, "world_size": world}
+    try:
+        with joined(device, limit, 3 * time_out_s, **how) as where:
+            ranks = here(where)
+            links = list(_links(ranks, hosts))
+            teams = list(_teams(ranks, hosts, time_out_s))
+            ranks.align()  # none leaves, perhaps with the store, while others ask it
+    except (RuntimeError, ValueError) as error:
+        name, reason = "NCCL" if device == "cuda" else "gloo", str(error).splitlines()[0]
+        raise BackendError(f"{name} does not serve the ranks of this job: {reason}") from error
     failed = [(f"team of {team['name']}", team["problem"]) for team in teams]
     failed += [(f"messages, {link['link']}", link["error"]) for link in links]
     checks += [Inspection(what, "broken", why) for what, why in failed if why]
     return None if rank else Job(checks, hosts, links, teams)
+
+
+def _connect(board: Board, store: Any, time_out_s: float) -> None:
+    """Sees that gloo can connect all ranks, and raises on all what kept one; `init_process_group`
+    alone would wait far longer on those that another cannot reach."""
+
+    def look() -> None:
+        if board.is_over("gloo"):
+            board.decide("gloo")  # raises what a peer gave up for
+
+    from interlace.comm.backends import connect
+
+    everyone = {*board.ranks}
+    known = "all ranks", look, lambda: board.ended(everyone) & everyone
+    with board.attending(["gloo"]):
+        connect("gloo", store, board.rank, len(everyone), time_out_s, *known)
+    board.exchange("gloo", {}, time_out_s)
 
 
 # -- what a rank tells ---------------------------------------------------------------------------
@@ -230,7 +251,7 @@ def _gloo_check(host: Note, several: bool) -> Inspection:
     if several and any(ip_address(address).is_loopback for _, address in host["gloo"]):
         return Inspection(name, "broken", f"{found}: no other host can reach it", mend)
     if several and lost:
-        found += ", so keep GLOO_SOCKET_IFNAME, and torchrun's --local-addr"
+        found += ", so keep GLOO_SOCKET_IFNAME, and give torchrun addresses"
     return Inspection(name, "ok", found)
 
 
