@@ -66,8 +66,7 @@ def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None
     """Measures all of it; rank 0 fits, saves and gets the report."""
     begun = time.monotonic()
     there, absent = backends(ranks)
-    copies = 0 if ranks.apart else len(patterns(ranks)) * 2 * len(engines(ranks))
-    links = copies + 1 if settings.links else 0
+    links = len(patterns(ranks)) * 2 * len(engines(ranks)) + 1 if settings.links else 0
     collectives = len(there) * len(ARGUMENTS) if settings.collectives else 0
     device = len(settings.dtypes) + 1 if settings.device else 0
     tell({"event": "total", "total": links + collectives + device, "doing": "starting"})

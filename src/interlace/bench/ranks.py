@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from interlace.bench.rows import append
 from interlace.comm import Board
-from interlace.comm.teams import host
 from interlace.errors import BackendError, TeamError
 from interlace.launch import Report, Tell, joined, launch
 
@@ -49,8 +48,6 @@ class Ranks:
     device: torch.device
     group: dist.ProcessGroup
     board: Board
-    apart: str = ""
-    """On which hosts they are, where these are several: they share no memory."""
     _met: int = 0
     _tick: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
     _device_tick: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
@@ -101,7 +98,7 @@ class Alone(Ranks):
     """One rank with nobody to meet, for what is measured on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.me, self.size, self.device, self.apart = 0, 1, device, ""
+        self.me, self.size, self.device = 0, 1, device
 
     def exchange(self, note: Note, wait_s: float = WAIT_S) -> list[Note]:
         """The note."""
@@ -215,7 +212,5 @@ def here(device: torch.device) -> Ranks:
         Board(store, range(size), me, f"interlace/bench/{generation}"),
         _device_tick=torch.zeros(1, device=device),
     )
-    found = {note["host"].split("/")[0] for note in ranks.exchange({"host": host()})}
-    ranks.apart = f"the ranks are on {', '.join(sorted(found))}" if len(found) > 1 else ""
     ranks.align()
     return ranks

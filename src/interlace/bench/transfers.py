@@ -6,9 +6,8 @@
     memory = BenchMemory(ranks, 1 << 20)
     memory.copy("ce", memory.mine, memory.theirs[1], 4096)     # a get: the first 4096 bytes
 
-Patterns: `0>1` is one ordered pair, rank 0 at work and rank 1 the other end; `0-1` are two ranks
-that send to each other at once; `ring` is every rank with the next; `all` is every rank with every
-other, one after another; `team` is a collective.
+Patterns: `0>1` is one ordered pair, rank 0 at work and rank 1 the other end; `ring` is every rank
+with the next; `all` is every rank with every other, one after another; `team` is a collective.
 Engines: `ce` copies by the copy engine (`cuMemcpyDtoDAsync`), `sm` by a kernel; a CPU has `cpu`.
 """
 
@@ -218,19 +217,17 @@ def timed(ranks: Ranks, run: Callable[[], Any] | None, guess: float) -> float:
 def measure_links(
     ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
 ) -> Iterator[Figure]:
-    """Every pattern, both directions, every engine, every size; then messages of the backend.
-    Between hosts there are messages alone."""
-    if not ranks.apart:
-        memory = BenchMemory(ranks, max(sizes))
-        for pattern, peers in patterns(ranks):
-            for kind in ("get", "put"):
-                for engine in engines(ranks):
-                    step(f"{kind} {engine} {pattern}")
-                    for nbytes in sizes:
-                        yield _copy(ranks, memory, kind, engine, pattern, peers, nbytes)
+    """Every pattern, both directions, every engine, every size; then messages of the backend."""
+    memory = BenchMemory(ranks, max(sizes))
+    for pattern, peers in patterns(ranks):
+        for kind in ("get", "put"):
+            for engine in engines(ranks):
+                step(f"{kind} {engine} {pattern}")
+                for nbytes in sizes:
+                    yield _copy(ranks, memory, kind, engine, pattern, peers, nbytes)
     step("send")
     for nbytes in sizes:
-        yield message(ranks, nbytes)
+        yield _message(ranks, nbytes)
 
 
 def _copy(
@@ -263,26 +260,22 @@ def _copy(
     )
 
 
-def message(ranks: Ranks, nbytes: int, pattern: str = "ring", around: Sequence[int] = ()) -> Figure:
-    """Each of these ranks, by default all, sends to the next and receives from the one before; all
-    ranks call it."""
+def _message(ranks: Ranks, nbytes: int) -> Figure:
+    """Every rank sends to the next and receives from the one before."""
     backend = "nccl" if ranks.cuda else "gloo"
-    around = around or range(ranks.size)
     out = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
     into = torch.zeros_like(out)
-    at = around.index(ranks.me) if ranks.me in around else 0
-    to, source = around[(at + 1) % len(around)], around[at - 1]
+    to, source = (ranks.me + 1) % ranks.size, (ranks.me - 1) % ranks.size
 
     def run() -> None:
         ops = [dist.P2POp(dist.isend, out, to), dist.P2POp(dist.irecv, into, source)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    call = run if ranks.me in around else None
-    fixed: dict[str, Any] = {"kind": "send", "backend": backend, "pattern": pattern}
+    fixed: dict[str, Any] = {"kind": "send", "backend": backend, "pattern": "ring"}
     fixed |= {"nbytes": nbytes, "ranks": ranks.size, "moved": float(nbytes)}
     guess = (4e-5 + nbytes / 2e11) if ranks.cuda else (2e-4 + nbytes / 1e9)
-    return attempt(ranks, fixed, lambda: timed(ranks, call, guess))
+    return attempt(ranks, fixed, lambda: timed(ranks, run, guess))
 
 
 def attempt(ranks: Ranks, fixed: dict[str, Any], measure: Callable[[], float]) -> Figure:
@@ -331,8 +324,6 @@ def backends(ranks: Ranks) -> tuple[list[str], dict[str, str]]:
             require_backend(name)
             if name == "nccl" and not ranks.cuda:
                 raise BackendError("NCCL moves tensors of GPUs alone")
-            if name == "peer" and ranks.apart:
-                raise BackendError(f"{ranks.apart}, which share no memory")
             there.append(name)
         except BackendError as error:
             absent[name] = str(error)
