@@ -59,7 +59,8 @@ class Strategy:
     name: str
     cut: str
     transport: str
-    """`collectives`, `messages` (Send and Recv), `get` or `put` (one-sided copies)."""
+    """`collectives`, `messages` (Send and Recv), `get` or `put` (one-sided copies), or `hosts`:
+    messages between hosts, gets within."""
     reduces: str
     gather: Path | None = None
     scatter: Path | None = None
@@ -117,6 +118,12 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             alone=_KERNEL,
             peers=True,
             kernel=True,
+        ),
+        Strategy(
+            "hierarchical",
+            "ranks",
+            "hosts",
+            "on each host in the order of its ranks, then of the hosts; both in fp32, rounded once",
         ),
         Strategy("exchange", "whole", "collectives", _RANK_ORDER, peers=True, kernel=True),
     )

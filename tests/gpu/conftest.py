@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.gpu.cases import BY_MESSAGES
-from tests.support.pool import MAX_WORLD, Pool, Ranks
+from tests.support.pool import Pool, Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +32,7 @@ def gpu_pool() -> Iterator[Pool]:
 def gpus(gpu_pool: Pool, request: pytest.FixtureRequest) -> Ranks:
     """A rank for each GPU there is, up to four, or `--ranks`: `gpus.run(function, *args)`."""
     count = torch.cuda.device_count()  # without a context of this process
-    ranks = request.config.getoption("--ranks", None) or min(count, MAX_WORLD)
+    ranks = request.config.getoption("--ranks", None) or min(count, 4)
     if not count or ranks < 2:
         pytest.skip("needs two GPUs, or one and --ranks")
     given = getattr(request.node, "callspec", None)

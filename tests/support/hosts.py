@@ -4,8 +4,9 @@
         pool = HostsPool(hosts)             # ranks 0 and 2 on the first host, 1 and 3 on the other
         pool(4).run(function)
         hosts.cut_off(1)                    # the second host's link goes down, without a word
+        hosts.slow_down(200)                # each host sends at most 200 Mbit/s
 
-Two hosts are joined by a bridge in a network namespace of its own, so nothing changes outside.
+Hosts are joined by a bridge in a network namespace of its own, so nothing changes outside.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from typing import Any
 
 from tests.support.pool import Pool, preload, work
 
-NAMES = ("interlace-a", "interlace-b")
 SPACES = ("uts", "net", "mnt", "pid")
 PR_SET_PDEATHSIG = 1
 
@@ -33,7 +33,8 @@ class NoHosts(Exception):
 
 
 class Hosts:
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2) -> None:
+        self.names = [f"interlace-{letter}" for letter in "abcd"[:count]]
         self._stack = ExitStack()
         self._switch = 0
         self.pids: list[int] = []
@@ -44,7 +45,7 @@ class Hosts:
             self._switch = self._hold(["--net"], "true")
             self._ip(self._switch, "link add br0 type bridge")
             self._ip(self._switch, "link set br0 up")
-            for number, name in enumerate(NAMES):
+            for number, name in enumerate(self.names):
                 spaces = [
                     "--uts",
                     "--net",
@@ -87,6 +88,12 @@ class Hosts:
         """Its link is up again."""
         self._ip(self._switch, f"link set v{host} up")
 
+    def slow_down(self, mbit: int) -> None:
+        """What each host sends goes at this rate, by the kernel's traffic control."""
+        for pid in self.pids:
+            rule = f"tbf rate {mbit}mbit burst 64kb latency 1s"
+            self._do(pid, ["tc", *f"qdisc replace dev eth0 root {rule}".split()])
+
     def _hold(self, spaces: list[str], first: str) -> int:
         """A process in new namespaces that stays until the end; its id, or that of `--fork`."""
         script = f"{first} && echo ready && exec sleep 100000"
@@ -98,17 +105,20 @@ class Hosts:
         return held.pid
 
     def _ip(self, pid: int, what: str) -> None:
-        command = ["nsenter", "-t", str(pid), "-n", "ip", *what.split()]
+        self._do(pid, ["ip", *what.split()])
+
+    def _do(self, pid: int, words: list[str]) -> None:
+        command = ["nsenter", "-t", str(pid), "-n", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
         if done.returncode:
-            raise NoHosts(f"{what}: {done.stderr.strip()}")
+            raise NoHosts(f"{' '.join(words)}: {done.stderr.strip()}")
 
 
 class HostsPool(Pool):
-    """Ranks that take turns on hosts; the store is on the first."""
+    """Ranks that take turns on hosts, so many in a row on each; the store is on the first."""
 
-    def __init__(self, hosts: Hosts) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: Hosts, in_a_row: int = 1) -> None:
+        self._hosts, self._in_a_row = hosts, in_a_row
         super().__init__(environ={"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": hosts.address(0)})
 
     def _store_of(self) -> Any:
@@ -129,7 +139,7 @@ class HostsPool(Pool):
         return made[0]
 
     def _target(self, rank: int) -> tuple[Any, ...]:
-        return work_on, self._hosts.pids[rank % len(self._hosts.pids)]
+        return work_on, self._hosts.pids[rank // self._in_a_row % len(self._hosts.pids)]
 
 
 def work_on(pid: int, connection: Connection, port: int, environ: Mapping[str, str]) -> None:

@@ -44,7 +44,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MAX_WORLD = 4
+MAX_WORLD = 8
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 30.0
 """Within this a process is gone that was killed: a driver may have much to take down."""

@@ -17,7 +17,15 @@ from typing import Any
 
 import torch
 
-from interlace.bench.race.candidates import OURS, Candidate, WholeGemm, ours, rivals, whole_gemms
+from interlace.bench.race.candidates import (
+    BETWEEN_HOSTS,
+    OURS,
+    Candidate,
+    WholeGemm,
+    ours,
+    rivals,
+    whole_gemms,
+)
 from interlace.bench.race.jax_rival import jax_rows
 from interlace.bench.race.ways import (
     Opened,
@@ -51,7 +59,7 @@ class OverlapSettings:
     """What is run."""
 
     cases: tuple[SiteCase, ...]
-    only: tuple[str, ...] = (*OURS, *RIVALS)
+    only: tuple[str, ...] = (*(name for name in OURS if name not in BETWEEN_HOSTS), *RIVALS)
     graphs: bool = True
     seconds: float = 90.0
     """All of it, set-up included; what does not fit is left out and said."""

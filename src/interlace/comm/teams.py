@@ -19,7 +19,8 @@ import contextlib
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -84,6 +85,7 @@ class TeamComm:
         self._connections = Connections(weakref.proxy(self), weakref.ref(group), store)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
+        self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @property
     def size(self) -> int:
@@ -95,14 +97,23 @@ class TeamComm:
         return tuple(self.party.hosts[rank] for rank in self.ranks)
 
     @property
+    def by_host(self) -> tuple[tuple[int, ...], ...]:
+        """By host, its members that are there."""
+        places: dict[str, list[int]] = {}
+        for member, place in enumerate(self.hosts):
+            places.setdefault(place, []).append(member)
+        return tuple(map(tuple, places.values()))
+
+    @property
     def apart(self) -> str:
         """Which ranks are on which hosts; empty for a team within one."""
-        places: dict[str, list[int]] = {}
-        for rank, place in zip(self.ranks, self.hosts, strict=True):
-            places.setdefault(place, []).append(rank)
-        if len(places) == 1:
+        by_host = self.by_host
+        if len(by_host) == 1:
             return ""
-        told = [f"{named(ranks)} on {place.split('/')[0]}" for place, ranks in places.items()]
+        told = [
+            f"{named([self.ranks[m] for m in members])} on {self.hosts[members[0]].split('/')[0]}"
+            for members in by_host
+        ]
         return f"team {self.name} spans hosts ({', '.join(told)})"
 
     def refuse_memory(self, what: str) -> None:
@@ -176,6 +187,24 @@ class TeamComm:
         over = over if self.me == 0 else []
         with attending((team, place) for team in known_teams([self.ranks])) as look:
             return self.board.exchange(place, note, time_out_s, look, over)
+
+    def parts(
+        self, wanted: Mapping[str, tuple[int, ...]], time_out_s: float
+    ) -> dict[str, dist.ProcessGroup]:
+        """Process groups of some of its ranks (by their index in it), of which this is one, made
+        once. All ranks of the team ask together, each for its own parts, under the same names."""
+        if not self._parts.keys() >= {*wanted.values()}:
+            self.consult("divide", {"parts": sorted(wanted)}, time_out_s)  # so that none waits long
+        for name, members in wanted.items():
+            if members not in self._parts:
+                made: Any = dist.new_group(
+                    [self.ranks[member] for member in members],
+                    timeout=timedelta(seconds=time_out_s),
+                    use_local_synchronization=True,
+                    group_desc=name,
+                )
+                self._parts[members] = made
+        return {name: self._parts[members] for name, members in wanted.items()}
 
     @contextlib.contextmanager
     def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
@@ -298,6 +327,10 @@ class TeamComm:
             for life in self._lives:
                 life.close()
             self._connections.close(END_S, failed)
+            while self._parts:
+                _, part = self._parts.popitem()
+                if part in c10d._world.pg_map:
+                    dist.destroy_process_group(part)
 
 
 _teams: weakref.WeakKeyDictionary[dist.ProcessGroup, TeamComm] = weakref.WeakKeyDictionary()

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from interlace.comm import limit_s, team_of
-from interlace.comm.rendezvous.board import meet
+from interlace.comm import team_of
 from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.importing.importer import Imported
@@ -29,6 +28,7 @@ from interlace.ir.call_names import others
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.runtime import Executor
+from interlace.runtime.hosts import on_hosts
 from interlace.runtime.machine import built_in, machine_for
 from interlace.runtime.prepare.agreement import Agreement
 from interlace.verify import Report
@@ -98,16 +98,19 @@ def bind(
     """Lowers and prepares; all ranks of the Program do it together."""
     place = placed(device)
     options, noted = with_regions(options, place)
-    apart = _apart(imported.program, groups, options)
-    machine = machine_for(options, place.type).replace(apart=apart)
-    noted += [Remark("frontend", f"{text}: {UNSERVED}") for _, text in apart]
+    machine = machine_for(options, place.type)
+    hosted = on_hosts(imported.program, groups, options.time_out_s)
+    spread = [team.name for team in hosted.teams if team.hosts is not None]
+    apart = [team_of(groups[name], name).apart for name in spread]
+    noted += [Remark("frontend", f"{text}: {UNSERVED}") for text in apart]
     if options.graph and (why := _uncaptured(imported)):
         options = dataclasses.replace(options, graph=False, static_outputs=False)
         noted.append(Remark("frontend", f"not captured in CUDA graphs: {why}"))
 
     def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
         remarks = [*noted, *([Remark("frontend", why)] if why else [])]
-        program = lower(imported.program, options, machine).remarked(remarks)
+        serial = hosted if options.overlap else imported.program
+        program = lower(serial, options, machine).remarked(remarks)
         executor = Executor(
             program,
             groups=groups,
@@ -127,8 +130,7 @@ def bind(
     if options.strategy == "auto":  # ranks may have chosen by different calibrations
         try:
             anew = f"{DIFFER}: the built-in model chose anew"
-            model = built_in(options, place.type).replace(apart=apart)
-            return prepared(options, model, anew)
+            return prepared(options, built_in(options, place.type), anew)
         except AgreementError as error:
             if not _differs(error, options):
                 raise
@@ -137,19 +139,6 @@ def bind(
 
 
 UNSERVED = "peer, fused and exchange, which reach into memory of peers, do not serve it"
-
-
-def _apart(
-    program: Program, groups: Mapping[str, ProcessGroup], options: Options
-) -> tuple[tuple[str, str], ...]:
-    """The teams that span hosts, with where their ranks are; the ranks of each meet to know."""
-    limit = limit_s(options.time_out_s, groups.values())
-    known = {team.name for team in program.teams}
-    teams = {n: team_of(group, n, limit) for n, group in groups.items() if n in known}
-    if teams:
-        order = sorted(teams.values(), key=lambda team: team.key)
-        meet(order, f"prepare Program {program.name!r}", limit)
-    return tuple((name, team.apart) for name, team in teams.items() if team.apart)
 
 
 def _uncaptured(imported: Imported) -> str:

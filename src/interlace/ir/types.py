@@ -135,6 +135,8 @@ class Team:
     name: str
     size: int
     groups: tuple[tuple[int, ...], ...] | None = None
+    hosts: tuple[tuple[int, ...], ...] | None = None
+    """Where it spans hosts, which share no memory: those of its ranks that are on each."""
 
     @property
     def rank(self) -> RankIndex:
@@ -145,6 +147,10 @@ class Team:
     def others(self) -> Others:
         """Every other rank of this team."""
         return Others(self.name)
+
+    def apart(self, one: int, other: int) -> bool:
+        """Whether two of its ranks are on different hosts."""
+        return self.hosts is not None and not any(one in h and other in h for h in self.hosts)
 
 
 def team_sizes(teams: Sequence[Team]) -> dict[str, int]:

@@ -25,7 +25,7 @@ from interlace.passes.find_sites import FoundSite, analyse, in_blocks, without_m
 from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.choose import Choice, Chooser, out_of_reach
+from interlace.passes.strategies.choose import Choice, Chooser
 from interlace.passes.strategies.pieces import kernel_parts
 from interlace.passes.strategies.write import refusal, write
 from interlace.strategies import names, strategy
@@ -104,7 +104,8 @@ class Decompose:
                 )
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
         sites = tuple(changed.get(site.id, site) for site in program.sites)
-        made = program.replace(ops=ops, sites=sites, tables=tuple(taken.tables))
+        tables, teams = tuple(taken.tables), tuple(taken.teams)
+        made = program.replace(ops=ops, sites=sites, tables=tables, teams=teams)
         return made.remarked(remarks)
 
     def _choose(self, choose: Chooser, values: Dataflow, found: FoundSite) -> Choice:
@@ -116,10 +117,6 @@ class Decompose:
         row = strategy(self.strategy, self.protocol)
         assert row is not None, self.strategy
         why = refusal(values, found.site, row)
-        machine = self.machine
-        if machine is not None and (far := out_of_reach(machine, values, found.site, row)):
-            text = f"{self.strategy} cannot serve this site: {far}"
-            return Choice(reason=text, remark=text)
         if row.name == "fused" and self.machine is not None and not self.machine.kernels:
             why = why or "the GPUs have no such kernel"
         text = f"{self.strategy} cannot serve this site: {why}"

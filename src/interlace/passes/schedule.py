@@ -1,6 +1,7 @@
 """schedule: order and streams in one pass, so that communication runs under compute.
 
-Compute goes to the stream `main`, communication to `comm`, what a sum of puts awaits to `arrivals`.
+Compute goes to the stream `main`, communication to `comm` (messages between hosts, of a site that
+also copies within them, to `hosts`), what a sum of puts awaits to `arrivals`.
 The pass plays the Program on these lanes: communication starts as soon as its data is there;
 compute whose input still travels gives way to compute that is ready, above all to what feeds more
 communication (the gradient of the input before the gradient of the weight).
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,8 +42,9 @@ from interlace.passes.fuse import arrivals, groups, used_by
 from interlace.passes.insert_sync import clocks, strip_events
 
 WHOLE, LIGHT = 96, 8
-LANES = {"compute": "main", "comm": "comm", "arrival": "arrivals"}
+LANES = {"compute": "main", "comm": "comm", "between": "hosts", "arrival": "arrivals"}
 """The stream of what takes a place on a lane, by its role."""
+MOVES = "comm", "between"
 FAR = 1 << 40
 
 
@@ -74,8 +76,9 @@ class Schedule:
         return _on_main(program.replace(ops=tuple(map(_without_slot, ops))))
 
 
-def role(op: Op, symmetric: Mapping[str, Buffer]) -> str:
-    """What the pass does with an op; `symmetric` holds the names of such buffers.
+def role(op: Op, symmetric: Mapping[str, Buffer], between: Collection[str] = ()) -> str:
+    """What the pass does with an op; `symmetric` holds the names of such buffers, `between` those
+    of teams whose messages go from host to host, and not between ranks of one.
 
     `compute` and `comm` take a place on a lane; a site's copy into or out of a symmetric buffer is
     communication, one that packs rows for a matmul is compute. `late` ops (allocations, awaited
@@ -88,6 +91,8 @@ def role(op: Op, symmetric: Mapping[str, Buffer]) -> str:
         return "late"
     if ordering.raises or ordering.frees is not None or ordering.holds_host:
         return "early"
+    if any(end.team in between for end in ordering.messages):
+        return "between"
     if ordering.meets or ordering.messages or isinstance(op, Put | Get):
         return "comm"
     if isinstance(op, Copy) and op.site is not None:
@@ -101,7 +106,10 @@ class _Player:
     def __init__(self, program: Program, window: int) -> None:
         self.program, self.ops, self.window = program, program.ops, window
         symmetric = symmetric_buffers(program)
-        self.roles = [role(op, symmetric) for op in self.ops]
+        spread = [team for team in program.teams if team.hosts is not None]
+        several = any(len(host) > 1 for team in spread for host in team.hosts or ())
+        between = {t.name for t in spread if several and len(t.hosts or ()) == t.size}
+        self.roles = [role(op, symmetric, between) for op in self.ops]
         self.arrivals = arrivals(program)
         for index in self.arrivals:
             self.roles[index] = "arrival"
@@ -241,7 +249,7 @@ class _Player:
     def _weights(self) -> list[int]:
         """How long each op takes on its lane: Note [Weights]."""
         heavy = [
-            self.roles[i] == "comm" or (isinstance(op, Call) and is_heavy(op.fn))
+            self.roles[i] in MOVES or (isinstance(op, Call) and is_heavy(op.fn))
             for i, op in enumerate(self.ops)
         ]
         weights = [WHOLE if whole else LIGHT for whole in heavy]
@@ -259,7 +267,7 @@ class _Player:
         depths = [0] * len(self.ops)
         for index in reversed(range(len(self.ops))):
             later = max((depths[other] for other in self.after[index]), default=0)
-            depths[index] = later + (self.roles[index] == "comm")
+            depths[index] = later + (self.roles[index] in MOVES)
         return depths
 
     def _ranks(self) -> list[int]:

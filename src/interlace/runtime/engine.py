@@ -123,8 +123,15 @@ class EngineContext:
     def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> BoundedWait:
         """How op `index` waits (or, if it is a Fused, one of its members)."""
         return BoundedWait(
-            self.time_out_s, lambda: self.flight.describe(index, member), check, self.flight.tail
+            self.time_out_s, lambda: self.flight.describe(index, member), check, self.log
         )
+
+    def log(self) -> str:
+        """What the streams did last, and who does not answer of a team that spans hosts: a rank of
+        this host may only be late because of them."""
+        spread = [team for team in self.resources.teams.values() if team.apart]
+        far = [max(spread, key=lambda team: team.size).control.behind()] if spread else []
+        return "\n".join([*far, self.flight.tail()])
 
 
 def unbound(op: Op, device: str) -> UnsupportedError:

@@ -30,6 +30,7 @@ from interlace.errors import ExecutorError, SizeError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.call_names import refuse_others
 from interlace.ir.size_class import FIXED, settled
+from interlace.ir.types import Member
 from interlace.options import BACKENDS, Options
 from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.engine import (
@@ -43,7 +44,7 @@ from interlace.runtime.engine import (
 )
 from interlace.runtime.flight import Flight, measured
 from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measures
-from interlace.runtime.prepare.agreement import Agreement, agree, program_rank
+from interlace.runtime.prepare.agreement import Agreement, agree, part_of, program_rank
 from interlace.runtime.prepare.plan import backends_of, make_plan, with_backends
 from interlace.runtime.prepare.registered import collect
 from interlace.runtime.run_sizes import RunSizes
@@ -124,7 +125,8 @@ class Executor:
         registered: Mapping[str, torch.Tensor] | None = None,
         operators: Collection[str] = (),
     ) -> None:
-        """`groups` has a process group for each team of the Program that this rank is in.
+        """`groups` has a process group for each team of the Program that this rank is in, but for
+        those whose ranks are all in another of its teams: their groups are made of that one's.
 
         `host` names buffers that stay on the CPU although the device is a GPU; only torch's own
         operators may touch them. `registered` has the tensor of each registered parameter, which
@@ -174,6 +176,7 @@ class Executor:
         validate(self.program)
         refuse_others(self.program, self._operators)
         members = self.program.where(self.rank).members
+        self._divide(members)
         for name in (team.name for team in self.program.teams if team.name in members):
             team = team_of(self._groups[name], name, limit)
             check_size(team, len(members[name].ranks))
@@ -222,6 +225,21 @@ class Executor:
                 raise
         self._groups.clear()  # so that destroying a group frees what stands on it
         return self
+
+    def _divide(self, members: Mapping[str, Member]) -> None:
+        """Makes the groups of teams that are parts of a team that was given a group."""
+        wanted: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, member in members.items():
+            if name not in self._groups:
+                whole = next(
+                    n for n in members if n in self._groups and part_of(member, members[n])
+                )
+                index = members[whole].ranks.index
+                wanted.setdefault(whole, {})[name] = tuple(map(index, member.ranks))
+        for whole, parts in wanted.items():
+            team = team_of(self._groups[whole], whole, self.limit_s)
+            check_size(team, len(members[whole].ranks))
+            self._groups |= team.parts(parts, self.limit_s)
 
     def _together(self, program: Program) -> list[Program]:
         """The Programs of all ranks, for the largest sizes at hand."""

@@ -31,11 +31,14 @@ from interlace.errors import UnsupportedError
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.runtime import Executor
+from interlace.runtime.hosts import on_hosts
 from interlace.runtime.machine import machine_for
 
 Sets = Sequence[tuple[torch.Tensor, torch.Tensor]]
 Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+BETWEEN_HOSTS = ("shift", "ring", "broadcast", "hierarchical")
+"""What serves a team that spans hosts, beside collectives; tried where asked for."""
 OURS: dict[str, dict[str, Any]] = {
     "serial": {"strategy": "serial"},
     "pipeline": {"strategy": "pipeline"},
@@ -43,6 +46,7 @@ OURS: dict[str, dict[str, Any]] = {
     "put": {"strategy": "peer", "protocol": "put"},
     "fused": {"strategy": "fused"},
     "exchange": {"strategy": "exchange"},
+    **{name: {"strategy": name} for name in BETWEEN_HOSTS},
     "auto": {"strategy": "auto"},
 }
 """Our strategies by the name that rows give them."""
@@ -106,7 +110,9 @@ class Ours(Candidate):
             calibration=self._calibration,
         )
         machine = machine_for(options, device.type)
-        program = lower(self.case.program(self.ranks.size), options, machine)
+        groups = {"tp": self.ranks.group}
+        serial = on_hosts(self.case.program(self.ranks.size), groups, TIME_OUT_S)
+        program = lower(serial, options, machine)
         for site in program.sites:
             protocol = f" {site.protocol}" if site.strategy == "peer" else ""
             self.chosen = f"{site.strategy}{protocol}"
@@ -118,7 +124,6 @@ class Ours(Candidate):
         plain = {"reason": "", "serial_ms": None, "predicted_ms": None}
         sites = tuple(dataclasses.replace(site, **plain) for site in program.sites)
         self.text = str(program.replace(sites=sites, remarks=()))
-        groups = {"tp": self.ranks.group}
         executor = Executor(program, groups=groups, device=device, options=options)
         self._executor = executor
         executor.prepare()

@@ -127,7 +127,8 @@ class BoundedWait:
     def late(self, missing: str = "") -> CommTimeoutError:
         """The time-out's error, with what is missing and the flight log."""
         first = f"no progress in {self.time_out_s:g} s: {self.describe()}"
-        return CommTimeoutError(_lines(first, missing, self.log(), LONGER))
+        log = self.log()
+        return CommTimeoutError(_lines(first, "" if missing in log else missing, log, LONGER))
 
 
 def _lines(*parts: str) -> str:

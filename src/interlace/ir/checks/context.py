@@ -282,8 +282,13 @@ def _texts_in(arg: Arg) -> list[str]:
 
 
 def _check_alike(context: CheckContext, buffer: Buffer, team: str) -> None:
-    """What peers reach has the same size on all ranks."""
-    context.team(team)
+    """What peers reach has the same size on all ranks, and these share a host."""
+    if context.team(team).hosts is not None:
+        raise context.fault(
+            f"peers are to reach {buffer.name!r}, and team {team!r} spans hosts, which share no "
+            "memory",
+            "use messages and collectives, or a team of the ranks of each host",
+        )
     sizes: dict[tuple[int, ...], set[Int]] = {}
     for i, where in enumerate(context.wheres):
         numel = math.prod([context.dims(dim)[i] for dim in buffer.shape])

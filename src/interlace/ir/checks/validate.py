@@ -127,6 +127,13 @@ def _check_results(context: CheckContext) -> None:
 def _check_team(context: CheckContext, team: Team) -> None:
     if team.size < 1:
         raise context.fault(f"team {team.name!r} has {team.size} ranks", "give it 1 or more")
+    if team.hosts is not None:
+        placed = sorted(rank for host in team.hosts for rank in host)
+        if placed != [*range(team.size)] or len(team.hosts) < 2 or not all(team.hosts):
+            raise context.fault(
+                f"the hosts of team {team.name!r} do not have each of its {team.size} ranks once",
+                "write Team[4].on([0, 1], [2, 3]), or leave .on() out where it has one host",
+            )
     if team.groups is None:
         return
     listed = [rank for group in team.groups for rank in group]

@@ -6,6 +6,7 @@
     full[tp.rank + 1][:, 0:8]                 a view
     bf16[rows[tp.rank], 8].strides(8, 1)      a buffer type
     Team[4], Team[[0, 1], [2, 3]]             a team: a mesh axis, or groups of global ranks
+    Team[4].on([0, 1], [2, 3])                the same, of which ranks are on which host
 
 Nothing is ever evaluated: each form is recognised in the syntax tree, or refused with its place.
 """
@@ -51,7 +52,10 @@ MODIFIERS = {
     "named": Signature(("name",), (), ("name",)),
 }
 """What may follow the type of a buffer."""
-TEAM_MODIFIERS = {"over": Signature(rest=True), "named": MODIFIERS["named"]}
+TEAM_MODIFIERS = {
+    **{"over": Signature(rest=True), "on": Signature(rest=True)},
+    "named": MODIFIERS["named"],
+}
 _COMPLEX = Signature(("real", "imag"), (), ("real", "imag"))
 
 
@@ -449,7 +453,7 @@ def parse_team(source: SourceText, arg: ast.arg) -> Team:
     """The team that a parameter declares."""
     expr = Expressions(source, ())
     node, name = arg.annotation, arg.arg
-    over: Arguments | None = None
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         word = node.func.attr
         if word not in TEAM_MODIFIERS:
@@ -459,19 +463,17 @@ def parse_team(source: SourceText, arg: ast.arg) -> Team:
         if word == "named":
             name = expr.string(bound["name"])
         else:
-            over = bound
+            found[word] = tuple(map(expr.integers, bound.rest))
         node = node.func.value
     if not isinstance(node, ast.Subscript):
         fix = "write Team[4] for a mesh axis, or Team[[0, 1], [2, 3]]"
         raise source.error(arg, "a team without a size", fix)
-    if over is not None:
-        groups = tuple(map(expr.integers, over.rest))
-        return Team(name, expr.integer(node.slice), groups)
+    hosts, groups = found.get("on"), found.get("over")
     listed = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if not isinstance(listed[0] if listed else None, ast.List):
-        return Team(name, expr.integer(node.slice))
+    if groups is not None or not isinstance(listed[0] if listed else None, ast.List):
+        return Team(name, expr.integer(node.slice), groups, hosts)
     groups = tuple(map(expr.integers, listed))
     if len({len(group) for group in groups}) != 1:
         fix = "every instance of a team has as many ranks"
         raise source.error(node, "groups of different sizes", fix)
-    return Team(name, len(groups[0]), groups)
+    return Team(name, len(groups[0]), groups, hosts)

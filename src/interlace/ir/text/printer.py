@@ -342,9 +342,11 @@ class _ProgramPrinter(Printer):
         if groups is None:
             kind = f"Team[{team.size}]"
         elif groups and all(len(group) == team.size for group in groups):
-            kind = f"Team[{', '.join(str(list(group)) for group in groups)}]"
+            kind = f"Team[{_lists(groups)}]"
         else:
-            kind = f"Team[{team.size}].over({', '.join(str(list(group)) for group in groups)})"
+            kind = f"Team[{team.size}].over({_lists(groups)})"
+        if team.hosts is not None:
+            kind += f".on({_lists(team.hosts)})"
         return f"{name}: {kind}{suffix}"
 
     def parameter(self, i: int, buffer: Buffer) -> str:
@@ -440,6 +442,10 @@ def layout(item: Item, indent: int) -> list[str]:
     if filled:
         lines.append(inner + filled)
     return [*lines, pad + item.tail]
+
+
+def _lists(groups: Iterable[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(group)) for group in groups)
 
 
 def _named(name: str) -> str:

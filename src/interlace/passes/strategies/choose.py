@@ -16,7 +16,7 @@ Note [A busy host]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from interlace.cost import Machine, SiteKey, default_machine, run_after_run
@@ -39,7 +39,7 @@ from interlace.ir import (
 )
 from interlace.ir.size_class import note_buckets, supposing
 from interlace.ir.sizes import at_hand
-from interlace.ir.types import TableEntry
+from interlace.ir.types import TableEntry, TeamLayout
 from interlace.ir.view import varying
 from interlace.passes.dependencies import dependencies
 from interlace.passes.fuse import Fuse
@@ -180,10 +180,27 @@ def isolated(
     tables = tuple(names.tables) if names is not None else program.tables
     alone = program.replace(tables=tables, params=tuple(params), ops=tuple(ops), results=())
     alone = alone.replace(sites=(), remarks=(), rank=None)
-    if _teams_in(alone) <= {team.name}:
+    teams = program.teams if names is None else tuple(names.teams)
+    within = tuple(_parts(program, team, teams))
+    if _teams_in(alone) <= {team.name, *(part.name for part in within)}:
         mine = tuple(table for table in tables if table.team == team.name)
-        alone = alone.replace(teams=(Team(team.name, team.size),), tables=mine, ranks=None)
-    return alone
+        lone = dataclasses.replace(team, groups=None)
+        return alone.replace(teams=(lone, *within), tables=mine, ranks=None)
+    return alone.replace(teams=teams)
+
+
+def _parts(program: Program, team: Team, teams: Iterable[Team]) -> Iterator[Team]:
+    """Teams that are parts of one, as they are where it has all ranks of a Program."""
+    if team.groups is None:
+        layout = TeamLayout(program.teams, program.ranks)
+        whole = layout.members(layout.ranks[0])[team.name].ranks
+    else:
+        whole = team.groups[0]
+    for part in teams:
+        inside = [group for group in part.groups or () if {*group} <= {*whole}]
+        if part.name != team.name and inside:
+            groups = tuple(tuple(map(whole.index, group)) for group in inside)
+            yield dataclasses.replace(part, groups=groups)
 
 
 def _for_all(op: Op, collective: Collective, team: Team, rank: int | None) -> Op:
@@ -319,7 +336,7 @@ class Chooser:
             other = row.name == "peer" and row.transport != self.protocol
             if not _serves(row, self._machine) or (other and (not gpu or self.protocol == "put")):
                 continue
-            if refusal(values, site, row) or out_of_reach(self._machine, values, site, row):
+            if refusal(values, site, row):
                 continue
             counts = {self.chunks} if self.chunks else {2, DEFAULT_SLICES}
             for chunks in sorted(counts) if row.cut == "slices" else (0,):
@@ -374,12 +391,6 @@ def _serves(row: Strategy, machine: Machine) -> bool:
     if (row.peers and not reach) or (row.name == "fused" and not machine.kernels):
         return False
     return not (row.outdone and gpu and reach)
-
-
-def out_of_reach(machine: Machine, values: Dataflow, site: MatmulSite, row: Strategy) -> str:
-    """Why a strategy cannot reach the memory of the peers; empty where it can, or need not."""
-    where = dict(machine.apart).get(collective_of(values, site).team, "")
-    return f"{where}, which share no memory" if row.peers and where else ""
 
 
 def _signature(values: Dataflow, site: MatmulSite) -> object:

@@ -14,13 +14,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
+from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Slice, View
 from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
 from interlace.ir.sizes import Int, fixed
 from interlace.passes.sites.cone import Cone, blocks_of, lhs_of, made_by, operand_kind
 from interlace.passes.sites.rows import RowLayout
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.emitter import Emitter
+from interlace.passes.strategies.emitter import Emitter, Place
 
 DIRECT_ROWS = 128
 """Stacks of at least this many rows get a matmul each; smaller ones are packed into one."""
@@ -40,27 +40,27 @@ class Pick:
 
     stacks: Int
     height: Int
-    step: Chunk | Slice
+    steps: tuple[Chunk | Slice, ...]
     counts: tuple[Int, ...]
     """Rows in all stacks, for each `index`."""
-    index: Index
+    index: Place
     within: Chunk | Slice | None = None
     """Only some of them; where there is one stack."""
 
     @classmethod
     def ranks(
-        cls, emitter: Emitter, layout: RowLayout, index: Index, within: Slice | None = None
+        cls, emitter: Emitter, layout: RowLayout, index: Place, within: Slice | None = None
     ) -> Pick:
         """The rows of one rank, or some `within` them."""
-        step = emitter.chunk(index, layout.rows)
+        steps = emitter.chunk(index, layout.rows)
         counts = tuple([layout.batch * rows for rows in layout.rows])
-        return cls(layout.batch, sum(layout.rows), step, counts, index, within)
+        return cls(layout.batch, sum(layout.rows), steps, counts, index, within)
 
     @classmethod
     def slice(cls, emitter: Emitter, stacks: Int, height: Int, start: Int, stop: Int) -> Pick:
         """The same rows of every stack, on all ranks."""
         counts = (stacks * (stop - start),) * emitter.size
-        return cls(stacks, height, Slice(0, start, stop), counts, 0)
+        return cls(stacks, height, (Slice(0, start, stop),), counts, 0)
 
     @property
     def empty(self) -> bool:
@@ -70,16 +70,22 @@ class Pick:
     def of(self, matrix: View, width: Int) -> ChunkPlace:
         """These rows of a full matrix, given with two dimensions."""
         if self.stacks == 1:
-            view = matrix.then(self.step)
+            view = self.along(matrix, 0)
             view = view if self.within is None else view.then(self.within)
             return ChunkPlace(view, view)
         stacked = matrix.view(self.stacks, self.height, width)
-        return ChunkPlace(None, stacked.then(dataclasses.replace(self.step, dim=1)))
+        return ChunkPlace(None, self.along(stacked, 1))
+
+    def along(self, view: View, dim: int) -> View:
+        """These rows of one stack, or of each, along a dimension."""
+        for step in self.steps:
+            view = view.then(step if step.dim == dim else dataclasses.replace(step, dim=dim))
+        return view
 
     def cut(self, view: View, box: Box, width: Int) -> ChunkPlace:
         """These rows of a value: of a full matrix, or of its stacks as they are."""
         if self.stacks > 1 and box.sizes == (self.stacks, self.height, width):
-            return ChunkPlace(None, view.then(dataclasses.replace(self.step, dim=1)))
+            return ChunkPlace(None, self.along(view, 1))
         return self.of(matrix(view, box, self.stacks * self.height, width), width)
 
     def packed(self, emitter: Emitter, matrix: View, width: Int) -> ChunkPlace:
@@ -93,7 +99,7 @@ class Pick:
 
 
 def in_shard(
-    emitter: Emitter, shard: View, layout: RowLayout, index: Index, width: Int
+    emitter: Emitter, shard: View, layout: RowLayout, index: Place, width: Int
 ) -> ChunkPlace:
     """The rows of a rank in its shard (a matrix), which may have padding between."""
     pitch = layout.pitch[0]
@@ -177,7 +183,7 @@ class Compute:
             arg = args[i]
             sizes = self.values.box(arg).sizes if isinstance(arg, View) else ()
             if isinstance(arg, View) and len(sizes) > 1 and sizes[-2] == pick.height > 1:
-                args[i] = arg.then(dataclasses.replace(pick.step, dim=len(sizes) - 2))
+                args[i] = pick.along(arg, len(sizes) - 2)
         out = stacked(right, self.values.box(made_by(op)).sizes[-1])
         self.emitter.like(op, fn=spec.into, args=tuple(args), outs=(out,), fresh=())
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 
 from interlace.ir import DType, Index, View
 from interlace.ir.sizes import Int
-from interlace.passes.strategies.emitter import Emitter, PathStep
+from interlace.passes.strategies.emitter import Emitter, HostPlace, PathStep, Place
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
-Take = Callable[[Index, View], None]
+Take = Callable[[Place, View], None]
 
 
 def _together(takes: Sequence[Take]) -> Take:
     """All of them for each chunk."""
 
-    def take(index: Index, rows: View) -> None:
+    def take(index: Place, rows: View) -> None:
         for each in takes:
             each(index, rows)
 
@@ -63,6 +63,8 @@ class Gather:
         take, path = _together(takes), self.row.gather
         if self.slot is not None:
             self._get(NEAR_FIRST, take)
+        elif self.row.transport == "hosts":
+            self._hosts(take)
         elif path is None:
             self._roots(take)
         elif self.row.transport == "messages":
@@ -74,7 +76,7 @@ class Gather:
             # a kernel that takes all chunks must not be held up by another matmul
             self._put(path, every if self.row.name == "fused" else (_together(every),))
 
-    def part(self, index: Index) -> View:
+    def part(self, index: Place) -> View:
         """A rank's part of the full matrix."""
         return self.emitter.part(self.full, index, self.sizes)
 
@@ -97,6 +99,23 @@ class Gather:
         """The chunk for this rank in the slot of another."""
         return self._head(slot, source)
 
+    def _for_host(self, host: Index) -> View:
+        """What leaves for a rank of that host,"""
+        return self.shard
+
+    def _host_slots(self, inside: Emitter, hosts: int) -> View:
+        """a slot of what comes of each host, which the ranks of this host fetch from,"""
+        shape = hosts, max(self.sizes), self.width
+        return inside.alloc(f"{self.full.buffer}_slots", self.dtype, shape, "symmetric")
+
+    def _from_host(self, slot: View, sender: Place, inside: Emitter) -> View:
+        """and where in it lies what this rank fetches of `sender`."""
+        return self.emitter.head(slot, self.sizes, sender, max(self.sizes))
+
+    def _landing(self, slot: View, sender: Place) -> View:
+        """All of it that comes of `sender`."""
+        return self.emitter.head(slot, self.sizes, sender, max(self.sizes))
+
     def _slots(self) -> View:
         """A slot for the chunks of all ranks,"""
         return self._slot("slots", self.emitter.size)
@@ -110,12 +129,12 @@ class Gather:
         shape = (*shape, max(self.sizes), self.width)
         return self.emitter.alloc(f"{self.full.buffer}_{name}", self.dtype, shape, "symmetric")
 
-    def _head(self, view: View, index: Index) -> View:
+    def _head(self, view: View, index: Place) -> View:
         return self.emitter.head(view, self.sizes, index, max(self.sizes))
 
     # transports
 
-    def _keep(self, index: Index, rows: View) -> None:
+    def _keep(self, index: Place, rows: View) -> None:
         """Puts a chunk in its place in the full matrix, where it is not there yet."""
         if index != self.emitter.rank or not self.in_place:
             self.emitter.copy(rows, self.part(index))
@@ -159,6 +178,36 @@ class Gather:
             self._local(take)
         e.free(slot)
 
+    def _hosts(self, take: Take) -> None:
+        """Each rank sends to those of its place on the other hosts, and the ranks of a host fetch
+        from one another what came: first of their own host."""
+        e, (inside, across) = self.emitter, self.emitter.levels
+        slots = self._host_slots(inside, across.size)
+        arrived = e.names.new(f"{slots.buffer}_arrived")
+        e.copy(self._for_host(across.rank), self._landing(slots.select(0, 0), e.rank))
+        inside.notify(arrived, inside.team.others)
+        for host, step in enumerate(across.steps(NEAR_FIRST), start=1):
+            landing = self._landing(slots.select(0, host), HostPlace(host, 0))
+            across.exchange(self._for_host(step.to), step.to, landing, step.source)
+            inside.notify(arrived, inside.team.others, host + 1)
+        for host in range(across.size):
+            slot = slots.select(0, host)
+            if host:
+                sender = HostPlace(host, 0)
+                rows = self._from_host(slot, sender, inside)
+                take(sender, rows)
+                if self.whole:
+                    self._keep(sender, rows)
+            else:
+                self._local(take)
+            for place, step in enumerate(inside.steps(NEAR_FIRST), start=1):
+                sender = HostPlace(host, place)
+                rows = self.part(sender)
+                src = self._from_host(slot, sender, inside)
+                inside.get(src, step.source, rows, arrived, host + 1)
+                take(sender, rows)
+        inside.free(slots)
+
     def _put(self, path: Path, takes: Sequence[Take]) -> None:
         """Each rank writes its rows into its peers' slots, in the order in which they need them."""
         e, slots = self.emitter, self._slots()
@@ -184,8 +233,8 @@ class Dispatch(Gather):
     shape: tuple[Int, ...] = ()
     """Of `full`, and of the slots."""
 
-    def part(self, index: Index) -> View:
-        return self.full.chunk(index, self.emitter.size)
+    def part(self, index: Place) -> View:
+        return self.emitter.part(self.full, index, self.sizes)
 
     def _own(self) -> View:
         return self.shard.chunk(self.emitter.rank, self.emitter.size)
@@ -199,6 +248,20 @@ class Dispatch(Gather):
 
     def _fetched(self, slot: View, source: Index) -> View:
         return self._place(slot, self.emitter.rank)
+
+    def _for_host(self, host: Index) -> View:
+        return self.shard.chunk(host, self.emitter.levels[1].size)
+
+    def _host_slots(self, inside: Emitter, hosts: int) -> View:
+        first, *rest = self.shape
+        shape = hosts, first // hosts, *rest
+        return inside.alloc(f"{self.full.buffer}_slots", self.dtype, shape, "symmetric")
+
+    def _from_host(self, slot: View, sender: Place, inside: Emitter) -> View:
+        return slot.chunk(inside.rank, inside.size)
+
+    def _landing(self, slot: View, sender: Place) -> View:
+        return slot
 
     def _slots(self) -> View:
         return self._slot("slots")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
+from interlace.ir import Buffer, Call, Chunk, Collective, DType, Op, Slice, Team, View
 from interlace.ir.sizes import Int
 from interlace.passes.sites.cone import made_by
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
@@ -23,7 +23,7 @@ from interlace.passes.strategies.chunks import (
     matrix,
     zero_padding,
 )
-from interlace.passes.strategies.emitter import Emitter, Names
+from interlace.passes.strategies.emitter import Emitter, Names, Place
 from interlace.passes.strategies.gathers import Dispatch, Gather, Take
 from interlace.passes.strategies.pieces import (
     by_kernel,
@@ -43,13 +43,33 @@ EXCHANGED = (
     *(DType.i64, DType.i32, DType.i16, DType.i8, DType.u8),
 )
 """What the exchange kernel adds up."""
+FETCHED = "get", "hosts"
+"""Where parts are computed into memory that their owner fetches them from."""
+
+
+def not_even(team: Team) -> str:
+    """Why a team is not in two levels, as many ranks in a row on each of several hosts."""
+    if team.hosts is None:
+        return f"team {team.name} is not known to span hosts"
+    if len({len(host) for host in team.hosts}) > 1:
+        return f"the hosts of team {team.name} have different numbers of its ranks"
+    if len(team.hosts[0]) == 1:
+        return f"each host has one rank of team {team.name}: shift does the same"
+    if [rank for host in team.hosts for rank in host] != [*range(team.size)]:
+        return f"the ranks of team {team.name} do not go host by host"
+    return ""
 
 
 def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
     """Why a strategy cannot serve a site; empty where it can."""
     op = collective_of(values, site)
+    team = values.program.team(op.team)
     if not site.layout.total:
         return "it has no rows"
+    if row.peers and team.hosts is not None:
+        return f"team {team.name} spans hosts, which share no memory"
+    if row.transport == "hosts" and (why := not_even(team)):
+        return why
     if op.kind == EXCHANGE and row.alone:
         return row.alone
     if row.cut == "slices" and slices(values, site, 0) < 2:
@@ -107,7 +127,7 @@ class _Writer:
         return Slices(self.emitter, f"{name}_slice", site.layout, width, dtype, count)
 
     def place(
-        self, rows: View, op: Collective, layout: RowLayout, index: Index, width: Int
+        self, rows: View, op: Collective, layout: RowLayout, index: Place, width: Int
     ) -> ChunkPlace:
         """Where the rows of one rank lie in its shard, or in its part of an all-to-all."""
         assert op.dst is not None
@@ -152,7 +172,7 @@ class _Writer:
             return
 
         def taking(i: int) -> Take:
-            def take(index: Index, rows: View) -> None:
+            def take(index: Place, rows: View) -> None:
                 place = self.place(rows, op, layout, index, width)
                 self.matmul(i, Pick.ranks(e, layout, index), place)
 
@@ -188,10 +208,12 @@ class _Writer:
         self.declare(op.dst.buffer)
         box = self.values.box(op.dst)
         exchange, sliced = op.kind == EXCHANGE, self.row.cut == "slices"
-        local = self.row.transport != "get" and layout.batch == 1 and not layout.padded
+        local = (
+            self.row.transport not in ("get", "hosts") and layout.batch == 1 and not layout.padded
+        )
         stage = self.stage(site, local and not (exchange or sliced))
 
-        def rows(index: Index, shard: View, within: Slice | None = None) -> None:
+        def rows(index: Place, shard: View, within: Slice | None = None) -> None:
             zero_padding(e, shard, layout, cone.width)
             place = self.place(shard, op, layout, index, cone.width)
             self.compute.cone(cone, Pick.ranks(e, layout, index, within), place)
@@ -229,7 +251,7 @@ class _Writer:
         self.declare(name)
         dtype = self.values.box(op.dst).dtype
         full = self.full(name, cone.rows, cone.width)
-        stage = self.stage(site, self.row.transport != "get")
+        stage = self.stage(site, self.row.transport not in FETCHED)
         if self.row.cut == "slices":
             assert stage is not None
             count = slices(self.values, site, self.chunks)
@@ -247,7 +269,7 @@ class _Writer:
             self.in_slabs(site, stage, full, count)
             return
 
-        def rows(index: Index, shard: View, within: Slice | None = None) -> None:
+        def rows(index: Place, shard: View, within: Slice | None = None) -> None:
             pick = Pick.ranks(e, layout, index, within)
             self.compute.cone(cone, pick, ChunkPlace(shard, shard))
 
@@ -277,7 +299,7 @@ class _Writer:
         cone, sizes = site.cone, site.layout.rows
 
         def compute(slab: Slice, part: Chunk, into: View) -> None:
-            pick = Pick(1, cone.rows, slab, sizes, part.index, part)
+            pick = Pick(1, cone.rows, (slab,), sizes, part.index, part)
             self.compute.cone(cone, pick, ChunkPlace(into, into))
 
         dtype = self.values.buffers[cone.value].dtype

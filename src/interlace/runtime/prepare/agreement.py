@@ -26,6 +26,7 @@ from interlace.comm import TeamComm, attending
 from interlace.comm.rendezvous.board import Board, Note, failure, meet, named
 from interlace.errors import AgreementError, ProgramError, SoundnessError, TeamError
 from interlace.ir import Arg, Call, Loc, Name, Program, View, parse, print_program
+from interlace.ir.types import Member
 from interlace.runtime.prepare.registered import Registration, judge
 from interlace.verify import Report, check
 
@@ -327,7 +328,19 @@ def program_rank(program: Program, groups: Mapping[str, dist.ProcessGroup]) -> i
 
 def _fits(program: Program, rank: int, groups: Mapping[str, dist.ProcessGroup]) -> bool:
     members = program.where(rank).members
-    return set(members) == set(groups) and all(
-        (groups[name].rank(), groups[name].size()) == (member.index, len(member.ranks))
+    if not set(groups) <= set(members):
+        return False
+    given = [members[name] for name in groups]
+    return all(
+        any(part_of(member, whole) for whole in given)
         for name, member in members.items()
+        if name not in groups
+    ) and all(
+        (group.rank(), group.size()) == (members[name].index, len(members[name].ranks))
+        for name, group in groups.items()
     )
+
+
+def part_of(member: Member, whole: Member) -> bool:
+    """Whether all ranks of a team are in another."""
+    return {*member.ranks} <= {*whole.ranks}

@@ -1,0 +1,245 @@
+"""Strategies on two and four hosts, with one and two ranks each, beside plain torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.test_hosts import compared
+from tests.runtime.programs import Outcome, attempt, world_group
+from tests.runtime.test_faults import TIME_OUT_S
+from tests.support.hosts import Hosts, HostsPool, NoHosts
+from tests.support.pool import Died
+
+from interlace.ir import Program, parse
+from interlace.options import Options
+from interlace.passes.pipeline import lower
+from interlace.runtime import Executor
+
+pytestmark = pytest.mark.timeout(110)
+SERVE = ("serial", "pipeline", "shift", "ring", "broadcast", "hierarchical")
+K, N = 16, 24
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    try:
+        with Hosts(4) as made:
+            yield made
+    except NoHosts as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture(scope="module")
+def pairs(hosts: Hosts) -> Iterator[HostsPool]:
+    """Two ranks a host: of four, ranks 0 and 1 are on the first, 2 and 3 on the second."""
+    shared = HostsPool(hosts, in_a_row=2)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def singles(hosts: Hosts) -> Iterator[HostsPool]:
+    """One rank a host."""
+    shared = HostsPool(hosts)
+    yield shared
+    shared.close()
+
+
+TEXTS = {
+    "gather": """
+    full = empty(f32[{rows}, 16])
+    main: all_gather(x, full, team=tp{splits})
+    main: call("aten.mm.default", full, w, out=(y := f32[{rows}, 24]))
+    return y, full
+""",
+    "scatter": """
+    main: call("aten.mm.default", x, w, out=(y := f32[{rows}, 24]))
+    out = empty(f32[{mine}, 24])
+    main: reduce_scatter(y, out, reduce="sum", team=tp{splits})
+    return out
+""",
+    "reduce": """
+    main: call("aten.mm.default", x, w, out=(y := f32[{rows}, 24]))
+    out = empty(f32[{rows}, 24])
+    main: all_reduce(y, out, reduce="sum", team=tp)
+    return out
+""",
+    "dispatch": """
+    full = empty(f32[{rows}, 16])
+    main: all_to_all(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(y := f32[{rows}, 24]))
+    return y, full
+""",
+    "combine": """
+    main: call("aten.mm.default", x, w, out=(y := f32[{rows}, 24]))
+    out = empty(f32[{rows}, 24])
+    main: all_to_all(y, out, team=tp)
+    return out
+""",
+}
+
+
+def text_of(kind: str, sizes: list[int], hosts: list[list[int]]) -> Program:
+    """A site of these rows of each rank."""
+    even, rows = len(set(sizes)) == 1, sum(sizes)
+    mine = str(sizes[0]) if even else "rows[tp.rank]"
+    table = "" if even else f"    rows = table(tp, {', '.join(map(str, sizes))})"
+    team = f"tp: Team[{len(sizes)}].on({', '.join(map(str, hosts))})"
+    head = f"def {kind}({team}, x: f32[{mine if kind == 'gather' else rows}, 16], w: f32[16, 24]):"
+    splits = "" if even else ", splits=rows"
+    return parse(f"{head}\n{table}{TEXTS[kind].format(rows=rows, mine=mine, splits=splits)}")
+
+
+def plain(kind: str, x: torch.Tensor, w: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """What torch.distributed makes of it."""
+    me, y = dist.get_rank(), x @ w
+    if kind == "gather":
+        parts = [torch.empty(size, K) for size in sizes]
+        dist.all_gather(parts, x) if len(set(sizes)) == 1 else _gather_uneven(parts, x)
+        full = torch.cat(parts)
+        return [full @ w, full]
+    if kind in ("scatter", "reduce"):
+        dist.all_reduce(y)
+        return [y.split(sizes)[me] if kind == "scatter" else y]
+    moved = torch.empty_like(x if kind == "dispatch" else y)
+    dist.all_to_all_single(moved, x if kind == "dispatch" else y)
+    return [moved @ w, moved] if kind == "dispatch" else [moved]
+
+
+def _gather_uneven(parts: list[torch.Tensor], x: torch.Tensor) -> None:
+    for root, part in enumerate(parts):
+        if root == dist.get_rank():
+            part.copy_(x)
+        dist.broadcast(part, root)
+
+
+def exact(strategies: tuple[str, ...], kinds: tuple[str, ...], seed: int) -> list[str]:
+    """Which strategies differ from plain collectives, or could not serve."""
+    wrong, (world, me) = list[str](), (dist.get_world_size(), dist.get_rank())
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, Path("/proc/sys/kernel/hostname").read_text())
+    hosts = [[r for r in range(world) if found[r] == name] for name in dict.fromkeys(found)]
+    common, own = (torch.Generator().manual_seed(seed + n) for n in (0, me + 1))
+    for kind in kinds:
+        uneven = [int(n) for n in torch.randint(1, 9, (world,), generator=common)]
+        for sizes in [[4] * world, *([uneven] if kind in ("gather", "scatter", "reduce") else [])]:
+            rows = sizes[me] if kind == "gather" else sum(sizes)
+            x, w = (torch.randint(-3, 4, s, generator=own).float() for s in ((rows, K), (K, N)))
+            expected, program = plain(kind, x, w, sizes), text_of(kind, sizes, hosts)
+            for strategy in strategies:
+                options = Options(strategy=strategy, time_out_s=30)
+                made = lower(program, options)
+                with Executor(made, groups={"tp": world_group()}, options=options) as executor:
+                    executor.prepare()
+                    equal = all(map(torch.equal, executor.run([x, w]), expected))
+                    equal &= all(map(torch.equal, executor.run([x, w]), expected))
+                served = made.sites[0].strategy
+                alone = kind in ("dispatch", "combine") and strategy in ("pipeline", "ring")
+                alone |= kind in ("dispatch", "combine") and strategy == "broadcast"
+                alone |= strategy == "hierarchical" and len(hosts[0]) == 1
+                if not equal or served != ("serial" if alone else strategy):
+                    wrong.append(f"{kind} {sizes}: {strategy} as {served}, equal: {equal}")
+    return wrong
+
+
+ALL = tuple(TEXTS)
+
+
+def test_hierarchical_on_two_hosts_of_two_ranks(pairs: HostsPool, seed: int) -> None:
+    assert pairs(4).run(exact, ("hierarchical",), ALL, seed) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_all_strategies_on_two_hosts_of_two_ranks(pairs: HostsPool, kind: str, seed: int) -> None:
+    assert pairs(4).run(exact, SERVE, (kind,), seed) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_all_strategies_on_four_hosts(singles: HostsPool, kind: str, seed: int) -> None:
+    assert singles(4).run(exact, SERVE, (kind,), seed) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_all_strategies_on_four_hosts_of_two_ranks(pairs: HostsPool, kind: str, seed: int) -> None:
+    assert pairs(8).run(exact, SERVE, (kind,), seed) == [[]] * 8
+
+
+def test_layers_take_it_where_it_is_asked_for(pairs: HostsPool, seed: int) -> None:
+    for wrong, sites, remarks in pairs(4).run(compared, ("hierarchical",), seed):
+        assert not wrong
+        assert "hierarchical" in sites
+        assert not any("cannot serve" in remark for remark in remarks)
+
+
+def run_on(mark: str, seed: int) -> Outcome:
+    """The outcome of the first run that fails; the file `mark` says that runs go on."""
+    program = lower(text_of("gather", [64] * 4, [[0, 1], [2, 3]]), Options(strategy="hierarchical"))
+    options = Options(time_out_s=TIME_OUT_S)
+    executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
+    own = torch.Generator().manual_seed(seed + dist.get_rank())
+    inputs = [torch.randn(size, generator=own) for size in ((64, K), (K, N))]
+    executor.run(inputs)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(mark).touch()
+    while (outcome := attempt(lambda: executor.run(inputs)))[0] == "result":
+        pass
+    return outcome
+
+
+def once_running(mark: Path, act: Callable[[], None]) -> None:
+    def wait_and_act() -> None:
+        while not mark.exists():
+            time.sleep(0.02)
+        time.sleep(0.3)
+        act()
+
+    threading.Thread(target=wait_and_act, daemon=True).start()
+
+
+def die_running(mark: str, seed: int) -> Outcome:
+    """Rank 3 dies while the others run on."""
+    if dist.get_rank() == 3:
+        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    return run_on(mark, seed)
+
+
+def test_a_rank_killed_in_a_hierarchical_run_is_named(
+    pairs: HostsPool, tmp_path: Path, seed: int
+) -> None:
+    results = pairs(4).run(die_running, str(tmp_path / "running"), seed, may_die={3})
+    assert results.pop(3) == Died(-signal.SIGKILL)
+    for error, text, seconds in results:
+        assert error == "PeerError"
+        assert re.search(r"rank 3( on host interlace-b)? of team tp\w* (died|stopped)", text), text
+        assert seconds < TIME_OUT_S + 5
+
+
+@pytest.mark.slow
+def test_a_host_that_vanishes_in_a_hierarchical_run_is_named(
+    hosts: Hosts, pairs: HostsPool, tmp_path: Path, seed: int
+) -> None:
+    mark = tmp_path / "running"
+    once_running(mark, lambda: hosts.cut_off(1))
+    try:
+        results = pairs(4).run(run_on, str(mark), seed, replace=True)
+    finally:
+        hosts.join(1)
+    for rank, (error, text, seconds) in enumerate(results):
+        assert error in ("CommTimeoutError", "PeerError")
+        assert seconds < TIME_OUT_S + 5
+        away = "interlace-a" if rank > 1 else "interlace-b"
+        assert re.search(rf"ranks? .* on host {away}", text), text
