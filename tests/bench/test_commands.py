@@ -122,6 +122,7 @@ def test_backends_side_by_side() -> None:
     assert by_backend(report) == [
         (
             "all_gather",
+            "team",
             "1 KiB",
             "90 us, 0.0123 GB/s",
             "absent",
@@ -129,7 +130,7 @@ def test_backends_side_by_side() -> None:
             "-",
             "peer: rank 1: gone",
         ),
-        ("all_gather", "16 KiB", "120 us, 1.5 GB/s", "absent", "absent", "-", ""),
+        ("all_gather", "team", "16 KiB", "120 us, 1.5 GB/s", "absent", "absent", "-", ""),
     ]
 
 

@@ -208,12 +208,12 @@ def test_a_job_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
     link = {"link": "host-0 - host-1", "ranks": [0, 1], "backend": "gloo", "error": ""}
     link |= {"small_us": 40.2, "large_gbs": 1.25}
     team = {"name": "all ranks", "ranks": [0, 1], "by": ["gloo"], "problem": ""}
-    team |= {"serve": ["serial", "ring"], "serial": ["peer"], "why": "no memory is shared"}
+    team |= {"serve": ["serial", "ring"], "serial": {"peer": "apart", "fused": "apart"}}
     show_job(Job([], [host(0), host(1)], [link], [team]))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "host-1 1 3.11.7 2.13.0 0.1.0 1 GiB eth0 10.0.0.1" in lines
     assert "host-0 - host-1 0 - 1 gloo 40 us 1.250 GB/s" in lines
-    assert "all ranks gloo serial, ring peer no memory is shared" in lines
+    assert "all ranks gloo serial, ring peer, fused (apart)" in lines
 
 
 def test_ranks_that_do_not_meet_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

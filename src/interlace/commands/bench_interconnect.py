@@ -12,6 +12,9 @@ from typing import Any
 from interlace.commands.output import say, table
 from interlace.options import BACKENDS
 
+MESSAGES = "get", "put", "send"
+"""What goes from one rank to another; all else is a collective."""
+
 
 def size(count: int) -> str:
     """Bytes as people read them."""
@@ -26,13 +29,17 @@ def show_interconnect(report: dict[str, Any]) -> None:
     facts = report["facts"]
     say(f"{report['world']} ranks, {facts['gpu']}, torch {facts['torch']}\n")
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in (row for row in report["rows"] if row["pattern"] != "team"):
+    for row in (row for row in report["rows"] if row["kind"] in MESSAGES):
         key = (row["kind"], row["backend"], row["protocol"], row["pattern"])
         groups.setdefault(key, []).append(row)
     headings = ("kind", "backend", "by", "who", "smallest", "largest", "best", "error")
     lines = [(*key, *_rates(rows)) for key, rows in groups.items()]
     table(headings, lines, title="between ranks")
-    _more("collectives by backend", ("collective", "size", *BACKENDS, "error"), by_backend(report))
+    _more(
+        "collectives by backend",
+        ("collective", "who", "size", *BACKENDS, "error"),
+        by_backend(report),
+    )
     engine = [
         (e["pattern"], f"{e['gbs']:.1f} GB/s", f"{e['share']:.1%}", e["by"])
         for e in report["engine"]
@@ -67,18 +74,19 @@ def show_interconnect(report: dict[str, Any]) -> None:
 
 def by_backend(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The smallest and the largest of each kind of collective, and its time on each backend."""
-    found: dict[str, dict[int, dict[str, Mapping[str, Any]]]] = {}
+    found: dict[tuple[str, str], dict[int, dict[str, Mapping[str, Any]]]] = {}
     for row in report["rows"]:
-        if row["pattern"] == "team":
-            found.setdefault(row["kind"], {}).setdefault(row["nbytes"], {})[row["backend"]] = row
+        if row["kind"] not in MESSAGES:
+            sizes = found.setdefault((row["kind"], row["pattern"]), {})
+            sizes.setdefault(row["nbytes"], {})[row["backend"]] = row
     return [
         (
-            kind,
+            *key,
             size(nbytes) if nbytes else "",
             *("absent" if each in report["absent"] else _time(rows.get(each)) for each in BACKENDS),
             "; ".join(f"{each}: {row['error']}" for each, row in rows.items() if row["error"]),
         )
-        for kind, sizes in found.items()
+        for key, sizes in found.items()
         for nbytes in sorted({min(sizes), max(sizes)})
         for rows in [sizes[nbytes]]
     ]

@@ -16,7 +16,7 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 from interlace.commands.doctor import Inspection
 from interlace.commands.output import say, table
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError
-from interlace.strategies import STRATEGIES, names
+from interlace.ir import Team
+from interlace.strategies import STRATEGIES, Strategy, names
 
 if TYPE_CHECKING:
     from interlace.bench.ranks import Ranks
+    from interlace.bench.transfers import Figure
     from interlace.comm import Board
 
 Note = dict[str, Any]
@@ -265,15 +267,13 @@ def _places(host: Note) -> str:
 def _links(ranks: Ranks, hosts: Sequence[Note]) -> Iterator[Note]:
     """A small and a large message between two ranks of each host, and from each host to the next:
     both ranks send at once."""
-    from interlace.bench.transfers import message
-
     pairs = [(host["name"], *host["ranks"][:2]) for host in hosts if len(host["ranks"]) > 1]
     pairs += [
         (f"{one['name']} - {two['name']}", one["ranks"][0], two["ranks"][0])
         for one, two in pairwise(hosts)
     ]
     for name, *pair in pairs:
-        small, large = (message(ranks, n, f"{pair[0]}-{pair[1]}", pair) for n in (SMALL, LARGE))
+        small, large = (_messages(ranks, pair, nbytes) for nbytes in (SMALL, LARGE))
         yield {
             "link": name,
             "ranks": pair,
@@ -284,47 +284,79 @@ def _links(ranks: Ranks, hosts: Sequence[Note]) -> Iterator[Note]:
         }
 
 
+def _messages(ranks: Ranks, pair: Sequence[int], nbytes: int) -> Figure:
+    import torch
+    import torch.distributed as dist
+
+    from interlace.bench.transfers import attempt, timed
+
+    out = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
+    into, peer = torch.zeros_like(out), pair[ranks.me == pair[0]]
+
+    def run() -> None:
+        ops = [dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    call, guess = run if ranks.me in pair else None, 2e-4 + nbytes / 1e9
+    facts: Note = {"kind": "send", "backend": "nccl" if ranks.cuda else "gloo", "nbytes": nbytes}
+    facts |= {"pattern": f"{pair[0]}-{pair[1]}", "ranks": ranks.size, "moved": float(nbytes)}
+    return attempt(ranks, facts, lambda: timed(ranks, call, guess))
+
+
 def _teams(ranks: Ranks, hosts: Sequence[Note], time_out_s: float) -> Iterator[Note]:
     """The team of all ranks, and those of each host's, which are set up: the strategies that serve
-    each, those that run serially, and why."""
+    each, and why others run serially."""
     import torch.distributed as dist
 
     several, limit = len(hosts) > 1, timedelta(seconds=time_out_s)
-    teams: list[tuple[str, list[int], Any]] = [("all ranks", [*range(ranks.size)], ranks.group)]
+    places = tuple([tuple(host["ranks"]) for host in hosts]) if several else None
+    teams: list[tuple[Team, list[int], Any]] = [
+        (Team("all ranks", ranks.size, hosts=places), [*range(ranks.size)], ranks.group)
+    ]
     for host in hosts:
         if several and len(host["ranks"]) > 1:
             group = dist.new_group(host["ranks"], timeout=limit)
-            teams.append((f"ranks on {host['name']}", host["ranks"], group))
-    reach = {row.name for row in STRATEGIES.values() if row.peers}
-    for name, members, group in teams:
-        note = _set_up(group, name, ranks, time_out_s) if ranks.me in members else {}
+            team = Team(f"ranks on {host['name']}", len(host["ranks"]))
+            teams.append((team, host["ranks"], group))
+    for team, members, group in teams:
+        note = _set_up(group, team.name, ranks, time_out_s) if ranks.me in members else {}
         told = [each for each in ranks.exchange(note) if each]
-        problem, why, refused = (
-            next((each[key] for each in told if each[key]), "")
-            for key in ("problem", "apart", "refused")
+        problem, refused = (
+            next((each[key] for each in told if each[key]), "") for key in ("problem", "refused")
         )
-        serve = [each for each in names() if each != "auto" and not (why and each in reach)]
+        serial = {row.name: _refusal(team, row) for row in STRATEGIES.values()}
+        serial = {name: refused or why for name, why in serial.items() if refused or why}
         memory = "peer memory" if ranks.cuda else "shared memory"
+        if team.hosts is not None:
+            memory = "" if "hierarchical" in serial else f"{memory} within hosts"
         yield {
-            "name": name,
+            "name": team.name,
             "ranks": members,
-            "by": ["nccl" if ranks.cuda else "gloo", *([] if why else [memory])],
-            "serve": [] if refused or problem else serve,
-            "serial": [] if refused or problem else sorted(reach) if why else [],
-            "why": refused or (why and f"{why}, which share no memory"),
+            "by": ["nccl" if ranks.cuda else "gloo", *filter(None, [memory])],
+            "serve": [each for each in names() if each != "auto" and each not in serial],
+            "serial": serial,
             "problem": problem,
         }
+
+
+def _refusal(team: Team, row: Strategy) -> str:
+    """Why a strategy cannot serve any site of a team; empty where it can."""
+    from interlace.passes.strategies.write import not_even
+
+    if row.peers and team.hosts is not None:
+        return f"team {team.name} spans hosts, which share no memory"
+    return not_even(team) if row.transport == "hosts" else ""
 
 
 def _set_up(group: Any, name: str, ranks: Ranks, time_out_s: float) -> Note:
     """Sets a team up, as its first Program would; on GPUs where it spans hosts, that too."""
     from interlace.comm import team_of
 
-    note = {"apart": "", "refused": "", "problem": ""}
+    note = {"refused": "", "problem": ""}
     try:
         team = team_of(group, name)
         team.setup(time_out_s)
-        note["apart"] = team.apart
     except InterlaceError as error:
         return {**note, "problem": str(error)}
     if team.apart and ranks.cuda:
@@ -371,12 +403,16 @@ def show_job(job: Job) -> None:
         (
             team["name"],
             ", ".join(team["by"]),
-            ", ".join(team["serve"]) or "none",
-            ", ".join(team["serial"]) or "none",
-            team["problem"] or team["why"],
+            ", ".join(team["serve"]),
+            team["problem"] or "; ".join(_by_reason(team["serial"])),
         )
         for team in job.teams
     ]
     if teams:
         say("")
-        table(("team of", "by", "strategies that serve", "that run serially", "why"), teams)
+        table(("team of", "by", "strategies that serve", "run serially"), teams)
+
+
+def _by_reason(serial: Mapping[str, str]) -> Iterator[str]:
+    for why in dict.fromkeys(serial.values()):
+        yield f"{', '.join(name for name, told in serial.items() if told == why)} ({why})"
