@@ -60,7 +60,7 @@ class Strategy:
     cut: str
     transport: str
     """`collectives`, `messages` (Send and Recv), `get` or `put` (one-sided copies), or `hosts`:
-    messages between hosts, gets within."""
+    messages between hosts and gets within, each with these paths."""
     reduces: str
     gather: Path | None = None
     scatter: Path | None = None
@@ -124,6 +124,8 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             "ranks",
             "hosts",
             "on each host in the order of its ranks, then of the hosts; both in fp32, rounded once",
+            NEAR_FIRST,
+            OWNERS,
         ),
         Strategy("exchange", "whole", "collectives", _RANK_ORDER, peers=True, kernel=True),
     )

@@ -63,10 +63,10 @@ class Gather:
         take, path = _together(takes), self.row.gather
         if self.slot is not None:
             self._get(NEAR_FIRST, take)
-        elif self.row.transport == "hosts":
-            self._hosts(take)
         elif path is None:
             self._roots(take)
+        elif self.row.transport == "hosts":
+            self._hosts(path, take)
         elif self.row.transport == "messages":
             self._messages(path, take)
         elif self.row.transport == "get":
@@ -178,7 +178,7 @@ class Gather:
             self._local(take)
         e.free(slot)
 
-    def _hosts(self, take: Take) -> None:
+    def _hosts(self, path: Path, take: Take) -> None:
         """Each rank sends to those of its place on the other hosts, and the ranks of a host fetch
         from one another what came: first of their own host."""
         e, (inside, across) = self.emitter, self.emitter.levels
@@ -186,13 +186,13 @@ class Gather:
         arrived = e.names.new(f"{slots.buffer}_arrived")
         e.copy(self._for_host(across.rank), self._landing(slots.select(0, 0), e.rank))
         inside.notify(arrived, inside.team.others)
-        for host, step in enumerate(across.steps(NEAR_FIRST), start=1):
-            landing = self._landing(slots.select(0, host), HostPlace(host, 0))
+        for k, step in enumerate(across.steps(path), start=1):
+            landing = self._landing(slots.select(0, k), HostPlace(path.chunk.at(k), 0))
             across.exchange(self._for_host(step.to), step.to, landing, step.source)
-            inside.notify(arrived, inside.team.others, host + 1)
-        for host in range(across.size):
-            slot = slots.select(0, host)
-            if host:
+            inside.notify(arrived, inside.team.others, k + 1)
+        for k in range(across.size):
+            slot, host = slots.select(0, k), path.chunk.at(k) if k else 0
+            if k:
                 sender = HostPlace(host, 0)
                 rows = self._from_host(slot, sender, inside)
                 take(sender, rows)
@@ -200,11 +200,11 @@ class Gather:
                     self._keep(sender, rows)
             else:
                 self._local(take)
-            for place, step in enumerate(inside.steps(NEAR_FIRST), start=1):
-                sender = HostPlace(host, place)
+            for place, step in enumerate(inside.steps(path), start=1):
+                sender = HostPlace(host, path.chunk.at(place))
                 rows = self.part(sender)
                 src = self._from_host(slot, sender, inside)
-                inside.get(src, step.source, rows, arrived, host + 1)
+                inside.get(src, step.source, rows, arrived, k + 1)
                 take(sender, rows)
         inside.free(slots)
 

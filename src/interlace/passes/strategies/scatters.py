@@ -24,7 +24,7 @@ from interlace.ir import Chunk, DType, FusedKernel, Index, Slice, View
 from interlace.ir.kernels import turns
 from interlace.ir.sizes import Int
 from interlace.passes.strategies.emitter import Emitter, HostPlace, Place, rank_at
-from interlace.strategies import NEAR_FIRST, OWNERS, Path, Strategy
+from interlace.strategies import NEAR_FIRST, Path, Strategy
 
 
 class ComputeRows(Protocol):
@@ -55,10 +55,10 @@ class Scatter:
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
         path = self.row.scatter
-        if self.row.transport == "hosts":
-            self._hosts(compute)
-        elif path is None:
+        if path is None:
             self._roots(compute)
+        elif self.row.transport == "hosts":
+            self._hosts(path, compute)
         elif self.row.accumulates:
             self._accumulate(path, compute)
         elif self.row.transport == "messages":
@@ -156,14 +156,14 @@ class Scatter:
         self._sum(slots)
         e.free(parts)
 
-    def _hosts(self, compute: ComputeRows) -> None:
+    def _hosts(self, path: Path, compute: ComputeRows) -> None:
         """The ranks of a host add up their parts of the rows of another host's rank, and the sum
         goes to it; each rank then adds up one sum of each host."""
         e, (inside, across), largest = self.emitter, self.emitter.levels, max(self.sizes)
         shape = across.size, inside.size, largest, self.width
         parts = inside.alloc(f"{self.name}_parts", self.dtype, shape, "symmetric")
         slots = e.alloc(f"{self.name}_slots", self.dtype, shape)
-        sums = self._alloc("sums", across.size, largest)
+        sums = self._alloc("sums", across.size - 1, largest)
         came = self._alloc("came", across.size, largest)
         ready = e.names.new(f"{parts.buffer}_ready")
 
@@ -171,22 +171,22 @@ class Scatter:
             row = matrices.chunk(index, size).view(largest, self.width)
             return e.head(row, self.sizes, owner, largest)
 
-        paths = [*enumerate(across.steps(OWNERS), start=1), (0, None)]
-        for number, (host, leaving) in enumerate(paths, start=1):
-            mine = HostPlace(host, 0) if host else e.rank
-            shown, into = parts.select(0, host), slots.select(0, host)
-            for place, step in enumerate(inside.steps(OWNERS), start=1):
-                owner = HostPlace(host, place)
+        for number, leaving in enumerate([*across.steps(path), None], start=1):
+            host = 0 if leaving is None else path.chunk.at(number)
+            mine = e.rank if leaving is None else HostPlace(host, 0)
+            shown, into = parts.select(0, number - 1), slots.select(0, number - 1)
+            for place, step in enumerate(inside.steps(path), start=1):
+                owner = HostPlace(host, path.chunk.at(place))
                 compute(owner, rows(shown, step.to, inside.size, owner))
                 inside.notify(ready, step.to, number)
             compute(mine, rows(into, inside.rank, inside.size, mine))
-            for step in inside.steps(OWNERS):
+            for step in inside.steps(path):
                 src = rows(shown, inside.rank, inside.size, mine)
                 dst = rows(into, step.source, inside.size, mine)
                 inside.get(src, step.source, dst, ready, number)
             total = rows(came, across.rank, across.size, mine)
             if leaving is not None:
-                total = e.head(sums.select(0, host), self.sizes, mine, largest)
+                total = e.head(sums.select(0, number - 1), self.sizes, mine, largest)
             e.sum_slots(e.head(into, self.sizes, mine, largest, dim=1), total)
             if leaving is not None:
                 dst = rows(came, leaving.source, across.size, e.rank)
@@ -243,10 +243,10 @@ class Combine:
     def run(self, out: View, compute: Callable[[Place, View], None]) -> None:
         """Emits the chunks' computation and their transfers into `out`."""
         e, path, transport = self.emitter, self.row.scatter, self.row.transport
-        if transport == "hosts":
-            self._hosts(out, compute)
-            return
         assert path is not None
+        if transport == "hosts":
+            self._hosts(path, out, compute)
+            return
         parts = self._alloc("parts", "symmetric" if transport == "get" else "local")
         slots = self._alloc("slots", "symmetric") if transport == "put" else parts
         signal = "" if transport == "messages" else e.names.new(f"{slots.buffer}_ready")
@@ -267,7 +267,7 @@ class Combine:
         if transport != "messages":
             e.free(slots)
 
-    def _hosts(self, out: View, compute: Callable[[Place, View], None]) -> None:
+    def _hosts(self, path: Path, out: View, compute: Callable[[Place, View], None]) -> None:
         """All chunks for the ranks of a host go to the one of this rank's place, from which they
         fetch them."""
         e, (inside, across) = self.emitter, self.emitter.levels
@@ -277,26 +277,27 @@ class Combine:
         shape = across.size, first // across.size, *rest
         slots = inside.alloc(f"{self.name}_slots", self.dtype, shape, "symmetric")
         ready = e.names.new(f"{slots.buffer}_ready")
-        own = slots.select(0, 0)
-        places = [*inside.steps(OWNERS)]
-        for host, leaving in enumerate(across.steps(OWNERS), start=1):
-            for place in range(inside.size):
-                to = HostPlace(host, place)
+        hosts, places = [*across.steps(path)], [*inside.steps(path)]
+        offsets = [path.chunk.at(place) for place in range(1, inside.size)]
+        for k, leaving in enumerate(hosts, start=1):
+            for place in (*offsets, 0):
+                to = HostPlace(path.chunk.at(k), place)
                 compute(to, e.part(parts, to, even))
             block = parts.chunk(leaving.to, across.size)
-            across.exchange(block, leaving.to, slots.select(0, host), leaving.source)
-            inside.notify(ready, inside.team.others, host)
-        for place, step in enumerate(places, start=1):
+            across.exchange(block, leaving.to, slots.select(0, k), leaving.source)
+            inside.notify(ready, inside.team.others, k)
+        own = slots.select(0, 0)
+        for place, step in zip(offsets, places, strict=True):
             compute(HostPlace(0, place), own.chunk(step.to, inside.size))
         inside.notify(ready, inside.team.others, across.size)
         compute(e.rank, e.part(out, e.rank, even))
-        for host in (*range(1, across.size), 0):
-            src = slots.select(0, host).chunk(inside.rank, inside.size)
-            if host:
-                e.copy(src, e.part(out, HostPlace(-host, 0), even))
-            for place, step in enumerate(places, start=1):
-                dst = e.part(out, HostPlace(-host, -place), even)
-                inside.get(src, step.source, dst, ready, host or across.size)
+        for k in (*range(1, across.size), 0):
+            src, host = slots.select(0, k).chunk(inside.rank, inside.size), -path.chunk.at(k)
+            if k:
+                e.copy(src, e.part(out, HostPlace(host, 0), even))
+            for place, step in zip(offsets, places, strict=True):
+                dst = e.part(out, HostPlace(host if k else 0, -place), even)
+                inside.get(src, step.source, dst, ready, k or across.size)
         inside.free(slots)
 
     def _alloc(self, name: str, kind: str) -> View:

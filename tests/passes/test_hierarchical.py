@@ -1,0 +1,124 @@
+"""The strategy of a team of several ranks on each of several hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from tests.passes.samples import DTYPES, KINDS, SHAPES, Sample
+from tests.passes.test_decompose import assert_overlaps
+from tests.support.interpreter import run_ranks
+
+from interlace.ir import Get, Group, Program, Put, parse
+from interlace.options import Options
+from interlace.passes import lower
+from interlace.passes.pipeline import run_pipeline
+
+HOSTS = {
+    "2-hosts": ((0, 1), (2, 3)),
+    "3-hosts": ((0, 1), (2, 3), (4, 5)),
+    "of-three": ((0, 1, 2), (3, 4, 5)),
+}
+
+
+def on(program: Program, hosts: tuple[tuple[int, ...], ...]) -> Program:
+    (team,) = program.teams
+    return program.replace(teams=(dataclasses.replace(team, hosts=hosts),))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_grid(kind: str, hosts: str, shape: str, dtype: str, seed: int) -> None:
+    ranks = sum(map(len, HOSTS[hosts]))
+    sample = KINDS[kind](ranks, shape, dtype, seed)
+    sample = dataclasses.replace(sample, program=on(sample.program, HOSTS[hosts]))
+    made = run_pipeline(sample.program, "find_sites,decompose{strategy=hierarchical}")
+    assert made.sites[0].strategy == ("serial" if shape == "empty" else "hierarchical")
+    assert_overlaps(made, sample, seed)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_all_to_all(before: bool, hosts: str, seed: int) -> None:
+    ranks = sum(map(len, HOSTS[hosts]))
+    rows, g = 2 * ranks, torch.Generator().manual_seed(seed)
+    moved, multiplied = ("x", "full") if before else ("y", "x")
+    move = f"    out = empty(f32[{rows}, {4 if before else 6}])\n"
+    move += f"    main: all_to_all({moved}, out, team=tp)\n"
+    multiplied = "out" if before else "x"
+    matmul = f'    main: call("aten.mm.default", {multiplied}, w, out=(y := f32[{rows}, 6]))\n'
+    body = f"{move}{matmul}    return y\n" if before else f"{matmul}{move}    return out\n"
+    head = f"def f(tp: Team[{ranks}], x: f32[{rows}, 4], w: f32[4, 6]):\n"
+    xs = [torch.randint(-3, 4, (rows, 4), generator=g).float() for _ in range(ranks)]
+    w = torch.randint(-3, 4, (4, 6), generator=g).float()
+    wanted = [torch.cat([x.chunk(ranks)[me] for x in xs]) @ w for me in range(ranks)]
+    program = on(parse(head + body), HOSTS[hosts])
+    sample = Sample(program, [[x, w] for x in xs], [[y] for y in wanted])
+    made = run_pipeline(program, "find_sites,decompose{strategy=hierarchical}")
+    assert made.sites[0].strategy == "hierarchical"
+    assert_overlaps(made, sample, seed)
+
+
+GATHER = """
+def f(tp: Team[4]{}, x: f32[4, 8], w: f32[8, 6]):
+    full = empty(f32[16, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(y := f32[16, 6]))
+    return y
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "why"),
+    [
+        ("", "is not known to span hosts"),
+        (".on([0, 1, 2], [3])", "have different numbers of its ranks"),
+        (".on([0], [1], [2], [3])", "each host has one rank of team tp: shift does the same"),
+        (".on([0, 2], [1, 3])", "do not go host by host"),
+    ],
+)
+def test_who_has_no_two_levels_stays_serial(hosts: str, why: str) -> None:
+    made = lower(parse(GATHER.format(hosts)), Options(strategy="hierarchical"))
+    assert made.sites[0].strategy == "serial"
+    assert re.search(f"hierarchical cannot serve this site: .*{why}", made.remarks[0].text)
+
+
+def test_a_shard_crosses_to_each_other_host_once() -> None:
+    """Flat, each of a host's two ranks gets both shards of the other host; so, one."""
+    text = GATHER.format(".on([0, 1], [2, 3])")
+    sent: dict[str, int] = {}
+    for strategy in ("shift", "hierarchical"):
+        made = lower(parse(text), Options(strategy=strategy))
+        sent[strategy] = sum(
+            made.team(op.ops[0].team).apart(
+                made.where(rank).members[op.ops[0].team].index,
+                made.where(rank).index(op.ops[0].peer),
+            )
+            for rank in range(4)
+            for op in made.ops
+            if isinstance(op, Group)
+        )
+        assert any(isinstance(op, Get | Put) for op in made.ops) == (strategy == "hierarchical")
+    assert sent == {"shift": 8, "hierarchical": 4}
+
+
+def test_sums_go_host_by_host(seed: int) -> None:
+    """1e8 + 1 is 1e8 in fp32, so the order shows: the two ranks of a host first."""
+    text = """
+def f(tp: Team[4].on([0, 1], [2, 3]), x: f32[4, 1], w: f32[1, 1]):
+    main: call("aten.mm.default", x, w, out=(y := f32[4, 1]))
+    out = empty(f32[1, 1])
+    main: reduce_scatter(y, out, reduce="sum", team=tp)
+    return out
+"""
+    parts = [1e8, 1.0, -1e8, 5.0]
+    inputs = [[torch.full((4, 1), part), torch.ones(1, 1)] for part in parts]
+    made = lower(parse(text), Options(strategy="hierarchical"))
+    first, second = (torch.tensor(parts).split(2)[i].sum() for i in (0, 1))
+    for (out,) in run_ranks(made, inputs, seed=seed):
+        assert isinstance(out, torch.Tensor)
+        assert out.item() == (first + second).item()
