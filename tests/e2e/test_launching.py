@@ -136,7 +136,7 @@ def test_doctor_ends_where_gloo_reaches_no_other_host(hosts: Hosts) -> None:
             "link set end up",
         ):
             subprocess.run(hosts.command(number, "ip", *what.split()), check=True, timeout=10)
-    program = (*DOCTOR, "--time-out", "5")
+    program = (*DOCTOR, "--time-out", "20")
     first, _ = run_on(hosts, 1, program, program, interface="other")
     facts = json.loads(first.stdout)
     assert [host["gloo"] for host in facts["hosts"]] == [

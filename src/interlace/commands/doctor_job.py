@@ -113,11 +113,11 @@ def _connect(board: Board, store: Any, time_out_s: float) -> None:
     """Sees that gloo can connect all ranks, and raises on all what kept one; `init_process_group`
     alone would wait far longer on those that another cannot reach."""
 
+    from interlace.comm.backends import connect
+
     def look() -> None:
         if board.is_over("gloo"):
             board.decide("gloo")  # raises what a peer gave up for
-
-    from interlace.comm.backends import connect
 
     everyone = {*board.ranks}
     known = "all ranks", look, lambda: board.ended(everyone) & everyone
