@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.e2e.experts import Experts, Gated, Grouped
+from tests.e2e.test_experts import assert_overlapped, compare
 from tests.e2e.test_hosts import compared
 from tests.runtime.programs import Outcome, attempt, world_group
 from tests.runtime.test_faults import TIME_OUT_S
@@ -243,3 +245,16 @@ def test_a_host_that_vanishes_in_a_hierarchical_run_is_named(
         assert seconds < TIME_OUT_S + 5
         away = "interlace-a" if rank > 1 else "interlace-b"
         assert re.search(rf"ranks? .* on host {away}", text), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["hierarchical", "shift", "auto"])
+@pytest.mark.parametrize("kind", [Experts, Grouped, Gated])
+def test_experts_across_hosts(
+    pairs: HostsPool, kind: type[Experts], strategy: str, seed: int
+) -> None:
+    dtype = "float32" if kind is Experts else "bfloat16"
+    args = (kind, 1, dtype, True, seed, {"strategy": strategy})
+    for found in pairs(4).run(compare, *args, time_out_s=100.0):
+        assert_overlapped(found, strategy)
+        assert not found["different"]

@@ -121,6 +121,10 @@ class HostsControl(Control):
                 )
             self._met[peer] = run
 
+    def begun(self) -> None:
+        """All ranks of this team are in the run: they met as ranks of a team that has more."""
+        self._met = [self.run] * len(self.ranks)
+
     def meet(self, peer: int, wait: BoundedWait) -> None:
         """Nothing: where the run began, all met."""
 

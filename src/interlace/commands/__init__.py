@@ -8,6 +8,7 @@ schedules.py  passes, pages and predictions of a schedule
 explain.py    the strategy of every site, and why
 demo.py, bench.py, calibrate.py, doctor.py    what runs on this machine
 bench_report.py  what `bench` prints of its rows
+doctor_job.py    what `doctor` finds out about the hosts of a job
 
 None imports torch, nor anything else that is slow, before it runs.
 """

@@ -99,8 +99,9 @@ def bind(
     place = placed(device)
     options, noted = with_regions(options, place)
     machine = machine_for(options, place.type)
-    hosted = on_hosts(imported.program, groups, options.time_out_s)
-    spread = [team.name for team in hosted.teams if team.hosts is not None]
+    plain = imported.program
+    imported = dataclasses.replace(imported, program=on_hosts(plain, groups, options.time_out_s))
+    spread = [team.name for team in imported.program.teams if team.hosts is not None]
     apart = [team_of(groups[name], name).apart for name in spread]
     noted += [Remark("frontend", f"{text}: {UNSERVED}") for text in apart]
     if options.graph and (why := _uncaptured(imported)):
@@ -109,7 +110,7 @@ def bind(
 
     def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
         remarks = [*noted, *([Remark("frontend", why)] if why else [])]
-        serial = hosted if options.overlap else imported.program
+        serial = imported.program if options.overlap else plain
         program = lower(serial, options, machine).remarked(remarks)
         executor = Executor(
             program,

@@ -49,7 +49,9 @@ class CpuEngine(Engine):
         self._program, self._rank = context.plan.program, context.plan.rank
         self._flight, resources = context.flight, context.resources
         self._teams = [(t, t.resets, t.control) for t in resources.teams.values()]
-        self._apart = [c for _, _, c in self._teams if isinstance(c, HostsControl)]
+        spread = [c for _, _, c in self._teams if isinstance(c, HostsControl)]
+        self._within = [c for c in spread if any({*c.ranks} < {*o.ranks} for o in spread)]
+        self._apart = [c for c in spread if c not in self._within]
         self._inputs, self._outputs = context.inputs, context.outputs
         self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None
@@ -209,6 +211,8 @@ class CpuEngine(Engine):
                     mark = entered.enter(tag, name, text) << VALUE_BITS
                 for control in self._apart:
                     control.begin(self.context.time_out_s)
+                for control in self._within:
+                    control.begun()
                 for buffer, slot in self._takes:
                     self._uses[buffer] = slot.next_use()
                 self._order.run += 1

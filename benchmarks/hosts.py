@@ -1,0 +1,200 @@
+"""Strategies on hosts that a slow link joins: what is hidden, and what crosses; and bars.
+
+python benchmarks/hosts.py --check                     # 2 hosts of 2 ranks, 400 Mbit/s out of each
+python benchmarks/hosts.py --hosts 2 --ranks 1 --mbit 200
+python benchmarks/hosts.py -- -m interlace demo        # any torchrun program on such hosts
+
+The hosts are network namespaces of this machine (as root), slowed down by the kernel's traffic
+control. Each round times every strategy once, in another order; a rank's time is from the last
+rank's begin to its own end; the slowest rank counts. Of what could be hidden, min(matmul, link),
+`hidden` is the part that a strategy saves over serial; the link's time is what serial takes beyond
+the matmul. Bytes are those that left the first host's interface, headers and all. `--check` ends
+with 1 unless the best hides 0.7 at each site, and hierarchical sends half of shift's bytes, and is
+faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+SITES = ("ag_gemm", "gemm_rs", "gemm_ar")
+WAYS = ("serial", "pipeline", "broadcast", "shift", "ring", "hierarchical")
+BARS = {"hidden": 0.7, "bytes": 0.55}
+
+
+def sent() -> int:
+    """The bytes that have left this host."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (found,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
+    return int(found[8])
+
+
+def work(given: argparse.Namespace) -> None:
+    """A rank: measures every site; rank 0 prints and keeps the rows."""
+    import torch
+    import torch.distributed as dist
+
+    from interlace.bench.rows import append, facts
+    from interlace.bench.sites import SiteCase
+    from interlace.commands.output import say, table
+    from interlace.options import Options
+    from interlace.passes import lower
+    from interlace.runtime import Executor
+    from interlace.runtime.hosts import on_hosts
+
+    dist.init_process_group("gloo")
+    me, world = dist.get_rank(), dist.get_world_size()
+    groups: Any = {"tp": dist.group.WORLD}
+    rows: list[dict[str, Any]] = []
+    for op in SITES:
+        case = SiteCase(op, *given.sizes, "f32")
+        g = torch.Generator().manual_seed(given.seed + me)
+        mine = case.m // world if op == "ag_gemm" else case.m
+        x, w = (torch.randn(size, generator=g) for size in ((mine, case.k), (case.k, case.n)))
+        whole = torch.randn(case.m, case.k, generator=g)
+        program = on_hosts(case.program(world), groups)
+        made: dict[str, Any] = {"matmul": lambda whole=whole, w=w: whole @ w}
+        for way in WAYS:
+            options = Options(strategy=way, time_out_s=60)
+            lowered = lower(program, options)
+            if lowered.sites[0].strategy == way:
+                executor = Executor(lowered, groups=groups, options=options).prepare()
+                made[way] = lambda run=executor.run, x=x, w=w: run([x, w])
+        took: dict[str, list[float]] = {way: [] for way in made}
+        crossed: dict[str, list[int]] = {way: [] for way in made}
+        order = random.Random(given.seed)
+        for number in range(given.rounds + 1):
+            for way in order.sample(sorted(made), len(made)):
+                dist.barrier()
+                before = sent()
+                dist.barrier()
+                begun = time.perf_counter()
+                made[way]()
+                seconds = torch.tensor(time.perf_counter() - begun)
+                dist.barrier()
+                after = sent() - before
+                dist.all_reduce(seconds, dist.ReduceOp.MAX)
+                if number:  # the first warms up
+                    took[way].append(seconds.item())
+                    crossed[way].append(after)
+        serial, matmul = (statistics.median(took[way]) for way in ("serial", "matmul"))
+        for way in made:
+            seconds_of = statistics.median(took[way])
+            hideable = min(matmul, max(serial - matmul, 1e-9))
+            rows.append(
+                {
+                    **{"op": op, "m": case.m, "k": case.k, "n": case.n, "world": world},
+                    **{"hosts": given.hosts, "mbit": given.mbit, "strategy": way},
+                    "median_us": seconds_of * 1e6,
+                    "least_us": min(took[way]) * 1e6,
+                    "hidden": (serial - seconds_of) / hideable if way != "matmul" else "",
+                    "left_host_mb": statistics.median(crossed[way]) / 1e6,
+                    "rounds": given.rounds,
+                }
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+    if me:
+        return
+    common = facts("cpu", given.commit)
+    append(Path(given.out) / "hosts.csv", [row | common for row in rows])
+    shown = [
+        [
+            *(row["op"], row["strategy"], f"{row['median_us'] / 1e3:.1f} ms"),
+            f"{row['hidden']:.0%}" if row["hidden"] != "" else "-",
+            f"{row['left_host_mb']:.2f} MB",
+        ]
+        for row in rows
+    ]
+    table(["op", "strategy", "median", "hidden", "left the host"], shown)
+    if given.check:
+        missed = list(misses(rows))
+        say("\n".join(missed) or "all bars are met")
+        Path(given.verdict).write_text("\n".join(missed))
+
+
+def misses(rows: list[dict[str, Any]]) -> Any:
+    """The bars that rows miss."""
+    for op in SITES:
+        of = {row["strategy"]: row for row in rows if row["op"] == op}
+        best = max((row["hidden"], way) for way, row in of.items() if row["hidden"] != "")
+        if best[0] < BARS["hidden"]:
+            yield f"{op}: the best, {best[1]}, hides {best[0]:.0%} of what could be hidden"
+        if "hierarchical" in of:
+            flat, ours = of["shift"], of["hierarchical"]
+            if (part := ours["left_host_mb"] / flat["left_host_mb"]) > BARS["bytes"]:
+                yield f"{op}: hierarchical sends {part:.2f} of shift's bytes between hosts"
+            if ours["median_us"] >= flat["median_us"]:
+                yield f"{op}: hierarchical is not faster than shift"
+
+
+def launch(given: argparse.Namespace, command: list[str]) -> int:
+    """Makes the hosts, and starts torchrun on each."""
+    from tests.support.hosts import Hosts
+
+    with Hosts(given.hosts) as hosts:
+        if given.mbit:
+            hosts.slow_down(given.mbit)
+        running: list[Any] = []
+        for number, pid in enumerate(hosts.pids):
+            nodes = ["--nnodes", str(given.hosts), "--node-rank", str(number)]
+            store = ["--master-addr", hosts.address(0), "--master-port", "29500"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes, *store]
+            torchrun += ["--nproc-per-node", str(given.ranks), *command]
+            inside = ["nsenter", "-t", str(pid), "-n", "-u", "-m", "-p", *torchrun]
+            path = f"{ROOT / 'src'}:{ROOT}"
+            environ = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+            away = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+            quiet: dict[str, Any] = away if number else {}
+            running.append(subprocess.Popen(inside, env=os.environ | environ, **quiet))
+        try:
+            return max(each.wait(given.time_out) for each in running)
+        finally:
+            for each in running:
+                each.kill()
+
+
+def main() -> int:
+    """Parses the command line; launches, or works as a rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Plain)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="on each host")
+    parser.add_argument("--mbit", type=int, default=400, help="out of each host; 0: not slowed")
+    parser.add_argument("--sizes", type=int, nargs=3, default=[2048, 1024, 1024], help="M K N")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 20))
+    parser.add_argument("--time-out", type=float, default=500)
+    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"))
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--verdict", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="*", help="after --: what torchrun runs instead")
+    given = parser.parse_args()
+    if "RANK" in os.environ:
+        work(given)
+        return 0
+    print(f"seed {given.seed}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        verdict = Path(folder) / "verdict"
+        own = [str(Path(__file__)), *sys.argv[1:], "--seed", str(given.seed)]
+        code = launch(given, given.command or [*own, "--verdict", str(verdict)])
+        return code or bool(verdict.exists() and verdict.read_text())
+
+
+class Plain(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
