@@ -222,10 +222,10 @@ def simulate(
 
     Ends with code 1 if the schedule is unsound: then it may run otherwise, or not to its end.
 
-    With --world or --per-host, ranks that do the same are simulated once: all ranks of a team that
-    the text does not tell apart. Assumed are ranks and hosts of equal speed, links that no one else
-    uses, a network whose switches never hold up what interfaces send, and ranks numbered host by
-    host. Soundness is then checked on the text's own ranks, up to 64 of them.
+    With --world or --per-host, ranks that do the same are simulated once. Assumed are ranks and
+    hosts of equal speed, numbered host by host; links that nothing else uses; and a network between
+    hosts that passes on all that their interfaces send. Soundness is not checked then: `interlace
+    check` does that. docs/prediction.md says how far to trust it.
     """
     from interlace.cost import predict
     from interlace.cost import simulate as simulated
