@@ -7,6 +7,7 @@ from tests.cost.test_simulate import ROUND, times
 
 from interlace.cost import Machine, Sample, Timeline, default_machine, fit, simulate
 from interlace.cost.machine import Link, crossings, interface_bytes
+from interlace.errors import SoundnessError
 from interlace.ir import parse
 
 APART = ROUND.replace(between=(("gloo", Link(latency_s=0.0, bandwidth=8.0)),))
@@ -84,6 +85,15 @@ def test_ranks_that_share_an_interface_slow_each_other_down() -> None:
     assert played(both, line, machine=SHARED).makespan_s == 2 * 16 / 8
     assert played(both, reduce).makespan_s == 64 / 8
     assert played(both, reduce, machine=SHARED).makespan_s == 2 * 64 / 8
+
+
+def test_a_rank_on_another_host_that_never_comes() -> None:
+    text = """def p(tp: Team[[0, 1]].on([0], [1]), x: f32[4]):
+    ranks(0)
+    main: all_reduce(x, x, reduce="sum", team=tp)
+"""
+    with pytest.raises(SoundnessError, match="for ever"):
+        simulate(parse(text), SHARED)
 
 
 def test_what_is_inside_does_not_slow_what_is_between() -> None:

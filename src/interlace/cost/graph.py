@@ -289,9 +289,8 @@ class _Builder:
 
     def through_interfaces(self, task: Task) -> None:
         """Adds the interfaces that a transfer between hosts shares with those of other ranks."""
-        link = self.machine.link(task.cost.transport, task.cost.between)
-        if task.cost.between and link.shared:
-            hosts = [~self.symmetry.hosts[rank] for rank in task.places]
+        if task.cost.between and self.machine.link(task.cost.transport, between=True).shared:
+            hosts = [~self.symmetry.hosts.get(rank, rank) for rank in task.places]
             ports = dict(zip(hosts, task.ports, strict=True))
             task.places += tuple(ports)
             task.ports += tuple(ports.values())

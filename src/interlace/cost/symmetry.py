@@ -62,7 +62,8 @@ class Symmetry:
         hosts = _Sets()
         for rank, members in places.items():
             for name, member in members.items():
-                hosts.join(rank, member.ranks[_host(homes[rank].team(name), member)[0]])
+                team = homes[rank].team(name)
+                hosts.join(rank, member.ranks[_host(team, member)[0] if team.hosts else 0])
         beside = Counter(s for r, s in stand.items() if hosts.first(r) == hosts.first(s))
         counts = Counter(stand.values())
         return cls(counts, folded, {r: hosts.first(r) for r in counts} if spans else {}, beside)
@@ -80,9 +81,8 @@ def _ranks(program: Program) -> tuple[int, ...]:
 
 
 def _host(team: Team, member: Member) -> tuple[int, ...]:
-    """Those of a team that are on the host of a member."""
-    hosts = team.hosts or (tuple(range(team.size)),)
-    return next(host for host in hosts if member.index in host)
+    """Those of a team that spans hosts that are on the host of a member."""
+    return next(host for host in team.hosts or () if member.index in host)
 
 
 def _folded(homes: Homes, places: Places) -> tuple[frozenset[str], dict[int, int]]:
