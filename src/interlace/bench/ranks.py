@@ -166,6 +166,12 @@ def on_rank(
         return work(settings, here(where), tell)
 
 
+def several_hosts() -> bool:
+    """Whether torchrun started ranks on other hosts as well."""
+    size = os.environ.get("WORLD_SIZE")
+    return os.environ.get("LOCAL_WORLD_SIZE", size) != size
+
+
 def pick_device(device: str) -> str:
     """`auto` is a GPU where there is one."""
     if device == "auto":

@@ -12,7 +12,6 @@ hosts rank 0's writes it: the links inside its host and between hosts, but no si
 from __future__ import annotations
 
 import csv
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,8 +66,9 @@ def calibrate(
     Under torchrun on several hosts it measures the links inside a host and between hosts, and no
     sites.
     """
-    size = os.environ.get("WORLD_SIZE")
-    spans = os.environ.get("LOCAL_WORLD_SIZE", size) != size
+    from interlace.bench.ranks import several_hosts
+
+    spans = several_hosts()
     parts = words(measure) or ([] if given else list(PARTS[:1] if spans else PARTS))
     for part in parts:
         if part not in PARTS:
