@@ -219,9 +219,6 @@ class Machine:
     """Whether runs are replays of a captured graph, so that the host issues nothing."""
     kernels: bool = True
     """Whether a GPU there runs the kernels of `fused`; this too is found when it is asked for."""
-    apart: tuple[tuple[str, str], ...] = ()
-    """Teams that span hosts, whose ranks reach into no memory of their peers, and a text that says
-    where they are; found when a Program is bound."""
 
     def replace(self, **changes: Any) -> Machine:
         """This machine with some figures changed."""
