@@ -30,6 +30,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from socket import create_server
 from typing import TYPE_CHECKING, Any
 
 import interlace
@@ -71,7 +72,10 @@ def launch(
             from torch.distributed import TCPStore
             from torch.multiprocessing.spawn import start_processes
 
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            # A socket of ours, since torch's own would listen on every interface.
+            socket = create_server(("127.0.0.1", 0))
+            address, own = socket.getsockname(), {"master_listen_fd": socket.detach()}
+            store = TCPStore(*address, is_master=True, wait_for_workers=False, **own)
             given = work, settings, world, store.port, str(logs)
             started: Any = start_processes(_serve, given, world, join=False, daemon=True)
         ranks: list[BaseProcess] = started.processes

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from interlace.bench.rows import read
 from interlace.cli import app
 from interlace.commands.bench import nbytes
-from interlace.commands.bench_interconnect import size
+from interlace.commands.bench_interconnect import by_backend, size
 from interlace.cost import Machine
 
 pytestmark = pytest.mark.timeout(300)
@@ -105,6 +105,33 @@ def test_interconnect(tmp_path: Path) -> None:
     assert machine.link("peer").times("put", 4096, 2)[0] > 0
     assert report["files"] == [str(tmp_path / "interconnect.csv"), str(file)]
     assert len(read(tmp_path / "interconnect.csv")) == len(report["rows"])
+
+
+def test_backends_side_by_side() -> None:
+    usual = {"pattern": "team", "error": "", "gbs": float("nan")}
+    rows = [
+        {**usual, "kind": "all_gather", "backend": backend, "nbytes": nbytes, "us": us, **more}
+        for backend, nbytes, us, more in (
+            ("gloo", 1024, 90.4, {"gbs": 0.0123}),
+            ("gloo", 4096, 95.0, {"gbs": 0.04}),
+            ("gloo", 16384, 120.0, {"gbs": 1.5}),
+            ("peer", 1024, float("nan"), {"error": "rank 1: gone"}),
+        )
+    ]
+    report = {"rows": rows, "absent": {"nccl": "no GPU", "ucc": "not built"}}
+    assert by_backend(report) == [
+        (
+            "all_gather",
+            "team",
+            "1 KiB",
+            "90 us, 0.0123 GB/s",
+            "absent",
+            "absent",
+            "-",
+            "peer: rank 1: gone",
+        ),
+        ("all_gather", "team", "16 KiB", "120 us, 1.5 GB/s", "absent", "absent", "-", ""),
+    ]
 
 
 def test_layer(tmp_path: Path) -> None:

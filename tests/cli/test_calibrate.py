@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.cli.test_texts import run
 
-from interlace.cost import Machine, Sample, default_path, fingerprint
+from interlace.cost import Machine, Sample, default_machine, default_path, fingerprint
 from interlace.cost.fit import write_samples
 from interlace.cost.gemm import gemm_seconds
+from interlace.cost.machine import Link
 from interlace.ir import DType
 
 SITE = """def f(tp: Team[4], x: bf16[{part}, 512], w: bf16[512, 1024]):
@@ -123,6 +125,33 @@ def test_errors(rows: Path, tmp_path: Path) -> None:
     out = str(path / "x.json")
     text = run("calibrate", "--from", str(rows), "--device", "cuda", "--out", out, code=2)
     assert "CalibrationError" in text
+
+
+def test_what_is_measured_on_several_hosts(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links between hosts, no sites; a link that was measured before, and not now, stays."""
+    base, found, path = default_machine("cpu"), tmp_path / "found.json", default_path()
+    path.parent.mkdir(parents=True)
+    inside = tuple((name, replace(link, bandwidth=5e9)) for name, link in base.links)
+    base.replace(links=inside, host=fingerprint()).save(path)
+    across = (("gloo", Link(latency_s=1e-3, bandwidth=1e8, shared=True)),)
+    base.replace(between=across).save(found)
+    asked: list[Any] = []
+
+    def measure(name: str, work: object, settings: Any, *_: object) -> dict[str, Any]:
+        asked.append(settings)
+        return {"calibration": str(found), "rows": [], "skipped": []}
+
+    monkeypatch.setattr("interlace.bench.ranks.run", measure)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    run("calibrate", "--device", "cpu")
+    assert [settings[1] for settings in asked] == [None], "no sites"
+    machine = Machine.load(path)
+    assert (machine.links, machine.between) == (inside, across)
+    text = run("calibrate", "--device", "cpu", "--measure", "overlap", code=2)
+    assert "all ranks on one host" in " ".join(text.split())
 
 
 @pytest.mark.timeout(200)

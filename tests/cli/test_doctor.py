@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from interlace.cli import app
 from interlace.commands import doctor
 from interlace.commands.doctor import look_at_gpus
+from interlace.commands.doctor_job import Job, job_checks, show_job
 from interlace.cost import default_machine
 from interlace.errors import BackendError
 
@@ -153,3 +155,74 @@ def test_a_cuda_build_without_a_gpu() -> None:
     found = {item.name: item for item in look_at_gpus(fake_torch(0, True))}
     assert set(found) == {"GPUs", "cuda-bindings"}
     assert "nvidia-smi" in found["GPUs"].mend
+
+
+def host(number: int, **facts: Any) -> dict[str, Any]:
+    """What ranks of a host tell."""
+    usual = {
+        "name": f"host-{number}",
+        "ranks": [number],
+        "python": "3.11.7",
+        "torch": "2.13.0",
+        "interlace": "0.1.0",
+        "device": "cpu",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "",
+        "resolves": [f"10.0.0.{number}"],
+        "gloo": [["eth0", f"10.0.0.{number}"]],
+        "gloo_error": "",
+        "checks": [{"name": "shared memory", "state": "ok", "found": "1 GiB", "mend": ""}],
+    }
+    return usual | facts
+
+
+@pytest.mark.parametrize(
+    ("facts", "broken", "told"),
+    [
+        ({}, "", "listens on eth0 10.0.0.1 (GLOO_SOCKET_IFNAME=eth0)"),
+        ({"torch": "2.11.0"}, "torch of the hosts", "2.13.0 on host-0, 2.11.0 on host-1"),
+        ({"device": "cuda"}, "device of the hosts", "cpu on host-0, cuda on host-1"),
+        ({"gloo": [["lo", "127.0.0.1"]]}, "gloo on host-1", "no other host can reach it"),
+        ({"resolves": ["127.0.1.1"]}, "", "the host's name means 127.0.1.1, so keep GLOO_SOCKET"),
+        ({"gloo_error": "no address for eth0"}, "gloo on host-1", "no address for eth0"),
+    ],
+)
+def test_what_keeps_hosts_apart(facts: dict[str, Any], broken: str, told: str) -> None:
+    found = {check.name: check for check in job_checks([host(0), host(1, **facts)])}
+    assert {name for name, check in found.items() if check.state == "broken"} == {broken} - {""}
+    assert told in found[broken or "gloo on host-1"].found
+    assert not broken or found[broken].mend
+
+
+def test_nccl_on_loopback_is_for_one_host() -> None:
+    given = {"device": "cuda", "NCCL_SOCKET_IFNAME": "lo"}
+    for hosts, state in (
+        ([host(0, **given)], "ok"),
+        ([host(0, **given), host(1, **given)], "broken"),
+    ):
+        found = {check.name: check.state for check in job_checks(hosts)}
+        assert found["NCCL on host-0"] == state
+
+
+def test_a_job_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    link = {"link": "host-0 - host-1", "ranks": [0, 1], "backend": "gloo", "error": ""}
+    link |= {"small_us": 40.2, "large_gbs": 1.25}
+    team = {"name": "all ranks", "ranks": [0, 1], "by": ["gloo"], "problem": ""}
+    team |= {"serve": ["serial", "ring"], "serial": {"peer": "apart", "fused": "apart"}}
+    show_job(Job([], [host(0), host(1)], [link], [team]))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "host-1 1 3.11.7 2.13.0 0.1.0 1 GiB eth0 10.0.0.1" in lines
+    assert "host-0 - host-1 0 - 1 gloo 40 us 1.250 GB/s" in lines
+    assert "all ranks gloo serial, ring peer, fused (apart)" in lines
+
+
+def test_ranks_that_do_not_meet_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(app, ["doctor", "--json", "--time-out", "1"])
+    error = json.loads(done.stdout)["error"]
+    assert (done.exit_code, error["type"]) == (2, "CommTimeoutError")
+    assert "MASTER_ADDR and MASTER_PORT can be reached" in error["message"]

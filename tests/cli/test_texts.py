@@ -106,6 +106,57 @@ def test_simulate_takes_a_calibration_file(sound: str, tmp_path: Path) -> None:
     assert figures["figures"][0]["makespan_s"] > 1.0
 
 
+STEP = """def step(dp: Team[1], tp: Team[4], x: f32[2, 8], w: f32[8, 8], g: f32[64]):
+    full = alloc(f32[8, 8], symmetric=tp)
+    main: copy(x, full[tp.rank])
+    main: notify(ready, to=tp.others)
+    main: expect(ready, tp.others)
+    main: get(full[tp.rank + 1], peer=tp.rank + 1)
+    main: free(full)
+    main: all_reduce(g, g, reduce="sum", team=dp)
+"""
+
+
+def test_simulate_predicts_for_more_ranks_than_it_simulates(tmp_path: Path) -> None:
+    path, machine = tmp_path / "step.ilc", tmp_path / "there.json"
+    path.write_text(STEP)
+    default_machine("cuda").replace(name="there", host="a ship at sea").save(machine)
+    many = ["simulate", str(path), "--machine", str(machine), "--world", "1024", "--per-host", "8"]
+    text = run(*many)
+    first, headings, row, *_ = text.splitlines()
+    assert first.startswith("predicted for machine 'there', 1024 ranks by 1 in ")
+    assert headings.split()[:3] == ["rank", "ranks", "alike"]
+    assert row.split()[:2] == ["0", "1024"]
+    assert "nccl between hosts" in text
+    told = json.loads(run(*many, "--json"))
+    assert (told["prediction"]["world"], told["prediction"]["ranks"]) == (1024, {"0": 1024})
+    assert told["prediction"]["busy_s"]["nccl between hosts"] > 0
+    assert told["verdict"] == "unchecked"
+    alone = json.loads(run("simulate", str(path), "--machine", str(machine), "--json"))
+    assert alone["figures"][-1]["makespan_s"] < told["prediction"]["makespan_s"]
+    html, out = tmp_path / "many.html", tmp_path / "many.json"
+    run(*many, "--html", str(html), "-o", str(out))
+    assert Timeline.from_json(out.read_text()).ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--world", "10"], "it is a multiple of 4"),
+        (["--per-host", "0"], "a host has 1 rank or more"),
+        (["--world", "1024", "--per-host", "3"], "the instances of team tp do not lie on hosts"),
+        (["--world", "1024", "--per-host", "2"], "team 'tp' spans hosts"),
+    ],
+)
+def test_worlds_and_hosts_that_cannot_be(tmp_path: Path, given: list[str], words: str) -> None:
+    path = tmp_path / "step.ilc"
+    path.write_text(STEP)
+    assert words in " ".join(run("simulate", str(path), *given, code=2).split())
+    path.write_text(STEP.replace("dp: Team[1]", "dp: Team[2].on([0], [1])"))
+    told = run("simulate", str(path), "--world", "1024", code=2)
+    assert "say how many ranks each" in " ".join(told.split())
+
+
 @pytest.mark.parametrize("content", [None, "{", '{"schema": 99}'], ids=["none", "cut", "schema"])
 def test_bad_calibration_files_are_errors(sound: str, tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "bad.json"

@@ -13,6 +13,7 @@ from typing import TypeVar
 import pytest
 import torch.distributed as dist
 
+from interlace.comm.rendezvous import liveness
 from interlace.comm.rendezvous.board import Board, Party, greet
 from interlace.comm.rendezvous.liveness import PeerProcess, started
 from interlace.errors import AgreementError, SharedMemoryError
@@ -176,3 +177,18 @@ def test_a_failure_between_two_looks_is_heard_as_itself(
     monkeypatch.setattr(boards[0], "is_over", late)
     with pytest.raises(SharedMemoryError, match="rank 1: no room"):
         boards[0].exchange("tea", {}, 20.0)
+
+
+@pytest.mark.parametrize("ago_s", [0.0, 1e6])
+def test_words_of_another_host_count_by_the_wall_clock(
+    boards: list[Board], monkeypatch: pytest.MonkeyPatch, ago_s: float
+) -> None:
+    """Its uptime says nothing here: it was started an hour ago, or years."""
+    then = time.time() - ago_s
+    for uptime_s in (10.0, 1e9):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(liveness, "boot_id", lambda: "another boot")
+            elsewhere.setattr(liveness, "uptime", lambda up=uptime_s: up)
+            elsewhere.setattr(liveness.time, "time", lambda: then)
+            boards[1].leave_word(ValueError("the cause"))
+        assert boards[0].word(1) == ("" if ago_s else "the cause")

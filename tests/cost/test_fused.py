@@ -118,8 +118,8 @@ def test_what_the_host_spends() -> None:
         "    side: get(full[tp.rank + 1], y, peer=tp.rank + 1)\n"
         "    main: free(full)\n"
     )
-    sizes = {"tp": 4}
-    costs = [issue_seconds(op, machine, sizes) for op in program.ops]
+    teams = {"tp": program.teams[0]}
+    costs = [issue_seconds(op, machine, teams) for op in program.ops]
     expected = [
         *(6 * issue["signal"], issue["copy"], 3 * issue["signal"]),
         *(issue["collective"], issue["kernel"], issue["peer"], 0.0),
@@ -128,4 +128,4 @@ def test_what_the_host_spends() -> None:
     joins = 4 * issue["event"]
     assert run_issue_seconds(program, machine) == pytest.approx(sum(costs) + joins)
     assert run_issue_seconds(program, machine.replayed) == 0
-    assert issue_seconds(program.ops[1], ROUND.replace(issue_s=3.0), sizes) == 3.0
+    assert issue_seconds(program.ops[1], ROUND.replace(issue_s=3.0), teams) == 3.0

@@ -63,6 +63,6 @@ def test_equal_groups_take_what_a_batch_takes() -> None:
 """
     program = parse(text)
     box = program.boxes(0)
-    grouped, batched = (op_cost(op, box, H200, {}).seconds for op in program.ops)
+    grouped, batched = (op_cost(op, box, H200, {}, program.where(0)).seconds for op in program.ops)
     assert grouped == pytest.approx(batched, rel=1e-3)
     assert grouped > H200.launch_s

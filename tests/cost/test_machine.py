@@ -34,7 +34,7 @@ def gemm(rows: int, inner: int, columns: int) -> float:
         f"y: out[bf16[{rows}, {columns}]]):\n"
         '    main: call("aten.mm.out", x, w, out=y)\n'
     )
-    return op_cost(program.ops[0], program.boxes(0), H200, {}).seconds
+    return op_cost(program.ops[0], program.boxes(0), H200, {}, program.where(0)).seconds
 
 
 def test_cutting_a_matmul_costs_waves() -> None:
@@ -51,7 +51,9 @@ def test_all_gather_on_h200(total: float, bus: float) -> None:
         f"def p(tp: Team[4], x: bf16[{rows}, 1024], y: out[bf16[{4 * rows}, 1024]]):\n"
         "    main: all_gather(x, y, team=tp)\n"
     )
-    predicted = op_cost(program.ops[0], program.boxes(0), H200, {"tp": 4}).seconds
+    predicted = op_cost(
+        program.ops[0], program.boxes(0), H200, {"tp": program.teams[0]}, program.where(0)
+    ).seconds
     measured = total * 3 / 4 / bus
     assert predicted == pytest.approx(measured, rel=0.12)
 
@@ -64,6 +66,7 @@ def test_peer_copy_on_h200(nbytes: float, rate: float) -> None:
 
 def test_an_unknown_transport_is_like_the_default() -> None:
     assert H200.link("ucc") == H200.link(None) == H200.link("nccl")
+    assert H200.link("ucc", between=True) == H200.link(None, between=True) != H200.link(None)
     assert H200.flops(DType.i32) == dict(H200.gemm_flops)["other"]
 
 
@@ -147,6 +150,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a tile without a speed": ({"gemm_tiles": [[1, 2]]}, r"gemm_tiles\[0\] is 3 numbers"),
     "a bad tile": ({"gemm_tile": 128}, "gemm_tile is 128; it should be a list"),
     "a name that is none": ({"name": 7}, "name is 7"),
+    "no link of the backend between hosts": (
+        {"between": {"mpi": {"latency_s": 0, "bandwidth": 1}}},
+        "between needs a link for the backend 'gloo'",
+    ),
     "another host": ({"host": "a ship at sea"}, "made for 'a ship at sea'"),
 }
 
@@ -156,6 +163,12 @@ def test_bad_calibration(fields: dict[str, Any], message: str, tmp_path: Path) -
     path = edited(tmp_path, **fields)
     with pytest.raises(CalibrationError, match=message):
         Machine.load(path)
+
+
+@pytest.mark.parametrize("left", [None, {}], ids=["none", "empty"])
+def test_a_file_from_before_links_between_hosts(left: Any, tmp_path: Path) -> None:
+    path = edited(tmp_path, between=left)
+    assert Machine.load(path).between == default_machine("cpu").between
 
 
 def test_another_host_on_request(tmp_path: Path) -> None:

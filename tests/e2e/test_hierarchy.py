@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.e2e.experts import Experts, Gated, Grouped
+from tests.e2e.test_experts import assert_overlapped, compare
 from tests.e2e.test_hosts import compared
 from tests.runtime.programs import Outcome, attempt, world_group
 from tests.runtime.test_faults import TIME_OUT_S
@@ -184,8 +186,9 @@ def test_layers_take_it_where_it_is_asked_for(pairs: HostsPool, seed: int) -> No
         assert not any("cannot serve" in remark for remark in remarks)
 
 
-def run_on(mark: str, seed: int) -> Outcome:
-    """The outcome of the first run that fails; the file `mark` says that runs go on."""
+def run_on(mark: str, seed: int, victim: int | None = None) -> Outcome:
+    """The outcome of the first run that fails; the file `mark` says that runs go on. The victim
+    is killed in one."""
     program = lower(text_of("gather", [64] * 4, [[0, 1], [2, 3]]), Options(strategy="hierarchical"))
     options = Options(time_out_s=TIME_OUT_S)
     executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
@@ -195,6 +198,8 @@ def run_on(mark: str, seed: int) -> Outcome:
     dist.barrier()
     if dist.get_rank() == 0:
         Path(mark).touch()
+    if dist.get_rank() == victim:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     while (outcome := attempt(lambda: executor.run(inputs)))[0] == "result":
         pass
     return outcome
@@ -210,17 +215,10 @@ def once_running(mark: Path, act: Callable[[], None]) -> None:
     threading.Thread(target=wait_and_act, daemon=True).start()
 
 
-def die_running(mark: str, seed: int) -> Outcome:
-    """Rank 3 dies while the others run on."""
-    if dist.get_rank() == 3:
-        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    return run_on(mark, seed)
-
-
 def test_a_rank_killed_in_a_hierarchical_run_is_named(
     pairs: HostsPool, tmp_path: Path, seed: int
 ) -> None:
-    results = pairs(4).run(die_running, str(tmp_path / "running"), seed, may_die={3})
+    results = pairs(4).run(run_on, str(tmp_path / "running"), seed, 3, may_die={3})
     assert results.pop(3) == Died(-signal.SIGKILL)
     for error, text, seconds in results:
         assert error == "PeerError"
@@ -243,3 +241,16 @@ def test_a_host_that_vanishes_in_a_hierarchical_run_is_named(
         assert seconds < TIME_OUT_S + 5
         away = "interlace-a" if rank > 1 else "interlace-b"
         assert re.search(rf"ranks? .* on host {away}", text), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["hierarchical", "shift", "auto"])
+@pytest.mark.parametrize("kind", [Experts, Grouped, Gated])
+def test_experts_across_hosts(
+    pairs: HostsPool, kind: type[Experts], strategy: str, seed: int
+) -> None:
+    dtype = "float32" if kind is Experts else "bfloat16"
+    args = (kind, 1, dtype, True, seed, {"strategy": strategy})
+    for found in pairs(4).run(compare, *args, time_out_s=100.0):
+        assert_overlapped(found, strategy)
+        assert not found["different"]

@@ -75,6 +75,11 @@ class Hosts:
     def address(host: int) -> str:
         return f"10.77.0.{host + 1}"
 
+    def command(self, host: int, *words: str) -> list[str]:
+        """A command that runs the words on the host, from its root folder."""
+        spaces = ("--uts", "--net", "--mount", "--pid")
+        return ["nsenter", "--target", str(self.pids[host]), *spaces, "--", *words]
+
     def cut_off(self, host: int) -> None:
         """The host's link goes down: nothing comes from it any more, and nothing says so."""
         self._ip(self._switch, f"link set v{host} down")

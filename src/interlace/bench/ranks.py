@@ -18,7 +18,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from interlace.bench.rows import append
 from interlace.comm import Board
+from interlace.comm.teams import host
 from interlace.errors import BackendError, TeamError
 from interlace.launch import Report, Tell, joined, launch
 
@@ -48,6 +49,8 @@ class Ranks:
     device: torch.device
     group: dist.ProcessGroup
     board: Board
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """Which of them are on each host, where there are several."""
     _met: int = 0
     _tick: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
     _device_tick: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
@@ -84,14 +87,24 @@ class Ranks:
         """
         if self.cuda:
             torch.cuda.synchronize()
-        dist.all_reduce(self._tick)
+        dist.all_reduce(self._tick, group=self.group)
         if self.cuda:
-            dist.all_reduce(self._device_tick)
+            dist.all_reduce(self._device_tick, group=self.group)
 
     def synchronize(self) -> None:
         """Waits for this rank's device."""
         if self.cuda:
             torch.cuda.synchronize()
+
+    def within(self) -> Ranks:
+        """Those on this rank's host, as ranks of their own. All ranks call it together."""
+        if not self.hosts:
+            return self
+        groups: list[Any] = [dist.new_group([*host]) for host in self.hosts]  # all make each
+        ((mine, group),) = [e for e in zip(self.hosts, groups, strict=True) if self.me in e[0]]
+        board, tick = _board(mine, self.me), self._device_tick
+        at = mine.index(self.me)
+        return Ranks(at, len(mine), self.device, group, board, _device_tick=tick)
 
 
 class Alone(Ranks):
@@ -153,6 +166,12 @@ def on_rank(
         return work(settings, here(where), tell)
 
 
+def several_hosts() -> bool:
+    """Whether torchrun started ranks on other hosts as well."""
+    size = os.environ.get("WORLD_SIZE")
+    return os.environ.get("LOCAL_WORLD_SIZE", size) != size
+
+
 def pick_device(device: str) -> str:
     """`auto` is a GPU where there is one."""
     if device == "auto":
@@ -199,18 +218,23 @@ def here(device: torch.device) -> Ranks:
         raise TeamError(
             "a benchmark of overlap needs two ranks at least: --world 2 --device cpu runs anywhere"
         )
-    store = dist.distributed_c10d._get_default_store()
     world = dist.group.WORLD
     assert world is not None
     me, size = dist.get_rank(), dist.get_world_size()
-    generation = Board(store, (), me, "interlace/bench").count(f"joined/{me}")
-    ranks = Ranks(
-        me,
-        size,
-        device,
-        world,
-        Board(store, range(size), me, f"interlace/bench/{generation}"),
-        _device_tick=torch.zeros(1, device=device),
-    )
+    board, tick = _board(range(size), me), torch.zeros(1, device=device)
+    ranks = Ranks(me, size, device, world, board, _device_tick=tick)
     ranks.align()
+    places = [note["host"] for note in ranks.exchange({"host": host()})]
+    if len({*places}) > 1:
+        ranks.hosts = tuple(
+            tuple(rank for rank, place in enumerate(places) if place == name)
+            for name in dict.fromkeys(places)
+        )
     return ranks
+
+
+def _board(members: Sequence[int], me: int) -> Board:
+    """Where these ranks meet; each of them makes one."""
+    store = dist.distributed_c10d._get_default_store()
+    generation = Board(store, (), me, "interlace/bench").count(f"joined/{me}")
+    return Board(store, members, me, f"interlace/bench/{generation}/{members[0]}")

@@ -7,13 +7,16 @@
     memory.copy("ce", memory.mine, memory.theirs[1], 4096)     # a get: the first 4096 bytes
 
 Patterns: `0>1` is one ordered pair, rank 0 at work and rank 1 the other end; `ring` is every rank
-with the next; `all` is every rank with every other, one after another; `team` is a collective.
+with the next; `all` is every rank with every other, one after another; `team` is a collective;
+`hosts` is every rank with the one in its place on the next host, or a collective of all hosts. The
+ranks of each host measure what is inside it at once, and then all measure between hosts.
 Engines: `ce` copies by the copy engine (`cuMemcpyDtoDAsync`), `sm` by a kernel; a CPU has `cpu`.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import statistics
 import warnings
@@ -158,6 +161,8 @@ class Figure:
     nbytes: int
     """Bytes of one copy, or of a collective's larger tensor."""
     ranks: int
+    hosts: int = 1
+    """On how many hosts they are."""
     seconds: float
     """Of one transfer, the slowest rank's; NaN where it failed."""
     moved: float
@@ -180,8 +185,9 @@ class Figure:
             backend=self.backend,
             protocol="ce" if self.protocol == "cpu" else self.protocol,
             nbytes=self.nbytes,
-            ranks=count if self.pattern in ("ring", "all", "team") else 2,
-            concurrent=self.pattern in ("ring", "all"),
+            ranks=2 if ">" in self.pattern else count,
+            hosts=self.hosts,
+            concurrent=self.pattern in ("ring", "all", "hosts"),
         )
 
 
@@ -218,16 +224,22 @@ def measure_links(
     ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
 ) -> Iterator[Figure]:
     """Every pattern, both directions, every engine, every size; then messages of the backend."""
-    memory = BenchMemory(ranks, max(sizes))
-    for pattern, peers in patterns(ranks):
-        for kind in ("get", "put"):
-            for engine in engines(ranks):
-                step(f"{kind} {engine} {pattern}")
-                for nbytes in sizes:
-                    yield _copy(ranks, memory, kind, engine, pattern, peers, nbytes)
-    step("send")
-    for nbytes in sizes:
-        yield _message(ranks, nbytes)
+    inside = ranks.within()
+    if inside.size > 1:
+        memory = BenchMemory(inside, max(sizes))
+        for pattern, peers in patterns(inside):
+            for kind in ("get", "put"):
+                for engine in engines(inside):
+                    step(f"{kind} {engine} {pattern}")
+                    for nbytes in sizes:
+                        yield _copy(inside, memory, kind, engine, pattern, peers, nbytes)
+        step("send")
+        for nbytes in sizes:
+            yield _message(inside, nbytes)
+    if ranks.hosts:
+        step("send between hosts")
+        for nbytes in sizes:
+            yield _message(ranks, nbytes)
 
 
 def _copy(
@@ -261,21 +273,30 @@ def _copy(
 
 
 def _message(ranks: Ranks, nbytes: int) -> Figure:
-    """Every rank sends to the next and receives from the one before."""
+    """Every rank sends to the next and receives from the one before: within a host, or each from
+    host to host."""
     backend = "nccl" if ranks.cuda else "gloo"
     out = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
     into = torch.zeros_like(out)
-    to, source = (ranks.me + 1) % ranks.size, (ranks.me - 1) % ranks.size
+    rows = zip(*ranks.hosts, strict=False) if ranks.hosts else [tuple(range(ranks.size))]
+    line = next((row for row in rows if ranks.me in row), (ranks.me,))
+    at = line.index(ranks.me)
+    to, source = line[(at + 1) % len(line)], line[at - 1]
 
     def run() -> None:
-        ops = [dist.P2POp(dist.isend, out, to), dist.P2POp(dist.irecv, into, source)]
+        ops = [
+            dist.P2POp(dist.isend, out, group=ranks.group, group_peer=to),
+            dist.P2POp(dist.irecv, into, group=ranks.group, group_peer=source),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    fixed: dict[str, Any] = {"kind": "send", "backend": backend, "pattern": "ring"}
+    pattern = "hosts" if ranks.hosts else "ring"
+    fixed: dict[str, Any] = {"kind": "send", "backend": backend, "pattern": pattern}
     fixed |= {"nbytes": nbytes, "ranks": ranks.size, "moved": float(nbytes)}
+    fixed |= {"hosts": len(ranks.hosts) or 1}
     guess = (4e-5 + nbytes / 2e11) if ranks.cuda else (2e-4 + nbytes / 1e9)
-    return attempt(ranks, fixed, lambda: timed(ranks, run, guess))
+    return attempt(ranks, fixed, lambda: timed(ranks, run if len(line) > 1 else None, guess))
 
 
 def attempt(ranks: Ranks, fixed: dict[str, Any], measure: Callable[[], float]) -> Figure:
@@ -298,7 +319,11 @@ class Roof:
 
 
 def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Roof:
-    """The link's roof: long copies by copy engine, get and put, to the next rank and to all."""
+    """The link's roof inside a host: long copies by copy engine, get and put, to the next rank and
+    to all."""
+    ranks = ranks.within()
+    if ranks.size < 2:
+        return Roof(math.nan, "no other rank on this host")
     memory = BenchMemory(ranks, max(sizes))
     engine = engines(ranks)[0]
     found = [
@@ -344,11 +369,15 @@ def measure_collectives(
     ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
 ) -> Iterator[Figure]:
     """Every kind of every backend over the sizes."""
-    for backend in backends(ranks)[0]:
-        for kind in ARGUMENTS:
-            step(f"{backend} {kind}")
+    there = backends(ranks)[0]
+    inside = ranks.within()
+    for team in [inside] * (inside.size > 1) + [ranks] * bool(ranks.hosts):
+        for backend, kind in itertools.product(there, ARGUMENTS):
+            if backend == "peer" and team.hosts:
+                continue
+            step(f"{backend} {kind}" + " between hosts" * bool(team.hosts))
             for nbytes in sizes[:1] if kind == "barrier" else sizes:
-                figure = _collective(ranks, backend, kind, nbytes)
+                figure = _collective(team, backend, kind, nbytes)
                 yield figure
                 if figure.error:
                     break  # larger ones fail as well, and waiting for each takes its time
@@ -376,11 +405,11 @@ def _collective(ranks: Ranks, backend: str, kind: str, nbytes: int) -> Figure:
         return timed(ranks, lambda: executor.run(inputs), guess) / COLLECTIVES
 
     nbytes = 4 * elements if kind != "barrier" else 0
-    fixed: dict[str, Any] = {"kind": kind, "backend": backend, "pattern": "team"}
+    pattern = "hosts" if ranks.hosts else "team"
+    fixed: dict[str, Any] = {"kind": kind, "backend": backend, "pattern": pattern}
     moved = Sample(kind=kind, seconds=1.0, nbytes=nbytes, ranks=world).link_bytes
-    figure = attempt(
-        ranks, {**fixed, "nbytes": nbytes, "ranks": world, "moved": moved or math.nan}, measure
-    )
+    fixed |= {"nbytes": nbytes, "ranks": world, "hosts": len(ranks.hosts) or 1}
+    figure = attempt(ranks, {**fixed, "moved": moved or math.nan}, measure)
     for executor in held:
         executor.close()
     if figure.error:

@@ -1,4 +1,4 @@
-"""What `interlace bench interconnect` prints: links, collectives and devices in tables.
+"""What `interlace bench interconnect` prints: links, backends side by side, devices, in tables.
 
 show_interconnect(report)
 """
@@ -10,6 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from interlace.commands.output import say, table
+from interlace.options import BACKENDS
+
+MESSAGES = "get", "put", "send"
+"""What goes from one rank to another; all else is a collective."""
 
 
 def size(count: int) -> str:
@@ -25,12 +29,17 @@ def show_interconnect(report: dict[str, Any]) -> None:
     facts = report["facts"]
     say(f"{report['world']} ranks, {facts['gpu']}, torch {facts['torch']}\n")
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in report["rows"]:
+    for row in (row for row in report["rows"] if row["kind"] in MESSAGES):
         key = (row["kind"], row["backend"], row["protocol"], row["pattern"])
         groups.setdefault(key, []).append(row)
     headings = ("kind", "backend", "by", "who", "smallest", "largest", "best", "error")
     lines = [(*key, *_rates(rows)) for key, rows in groups.items()]
     table(headings, lines, title="between ranks")
+    _more(
+        "collectives by backend",
+        ("collective", "who", "size", *BACKENDS, "error"),
+        by_backend(report),
+    )
     engine = [
         (e["pattern"], f"{e['gbs']:.1f} GB/s", f"{e['share']:.1%}", e["by"])
         for e in report["engine"]
@@ -61,6 +70,33 @@ def show_interconnect(report: dict[str, Any]) -> None:
     _more("device and host", ("what", "of", "size", "time"), others)
     for name, why in report["absent"].items():
         say(f"{name} is absent: {why}")
+
+
+def by_backend(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The smallest and the largest of each kind of collective, and its time on each backend."""
+    found: dict[tuple[str, str], dict[int, dict[str, Mapping[str, Any]]]] = {}
+    for row in report["rows"]:
+        if row["kind"] not in MESSAGES:
+            sizes = found.setdefault((row["kind"], row["pattern"]), {})
+            sizes.setdefault(row["nbytes"], {})[row["backend"]] = row
+    return [
+        (
+            *key,
+            size(nbytes) if nbytes else "",
+            *("absent" if each in report["absent"] else _time(rows.get(each)) for each in BACKENDS),
+            "; ".join(f"{each}: {row['error']}" for each, row in rows.items() if row["error"]),
+        )
+        for key, sizes in found.items()
+        for nbytes in sorted({min(sizes), max(sizes)})
+        for rows in [sizes[nbytes]]
+    ]
+
+
+def _time(row: Mapping[str, Any] | None) -> str:
+    if row is None or row["error"]:
+        return "-"
+    rate = "" if math.isnan(row["gbs"]) else f", {row['gbs']:.3g} GB/s"
+    return f"{row['us']:.0f} us{rate}"
 
 
 def _rates(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

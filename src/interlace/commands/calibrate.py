@@ -2,9 +2,11 @@
 
 $ interlace calibrate                                   # links, matmuls and sites; a few minutes
 $ torchrun --nproc-per-node 4 -m interlace calibrate --shapes "ag_gemm:8192,4096,7168"
+$ torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29400 -m interlace calibrate
 $ interlace calibrate --from benchmarks/results/overlap.csv      # what was measured before
 
-The file goes where `auto` looks, or to --out. What is not measured again stays in it.
+The file goes where `auto` looks, or to --out. What is not measured again stays in it. On several
+hosts rank 0's writes it: the links inside its host and between hosts, but no sites.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from interlace.errors import CalibrationError, OptionError
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
+    from interlace.cost.machine import Link
 
 PARTS = ("interconnect", "overlap")
 
@@ -58,11 +61,20 @@ def calibrate(
     verbose: Verbose = False,
     json: JsonFacts = False,
 ) -> None:
-    """Measure links, matmuls and whole sites of this machine, for `auto` to choose by."""
-    parts = words(measure) or ([] if given else list(PARTS))
+    """Measure links, matmuls and whole sites of this machine, for `auto` to choose by.
+
+    Under torchrun on several hosts it measures the links inside a host and between hosts, and no
+    sites.
+    """
+    from interlace.bench.ranks import several_hosts
+
+    spans = several_hosts()
+    parts = words(measure) or ([] if given else list(PARTS[:1] if spans else PARTS))
     for part in parts:
         if part not in PARTS:
             raise OptionError(f"--measure {part}: choose from {', '.join(PARTS)}")
+    if spans and "overlap" in parts:
+        raise OptionError("--measure overlap: sites are measured with all ranks on one host")
     texts = [(path, _read(path)) for path in given or ()]
     place = _Place(device, [row for _, rows in texts for row in rows], out)
     machine = _from_samples(place.start(), texts, place.host)
@@ -72,7 +84,7 @@ def calibrate(
         from interlace.bench.interconnect import calibrate_work, calibration_settings
         from interlace.bench.ranks import run
         from interlace.bench.sites import cases_of
-        from interlace.cost import Machine
+        from interlace.cost import Machine, default_machine
 
         wanted = preset or ("bars" if place.cuda else "cpu")
         dtypes = words(dtype or ("bf16" if place.cuda else "f32"))
@@ -90,7 +102,12 @@ def calibrate(
                 return  # another rank than 0, of torchrun
             if report["calibration"]:
                 found = Machine.load(report["calibration"], any_host=True)
-                machine = found.replace(sites=machine.sites)
+                base = default_machine(place.device)
+                machine = found.replace(
+                    sites=machine.sites,
+                    links=_measured(found.links, base.links, machine.links),
+                    between=_measured(found.between, base.between, machine.between),
+                )
         rows += report["rows"]
         skipped = report["skipped"]
     saved = _save(machine, rows, place)
@@ -101,6 +118,15 @@ def calibrate(
     if skipped:
         say(f"no time left for: {'; '.join(skipped)}")
     say(f"wrote {place.path}")
+
+
+Links = tuple[tuple[str, "Link"], ...]
+
+
+def _measured(found: Links, base: Links, before: Links) -> Links:
+    """The links that were found, and those before where that is only what is built in."""
+    known, kept = dict(base), dict(before)
+    return tuple((n, kept.get(n, link) if link == known.get(n) else link) for n, link in found)
 
 
 class _Place:
@@ -197,6 +223,7 @@ def _facts(machine: Machine) -> dict[str, object]:
     return {
         "host": machine.host,
         "transfers": sum(len(link.curves) for _, link in machine.links),
+        "between hosts": sum(len(link.curves) for _, link in machine.between),
         "matmuls": len(machine.gemms),
         "sites": len(sites),
         "site times": len(machine.sites),

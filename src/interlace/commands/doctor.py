@@ -2,6 +2,7 @@
 
 $ interlace doctor
 $ interlace doctor --json | jq '.checks[] | select(.state != "ok")'
+$ torchrun --nnodes 2 ... -m interlace doctor       # on each host: docs/hosts.md
 
 Nothing here is needed to read, check or simulate schedules: those commands do without torch.
 """
@@ -29,6 +30,8 @@ from interlace.errors import CalibrationError, InterlaceError
 
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_MEMORY = 1 << 30
+NEEDED = {"torch", "torch.distributed", "gloo"}
+"""Without these no rank joins a job."""
 STRICT = "AVX512,STRICT"
 BINDINGS = "pip install 'cuda-bindings>=13.0.3,<14' (a CUDA build of torch brings it)"
 PROBE = 2 << 20
@@ -50,16 +53,30 @@ def doctor(
     calibration: Annotated[
         Path | None, typer.Option(help="A calibration file to look at as well.")
     ] = None,
+    time_out: Annotated[
+        float, typer.Option(help="Under torchrun: seconds within which all ranks are to come.")
+    ] = 60,
     json: JsonFacts = False,
 ) -> None:
     """Say what is installed on this machine, what is missing and how to fix it.
 
-    Ends with code 1 if something is broken; what is merely absent is optional.
+    Under torchrun, also which hosts there are, how gloo joins them, and what teams will use. Ends
+    with code 1 if something is broken; what is merely absent is optional.
     """
-    found = list(look(calibration))
+    found, job = list(look(calibration)), None
+    able = NEEDED.isdisjoint(item.name for item in found if item.state == "broken")
+    if able and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from interlace.commands.doctor_job import show_job, survey
+
+        job = survey(found, time_out)
+        if job is None:
+            return  # another rank than 0
+        found = job.checks
     broken = any(item.state == "broken" for item in found)
     if json:
-        print_json({"schema": 1, "ok": not broken, "checks": [asdict(item) for item in found]})
+        whole = {} if job is None else {"hosts": job.hosts, "links": job.links, "teams": job.teams}
+        checks = [asdict(item) for item in found]
+        print_json({"schema": 1, "ok": not broken, "checks": checks, **whole})
     else:
         table(("what", "state", "found"), [(i.name, i.state, i.found) for i in found])
         mends = [item for item in found if item.mend]
@@ -67,6 +84,8 @@ def doctor(
             say("")
         for item in mends:
             say(f"{item.name}: {item.mend}")
+        if job is not None:
+            show_job(job)
     if broken:
         raise typer.Exit(UNSOUND)
 

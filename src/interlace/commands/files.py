@@ -3,6 +3,7 @@
 programs = read_programs(Path("ring.ilc"))
 programs = on_mesh(programs, world=8, mesh={})            # 8 / 4 copies side by side
 programs = on_mesh(programs, world=None, mesh={"tp": 8})  # the same text for 8 ranks
+programs = scaled(programs, 1024, per_host=8)             # its outermost axis for 1024 ranks
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from interlace.errors import InterlaceError, TeamError
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
-    from interlace.ir import Op, Program, View
+    from interlace.ir import Op, Program, Team, View
+
+
+ALONG = 32
+"""Ranks at each end of a team for which a Program that was scaled is validated."""
 
 
 def read_text(path: Path) -> str:
@@ -58,11 +63,13 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def read_machine(calibration: Path | None, device: str = "cpu") -> Machine:
+def read_machine(calibration: Path | None, device: str = "cpu", any_host: bool = False) -> Machine:
     """The machine of a calibration file, or the built-in model of a device."""
     from interlace.cost import Machine, default_machine
 
-    return default_machine(device) if calibration is None else Machine.load(calibration)
+    if calibration is None:
+        return default_machine(device)
+    return Machine.load(calibration, any_host=any_host)
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
@@ -159,7 +166,10 @@ def _on_axes(program: Program, mesh: Mapping[str, int]) -> Program:
     if mesh.keys() & named.keys() and left:
         names = ", ".join(team.name for team in left)
         raise TeamError(f"--mesh gives no size for team {names}: name every team of the Program")
-    order = [Team(name, size) for name, size in mesh.items()]
+    order = [
+        team if (team := named.get(name)) and team.size == size else Team(name, size)
+        for name, size in mesh.items()
+    ]
     sized = program.replace(teams=(*order, *left))
     for team in program.teams:
         if mesh.get(team.name, team.size) != team.size:
@@ -188,3 +198,100 @@ def _resized(program: Program, team: str, old: int, new: int) -> Program:
         return map_views(op, resize)
 
     return program.replace(ops=tuple(map(each, program.ops)))
+
+
+def scaled(programs: list[Program], world: int | None, per_host: int | None) -> list[Program]:
+    """The Programs on a world of that many ranks, with so many on each host, counted from rank 0.
+
+    The outermost axis of a mesh grows to the world. Of Programs that name their ranks there are
+    copies side by side, over which the teams of one rank extend. They are validated for the first
+    and last ranks along each team: there views differ.
+    """
+    from interlace.ir import validate
+
+    if world is not None:
+        if per_host is None and any(team.hosts for program in programs for team in program.teams):
+            raise TeamError(
+                "--world: the text names hosts, so say how many ranks each has: --per-host"
+            )
+        programs = _grown(programs, world)
+    if per_host is not None:
+        if per_host < 1:
+            raise TeamError(f"--per-host {per_host}: a host has 1 rank or more")
+        programs = [_placed(program, per_host) for program in programs]
+    for program in programs:
+        lines = [m.ranks for m in program.where(program.world[0]).members.values()]
+        ends = {rank for line in lines for rank in (*line[:ALONG], *line[-ALONG:])}
+        validate(program, ranks=sorted(ends & {*program.world}))
+    return programs
+
+
+def _grown(programs: list[Program], world: int) -> list[Program]:
+    from interlace.ir.types import check_world
+
+    check_world(world)
+    ranks = sorted({rank for program in programs for rank in program.world})
+    meshed = [team for team in programs[0].teams if team.groups is None]
+    named = len(programs) > 1 or programs[0].ranks is not None or not meshed
+    step = len(ranks) if named else len(ranks) // meshed[0].size
+    if world < step or world % step or ranks != [*range(len(ranks))]:
+        what = "these ranks" if named else f"the teams within {meshed[0].name}"
+        raise TeamError(
+            f"--world {world}: {what} have {step} ranks, so it is a multiple of {step}, counted "
+            "from rank 0"
+        )
+    copies = world // step
+    if named:
+        return [_copied(program, step, copies) for program in programs]
+    (program,) = programs
+    listed = [_repeated(t, step, copies) for t in program.teams if t.groups is not None]
+    axes = {team.name: team.size for team in meshed} | {meshed[0].name: copies}
+    sized = _on_axes(program.replace(teams=tuple(meshed)), axes)
+    return [sized.replace(teams=(*sized.teams, *listed))]
+
+
+def _copied(program: Program, step: int, copies: int) -> Program:
+    """As many copies of a Program that names its ranks, each `step` ranks behind the one before."""
+    if program.rank is not None or any(team.groups is None for team in program.teams):
+        raise TeamError(
+            f"{program.name}: --world copies Programs of several ranks whose teams list their ranks"
+        )
+    teams = tuple(_repeated(team, step, copies) for team in program.teams)
+    starts = range(0, step * copies, step)
+    ranks = tuple(start + rank for start in starts for rank in program.world)
+    return program.replace(teams=teams, ranks=ranks)
+
+
+def _repeated(team: Team, step: int, copies: int) -> Team:
+    """A team of each of the copies; one of a single rank extends over them."""
+    starts = range(0, step * copies, step)
+    groups = [group for group in team.groups or () if min(group) < step]
+    if any(max(group) >= step for group in groups):
+        raise TeamError(f"--world cannot copy team {team.name}, which is on more than {step} ranks")
+    if team.size == 1:
+        lines = [tuple(start + rank for start in starts) for (rank,) in groups]
+        return dataclasses.replace(team, size=copies, groups=tuple(lines))
+    made = [tuple(start + rank for rank in group) for start in starts for group in groups]
+    return dataclasses.replace(team, groups=tuple(made))
+
+
+def _placed(program: Program, per_host: int) -> Program:
+    found: dict[str, set[tuple[tuple[int, ...], ...]]] = {}
+    for where in program.wheres(program.world):
+        for name, member in where.members.items():
+            if member.index == 0:
+                hosts: dict[int, list[int]] = {}
+                for index, rank in enumerate(member.ranks):
+                    hosts.setdefault(rank // per_host, []).append(index)
+                found.setdefault(name, set()).add(tuple(map(tuple, hosts.values())))
+    teams: list[Team] = []
+    for team in program.teams:
+        ways = found.get(team.name, {()})
+        if len(ways) > 1:
+            raise TeamError(
+                f"--per-host {per_host}: the instances of team {team.name} do not lie on hosts "
+                "alike: give a number that divides the ranks of a team, or that they divide"
+            )
+        (way,) = ways
+        teams.append(dataclasses.replace(team, hosts=way if len(way) > 1 else None))
+    return program.replace(teams=tuple(teams))

@@ -5,11 +5,13 @@ $ interlace show mlp.ilc --rank 0        # as rank 0 runs it
 $ interlace show mlp.ilc --html mlp.html # with the predicted timeline
 $ interlace show run.json --program mlp.ilc --html run.html
 $ interlace simulate mlp.ilc --calibration mine.json --html mlp.html
+$ interlace simulate step.ilc --world 1024 --per-host 8 --machine mine.json     # by symmetry
 """
 
 from __future__ import annotations
 
 import difflib
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,8 +24,9 @@ from interlace.commands.files import (
     read_machine,
     read_programs,
     read_text,
+    scaled,
 )
-from interlace.commands.options import Calibration, JsonFacts, Mesh, Schedule
+from interlace.commands.options import JsonFacts, Mesh, Schedule
 from interlace.commands.output import UNSOUND, code, command, print_json, say, table
 from interlace.errors import InputError
 
@@ -188,9 +191,24 @@ def _facts(program: Program) -> dict[str, object]:
 @command
 def simulate(
     file: Schedule,
-    calibration: Calibration = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            "--machine",
+            help="Calibration file, of any host; without it, the built-in model.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="Built-in model: cpu or cuda.")] = "cpu",
     mesh: Mesh = None,
+    world: Annotated[
+        int | None,
+        typer.Option(help="Ranks: the outermost team grows to that many. Predicts by symmetry."),
+    ] = None,
+    per_host: Annotated[
+        int | None,
+        typer.Option(help="Ranks of a host, counted from rank 0. Predicts by symmetry."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the timeline as a page.")] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="Write it as a trace for ui.perfetto.dev.")
@@ -203,17 +221,37 @@ def simulate(
     """Predict when each op runs, and how much communication is hidden.
 
     Ends with code 1 if the schedule is unsound: then it may run otherwise, or not to its end.
+
+    With --world or --per-host, ranks that do the same are simulated once. Assumed are ranks and
+    hosts of equal speed, numbered host by host; links that nothing else uses; and a network between
+    hosts that passes on all that their interfaces send. Soundness is not checked then: `interlace
+    check` does that. docs/prediction.md says how far to trust it.
     """
+    from interlace.cost import predict
     from interlace.cost import simulate as simulated
     from interlace.trace import Run, figures_json, write_page, write_perfetto
-    from interlace.trace.figures import HEADINGS, figures_rows
+    from interlace.trace.figures import (
+        HEADINGS,
+        PREDICTED,
+        figures_rows,
+        link_rows,
+        prediction_json,
+        prediction_rows,
+    )
     from interlace.trace.tracks import write_whole
     from interlace.verify import check
 
+    begun = time.perf_counter()
     programs = on_mesh(read_programs(file), world=None, mesh=parse_mesh(mesh))
-    report = check(programs)
-    machine = read_machine(calibration, device)
-    timeline = simulated(programs, machine)
+    machine = read_machine(calibration, device, any_host=True)
+    report = prediction = None
+    if world is not None or per_host is not None:
+        programs = scaled(programs, world, per_host)
+        prediction = predict(programs, machine)
+    else:
+        report = check(programs)
+    timeline = prediction.timeline if prediction else simulated(programs, machine)
+    took_s = time.perf_counter() - begun
     runs = [Run(tuple(programs), timeline)]
     written: list[Path] = []
     if output is not None:
@@ -222,15 +260,24 @@ def simulate(
         written.append(write_page(runs, html, facts=[("machine", machine.name)]))
     if perfetto is not None:
         written.append(write_perfetto(runs, perfetto))
+    verdict = "unchecked" if report is None else "sound" if report.sound else "unsound"
+    title = f"predicted for machine {machine.name!r}"
     if json:
         rows = figures_json([timeline])
-        verdict = "sound" if report.sound else "unsound"
-        print_json({"schema": 1, "machine": machine.name, "verdict": verdict, "figures": rows})
+        told: dict[str, object] = {"schema": 1, "machine": machine.name, "verdict": verdict}
+        if prediction is not None:
+            told["prediction"] = prediction_json(prediction) | {"took_s": took_s}
+        print_json({**told, "figures": rows})
     else:
-        table(HEADINGS, figures_rows([timeline]), title=f"predicted for machine {machine.name!r}")
+        if prediction is None:
+            table(HEADINGS, figures_rows([timeline]), title=title)
+        else:
+            title += f", {prediction.world} ranks by {len(prediction.ranks)} in {took_s:.2f} s"
+            table(PREDICTED, prediction_rows(prediction), title=title)
+            table(("link", "busy", "of the run"), link_rows(prediction), title="\nthe busiest")
         for path in written:
             say(f"wrote {path}")
-        if not report.sound:
+        if report is not None and not report.sound:
             say(f"\nthe prediction is of a schedule that can go wrong\n{report}")
-    if not report.sound:
+    if verdict == "unsound":
         raise typer.Exit(UNSOUND)

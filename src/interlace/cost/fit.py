@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cost.gemm import gemm_seconds
-from interlace.cost.machine import Curve, GemmTime, Link, Machine, link_bytes
+from interlace.cost.machine import (
+    Curve,
+    GemmTime,
+    Link,
+    Machine,
+    crossings,
+    interface_bytes,
+    link_bytes,
+)
 from interlace.errors import CalibrationError
 from interlace.ir import DType
 
@@ -60,6 +68,8 @@ class Sample:
     """M, K and N of a matmul."""
     ranks: int = 0
     """Size of the team; of point-to-point copies, how many ranks took part."""
+    hosts: int = 1
+    """On how many hosts they were, as many on each; of `send`, the ends were on different ones."""
     concurrent: bool = False
     """Point to point: whether all ranks copied at once."""
     under: str = ""
@@ -74,6 +84,12 @@ class Sample:
     def link_bytes(self) -> float:
         """The bytes that pass through the busiest rank's link, one way."""
         return link_bytes(self.kind, self.nbytes, self.ranks)
+
+    def interface_bytes(self, shared: bool) -> float:
+        """Between hosts: the bytes that pass through the busiest network interface, one way."""
+        each = self.ranks // self.hosts
+        whole = interface_bytes(self.kind, self.nbytes, (each,) * self.hosts, shared)
+        return whole * each if self.kind == "send" and self.concurrent and shared else whole
 
 
 HEADINGS = tuple(field.name for field in fields(Sample))
@@ -121,6 +137,7 @@ _READ: Mapping[str, Callable[[str], Any]] = {
     "nbytes": lambda text: int(float(text)),
     "shape": _shape,
     "ranks": int,
+    "hosts": int,
     "concurrent": lambda text: text.lower() in ("1", "true"),
 }
 """How columns that are no text are read."""
@@ -148,6 +165,7 @@ def fit(
         issue=tuple({**dict(base.issue), **issuing.seconds}.items()),
         memory_bandwidth=_memory(found["copy"], launch, base),
         links=_links(found, base, issuing),
+        between=_between(found, base),
         doubt_s=min(base.doubt_s, LEAST_DOUBT_S),
         sites=(),
     )
@@ -193,7 +211,7 @@ def _links(
     for kind in (*TRANSFERS, *COLLECTIVES):
         backends = dict.fromkeys(s.backend for s in found[kind])
         for backend in backends:
-            rows = [s for s in found[kind] if s.backend == backend and not s.under]
+            rows = [s for s in found[kind] if s.backend == backend and not s.under and s.hosts == 1]
             known = dict(base.links).get(backend or base.backend)
             rows = [_at_most(s, known, issuing) for s in rows]
             curves[backend or base.backend] |= _curves(kind, rows)
@@ -202,6 +220,28 @@ def _links(
         if made:
             start = links.get(backend, base.link(None))
             links[backend] = _link(start, made)
+    return tuple(links.items())
+
+
+def _between(found: defaultdict[str, list[Sample]], base: Machine) -> tuple[tuple[str, Link], ...]:
+    """The links between hosts: seconds of one crossing, by the bytes through an interface."""
+    links = dict(base.between)
+    rows = [s for kind in ("send", *COLLECTIVES) for s in found[kind] if s.hosts > 1]
+    for backend in dict.fromkeys(s.backend or base.backend for s in rows):
+        known, made = base.link(backend, between=True), dict[str, Curve]()
+        for kind in dict.fromkeys(s.kind for s in rows):
+            mine = [s for s in rows if s.kind == kind and (s.backend or base.backend) == backend]
+            latency_s = min((s.seconds for s in mine), default=0.0)
+            curve = Curve.of(
+                (
+                    s.interface_bytes(known.shared),
+                    s.seconds - latency_s * (1 - 1 / crossings(kind, s.hosts)),
+                )
+                for s in mine
+            )
+            if curve is not None:
+                made[kind] = curve
+        links[backend] = _link(known, made)
     return tuple(links.items())
 
 

@@ -23,7 +23,8 @@ from interlace.cost.op_times import (
     op_cost,
     op_name,
 )
-from interlace.errors import ProgramError, SoundnessError
+from interlace.cost.symmetry import Symmetry
+from interlace.errors import SoundnessError
 from interlace.ir import (
     Expect,
     Fused,
@@ -46,12 +47,16 @@ Spanned = tuple[Op, int, int]
 
 @dataclass(slots=True)
 class Task:
-    """Something that takes time on some ranks once all that it waits for is done."""
+    """Something that takes time in some places once all that it waits for is done."""
 
-    ranks: tuple[int, ...]
+    places: tuple[int, ...]
+    """Its ranks; then, as `~host`, the hosts through whose network interface it goes, where ranks
+    share one."""
     cost: Cost
     ports: tuple[str, ...] = ()
-    """For each rank which way a transfer's bytes go there: `in`, `out` or `both`."""
+    """For each place which way a transfer's bytes go there: `in`, `out` or `both`."""
+    alike: float = 1.0
+    """How many transfers it stands for at a host's interface."""
     earliest: float = 0.0
     """When the host has issued it."""
     missing: int = 0
@@ -80,7 +85,8 @@ class TaskGraph:
     tasks: list[Task]
     entries: list[PlacedOp]
     ranks: tuple[int, ...]
-    transports: frozenset[str]
+    links: frozenset[tuple[str, bool]]
+    """The transports that work, inside a host or (True) between hosts."""
 
     def stuck(self, done: Sequence[bool]) -> str:
         """Where every stream of every rank stands, for a set that cannot go on."""
@@ -98,32 +104,30 @@ class TaskGraph:
         )
 
 
-def build(programs: Sequence[Program], machine: Machine) -> TaskGraph:
-    """The tasks of one run of every rank of a set of Programs."""
-    builder = _Builder(machine)
+def build(
+    programs: Sequence[Program], machine: Machine, symmetry: Symmetry | None = None
+) -> TaskGraph:
+    """The tasks of one run of every rank of a set of Programs, or of those that `symmetry` has."""
+    builder = _Builder(machine, symmetry or Symmetry.of(programs))
     for program in programs:
         for rank in program.world if program.rank is None else (program.rank,):
-            if rank in builder.ranks:
-                raise ProgramError(f"two Programs of the set run on rank {rank}")
-            builder.add(program, rank)
+            if rank in builder.symmetry.ranks:
+                builder.add(program, rank)
     return builder.finish()
 
 
 class _Builder:
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, symmetry: Symmetry) -> None:
+        self.machine, self.symmetry = machine, symmetry
         self.ranks: list[int] = []
         self.tasks: list[Task] = []
         self.entries: list[PlacedOp] = []
-        self.meetings = Meetings[int]()  # of tasks
+        self.meetings = Meetings[int](symmetry.folded)  # of tasks
         self.shared: dict[tuple[Queue | Channel, int], int] = {}  # what several ops come to
-        self.transports: set[str] = set()
 
     def task(
         self, ranks: tuple[int, ...], cost: Cost, earliest: float = 0.0, ports: Ports = ("both",)
     ) -> int:
-        if cost.transport is not None:
-            self.transports.add(cost.transport)
         every = ports if len(ports) == len(ranks) else ("both",) * len(ranks)
         self.tasks.append(Task(ranks, cost, every, earliest))
         return len(self.tasks) - 1
@@ -137,19 +141,21 @@ class _Builder:
         self.ranks.append(rank)
         where, boxes = program.where(rank), program.boxes(rank)
         box = at_hand(boxes) if program.sizes.sizes else boxes
-        sizes = {name: len(member.ranks) for name, member in where.members.items()}
+        teams = {team.name: team for team in program.teams}
         bound, last_of = bindings(program.ops), dict[Spot, int]()
         streams: dict[str, int] = {}
         queued: dict[Queue, int] = {}
         issued, host = 0.0, -1
         for index, op in enumerate(program.ops):
-            issued += issue_seconds(op, self.machine, sizes)
+            issued += issue_seconds(op, self.machine, teams)
             after = tuple(t for t in (streams.get(op.stream), host) if t is not None and t >= 0)
-            cost, ordering = op_cost(op, box, self.machine, sizes), op.ordering()
+            cost = op_cost(op, box, self.machine, teams, where)
+            ordering = op.ordering()
             first = last = -1
             if ordering.meets is not None:
                 queue, _ = key = self.meetings.collective(where, ordering.meets, 0)
                 last = self.meet(key, queue[0].ranks, cost, after, issued)
+                self.tasks[last].alike = self.symmetry.alike(teams[queue[0].name], where)
                 if queue in queued and queued[queue] != last:
                     self.edge(queued[queue], last)
                 queued[queue] = last
@@ -164,7 +170,7 @@ class _Builder:
             if isinstance(op, Group):
                 last = self.task((rank,), Cost())
                 for end, item in zip(ordering.messages, op.ops, strict=True):
-                    spent = op_cost(item, box, self.machine, sizes)
+                    spent = op_cost(item, box, self.machine, teams, where)
                     self.edge(self.message(where, end, spent, (first,)), last)
             parts: list[Spanned] = [(op, first, last)]
             if isinstance(op, Fused):
@@ -192,8 +198,11 @@ class _Builder:
     ) -> int:
         """The task of a message, which its two ends share."""
         key = self.meetings.message(where, end, 0)
-        (_, sender, receiver), _ = key
-        return self.meet(key, (sender, receiver), cost, before, issued)
+        (team, *ends), _ = key
+        folded = team.name in self.symmetry.folded
+        task = self.meet(key, team.ranks if folded else tuple(ends), cost, before, issued)
+        self.tasks[task].alike = self.symmetry.beside.get(where.rank, 1)
+        return task
 
     def fused(
         self, rank: int, op: Fused, costs: Sequence[FusedPart], start: int, parts: list[Spanned]
@@ -271,7 +280,20 @@ class _Builder:
             for taker in retake.takers:
                 for free in retake.frees.values():
                     self.waits(free, taker)
-        return TaskGraph(self.tasks, self.entries, tuple(self.ranks), frozenset(self.transports))
+        links: set[tuple[str, bool]] = set()
+        for task in tasks:
+            if task.cost.transport is not None:
+                links.add((task.cost.transport, task.cost.between))
+                self.through_interfaces(task)
+        return TaskGraph(tasks, self.entries, tuple(self.ranks), frozenset(links))
+
+    def through_interfaces(self, task: Task) -> None:
+        """Adds the interfaces that a transfer between hosts shares with those of other ranks."""
+        if task.cost.between and self.machine.link(task.cost.transport, between=True).shared:
+            hosts = [~self.symmetry.hosts.get(rank, rank) for rank in task.places]
+            ports = dict(zip(hosts, task.ports, strict=True))
+            task.places += tuple(ports)
+            task.ports += tuple(ports.values())
 
     def waits(self, source: int | None, task: int) -> None:
         if source is None:

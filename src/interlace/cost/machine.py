@@ -16,7 +16,7 @@ import os
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,20 +98,59 @@ def link_bytes(kind: str, nbytes: float, ranks: int) -> float:
             return part
 
 
+def interface_bytes(kind: str, nbytes: float, hosts: Sequence[int], shared: bool) -> float:
+    """The bytes that pass through the busiest network interface, one way, where a team has so many
+    ranks on each of its `hosts`; `nbytes` as in `link_bytes`.
+
+    Ranks of a host stand next to one another. A ring crosses each host's border once, through the
+    interface that the ranks share, or evenly through those that they have; so do what a root sends
+    to all and what it sums. In an all-to-all each rank sends what is for ranks of other hosts.
+    """
+    ranks = sum(hosts)
+    match kind:
+        case "send":
+            return nbytes
+        case "all_to_all":
+            return max((k if shared else 1) * (ranks - k) for k in hosts) * nbytes / ranks
+        case "gather" | "scatter":
+            return nbytes * (ranks - min(hosts)) / ranks  # the root's interface
+        case _:
+            whole = nbytes if kind == "reduce" else link_bytes(kind, nbytes, ranks)
+            return whole if shared else whole / min(hosts)
+
+
+def crossings(kind: str, hosts: int) -> int:
+    """How many times one after another a collective crosses from host to host: along a ring, or
+    (all_reduce, and what goes to or from a root) up and down a tree."""
+    match kind:
+        case "all_gather" | "reduce_scatter":
+            return hosts - 1
+        case "all_reduce":
+            return 2 * math.ceil(math.log2(hosts))
+        case "broadcast" | "reduce" | "barrier":
+            return math.ceil(math.log2(hosts))
+        case _:
+            return 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """What moves bytes between ranks: a message of n bytes takes `latency_s + n / bandwidth`."""
 
     latency_s: float
+    """Between hosts: of one crossing."""
     bandwidth: float
-    """Bytes a second into (or out of) one rank."""
+    """Bytes a second into (or out of) one rank; of a `shared` one into one host."""
+    shared: bool = False
+    """Between hosts: whether all ranks of a host share one network interface."""
     lane: float = 0.0
     """How much of a compute lane a transfer occupies: 1 for a core that copies, 0 for an engine."""
     steals: float = 0.0
     """The fraction of compute speed that a transfer costs the rank while it runs."""
     curves: tuple[tuple[str, Curve], ...] = ()
     """What was measured goes before the two figures: seconds by the bytes through a rank's link,
-    for each kind of transfer (`get`, `put`, `all_gather`, ...), also as `kind@ranks`."""
+    for each kind of transfer (`get`, `put`, `all_gather`, ...), also as `kind@ranks`; between
+    hosts by the bytes through an interface."""
 
     def times(self, kind: str, nbytes: float, ranks: int = 0) -> tuple[float, float]:
         """The part of a transfer that nothing slows, and the part that others may slow."""
@@ -170,6 +209,8 @@ class Machine:
     """What runs collectives that name no backend."""
     links: tuple[tuple[str, Link], ...]
     """By transport: `gloo`, `nccl`, and `peer` for one-sided copies."""
+    between: tuple[tuple[str, Link], ...] = ()
+    """The same between ranks on different hosts, which share no memory; empty: as inside."""
     doubt_s: float = 0.0
     """A predicted gain that is smaller than this counts for nothing."""
     sites: tuple[SiteTime, ...] = ()
@@ -178,9 +219,6 @@ class Machine:
     """Whether runs are replays of a captured graph, so that the host issues nothing."""
     kernels: bool = True
     """Whether a GPU there runs the kernels of `fused`; this too is found when it is asked for."""
-    apart: tuple[tuple[str, str], ...] = ()
-    """Teams that span hosts, whose ranks reach into no memory of their peers, and a text that says
-    where they are; found when a Program is bound."""
 
     def replace(self, **changes: Any) -> Machine:
         """This machine with some figures changed."""
@@ -191,9 +229,10 @@ class Machine:
         speeds = dict(self.gemm_flops)
         return speeds.get(str(dtype), speeds["other"])
 
-    def link(self, transport: str | None) -> Link:
-        """The link of a transport; an unknown one is taken to be like the default backend."""
-        links = dict(self.links)
+    def link(self, transport: str | None, between: bool = False) -> Link:
+        """The link of a transport, inside a host or between hosts; an unknown one is taken to be
+        like the default backend."""
+        links = dict(self.between if between and self.between else self.links)
         return links.get(transport or self.backend, links[self.backend])
 
     @property
@@ -249,8 +288,9 @@ CPU = Machine(
         ("gloo", Link(latency_s=150e-6, bandwidth=1.0e9, lane=1.0)),
         ("peer", Link(latency_s=20e-6, bandwidth=4.0e9, lane=1.0)),
     ),
+    between=(("gloo", Link(latency_s=200e-6, bandwidth=1.1e9, lane=1.0, shared=True)),),
 )
-"""A core a rank for compute, and one more to copy with."""
+"""A core a rank for compute, and one more to copy with; 10 Gb/s Ethernet between hosts."""
 
 
 def _curve(kilobytes: tuple[int, ...], microseconds: tuple[float, ...]) -> Curve:
@@ -335,7 +375,12 @@ H200 = Machine(
         ),
         ("gloo", Link(latency_s=300e-6, bandwidth=1.0e9)),
     ),
+    between=(
+        ("nccl", Link(latency_s=25e-6, bandwidth=48e9, steals=0.1)),
+        ("gloo", Link(latency_s=300e-6, bandwidth=1.1e9, shared=True)),
+    ),
     doubt_s=5e-6,
 )
 """Four H200s with 18 NVLinks a pair: gathers of 16 to 1024 MB and copies of 2 to 16 MB were
-measured, the rest is like what is published of such machines."""
+measured, the rest is like what is published of such machines; so are links between hosts, where
+each GPU has an interface of 400 Gb/s."""

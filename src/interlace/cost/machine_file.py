@@ -20,19 +20,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from interlace.cost.machine import Curve, Machine
+from interlace.cost.machine import Curve, Machine, default_machine
 from interlace.cost.site_times import SiteKey, SiteTime
 from interlace.errors import CalibrationError
 
 SCHEMA = 2
 """Raised with the fields, and with a model whose predictions the measured sites hold."""
 
-_TABLES = ("gemm_flops", "issue", "links", "curves")
+_TABLES = ("gemm_flops", "issue", "links", "between", "curves")
 """Fields of pairs, which are objects in the file."""
 _POSITIVE = frozenset(
     ("memory_bandwidth", "bandwidth", "units", "lanes", "fused", "seconds", "m", "k", "n", "world")
 ) | {"gemm_flops", "gemm_tile", "gemm_tiles"}
-_UNFILED = ("captured", "kernels", "apart")
+_UNFILED = ("captured", "kernels")
 
 
 def save(machine: Machine, path: str | os.PathLike[str]) -> None:
@@ -73,6 +73,10 @@ def load(
                 "gemm_flops needs an entry 'other', and links one for the backend "
                 f"{machine.backend!r}"
             )
+        if not machine.between:  # written before links between hosts were measured
+            machine = machine.replace(between=default_machine(machine.device).between)
+        if machine.backend not in dict(machine.between):
+            raise CalibrationError(f"between needs a link for the backend {machine.backend!r}")
     except CalibrationError as error:
         raise CalibrationError(f"calibration file {path}: {error}") from None
     here = fingerprint(gpus or "")

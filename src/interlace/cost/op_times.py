@@ -1,7 +1,15 @@
 """Op times: what one op costs the device, from its boxes alone, and what it costs the host.
 
-    >>> op_cost(op, program.boxes(0), machine, {"tp": 4}).seconds
+    >>> teams = {team.name: team for team in program.teams}
+    >>> op_cost(op, program.boxes(0), machine, teams, program.where(0)).seconds
     0.0024
+
+Note [Between hosts]
+    A collective of a team that spans hosts takes as long as the slower of its two parts: the one
+    inside, as if all ranks shared a host, and the one between hosts, which takes the latency of
+    each crossing (`crossings`) and the bytes through one interface (`interface_bytes`). That one
+    then occupies the ranks' links between hosts, which are others than those inside. A message
+    takes the link between if its ends are on different hosts. Signals take what events take.
 
 Note [Parts of a fused kernel]
     Matmuls of one weight are cut from the same waves: together they take as long as one matmul of
@@ -18,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from interlace.cost.gemm import arithmetic_seconds, gemm_seconds, wave_seconds
-from interlace.cost.machine import Machine, link_bytes
+from interlace.cost.machine import Machine, crossings, interface_bytes, link_bytes
 from interlace.errors import UnsupportedError
 from interlace.ir import (
     Alloc,
@@ -41,8 +49,10 @@ from interlace.ir import (
     Record,
     Recv,
     Send,
+    Team,
     View,
     Wait,
+    Where,
 )
 from interlace.ir.fields import form_of
 from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention
@@ -69,6 +79,8 @@ class Cost:
     work_s: float = 0.0
     transport: str | None = None
     """The link that does the work; None: the compute units."""
+    between: bool = False
+    """Whether that is the link between hosts."""
 
     @property
     def seconds(self) -> float:
@@ -103,8 +115,8 @@ def op_name(op: Op) -> str:
     return f"{form_of(type(op)).word} {detail}".strip()
 
 
-def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> Cost:
-    """What an op costs; `sizes` has the number of ranks of each team.
+def op_cost(op: Op, box: Boxes, machine: Machine, teams: Mapping[str, Team], where: Where) -> Cost:
+    """What an op costs the rank of `where`, on these teams by name.
 
     Of a Group this is nothing, of a Fused its launch: the rest is members'.
     """
@@ -116,14 +128,16 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
             return Cost(machine.launch_s, nbytes / machine.memory_bandwidth)
         case Collective():
             views = [view for view in (op.src, op.dst) if view is not None]
-            whole, ranks = max((_nbytes(box(view)) for view in views), default=0), sizes[op.team]
-            nbytes = link_bytes(op.kind, whole, ranks)
-            return _transfer(nbytes, op.backend or machine.backend, machine, op.kind, ranks)
+            whole = max((_nbytes(box(view)) for view in views), default=0)
+            return _collective_cost(op, whole, machine, teams[op.team])
         case Send(src=view) | Recv(dst=view):
-            return _transfer(_nbytes(box(view)), op.backend or machine.backend, machine, "send")
+            apart = teams[op.team].apart(where.member(op.team).index, where.index(op.peer))
+            transport = op.backend or machine.backend
+            times = machine.link(transport, apart).times("send", _nbytes(box(view)))
+            return Cost(*times, transport, apart)
         case Put(src=view) | Get(src=view):
             kind = "put" if isinstance(op, Put) else "get"
-            return _transfer(_nbytes(box(view)), "peer", machine, kind)
+            return Cost(*machine.link("peer").times(kind, _nbytes(box(view))), "peer")
         case Fused():
             return Cost(machine.launch_s)
         case Record() | Wait() | Notify() | Expect() | HostSync():
@@ -140,9 +154,17 @@ def _nbytes(box: Box) -> int:
     return number(box.nbytes)
 
 
-def _transfer(nbytes: float, transport: str, machine: Machine, kind: str, ranks: int = 0) -> Cost:
-    fixed, work = machine.link(transport).times(kind, nbytes, ranks)
-    return Cost(fixed, work, transport)
+def _collective_cost(op: Collective, whole: int, machine: Machine, team: Team) -> Cost:
+    """Note [Between hosts]."""
+    transport = op.backend or machine.backend
+    nbytes = link_bytes(op.kind, whole, team.size)
+    inside = Cost(*machine.link(transport).times(op.kind, nbytes, team.size), transport)
+    if team.hosts is None:
+        return inside
+    link, counts = machine.link(transport, between=True), [*map(len, team.hosts)]
+    fixed, work = link.times(op.kind, interface_bytes(op.kind, whole, counts, link.shared))
+    across = Cost(fixed * crossings(op.kind, len(counts)), work, transport, between=True)
+    return across if max(counts) == 1 or across.seconds >= inside.seconds else inside
 
 
 def _call_cost(op: Call, box: Boxes, machine: Machine) -> Cost:
@@ -240,8 +262,8 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
 # -- the host -----------------------------------------------------------------------------------
 
 
-def issue_seconds(op: Op, machine: Machine, sizes: Mapping[str, int]) -> float:
-    """How long the host takes to issue an op; `sizes` has the number of ranks of each team.
+def issue_seconds(op: Op, machine: Machine, teams: Mapping[str, Team]) -> float:
+    """How long the host takes to issue an op, on these teams by name.
 
     A machine that has no figure for a kind of call takes `issue_s`, or for events what a stream
     takes.
@@ -250,11 +272,11 @@ def issue_seconds(op: Op, machine: Machine, sizes: Mapping[str, int]) -> float:
     other = min(machine.event_s, machine.issue_s) if cheap else machine.issue_s
     if not machine.issue:
         return other
-    what, count = _calls(op, sizes)
+    what, count = _calls(op, teams)
     return count * dict(machine.issue).get(what, other)
 
 
-def _calls(op: Op, sizes: Mapping[str, int]) -> tuple[str, int]:
+def _calls(op: Op, teams: Mapping[str, Team]) -> tuple[str, int]:
     """Which call issues an op, and how many of them."""
     match op:
         case Call(fn=fn):
@@ -268,10 +290,10 @@ def _calls(op: Op, sizes: Mapping[str, int]) -> tuple[str, int]:
         case Record() | Wait():
             return "event", 1
         case Notify(peer=peer, team=team) | Expect(peer=peer, team=team):
-            return "signal", sizes[team] - 1 if isinstance(peer, Others) else 1
+            return "signal", teams[team].size - 1 if isinstance(peer, Others) else 1
         case Alloc(buffer=buffer) if buffer.kind == "symmetric" and buffer.team:
             # Taking a slot awaits that every peer released it, freeing it tells them so.
-            return "signal", 2 * (sizes[buffer.team] - 1)
+            return "signal", 2 * (teams[buffer.team].size - 1)
         case Alloc() | Free():
             return "event", 0
         case Group() | HostSync():
@@ -282,7 +304,7 @@ def _calls(op: Op, sizes: Mapping[str, int]) -> tuple[str, int]:
 
 def run_issue_seconds(program: Program, machine: Machine) -> float:
     """How long the host of one rank takes to issue a run, joining all streams included."""
-    sizes = {team.name: team.size for team in program.teams}
+    teams = {team.name: team for team in program.teams}
     sides = max(0, len(program.streams()) - 1)
     joins = 4 * sides * dict(machine.issue).get("event", 0.0)
-    return joins + sum(issue_seconds(op, machine, sizes) for op in program.ops)
+    return joins + sum(issue_seconds(op, machine, teams) for op in program.ops)

@@ -4,19 +4,27 @@
     >>> timeline.makespan_s, timeline.figures(rank=0).hidden
     (0.0026, 0.94)
 
-Compute of one rank shares its lanes, transfers of one rank share its link, and a transfer that
-takes a lane or steals from compute slows it down. A set that gets stuck raises SoundnessError.
+Compute of one rank shares its lanes, transfers of one rank share its link, those of a host to
+others its network interface where ranks share one, and a transfer that takes a lane or steals from
+compute slows it down. A set that gets stuck raises SoundnessError.
+
+    >>> prediction = predict([program], default_machine("cuda"))     # by symmetry
+    >>> prediction.world, prediction.ranks, prediction.busy
+    (1024, {0: 1024}, {'nccl': 0.0011, 'nccl between hosts': 0.0004})
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from interlace.cost.graph import Task, TaskGraph, build
 from interlace.cost.machine import Machine, default_machine
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
-from interlace.cost.timeline import Span, Timeline
+from interlace.cost.symmetry import Symmetry
+from interlace.cost.timeline import Interval, Span, Timeline, length, union
 from interlace.errors import SoundnessError
 from interlace.ir import Program
 from interlace.ir.size_class import FIXED, deciding
@@ -27,24 +35,42 @@ def simulate(programs: Program | Sequence[Program], machine: Machine | str = "cp
     the built-in model of a device by its name, `cpu` or `cuda`."""
     machine = default_machine(machine) if isinstance(machine, str) else machine
     listed = [programs] if isinstance(programs, Program) else list(programs)
-    sizes = listed[0].sizes if listed else FIXED
+    return _played(listed, machine, None).timeline(listed)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A predicted run of many ranks, of which those were simulated that differ."""
+
+    timeline: Timeline
+    """Of the ranks that were simulated."""
+    ranks: Mapping[int, int]
+    """How many ranks each of them stands for, itself included."""
+    busy: Mapping[str, float]
+    """Seconds in which the busiest rank's link of each transport worked."""
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return sum(self.ranks.values())
+
+
+def predict(programs: Sequence[Program], machine: Machine) -> Prediction:
+    """One run by symmetry: it takes no longer where more ranks do the same (`Symmetry`)."""
+    symmetry = Symmetry.of(programs, fold=True)
+    play = _played(programs, machine, symmetry)
+    return Prediction(play.timeline(programs), symmetry.ranks, play.busy())
+
+
+def _played(programs: Sequence[Program], machine: Machine, symmetry: Symmetry | None) -> _Play:
+    sizes = programs[0].sizes if programs else FIXED
     with deciding(sizes):  # what is noted here is for nothing: predictions are for these sizes
-        graph = build(listed, machine)
+        graph = build(programs, machine, symmetry)
     play = _Play(graph, machine)
     play.run()
     if play.left:
         raise SoundnessError(graph.stuck([end is not None for end in play.end]))
-    spans: list[Span] = []
-    for item in graph.entries:
-        end = play.end[item.last]
-        arrived = max((play.end[i] or 0.0 for i in item.after), default=0.0)
-        assert end is not None
-        start = min(end, max(arrived, item.earliest))
-        op, kind = item.op, op_kind(item.op)
-        if end > start or kind != "memory":
-            name = op_name(op)
-            spans.append(Span(item.rank, op.stream, item.index, name, start, end, op.site, kind))
-    return Timeline(tuple(spans), listed[0].name if listed else "", "predicted")
+    return play
 
 
 def run_after_run(program: Program, machine: Machine) -> tuple[Timeline, float]:
@@ -71,8 +97,9 @@ class _Play:
         self.speed = [0.0] * count
         self.since = [0.0] * count
         self.version = [0] * count
-        self.active: dict[int, set[int]] = {rank: set() for rank in graph.ranks}
-        self.links = {name: machine.link(name) for name in graph.transports}
+        self.begin = [0.0] * count
+        self.active: defaultdict[int, set[int]] = defaultdict(set)  # by place
+        self.links = {link: machine.link(*link) for link in graph.links}
         self.events: list[tuple[float, int, int]] = []  # (when, task, version; -1: fixed part over)
 
     def run(self) -> None:
@@ -92,7 +119,7 @@ class _Play:
         while stack:
             index = stack.pop()
             task = self.graph.tasks[index]
-            begin = max(now, task.earliest)
+            begin = self.begin[index] = max(now, task.earliest)
             if task.cost.work_s > 0 or task.cost.fixed_s > 0 or begin > now:
                 heapq.heappush(self.events, (begin + task.cost.fixed_s, index, -1))
                 continue
@@ -115,23 +142,23 @@ class _Play:
                 self._start(other, now)
             return
         self.remaining[index], self.since[index] = task.cost.work_s, now
-        for rank in task.ranks:
-            self.active[rank].add(index)
-        self._adjust(task.ranks, now)
+        for place in task.places:
+            self.active[place].add(index)
+        self._adjust(task.places, now)
 
     def _stop_work(self, index: int, now: float) -> None:
         task = self.graph.tasks[index]
-        for rank in task.ranks:
-            self.active[rank].discard(index)
+        for place in task.places:
+            self.active[place].discard(index)
         ready = self._finish(index, now)
-        self._adjust(task.ranks, now)
+        self._adjust(task.places, now)
         for other in ready:
             self._start(other, now)
 
-    def _adjust(self, ranks: Sequence[int], now: float) -> None:
-        """Gives the tasks on these ranks the speed that the new company leaves them."""
-        for index in {i for rank in ranks for i in self.active[rank]}:
-            speed = min(self._share(index, rank) for rank in self.graph.tasks[index].ranks)
+    def _adjust(self, places: Sequence[int], now: float) -> None:
+        """Gives the tasks in these places the speed that the new company leaves them."""
+        for index in {i for place in places for i in self.active[place]}:
+            speed = min(self._share(index, place) for place in self.graph.tasks[index].places)
             if speed != self.speed[index] or self.version[index] == 0:
                 self.remaining[index] -= (now - self.since[index]) * self.speed[index]
                 self.since[index], self.speed[index] = now, speed
@@ -139,26 +166,58 @@ class _Play:
                 when = now + max(0.0, self.remaining[index]) / speed
                 heapq.heappush(self.events, (when, index, self.version[index]))
 
-    def _share(self, index: int, rank: int) -> float:
-        tasks, company = self.graph.tasks, self.active[rank]
-        load, stolen, sharing = 0.0, 0.0, 0
-        mine = tasks[index].cost.transport
+    def _share(self, index: int, place: int) -> float:
+        tasks, company, interface = self.graph.tasks, self.active[place], place < 0
+        load, stolen, sharing = 0.0, 0.0, 0.0
+        mine = tasks[index].cost
         for other in company:
-            transport = tasks[other].cost.transport
-            if transport is None:
+            cost = tasks[other].cost
+            if cost.transport is None:
                 load += 1
                 continue
-            link = self.links[transport]
-            load += link.lane
-            stolen = max(stolen, link.steals)
-            sharing += mine is not None and _same_way(tasks[index], tasks[other], rank)
+            link = self.links[cost.transport, cost.between]
+            if not interface:
+                load += link.lane
+                stolen = max(stolen, link.steals)
+            if mine.transport is not None and cost.between == mine.between:
+                weight = tasks[other].alike if interface else 1.0
+                sharing += weight if _same_way(tasks[index], tasks[other], place) else 0.0
         share = min(1.0, self.machine.lanes / load) if load else 1.0
-        if mine is None:
+        if mine.transport is None:
             return share * (1.0 - stolen)
-        return (share if self.links[mine].lane else 1.0) / sharing
+        return (share if self.links[mine.transport, mine.between].lane else 1.0) / sharing
+
+    # what is told of it
+
+    def timeline(self, programs: Sequence[Program]) -> Timeline:
+        """The spans of all ops that take time or order others."""
+        spans: list[Span] = []
+        for item in self.graph.entries:
+            end = self.end[item.last]
+            arrived = max((self.end[i] or 0.0 for i in item.after), default=0.0)
+            assert end is not None
+            start = min(end, max(arrived, item.earliest))
+            op, kind = item.op, op_kind(item.op)
+            if end > start or kind != "memory":
+                name, rank = op_name(op), item.rank
+                spans.append(Span(rank, op.stream, item.index, name, start, end, op.site, kind))
+        return Timeline(tuple(spans), programs[0].name if programs else "", "predicted")
+
+    def busy(self) -> dict[str, float]:
+        """Seconds in which the busiest rank's link of each transport worked."""
+        worked: defaultdict[tuple[str, int], list[Interval]] = defaultdict(list)
+        for task, begin, end in zip(self.graph.tasks, self.begin, self.end, strict=True):
+            if task.cost.transport is not None:
+                name = task.cost.transport + " between hosts" * task.cost.between
+                for rank in task.places:
+                    worked[name, rank].append((begin, end or begin))
+        found: dict[str, float] = {}
+        for (name, _), intervals in worked.items():
+            found[name] = max(found.get(name, 0.0), length(union(intervals)))
+        return found
 
 
-def _same_way(one: Task, other: Task, rank: int) -> bool:
-    """Whether two transfers go the same way through a rank's link."""
-    ports = {task.ports[task.ranks.index(rank)] for task in (one, other)}
+def _same_way(one: Task, other: Task, place: int) -> bool:
+    """Whether two transfers go the same way through the link of a place."""
+    ports = {task.ports[task.places.index(place)] for task in (one, other)}
     return len(ports) == 1 or "both" in ports

@@ -12,14 +12,14 @@ an op (a node, a task) is the caller's. The exhaustive oracle shares nothing wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from interlace.errors import TeamError
 from interlace.ir.ops import Fused, MessageEnd, Op, Ordering, SignalLevel
 from interlace.ir.program import Spot, spots
-from interlace.ir.types import Buffer, Index, Others, Where
+from interlace.ir.types import Buffer, Others, Where
 
 T = TypeVar("T")
 
@@ -152,7 +152,10 @@ class Meetings(Generic[T]):
     Ops are added rank by rank, in the order of each list, run by run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folded: Collection[str] = ()) -> None:
+        """Of the teams named in `folded` one rank stands for all: what it does with a peer at some
+        distance, each of them does with the peer at that distance."""
+        self._folded = folded
         self.queues: dict[Queue, dict[int, list[T]]] = {}
         """The collectives of each rank."""
         self.channels: dict[Channel, tuple[list[T], list[T]]] = {}
@@ -197,8 +200,7 @@ class Meetings(Generic[T]):
     def message(self, where: Where, end: MessageEnd, at: T) -> tuple[Channel, int]:
         """The channel of a message, and which it is there, from 0."""
         team = self.team(where, end.team)
-        peer = self._peer(where, team, end.peer)
-        channel = (team, where.rank, peer) if end.sends else (team, peer, where.rank)
+        channel = team, *self._ends(where, team, where.index(end.peer), end.sends)
         mine = self.channels.setdefault(channel, ([], []))[0 if end.sends else 1]
         mine.append(at)
         return channel, len(mine) - 1
@@ -222,7 +224,7 @@ class Meetings(Generic[T]):
         """The instance of a team that a rank is in."""
         key = self._teams.get((where.rank, name))
         if key is None:
-            ranks = where.member(name).ranks
+            ranks = (where.rank,) if name in self._folded else where.member(name).ranks
             known = self._instances.setdefault((name, ranks[0]), [])
             key = next((k for k in known if k.ranks is ranks or k.ranks == ranks), None)
             if key is None:
@@ -237,20 +239,25 @@ class Meetings(Generic[T]):
             raise TeamError(f"the symmetric buffer {buffer.name} has no team")
         return self.team(where, buffer.team), buffer.storage or buffer.name
 
-    def _peer(self, where: Where, team: TeamKey, index: Index) -> int:
-        i = where.index(index)
-        if not 0 <= i < len(team.ranks):
-            raise TeamError(f"team {team.name} has {len(team.ranks)} ranks, and no rank {i}")
-        return team.ranks[i]
+    def _ends(self, where: Where, team: TeamKey, peer: int, forth: bool) -> tuple[int, int]:
+        """From where to where something goes, `forth` from this rank to the peer of that index:
+        global ranks, of a folded team 0 and the distance."""
+        me = where.member(team.name)
+        if not 0 <= peer < len(me.ranks):
+            raise TeamError(f"team {team.name} has {len(me.ranks)} ranks, and no rank {peer}")
+        if team.name in self._folded:
+            return 0, (peer - me.index if forth else me.index - peer) % len(me.ranks)
+        other = me.ranks[peer]
+        return (where.rank, other) if forth else (other, where.rank)
 
     def _signals(self, where: Where, level: SignalLevel, raises: bool) -> Iterator[Signal]:
-        team, rank = self.team(where, level.team), where.rank
+        team, me = self.team(where, level.team), where.member(level.team)
         if isinstance(level.peer, Others):
-            peers = [peer for peer in team.ranks if peer != rank]
+            peers = [peer for peer in range(len(me.ranks)) if peer != me.index]
         else:
-            peers = [self._peer(where, team, level.peer)]
+            peers = [where.index(level.peer)]
         for peer in peers:
-            yield level.signal, team, *((rank, peer) if raises else (peer, rank))
+            yield level.signal, team, *self._ends(where, team, peer, raises)
 
     # What belongs together, once all ops are there.
 

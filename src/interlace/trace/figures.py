@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
+from interlace.cost.simulate import Prediction
 from interlace.cost.timeline import Figures, Timeline
 
 HEADINGS = ("run", "rank", "makespan", "compute", "communication", "hidden", "exposed")
+PREDICTED = ("rank", "ranks alike", *HEADINGS[2:])
+MOST_ROWS = 16
 
 
 def milliseconds(seconds: float) -> str:
@@ -42,6 +45,33 @@ def _cells(figures: Figures) -> tuple[str, ...]:
     hidden = f"{figures.hidden:.0%}" if figures.comm_s > 0 else "-"
     times = figures.makespan_s, figures.compute_s, figures.comm_s
     return *map(milliseconds, times), hidden, milliseconds(figures.exposed_s)
+
+
+def prediction_rows(prediction: Prediction) -> list[tuple[str, ...]]:
+    """A row for each rank that was simulated, up to `MOST_ROWS`: the slowest ones."""
+    timeline = prediction.timeline
+    found = [(rank, timeline.figures(rank)) for rank in prediction.ranks]
+    slowest = sorted(found, key=lambda item: -item[1].makespan_s)[:MOST_ROWS]
+    return [
+        (str(rank), str(prediction.ranks[rank]), *_cells(figures))
+        for rank, figures in sorted(slowest, key=lambda item: item[0])
+    ]
+
+
+def link_rows(prediction: Prediction) -> list[tuple[str, ...]]:
+    """A row for each link: how long the busiest one worked, and which part of the run that is."""
+    whole = prediction.timeline.makespan_s
+    return [(name, milliseconds(s), f"{s / whole:.0%}") for name, s in prediction.busy.items()]
+
+
+def prediction_json(prediction: Prediction) -> dict[str, object]:
+    """The same as data, times in seconds."""
+    return {
+        "world": prediction.world,
+        "ranks": {str(rank): count for rank, count in prediction.ranks.items()},
+        "makespan_s": prediction.timeline.makespan_s,
+        "busy_s": dict(prediction.busy),
+    }
 
 
 def figures_json(timelines: Iterable[Timeline]) -> list[dict[str, object]]:

@@ -18,7 +18,8 @@ Note [Who is gone]
     Before its first meeting a process says in the store which one it is; nobody waits for it once
     it has ended. Of a rank that never came that far, a closed connection of gloo tells it. A rank
     that leaves because of an error leaves word of it, which is passed on: it is not the culprit.
-    The store may outlive processes: what was said before this one began does not count.
+    The store may outlive processes: what was said before this one began does not count. Hosts count
+    from the starts of their own, so between them wall clocks tell.
 
 Note [Words and echoes]
     torchrun starts a job anew over the store of its first attempt, where notes of ranks stand that
@@ -37,7 +38,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from interlace.comm.rendezvous.liveness import PeerProcess, disconnected, identity, precedes, uptime
+from interlace.comm.rendezvous.liveness import PeerProcess, disconnected, identity, moment, precedes
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import (
     AgreementError,
@@ -107,21 +108,21 @@ class Board:
 
     def announce(self) -> None:
         self._left_word = False
-        self._set(_process(self.rank), {"process": identity(), "at": uptime()})
+        self._set(_process(self.rank), {"process": identity(), **moment()})
 
     def leave_word(self, error: BaseException) -> None:
         """Says why this rank stops, as far as the store can be told quickly."""
         why = str(error) or type(error).__name__
-        note = {"process": identity(), "at": uptime(), "word": why}
+        note = {"process": identity(), **moment(), "word": why}
         self._left_word, text = True, json.dumps(note)
         Errand(lambda: self._store.set(_process(self.rank), text)).is_back(WORD_S)
 
     def word(self, rank: int) -> str:
         try:
-            note = self._get(_process(rank)) or {}
+            note = self._get(_process(rank))
         except InterlaceError:
             return ""
-        return "" if precedes(note.get("at", 0.0)) else note.get("word", "")
+        return "" if note is None or precedes(note) else note.get("word", "")
 
     def ended(self, ranks: Collection[Any] = ()) -> set[Any]:
         now = time.monotonic()
@@ -141,7 +142,7 @@ class Board:
 
     def _life(self, rank: int) -> PeerProcess | None:
         note = self._get(_process(rank))
-        return None if note is None or precedes(note["at"]) else PeerProcess.of(*note["process"])
+        return None if note is None or precedes(note) else PeerProcess.of(*note["process"])
 
     def farewell(self, gone: Sequence[int], what: str) -> str:
         """What became of ranks whose processes have ended, and who is to blame."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,18 @@ def uptime() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def precedes(at: float) -> bool:
-    """Whether that moment, by `uptime`, lies before the start of this process."""
-    return at < started(os.getpid()) / os.sysconf("SC_CLK_TCK")
+def moment() -> dict[str, Any]:
+    """Now, by the clock of this boot of this host, which none sets, and by the wall clock."""
+    return {"boot": boot_id(), "at": uptime(), "wall": time.time()}
+
+
+def precedes(note: Mapping[str, Any]) -> bool:
+    """Whether the moment of a note lies before the start of this process. That of another host can
+    be told by the wall clocks alone."""
+    age = uptime() - started(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    if note["boot"] == boot_id():
+        return note["at"] < uptime() - age
+    return note["wall"] < time.time() - age
 
 
 def started(pid: int) -> int:

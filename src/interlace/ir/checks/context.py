@@ -46,15 +46,15 @@ class BrokenRule(Exception):
 class CheckContext:
     """The Program being checked, and what is known of it so far."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, ranks: Iterable[int] | None = None) -> None:
+        self.program, self._asked = program, ranks
         self.tag: Tag = ("header", 0)
         self.teams: dict[str, Team] = {}
         self.tables: dict[str, Table] = {}
         self.buffers: dict[str, Buffer] = {}
         self.ranks: tuple[int, ...] = ()
         self.wheres: tuple[Where, ...] = ()
-        self._boxes: dict[View, tuple[Box, ...]] = {}
+        self._boxes: dict[object, tuple[Box, ...]] = {}
 
     def fault(self, what: str, fix: str) -> BrokenRule:
         """The fault to raise at the place that is being checked."""
@@ -71,7 +71,7 @@ class CheckContext:
         seen: dict[tuple[int, ...], Where] = {}
         try:
             ranks = program.world if program.rank is None else (program.rank,)
-            for where in program.wheres(ranks):
+            for where in program.wheres(ranks if self._asked is None else self._asked):
                 places = where.members
                 key = tuple(places[name].index if name in places else -1 for name in self.teams)
                 seen.setdefault(key, where)
@@ -128,9 +128,11 @@ class CheckContext:
 
     def boxes(self, view: View) -> tuple[Box, ...]:
         """The box of a view on each rank."""
-        found = self._boxes.get(view)
+        buffer = self.buffer(view)
+        facts = buffer.shape, buffer.strides, buffer.dtype, view.steps  # layers have them alike
+        found = self._boxes.get(facts)
         if found is None:
-            found = self._boxes[view] = self._resolve(view, self.buffer(view))
+            found = self._boxes[facts] = self._resolve(view, buffer)
         return found
 
     def _resolve(self, view: View, buffer: Buffer) -> tuple[Box, ...]:

@@ -32,14 +32,17 @@ from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
 from interlace.ir.types import Team
 
 
-def validate(program: Program, text: str | None = None) -> Program:
+def validate(
+    program: Program, text: str | None = None, ranks: Iterable[int] | None = None
+) -> Program:
     """Raises ProgramError for the first rule that a Program breaks; gives the Program back.
 
     The error shows the line of the printed Program, or of `text`, which is what it was parsed from.
+    `ranks` are those to look at: what they do, the others do; by default all.
     """
     try:
         with deciding(program.sizes):
-            _check(CheckContext(program))
+            _check(CheckContext(program, ranks))
     except BrokenRule as fault:
         raise ProgramError(_message(program, fault, text)) from None
     return program

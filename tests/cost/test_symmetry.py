@@ -1,0 +1,131 @@
+"""Predictions by symmetry: fewer ranks are simulated, and each takes as long as before."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import pytest
+from tests.cost.test_between_hosts import APART
+from tests.passes.samples import KINDS, STRATEGIES
+
+from interlace.commands.files import scaled
+from interlace.cost import Machine, default_machine, predict, simulate
+from interlace.cost.graph import build
+from interlace.cost.machine import Link
+from interlace.cost.symmetry import Symmetry
+from interlace.ir import Program, Team, parse, parse_set
+from interlace.options import Options
+from interlace.passes import lower, run_pipeline
+
+SHARED = APART.replace(between=(("gloo", Link(latency_s=0.5, bandwidth=8.0, shared=True)),))
+STEP = """
+def step(dp: Team[{dp}], pp: Team[2], tp: Team[2], x: f32[4], y: f32[4], w: f32[8, 8], g: f32[64]):
+    main: group(send(x, peer=pp.rank + 1), recv(y, peer=pp.rank - 1))
+    full = empty(f32[8])
+    main: all_gather(y, full, team=tp)
+    main: call("aten.mm.default", w, w, out=(h := f32[8, 8]))
+    main: record(made)
+    grads: wait(made)
+    grads: all_reduce(g, g, reduce="sum", team=dp)
+    main: call("aten.mm.default", h, w, out=(z := f32[8, 8]))
+    main: all_to_all(w, h, team=tp)
+    return z
+"""
+STAGES = """
+def first(dp: Team[[0], [1]], pp: Team[[0, 2], [1, 3]], tp: Team[[0, 1]], x: f32[8], g: f32[64]):
+    ranks(0, 1)
+    main: all_reduce(x, x, reduce="sum", team=tp)
+    main: send(x, peer=1, team=pp)
+    main: send(x, peer=1, team=pp)
+    main: all_reduce(g, g, reduce="sum", team=dp)
+def last(dp: Team[[2], [3]], pp: Team[[0, 2], [1, 3]], {tp}x: f32[8], y: f32[8], g: f32[64]):
+    ranks(2, 3)
+    main: recv(x, peer=0, team=pp)
+    main: copy(x, y)
+    main: recv(x, peer=0, team=pp)
+    main: copy(x, y)
+    main: all_reduce(g, g, reduce="sum", team=dp)
+"""
+
+
+def like_all(programs: list[Program], machine: Machine) -> tuple[set[int], frozenset[str]]:
+    """Sees that the ranks that are simulated take as long as among all; which they are."""
+    found, whole = predict(programs, machine), simulate(programs, machine)
+    for rank in found.ranks:
+        expected = astuple(whole.figures(rank))
+        assert astuple(found.timeline.figures(rank)) == pytest.approx(expected, rel=1e-9)
+    assert found.timeline.makespan_s == pytest.approx(whole.makespan_s, rel=1e-9)
+    assert found.world == sum(len(program.world) for program in programs)
+    return {*found.ranks}, Symmetry.of(programs, fold=True).folded
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_stands_for_all_of_a_site(kind: str, name: str) -> None:
+    pipeline = f"find_sites,decompose{{{STRATEGIES[name]}}},schedule,plan_memory,insert_sync"
+    program = run_pipeline(KINDS[kind](4, "even", "f32", 0).program, pipeline)
+    for device in ("cpu", "cuda"):
+        ranks, folded = like_all([program], default_machine(device))
+        assert (ranks, folded) == ({0}, {"tp"})
+
+
+@pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_stands_for_all_of_a_site_on_two_levels(kind: str, machine: Machine) -> None:
+    (team,) = (sample := KINDS[kind](4, "even", "f32", 0).program).teams
+    on = replace(team, hosts=((0, 1), (2, 3)))
+    program = lower(sample.replace(teams=(Team("dp", 1), on)), Options(strategy="hierarchical"))
+    assert program.sites[0].strategy == "hierarchical"
+    ranks, _ = like_all([program], machine)
+    assert ranks == {0}
+    assert like_all(scaled([program], 12, 2), machine)[0] == {0}
+
+
+@pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])
+@pytest.mark.parametrize("per_host", [1, 2, 4, 8, 16])
+def test_one_rank_stands_for_all_of_a_mesh_on_hosts(per_host: int, machine: Machine) -> None:
+    programs = scaled([parse(STEP.format(dp=1))], 16, per_host)
+    assert like_all(programs, machine) == ({0}, {"dp", "pp", "tp"})
+
+
+def test_a_prediction_for_1024_ranks_simulates_as_few_as_one_for_8() -> None:
+    counts: list[int] = []
+    for world in (8, 1024):
+        programs = scaled([parse(STEP.format(dp=2))], world, 4)
+        symmetry = Symmetry.of(programs, fold=True)
+        assert symmetry.ranks == {0: world}
+        counts.append(len(build(programs, default_machine("cuda"), symmetry).tasks))
+    assert counts[0] == counts[1] < 20
+    assert predict(programs, default_machine("cuda")).world == 1024
+
+
+@pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])
+@pytest.mark.parametrize("world", [4, 12])
+def test_one_rank_stands_for_each_stage_of_a_pipeline(world: int, machine: Machine) -> None:
+    programs = scaled([*parse_set(STAGES.format(tp="tp: Team[[2, 3]], "))], world, 2)
+    assert like_all(programs, machine) == ({0, 2}, {"dp", "tp"})
+    programs = scaled([*parse_set(STAGES.format(tp=""))], world, 2)
+    assert like_all(programs, machine) == ({0, 1, 2, 3}, {"dp"}), "what makes 2 and 3 alike?"
+
+
+TOLD_APART = {
+    "a number as peer": ("group(send(x, peer=1, team=tp), recv(y, peer=0, team=tp))", ""),
+    "an uneven table": ("all_gather(x[0:rows[tp.rank]], z, team=tp, splits=rows)", ""),
+    "some of its messages stay inside a host": (
+        "group(send(x, peer=tp.rank + 1), recv(y, peer=tp.rank - 1))",
+        ".on([0, 1], [2, 3])",
+    ),
+}
+
+
+@pytest.mark.parametrize("line", TOLD_APART.values(), ids=TOLD_APART)
+def test_ranks_that_the_text_tells_apart_are_all_simulated(line: tuple[str, str]) -> None:
+    op, hosts = line
+    program = parse(
+        f"def p(dp: Team[2], tp: Team[4]{hosts}, x: f32[4], y: f32[4], z: f32[10]):\n"
+        f"    rows = table(tp, 4, 3, 2, 1)\n    main: {op}\n"
+    )
+    if "peer=1" in op:  # ranks 2 and 3 have no part in it, nor does the text say so
+        assert Symmetry.of([program], fold=True).ranks == {0: 2, 1: 2, 2: 2, 3: 2}
+    else:
+        assert like_all([program], APART) == ({0, 1, 2, 3}, {"dp"})

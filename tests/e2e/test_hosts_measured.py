@@ -1,0 +1,64 @@
+"""What `interlace calibrate` measures on several hosts: the links inside and between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from tests.support.hosts import Hosts, HostsPool, NoHosts
+
+from interlace.bench import transfers
+from interlace.bench.interconnect import calibrate_work, calibration_settings
+from interlace.bench.ranks import here
+from interlace.cost import Machine, default_machine
+
+pytestmark = pytest.mark.timeout(110)
+
+
+@pytest.fixture
+def pool() -> Iterator[HostsPool]:
+    """Ranks 0 and 1 are on the first host, 2 and 3 on the second."""
+    try:
+        with Hosts() as hosts:
+            made = HostsPool(hosts, in_a_row=2)
+            yield made
+            made.close()
+    except NoHosts as why:
+        pytest.skip(str(why))
+
+
+def measured(path: str, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    ranks = here(torch.device("cpu"))
+    settings = calibration_settings(
+        calibration=path, dtypes=("f32",), most=most, cases=(), seconds=1
+    )
+    with mock.patch.dict(transfers.ARGUMENTS):
+        for kind in transfers.ARGUMENTS.keys() - {*kinds}:
+            del transfers.ARGUMENTS[kind]
+        calibrate_work(settings, ranks, lambda event: None)
+    return ranks.hosts
+
+
+@pytest.mark.parametrize(
+    ("world", "most", "kinds"),
+    [
+        (3, 1 << 10, ("all_gather",)),
+        pytest.param(4, 1 << 16, (*transfers.ARGUMENTS,), marks=pytest.mark.slow),
+    ],
+    ids=["2-and-1", "2-and-2"],
+)
+def test_links_inside_and_between(
+    pool: HostsPool, world: int, most: int, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "machine.json"
+    hosts = pool(world).run(measured, str(path), most, kinds, time_out_s=100)[0]
+    assert hosts == ((0, 1), (2, 3)[: world - 2])
+    machine, base = Machine.load(path), default_machine("cpu")
+    inside, between = machine.link("gloo"), machine.link("gloo", between=True)
+    assert {"send", "all_gather@2"} <= {*dict(inside.curves)}
+    assert {"send", *kinds} - {"barrier", "gather", "scatter"} == {*dict(between.curves)}
+    assert machine.link("peer") != base.link("peer")
+    assert between.shared

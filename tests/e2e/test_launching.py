@@ -1,0 +1,245 @@
+"""A job on two hosts: `torchrun` on each, what `interlace doctor` finds there, and who listens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests.runtime.programs import inputs_of, prepared
+from tests.support.hosts import Hosts, HostsPool, NoHosts
+
+import interlace
+from interlace.comm import team_of
+from interlace.launch import joined
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "hosts.md").read_text()
+ENVIRON = {**os.environ, "PYTHONPATH": f"{Path(interlace.__file__).parents[1]}:{ROOT}"}
+DOCTOR = ("-m", "interlace", "doctor", "--json")
+pytestmark = pytest.mark.timeout(110)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    try:
+        with Hosts() as made:
+            yield made
+    except NoHosts as why:
+        pytest.skip(str(why))
+
+
+def run_on(
+    hosts: Hosts, each: int, *programs: tuple[str, ...], interface: str = "eth0", left_s: float = 20
+) -> list[subprocess.CompletedProcess[str]]:
+    """What `torchrun` gives on the hosts, with so many ranks `each`; the second host is given up
+    once the first has ended for `left_s`."""
+    environ = {**ENVIRON, "GLOO_SOCKET_IFNAME": interface}
+    environ = {name: value for name, value in environ.items() if value}
+    started: list[subprocess.Popen[str]] = []
+    for number, program in enumerate(programs):
+        address, first = hosts.address(number), hosts.address(0)
+        how = ("--nnodes", str(len(programs)), "--nproc-per-node", str(each))
+        how += ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29400", "--rdzv-id", "7")
+        how += ("--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address)
+        words = sys.executable, "-m", "torch.distributed.run", *how, *program
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(hosts.command(number, *words), env=environ, **pipes))
+    done: list[subprocess.CompletedProcess[str]] = []
+    try:
+        for process, wait_s in zip(started, (60, left_s), strict=True):
+            try:
+                told = process.communicate(timeout=wait_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                told = process.communicate()
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, *told))
+    finally:
+        for process in started:
+            process.kill()
+    return done
+
+
+def test_doctor_tells_hosts_links_and_teams(hosts: Hosts) -> None:
+    first, second = run_on(hosts, 2, DOCTOR, DOCTOR)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr
+    assert second.stdout == "", "rank 0 alone prints"
+    facts = json.loads(first.stdout)
+    assert facts["ok"]
+    assert [(host["name"], host["ranks"], host["gloo"]) for host in facts["hosts"]] == [
+        ("interlace-a", [0, 1], [["eth0", "10.77.0.1"]]),
+        ("interlace-b", [2, 3], [["eth0", "10.77.0.2"]]),
+    ]
+    found = {check["name"]: check for check in facts["checks"]}
+    assert found["gloo on interlace-b"]["found"].startswith("listens on eth0 10.77.0.2 (GLOO_")
+    assert {found[name]["state"] for name in ("gloo", "nccl", "ucc")} <= {"ok", "absent"}
+    links = {link["link"]: link for link in facts["links"]}
+    assert [*links] == ["interlace-a", "interlace-b", "interlace-a - interlace-b"]
+    assert all(link["small_us"] > 0 and link["large_gbs"] > 0 for link in links.values())
+    assert links["interlace-a - interlace-b"]["ranks"] == [0, 2]
+    everyone, *inside = facts["teams"]
+    assert {"serial", "pipeline", "broadcast", "shift", "ring"} <= {*everyone["serve"]}
+    for name in ("exchange", "fused", "peer"):
+        why = "team all ranks spans hosts, which share no memory"
+        assert everyone["serial"].pop(name) == why
+    assert everyone["serial"] == {}
+    for team, ranks in zip(inside, ([0, 1], [2, 3]), strict=True):
+        assert (team["ranks"], [*team["serial"]], team["problem"]) == (ranks, ["hierarchical"], "")
+        assert {"peer", "fused", "shared memory"} <= {*team["serve"], *team["by"]}
+
+
+@pytest.mark.slow
+def test_two_hosts_on_one_machine_as_told(hosts: Hosts) -> None:
+    """What docs/hosts.md has to try out, in namespaces of its own."""
+    (script,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    place = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c")
+    done = subprocess.run(
+        [*place, 'mount -t tmpfs tmpfs /run && exec bash -e -c "$0"', script],
+        env={**ENVIRON, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^host-a - host-b +0 - 2 +gloo", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_doctor_tells_why_gloo_cannot_join_hosts(hosts: Hosts) -> None:
+    first, _ = run_on(hosts, 1, DOCTOR, DOCTOR, interface="")
+    facts = json.loads(first.stdout)
+    assert not facts["ok"]
+    assert facts["links"] == facts["teams"] == []
+    broken = {check["name"]: check for check in facts["checks"] if check["state"] == "broken"}
+    assert {*broken} == {"gloo on interlace-a", "gloo on interlace-b"}
+    assert "no other host can reach it" in broken["gloo on interlace-b"]["found"]
+    assert "set GLOO_SOCKET_IFNAME" in broken["gloo on interlace-b"]["mend"]
+
+
+@pytest.mark.slow
+def test_doctor_ends_where_gloo_reaches_no_other_host(hosts: Hosts) -> None:
+    for number in range(2):
+        for what in (
+            "link add other type veth peer name end",
+            f"address add 10.88.{number}.1/24 dev other",
+            "link set other up",
+            "link set end up",
+        ):
+            subprocess.run(hosts.command(number, "ip", *what.split()), check=True, timeout=10)
+    program = (*DOCTOR, "--time-out", "20")
+    first, _ = run_on(hosts, 1, program, program, interface="other")
+    facts = json.loads(first.stdout)
+    assert [host["gloo"] for host in facts["hosts"]] == [
+        [["other", "10.88.0.1"]],
+        [["other", "10.88.1.1"]],
+    ]
+    (broken,) = (check for check in facts["checks"] if check["state"] == "broken")
+    assert broken["name"] == "gloo between ranks"
+    assert "the backend 'gloo' of all ranks could not be connected" in broken["found"]
+
+
+def test_doctor_ends_where_a_rank_never_comes(hosts: Hosts) -> None:
+    elsewhere = ("--no-python", "sleep", "60")
+    first, _ = run_on(hosts, 1, (*DOCTOR, "--time-out", "2"), elsewhere, left_s=0)
+    error = json.loads(first.stdout)["error"]
+    assert error["type"] == "AgreementError"
+    assert "rank 1 did not come to 'doctor' within 2 s, as rank 0 did" in error["message"]
+
+
+def listening() -> list[str]:
+    """Where anybody listens for TCP on this host."""
+    found: list[str] = []
+    for file in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{file}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A":
+                words = bytes.fromhex(local.partition(":")[0])
+                count = len(words) // 4
+                address = struct.pack(f">{count}I", *struct.unpack(f"<{count}I", words))
+                found.append(str(ip_address(address)))
+    return found
+
+
+def run_and_list(seed: int) -> list[str]:
+    """Runs of a team over hosts and, beside them, a team of each host's ranks."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    for place in range(2):
+        group: Any = dist.new_group([*range(place, world, 2)])
+        if me % 2 == place:
+            team_of(group, "inside").setup(20)
+    for kind in ("shift", "pipeline"):
+        executor = prepared(kind, time_out_s=20.0)
+        executor.run(inputs_of(executor.program, me, seed))
+        executor.reset()
+        executor.run(inputs_of(executor.program, me, seed))
+    dist.barrier()
+    return listening()
+
+
+def test_ranks_listen_on_the_chosen_interface_alone(hosts: Hosts, seed: int) -> None:
+    pool = HostsPool(hosts)
+    try:
+        on_a, on_b, *_ = pool(4).run(run_and_list, seed)
+    finally:
+        pool.close()
+    assert set(on_b) == {hosts.address(1)}
+    everywhere = [each for each in on_a if ip_address(each).is_unspecified]
+    assert len(everywhere) == 1, "torch's store listens so, and nothing else"
+    assert {*on_a} - {*everywhere} == {hosts.address(0)}
+
+
+@pytest.mark.slow
+def test_a_store_of_ones_own_listens_on_its_address_alone(hosts: Hosts) -> None:
+    """The script of docs/hosts.md for launchers other than torchrun."""
+    (script,) = re.findall(r"^```python\n(import os\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    script += "from tests.e2e.test_launching import listening\n"
+    script += "dist.barrier(); print(*listening()); dist.barrier(); dist.destroy_process_group()\n"
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500"}
+    ranks = [
+        subprocess.Popen(
+            hosts.command(rank, sys.executable, "-c", script),
+            env={**ENVIRON, **given, "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    on_a, on_b = (rank.communicate(timeout=40)[0].split() for rank in ranks)
+    assert on_a == [hosts.address(0)] * 2, "the store, and gloo"
+    assert on_b == [hosts.address(1)]
+
+
+def list_in_job(settings: object, tell: object) -> dict[str, Any]:
+    with joined("cpu", timedelta(seconds=30), 60):
+        dist.barrier()
+        return {"listening": listening()}
+
+
+def test_ranks_that_interlace_starts_listen_on_loopback_alone(hosts: Hosts) -> None:
+    code = (
+        "import json; from tests.e2e.test_launching import list_in_job\n"
+        "from interlace.launch import launch\n"
+        "if __name__ == '__main__':\n"
+        "    print(json.dumps(launch(list_in_job, {}, 2, lambda event: None, 60, 'a test')))\n"
+    )
+    done = subprocess.run(
+        hosts.command(1, sys.executable, "-c", code),
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["listening"]
+    assert len(found) == 3, "the store, and gloo of two ranks"
+    assert {*found} == {"127.0.0.1"}
