@@ -20,6 +20,7 @@ import interlace
 from interlace.errors import ExecutorError
 from interlace.frontend import backend, capture
 from interlace.options import Options
+from interlace.passes import run_pipeline
 
 
 def mlp(width: int = 16, act: type[nn.Module] = nn.Tanh) -> nn.Module:
@@ -98,6 +99,30 @@ def test_an_edited_text_runs(pool: Pool, tmp_path: Path, dynamo: bool) -> None:
         assert interlace.check(interlace.load(path)).sound
 
 
+def with_another_strategy(folder: Path) -> list[str]:
+    """The strategies of a text that passes made of the serial one; it gives the same bits."""
+    generated, wanted = step(None, strategy="serial")
+    if dist.get_rank() == 0:
+        for path in interlace.export(generated, folder):
+            if path.name.startswith("forward") and ".serial" in path.name:
+                ring = run_pipeline(interlace.load(path), RING, check=True)
+                path.with_name(path.name.replace(".serial", "")).write_text(f"{ring}\n")
+    dist.barrier()
+    edited, found = step(str(folder))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    strategies = [site.strategy for site in edited.program.sites]
+    for each in (generated, edited):
+        each.close()
+    return strategies
+
+
+RING = "find_sites,decompose{strategy=ring},schedule,plan_memory,insert_sync,take_turns"
+
+
+def test_passes_write_another_strategy(pool: Pool, tmp_path: Path) -> None:
+    assert pool(2).run(with_another_strategy, tmp_path) == [["ring", "ring"]] * 2
+
+
 def said(model: nn.Module, folder: Path) -> str:
     """How compiling with a folder of schedules ends: an error's type and text, or nothing."""
     try:
@@ -174,11 +199,13 @@ def of_other_models(folder: Path) -> list[str]:
     for path in folder.glob("forward-*"):
         path.unlink(missing_ok=True)
     dist.barrier()
+    found.append(said(mlp(), folder))
+    (folder / "mine.ilc").write_text("def mine(x: f32[4]): ...")
     return [*found, said(mlp(), folder)]
 
 
 def test_schedules_of_another_model_are_refused(pool: Pool, tmp_path: Path) -> None:
-    for wider, other, nowhere, backward_alone in pool(2).run(of_other_models, tmp_path):
+    for wider, other, nowhere, backward_alone, mine in pool(2).run(of_other_models, tmp_path):
         for told in (wider, other):
             assert "ScheduleError: no schedule in" in told
             assert "is for this forward graph, which has changed since they were exported" in told
@@ -187,6 +214,8 @@ def test_schedules_of_another_model_are_refused(pool: Pool, tmp_path: Path) -> N
         assert '+    main: call("aten.sigmoid.default", ' in other
         assert "there is no schedule in that folder" in nowhere
         assert backward_alone == ""
+        assert "mine.ilc would never run: no graph's schedule has that name" in mine
+        assert "the schedule of this forward graph is forward-" in mine
 
 
 def test_nothing_to_export() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from interlace.frontend.compiled_graph import CompiledGraph
 
 DIGITS = 8
+NAME = re.compile(rf"(forward|backward|inference)-[0-9a-f]{{{DIGITS}}}\.ilc")
 MOST_TOLD = 12
 """Differences that an error lists."""
 
@@ -128,6 +130,11 @@ def _find(kind: str, graph: Program, rank: int, folder: Path) -> Program | None:
             "with interlace.export(compiled, folder), compiled without this option"
         )
     wanted = f"{kind}-{key_of(graph)}.ilc"
+    if other := next((path for path in files if not NAME.fullmatch(path.name)), None):
+        raise ScheduleError(
+            f"{other} would never run: no graph's schedule has that name. Keep the names that "
+            f"interlace.export gave; the schedule of this {kind} graph is {wanted}"
+        )
     alike = [path for path in files if path.name.startswith(f"{kind}-")]
     for path in alike:
         if path.name == wanted:
