@@ -33,7 +33,7 @@ WRONG = WRONG.replace("    main: wait(e1)\n", "").replace(
     "    main: call", "    main: wait(e1)\n    main: call", 1
 )
 REGISTERED = """\
-def gather(tp: Team[2], x: f32[4, 8], n: i64[3], y: out[f32[8, 8].registered(tp)]):
+def gather(tp: Team[2], x: f32[4, 8].strides(1, 0), n: i64[3], y: out[f32[8, 8].registered(tp)]):
     comm: notify(open, to=tp.others)
     main: call("aten.add_.Tensor", n, 1, out=n, mutates=True)
     main: copy(x, y[tp.rank])

@@ -31,7 +31,7 @@ from interlace.ir.text.printer import print_view
 from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.runtime.machine import machine_for
-from interlace.runtime.values import DTYPES, whole
+from interlace.runtime.values import DTYPES, once, whole
 from interlace.trace import Run, figures_json, write_page
 from interlace.trace.tracks import ranks_of
 
@@ -102,7 +102,7 @@ class Opened:
         program = next(p for p in programs if ranks.me in ranks_of(p))
         own = program.instantiate(ranks.me).at(program.sizes.values)
         members = program.where(ranks.me).members
-        self.inputs = {b.name: _like(b, given[b.name]) for b in inputs_of(own)}
+        self.inputs = {b.name: _empty(b, ranks.device) for b in inputs_of(own)}
         outs = {b.name: _empty(b, ranks.device) for b in own.params if b.kind == "output"}
         registered = {b.name for b in own.params if b.registered}
         writes = {access.view.buffer for op in own.ops for access in op.writes()}
@@ -116,6 +116,7 @@ class Opened:
             through = isinstance(result, View) and result.buffer in handed
             self._names.append(None if through else name)
         self._given = given
+        self._fill()
         self.executor = Executor(
             program,
             groups={name: groups[name, member.ranks] for name, member in members.items()},
@@ -123,6 +124,11 @@ class Opened:
             options=options,
             registered={n: t for n, t in (self.inputs | outs).items() if n in registered},
         ).prepare()
+
+    def _fill(self) -> None:
+        for name, tensor in self.inputs.items():
+            place = once(tensor)
+            place.copy_(self._given[name][tuple(map(slice, place.shape))])
 
     def run(self) -> tuple[Any, ...]:
         """One run on the inputs as they are now."""
@@ -133,8 +139,7 @@ class Opened:
     def results(self, seed: int) -> dict[str, Tensor]:
         """Results of a run on the inputs as they were given, and inputs that it wrote; without
         inputs that are handed through."""
-        for name, tensor in self.inputs.items():
-            tensor.copy_(self._given[name])
+        self._fill()
         torch.manual_seed(seed)
         named = {n: x for n, x in zip(self._names, self.run(), strict=True) if n is not None}
         named |= {name: self.inputs[name] for name in self._written}
@@ -239,7 +244,7 @@ def make_inputs(
                     f"{box.dtype}[{', '.join(map(str, shape))}]: store what a rank holds; where "
                     "ranks hold different parts, a file for each, named with {rank}"
                 )
-        given[name] = _empty(buffer, ranks.device).copy_(value)
+        given[name] = value.to(ranks.device)
     return given, [name for name in first if name not in stored]
 
 
@@ -276,10 +281,6 @@ def _empty(buffer: Buffer, device: torch.device) -> Tensor:
     box = whole(buffer)
     sizes, strides = (tuple(map(int, each)) for each in (box.sizes, box.strides))
     return torch.empty_strided(sizes, strides, dtype=DTYPES[box.dtype], device=device)
-
-
-def _like(buffer: Buffer, value: Tensor) -> Tensor:
-    return _empty(buffer, value.device).copy_(value)
 
 
 def _type(tensor: Tensor) -> str:
