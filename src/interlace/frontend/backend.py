@@ -12,6 +12,7 @@ pass.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ from interlace.frontend.importing.exchanges import forget
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
+from interlace.frontend.origin import Origin
 from interlace.frontend.partition import Partition
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
@@ -113,7 +115,14 @@ class Backend:
     __name__ = "interlace"
 
     def __init__(self) -> None:
-        self._graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+        self._graphs: weakref.WeakValueDictionary[int, CompiledGraph]
+        self._graphs = weakref.WeakValueDictionary()
+        self._count = itertools.count()
+
+    @property
+    def graphs(self) -> list[CompiledGraph]:
+        """Those that torch still keeps, in the order in which they were compiled."""
+        return list(self._graphs.values())
 
     def __call__(
         self,
@@ -142,7 +151,7 @@ class Backend:
     def reset(self) -> None:
         """Frees every Executor; `torch.compiler.reset()` calls it."""
         forget()
-        for graph in list(self._graphs):
+        for graph in self.graphs:
             graph.close()
 
     def compiled(
@@ -161,6 +170,7 @@ class Backend:
             tuple(label(source) if source else "" for source in sources),
             device_of(example_inputs),
             takes_numbers(),
+            origin=Origin.of(gm),
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
@@ -169,7 +179,7 @@ class Backend:
         with compiling(), torchs_errors(gm, traced):
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare()
-        self._graphs.update(compilation.graphs)
+        self._graphs.update(zip(self._count, compilation.graphs, strict=False))
         state = {i for i, source in enumerate(sources) if is_state(source)}
         return wrap(with_sizes(traced, setting.labels, state, compiled))
 

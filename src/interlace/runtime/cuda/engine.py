@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm, Use
@@ -185,7 +186,11 @@ class CudaEngine:
                         driver.record(stream, begin)
                     if pair.moves:
                         pair.bring(driver, stream, given)
-                    pair.launch[turn](stream)
+                    if profiler._is_profiler_enabled:
+                        with profiler.record_function(f"interlace {self.context.label.name} (graph)"):
+                            pair.launch[turn](stream)
+                    else:
+                        pair.launch[turn](stream)
                     if pair.moves:
                         pair.take(given)
                     results = pair.gives[turn](given)
