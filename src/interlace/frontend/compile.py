@@ -43,6 +43,7 @@ from interlace.frontend.compiled_graph import CompiledGraph, Dropped, Setting
 from interlace.frontend.explain import explain
 from interlace.frontend.importing.nodes import unwrapped
 from interlace.frontend.importing.types import device_of
+from interlace.frontend.origin import name_of
 from interlace.ir import Program
 from interlace.options import Options
 
@@ -171,8 +172,7 @@ class Compiled:
         self._keys = CallKeys(self._state)
         self._mesh = mesh
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        name = getattr(fn, "__name__", type(fn).__name__)
-        self._dropped = Dropped(name, options.cache_size)
+        self._dropped = Dropped(name_of(fn), options.cache_size)
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]] | None] = [None]
         """The arguments of the last call, if any."""
 
@@ -322,7 +322,7 @@ class Compiled:
 
     def _compile(self, call: FunctionCall, *given: Any) -> _Entry:
         entry = self._trace(call, *given)
-        entry.compilation.prepare()
+        entry.compilation.prepare(name_of(self.fn))
         return entry
 
     def _trace(

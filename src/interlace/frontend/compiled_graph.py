@@ -12,6 +12,7 @@ which sizes are data has none: see Note [Sizes that are data] in importing/excha
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 import weakref
@@ -44,6 +45,8 @@ from interlace.frontend.teams import Teams
 from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
+
+log = logging.getLogger(__name__)
 
 DATA = "runs as traced: the sizes of an exchange are data, and no rank knows those of its peers"
 MOST_CAPTURED = 8
@@ -79,6 +82,7 @@ class Dropped:
 
     def note(self, key: Hashable) -> None:
         """It was dropped; of the last few thousand that is known."""
+        log.info("evicted the oldest of %s, which keeps %d", self._name, self._capacity)
         self._hashes[hash(key)] = None
         if len(self._hashes) > MOST_DROPPED:
             self._hashes.popitem(last=False)

@@ -28,6 +28,7 @@ from interlace.frontend.compile import Compiled
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.frontend.explain import explain_graphs, explain_program
 from interlace.frontend.importing.exchanges import communications
+from interlace.frontend.origin import name_of
 from interlace.ir import Program
 from interlace.trace import Run, write_page
 
@@ -51,8 +52,7 @@ def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
     for number, group in enumerate(groups, 1):
         origin = group[0].setting.origin
         if origin is not None:
-            ended = f", which a graph break ends: {origin.ended}" if origin.ended else ""
-            texts.append(f"graph {number} of {len(groups)}: {_name(origin.first)}{ended}")
+            texts.append(f"graph {number} of {len(groups)}: {origin.name}")
         texts.append(explain_graphs(group, why))
     return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
 
@@ -73,7 +73,7 @@ def report(model: Callable[..., Any], path: str | Path) -> Path:
     ]
     sound = all(each.report.sound for each in bound)
     facts = [("verifier", "sound" if sound else "unsound"), ("machine", bound[0].machine.name)]
-    return write_page(runs, path, _name(_plain(model)), facts)
+    return write_page(runs, path, name_of(_plain(model)), facts)
 
 
 def graphs_of(model: Any) -> list[CompiledGraph]:
@@ -102,10 +102,6 @@ def _plain(model: Any) -> Any:
     return model._orig_mod if isinstance(model, OptimizedModule) else innermost_fn(model)
 
 
-def _name(what: Any) -> str:
-    return getattr(what, "__qualname__", type(what).__name__)
-
-
 def _backend_of(model: Any) -> str | None:
     """The name of the backend that torch.compile was given; None: it did not make this."""
     call = getattr(model, "_compiled_call_impl", None) or model
@@ -123,7 +119,7 @@ def _backend_of(model: Any) -> str | None:
 
 def _nothing(model: Any) -> str:
     """Why there are no graphs of a model."""
-    name, by = _name(_plain(model)), _backend_of(model)
+    name, by = name_of(_plain(model)), _backend_of(model)
     parts = model.modules() if isinstance(model, nn.Module) else ()
     inside = next((found for part in parts if (found := _backend_of(part))), None)
     by = by or inside

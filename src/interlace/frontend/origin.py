@@ -49,8 +49,19 @@ class Origin:
         """The innermost caller, if it is still there."""
         return next(self._alive(), None)
 
+    @property
+    def name(self) -> str:
+        """What its code is called, and what broke it off."""
+        ended = f", which a graph break ends: {self.ended}" if self.ended else ""
+        return f"{name_of(self.first)}{ended}"
+
     def _alive(self) -> Iterator[Any]:
         return (caller for ref in self.callers if (caller := ref()) is not None)
+
+
+def name_of(what: Any) -> str:
+    """How people call a function or a module: by its class."""
+    return getattr(what, "__qualname__", type(what).__name__)
 
 
 def _callers() -> Iterator[weakref.ref[Any]]:

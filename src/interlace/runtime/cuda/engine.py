@@ -107,6 +107,7 @@ class CudaEngine:
         self._owners: list[Any] = [*self.sides] or [self]
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {(): NO_USES}
         self.graphs: Graphs | None = None
+        self._range = f"interlace {context.plan.program.name} (graph)"
         self.warm = False
         """Whether a run has been issued op by op, as graphs need before they are captured."""
         self.issued = self.entered = 0
@@ -187,7 +188,7 @@ class CudaEngine:
                     if pair.moves:
                         pair.bring(driver, stream, given)
                     if profiler._is_profiler_enabled:
-                        with profiler.record_function(f"interlace {self.context.label.name} (graph)"):
+                        with profiler.record_function(self._range):
                             pair.launch[turn](stream)
                     else:
                         pair.launch[turn](stream)
