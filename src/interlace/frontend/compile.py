@@ -178,12 +178,12 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `fn` gives for these arguments."""
-        call = self._keys.of(args, kwargs)
-        entry = self._entries.get(call.key)
+        call, entries = self._keys.of(args, kwargs), self._entries
+        entry = entries.get(call.key)
         if entry is None:
             call, entry = self._add(call, args, kwargs)
-        elif len(self._entries) > 1:
-            self._entries.move_to_end(call.key)
+        elif len(entries) > 1:
+            entries.move_to_end(call.key)
         self._given[0] = args, kwargs
         direct = entry.direct
         if direct is not None and direct.executor.engine is not None:
