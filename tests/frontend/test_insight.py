@@ -101,7 +101,7 @@ def broken_or_regathered() -> tuple[str, str, str]:
 def test_why_a_communication_stays_serial(pool: Pool) -> None:
     for broken, regathered, by_layer in pool(2).run(broken_or_regathered):
         assert "graph 1 of 2: Mlp, which a graph break ends: " in broken
-        assert "these graph breaks end graphs that communicate:\n" in broken
+        assert "a graph ends at each of these graph breaks:\n" in broken
         assert f"graph_break()` at {__file__}:" in broken
         assert "forward: 2 communications, 0 serial" in regathered
         assert "all_gather  up  serial" in regathered
@@ -158,7 +158,7 @@ def test_of_what_interlace_compile_gave(dynamic: bool, tmp_path: Path) -> None:
     compiled = interlace.compile(net, dynamic=dynamic)
     assert "Sequential: nothing is compiled yet" in interlace.explain(compiled)
     compiled(torch.randn(3, 4)).sum().backward()
-    assert "forward: 0 communications, sound" in interlace.explain(compiled)
+    assert interlace.explain(compiled).startswith("forward: 0 communications, sound")
     compiled.profile(kind="backward", runs=1)
     page = interlace.report(compiled, tmp_path / "page.html").read_text()
     assert "forward measured" in page

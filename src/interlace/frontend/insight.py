@@ -51,7 +51,7 @@ def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
     groups = [list(found) for _, found in itertools.groupby(graphs, key=_origin)]
     for number, group in enumerate(groups, 1):
         origin = group[0].setting.origin
-        if origin is not None:
+        if origin is not None and not isinstance(model, Compiled):
             texts.append(f"graph {number} of {len(groups)}: {origin.name}")
         texts.append(explain_graphs(group, why))
     return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
@@ -145,8 +145,7 @@ def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
     options = graphs[0].setting.options
     if not options.overlap or options.strategy == "serial":
         yield 'everything is serial by option: leave out overlap=False and strategy="serial"'
-    counts = [len(list(communications(graph.graph))) for graph in graphs]
-    if not any(counts):
+    if not any(any(communications(graph.graph)) for graph in graphs):
         yield (
             "no graph communicates. Interlace overlaps collectives that are in the graph: those of "
             "DTensors (parallelize_module, redistribute) and functional ones "
@@ -154,14 +153,11 @@ def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
             "outside of it, and so does what comes after a graph break; in a world of one rank "
             "there is nothing to send"
         )
-    alone = [
-        graph.setting.origin.ended
-        for graph, count in zip(graphs, counts, strict=True)
-        if graph.setting.origin is not None and graph.setting.origin.ended and count
-    ]
-    if alone:
-        listed = "".join(f"\n  {ended}" for ended in dict.fromkeys(alone))
+    origins = [graph.setting.origin for graph in graphs]
+    breaks = dict.fromkeys(origin.ended for origin in origins if origin and origin.ended)
+    if breaks:
+        listed = "".join(f"\n  {ended}" for ended in breaks)
         yield (
-            "a communication overlaps only with computation of its own graph, and these graph "
-            f"breaks end graphs that communicate:{listed}"
+            "a communication overlaps only with computation of its own graph, and a graph ends at "
+            f"each of these graph breaks:{listed}"
         )
