@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +32,6 @@ from interlace.runtime.hosts import on_hosts
 from interlace.runtime.machine import built_in, machine_for
 from interlace.runtime.prepare.agreement import Agreement
 from interlace.verify import Report
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,7 @@ def bind(
     device: str = "cpu",
 ) -> Bound:
     """Lowers and prepares; all ranks of the Program do it together."""
-    began, place = time.perf_counter(), placed(device)
+    place = placed(device)
     options, noted = with_regions(options, place)
     machine = machine_for(options, place.type)
     plain = imported.program
@@ -135,16 +131,6 @@ def bind(
             operators=others(imported.program),  # of this process's own graph
         )
         executor.prepare()
-        overlapped = sum(site.strategy != "serial" for site in program.sites)
-        log.info(
-            "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s",
-            kind,
-            f" where {executor.sizes}" if executor.sizes.sizes else "",
-            overlapped,
-            len(program.sites),
-            len(program.ops),
-            time.perf_counter() - began,
-        )
         return Bound(kind, imported, executor, machine)
 
     try:

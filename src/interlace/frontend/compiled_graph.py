@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -304,9 +305,20 @@ class CompiledGraph:
         values = None
         if args is not None and key != self._traced and sizes is None:
             values = propagate(self._gm, args)
+        began = time.perf_counter()
         imported, teams = self._imported(values=values, sizes=sizes)
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
+        found, took = bound.program.sites, time.perf_counter() - began
+        log.info(
+            "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s",
+            self.kind,
+            f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else "",
+            sum(site.strategy != "serial" for site in found),
+            len(found),
+            len(bound.program.ops),
+            took,
+        )
         self._shelf.put(key, bound, list(groups.values()))
         return bound
 
