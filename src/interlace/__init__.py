@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import release_teams as release
     from interlace.comm.teams import reset_teams as reset
     from interlace.frontend.compile import compile
+    from interlace.frontend.insight import explain, report
     from interlace.ir.build.builder import program
     from interlace.ir.text.parser import parse, parse_set
     from interlace.runtime import synchronize
@@ -22,10 +23,12 @@ __all__ = [
     "Options",
     "compile",
     "errors",
+    "explain",
     "parse",
     "parse_set",
     "program",
     "release",
+    "report",
     "reset",
     "synchronize",
 ]
@@ -33,10 +36,12 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "compile": ("interlace.frontend.compile", "compile"),
+    "explain": ("interlace.frontend.insight", "explain"),
     "parse": ("interlace.ir.text.parser", "parse"),
     "parse_set": ("interlace.ir.text.parser", "parse_set"),
     "program": ("interlace.ir.build.builder", "program"),
     "release": ("interlace.comm.teams", "release_teams"),
+    "report": ("interlace.frontend.insight", "report"),
     "reset": ("interlace.comm.teams", "reset_teams"),
     "synchronize": ("interlace.runtime", "synchronize"),
 }

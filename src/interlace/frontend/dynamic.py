@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from interlace.errors import ExecutorError, InterlaceError
 from interlace.frontend.backend import NotCompiled, backend
 from interlace.frontend.binding import Bound
-from interlace.frontend.compile import Compiled
+from interlace.frontend.compile import Compiled, CompiledModule
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.frontend.explain import capture, explain_graphs
 from interlace.options import Options
@@ -85,7 +85,7 @@ class Dynamic(Compiled):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `fn` gives for these arguments."""
-        self._examples = (args, kwargs)
+        self._given[0] = args, kwargs
         return self._call(*args, **kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
@@ -103,27 +103,36 @@ class Dynamic(Compiled):
     @property
     def bound(self) -> tuple[Bound, ...]:
         """The graphs of the arguments met last, forward before backward."""
-        found = tuple(bound for graph in self._graphs for bound in graph.bound[-1:])
+        graphs = self._called()
+        found = tuple(bound for graph in graphs for bound in graph.bound[-1:])
         if not found:
-            why = "\n".join(f"{graph.kind}: {graph.unscheduled}" for graph in self._graphs)
+            why = "\n".join(f"{graph.kind}: {graph.unscheduled}" for graph in graphs)
             raise ExecutorError(f"there is no Program of these arguments, see explain(). {why}")
         return found
 
     @property
-    def _graphs(self) -> list[CompiledGraph]:
-        if not self._tracer.graphs:
+    def graphs(self) -> Sequence[CompiledGraph]:
+        """Those that ran last, forward before backward; none before the first call."""
+        return self._tracer.graphs[-1] if self._tracer.graphs else ()
+
+    def _called(self) -> Sequence[CompiledGraph]:
+        if not self.graphs:
             raise ExecutorError(
                 "nothing is compiled yet: call the compiled function, or give "
                 "interlace.compile the arguments of a call"
             )
-        return self._tracer.graphs[-1]
+        return self.graphs
 
     def explain(self) -> str:
-        """Each communication with its strategy, the reason and the gain that is predicted; or why
-        there is no Program."""
-        return explain_graphs(self._graphs)
+        """Each communication with its strategy, the reason and what is predicted and measured; or
+        why there is no Program."""
+        return explain_graphs(self._called())
 
     def close(self) -> None:
         """Frees everything; a later call binds anew."""
         for graph in (graph for each in self._tracer.graphs for graph in each):
             graph.close()
+
+
+class DynamicModule(Dynamic, CompiledModule):
+    """The same of a module: a module itself, with the parameters and the state of `fn`."""
