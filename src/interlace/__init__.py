@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import reset_teams as reset
     from interlace.cost import simulate
     from interlace.frontend.compile import compile
+    from interlace.frontend.insight import explain, report
     from interlace.frontend.schedules import export
     from interlace.ir.build.builder import program
     from interlace.ir.text.load import load, load_set
@@ -28,6 +29,7 @@ __all__ = [
     "check",
     "compile",
     "errors",
+    "explain",
     "export",
     "load",
     "load_set",
@@ -35,6 +37,7 @@ __all__ = [
     "parse_set",
     "program",
     "release",
+    "report",
     "reset",
     "simulate",
     "synchronize",
@@ -45,6 +48,7 @@ _LAZY = {
     "Executor": ("interlace.runtime", "Executor"),
     "check": ("interlace.verify", "check"),
     "compile": ("interlace.frontend.compile", "compile"),
+    "explain": ("interlace.frontend.insight", "explain"),
     "export": ("interlace.frontend.schedules", "export"),
     "load": ("interlace.ir.text.load", "load"),
     "load_set": ("interlace.ir.text.load", "load_set"),
@@ -52,6 +56,7 @@ _LAZY = {
     "parse_set": ("interlace.ir.text.parser", "parse_set"),
     "program": ("interlace.ir.build.builder", "program"),
     "release": ("interlace.comm.teams", "release_teams"),
+    "report": ("interlace.frontend.insight", "report"),
     "reset": ("interlace.comm.teams", "reset_teams"),
     "simulate": ("interlace.cost", "simulate"),
     "synchronize": ("interlace.runtime", "synchronize"),

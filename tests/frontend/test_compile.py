@@ -340,3 +340,39 @@ def test_ranks_that_would_choose_differently_run_serially(pool: Pool) -> None:
         assert strategies == ["serial"]
         assert remarks
         assert "runs serially" in remarks[0]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_module_gives_a_module(dynamic: bool, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    own = set(vars(net))
+    compiled: Any = interlace.compile(net, torch.randn(3, 4), dynamic=dynamic)
+    assert nn.Module in type(compiled).mro()
+    assert list(compiled.state_dict()) == list(net.state_dict())
+    assert [*map(id, compiled.parameters())] == [*map(id, net.parameters())]
+    assert compiled.eval() is compiled
+    assert not net[0].training
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(compiled.forward(x), net(x))
+    compiled.train()(x).sum().backward()
+    assert net[0].weight.grad is not None
+    assert set(vars(net)) == own, "it was left in the model"
+    compiled.tag = "mine"
+    assert net.tag == "mine"
+    assert net.get_submodule("0") is compiled.get_submodule("0")
+    outer = nn.ModuleDict({"inner": compiled}).eval()
+    assert not net.training
+    assert list(outer.state_dict()) == [f"inner.{name}" for name in net.state_dict()]
+    outer.load_state_dict({name: x + 1 for name, x in outer.state_dict().items()})
+    torch.testing.assert_close(compiled(x), net(x))
+    torch.save(compiled, tmp_path / "it.pt")
+    again = torch.load(tmp_path / "it.pt", weights_only=False)
+    torch.testing.assert_close(again(x), net(x))
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = compiled.nothing
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_what_cannot_be_called_is_a_typed_error(given: Any) -> None:
+    with pytest.raises(OptionError, match=f"was given {given}, which is not callable"):
+        interlace.compile(given)

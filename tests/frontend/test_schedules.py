@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import interlace
 from interlace.errors import ExecutorError
-from interlace.frontend import backend, capture
+from interlace.frontend import backend
+from interlace.frontend.insight import graphs_of
 from interlace.options import Options
 from interlace.passes import run_pipeline
 
@@ -46,9 +47,8 @@ def step(folder: str | None, compiled: bool = False, **options: Any) -> tuple[An
     given: dict[str, Any] = {"schedules": folder, **options}
     if compiled:
         torch.compiler.reset()
-        with capture() as made:
-            call: Any = torch.compile(model, backend=backend, options=given)
-            loss = call(x).square().mean()
+        made: Any = torch.compile(model, backend=backend, options=given)
+        loss = made(x).square().mean()
     else:
         made = interlace.compile(model, x, options=given)
         loss = made(x).square().mean()
@@ -68,14 +68,14 @@ def export_edit_and_run(folder: str, dynamo: bool) -> list[str]:
     edited, found = step(folder, dynamo)
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours, theirs)
-    programs = [bound.program for bound in edited.bound]
+    programs = [bound.program for graph in graphs_of(edited) for bound in graph.bound]
     streams = [program.streams() for program in programs]
     assert "other" in streams[0]
     assert "other" not in streams[1]
     texts = [remark.text for program in programs for remark in program.remarks]
     assert texts.count("its text is a file of the option schedules") == 2
-    for bound in (*made.bound, *edited.bound):
-        bound.executor.close()
+    for graph in (*graphs_of(made), *graphs_of(edited)):
+        graph.close()
     return sorted(path.name for path in mine)
 
 

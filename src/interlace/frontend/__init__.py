@@ -2,11 +2,14 @@
 
 backend.py         torch.compile(model, backend="interlace")
 compile.py         interlace.compile(fn, *examples): the same without TorchDynamo
+as_module.py       what that gives for a module: a module itself
 dynamic.py         interlace.compile(fn, dynamic=True), by TorchDynamo
 compiled_graph.py  a compiled graph, with a bound Program for each signature
 binding.py         serial Program -> overlapped, agreed on, bound
 schedules.py       the Programs as files, and files run in place of generated Programs
 explain.py         the Programs behind a compiled model, and what became of each site
+insight.py         interlace.explain and interlace.report, for what torch.compile made too
+origin.py          whose graph it is, and what broke it off
 partition.py       what is saved between forward and backward, and what is gathered again
 teams.py           process groups as teams; what ranks tell each other while they compile
 

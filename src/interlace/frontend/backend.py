@@ -12,6 +12,9 @@ pass.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,9 +40,13 @@ from interlace.frontend.importing.exchanges import forget
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
+from interlace.frontend.origin import Origin
 from interlace.frontend.partition import Partition
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
+
+log = logging.getLogger(__name__)
+"""Off by default: `TORCH_LOGS=interlace.frontend`, or `logging` itself, shows what is compiled."""
 
 
 class Compilation:
@@ -47,6 +54,7 @@ class Compilation:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self._began = time.perf_counter()
         self.graphs: list[CompiledGraph] = []
 
     def compilers(self) -> dict[str, Any]:
@@ -62,14 +70,20 @@ class Compilation:
             "keep_inference_input_mutations": True,
         }
 
-    def prepare(self) -> None:
-        """Binds the graphs that have concrete sizes, forward and backward together, or none."""
+    def prepare(self, name: str) -> None:
+        """Binds the graphs that have concrete sizes, forward and backward together, or none;
+        `name` is what the log calls it."""
         try:
             for graph in self.graphs:
                 graph.prepare()
         except BaseException:
             self.close()
             raise
+        kinds = ", ".join(
+            f"{graph.kind} ({graph.unscheduled})" if graph.unscheduled else graph.kind
+            for graph in self.graphs
+        )
+        log.info("compiled %s: %s, in %.3f s", name, kinds, time.perf_counter() - self._began)
 
     def close(self) -> None:
         """Frees what is bound; a later call binds anew."""
@@ -113,7 +127,16 @@ class Backend:
     __name__ = "interlace"
 
     def __init__(self) -> None:
-        self._graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+        self._graphs: weakref.WeakValueDictionary[int, CompiledGraph]
+        self._graphs = weakref.WeakValueDictionary()
+        self._count = itertools.count()
+        self._first = 0
+        """The number of the first graph since the last reset."""
+
+    @property
+    def graphs(self) -> list[CompiledGraph]:
+        """Those that torch still keeps, in the order in which they were compiled."""
+        return [graph for number, graph in self._graphs.items() if number >= self._first]
 
     def __call__(
         self,
@@ -142,7 +165,8 @@ class Backend:
     def reset(self) -> None:
         """Frees every Executor; `torch.compiler.reset()` calls it."""
         forget()
-        for graph in list(self._graphs):
+        self._first = next(self._count)
+        for graph in list(self._graphs.values()):
             graph.close()
 
     def compiled(
@@ -155,12 +179,14 @@ class Backend:
         """What runs one graph; `mesh` names teams that no argument names."""
         places = gm.graph.find_nodes(op="placeholder")
         sources = list(map(_source, places))
+        origin = Origin.of(gm)
         setting = Setting(
             options,
             meshes_in((*example_inputs, mesh)),
             tuple(label(source) if source else "" for source in sources),
             device_of(example_inputs),
             takes_numbers(),
+            origin=origin,
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
@@ -168,8 +194,8 @@ class Backend:
         traced = [node.meta.get("example_value") for node in places]
         with compiling(), torchs_errors(gm, traced):
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
-        compilation.prepare()
-        self._graphs.update(compilation.graphs)
+        compilation.prepare(origin.name)
+        self._graphs.update(zip(self._count, compilation.graphs, strict=False))
         state = {i for i, source in enumerate(sources) if is_state(source)}
         return wrap(with_sizes(traced, setting.labels, state, compiled))
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from interlace.comm import team_of
-from interlace.cost import Machine
+from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.importing.importer import Imported
 from interlace.frontend.schedules import scheduled
@@ -46,6 +46,8 @@ class Bound:
     executor: Executor
     machine: Machine
     """The model that its strategies were chosen by."""
+    profiled: list[Timeline] = field(default_factory=list[Timeline])
+    """The last timeline that `Compiled.profile` measured of it, if any."""
 
     @property
     def serial(self) -> Program:
@@ -56,6 +58,14 @@ class Bound:
     def program(self) -> Program:
         """The overlapped Program."""
         return self.executor.program
+
+    @property
+    def measured(self) -> Timeline | None:
+        """The last run that was recorded: with the option `trace`, or by `Compiled.profile`."""
+        if self.executor.options.trace and self.executor.engine is not None:
+            timeline = self.executor.timeline()
+            return timeline if timeline.spans else None
+        return next(iter(self.profiled), None)
 
     @property
     def report(self) -> Report:

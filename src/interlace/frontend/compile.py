@@ -20,7 +20,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from interlace.cost import Machine, Timeline, simulate
 from interlace.errors import ExecutorError, OptionError
+from interlace.frontend.as_module import AsModule
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
@@ -42,6 +43,7 @@ from interlace.frontend.compiled_graph import CompiledGraph, Dropped, Setting
 from interlace.frontend.explain import explain
 from interlace.frontend.importing.nodes import unwrapped
 from interlace.frontend.importing.types import device_of
+from interlace.frontend.origin import name_of
 from interlace.ir import Program
 from interlace.options import Options
 
@@ -49,6 +51,24 @@ _TENSOR = object()
 """Where a tensor stands among outputs."""
 
 
+@overload
+def compile(
+    fn: nn.Module,
+    *examples: Any,
+    mesh: DeviceMesh | None = None,
+    overlap: bool = True,
+    dynamic: bool = False,
+    options: Options | Mapping[str, Any] | None = None,
+) -> CompiledModule: ...
+@overload
+def compile(
+    fn: Callable[..., Any],
+    *examples: Any,
+    mesh: DeviceMesh | None = None,
+    overlap: bool = True,
+    dynamic: bool = False,
+    options: Options | Mapping[str, Any] | None = None,
+) -> Compiled: ...
 def compile(
     fn: Callable[..., Any],
     *examples: Any,
@@ -58,6 +78,9 @@ def compile(
     options: Options | Mapping[str, Any] | None = None,
 ) -> Compiled:
     """`fn` (a function or a module), its communication overlapped with its computation.
+
+    A module gives an `nn.Module` with the parameters, the state and the modes of `fn` itself. An
+    attribute that a `Compiled` has too (such as `options`) is that of `fn` under `.fn`.
 
     With `examples`, the arguments of a call, it is compiled at once, on all ranks together; without
     them at the first call. `mesh` names the teams of process groups that no argument names.
@@ -70,16 +93,23 @@ def compile(
     more, Python state that changes is seen, and what cannot be traced as one graph is an error
     of TorchDynamo. The backward pass is bound when it first runs for a class.
     """
+    if not callable(fn):
+        raise OptionError(
+            f"interlace.compile was given {fn!r}, which is not callable: give it a function or a "
+            "module"
+        )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise OptionError(
             f"mesh={mesh!r} is no DeviceMesh: give the mesh itself, as init_device_mesh makes it"
         )
     chosen = dataclasses.replace(options_from(options), overlap=overlap)
-    if isinstance(fn, OptimizedModule):
-        fn = fn._orig_mod
-    made = Compiled
+    while isinstance(fn, OptimizedModule | Compiled):
+        fn = fn._orig_mod if isinstance(fn, OptimizedModule) else fn.fn
+    made = CompiledModule if isinstance(fn, nn.Module) else Compiled
     if dynamic:
-        from interlace.frontend.dynamic import Dynamic as made
+        from interlace.frontend.dynamic import Dynamic, DynamicModule
+
+        made = DynamicModule if isinstance(fn, nn.Module) else Dynamic
     compiled = made(fn, mesh, chosen)
     if examples:
         compiled.prepare(*examples)
@@ -142,19 +172,19 @@ class Compiled:
         self._keys = CallKeys(self._state)
         self._mesh = mesh
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        name = getattr(fn, "__name__", type(fn).__name__)
-        self._dropped = Dropped(name, options.cache_size)
-        self._examples: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._dropped = Dropped(name_of(fn), options.cache_size)
+        self._given: list[tuple[tuple[Any, ...], dict[str, Any]] | None] = [None]
+        """The arguments of the last call, if any."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `fn` gives for these arguments."""
-        call = self._keys.of(args, kwargs)
-        entry = self._entries.get(call.key)
+        call, entries = self._keys.of(args, kwargs), self._entries
+        entry = entries.get(call.key)
         if entry is None:
             call, entry = self._add(call, args, kwargs)
-        elif len(self._entries) > 1:
-            self._entries.move_to_end(call.key)
-        self._examples = (args, kwargs)
+        elif len(entries) > 1:
+            entries.move_to_end(call.key)
+        self._given[0] = args, kwargs
         direct = entry.direct
         if direct is not None and direct.executor.engine is not None:
             return direct(call.tensors)
@@ -162,7 +192,7 @@ class Compiled:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
-        self._examples = (args, kwargs)
+        self._given[0] = args, kwargs
         call = self._keys.of(args, kwargs)
         if call.key in self._entries:
             self._entries.move_to_end(call.key)
@@ -197,7 +227,7 @@ class Compiled:
         return tuple(bound.program for bound in self.bound)
 
     def explain(self) -> str:
-        """Each communication with its strategy, the reason and the gain that is predicted."""
+        """Each communication with its strategy, the reason and what is predicted and measured."""
         return explain(self.bound)
 
     def simulate(self, kind: str | None = None) -> Timeline:
@@ -222,9 +252,9 @@ class Compiled:
         Without arguments it takes those that were given as examples.
         """
         if not args and not kwargs:
-            if self._examples is None:
+            if self._given[0] is None:
                 raise ExecutorError("give the arguments of a call: there were no examples to take")
-            args, kwargs = self._examples
+            args, kwargs = self._given[0]
         traced = type(self)(self.fn, self._mesh, dataclasses.replace(self.options, trace=True))
         for _ in range(runs):
             wanted = _differentiable(traced(*args, **kwargs))
@@ -233,6 +263,12 @@ class Compiled:
                 ones = [torch.ones_like(x) for x in wanted]
                 torch.autograd.grad(wanted, inputs, ones, allow_unused=True)
         try:
+            mine = [bound for graph in self.graphs for bound in graph.bound]
+            for theirs in traced.bound:
+                found = theirs.measured
+                for bound in mine:
+                    if found is not None and bound.program == theirs.program:
+                        bound.profiled[:] = [found]
             return traced._of_kind(kind).executor.timeline()
         finally:
             traced.close()
@@ -247,6 +283,9 @@ class Compiled:
         """The same of a copy of the function, compiled anew when it is called."""
         copied = memo[id(self)] = type(self)(copy.deepcopy(self.fn, memo), self._mesh, self.options)
         return copied
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.fn, self._mesh, self.options)
 
     def _of_kind(self, kind: str | None) -> Bound:
         bound = self.bound
@@ -283,7 +322,7 @@ class Compiled:
 
     def _compile(self, call: FunctionCall, *given: Any) -> _Entry:
         entry = self._trace(call, *given)
-        entry.compilation.prepare()
+        entry.compilation.prepare(name_of(self.fn))
         return entry
 
     def _trace(
@@ -320,6 +359,10 @@ class Compiled:
                 **compilation.compilers(),
             )
         return _Entry(wrap(compiled), compilation, found[-1])
+
+
+class CompiledModule(Compiled, AsModule):
+    """A compiled module: a module itself, with the parameters and the state of `fn`."""
 
 
 def _differentiable(nested: Any) -> list[torch.Tensor]:

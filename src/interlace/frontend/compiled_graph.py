@@ -12,7 +12,9 @@ which sizes are data has none: see Note [Sizes that are data] in importing/excha
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -39,10 +41,13 @@ from interlace.frontend.importing.exchanges import Exchange, communications
 from interlace.frontend.importing.importer import Imported, import_graph
 from interlace.frontend.importing.nodes import draws_random_numbers, location
 from interlace.frontend.importing.symbols import Symbols, pin
+from interlace.frontend.origin import Origin
 from interlace.frontend.teams import Teams
 from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
+
+log = logging.getLogger(__name__)
 
 DATA = "runs as traced: the sizes of an exchange are data, and no rank knows those of its peers"
 MOST_CAPTURED = 8
@@ -64,6 +69,8 @@ class Setting:
     """Whether TorchDynamo traced a function that takes numbers; None: it traced none."""
     elsewhere: Machine | None = None
     """The machine for which this is traced alone: no peer is asked, and nothing is bound."""
+    origin: Origin | None = None
+    """Where TorchDynamo met it, if that traced it."""
 
 
 class Dropped:
@@ -76,6 +83,7 @@ class Dropped:
 
     def note(self, key: Hashable) -> None:
         """It was dropped; of the last few thousand that is known."""
+        log.info("evicted the oldest of %s, which keeps %d", self._name, self._capacity)
         self._hashes[hash(key)] = None
         if len(self._hashes) > MOST_DROPPED:
             self._hashes.popitem(last=False)
@@ -297,9 +305,20 @@ class CompiledGraph:
         values = None
         if args is not None and key != self._traced and sizes is None:
             values = propagate(self._gm, args)
+        began = time.perf_counter()
         imported, teams = self._imported(values=values, sizes=sizes)
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
+        found, took = bound.program.sites, time.perf_counter() - began
+        log.info(
+            "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s",
+            self.kind,
+            f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else "",
+            sum(site.strategy != "serial" for site in found),
+            len(found),
+            len(bound.program.ops),
+            took,
+        )
         self._shelf.put(key, bound, list(groups.values()))
         return bound
 

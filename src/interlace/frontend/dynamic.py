@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from interlace.errors import ExecutorError, InterlaceError
 from interlace.frontend.backend import NotCompiled, backend
 from interlace.frontend.binding import Bound
-from interlace.frontend.compile import Compiled
+from interlace.frontend.compile import Compiled, CompiledModule
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.frontend.explain import capture, explain_graphs
 from interlace.options import Options
@@ -85,7 +85,7 @@ class Dynamic(Compiled):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `fn` gives for these arguments."""
-        self._examples = (args, kwargs)
+        self._given[0] = args, kwargs
         return self._call(*args, **kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
@@ -124,11 +124,15 @@ class Dynamic(Compiled):
         return self.graphs
 
     def explain(self) -> str:
-        """Each communication with its strategy, the reason and the gain that is predicted; or why
-        there is no Program."""
+        """Each communication with its strategy, the reason and what is predicted and measured; or
+        why there is no Program."""
         return explain_graphs(self._called())
 
     def close(self) -> None:
         """Frees everything; a later call binds anew."""
         for graph in (graph for each in self._tracer.graphs for graph in each):
             graph.close()
+
+
+class DynamicModule(Dynamic, CompiledModule):
+    """The same of a module: a module itself, with the parameters and the state of `fn`."""

@@ -10,17 +10,21 @@ The text has strategy, gain, reason, and what it was chosen from:
 
 >>> print(explain(compiled.bound))
 forward: 2 communications, sound
-  1  all_gather_matmul      layers.0.mlp.up    peer/get x4   1.31x   ...
+  1  all_gather_matmul      layers.0.mlp.up    peer/get x4   0.314 ms  1.31x   ...
        serial 0.412 ms (measured 0.420), peer/get 0.314 ms (measured 0.331), ring 0.352 ms
+
+A site shows its strategy, its predicted time, the gain over serial, and, where a run was recorded,
+what it took there, from the first start of its ops to the last end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from interlace.cost import Timeline
 from interlace.frontend.binding import Bound
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.frontend.importing.exchanges import communications
@@ -30,45 +34,74 @@ from interlace.passes.strategies.candidates import candidates
 from interlace.passes.strategies.choose import Estimate
 
 
-def explain(bound: Iterable[Bound]) -> str:
-    """The sites and remarks of bound Programs, one Program after another."""
-    return "\n\n".join(map(_one, bound))
+def explain(bound: Iterable[Bound], why: bool = False) -> str:
+    """The sites and remarks of bound Programs, one Program after another; `why` leaves only the
+    sites that stay serial."""
+    return "\n\n".join(_one(each, why) for each in bound)
 
 
-def explain_graphs(graphs: Iterable[CompiledGraph]) -> str:
+def explain_graphs(graphs: Iterable[CompiledGraph], why: bool = False) -> str:
     """The same of compiled graphs, with what becomes of those that have no Program."""
-    texts = [_unscheduled(graph) if graph.unscheduled else explain(graph.bound) for graph in graphs]
-    return "\n\n".join(filter(None, texts))
+    texts = [
+        _unbound(graph) if graph.unscheduled or not graph.bound else explain(graph.bound, why)
+        for graph in graphs
+    ]
+    return "\n\n".join(texts)
 
 
-def _one(bound: Bound) -> str:
+def explain_program(program: Program, why: bool = False, measured: Timeline | None = None) -> str:
+    """The sites and remarks of a Program."""
+    return "\n".join([_head(program.name, program.sites, why), *_sites(program, why, measured)])
+
+
+def _one(bound: Bound, why: bool) -> str:
     program = bound.program
     verdict = "sound" if bound.report.sound else "unsound"
     sizes = f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else ""
-    lines = [f"{_head(bound.kind, len(program.sites))}, {verdict}{sizes}"]
     found = candidates(bound.serial, bound.executor.options, bound.machine)
-    rows = _columns([_row(site) for site in program.sites])
-    for site, row in zip(program.sites, rows, strict=True):
+    lines = _sites(program, why, bound.measured, found)
+    return "\n".join([f"{_head(bound.kind, program.sites, why)}, {verdict}{sizes}", *lines])
+
+
+def _sites(
+    program: Program,
+    why: bool,
+    measured: Timeline | None,
+    found: Mapping[int, Sequence[Estimate]] | None = None,
+) -> list[str]:
+    lines: list[str] = []
+    sites = [site for site in program.sites if not why or site.strategy == "serial"]
+    for site, row in zip(sites, _columns([_row(s, measured) for s in sites]), strict=True):
         lines.append(row)
-        if site.id in found:
+        if found and site.id in found:
             lines.append(f"       {', '.join(map(told, found[site.id]))}")
+    ids = {site.id for site in sites}
     for remark in program.remarks:
+        if why and remark.site not in ids and remark.pass_name != "frontend":
+            continue
         place = "" if remark.site is None else f" (site {remark.site})"
         lines.append(f"  {remark.pass_name}{place}: {remark.text}")
-    return "\n".join(lines)
+    return lines
 
 
-def _unscheduled(graph: CompiledGraph) -> str:
+def _unbound(graph: CompiledGraph) -> str:
+    """Of a graph that has no Program, or none yet."""
     nodes = communications(graph.graph)
     rows = [
-        (str(i), kind, str(location(node)) or "-", "serial")
+        (str(i), kind, str(location(node)) or "-", "serial" if graph.unscheduled else "")
         for i, node in enumerate(nodes, 1)
         for _, kind, _ in [str(node.target).split(".")]
     ]
-    return "\n".join([f"{_head(graph.kind, len(rows))}, {graph.unscheduled}", *_columns(rows)])
+    state = graph.unscheduled or "not bound now: it is when it is called, or was and was freed"
+    return "\n".join([f"{_count(graph.kind, len(rows))}, {state}", *_columns(rows)])
 
 
-def _head(kind: str, count: int) -> str:
+def _head(kind: str, sites: Sequence[Site], why: bool) -> str:
+    serial = sum(site.strategy == "serial" for site in sites)
+    return _count(kind, len(sites)) + (f", {serial} serial" if why else "")
+
+
+def _count(kind: str, count: int) -> str:
     return f"{kind}: {count} communication{'' if count == 1 else 's'}"
 
 
@@ -82,13 +115,16 @@ def told(estimate: Estimate) -> str:
     return text
 
 
-def _row(site: Site) -> tuple[str, ...]:
+def _row(site: Site, measured: Timeline | None) -> tuple[str, ...]:
     how = f"{site.strategy}/{site.protocol}" if site.protocol else site.strategy
     how = f"{how} x{site.chunks}" if site.chunks else how
-    gain = ""
+    predicted = gain = took = ""
     if site.serial_ms and site.predicted_ms:
+        predicted = f"{site.predicted_ms:.3f} ms"
         gain = f"{site.serial_ms / site.predicted_ms:.2f}x"
-    return str(site.id), site.kind, site.module or "-", how, gain, site.reason
+    if measured is not None:
+        took = f"took {measured.of(site=site.id).makespan_s * 1e3:.3f} ms"
+    return str(site.id), site.kind, site.module or "-", how, predicted, gain, took, site.reason
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -96,7 +132,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
         return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True) if w).rstrip()
         for row in rows
     ]
 
@@ -118,7 +154,7 @@ class Captured:
         return [bound.program for bound in self.bound]
 
     def explain(self) -> str:
-        """Each communication with its strategy, the reason and the gain that is predicted."""
+        """Each communication with its strategy, the reason and what is predicted and measured."""
         return explain_graphs(self.graphs)
 
 

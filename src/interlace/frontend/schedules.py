@@ -17,10 +17,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
@@ -35,7 +35,7 @@ from interlace.runtime.prepare.agreement import digest, essence, program_rank
 from interlace.trace.tracks import write_whole
 
 if TYPE_CHECKING:
-    from interlace.frontend.compiled_graph import CompiledGraph
+    from interlace.frontend.explain import Captured
 
 DIGITS = 8
 NAME = re.compile(rf"(forward|backward|inference)-[0-9a-f]{{{DIGITS}}}\.ilc")
@@ -43,27 +43,22 @@ MOST_TOLD = 12
 """Differences that an error lists."""
 
 
-class HasGraphs(Protocol):
-    """What `interlace.compile` gives, and `interlace.frontend.capture`."""
-
-    @property
-    def graphs(self) -> Sequence[CompiledGraph]:
-        """The compiled graphs."""
-        ...
-
-
-def export(compiled: HasGraphs, folder: str | os.PathLike[str]) -> list[Path]:
+def export(compiled: Callable[..., Any] | Captured, folder: str | os.PathLike[str]) -> list[Path]:
     """Writes the schedules of a compiled model into `folder` and returns their paths.
 
-    `compiled` is what `interlace.compile` returned, of which the graphs of the arguments met last
-    are written, or what `interlace.frontend.capture` collected of `torch.compile`. Each bound graph
-    gives `KIND-DIGEST.ilc`, the Program that runs, and beside it `KIND-DIGEST.serial.ilc`, the
-    Program that was imported. `Options(schedules=folder)` runs the former, which may be edited.
-    Ranks that run one text write one file, so one of them is enough. Raises ExecutorError where
-    nothing is compiled yet.
+    `compiled` is a module or a function that `torch.compile` made, what `interlace.compile`
+    returned, of which the graphs of the arguments met last are written, or what
+    `interlace.frontend.capture` collected. Each bound graph gives `KIND-DIGEST.ilc`, the Program
+    that runs, and beside it `KIND-DIGEST.serial.ilc`, the Program that was imported.
+    `Options(schedules=folder)` runs the former, which may be edited. Ranks that run one text write
+    one file, so one of them is enough. Raises ExecutorError where nothing is compiled yet.
     """
+    from interlace.frontend.explain import Captured
+    from interlace.frontend.insight import graphs_of
+
+    graphs = compiled.graphs if isinstance(compiled, Captured) else graphs_of(compiled)
     place, written = Path(folder), dict[Path, None]()
-    for bound in (bound for graph in compiled.graphs for bound in graph.bound):
+    for bound in (bound for graph in graphs for bound in graph.bound):
         stem = f"{bound.kind}-{key_of(bound.serial)}"
         for program, ending in ((bound.program, ".ilc"), (bound.serial, ".serial.ilc")):
             text = print_program(_anywhere(program))

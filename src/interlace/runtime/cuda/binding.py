@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch.autograd import profiler
+
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import ExecutorError
 from interlace.ir import Fused, HostSync, in_order
@@ -17,6 +19,7 @@ from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.waits.words import brought_together
 from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import callers, releases
+from interlace.runtime.ranges import range_names
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -41,6 +44,8 @@ class Binding:
         self.aside = self.sides[0] if self.sides else self.main
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
         self.binder = Binder(self)
+        self.sites: dict[Thunk, int | None] = {}
+        """What of the steps belongs to which site; what several ops share belongs to none."""
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
         self._counted = [space for space in spaces.values() if space.uses]
@@ -67,7 +72,9 @@ class Binding:
             lane = self.lanes[op.stream]
             waits = isinstance(op, HostSync)
             for step in binder.steps(index, op, number):
-                steps.append((None if waits else lane, watched(index, step)))
+                step = watched(index, step)
+                steps.append((None if waits else lane, step))
+                self.sites[getattr(step, "run", step)] = op.site
             if number < 0 or not isinstance(op, Fused) or number == len(op.members) - 1:
                 steps += [(lane, binder.drop(name, lane)) for name in leaving.get(index, ())]
         return brought_together(steps)
@@ -98,10 +105,20 @@ class Binding:
             driver.record(stream, entry)
         for lane in self.sides:
             driver.wait_event(lane.handle, entry)
-        for step in self.steps:
-            step()
+        if profiler._is_profiler_enabled:
+            self._issue_in_ranges()
+        else:
+            for step in self.steps:
+                step()
         if self._ends:
             self.join()
+
+    def _issue_in_ranges(self) -> None:
+        """Each step in a range for the profiler."""
+        names = range_names(self.context.plan.program)
+        for step in self.steps:
+            with profiler.record_function(names[self.sites.get(step)]):
+                step()
 
     def join(self) -> None:
         driver, main = self.driver, self.main
@@ -111,7 +128,7 @@ class Binding:
 
     def shut(self) -> None:
         """Lets go of the steps: a run that begins now is an error."""
-        self.steps = [_closed]
+        self.steps, self.sites = [_closed], {}
 
     def close(self) -> None:
         self.shut()

@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm, Use
@@ -106,6 +107,7 @@ class CudaEngine:
         self._owners: list[Any] = [*self.sides] or [self]
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {(): NO_USES}
         self.graphs: Graphs | None = None
+        self._range = f"interlace {context.plan.program.name} (graph)"
         self.warm = False
         """Whether a run has been issued op by op, as graphs need before they are captured."""
         self.issued = self.entered = 0
@@ -185,7 +187,11 @@ class CudaEngine:
                         driver.record(stream, begin)
                     if pair.moves:
                         pair.bring(driver, stream, given)
-                    pair.launch[turn](stream)
+                    if profiler._is_profiler_enabled:
+                        with profiler.record_function(self._range):
+                            pair.launch[turn](stream)
+                    else:
+                        pair.launch[turn](stream)
                     if pair.moves:
                         pair.take(given)
                     results = pair.gives[turn](given)

@@ -18,6 +18,7 @@ from operator import length_hint
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from interlace.comm import Registered, Slot, Workspace, share_on_host
 from interlace.comm.between_hosts import ASK_S, HostsControl
@@ -31,6 +32,7 @@ from interlace.runtime.host.binder import HostBinder
 from interlace.runtime.host.streams import LocalProgress, Stream, StreamOrder, StreamThread
 from interlace.runtime.prepare.plan import releases
 from interlace.runtime.prepare.registered import written
+from interlace.runtime.ranges import in_range, range_names
 
 GRACE_S = 1.0
 """How long a failed transfer looks for the peer whose end explains it."""
@@ -308,6 +310,8 @@ class CpuEngine(Engine):
     def _drive(self, stream: Stream, mark: int) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
         try:
+            if profiler._is_profiler_enabled:
+                stream = self._ranged(stream)
             if not stream.last:
                 left = iter(stream.runs)
                 for run in left:
@@ -325,6 +329,14 @@ class CpuEngine(Engine):
         except BaseException as error:
             done = len(stream.steps) - length_hint(left)
             self._fail(error, stream.steps[done - 1][1] if done else -1)
+
+    def _ranged(self, stream: Stream) -> Stream:
+        """The stream with each step in a range for the profiler."""
+        ops, names = self._program.ops, range_names(self._program)
+        steps = [
+            (at, index, in_range(names[ops[index].site], run)) for at, index, run in stream.steps
+        ]
+        return Stream(stream.name, steps, [run for _, _, run in steps], stream.last)
 
     def _fail(self, error: BaseException, index: int) -> None:
         """Keeps the error of op `index` (-1: of none), and tells peers and the other streams."""

@@ -1,0 +1,61 @@
+"""A compiled module as an `nn.Module`: its parameters, modes and attributes are the model's own.
+
+compiled = interlace.compile(model, x)
+compiled.load_state_dict(torch.load("model.pt"))    # names as in the model, no prefix
+optimizer = torch.optim.AdamW(compiled.parameters())
+compiled.train()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+_OWN = frozenset(
+    "fn options _state _keys _mesh _entries _dropped _given _tracer _call".split(),
+)
+"""What the compiled object holds itself; every other attribute is the model's."""
+
+
+class AsModule(nn.Module):
+    """Holds nothing: what is read, set or called on it, is read, set or called on `fn`."""
+
+    fn: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:  # not set yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.fn, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.fn, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.fn, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.fn)})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled call."""
+        return self(*args, **kwargs)
+
+
+def _of_model(name: str) -> Callable[..., Any]:
+    def method(self: AsModule, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self.fn, name)(*args, **kwargs)
+        return self if found is self.fn else found
+
+    method.__name__, method.__doc__ = name, f"The model's `{name}`."
+    return method
+
+
+for _name, _value in vars(nn.Module).items():
+    if isinstance(_value, FunctionType) and _name not in vars(AsModule) and _name[:2] != "__":
+        setattr(AsModule, _name, _of_model(_name))

@@ -1,0 +1,163 @@
+"""`interlace.explain` and `interlace.report`: what became of the communication of a model.
+
+    model = torch.compile(model, backend="interlace")
+    model(x).sum().backward()
+    print(interlace.explain(model))             # every graph, forward and backward
+    print(interlace.explain(model, why=True))   # what stays serial, and why
+    interlace.report(model, "step.html")        # the timelines, predicted and measured
+
+Nothing is wrapped and nothing is compiled again: the backend knows in whose calls it compiled what
+torch still keeps. With `options={"trace": True}` the last run of each graph is shown too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
+
+from interlace.cost import simulate
+from interlace.errors import ExecutorError
+from interlace.frontend.backend import backend
+from interlace.frontend.compile import Compiled
+from interlace.frontend.compiled_graph import CompiledGraph
+from interlace.frontend.explain import explain_graphs, explain_program
+from interlace.frontend.importing.exchanges import communications
+from interlace.frontend.origin import name_of
+from interlace.ir import Program
+from interlace.trace import Run, write_page
+
+
+def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
+    """Each communication of a compiled model with its strategy, the reason, the predicted time and
+    the measured one where a run was recorded.
+
+    `model` is a module or a function that `torch.compile` made or compiled in place, a module with
+    such parts, what `interlace.compile` gave, or a Program. `why=True` leaves only what stays
+    serial, and says what keeps a model from being overlapped where nothing is. Without graphs the
+    text says what usually causes that; nothing is raised.
+    """
+    if isinstance(model, Program):
+        return explain_program(model, why)
+    graphs = graphs_of(model)
+    if not graphs:
+        return _nothing(model)
+    texts: list[str] = []
+    groups = [list(found) for _, found in itertools.groupby(graphs, key=_origin)]
+    for number, group in enumerate(groups, 1):
+        origin = group[0].setting.origin
+        if origin is not None and not isinstance(model, Compiled):
+            texts.append(f"graph {number} of {len(groups)}: {origin.name}")
+        texts.append(explain_graphs(group, why))
+    return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
+
+
+def report(model: Callable[..., Any], path: str | Path) -> Path:
+    """Writes one HTML page with the timelines of a compiled model: predicted, and measured where a
+    run was recorded. It takes what `explain` takes, but a Program, and returns the path.
+
+    Raises ExecutorError where there is no schedule to show.
+    """
+    graphs = graphs_of(model)
+    bound = [each for graph in graphs for each in graph.bound[-1:]]
+    if not bound:
+        raise ExecutorError(f"there is no schedule to show. {explain(model)}")
+    runs = [
+        Run(each.programs, simulate(each.programs, each.machine), each.measured, each.kind)
+        for each in bound
+    ]
+    sound = all(each.report.sound for each in bound)
+    facts = [("verifier", "sound" if sound else "unsound"), ("machine", bound[0].machine.name)]
+    return write_page(runs, path, name_of(_plain(model)), facts)
+
+
+def graphs_of(model: Any) -> list[CompiledGraph]:
+    """The graphs that were compiled in calls of a model or of its parts, in that order; of another
+    module of its class where it has none, since torch shares graphs among those."""
+    if isinstance(model, Compiled):
+        return [*model.graphs]
+    plain = _plain(model)
+    parts = plain.modules() if isinstance(plain, nn.Module) else [plain]
+    wanted = {id(getattr(part, "__self__", part)) for part in parts}
+    known = [(graph, graph.setting.origin) for graph in backend.graphs]
+    found = [graph for graph, origin in known if origin is not None and origin.is_of(wanted)]
+    if found or _backend_of(model) != backend.__name__ or not isinstance(plain, nn.Module):
+        return found
+    return [g for g, origin in known if origin is not None and type(origin.first) is type(plain)]
+
+
+def _origin(graph: CompiledGraph) -> int:
+    return id(graph.setting.origin)
+
+
+def _plain(model: Any) -> Any:
+    """What torch.compile or interlace.compile was given."""
+    if isinstance(model, Compiled):
+        return model.fn
+    return model._orig_mod if isinstance(model, OptimizedModule) else innermost_fn(model)
+
+
+def _backend_of(model: Any) -> str | None:
+    """The name of the backend that torch.compile was given; None: it did not make this."""
+    call = getattr(model, "_compiled_call_impl", None) or model
+    if isinstance(model, OptimizedModule):
+        found: Any = getattr(model.dynamo_ctx, "callback", None)
+    else:
+        names = getattr(getattr(call, "__code__", None), "co_freevars", ())
+        if not hasattr(call, "_torchdynamo_orig_callable") or "callback" not in names:
+            return None
+        found = call.__closure__[names.index("callback")].cell_contents
+    while (inner := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
+        found = inner
+    return getattr(found, "compiler_name", None) or getattr(found, "__name__", str(found))
+
+
+def _nothing(model: Any) -> str:
+    """Why there are no graphs of a model."""
+    name, by = name_of(_plain(model)), _backend_of(model)
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    inside = next((found for part in parts if (found := _backend_of(part))), None)
+    by = by or inside
+    if isinstance(model, Compiled):
+        return f"{name}: nothing is compiled yet: call it, or give interlace.compile its arguments"
+    if by is None:
+        return (
+            f'{name} is not compiled: use torch.compile(model, backend="interlace") and call what '
+            "that gives, or give this function the model or function that was compiled"
+        )
+    if by != backend.__name__:
+        return f'{name} is compiled by backend={by!r}: use torch.compile(..., backend="interlace")'
+    if torch._dynamo.config.disable:
+        return f"{name}: TorchDynamo is off (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
+    return (
+        f"{name} has no graph now: it was not called yet, torch.compiler.reset() freed it, or "
+        "TorchDynamo found no tensor operators in it (TORCH_LOGS=graph_breaks says what it skips)"
+    )
+
+
+def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
+    """What keeps these graphs from being overlapped, beyond the reason of each site."""
+    options = graphs[0].setting.options
+    if not options.overlap or options.strategy == "serial":
+        yield 'everything is serial by option: leave out overlap=False and strategy="serial"'
+    if not any(any(communications(graph.graph)) for graph in graphs):
+        yield (
+            "no graph communicates. Interlace overlaps collectives that are in the graph: those of "
+            "DTensors (parallelize_module, redistribute) and functional ones "
+            "(torch.distributed._functional_collectives). What DDP, fully_shard and hooks do runs "
+            "outside of it, and so does what comes after a graph break; in a world of one rank "
+            "there is nothing to send"
+        )
+    origins = [graph.setting.origin for graph in graphs]
+    breaks = dict.fromkeys(origin.ended for origin in origins if origin and origin.ended)
+    if breaks:
+        listed = "".join(f"\n  {ended}" for ended in breaks)
+        yield (
+            "a communication overlaps only with computation of its own graph, and a graph ends at "
+            f"each of these graph breaks:{listed}"
+        )

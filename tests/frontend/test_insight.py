@@ -1,0 +1,230 @@
+"""What a user sees of compiled models: explain, report, the profiler's ranges, the log."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Pool
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.profiler import ProfilerActivity, profile
+
+import interlace
+from interlace.errors import ExecutorError
+
+
+class Mlp(nn.Module):
+    """Two layers, which a graph break may part."""
+
+    def __init__(self, broken: bool = False) -> None:
+        super().__init__()
+        self.broken = broken
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.up(x))
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.down(y)
+
+
+def parallel(model: nn.Module) -> nn.Module:
+    """Rows gathered before `up` and scattered after `down`."""
+    mesh, rows = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)), Shard(0)
+    plan: dict[str, Any] = {
+        "up": ColwiseParallel(input_layouts=rows),
+        "down": RowwiseParallel(output_layouts=rows),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def by_torch(folder: str) -> dict[str, str]:
+    """What is told of a module that torch.compile made, before and after it ran."""
+    torch.compiler.reset()
+    model, x = parallel(Mlp()), torch.randn(8, 32)
+    options: Any = {"strategy": "peer", "trace": True}
+    call: Any = torch.compile(model, backend="interlace", options=options)
+    told = {"before": interlace.explain(call)}
+    call(x).sum().backward()
+    told |= {"after": interlace.explain(call), "plain": interlace.explain(model)}
+    page = interlace.report(call, f"{folder}/{dist.get_rank()}.html")
+    told |= {"page": page.read_text(), "why": interlace.explain(call, why=True)}
+    torch.compiler.reset()
+    return told | {"reset": interlace.explain(call)}
+
+
+def test_of_a_module_by_torch_compile(pool: Pool, tmp_path: Path) -> None:
+    for told in pool(2).run(by_torch, str(tmp_path)):
+        for text in (told["before"], told["reset"]):
+            assert text.startswith("Mlp has no graph now: it was not called yet")
+        after = told["after"]
+        assert after == told["plain"]
+        assert after.startswith("graph 1 of 1: Mlp\n\nforward: 2 communications, sound\n")
+        assert "\nbackward: " in after
+        for line in after.splitlines():
+            if "all_gather_matmul" in line or "matmul_reduce_scatter" in line:
+                assert " peer/get x2 " in line
+                assert " took " in line
+        for word in ("forward predicted", "backward measured", "<b>verifier</b> sound"):
+            assert word in told["page"]
+        assert "forward: 2 communications, 0 serial, sound" in told["why"]
+
+
+def broken_or_regathered() -> tuple[str, str, str]:
+    """What is told of a model with a graph break, of one that gathers again, and of layers."""
+    torch.compiler.reset()
+    x, told = torch.randn(8, 32), list[str]()
+    for broken in (True, False):
+        model = parallel(Mlp(broken))
+        model.compile(backend="interlace", options={"regather": True})
+        model(x).sum().backward()
+        told.append(interlace.explain(nn.ModuleList([model]), why=True))
+    layers = nn.Sequential(*[parallel(Mlp()) for _ in range(2)])
+    for layer in layers:
+        layer.compile(backend="interlace", options={"overlap": False})
+    layers(x)
+    return told[0], told[1], interlace.explain(layers[1], why=True)
+
+
+def test_why_a_communication_stays_serial(pool: Pool) -> None:
+    for broken, regathered, by_layer in pool(2).run(broken_or_regathered):
+        assert "graph 1 of 2: Mlp, which a graph break ends: " in broken
+        assert "a graph ends at each of these graph breaks:\n" in broken
+        assert f"graph_break()` at {__file__}:" in broken
+        assert "forward: 2 communications, 0 serial" in regathered
+        assert "all_gather  up  serial" in regathered
+        assert "takes the gathered tensor as its right-hand side" in regathered
+        assert "everything is serial by option" in by_layer, "layers of a class share their graphs"
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def called_between(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return doubled(x)
+
+
+def test_of_functions_and_models_without_communication() -> None:
+    torch.compiler.reset()
+    call = torch.compile(called_between, backend="interlace")
+    call(torch.ones(3))
+    text = interlace.explain(call, why=True)
+    assert ": called_between" in text
+    assert "inference: 0 communications" in text
+    assert "no graph communicates" in text
+    net = nn.Sequential(nn.Linear(4, 4))
+    torch.compile(net, backend="interlace")(torch.ones(2, 4))
+    other = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    torch.compile(other, backend="interlace")(torch.ones(2, 4))
+    assert interlace.explain(net).count("graph ") == 1
+    assert interlace.explain(nn.ModuleList([net, other])).count("graph ") == 2
+
+
+def test_what_was_not_compiled_by_interlace() -> None:
+    torch.compiler.reset()
+    net = nn.Linear(2, 2)
+    assert interlace.explain(net).startswith("Linear is not compiled: use torch.compile(")
+    call = torch.compile(net, backend="eager")
+    call(torch.ones(1, 2))
+    assert "compiled by backend='eager'" in interlace.explain(call)
+    assert "compiled by backend='inductor'" in interlace.explain(torch.compile(doubled))
+    inner = nn.Sequential(nn.Linear(2, 2))
+    inner[0].compile(backend="aot_eager")
+    assert "compiled by backend='aot_eager'" in interlace.explain(inner)
+    with pytest.raises(ExecutorError, match=r"no schedule to show\. Linear is not compiled"):
+        interlace.report(net, "page.html")
+    with torch._dynamo.config.patch(disable=True):
+        off = torch.compile(net, backend="interlace")
+        assert "TorchDynamo is off" in interlace.explain(off)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_of_what_interlace_compile_gave(dynamic: bool, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = interlace.compile(net, dynamic=dynamic)
+    assert "Sequential: nothing is compiled yet" in interlace.explain(compiled)
+    compiled(torch.randn(3, 4)).sum().backward()
+    assert interlace.explain(compiled).startswith("forward: 0 communications, sound")
+    compiled.profile(kind="backward", runs=1)
+    page = interlace.report(compiled, tmp_path / "page.html").read_text()
+    assert "forward measured" in page
+    assert "backward measured" in page
+
+
+def profiled() -> list[tuple[str, str]]:
+    """What explain shows of the same sites before and after `profile`."""
+    compiled = interlace.compile(parallel(Mlp()), torch.randn(8, 32), options={"strategy": "ring"})
+    before = interlace.explain(compiled)
+    compiled.profile(kind="backward", runs=1)
+    return [(before, interlace.explain(compiled)), (compiled.explain(), str(compiled.program))]
+
+
+def test_profile_adds_what_was_measured(pool: Pool) -> None:
+    for (before, after), (own, _) in pool(2).run(profiled):
+        assert " took " not in before
+        assert after == own
+        assert after.count(" took ") == before.count("all_gather ") + 3
+
+
+def test_of_a_program() -> None:
+    program = interlace.compile(nn.Linear(4, 4), torch.ones(2, 4)).program
+    assert interlace.explain(program).startswith("forward: 0 communications\n")
+
+
+# -- the profiler ----------------------------------------------------------------------------------
+
+
+def ranges(every_thread: bool) -> set[str]:
+    """The ranges of Interlace that torch's profiler shows of a step."""
+    torch.compiler.reset()
+    call: Any = torch.compile(parallel(Mlp()), backend="interlace", options={"strategy": "peer"})
+    x = torch.randn(8, 32)
+    call(x).sum().backward()
+    config = _ExperimentalConfig(profile_all_threads=every_thread)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+        call(x).sum().backward()
+    call(x).sum().backward()  # without it again
+    return {item.key for item in profiler.key_averages() if item.key.startswith("interlace ")}
+
+
+@pytest.mark.parametrize("every_thread", [False, True])
+def test_the_profiler_shows_a_range_for_each_site(pool: Pool, every_thread: bool) -> None:
+    for found in pool(2).run(ranges, every_thread):
+        assert found >= {
+            "interlace forward: up all_gather_matmul (peer)",
+            "interlace forward: down matmul_reduce_scatter (peer)",
+            "interlace backward: down all_gather_matmul (peer)",
+        }
+
+
+# -- the log ---------------------------------------------------------------------------------------
+
+
+def test_the_log_tells_what_is_compiled_bound_and_evicted(caplog: Any) -> None:
+    torch.compiler.reset()
+    net = nn.Sequential(nn.Linear(4, 4))
+    interlace.compile(net, torch.ones(2, 4))
+    assert not [r for r in caplog.records if r.name.startswith("interlace")], "off by default"
+    with caplog.at_level(logging.INFO, logger="interlace"):
+        torch.compile(net, backend="interlace")(torch.ones(2, 4))
+        call = interlace.compile(net, torch.ones(2, 4), options={"cache_size": 1})
+        call(torch.ones(3, 4))
+    texts = [record.getMessage() for record in caplog.records]
+    assert any(t.startswith("compiled Sequential: forward, backward, in ") for t in texts)
+    bound = "bound forward: 0 of 0 communications overlapped, "
+    assert sum(text.startswith(bound) for text in texts) == 3
+    assert "evicted the oldest of Sequential, which keeps 1" in texts
