@@ -180,6 +180,21 @@ assert len(inner.state) == 8 and all(s["momentum_buffer"].to_local().shape == (1
 dist.destroy_process_group()
 print("as told")
 """
+SCHEDULES_READ = """
+import pathlib
+pathlib.Path("all_gather_linear.ilc").write_text(PROGRAM)
+x, w = torch.randn(64, 256), torch.randn(256, 512)
+dist.barrier()
+"""
+SCHEDULES_CHECK = """
+assert {path.name.split("-")[0] for path in paths} == {"forward", "backward"}
+assert "a file of the option schedules" in edited.explain()
+parts = [torch.empty_like(x) for _ in range(2)]
+dist.all_gather(parts, x)
+torch.testing.assert_close(y, torch.cat(parts) @ w)
+dist.destroy_process_group()
+print("as told")
+"""
 FORGET = """
 import gc
 for _name in [name for name in globals() if not name.startswith("_") and name != "gc"]:
@@ -262,13 +277,15 @@ def run_script(script: Path, *launch: str) -> str:
     """What a script prints, on CPUs."""
     if launch:
         script.write_text(script.read_text() + FORGET)
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, *launch, str(script)],
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=script.parent,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -309,6 +326,16 @@ def test_registered_parameters_as_told(tmp_path: Path) -> None:
         lines = [line for line in text.splitlines() if f"({word}" not in line]
         assert len(lines) == len(text.splitlines()) - 2
         assert check(parse("\n".join(lines))).kinds() == {"race"}
+
+
+def test_schedules_as_files_as_told(tmp_path: Path) -> None:
+    """The page's scripts, one after another, on two ranks; the last with the README's schedule."""
+    model, traced, alone = (c for n, c in PYTHON.items() if n.startswith("docs/schedules.md"))
+    (program,) = (code for name, code in SCHEDULES.items() if name.startswith("README.md"))
+    given = f"PROGRAM = {program!r}\n" + SCHEDULES_READ
+    script = tmp_path / "schedules.py"
+    script.write_text(model + traced + given + alone + SCHEDULES_CHECK)
+    assert run_script(script, *TWO_RANKS).count("as told") == 2
 
 
 @pytest.mark.parametrize("name", PYTHON)

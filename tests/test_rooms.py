@@ -32,6 +32,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "bench/race/jax_rival.py": "gives its environment to JAX's process, with JAX's own settings",
     "bench/ranks.py": "sees whether torchrun started it; gives NCCL its own default in captures",
     "commands/demo.py": "sees whether torchrun started it (WORLD_SIZE)",
+    "commands/run.py": "sees whether torchrun started it (WORLD_SIZE)",
     "commands/doctor.py": "shows whether MKL_CBWR is set; sees whether torchrun started it",
     "commands/doctor_job.py": "shows the interfaces that gloo and NCCL read; finds a first rank",
     "launch.py": "gives ranks torchrun's environment, and what torch and NCCL read at their start",

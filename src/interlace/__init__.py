@@ -12,37 +12,53 @@ from interlace.options import Options
 if TYPE_CHECKING:
     from interlace.comm.teams import release_teams as release
     from interlace.comm.teams import reset_teams as reset
+    from interlace.cost import simulate
     from interlace.frontend.compile import compile
     from interlace.frontend.insight import explain, report
+    from interlace.frontend.schedules import export
     from interlace.ir.build.builder import program
+    from interlace.ir.text.load import load, load_set
     from interlace.ir.text.parser import parse, parse_set
-    from interlace.runtime import synchronize
+    from interlace.runtime import Executor, synchronize
+    from interlace.verify import check
 
 __all__ = [
+    "Executor",
     "InterlaceError",
     "Options",
+    "check",
     "compile",
     "errors",
     "explain",
+    "export",
+    "load",
+    "load_set",
     "parse",
     "parse_set",
     "program",
     "release",
     "report",
     "reset",
+    "simulate",
     "synchronize",
 ]
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Executor": ("interlace.runtime", "Executor"),
+    "check": ("interlace.verify", "check"),
     "compile": ("interlace.frontend.compile", "compile"),
     "explain": ("interlace.frontend.insight", "explain"),
+    "export": ("interlace.frontend.schedules", "export"),
+    "load": ("interlace.ir.text.load", "load"),
+    "load_set": ("interlace.ir.text.load", "load_set"),
     "parse": ("interlace.ir.text.parser", "parse"),
     "parse_set": ("interlace.ir.text.parser", "parse_set"),
     "program": ("interlace.ir.build.builder", "program"),
     "release": ("interlace.comm.teams", "release_teams"),
     "report": ("interlace.frontend.insight", "report"),
     "reset": ("interlace.comm.teams", "reset_teams"),
+    "simulate": ("interlace.cost", "simulate"),
     "synchronize": ("interlace.runtime", "synchronize"),
 }
 """Names that are imported when they are first asked for: from where, and what they are there."""

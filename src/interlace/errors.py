@@ -72,6 +72,10 @@ class PeerError(InterlaceError):
     """Another rank failed or died; the message names it and repeats what it said."""
 
 
+class ScheduleError(InterlaceError):
+    """A schedule from a file does not fit the graph that it is to run; the message lists how."""
+
+
 class SharedMemoryError(InterlaceError):
     """There is too little shared memory for the symmetric buffers, or the system refuses it."""
 

@@ -37,6 +37,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], Callable[[Any], object], str]] = {
     **dict.fromkeys(("chunks", "cache_size"), ((Integral,), int, "a whole number")),
     "time_out_s": ((Real,), float, "a number of seconds"),
     "calibration": ((str, os.PathLike), os.fspath, "the path of a file"),
+    "schedules": ((str, os.PathLike), os.fspath, "the path of a folder"),
 }
 """What the other options may be, and what they are kept as; a `bool` is no number."""
 
@@ -72,6 +73,9 @@ class Options:
     calibration: str | None = None
     """Path of a calibration file; None takes what `interlace calibrate` wrote for this host, or
     else the built-in model of the device."""
+    schedules: str | None = None
+    """Path of a folder of schedules, as `interlace.export` writes them: a compiled graph runs the
+    text that is there for it in place of a generated one. A text that does not fit is refused."""
     time_out_s: float | None = None
     """Every wait for another rank is bounded by this many seconds, in time that is seen to pass:
     not while the whole job is paused. None takes the time-out of the process group itself. A rank
@@ -84,7 +88,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, (types, plain, what) in _TYPES.items():
             value = getattr(self, name)
-            if value is None and name in ("calibration", "time_out_s"):
+            if value is None and name in ("calibration", "schedules", "time_out_s"):
                 continue
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise OptionError(f"option {name}={value!r}: give {what}")

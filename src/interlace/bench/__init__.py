@@ -10,6 +10,7 @@ device.py        what calibration wants to know of one device alone
 interconnect.py  `interlace bench interconnect`, and what `interlace calibrate` measures
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
 overlap.py       `interlace bench overlap`
+schedule.py      `interlace run`
 layer.py         `interlace bench layer`
 transformer/     `interlace bench transformer`
 kernels/         `interlace bench kernels`

@@ -16,34 +16,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from interlace.errors import InterlaceError, ParseError, TeamError
+from interlace.errors import InterlaceError, TeamError
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
     from interlace.ir import Op, Program, Team, View
 
 
-LONGEST = 1 << 28
-"""Characters of a file, a timeline among them, that a command reads."""
 ALONG = 32
 """Ranks at each end of a team for which a Program that was scaled is validated."""
 
 
 def read_text(path: Path) -> str:
     """The text of a file, or of standard input for `-`."""
+    from interlace.ir.text.load import LONGEST, bounded, read, unreadable
+
+    if str(path) != "-":
+        return read(path)
     try:
-        if str(path) == "-":
-            text = sys.stdin.read(LONGEST + 1)
-        else:
-            with path.open(encoding="utf-8") as file:
-                text = file.read(LONGEST + 1)
+        return bounded(sys.stdin.read(LONGEST + 1), path)
     except (OSError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise ParseError(f"{path} is not UTF-8 text, so it is no schedule: {error}") from error
-        raise ParseError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
-    if len(text) > LONGEST:
-        raise ParseError(f"{path} holds more than {LONGEST} characters, so it is no schedule")
-    return text
+        raise unreadable(path, error) from error
 
 
 def label(path: Path) -> str:
@@ -53,13 +46,9 @@ def label(path: Path) -> str:
 
 def read_programs(path: Path) -> list[Program]:
     """Every Program of a schedule file, validated."""
-    from interlace.ir import parse_set, validate
+    from interlace.ir.text.load import validated_set
 
-    text = read_text(path)
-    programs = list(parse_set(text, file=label(path)))
-    for program in programs:
-        validate(program, text)
-    return programs
+    return list(validated_set(read_text(path), label(path)))
 
 
 def make_folder(folder: Path) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.cost.graph import Task, TaskGraph, build
-from interlace.cost.machine import Machine
+from interlace.cost.machine import Machine, default_machine
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
 from interlace.cost.symmetry import Symmetry
 from interlace.cost.timeline import Interval, Span, Timeline, length, union
@@ -30,8 +30,10 @@ from interlace.ir import Program
 from interlace.ir.size_class import FIXED, deciding
 
 
-def simulate(programs: Program | Sequence[Program], machine: Machine) -> Timeline:
-    """The predicted timeline of one run, from an idle machine."""
+def simulate(programs: Program | Sequence[Program], machine: Machine | str = "cpu") -> Timeline:
+    """The predicted timeline of one run, from an idle machine: a calibration (`Machine.load`), or
+    the built-in model of a device by its name, `cpu` or `cuda`."""
+    machine = default_machine(machine) if isinstance(machine, str) else machine
     listed = [programs] if isinstance(programs, Program) else list(programs)
     return _played(listed, machine, None).timeline(listed)
 

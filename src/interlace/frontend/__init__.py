@@ -6,6 +6,7 @@ as_module.py       what that gives for a module: a module itself
 dynamic.py         interlace.compile(fn, dynamic=True), by TorchDynamo
 compiled_graph.py  a compiled graph, with a bound Program for each signature
 binding.py         serial Program -> overlapped, agreed on, bound
+schedules.py       the Programs as files, and files run in place of generated Programs
 explain.py         the Programs behind a compiled model, and what became of each site
 insight.py         interlace.explain and interlace.report, for what torch.compile made too
 origin.py          whose graph it is, and what broke it off

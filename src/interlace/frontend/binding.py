@@ -3,6 +3,7 @@
     bound = bind("forward", imported, groups={"tp": group}, options=options)
     outputs = bound.run(args)
 
+With the option `schedules` the overlapped Program is a file's text (schedules.py).
 Where the ranks hold uneven shards their Programs differ; then the Executor proves the set of them.
 A set whose overlapped Programs do not fit together is chosen anew by the built-in model, which is
 the same everywhere, or else runs serially; a remark says so.
@@ -23,6 +24,7 @@ from interlace.comm import team_of
 from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.importing.importer import Imported
+from interlace.frontend.schedules import scheduled
 from interlace.ir import Program, Remark
 from interlace.ir.call_names import others
 from interlace.options import Options
@@ -117,11 +119,14 @@ def bind(
     if options.graph and (why := _uncaptured(imported)):
         options = dataclasses.replace(options, graph=False, static_outputs=False)
         noted.append(Remark("frontend", f"not captured in CUDA graphs: {why}"))
+    written = scheduled(kind, imported.program, groups, options)
+    if written is not None:
+        noted.append(Remark("frontend", "its text is a file of the option schedules"))
 
     def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
         remarks = [*noted, *([Remark("frontend", why)] if why else [])]
         serial = imported.program if options.overlap else plain
-        program = lower(serial, options, machine).remarked(remarks)
+        program = (written or lower(serial, options, machine)).remarked(remarks)
         executor = Executor(
             program,
             groups=groups,
@@ -136,7 +141,7 @@ def bind(
     try:
         return prepared(options, machine)
     except AgreementError as error:
-        if not _differs(error, options):
+        if written is not None or not _differs(error, options):
             raise
     if options.strategy == "auto":  # ranks may have chosen by different calibrations
         try:

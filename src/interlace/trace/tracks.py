@@ -13,6 +13,7 @@ of an event, `notify` and `expect` of a signal, a send and its receive (`ir/orde
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def title(timeline: Timeline, run: str = "") -> str:
 def write_whole(path: str | Path, text: str) -> Path:
     """Writes a file beside its place and moves it there, so that nobody reads half of it."""
     path = Path(path)
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # ranks may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -1,0 +1,228 @@
+"""`interlace run`: schedules on real ranks, timed, drawn and compared."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.cli.schedules import RACE, SOUND, STAGES, command
+from tests.support.pool import Pool
+from typer.testing import CliRunner
+
+from interlace.bench.schedule import RunSettings, compare, work
+from interlace.cli import app
+from interlace.errors import InputError
+from interlace.ir import parse_set
+
+SERIAL = """\
+def all_gather_linear(tp: Team[2], x: f32[64, 256], w: f32[256, 512]):
+    full = empty(f32[128, 256])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(product := f32[128, 512]))
+    return product
+"""
+WRONG = SOUND.replace("full[tp.rank], w,", "full[tp.rank + 1], w,")
+"""It computes the other rank's rows twice."""
+WRONG = WRONG.replace("    main: wait(e1)\n", "").replace(
+    "    main: call", "    main: wait(e1)\n    main: call", 1
+)
+REGISTERED = """\
+def gather(tp: Team[2], x: f32[4, 8].strides(1, 0), n: i64[3], y: out[f32[8, 8].registered(tp)]):
+    comm: notify(open, to=tp.others)
+    main: call("aten.add_.Tensor", n, 1, out=n, mutates=True)
+    main: copy(x, y[tp.rank])
+    comm: expect(open, tp.rank + 1)
+    comm: put(x, y[tp.rank], peer=tp.rank + 1)
+    comm: notify(came, to=tp.rank + 1)
+    main: expect(came, tp.rank - 1)
+    return y, n, None, y[0], x
+"""
+
+
+def settings(text: str, against: str = "", **given: Any) -> RunSettings:
+    """What runs a text, and compares it with another."""
+    other = tuple(parse_set(against)) if against else ()
+    name = "another" if against else ""
+    return RunSettings(
+        programs=tuple(parse_set(text)), against=other, against_name=name, runs=3, **given
+    )
+
+
+def reports(*each: RunSettings) -> list[Any]:
+    """What rank 0 reports of each, one after another."""
+    return [work(one, torch.device("cpu")) for one in each]
+
+
+def refusals(*each: RunSettings) -> list[str]:
+    """The error of each, on this rank."""
+    told: list[str] = []
+    for one in each:
+        with pytest.raises(InputError) as found:
+            work(one, torch.device("cpu"))
+        told.append(str(found.value))
+        dist.barrier()
+    return told
+
+
+def verdicts(report: dict[str, Any]) -> list[list[str]]:
+    return [[item["verdict"] for item in rank["compared"].values()] for rank in report["ranks"]]
+
+
+def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> None:
+    page = tmp_path / "page.html"
+    drawn = {"timeline": str(page), "seed": seed % 1000}
+    (report, again, wrong, in_order, stages, registered), nothing = pool(2).run(
+        reports,
+        settings(SOUND, SERIAL, **drawn),
+        settings(SOUND, seed=seed % 1000),
+        settings(SOUND, WRONG),
+        settings(SOUND, SOUND, in_order=True),
+        settings(STAGES),
+        settings(REGISTERED),
+    )
+    assert nothing == [None] * 6
+    assert verdicts(report) == [["equal"]] * 2
+    outputs = [rank["outputs"] for rank in report["ranks"]]
+    assert [rank["outputs"] for rank in again["ranks"]] == outputs, "the seed says what is drawn"
+    assert outputs[0]["y"][0] == "f32[128, 512]"
+    assert outputs[0] != outputs[1], "each rank draws its own inputs"
+    assert report["ranks"][0]["drawn"] == ["x", "w"]
+    assert 0 < report["least_ms"] <= report["median_ms"] <= report["most_ms"]
+    assert report["against"]["runs"] == report["runs"] == 3
+    assert report["files"] == [str(page)]
+    assert page.read_text().count('"source":"') >= 3, "predicted, measured, and the other's"
+    assert {row["rank"] for row in report["figures"]} >= {0, 1}
+    assert verdicts(wrong) == [["differs"]] * 2
+    (off,) = wrong["ranks"][0]["compared"].values()
+    assert off["at"][0] < 64, "rank 0's own rows are the wrong ones"
+    assert off["found"] != off["wanted"]
+    assert verdicts(in_order) == [["equal"]] * 2
+    assert [list(rank["outputs"]) for rank in stages["ranks"]] == [[], ["y"]]
+    one, other = (rank["outputs"] for rank in registered["ranks"])
+    assert one["y"] == other["y"]
+    assert list(one) == ["y", "n", "y[0]"], "an input counts as a result where it is written"
+    assert one["n"][0] == "i64[3]"
+
+
+def test_inputs_from_a_file(pool: Pool, tmp_path: Path) -> None:
+    save = pytest.importorskip("safetensors.torch").save_file
+    x, w = torch.randn(64, 256), torch.randn(256, 512)
+    save({"w": w}, tmp_path / "w.safetensors")
+    for rank in range(2):
+        save({"x": x + rank, "w": w}, tmp_path / f"all.rank{rank}.safetensors")
+    save({"x": x[:32].contiguous()}, tmp_path / "short.safetensors")
+    save({"y": x}, tmp_path / "other.safetensors")
+    (shared, own), _ = pool(2).run(
+        reports,
+        settings(SOUND, inputs=str(tmp_path / "w.safetensors")),
+        settings(SOUND, SERIAL, inputs=str(tmp_path / "all.rank{rank}.safetensors")),
+    )
+    assert [rank["drawn"] for rank in shared["ranks"]] == [["x"], ["x"]]
+    assert [rank["drawn"] for rank in own["ranks"]] == [[], []]
+    one, other = (rank["outputs"]["y"] for rank in own["ranks"])
+    assert one == other, "both ranks gather the same rows"
+    assert verdicts(own) == [["equal"]] * 2
+    for short, unknown, gone, differs in pool(2).run(
+        refusals,
+        settings(SOUND, inputs=str(tmp_path / "short.safetensors")),
+        settings(SOUND, inputs=str(tmp_path / "other.safetensors")),
+        settings(SOUND, inputs=str(tmp_path / "gone.safetensors")),
+        settings(SOUND, REGISTERED),
+    ):
+        assert "x is f32[32, 256], and rank" in short
+        assert "other.safetensors holds y: the inputs are x, w" in unknown
+        assert gone.startswith(f"cannot read {tmp_path / 'gone.safetensors'}")
+        assert "another takes other inputs: x, w, n" in differs
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "verdict", "at"),
+    [
+        ([1.0, float("nan")], [1.0, float("nan")], "equal", ()),
+        ([1.0, 2.0 + 1e-6], [1.0, 2.0], "close", (1,)),
+        ([1.0, 2.1], [1.0, 2.0], "differs", (1,)),
+        ([float("nan"), 2.0], [1.0, 2.0], "differs", (0,)),
+        ([float("inf"), 2.0], [float("inf"), 2.0 + 1e-6], "close", (1,)),
+        ([0.0, 1e-9], [0.0, 0.0], "differs", (1,)),
+        ([-0.0], [0.0], "close", (0,)),
+        ([1.0], [1.0, 2.0], "differs", ()),
+        ([1, 2], [1, 3], "differs", (1,)),
+        ([], [], "equal", ()),
+    ],
+    ids=str,
+)
+def test_how_results_differ(found: list[Any], wanted: list[Any], verdict: str, at: Any) -> None:
+    told = compare(torch.tensor(found), torch.tensor(wanted))
+    assert (told.verdict, told.at) == (verdict, at)
+
+
+def run(*args: str, text: str = "") -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["run", *args], input=text)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sound.ilc"
+    path.write_text(SOUND)
+    code, _, error = run("-", text=RACE)
+    assert (code, "race: nothing orders" in error) == (1, True)
+    for args, told in {
+        ("--check-against", "serial"): f"there is no {tmp_path / 'sound.serial.ilc'} to compare",
+        ("--check-against", "gone.ilc"): "cannot read gone.ilc",
+        ("--world", "3"): "a world of 3 ranks does not divide into teams tp[2]",
+        ("--runs", "0"): "give --runs >= 1",
+        ("--device", "tpu"): "choose auto, cpu or cuda",
+    }.items():
+        code, out, error = run(str(path), *args)
+        assert (code, out) == (2, "")
+        assert told in error
+    code, _, error = run("-", text=STAGES.split("\n\n\n")[1])
+    assert (code, "unsound" in error) == (1, True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, error = run(str(path), "--inputs", "x.safetensors")
+    assert (code, error.startswith("error: BackendError: --inputs needs the package")) == (2, True)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path, page = tmp_path / "sound.ilc", tmp_path / "deep" / "page.html"
+    path.write_text(SOUND)
+    path.with_suffix(".serial.ilc").write_text(SERIAL)
+    args = ("run", str(path), "--device", "cpu", "--runs", "2")
+    done = command(*args, "--check-against", "serial", "--timeline", str(page))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "sound; 2 ranks; drawn by seed: x, w"
+    assert lines[2].split() == ["result", "type", "digest", "by", "rank", "against", "serial"]
+    assert lines[3].startswith("y       f32[128, 512]")
+    assert lines[3].endswith("equal, bit for bit")
+    assert "(median of 2 runs, " in done.stdout
+    assert " times as long" in done.stdout
+    assert lines[-1] == f"wrote {page}"
+    assert page.exists()
+    path.with_suffix(".serial.ilc").write_text(WRONG)
+    done = command(*args, "--check-against", "serial", "--json")
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert verdicts(report) == [["differs"]] * 2
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    import subprocess
+
+    path = tmp_path / "sound.ilc"
+    path.write_text(SOUND)
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    run = ("-m", "interlace", "run", str(path), "--device", "cpu")
+    done = subprocess.run(
+        [sys.executable, *ranks, *run], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("sound; 4 ranks; drawn by seed: x, w\n")
