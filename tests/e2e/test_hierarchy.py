@@ -201,6 +201,21 @@ def test_its_teams_come_and_go(pairs: HostsPool, seed: int) -> None:
     assert pairs(4).run(anew_with_groups_apart, seed) == [[]] * 4
 
 
+def refused() -> Outcome:
+    program = lower(text_of("gather", [4] * 4, [[0, 1], [2, 3]]), Options(strategy="hierarchical"))
+    executor = Executor(program, groups={"tp": world_group()}, options=Options(time_out_s=30))
+    return attempt(executor.prepare)
+
+
+def test_a_text_that_puts_ranks_on_other_hosts_is_refused_at_once(singles: HostsPool) -> None:
+    for rank, (error, text, seconds) in enumerate(singles(4).run(refused)):
+        first = rank // 2 * 2
+        hosts = f"rank {first} on interlace-{'abcd'[first]}, rank {first + 1} on interlace-"
+        assert error == "BackendError"
+        assert f"team tp_host spans hosts ({hosts}" in text
+        assert seconds < 15
+
+
 def run_on(mark: str, seed: int, victim: int | None = None) -> Outcome:
     """The outcome of the first run that fails; the file `mark` says that runs go on. The victim
     is killed in one."""
