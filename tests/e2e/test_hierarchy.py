@@ -22,6 +22,7 @@ from tests.runtime.test_faults import TIME_OUT_S
 from tests.support.hosts import Hosts, HostsPool, NoHosts
 from tests.support.pool import Died
 
+from interlace.comm import release_teams
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes.pipeline import lower
@@ -184,6 +185,35 @@ def test_layers_take_it_where_it_is_asked_for(pairs: HostsPool, seed: int) -> No
         assert not wrong
         assert "hierarchical" in sites
         assert not any("cannot serve" in remark for remark in remarks)
+
+
+def anew_with_groups_apart(seed: int) -> list[str]:
+    """Teams of the same ranks made, released and made again, where two ranks have more groups."""
+    for number in range(2):
+        dist.new_group([0, 1])
+        if wrong := exact(("hierarchical",), ("gather",), seed + number):
+            return wrong
+        release_teams()
+    return []
+
+
+def test_its_teams_come_and_go(pairs: HostsPool, seed: int) -> None:
+    assert pairs(4).run(anew_with_groups_apart, seed) == [[]] * 4
+
+
+def refused() -> Outcome:
+    program = lower(text_of("gather", [4] * 4, [[0, 1], [2, 3]]), Options(strategy="hierarchical"))
+    executor = Executor(program, groups={"tp": world_group()}, options=Options(time_out_s=30))
+    return attempt(executor.prepare)
+
+
+def test_a_text_that_puts_ranks_on_other_hosts_is_refused_at_once(singles: HostsPool) -> None:
+    for rank, (error, text, seconds) in enumerate(singles(4).run(refused)):
+        first = rank // 2 * 2
+        hosts = f"rank {first} on interlace-{'abcd'[first]}, rank {first + 1} on interlace-"
+        assert error == "BackendError"
+        assert f"team tp_host spans hosts ({hosts}" in text
+        assert seconds < 15
 
 
 def run_on(mark: str, seed: int, victim: int | None = None) -> Outcome:

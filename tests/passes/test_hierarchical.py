@@ -11,10 +11,13 @@ from tests.passes.samples import DTYPES, KINDS, SHAPES, Sample
 from tests.passes.test_decompose import assert_overlaps
 from tests.support.interpreter import run_ranks
 
+from interlace.cost import SiteKey, SiteTime, default_machine
+from interlace.cost.machine import Link
 from interlace.ir import Get, Group, Program, Put, parse
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.passes.pipeline import run_pipeline
+from interlace.passes.strategies.candidates import plain_program
 
 HOSTS = {
     "2-hosts": ((0, 1), (2, 3)),
@@ -122,3 +125,23 @@ def f(tp: Team[4].on([0, 1], [2, 3]), x: f32[4, 1], w: f32[1, 1]):
     for (out,) in run_ranks(made, inputs, seed=seed):
         assert isinstance(out, torch.Tensor)
         assert out.item() == (first + second).item()
+
+
+def test_what_was_measured_within_a_host_is_not_taken_for_hosts() -> None:
+    key = SiteKey(kind="all_gather_matmul", dtype="f32", m=2048, k=1024, n=1024, world=4)
+    took = {"serial": 0.012, "shift": 0.009, "ring": 0.01}
+    machine = default_machine("cpu").replace(
+        between=(("gloo", Link(latency_s=2e-4, bandwidth=5e7, shared=True)),),
+        sites=tuple(
+            SiteTime(site=key, strategy=name, seconds=seconds, predicted_s=seconds)
+            for name, seconds in took.items()
+        ),
+    )
+    program = plain_program(key)
+    within, spread = (
+        lower(each, Options(), machine).sites[0]
+        for each in (program, on(program, ((0, 1), (2, 3))))
+    )
+    assert (within.strategy, spread.strategy) == ("shift", "hierarchical")
+    assert spread.predicted_ms is not None
+    assert spread.predicted_ms > 50

@@ -249,7 +249,7 @@ class Connections:
         place, unspent = f"{topic}/{where}", board.read(self._mark(key)) is None
         first, serves = board.first(f"{topic}/first", [where, unspent])
         # A rank that fails cuts what a team between hosts runs on, which then is its own.
-        serves = serves and not team.apart
+        serves = serves and not (team.apart or team.is_part)
         users = self.users(device) if serves and first == where else None
         theirs = users is not None and users.name() == name
         backend: Any = users if theirs else None

@@ -10,7 +10,9 @@ the store:
 Note [One queue per team]
     What ranks do on a team must happen in one order, whatever Executor does it, so everything that
     counts (runs, takes of slots) belongs to the process group. Hence the one registry of this
-    package: it maps a live group to its TeamComm and forgets it with the group.
+    package: it maps a live group to its TeamComm, and to those of parts of its ranks, and forgets
+    them with the group. Parts get no process group: torch names one by how many a rank has, which
+    differs between ranks, and gives names anew, whose places in the store are taken.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ import contextlib
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
 
 END_S = 10.0
+Part = tuple[int, ...] | None
+"""Some members of a process group, by their index in it, of which this rank is one; None is all."""
 
 
 def host() -> str:
@@ -57,15 +60,19 @@ class User(Protocol):
 class TeamComm:
     """A team's process group, with what its ranks share. Get it from `team_of`."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str, limit_s: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, name: str, limit_s: float, part: Part = None
+    ) -> None:
         try:
-            self.ranks = tuple(dist.get_process_group_ranks(group))
+            ranks = dist.get_process_group_ranks(group)
             store, rank = apart(c10d._get_default_store()), dist.get_rank()
         except (KeyError, ValueError, RuntimeError) as error:
             raise TeamError(
                 f"the process group of team {name!r} is not one of torch.distributed's "
                 f"({error}): make it with init_process_group, new_group or a DeviceMesh"
             ) from error
+        self.ranks = tuple(ranks if part is None else [ranks[member] for member in part])
+        self.is_part = part is not None
         if rank not in self.ranks:
             raise TeamError(f"rank {rank} is not in the process group of team {name!r}")
         self.name, self.rank, self.me = name, rank, self.ranks.index(rank)
@@ -77,7 +84,7 @@ class TeamComm:
         """The round of the last reset: Note [All or none] in board.py."""
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
-        self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
+        self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}{'/part' * self.is_part}"
         self.party = Party(f"{self.key}/greeting", self.ranks, host())
         self.topic = ""
         """Where the notes of its present processes are; `meet` finds it."""
@@ -85,7 +92,6 @@ class TeamComm:
         self._connections = Connections(weakref.proxy(self), weakref.ref(group), store)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
-        self._parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @property
     def size(self) -> int:
@@ -187,24 +193,6 @@ class TeamComm:
         over = over if self.me == 0 else []
         with attending((team, place) for team in known_teams([self.ranks])) as look:
             return self.board.exchange(place, note, time_out_s, look, over)
-
-    def parts(
-        self, wanted: Mapping[str, tuple[int, ...]], time_out_s: float
-    ) -> dict[str, dist.ProcessGroup]:
-        """Process groups of some of its ranks (by their index in it), of which this is one, made
-        once. All ranks of the team ask together, each for its own parts, under the same names."""
-        if not self._parts.keys() >= {*wanted.values()}:
-            self.consult("divide", {"parts": sorted(wanted)}, time_out_s)  # so that none waits long
-        for name, members in wanted.items():
-            if members not in self._parts:
-                made: Any = dist.new_group(
-                    [self.ranks[member] for member in members],
-                    timeout=timedelta(seconds=time_out_s),
-                    use_local_synchronization=True,
-                    group_desc=name,
-                )
-                self._parts[members] = made
-        return {name: self._parts[members] for name, members in wanted.items()}
 
     @contextlib.contextmanager
     def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
@@ -327,24 +315,24 @@ class TeamComm:
             for life in self._lives:
                 life.close()
             self._connections.close(END_S, failed)
-            while self._parts:
-                _, part = self._parts.popitem()
-                if part in c10d._world.pg_map:
-                    dist.destroy_process_group(part)
 
 
-_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, TeamComm] = weakref.WeakKeyDictionary()
-"""One TeamComm for each live process group: Note [One queue per team]."""
+_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Part, TeamComm]]
+_teams = weakref.WeakKeyDictionary()
+"""One TeamComm for each live process group and part of one: Note [One queue per team]."""
 _teams_lock = threading.Lock()
 
 
-def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> TeamComm:
-    """The TeamComm of a process group, made at the first call; the first `name` that is not empty
-    is for messages, `limit_s` bounds what it asks the store."""
+def team_of(
+    group: dist.ProcessGroup, name: str, limit_s: float = STORE_S, part: Part = None
+) -> TeamComm:
+    """The TeamComm of a process group, or of a part of it, made at the first call; the first `name`
+    that is not empty is for messages, `limit_s` bounds what it asks the store."""
     with _teams_lock:
-        team = _teams.get(group)
+        team = _teams.get(group, {}).get(part)
         if team is None:
-            team = _teams[group] = TeamComm(group, name, limit_s)
+            team = TeamComm(group, name, limit_s, part)
+            _teams.setdefault(group, {})[part] = team
         team.name = team.name or name
         return team
 
@@ -352,7 +340,8 @@ def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> Te
 def live_teams() -> list[TeamComm]:
     """The teams of groups that were not destroyed, in an order that all ranks share."""
     with _teams_lock:
-        teams = [team for group, team in _teams.items() if group in c10d._world.pg_map]
+        live = [made for group, made in _teams.items() if group in c10d._world.pg_map]
+    teams = [team for made in live for team in made.values()]
     return sorted(teams, key=lambda team: team.key)
 
 
@@ -405,7 +394,8 @@ def release_teams() -> None:
     process: a peer may still read it.
     """
     with _teams_lock:
-        teams = sorted(_teams.values(), key=lambda team: team.key, reverse=True)
+        made = [team for each in _teams.values() for team in each.values()]
+        teams = sorted(made, key=lambda team: team.key, reverse=True)
         _teams.clear()
     with contextlib.ExitStack() as each:  # the last first; also after one that fails
         for team in teams:

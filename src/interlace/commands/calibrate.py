@@ -2,7 +2,8 @@
 
 $ interlace calibrate                                   # links, matmuls and sites; a few minutes
 $ torchrun --nproc-per-node 4 -m interlace calibrate --shapes "ag_gemm:8192,4096,7168"
-$ torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29400 -m interlace calibrate
+$ torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+    -m interlace calibrate
 $ interlace calibrate --from benchmarks/results/overlap.csv      # what was measured before
 
 The file goes where `auto` looks, or to --out. What is not measured again stays in it. On several

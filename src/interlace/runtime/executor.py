@@ -126,7 +126,7 @@ class Executor:
         operators: Collection[str] = (),
     ) -> None:
         """`groups` has a process group for each team of the Program that this rank is in, but for
-        those whose ranks are all in another of its teams: their groups are made of that one's.
+        those whose ranks are all in another of its teams: they are parts of that one's group.
 
         `host` names buffers that stay on the CPU although the device is a GPU; only torch's own
         operators may touch them. `registered` has the tensor of each registered parameter, which
@@ -176,10 +176,8 @@ class Executor:
         validate(self.program)
         refuse_others(self.program, self._operators)
         members = self.program.where(self.rank).members
-        self._divide(members)
         for name in (team.name for team in self.program.teams if team.name in members):
-            team = team_of(self._groups[name], name, limit)
-            check_size(team, len(members[name].ranks))
+            team = self._team_of(name, members)
             for twin in (n for n, other in self._teams.items() if other is team and n != name):
                 raise TeamError(
                     f"teams {twin} and {name} of {self.program.name} were given one process "
@@ -226,20 +224,16 @@ class Executor:
         self._groups.clear()  # so that destroying a group frees what stands on it
         return self
 
-    def _divide(self, members: Mapping[str, Member]) -> None:
-        """Makes the groups of teams that are parts of a team that was given a group."""
-        wanted: dict[str, dict[str, tuple[int, ...]]] = {}
-        for name, member in members.items():
-            if name not in self._groups:
-                whole = next(
-                    n for n in members if n in self._groups and part_of(member, members[n])
-                )
-                index = members[whole].ranks.index
-                wanted.setdefault(whole, {})[name] = tuple(map(index, member.ranks))
-        for whole, parts in wanted.items():
-            team = team_of(self._groups[whole], whole, self.limit_s)
-            check_size(team, len(members[whole].ranks))
-            self._groups |= team.parts(parts, self.limit_s)
+    def _team_of(self, name: str, members: Mapping[str, Member]) -> TeamComm:
+        """The team of a process group, or a part of the first that has all of its ranks."""
+        mine, given = members[name], [name] if name in self._groups else [*self._groups]
+        whole = next(n for n in members if n in given and part_of(mine, members[n]))
+        team = team_of(self._groups[whole], whole, self.limit_s)
+        check_size(team, len(members[whole].ranks))
+        if whole == name:
+            return team
+        part = tuple(map(members[whole].ranks.index, mine.ranks))
+        return team_of(self._groups[whole], name, self.limit_s, part)
 
     def _together(self, program: Program) -> list[Program]:
         """The Programs of all ranks, for the largest sizes at hand."""

@@ -84,7 +84,8 @@ def estimate(
     """The estimate of a strategy on a machine; None: serial."""
     label = label_of(row, chunks)
     predicted, host = seconds_alone(_alone(values, site, row, chunks), machine)
-    key, table = site_key(values, site, machine.captured), machine.sites
+    key, team = site_key(values, site, machine.captured), collective_of(values, site).team
+    table = machine.sites if values.program.team(team).hosts is None else ()  # of one host
     known = measured(table, key, label) if _plain(values, site) else None
     # One of which nothing was measured is taken to be as far off as the worst of the others.
     ratio = correction(table, key, label, predicted) or doubt(table, key, predicted) or 1.0

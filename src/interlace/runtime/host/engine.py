@@ -59,7 +59,8 @@ class CpuEngine(Engine):
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._workers: list[StreamThread] = []
-        self._order = StreamOrder(self._flight, GRACE_S + (ASK_S if self._apart else 0.0))
+        self._grace_s = GRACE_S + (ASK_S if self._apart else 0.0)
+        self._order = StreamOrder(self._flight, self._grace_s)
         streams = context.plan.program.streams()
         self._entered: list[Any] = [control for _, _, control in self._teams]
         """What every run enters; the cells of the last tell where the streams are."""
@@ -84,10 +85,11 @@ class CpuEngine(Engine):
         slots, spaces = dict[str, Slot](), dict[str, Workspace]()
         registered: dict[str, Registered] = {}
         inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
-        for name, team in request.ordered():
-            topic = f"{team.num_prepared}/{name}"
+        for name, team in request.ordered():  # of all, before some wait for ranks that were refused
             if why := plan.shares(name):
                 team.refuse_memory(f"{plan.program.name} {why}")
+        for name, team in request.ordered():
+            topic = f"{team.num_prepared}/{name}"
             found = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
             for slot in found.values():
                 request.kept.callback(team.slots.let_go, slot)
@@ -371,7 +373,7 @@ class CpuEngine(Engine):
         return told
 
     def _peer_behind(self) -> InterlaceError | None:
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self._grace_s
         while time.monotonic() < deadline:
             for _, _, control in self._teams:
                 if (found := control.cause()) is not None:
