@@ -31,9 +31,16 @@ def on(program: Program, hosts: tuple[tuple[int, ...], ...]) -> Program:
     return program.replace(teams=(dataclasses.replace(team, hosts=hosts),))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("hosts", HOSTS)
+GRID = [
+    pytest.param(hosts, shape, dtype, marks=[] if quick else pytest.mark.slow)
+    for hosts in HOSTS
+    for shape in SHAPES
+    for dtype in DTYPES
+    for quick in [hosts == "2-hosts" or (shape, dtype) == ("uneven", "f32")]
+]
+
+
+@pytest.mark.parametrize(("hosts", "shape", "dtype"), GRID)
 @pytest.mark.parametrize("kind", KINDS)
 def test_grid(kind: str, hosts: str, shape: str, dtype: str, seed: int) -> None:
     ranks = sum(map(len, HOSTS[hosts]))

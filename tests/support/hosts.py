@@ -15,6 +15,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -91,7 +92,7 @@ class Hosts:
     def slow_down(self, mbit: int) -> None:
         """What each host sends goes at this rate, by the kernel's traffic control."""
         for pid in self.pids:
-            rule = f"tbf rate {mbit}mbit burst 64kb latency 1s"
+            rule = f"tbf rate {mbit}mbit burst 256kb latency 1s"
             self._do(pid, ["tc", *f"qdisc replace dev eth0 root {rule}".split()])
 
     def _hold(self, spaces: list[str], first: str) -> int:
@@ -144,6 +145,7 @@ class HostsPool(Pool):
 
 def work_on(pid: int, connection: Connection, port: int, environ: Mapping[str, str]) -> None:
     """A worker's life in the namespaces of a process; it ends as its child there does."""
+    sys.path[:] = map(os.path.abspath, sys.path)  # from another folder they are others
     _enter(pid, SPACES)
     if child := os.fork():
         connection.close()

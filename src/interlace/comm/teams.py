@@ -127,7 +127,7 @@ class TeamComm:
         if why := self.apart:
             raise BackendError(
                 f"{why}, which share no memory, and {what}: choose serial, pipeline, shift, ring, "
-                "broadcast or auto, or make teams that stay within one host"
+                "broadcast, hierarchical or auto, or make teams that stay within one host"
             )
 
     @property

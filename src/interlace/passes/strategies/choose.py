@@ -332,10 +332,13 @@ class Chooser:
 
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
         gpu = self._machine.device != "cpu"
+        apart = values.program.team(collective_of(values, site).team).hosts is not None
         for row in STRATEGIES.values():
             # On GPUs the default `get` leaves `put` in; a requested `put` leaves `get` out.
             other = row.name == "peer" and row.transport != self.protocol
-            if not _serves(row, self._machine) or (other and (not gpu or self.protocol == "put")):
+            if not _serves(row, self._machine, apart) or (
+                other and (not gpu or self.protocol == "put")
+            ):
                 continue
             if refusal(values, site, row):
                 continue
@@ -384,14 +387,14 @@ def pick(
     return best, sure
 
 
-def _serves(row: Strategy, machine: Machine) -> bool:
-    """Whether a strategy is worth a look on a machine."""
+def _serves(row: Strategy, machine: Machine, apart: bool) -> bool:
+    """Whether a strategy is worth a look on a machine, for a team that spans hosts or not."""
     gpu, reach = machine.device != "cpu", "peer" in dict(machine.links)
     if row.kernel and not gpu:
         return False
     if (row.peers and not reach) or (row.name == "fused" and not machine.kernels):
         return False
-    return not (row.outdone and gpu and reach)
+    return not (row.outdone and gpu and reach and not apart)
 
 
 def _signature(values: Dataflow, site: MatmulSite) -> object:
