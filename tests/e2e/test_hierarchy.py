@@ -180,6 +180,7 @@ def test_all_strategies_on_four_hosts_of_two_ranks(pairs: HostsPool, kind: str, 
     assert pairs(8).run(exact, SERVE, (kind,), seed) == [[]] * 8
 
 
+@pytest.mark.slow
 def test_layers_take_it_where_it_is_asked_for(pairs: HostsPool, seed: int) -> None:
     for wrong, sites, remarks in pairs(4).run(compared, ("hierarchical",), seed):
         assert not wrong

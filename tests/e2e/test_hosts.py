@@ -118,7 +118,7 @@ def step(across: str) -> tuple[bool, str]:
     return all(map(torch.equal, found, results(fn))), captured.explain()
 
 
-@pytest.mark.parametrize("across", ["dp", "tp"])
+@pytest.mark.parametrize("across", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
 def test_a_step_on_a_mesh_of_which_one_axis_spans_hosts(pool: HostsPool, across: str) -> None:
     for equal, told in pool(4).run(step, across):
         assert equal

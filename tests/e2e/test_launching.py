@@ -225,6 +225,7 @@ def list_in_job(settings: object, tell: object) -> dict[str, Any]:
         return {"listening": listening()}
 
 
+@pytest.mark.slow
 def test_ranks_that_interlace_starts_listen_on_loopback_alone(hosts: Hosts) -> None:
     code = (
         "import json; from tests.e2e.test_launching import list_in_job\n"
