@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from interlace.commands.bench import bench
+from interlace.commands.bench.commands import bench
 from interlace.commands.calibrate import calibrate
 from interlace.commands.check import check
 from interlace.commands.demo import demo

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from interlace.bench.rows import read
 from interlace.cli import app
-from interlace.commands.bench import nbytes
-from interlace.commands.bench_interconnect import by_backend, size
+from interlace.commands.bench.commands import nbytes
+from interlace.commands.bench.interconnect import by_backend, size
 from interlace.cost import Machine
 
 pytestmark = pytest.mark.timeout(300)

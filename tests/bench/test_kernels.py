@@ -23,7 +23,7 @@ from interlace.bench.kernels.work import OPS, KernelSettings, cases_of
 from interlace.bench.ranks import Alone
 from interlace.bench.rows import read
 from interlace.bench.timing import time_in_turn
-from interlace.commands.bench import bench
+from interlace.commands.bench.commands import bench
 from interlace.errors import OptionError, UnsupportedError
 from interlace.nn.functional import cross_entropy
 

@@ -88,7 +88,7 @@ class Comparison:
     wanted: str = ""
 
 
-class Opened:
+class OpenedSchedule:
     """A Program of a set, bound on this rank, with inputs that its runs may write."""
 
     def __init__(
@@ -154,10 +154,10 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
     groups = groups_of([program for each in sets for program in each], ranks)
     given, drawn = make_inputs(sets, settings, ranks)
     with contextlib.ExitStack() as stack:
-        opened: list[Opened] = []
+        opened: list[OpenedSchedule] = []
         for number, programs in enumerate(sets):
             options = settings.options(against=number > 0)
-            opened.append(Opened(programs, ranks, groups, given, options))
+            opened.append(OpenedSchedule(programs, ranks, groups, given, options))
             stack.callback(opened[-1].executor.close)
         seed = settings.seed + ranks.me
         results = [each.results(seed) for each in opened]
@@ -327,7 +327,7 @@ def compare(found: Tensor, wanted: Tensor) -> Comparison:
     return Comparison(verdict, off if math.isfinite(off) else None, at, *shown)
 
 
-def timed(opened: Sequence[Opened], runs: int, ranks: Ranks) -> list[list[float]]:
+def timed(opened: Sequence[OpenedSchedule], runs: int, ranks: Ranks) -> list[list[float]]:
     """Seconds of each run of each, of which the slowest rank counts; they take turns."""
     found: list[list[float]] = [[] for _ in opened]
     for number in range(WARM_UPS + runs):
@@ -355,7 +355,7 @@ def traced(
     programs: Sequence[Program], options: Options, ranks: Ranks, groups: Any, given: Any
 ) -> Timeline:
     """How the Programs ran on all ranks, in the last of some runs. All ranks call it."""
-    opened = Opened(programs, ranks, groups, given, options)
+    opened = OpenedSchedule(programs, ranks, groups, given, options)
     try:
         for _ in range(TRACED_RUNS):
             ranks.align()

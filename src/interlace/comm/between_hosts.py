@@ -204,17 +204,14 @@ class HostsControl(Control):
         self._publish()
 
     def behind(self) -> str:
-        return self._where_all()
-
-    def where(self, members: Sequence[int]) -> str:
-        self._ask()
-        return super().where(members)
-
-    def _where_all(self) -> str:
         """Where the ranks stand that do not answer; or all others, if they do."""
         self._ask()
         silent = [n for n, _ in self._peers if n not in self._heard]
         return super().where(silent or [n for n, _ in self._peers])
+
+    def where(self, members: Sequence[int]) -> str:
+        self._ask()
+        return super().where(members)
 
     def _ask(self) -> None:
         """Has the peers say where they are in this run, unless they just did."""

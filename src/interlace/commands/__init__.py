@@ -7,9 +7,10 @@ check.py      whether a schedule can go wrong
 schedules.py  passes, pages and predictions of a schedule
 explain.py    the strategy of every site, and why
 run.py        a schedule, run on this machine
-demo.py, bench.py, calibrate.py, doctor.py    what runs on this machine
-bench_report.py  what `bench` prints of its rows
-doctor_job.py    what `doctor` finds out about the hosts of a job
+demo.py, calibrate.py, doctor.py    what runs on this machine
+doctor_job.py what `doctor` finds out about the hosts of a job
+
+bench/        the benchmarks
 
 None imports torch, nor anything else that is slow, before it runs.
 """

@@ -40,7 +40,7 @@ from interlace.frontend.importing.exchanges import forget
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
-from interlace.frontend.origin import Origin
+from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.partition import Partition
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
@@ -179,7 +179,7 @@ class Backend:
         """What runs one graph; `mesh` names teams that no argument names."""
         places = gm.graph.find_nodes(op="placeholder")
         sources = list(map(_source, places))
-        origin = Origin.of(gm)
+        origin = GraphOrigin.of(gm)
         setting = Setting(
             options,
             meshes_in((*example_inputs, mesh)),

@@ -41,7 +41,7 @@ from interlace.frontend.importing.exchanges import Exchange, communications
 from interlace.frontend.importing.importer import Imported, import_graph
 from interlace.frontend.importing.nodes import draws_random_numbers, location
 from interlace.frontend.importing.symbols import Symbols, pin
-from interlace.frontend.origin import Origin
+from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.teams import Teams
 from interlace.ir import Program
 from interlace.options import Options
@@ -69,7 +69,7 @@ class Setting:
     """Whether TorchDynamo traced a function that takes numbers; None: it traced none."""
     elsewhere: Machine | None = None
     """The machine for which this is traced alone: no peer is asked, and nothing is bound."""
-    origin: Origin | None = None
+    origin: GraphOrigin | None = None
     """Where TorchDynamo met it, if that traced it."""
 
 

@@ -1,6 +1,6 @@
 """Whose graph it is: the modules and functions in whose calls TorchDynamo compiled it.
 
-origin = Origin.of(gm)          # by the backend, while it is called
+origin = GraphOrigin.of(gm)          # by the backend, while it is called
 origin.is_of({id(model)})
 origin.ended                    # "torch._dynamo.graph_break() at train.py:31", or nothing
 """
@@ -21,7 +21,7 @@ _HOLDERS = {"torch._dynamo.eval_frame": "fn", "torch.nn.modules.module": "self"}
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class GraphOrigin:
     """Where a graph of TorchDynamo comes from."""
 
     callers: tuple[weakref.ref[Any], ...]
@@ -30,7 +30,7 @@ class Origin:
     """What broke the graph off, and where; empty: it ends with its function."""
 
     @classmethod
-    def of(cls, gm: fx.GraphModule) -> Origin:
+    def of(cls, gm: fx.GraphModule) -> GraphOrigin:
         """Of the graph that the backend is called for now."""
         reason: Any = getattr(gm, "compile_subgraph_reason", None)
         ended = ""

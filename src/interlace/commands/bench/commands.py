@@ -22,8 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace.commands.bench_interconnect import show_interconnect
-from interlace.commands.bench_report import conclude
+from interlace.commands.bench.interconnect import show_interconnect
+from interlace.commands.bench.report import conclude
 from interlace.commands.files import read_machine
 from interlace.commands.options import BenchOptions, Seconds, Shapes, Strategy, World, benchmark
 from interlace.commands.output import print_json, say, words
