@@ -19,7 +19,7 @@ from tests.e2e.test_experts import assert_overlapped, compare
 from tests.e2e.test_hosts import compared
 from tests.runtime.programs import Outcome, attempt, world_group
 from tests.runtime.test_faults import TIME_OUT_S
-from tests.support.hosts import Hosts, HostsPool, NoHosts
+from tests.support.hosts import Hosts, HostsPool, made_or_skipped
 from tests.support.pool import Died
 
 from interlace.comm import release_teams
@@ -35,11 +35,7 @@ K, N = 16, 24
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    try:
-        with Hosts(4) as made:
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
+    yield from made_or_skipped(4)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tests.nn.test_parallel_linear import KINDS, differentiated, drawn, ours, plain
 from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, world_group
 from tests.runtime.test_faults import TIME_OUT_S, suffer
-from tests.support.hosts import Hosts, HostsPool, NoHosts
+from tests.support.hosts import Hosts, HostsPool, made_or_skipped
 from tests.support.pool import Died
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,11 +38,7 @@ pytestmark = pytest.mark.timeout(110)
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    try:
-        with Hosts() as made:
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
+    yield from made_or_skipped()
 
 
 @pytest.fixture(scope="module")

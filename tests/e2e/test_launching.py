@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from tests.runtime.programs import inputs_of, prepared
-from tests.support.hosts import Hosts, HostsPool, NoHosts
+from tests.support.hosts import Hosts, HostsPool, made_or_skipped
 
 import interlace
 from interlace.comm import team_of
@@ -32,11 +32,7 @@ pytestmark = pytest.mark.timeout(110)
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    try:
-        with Hosts() as made:
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
+    yield from made_or_skipped()
 
 
 def run_on(

@@ -17,12 +17,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.support.pool import Pool, preload, work
 
 SPACES = ("uts", "net", "mnt", "pid")
@@ -113,6 +114,15 @@ class Hosts:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
         if done.returncode:
             raise NoHosts(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def made_or_skipped(count: int = 2) -> Iterator[Hosts]:
+    """The body of a fixture: hosts, or the tests are skipped with the reason."""
+    try:
+        with Hosts(count) as made:
+            yield made
+    except NoHosts as why:
+        pytest.skip(str(why))
 
 
 class HostsPool(Pool):
