@@ -73,11 +73,12 @@ def check(draw: random.Random) -> None:
         norms.square(), alpha, beta, gamma, 0.5, count, rows, inner,
         BM=tile, BK=step, PIECE=piece, ADD=added, TALL=tall, POWER=power,
     )  # fmt: skip
-    made = alpha * (a @ b.mT)
+    norms = norms.clamp(min=0.5)[:, None, None].to(dtype)
+    made = alpha * (a @ b.mT) / (norms.square() if power == 2 else 1)
     if added:
         made += beta * c
-        made.diagonal(dim1=-2, dim2=-1).add_(gamma)
-    made /= norms.clamp(min=0.5).pow(power)[:, None, None].to(dtype)
+    made.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    made /= norms if power == 1 else 1
     wanted = made.tril() + made.tril(-1).mT
     facts = (count, rows, inner, tile, piece, step, dtype, added, programs, tall, power)
     assert torch.equal(y, wanted), facts

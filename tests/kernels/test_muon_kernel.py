@@ -104,6 +104,7 @@ class Launched:
     """Stands in for a compiled kernel: writes down its launches by argument, and computes."""
 
     grids: list[int]
+    added: list[bool]
 
     def __init__(self, source: Any, device: torch.device) -> None:
         self.source = source
@@ -131,15 +132,18 @@ class Launched:
         assert (found["squares"] != 0) == (power > 0)
         assert source.constants["ADD"] == (c[1] != found["y"])
         self.grids.append(grid)
+        self.added.append(source.constants["ADD"])
         a, b, c, y = (by_address[at] for at in (a[1], b[1], c[1], found["y"]))
         made = found["alpha"] * (a.float() @ b.float().mT)
-        if source.constants["ADD"]:
-            made += found["beta"] * c.float()
-            made.diagonal(dim1=-2, dim2=-1).add_(found["gamma"])
+        norms = torch.ones(count)
         if power:
             norms = by_address[found["squares"]].sqrt().clamp(min=found["eps"])
-            made = made / norms.reshape(-1, *(1,) * (made.ndim - 1)).pow(power)
-        y.copy_(made)
+        norms = norms.reshape(-1, *(1,) * (made.ndim - 1))
+        made = made / (norms.square() if power == 2 else 1)
+        if source.constants["ADD"]:
+            made += found["beta"] * c.float()
+        made.diagonal(dim1=-2, dim2=-1).add_(found["gamma"])
+        y.copy_(made / (norms if power == 1 else 1))
 
 
 by_address: dict[int, torch.Tensor] = {}
@@ -162,7 +166,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Launched]]:
         by_address[y.data_ptr()] = y
         return y
 
-    Launched.grids = []
+    Launched.grids, Launched.added = [], []
     monkeypatch.setattr(launcher, "LoadedKernel", Launched)
     monkeypatch.setattr(launch, "matrix", lambda program, i, at, shape: ((i, at, shape),))
     monkeypatch.setattr(launch, "stream_of", lambda device: 7)
@@ -196,6 +200,19 @@ def test_launches_are_given_what_they_name(programs: type[Launched], seed: int) 
     programs.grids.clear()
     orthogonal(torch.randn(2, 4096, 4096).to(BF16)[:, :, :256].contiguous()[:, :264])
     assert programs.grids[0] == 2 * 15
+
+
+def test_squares_are_completed_where_rounding_allows(programs: type[Launched], seed: int) -> None:
+    """Either way the factor is that of the twin; steep polynomials, and such without c, add g."""
+    torch.manual_seed(seed)
+    x = torch.randn(2, 24, 40).to(BF16) / 30
+    for triple in ((3.4445, -4.7750, 2.0315), (8.47, -25.1, 18.6), (1.5, -0.5, 0.0)):
+        programs.added.clear()
+        found = symmetric.factor(x, *triple)
+        assert programs.added == [False, triple[0] != 3.4445]
+        wanted = symmetric.polynomial(x @ x.mT, *triple, kernel=False)
+        off = 2**-8 * (abs(triple[0]) + abs(triple[1]))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=off)
 
 
 def test_what_the_kernel_does_not_serve_goes_by_the_twin(programs: type[Launched]) -> None:

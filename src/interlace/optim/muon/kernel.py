@@ -1,9 +1,10 @@
 """Symmetric products, of which the lower triangle is computed and mirrored.
 
-    y[i] = alpha * a[i] @ b[i]^T + (beta * c[i] + gamma * identity)     for each i of a batch
+    y[i] = alpha * a[i] @ b[i]^T + beta * c[i] + gamma * identity     for each i of a batch
 
-With TALL, a and b are given transposed, as a tall matrix has its columns. With POWER, y[i] is
-divided by the norm of a matrix, or its square; `squares` has the square of each norm.
+ADD says whether there is a c. With TALL, a and b are given transposed, as a tall matrix has its
+columns. With POWER 1 the sum is divided by the norm of a matrix, with POWER 2 the product by its
+square; `squares` has the square of each norm.
 
 One block takes a tile on or below the diagonal at a time, multiplies it as any GEMM does, and
 stores it twice: as it is, and transposed at its mirror image. Half of the products are left out,
@@ -96,8 +97,6 @@ def symmetric_kernel(
         scale = 1.0
         if POWER > 0:
             scale = 1.0 / tl.maximum(tl.sqrt(tl.load(squares + matrix)), eps)
-        if POWER > 1:
-            scale *= scale
         to = y + first.to(tl.int64) * rows
         pieces = (acc,)
         if BM > PIECE:
@@ -106,12 +105,13 @@ def symmetric_kernel(
             down = row + i % 2 * PIECE
             across = column + i // 2 * PIECE
             made = pieces[i] * alpha
+            if POWER == 2:
+                made *= scale * scale
             if ADD:
                 made += c_desc.load([first + down, across]).to(tl.float32) * beta
-                line = tl.arange(0, PIECE)
-                diagonal = (down + line)[:, None] == (across + line)[None, :]
-                made += tl.where(diagonal, gamma, 0.0)
-            if POWER > 0:
+            line = tl.arange(0, PIECE)
+            made += tl.where((down + line)[:, None] == (across + line)[None, :], gamma, 0.0)
+            if POWER == 1:
                 made *= scale
             put(to, made.to(y.dtype.element_ty), down, across, rows, PIECE)
 

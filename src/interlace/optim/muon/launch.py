@@ -70,9 +70,8 @@ def symmetric_product(
     gamma: float = 0.0,
     norm: Norm | None = None,
 ) -> Tensor:
-    """`alpha * a @ b.mT`, and with c `+ beta * c + gamma * identity`; see the kernel. Both a and b
-    are contiguous, or both are transposed views of what is (see `reads_columns`). With `norm`, it
-    is divided by that of each matrix, or with `norm.power` 2 by its square.
+    """`alpha * a @ b.mT + beta * c + gamma * identity`; see the kernel. Both a and b are
+    contiguous, or both are transposed views of what is (see `reads_columns`).
     """
     *batch, rows, inner = a.shape
     tall = not a.is_contiguous()

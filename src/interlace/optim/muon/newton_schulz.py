@@ -34,18 +34,16 @@ Note [Slices]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from interlace.errors import OptimizerError
-from interlace.optim.muon.symmetric import Norm, polynomial, product, serves, times
+from interlace.optim.muon.symmetric import Total, factor, polynomial, product, serves, times
 
 Triple = tuple[float, float, float]
-Total = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that hold slices of a matrix."""
 RESTART = 3
 """Steps of the Gram variant between two products with x."""
 SCALE = 32.0
@@ -141,13 +139,13 @@ def orthogonalize(
     kernel = symmetric and serves(x)
     rows, columns = x.shape[-2:]
     gram = gram_variant and gram_pays(rows, columns, len(steps), symmetric)
-    norm: Norm | None = None
+    found: Tensor | None = None
     if total is not None:
         normalize_slice(x, eps, total)
-    elif kernel and eps and not gram:  # see Note [Norm]
-        norm = Norm(squared_norms(x) if squares is None else squares, eps, 2)
-    else:
+    elif not kernel or gram or not eps or not steps:
         normalize(x, eps)
+    else:  # see Note [Norm]
+        found = squared_norms(x) if squares is None else squares
     if gram:
         made = x.mul_(SCALE).to(torch.float16)
         for first in range(0, len(steps), RESTART):
@@ -155,14 +153,12 @@ def orthogonalize(
         return torch.mul(made, 1 / SCALE, out=x)
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in steps:
-        g = product(x, x.mT, kernel=kernel, norm=norm)
-        if total is not None:
-            g = total(g)
         if kernel:  # see Note [One factor]
-            norm = norm and replace(norm, power=1)
-            x = times(polynomial(g, a, b, c, kernel=True, norm=norm), x)
-            norm = None
+            x = times(factor(x, a, b, c, squares=found, eps=eps, total=total), x)
+            found = None
         else:
+            g = x @ x.mT
+            g = total(g) if total is not None else g
             x = add(x, polynomial(g, 0.0, b, c, kernel=False), x, beta=a)
     return x
 
@@ -191,12 +187,7 @@ def normalize_slice(x: Tensor, eps: float, total: Total) -> None:
 
 
 def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool, total: Total | None) -> Tensor:
-    """Some steps at once, of a float16 x that is SCALE times as large; see Note [Norm]
-        x is divided by its norm, so that its singular values are at most 1. The kernel divides the
-        first g by the norm's square, and the first factor by the norm, instead of x: a pass over memory
-        less. The scale of x does not change how it rounds.
-
-    Note [Gram variant]."""
+    """Some steps at once, of a float16 x that is SCALE times as large; see Note [Gram variant]."""
     g = product(x, x.mT, kernel=kernel)
     if total is not None:
         g = total(g)

@@ -6,10 +6,16 @@
 
 The kernel computes the lower triangle and mirrors it, so its results are symmetric bit for bit.
 The twin is what torch.optim.Muon calls, whose results are symmetric within rounding.
+
+Note [Completed square]
+    a + b g + c g^2 is c (g + h)^2 + a - b h / 2 with h = b / (2 c), which reads one matrix and not
+    two. g + h is rounded where g was: the diagonal by 2^-9 of h, which the factor has b times, so
+    b may not be steep. Else the sum is as it stands.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,14 +24,19 @@ from torch import Tensor
 
 from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
 
+Total = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks that hold slices of a matrix."""
+STEEP = 8.0
+"""The largest |b| for which the square is completed."""
 STEP = 128
 """A multiple of the columns that each of the kernel's configurations takes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What the kernel divides a product by: the norm of each matrix of a batch, or `eps` where that
-    is larger, to a power of 1 or 2. `squares` has the squares of the norms, fp32.
+    """The norm of each matrix of a batch, or `eps` where that is larger: with `power` 2 the kernel
+    divides a product by its square, with 1 all that it computes by the norm. `squares` has the
+    squares of the norms, fp32.
     """
 
     squares: Tensor
@@ -33,28 +44,53 @@ class Norm:
     power: int
 
 
-def product(left: Tensor, right: Tensor, *, kernel: bool, norm: Norm | None = None) -> Tensor:
+def product(left: Tensor, right: Tensor, *, kernel: bool) -> Tensor:
     """`left @ right` of matrices or batches of them, where that is symmetric: `right` is `left.mT`,
-    or both are symmetric and commute. The kernel takes a `norm`.
+    or both are symmetric and commute.
     """
     if kernel:
         from interlace.optim.muon.launch import symmetric_product  # imports Triton
 
-        return symmetric_product(left, right.mT, norm=norm)
+        return symmetric_product(left, right.mT)
     return left @ right
 
 
-def polynomial(
-    g: Tensor, a: float, b: float, c: float, *, kernel: bool, norm: Norm | None = None
+def factor(
+    x: Tensor,
+    a: float,
+    b: float,
+    c: float,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    total: Total | None = None,
 ) -> Tensor:
-    """`a * identity + b * g + c * g @ g` of symmetric matrices or batches of them. The kernel takes
-    a `norm`.
+    """`a * identity + b * g + c * g @ g`, g being `x @ x.mT`, by the kernel. With `squares`, of the
+    norms of the matrices, as if x were divided by its norm, and the result is divided by it. With
+    `total`, that sums g over ranks.
     """
+    from interlace.optim.muon.launch import symmetric_product  # imports Triton
+
+    squared, single = (Norm(squares, eps, i) if squares is not None else None for i in (2, 1))
+    if total is not None or abs(b) > min(STEEP, 4 * abs(c)):
+        g = symmetric_product(x, x, norm=squared)
+        g = total(g) if total is not None else g
+        return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a, norm=single)
+    half = b / (2 * c)  # see Note [Completed square]
+    g = symmetric_product(x, x, gamma=half, norm=squared)
+    return symmetric_product(g, g, alpha=c, gamma=a - half * b / 2, norm=single)
+
+
+def polynomial(g: Tensor, a: float, b: float, c: float, *, kernel: bool) -> Tensor:
+    """`a * identity + b * g + c * g @ g` of symmetric matrices or batches of them."""
     if kernel:
         from interlace.optim.muon.launch import symmetric_product  # imports Triton
 
-        return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a, norm=norm)
-    made = (torch.addmm if g.ndim == 2 else torch.baddbmm)(g, g, g, beta=b, alpha=c)
+        return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a)
+    if c == 0:  # torch 2.13's baddbmm of bfloat16 ignores beta then, on CPUs
+        made = g * b
+    else:
+        made = (torch.addmm if g.ndim == 2 else torch.baddbmm)(g, g, g, beta=b, alpha=c)
     if a:
         made.diagonal(dim1=-2, dim2=-1).add_(a)
     return made
