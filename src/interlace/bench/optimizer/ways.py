@@ -6,6 +6,10 @@
 
 A launch is the optimizer's step and then a forward and a backward, so that the gathers of a launch
 end in it. Every way begins with the same weights, and trains them.
+
+Note [Repeatable gradients]
+    Bits are compared with attention by torch's plain operators: the backward of the fused kernels
+    adds up the gradient of q in any order.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from interlace.bench.kernels.case import needed
@@ -94,6 +99,7 @@ class OptimizerWays:
         """One of WAYS."""
         return Way(name, lambda: self._opened(name), lambda: self._closed(name))
 
+    @sdpa_kernel(SDPBackend.MATH)  # see Note [Repeatable gradients]
     def _opened(self, name: str) -> Opened:
         model = self._model()
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -112,6 +118,7 @@ class OptimizerWays:
             trained.run(tokens, target)
             waits.append(trained.waited() - start)
 
+        @sdpa_kernel(SDPBackend.MATH)
         def off() -> float:
             for _ in range(NUM_CHECKED):
                 trained.run(*self.sets[0])
@@ -132,8 +139,12 @@ class OptimizerWays:
         after = {n: p.detach() for n, p in model.named_parameters()}
         if name == DDP:
             names = [n for n in self._first if "layers" in n and after[n].ndim == 2]
-            pairs = [(after[n] - before[n], self._first[n] - before[n]) for n in names]
-            return worst(relative(its, wanted) for its, wanted in pairs) / FAR
+            eps = torch.finfo(DTYPES[self.size.dtype]).eps
+            return worst(
+                relative(after[n] - before[n], change)
+                / (FAR + eps * float(after[n].norm() / change.norm()))  # each weight is rounded
+                for n, change in ((n, self._first[n] - before[n]) for n in names)
+            )
         self._first = self._first or {n: value.clone() for n, value in after.items()}
         same = all(torch.equal(value, self._first[n]) for n, value in after.items())
         return 0.0 if same else math.inf
@@ -152,7 +163,8 @@ class OptimizerWays:
         return init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("dp",))
 
     def _ours(self, name: str, model: Llama) -> TrainedWay:
-        muon = Muon(muon_groups(model), lr=RATE, adamw={"lr": RATE})
+        adamw = {"lr": RATE, "stochastic_rounding": False}  # the same bits in any buckets
+        muon = Muon(muon_groups(model), lr=RATE, adamw=adamw)
         with slow_link(self.settings.bandwidth):
             optimizer = LayerWise(
                 muon,
