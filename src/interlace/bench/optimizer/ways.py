@@ -35,18 +35,21 @@ from interlace.bench.race.ways import Opened, Way, worst
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import DTYPES
 from interlace.optim import LayerWise, Muon, muon_groups
+from interlace.options import Options
 
 if TYPE_CHECKING:
     from interlace.bench.optimizer.work import OptimizerSettings
 
 SYNCHRONOUS, OVERLAP, BACKWARD, NO_GATHER = "synchronous", "overlap", "under-backward", "no-gather"
+BY_NCCL = "overlap-nccl"
 OURS: dict[str, dict[str, Any]] = {
     SYNCHRONOUS: {"overlap_param_gather": False},
     OVERLAP: {},
     BACKWARD: {"update_under_backward": True},
+    BY_NCCL: {"options": Options(transport="nccl")},
     NO_GATHER: {},
 }
-"""What each way gives LayerWise; the last one's weights stay where they were updated."""
+"""What each way gives LayerWise; without a gather, weights stay where they were updated."""
 DDP, DION, TITAN = "torch-ddp", "dion", "torchtitan"
 WAYS = (*OURS, DDP, DION, TITAN)
 RATE = 1e-3
@@ -157,7 +160,8 @@ class OptimizerWays:
     def _model(self) -> Llama:
         """The same on all ranks, and for all ways."""
         torch.manual_seed(self.settings.seed)
-        return Llama(self.size).to(self.ranks.device, DTYPES[self.size.dtype])
+        with self.ranks.device:
+            return Llama(self.size).to(DTYPES[self.size.dtype])
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("dp",))
