@@ -1,4 +1,4 @@
-"""docs/architecture.md: what it lists is there, and calls go the ways that it lists."""
+"""docs/explanation/architecture.md: what it lists is there, and calls go the ways that it lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.pool import Pool
 import interlace
 
 SOURCE = Path(interlace.__file__).parent
-PAGE = (Path(ROOT) / "docs" / "architecture.md").read_text()
+PAGE = (Path(ROOT) / "docs" / "explanation" / "architecture.md").read_text()
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", re.MULTILINE)
 Step = tuple[str, str]
 
