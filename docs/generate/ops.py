@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[ir.Op, ...]] = {
 }
 """Every op, once, as an example."""
 
-HEAD = """# The ops
+HEAD = """# Ops
 
 <!-- Written by docs/generate from the dataclasses. Change those, then run `make docs`. -->
 
