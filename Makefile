@@ -53,7 +53,7 @@ format: setup  ## mend what ruff can mend
 
 docs: setup  ## write the generated pages of docs/ again, and build the site into build/site
 	@"$(BIN)/python" docs/generate
-	@"$(BIN)/python" -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict
 
 clean:  ## remove the environment and all caches
 	rm -rf "$(VENV)" "$(VENV).lock" .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build

@@ -3,7 +3,8 @@
 The Python blocks of a page are one script: they run in order, in one namespace, on real ranks. A
 block of a schedule (`def f(tp: Team[2], ...)`) is verified instead. `AFTER` has what a block must
 have done. In pages with titled schedules, console blocks run as well: what they show is compared
-with what the commands print, but for numbers, and `...` stands for any lines.
+with what the commands print, but for numbers, and `...` stands for any lines. Commands of other
+pages (torchrun, GPUs, hosts) are parsed.
 """
 
 from __future__ import annotations
@@ -423,7 +424,7 @@ def commands_of(block: Block) -> Iterator[tuple[list[str], list[str]]]:
 
 
 CONSOLES = [block for block in BLOCKS if block.language == "console"]
-RUN_HERE = ("check", "explain", "opt", "show", "simulate")
+RUN_HERE = ("check", "explain", "opt", "run", "show", "simulate")
 
 
 @pytest.mark.parametrize("block", CONSOLES, ids=str)
@@ -471,8 +472,8 @@ def assert_shows(shown: list[str], printed: str) -> None:
 
 
 def plain(line: str) -> str:
-    """A line without its numbers and the width of its spaces."""
-    return " ".join(re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", line).split())
+    """A line without its numbers, digests and the width of its spaces."""
+    return " ".join(re.sub(r"\b[0-9a-f]{8}\b|\d+(\.\d+)?(e-?\d+)?", "#", line).split())
 
 
 # pages
@@ -525,7 +526,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     """Strictly: a broken link, a missing page or docstring fails."""
-    command = ("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path))
+    command = ("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
