@@ -1,6 +1,7 @@
-"""The pictures of strategies: rank 0 of four, as the simulator predicts it, all on one time scale.
+"""The pictures of strategies, from their rows and from the simulator.
 
-Colours are chosen to be legible on light and on dark pages.
+Timelines show rank 0 of four, as predicted, all on one time scale. Steps show whose rows each rank
+handles at each step. Colours are chosen to be legible on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ def scatter(tp: Team[4], x: bf16[8192, 2048], w: bf16[2048, 8192]):
 WIDTH, LEFT, RIGHT, ROW, GAP = 760, 110, 70, 14, 12
 COLOURS = {"compute": "#4c8bf5", "comm": "#e8710a", "sync": "#9aa0a6"}
 GREY = "#80868b"
+RANKS = 4
+OWNERS = ("#4c8bf5", "#e8710a", "#34a853", "#a142f4")
+"""By the rank whose rows they are."""
 
 
 def pictures() -> dict[str, str]:
@@ -38,6 +42,7 @@ def pictures() -> dict[str, str]:
     return {
         "strategies-gather.svg": _stacked("An all-gather before a matmul", GATHER),
         "strategies-scatter.svg": _stacked("A matmul before a reduce-scatter", SCATTER),
+        "strategies-steps.svg": _steps(),
     }
 
 
@@ -88,8 +93,42 @@ def _stacked(title: str, text: str) -> str:
         x = LEFT + 130 * number
         parts.append(f'<rect x="{x}" y="{y + 2}" width="12" height="12" fill="{COLOURS[kind]}"/>')
         parts.append(f'<text x="{x + 18}" y="{y + 12}">{word}</text>')
+    return _svg(title, y + 22, parts)
+
+
+def _steps() -> str:
+    """Whose rows a rank multiplies at each step, for the two ways in which steps go."""
+    parts: list[str] = []
+    for number, (name, protocol) in enumerate((("peer", "get"), ("ring", None))):
+        row = STRATEGIES[name, protocol]
+        assert row.gather
+        assert row.scatter
+        gather = [0, *(row.gather.chunk.at(k) for k in range(1, RANKS))]
+        scatter = [*(row.scatter.chunk.at(k) for k in range(1, RANKS)), 0]
+        label = "ring" if name == "ring" else "shift, peer, fused"
+        for place, (kind, offsets) in enumerate((("gather", gather), ("scatter", scatter))):
+            x, y = 60 + 370 * place, 34 + 170 * number
+            parts.append(f'<text x="{x}" y="{y - 18}">{kind}: {label}</text>')
+            for step in range(RANKS):
+                parts.append(f'<text x="{x + 62 * step + 10}" y="{y}">step {step}</text>')
+            for rank in range(RANKS):
+                top = y + 8 + 28 * rank
+                parts.append(f'<text x="{x - 50}" y="{top + 16}">rank {rank}</text>')
+                for step, offset in enumerate(offsets):
+                    parts.append(_cell(x + 62 * step, top, (rank + offset) % RANKS))
+    return _svg("Whose rows a rank multiplies at each step", 340, parts)
+
+
+def _cell(x: int, y: int, owner: int) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 22}" role="img" '
+        f'<rect x="{x}" y="{y}" width="58" height="24" rx="3" fill="{OWNERS[owner]}"/>'
+        f'<text x="{x + 29}" y="{y + 16}" text-anchor="middle" fill="#fff">rows {owner}</text>'
+    )
+
+
+def _svg(title: str, height: int, parts: list[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'font-family="sans-serif" font-size="12" fill="{GREY}"><title>{title}</title>\n'
         + "\n".join(parts)
         + "\n</svg>\n"
