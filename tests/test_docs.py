@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import csv
 import gc
 import io
 import os
@@ -543,6 +544,16 @@ def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
             r"<(?:script|link|img)\b[^>]*(?:src|href)=\"?https?:[^>]*", path.read_text()
         )
         assert not [tag for tag in loaded if "canonical" not in tag], path
+
+
+def test_figures_of_the_readme_are_rows() -> None:
+    with (ROOT / "benchmarks" / "results" / "overlap.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["commit"] == "ed488af"]
+    for strategy in ("sequential", "async-tp", "auto"):
+        wanted = {"m": "8192", "k": "8192", "n": "2560", "world": "4", "mode": "eager"}
+        (row,) = (r for r in rows if {**r, **wanted, "strategy": strategy} == r)
+        figures = f"| {float(row['median_us']):.0f} us | {float(row['r']):.2f} |"
+        assert figures in PAGES["README.md"]
 
 
 def test_readme_is_short() -> None:
