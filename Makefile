@@ -51,8 +51,9 @@ format: setup  ## mend what ruff can mend
 	@"$(BIN)/ruff" check --fix .
 	@"$(BIN)/ruff" format .
 
-docs: setup  ## write the generated pages of docs/ again
-	@"$(BIN)/python" docs/generate_ops.py
+docs: setup  ## write the generated pages of docs/ again, and build the site into build/site
+	@"$(BIN)/python" docs/generate
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict
 
 clean:  ## remove the environment and all caches
 	rm -rf "$(VENV)" "$(VENV).lock" .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build

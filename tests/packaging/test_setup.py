@@ -74,7 +74,7 @@ def clone(tmp_path: Path) -> Clone:
 def test_makes_it_once(clone: Clone) -> None:
     assert clone.make()[0] == 0
     (install,) = clone.installs()
-    assert "-c constraints.txt --editable .[dev]" in install
+    assert "-c constraints.txt --editable .[dev,docs]" in install
     assert clone.make() == (0, "")
     assert len(clone.installs()) == 1
 
