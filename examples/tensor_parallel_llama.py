@@ -42,22 +42,18 @@ def shard(model: Llama, mesh: DeviceMesh) -> None:
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=part, output_layouts=whole),
     }
-    gather = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
-    scatter = RowwiseParallel(output_layouts=part, use_local_output=False)
-    for i in range(len(model.layers)):
-        plan |= {
-            f"layers.{i}.{norm}": SequenceParallel() for norm in ("attention_norm", "ffn_norm")
-        }
-        plan |= {f"layers.{i}.{name}": gather for name in ("attention", "feed_forward")}
-        columns = (
-            "attention.wq",
-            "attention.wk",
-            "attention.wv",
-            "feed_forward.w1",
-            "feed_forward.w3",
-        )
-        plan |= {f"layers.{i}.{name}": ColwiseParallel() for name in columns}
-        plan |= {f"layers.{i}.{name}": scatter for name in ("attention.wo", "feed_forward.w2")}
+    of_a_block = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,)),
+        **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+        "attention.wo": RowwiseParallel(output_layouts=part, use_local_output=False),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,)),
+        **{f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")},
+        "feed_forward.w2": RowwiseParallel(output_layouts=part, use_local_output=False),
+    }
+    for layer in model.layers:
+        parallelize_module(layer, mesh, of_a_block)
     parallelize_module(model, mesh, plan)
 
 

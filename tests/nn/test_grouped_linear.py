@@ -391,6 +391,15 @@ def test_runs_inside_a_compiled_model(attached: bool, seed: int) -> None:
     assert equal(layer.weight.grad, loop.grads("weight"))
 
 
+def test_in_bf16_a_compiler_sees_one_graph(seed: int) -> None:
+    """Sizes are data of it, and are cut off at the rows."""
+    layer, loop = pair(seed, torch.bfloat16)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = rows(16, torch.bfloat16)
+    for sizes, cut in (([4, 3, 0, 9], [4, 3, 0, 9]), ([4, 3, 0, 90], [4, 3, 0, 9])):
+        torch.testing.assert_close(run(x, torch.tensor(sizes)), loop(x, cut), rtol=0.02, atol=0.02)
+
+
 def test_a_single_row_of_odd_stride_is_made_regular(seed: int) -> None:
     """It is contiguous to torch, and still its stride is none that the kernels take."""
     row = torch.randn(1, 101)[:, :96]

@@ -7,7 +7,8 @@ On the device nothing waits for the host: `group_sizes` stays there. Where the k
 (the CPU, fp32, sizes that are no multiple of 16 bytes) a loop of matmuls does, with the bits of a
 loop of `torch.nn.Linear`; if `group_sizes` is on a GPU then, the host waits for it. `explain(x)`
 says which it is, and why. By kernel the weight is multiplied in torch's grouped GEMM and biases are
-added after rounding, so there the bits are the same from run to run, not those of cuBLAS.
+added after rounding, so there the bits are the same from run to run, not those of cuBLAS. Under
+torch.compile a layer in bf16 is that GEMM on the CPU too, in one graph with its surroundings.
 
 The gradient of the weight can go straight into a buffer, with no temporary of its size:
 
@@ -98,7 +99,8 @@ class GroupedLinear(nn.Module):
 
         `group_sizes` has num_groups entries: a list, or int32 or int64 on the CPU or x's device.
         Rows behind the last group are padding: they give 0, and get a gradient of 0. `GroupError`
-        for what does not fit; sizes on a GPU are not read by the host, and are cut off at `tokens`.
+        for what does not fit; sizes on a GPU or in a compiled graph are not read by the host, and
+        are cut off at `tokens`.
         Under autocast x, weight and bias are cast to its type, and gradients are the originals'.
         """
         if torch.compiler.is_compiling() and self._accumulator is None and self.recipe is None:
@@ -239,8 +241,7 @@ def _traceable(layer: GroupedLinear, x: torch.Tensor, group_sizes: object) -> bo
     """Whether a compiler may see torch's own grouped GEMM in place of this layer."""
     whole = ALIGNMENT // torch.bfloat16.itemsize
     return (
-        x.device.type == "cuda"
-        and isinstance(group_sizes, torch.Tensor)
+        isinstance(group_sizes, torch.Tensor)
         and group_sizes.device == x.device
         and layer.in_features % whole == 0
         and layer.out_features % whole == 0
