@@ -4,14 +4,15 @@
 
 Each rank has tokens and some of the experts. The router sends each token to one expert, where each
 rank has room for so many; tokens beyond that keep their residual alone. Both exchanges are
-functional collectives, so the compiler sees them beside the grouped GEMMs that they feed and follow,
-and the rows of one rank are multiplied while those of the next one travel.
+functional collectives, so the compiler sees them beside the grouped GEMMs that they feed and
+follow, and the rows of one rank are multiplied while those of the next one travel.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ class Mixture(nn.Module):
         return x + share[:, None] * (dispatch @ y)
 
 
-def train(model: Mixture, call: nn.Module, x: Tensor, wanted: Tensor) -> list[float]:
+def train(model: Mixture, call: Callable[..., Tensor], x: Tensor, wanted: Tensor) -> list[float]:
     """The loss of each step, over all ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -80,7 +81,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = Mixture(mesh["ep"].get_group())
     torch.manual_seed(1 + dist.get_rank())  # experts and tokens of this rank
-    model.up.reset_parameters(), model.down.reset_parameters()
+    for layer in (model.up, model.down):
+        layer.reset_parameters()
     model.to(DEVICE, torch.bfloat16)
     x = torch.randn(TOKENS, DIM, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     wanted = torch.randn(TOKENS, DIM, device=DEVICE)

@@ -10,6 +10,7 @@ overlapped, and why.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -57,13 +58,13 @@ def shard(model: Llama, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def step(call: nn.Module, model: nn.Module, tokens: Tensor) -> tuple[float, list[Tensor]]:
+def step(call: Callable[..., Tensor], model: nn.Module, tokens: Tensor) -> tuple[Tensor, list]:
     """The loss of predicting each next token, and this rank's part of the gradients."""
     loss = F.cross_entropy(call(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     grads = [p.grad for p in model.parameters()]
     model.zero_grad()
-    return loss.item(), [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    return loss.detach(), [g.to_local() if isinstance(g, DTensor) else g for g in grads]
 
 
 def main() -> None:
