@@ -37,16 +37,13 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
-        self.up, self.down = (
-            nn.Linear(DIM, 4 * DIM, bias=False),
-            nn.Linear(4 * DIM, DIM, bias=False),
-        )
+        self.up = nn.Linear(DIM, 4 * DIM, bias=False)
+        self.down = nn.Linear(4 * DIM, DIM, bias=False)
 
     def forward(self, x: Tensor, cache: tuple[Tensor, Tensor], at: Tensor) -> Tensor:
         h = self.attention_norm(x)
-        q, k, v = (
-            w(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
-        )
+        made = (w(h) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (each.unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in made)
         keys, values = cache
         keys.index_copy_(2, at, k)
         values.index_copy_(2, at, v)

@@ -23,7 +23,7 @@ from interlace.tensor_parallel import parallelize
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
 except ImportError as error:
-    sys.exit(f'{error}: this example needs transformers, pip install "transformers>=5.17"')
+    sys.exit(f'{error}. This example needs transformers: pip install "transformers>=5.17"')
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = LlamaConfig(

@@ -1,8 +1,10 @@
-"""The example scripts, on real processes."""
+"""The example scripts, on real processes, and the notebook."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +14,9 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+ENVIRON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+SAME_LOSS = "of plain torch"
+"""Told by scripts that compare their losses with plain torch's, and fail where these differ."""
 
 
 def example(
@@ -28,7 +33,7 @@ def example(
         text=True,
         timeout=time_out_s,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **ENVIRON},
     )
 
 
@@ -64,3 +69,63 @@ def test_muon_trains_alike_with_owners() -> None:
     assert losses["synchronous"] == losses["overlapped"]
     assert float(losses["muon"][1]) == pytest.approx(float(losses["overlapped"][1]), rel=2e-3)
     assert float(losses["overlapped"][1]) < float(losses["overlapped"][0])
+
+
+QUICK: dict[str, tuple[int, list[str]]] = {
+    "tensor_parallel_llama": (2, ["layers.1.feed_forward.w2  peer/get", SAME_LOSS]),
+    "mixture_of_experts": (2, ["graph 1 of 1", "matmul_all_to_all  down", SAME_LOSS]),
+    "pipeline": (2, ["the pair: sound", "deadlock", "equal those of autograd"]),
+}
+SLOW: dict[str, tuple[int, list[str]]] = {
+    "fsdp_tensor_parallel": (4, ["feed_forward.w2", SAME_LOSS]),
+    "torchtitan_style": (2, ["feed_forward.w2", "with backend=interlace"]),
+    "decode": (2, ["matmul_all_reduce  layers.1.down", SAME_LOSS]),
+    "hugging_face": (2, ["lm_head: colwise", "of the whole model", "generated"]),
+}
+"""By script: ranks, and what rank 0 prints among other things."""
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+@pytest.mark.timeout(150)
+def test_an_example_runs_and_agrees(name: str) -> None:
+    if name == "hugging_face" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    ranks, told = (QUICK | SLOW)[name]
+    done = example(f"{name}.py", ranks, {}, 140)
+    assert done.returncode == 0, done.stderr
+    for part in told:
+        assert part in done.stdout
+
+
+def test_hugging_face_says_what_is_missing() -> None:
+    hide = f"""import runpy, sys; sys.modules["transformers"] = None
+runpy.run_path({str(EXAMPLES / "hugging_face.py")!r})"""
+    done = subprocess.run(
+        [sys.executable, "-c", hide], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith('needs transformers: pip install "transformers>=5.17"\n')
+
+
+def test_the_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells run in order, without Jupyter; what it shows last is the page."""
+    notebook = json.loads((EXAMPLES / "timeline.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+    names: dict[str, Any] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    shown = capsys.readouterr().out
+    for part in ("sound (2 ranks", "equal, bit for bit", "predicted  all", "measured   all"):
+        assert part in shown
+    assert names["measured"].ranks == (0, 1)
+    assert "iframe" in names["Page"](names["page"])._repr_html_()
+
+
+def test_each_example_has_a_line_in_the_readme() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]:
+        assert f"[{path.name}]({path.name})" in listed

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from interlace.bench.schedule import RunSettings, compare, work
 from interlace.cli import app
+from interlace.cost import Timeline
 from interlace.errors import InputError
 from interlace.ir import parse_set
 
@@ -77,10 +78,11 @@ def verdicts(report: dict[str, Any]) -> list[list[str]]:
 def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> None:
     page = tmp_path / "page.html"
     drawn = {"timeline": str(page), "seed": seed % 1000}
+    data = tmp_path / "run.json"
     (report, again, wrong, in_order, stages, registered), nothing = pool(2).run(
         reports,
         settings(SOUND, SERIAL, **drawn),
-        settings(SOUND, seed=seed % 1000),
+        settings(SOUND, seed=seed % 1000, timeline=str(data)),
         settings(SOUND, WRONG),
         settings(SOUND, SOUND, in_order=True),
         settings(STAGES),
@@ -98,6 +100,8 @@ def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> 
     assert report["files"] == [str(page)]
     assert page.read_text().count('"source":"') >= 3, "predicted, measured, and the other's"
     assert {row["rank"] for row in report["figures"]} >= {0, 1}
+    measured = Timeline.from_json(data.read_text())
+    assert (again["files"], measured.source, measured.ranks) == ([str(data)], "measured", (0, 1))
     assert verdicts(wrong) == [["differs"]] * 2
     (off,) = wrong["ranks"][0]["compared"].values()
     assert off["at"][0] < 64, "rank 0's own rows are the wrong ones"

@@ -33,7 +33,7 @@ from interlace.runtime import Executor
 from interlace.runtime.machine import machine_for
 from interlace.runtime.values import DTYPES, once, whole
 from interlace.trace import Run, figures_json, write_page
-from interlace.trace.tracks import ranks_of
+from interlace.trace.tracks import ranks_of, write_whole
 
 TOLERANCES = {
     torch.float64: 1e-10,
@@ -65,7 +65,7 @@ class RunSettings:
     seed: int = 0
     runs: int = 20
     timeline: str | None = None
-    """Path of the page."""
+    """Path of the page, or of the measured timeline as data where it ends in `.json`."""
     time_out_s: float = 60.0
 
     def options(self, against: bool, trace: bool = False) -> Options:
@@ -368,9 +368,12 @@ def traced(
 
 
 def draw(settings: RunSettings, timelines: Sequence[Timeline], ranks: Ranks) -> dict[str, Any]:
-    """Writes the page; what it shows as figures, and its path."""
+    """Writes the page or the data; what it shows as figures, and its path."""
     machine = machine_for(Options(), ranks.device.type)
     assert settings.timeline is not None
+    if settings.timeline.endswith(".json"):
+        path = write_whole(settings.timeline, timelines[0].to_json())
+        return {"figures": figures_json(timelines), "files": [str(path)]}
     shown = [Run(settings.programs, simulate(settings.programs, machine), timelines[0])]
     if settings.against:
         shown.append(Run(settings.against, None, timelines[1], settings.against_name))

@@ -63,7 +63,11 @@ def run(
         ),
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write the predicted and the measured timeline as a page.")
+        Path | None,
+        typer.Option(
+            help="Write the predicted and the measured timeline as a page; to a path that ends in "
+            ".json, the measured one as data, which `interlace show` reads."
+        ),
     ] = None,
     time_out: TimeOut = 300.0,
     json: Annotated[bool, typer.Option("--json", help="Print the report for scripts.")] = False,
