@@ -25,6 +25,7 @@ PATHS = {
     "L['s'].layers.1.__dict__['_modules']['_checkpoint_wrapped_module'].mlp": "layers.1.mlp",
     "L['self'].__dict__['_modules']['_checkpoint_wrapped_module']": "",
     "L['self'].up._orig_mod.my_orig_mod": "up.my_orig_mod",
+    "L['args'][0].model.layers.0.mlp": "model.layers.0.mlp",
     "G['net'].blocks['a'].up": "blocks.a.up",
 }
 """What TorchDynamo notes, and the path that it stands for."""

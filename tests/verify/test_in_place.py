@@ -191,7 +191,9 @@ def test_a_region_is_what_its_body_is(fn: str, right: bool) -> None:
 
 def test_a_member_of_a_fused_op_is_an_op_of_its_own() -> None:
     body = 'main: fused(part(call("aten.mm.out", x, y, out={})))'
-    assert checked(body.format("x")).kinds() == {"in-place"}
+    (finding,) = (report := checked(body.format("x"))).findings
+    assert report.kinds() == {"in-place"}
+    assert "or call `aten.mm_` with mutates=True" in finding.fix
     assert checked("z = empty(f32[6, 6])\n" + body.format("z")).sound
 
 

@@ -208,6 +208,8 @@ def _advice(op: Op | None, form: str, of: str, to: str) -> str:
     apart = f"read from a copy of {of}, or write to a buffer that does not share bytes with it"
     if form == "same":
         return f"{apart}, or give it just the same view to read and to write"
+    if isinstance(op, Call) and op.fn.endswith(".out"):
+        return f"{apart}, or call `{op.fn.removesuffix('.out')}_` with mutates=True if it exists"
     if not isinstance(op, Collective) or op.kind not in COLLECTIVES:
         return apart
     if form == "own":

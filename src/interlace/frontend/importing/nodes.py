@@ -44,7 +44,7 @@ MODULE_KEY = "interlace_module"
 """Where `interlace.compile` notes a node's module path, in `meta["custom"]`."""
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
-_LOCAL = re.compile(r"^[LG]\['\w+'\]")
+_LOCAL = re.compile(r"^[LG]\[(?:'args'\]\[0(?=\]\.)|'\w+')\]")  # args[0]: a decorator's self
 _MEMBER = re.compile(r"\.(?:__dict__\[')?(_(?:modules|parameters|buffers))(?:'\])?\['([^']+)'\]")
 _ITEM = re.compile(r"\[(?:'([^']+)'|(\d+))\]")
 _WRAPPER = re.compile(

@@ -250,7 +250,12 @@ def _verify_set(
         report = check([p for key in ranks for p in _for_ranks(parsed[key], ranks[key])])
         report.raise_if_unsound()
     except (SoundnessError, ProgramError) as error:
-        raise AgreementError(_difference(entries, texts, str(error))) from error
+        why = str(error)
+        if isinstance(error, SoundnessError) and not _share_ranks(texts.values()):
+            who = "\n".join(f"  {_alike(entries, rank)}" for rank in sorted(holders.values()))
+            told = f"the Programs of these ranks are not sound as a set:\n{who}\n{why}"
+            raise AgreementError(told) from error
+        raise AgreementError(_difference(entries, texts, why)) from error
     return report, tuple((notes[key]["text"], of) for key, of in ranks.items())
 
 
@@ -268,6 +273,18 @@ def _for_ranks(program: Program, ranks: tuple[int, ...]) -> list[Program]:
     return [program] if whole else [program.instantiate(rank) for rank in ranks]
 
 
+def _share_ranks(texts: Iterable[str]) -> bool:
+    """Whether a rank is in several of these Programs, which then should be one."""
+    ranks = [rank for text in {*texts} for rank in parse(text).world]
+    return len({*ranks}) < len(ranks)
+
+
+def _alike(entries: Mapping[int, Note], rank: int) -> str:
+    """The ranks that have one rank's Program, and its name."""
+    alike = [r for r in sorted(entries) if entries[r]["hash"] == entries[rank]["hash"]]
+    return f"{named(alike)}, {entries[rank]['name']!r}"
+
+
 def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str) -> str:
     """The message for Programs that do not go together: who, and the first line that differs."""
     ranks = sorted(entries)
@@ -276,9 +293,7 @@ def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str)
     at = next(n for n in range(min(map(len, lines))) if lines[0][n] != lines[1][n])
     shown: list[str] = []
     for rank, text in zip(pair, lines, strict=True):
-        entry = entries[rank]
-        alike = named([r for r in ranks if entries[r]["hash"] == entry["hash"]])
-        shown.append(f"  {alike}, {entry['name']!r}, line {at + 1}: {text[at].strip()}")
+        shown.append(f"  {_alike(entries, rank)}, line {at + 1}: {text[at].strip()}")
     return "\n".join(
         [
             "ranks prepare Programs that do not go together; the first line that differs is",
