@@ -371,9 +371,15 @@ def draw(settings: RunSettings, timelines: Sequence[Timeline], ranks: Ranks) -> 
     """Writes the page; what it shows as figures, and its path."""
     machine = machine_for(Options(), ranks.device.type)
     assert settings.timeline is not None
-    shown = [Run(settings.programs, simulate(settings.programs, machine), timelines[0])]
+    before = None
     if settings.against:
-        shown.append(Run(settings.against, None, timelines[1], settings.against_name))
-    facts = [("ranks", str(ranks.size)), ("verifier", "sound"), ("machine", machine.name)]
-    path = write_page(shown, settings.timeline, facts=facts)
+        predicted = None if settings.in_order else simulate(settings.against, machine)
+        before = Run(settings.against, predicted, timelines[1], label=settings.against_name)
+    predicted = simulate(settings.programs, machine)
+    run = Run(settings.programs, predicted, timelines[0], label="this schedule", before=before)
+    facts = [
+        *(("ranks", str(ranks.size)), ("verifier", "sound"), ("machine", machine.name)),
+        ("measured", "one recorded run"),
+    ]
+    path = write_page([run], settings.timeline, facts=facts)
     return {"figures": figures_json(timelines), "files": [str(path)]}

@@ -24,11 +24,11 @@ from interlace.bench.transformer.candidates import FLOAT8, LIMIT, OURS, WAYS, Ca
 from interlace.bench.transformer.models import MODELS, flops
 from interlace.commands.explain import strategy_of
 from interlace.cost import Timeline
-from interlace.cost.timeline import intersection, length, union
 from interlace.errors import OptionError
 from interlace.ir import Program
 from interlace.launch import Tell
 from interlace.trace import Run, write_perfetto
+from interlace.trace.figures import SiteFigures, site_figures
 
 DTYPES = ("bf16", "f32")
 TRACED = 3
@@ -107,14 +107,11 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
 def site_rows(way: str, program: Program, timeline: Timeline) -> list[Row]:
     """The sites of a Program with what their communication took on the timeline's first rank, and
     what of that no computation hid. What a fused kernel does within counts as computation."""
-    spans = timeline.of(rank=timeline.ranks[0]).spans
-    compute = union((span.start_s, span.end_s) for span in spans if span.kind == "compute")
+    rank, found = timeline.ranks[0], site_figures(timeline)
     rows: list[Row] = []
     for site in program.sites:
-        mine = [span for span in spans if span.site == site.id and span.kind == "comm"]
-        comm = union((span.start_s, span.end_s) for span in mine)
-        hidden_s, comm_s = length(intersection(comm, compute)), length(comm)
-        told = {"comm_ms": comm_s * 1e3, "exposed_ms": (comm_s - hidden_s) * 1e3}
+        took = found.get((rank, site.id), SiteFigures(0.0, 0.0, 0.0))
+        told = {"comm_ms": took.comm_s * 1e3, "exposed_ms": took.exposed_s * 1e3}
         row = {"way": way, "program": program.name, "how": strategy_of(site), **asdict(site)}
         rows.append({**row, **told})
     return rows
