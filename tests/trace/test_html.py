@@ -161,11 +161,11 @@ def test_the_head_says_what_the_table_says():
         sum(it.makespan_s for run in (forward, backward) if (it := part(run).measured))
         for part in (lambda run: run.before, lambda run: run)
     )
-    assert f"<b>{before / after:.2f}x</b> as fast as serial" in head
+    assert f"<b>{before / after:.2f}x</b> as fast as serial, measured" in head
     assert before > after
     assert [serial[0], ours[0]] == [milliseconds(before), milliseconds(after)]
-    assert f"<b>{serial[3]} → {ours[3]}</b> of communication hidden" in head
-    assert f"<b>{serial[4]} → {ours[4]}</b> exposed, all ranks" in head
+    assert f"<b>{serial[3]} → {ours[3]}</b> of communication hidden, measured" in head
+    assert f"<b>{serial[4]} → {ours[4]}</b> exposed, all ranks, measured" in head
     assert serial[3] == "0%" != ours[3]
     assert f"<td>{ours[0]}</td>" in head
 

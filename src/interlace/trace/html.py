@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -71,10 +71,11 @@ def write_page(
 def html_page(runs: Sequence[Run], name: str = "", facts: Sequence[tuple[str, str]] = ()) -> str:
     """The page as text."""
     shades = {key: group % COLOURS for key, group in site_groups(runs).items()}
-    ours = sum(len(run.programs) for run in runs)
+    plain = [run.before.label for run in runs if run.before for _ in run.before.programs]
+    labels = [""] * sum(len(run.programs) for run in runs) + plain
     listed = [
-        _listing(place, program, shades, place < ours)
-        for place, program in enumerate(numbered(runs))
+        _listing(place, program, shades, label)
+        for place, (program, label) in enumerate(zip(numbered(runs), labels, strict=True))
     ]
     names = dict.fromkeys(program.name for run in runs for program in run.programs)
     name = name or " + ".join(names) or "timeline"
@@ -109,29 +110,33 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _head(found: Sequence[Total]) -> str:
+def _head(known: Sequence[Sequence[Total]]) -> str:
     """What overlap gained: the figures, and a bar for each schedule on one scale."""
-    if not found:
+    if not known:
         return ""
-    ours = found[-1]
-    gains: list[str] = []
-    if len(found) > 1 and ours.figures.makespan_s > 0:
-        gain = found[0].figures.makespan_s / ours.figures.makespan_s
-        gains.append(f"<b>{gain:.2f}x</b> as fast as {escape(found[0].label)}")
-    if any(it.figures.comm_s > 0 for it in found):
-        hidden = " → ".join(f"{it.figures.hidden:.0%}" for it in found)
-        exposed = " → ".join(milliseconds(it.figures.exposed_s) for it in found)
-        gains.append(f"<b>{hidden}</b> of communication hidden")
-        gains.append(f"<b>{exposed}</b> exposed, all ranks")
-    gains.append(f"<i>{escape(ours.source)}</i>")
+    found, source = known[0], escape(known[0][0].source)
+    said = "".join(f"<li><b>{value}</b> {what}, {source}</li>" for value, what in _gains(found))
+    for other in known[1:]:
+        listed = ", ".join(f"{value} {what}" for value, what in _gains(other))
+        said += f"<li>{escape(other[0].source)}: {listed}</li>"
     longest = max(it.figures.makespan_s for it in found)
     bars = "".join(
-        f"<tr><th>{escape(it.label or ours.source)}</th><td>{_bar(it, longest)}</td>"
+        f"<tr><th>{escape(it.label) or source}</th><td>{_bar(it, longest)}</td>"
         f"<td>{milliseconds(it.figures.makespan_s)}</td></tr>"
         for it in found
     )
-    said = "".join(f"<li>{gain}</li>" for gain in gains)
     return f"<ul>{said}</ul><table>{BARS_SAID}{bars}</table>"
+
+
+def _gains(found: Sequence[Total]) -> Iterator[tuple[str, str]]:
+    """How much faster a schedule is than what it is compared with, and how much it hides."""
+    last = found[-1].figures.makespan_s
+    if len(found) > 1 and last > 0:
+        yield f"{found[0].figures.makespan_s / last:.2f}x", f"as fast as {escape(found[0].label)}"
+    if any(it.figures.comm_s > 0 for it in found):
+        yield " → ".join(f"{it.figures.hidden:.0%}" for it in found), "of communication hidden"
+        exposed = " → ".join(milliseconds(it.figures.exposed_s) for it in found)
+        yield exposed, "exposed, all ranks"
 
 
 BARS_SAID = """<caption><span><i class="key"></i>compute</span> \
@@ -154,8 +159,8 @@ def _bar(found: Total, longest_s: float) -> str:
     return f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none">{drawn}</svg>'
 
 
-def _listing(place: int, program: Program, shades: Mapping[PageSite, int], shown: bool) -> str:
-    """A Program's text, each line knowing its op and site."""
+def _listing(place: int, program: Program, shades: Mapping[PageSite, int], label: str) -> str:
+    """A Program's text, each line knowing its op and site; closed if it has a label."""
     rows: list[str] = []
     for line in print_lines(program):
         family, index = line.tag
@@ -170,8 +175,8 @@ def _listing(place: int, program: Program, shades: Mapping[PageSite, int], shown
         f'<ol start="{begin + 1}">{"".join(rows[begin : begin + LINES])}</ol>'
         for begin in range(0, len(rows), LINES)
     )
-    caption = f"{escape(program.name)} · {len(program.ops)} ops"
-    return f"<details{' open' if shown else ''}><summary>{caption}</summary>{lists}</details>"
+    caption = f"{escape(f'{label} {program.name}'.strip())} · {len(program.ops)} ops"
+    return f"<details{'' if label else ' open'}><summary>{caption}</summary>{lists}</details>"
 
 
 def _coloured(line: str) -> str:

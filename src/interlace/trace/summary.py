@@ -44,7 +44,7 @@ class Total:
         return max(0.0, self.room_s - self.figures.compute_s - self.figures.exposed_s)
 
 
-def total(label: str, timelines: Sequence[Timeline]) -> Total:
+def total(label: str, source: str, timelines: Sequence[Timeline]) -> Total:
     """The sum of some timelines of one source."""
     each = [timeline.figures() for timeline in timelines]
     sums = Figures(
@@ -54,7 +54,7 @@ def total(label: str, timelines: Sequence[Timeline]) -> Total:
         sum(figures.overlap_s for figures in each),
     )
     room = sum(it.makespan_s * len(it.ranks) for it in timelines)
-    return Total(label, timelines[0].source, sums, room)
+    return Total(label, source, sums, room)
 
 
 def totals(runs: Sequence[Run], source: str) -> list[Total]:
@@ -63,16 +63,16 @@ def totals(runs: Sequence[Run], source: str) -> list[Total]:
     before = [it for run in runs if run.before and (it := run.before.timeline(source))]
     if not runs or len(own) < len(runs):
         return []
-    ours = total(runs[0].label if before else "", own)
+    ours = total(runs[0].label if before else "", source, own)
     if len(before) < len(runs) or runs[0].before is None:
         return [ours]
-    return [total(runs[0].before.label, before), ours]
+    return [total(runs[0].before.label, source, before), ours]
 
 
-def head_totals(runs: Sequence[Run]) -> list[Total]:
-    """What the head shows: measured if all runs were, and compared if that is known."""
+def head_totals(runs: Sequence[Run]) -> list[list[Total]]:
+    """What the head shows: the totals of each source that all runs have, a comparison first."""
     known = [found for source in SOURCES if (found := totals(runs, source))]
-    return max(known, key=len, default=[])
+    return sorted(known, key=len, reverse=True)
 
 
 def overlap_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -80,10 +80,10 @@ def overlap_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for source in SOURCES:
         for run in runs:
-            for part in run.parts:
-                if (timeline := part.timeline(source)) is not None:
-                    label = part.label if len(run.parts) > 1 else ""
-                    rows += _rank_rows(_joined(run.name, label, source), timeline)
+            shown = [(part, it) for part in run.parts if (it := part.timeline(source))]
+            for part, timeline in shown:
+                label = part.label if len(shown) > 1 else ""
+                rows += _rank_rows(_joined(run.name, label, source), timeline)
         for it in totals(runs, source) if len(runs) > 1 else ():
             rows.append(_row(_joined("all runs,", it.label, source), "all", it))
     return rows
@@ -92,7 +92,7 @@ def overlap_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 def _rank_rows(name: str, timeline: Timeline) -> Iterator[tuple[str, ...]]:
     for rank in parts_of(timeline):
         part = timeline if rank is None else timeline.of(rank=rank)
-        yield _row(name, rank_name(rank), total("", [part]))
+        yield _row(name, rank_name(rank), total("", "", [part]))
 
 
 def _row(name: str, rank: str, found: Total) -> tuple[str, ...]:

@@ -75,10 +75,11 @@ class Track:
 
 
 def tracks(timeline: Timeline) -> tuple[Track, ...]:
-    """The rows of a timeline: by rank, then stream in order of first use, then lane."""
+    """The rows of a timeline: by rank, then stream (`main`, then in order of first use), then
+    lane."""
     found: list[Track] = []
     for rank in timeline.ranks:
-        for stream in timeline.streams(rank):
+        for stream in sorted(timeline.streams(rank), key=lambda stream: stream != "main"):
             mine = (s for s in timeline.spans if s.rank == rank and s.stream == stream)
             for lane, spans in enumerate(_lanes(mine)):
                 found.append(Track(rank, stream, lane, tuple(spans)))
