@@ -38,8 +38,8 @@ function draw(panel) {
   pen.clearRect(0, 0, wide, high);
   pen.font = "11px system-ui, 'DejaVu Sans', sans-serif";
   pen.textBaseline = "middle";
-  exposed(panel, pen, wide);
   axis(panel, pen, wide, high);
+  exposed(panel, pen, wide);
   panel.shown.forEach((row, y) => (row.head ? head : spans)(panel, row, AXIS + y * ROW, pen, wide));
   arrows(panel, pen);
   if (panel.sweep) {
@@ -76,7 +76,7 @@ function head(panel, row, top, pen, wide) {  // a part's whole length, to compar
   pen.fillRect(start, top + 12, end - start, 2);
   pen.fillRect(end - 2, top + 7, 2, 12);
   const right = end + room < wide;
-  const at = right ? end + 6 : Math.min(end, wide) - room;
+  const at = right ? end + 6 : Math.max(4, Math.min(end, wide) - room);
   if (!right) {
     pen.fillStyle = ink.card;
     pen.fillRect(at - 4, top + 4, room - 2, 18);
