@@ -64,7 +64,7 @@ function axis(panel, pen, wide, high) {
     pen.lineTo(at, high);
     pen.stroke();
     pen.fillStyle = ink.soft;
-    pen.fillText(time(us), at + 3, 9);
+    if (at + 3 + pen.measureText(time(us)).width <= wide) pen.fillText(time(us), at + 3, 9);
   }
 }
 
