@@ -64,8 +64,8 @@ def test_numbers_and_paths_of_other_types_are_taken() -> None:
     given = Options(
         chunks=np.int64(4),  # type: ignore[arg-type]
         time_out_s=np.float32(3),  # type: ignore[arg-type]
-        calibration=Path("machine.json"),  # type: ignore[arg-type]
-        strategy=np.str_("peer"),
+        calibration=Path("machine.json"),
+        strategy=np.str_("peer"),  # type: ignore[arg-type]
     )
     assert given == Options(chunks=4, time_out_s=3, calibration="machine.json", strategy="peer")
     kept = given.chunks, given.time_out_s, given.calibration

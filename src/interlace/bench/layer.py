@@ -52,6 +52,7 @@ from interlace.demo.train import registered
 from interlace.errors import OptionError
 from interlace.frontend.compile import Compiled
 from interlace.launch import Tell
+from interlace.strategies import StrategyName
 
 WAYS = (
     "eager",
@@ -83,7 +84,7 @@ class LayerSettings:
     dtype: str = "bf16"
     only: tuple[str, ...] = WAYS
     seconds: float = 60.0
-    strategy: str = "auto"
+    strategy: StrategyName = "auto"
     calibration: str | None = None
     commit: str = ""
 

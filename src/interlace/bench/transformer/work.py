@@ -28,6 +28,7 @@ from interlace.cost.timeline import intersection, length, union
 from interlace.errors import OptionError
 from interlace.ir import Program
 from interlace.launch import Tell
+from interlace.strategies import StrategyName
 from interlace.trace import Run, write_perfetto
 
 DTYPES = ("bf16", "f32")
@@ -46,7 +47,7 @@ class TransformerSettings:
     dtype: str = "bf16"
     only: tuple[str, ...] = WAYS
     seconds: float = 60.0
-    strategy: str = "auto"
+    strategy: StrategyName = "auto"
     calibration: str | None = None
     profile: str = ""
     """The file of the trace; empty: none."""
