@@ -75,6 +75,8 @@ def calibrate(
     for part in parts:
         if part not in PARTS:
             raise OptionError(f"--measure {part}: choose from {', '.join(PARTS)}")
+    if seconds < 0:
+        raise OptionError(f"--seconds {seconds:g}: give 0 or more")
     if spans and "overlap" in parts:
         raise OptionError("--measure overlap: sites are measured with all ranks on one host")
     texts = [(path, _read(path)) for path in given or ()]

@@ -126,6 +126,8 @@ def show(
     if text.lstrip().startswith("{"):
         _timeline(Timeline.from_json(text), program, html, json)
         return
+    if program is not None:
+        raise InputError(f"--program is for a timeline in JSON, and {label(file)} is a schedule")
     programs = list(parse_set(text, file=label(file)))
     if rank is not None:
         programs = [p.instantiate(rank) for p in programs if rank in p.world] or [
