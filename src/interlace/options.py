@@ -56,16 +56,21 @@ class Options:
         overlap: False keeps every site serial: one stream, no decomposition.
         in_order: run the overlapped Program one op after another: the twin that results are
             compared with.
-        strategy: how sites are overlapped; `auto` asks the cost model, with `serial` always a
-            candidate.
+        strategy: how sites are overlapped: `serial`, `pipeline`, `broadcast`, `shift`, `ring`,
+            `peer`, `fused`, `hierarchical` or `exchange`; `auto` asks the cost model, with `serial`
+            always a candidate.
         protocol: one-sided protocol of the `peer` strategy: `get` (pull) or `put` (push).
         chunks: chunks a site is cut into by `pipeline`, and by `fused` before a reduction; 0 lets
             the strategy choose.
-        resharding: where a gather or scatter stands that can stand on either side of a computation.
-        regions: what runs the operators that are no site: eager, Inductor, or by device.
+        resharding: where a gather or scatter stands that can stand on either side of a computation:
+            `before` or `after` it, or where it moves fewer bytes (`auto`).
+        regions: what runs the operators that are no site: `eager`, `inductor`, or by device
+            (`auto`).
         regather: save the local shard and gather again in backward, instead of saving the gathered
-            tensor. What a caller changes of it in between, torch refuses in backward.
-        transport: what moves bytes, where a strategy leaves a choice.
+            tensor: True, False, or where the matmuls that it feeds hide that (`auto`). What a
+            caller changes of it in between, torch refuses in backward.
+        transport: what moves bytes, where a strategy leaves a choice: `gloo`, `nccl`, `ucc` or
+            `peer`; `auto` takes the backend of the process group.
         graph: capture the Program in CUDA graphs and replay them.
         static_outputs: with `graph`, hand out the graph's own output buffers instead of copies.
         calibration: path of a calibration file; None takes what `interlace calibrate` wrote for
