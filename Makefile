@@ -5,7 +5,7 @@
 #   make demo PYTHON=python3.12              the interpreter the environment is made with
 #   make demo TORCH_INDEX=<url>              the package index that torch alone comes from
 #   make demo VENV=/somewhere/else           where the environment lies
-#   make test EXTRAS=dev,test-kernels        with Triton (700 MB), so that kernels are tested on a CPU
+#   make test EXTRAS=test-kernels            with Triton (700 MB), so that kernels are tested on a CPU
 VENV ?= .venv
 PYTHON ?=
 TORCH_INDEX ?=
@@ -53,8 +53,9 @@ format: setup  ## mend what ruff can mend
 	@"$(BIN)/ruff" check --fix .
 	@"$(BIN)/ruff" format .
 
-docs: setup  ## write the generated pages of docs/ again
-	@"$(BIN)/python" docs/generate_ops.py
+docs: setup  ## write the generated pages of docs/ again, and build the site into build/site
+	@"$(BIN)/python" docs/generate
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict
 
 clean:  ## remove the environment and all caches
 	rm -rf "$(VENV)" "$(VENV).lock" .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build

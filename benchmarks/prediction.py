@@ -1,4 +1,4 @@
-"""How far predictions are off: rows in `results/prediction.csv`, tables of docs/prediction.md.
+"""How far predictions are off: rows in `results/prediction.csv`, tables of prediction.md in docs/.
 
 python -m benchmarks.prediction                        # on this host, and on namespaces as hosts
 python -m benchmarks.prediction --mbit 400 --rounds 5  # each of those sends 400 Mbit/s at most

@@ -1,89 +1,176 @@
-"""The documents: generated pages are up to date, schedules in them sound, links alive."""
+"""The documents: their code runs, their links lead somewhere, generated pages are up to date.
+
+The Python blocks of a page are one script: they run in order, in one namespace, on real ranks. A
+block of a schedule (`def f(tp: Team[2], ...)`) is verified instead. `AFTER` has what a block must
+have done. In pages with titled schedules, console blocks run as well: what they show is compared
+with what the commands print, but for numbers, and `...` stands for any lines. Commands of other
+pages (torchrun, GPUs, hosts) are parsed.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import csv
+import gc
+import io
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+import typer
+from tests.support.pool import Pool
+from typer.testing import CliRunner
 
+import interlace
+import interlace.nn
+import interlace.optim
+import interlace.tensor_parallel
+from interlace.cli import app
 from interlace.ir.text.parser import parse
 from interlace.verify import check
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        ROOT / "benchmarks" / "README.md",
+    ]
 }
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
-def blocks(language: str) -> dict[str, str]:
-    """The fenced blocks of one language, by page and number."""
-    return {
-        f"{page}-{i}": code
-        for page, text in PAGES.items()
-        for i, (kind, code) in enumerate(BLOCK.findall(text))
-        if kind == language
-    }
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    number: int
+    language: str
+    title: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page}-{self.number}"
+
+    @property
+    def is_schedule(self) -> bool:
+        """Whether it is the text of a Program."""
+        return self.language == "python" and bool(re.match(r"def \w+\(.*(Team|Size)\[", self.code))
 
 
-PYTHON = blocks("python")
-SCHEDULES = {name: code for name, code in PYTHON.items() if re.match(r"def \w+\(.*Team\[", code)}
+BLOCKS = [
+    Block(page, number, *found)
+    for page, text in PAGES.items()
+    for number, found in enumerate(BLOCK.findall(text))
+]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+SCHEDULES = [block for block in PYTHON if block.is_schedule]
+NOT_RUN = {
+    "README.md": "runs under torchrun, below",
+    "docs/how-to/hosts.md": "runs on two hosts, in tests/e2e/test_launching.py",
+    "docs/reference/ops.md": "shows one op each",
+}
+SLOW = {"docs/how-to/fsdp2.md", "docs/how-to/hugging-face.md", "docs/how-to/torchtitan.md"}
+FOUR_RANKS = {"docs/how-to/fsdp2.md"}
 
-TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-QUICK_START_CHECK = """
-eager = mlp._orig_mod
-gradients = [p.grad.to_local() for p in eager.parameters()]
-eager.zero_grad()
-eager_loss = eager(x).square().mean()
-eager_loss.backward()
-torch.testing.assert_close(loss, eager_loss)
-for ours, parameter in zip(gradients, eager.parameters(), strict=True):
-    torch.testing.assert_close(ours, parameter.grad.to_local())
-print("equal to eager")
-torch.distributed.destroy_process_group()
+
+def of_page(page: str, language: str = "python") -> list[Block]:
+    """The blocks of a page that run."""
+    return [b for b in BLOCKS if (b.page, b.language) == (page, language) and not b.is_schedule]
+
+
+SCRIPTS = {page: of_page(page) for page in PAGES if of_page(page) and page not in NOT_RUN}
+
+MLP = """
+import torch, torch.nn as nn, interlace
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+model = parallelize_module(model, mesh, plan)
+x = torch.randn(64, 64)
 """
-
-LOSS_CHECK = """
+WHOLE = """
+def whole(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(parts, tensor.detach().contiguous())
+    return torch.cat(parts).float()
+"""
+README_SCHEDULE = next(block.code for block in SCHEDULES if block.page == "README.md")
+BEFORE = {
+    "docs/index.md": MLP,
+    "docs/how-to/cuda-graphs.md": MLP,
+    "program = interlace.load(": f"""
+import pathlib
+pathlib.Path("all_gather_linear.ilc").write_text({README_SCHEDULE!r})
+x, w = torch.randn(64, 256), torch.randn(256, 512)
+dist.barrier()
+""",
+}
+"""What a page, or the block with these words, finds done."""
+AFTER = {
+    "compiled = model(x)": "assert loss.isfinite()",
+    "class DropWaits": "assert len(waits) == 3",
+    "faster = run_pipeline(": """
+assert len([op for op in faster.ops if isinstance(op, Wait)]) == 2
+""",
+    "for rows in (80, 96, 112)": """
+assert "sound where" in interlace.explain(model)
+""",
+    "def decoder(": """
+torch.testing.assert_close(decoder(model, x, mesh)(x), model(x))
+""",
+    'raise ValueError("a bad batch")': "torch.testing.assert_close(y, mlp(x))",
+    "not called yet": """
+assert "2 communications" in interlace.explain(model)
+""",
+    "CrossEntropyLoss(label_smoothing": """
 torch.testing.assert_close(same, loss)
 logits = head(hidden)
 wanted = torch.nn.functional.cross_entropy(logits, target, label_smoothing=0.1)
 wanted = wanted + 1e-4 * logits.logsumexp(1).square().mean()
 torch.testing.assert_close(loss, wanted)
 assert hidden.grad.any()
-print("as told")
-"""
-ADAM_CHECK = """
+""",
+    "exp_avg_sq_dtype": """
 states = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if t.dim())
 weights = sum(p.numel() for p in model.parameters())
 assert states + 2 * weights == 8 * weights
-print("as told")
-"""
-MUON_CHECK = """
+""",
+    "head_dim": """
 first, *lines = optimizer.explain().splitlines()
 assert first == "Muon: 2 parameters, 24,576 elements, AdamW: 2 parameters, 64,192 elements"
 assert any(line.startswith("Muon, 12 of 16x64  1.weight") for line in lines)
 assert len(optimizer.state) == 4
-print("as told")
-"""
-REDUCER_CHECK = """
+""",
+    "GradReducer(experts)": """
 mine = torch.cat([p.detach().float().flatten() for p in experts.parameters()])
 others = [torch.empty_like(mine) for _ in range(2)]
 dist.all_gather(others, mine)
 assert torch.equal(others[0], others[1])
 torch.manual_seed(0)
 assert not torch.equal(experts.weight, GroupedLinear(4, 256, 512, dtype=torch.bfloat16).weight)
-dist.destroy_process_group()
-print("as told")
-"""
-ACCUMULATOR_CHECK = """
+""",
+    "GradAccumulator(experts": """
 before = experts.weight.grad
 total = before.clone()
 torch.manual_seed(0)
@@ -92,14 +179,9 @@ experts(x, [10, 0, 30, 24]).square().mean().backward()
 (more,) = torch.autograd.grad(experts(x, [10, 0, 30, 24]).square().mean(), [experts.weight])
 assert experts.weight.grad is before
 assert torch.equal(before, total + more)
-print("as told")
-"""
-PARALLEL_CHECK = """
-def whole(tensor):
-    parts = [torch.empty_like(tensor) for _ in range(ranks)]
-    dist.all_gather(parts, tensor.detach().contiguous())
-    return torch.cat(parts)
-
+""",
+    "gate, up = (": WHOLE
+    + """
 rows, gates, ups = (whole(t).requires_grad_() for t in (x, gate, up))
 downs = whole(down.T).T
 wanted = (torch.nn.functional.silu(rows @ gates.T) * (rows @ ups.T)) @ downs.T
@@ -107,15 +189,9 @@ torch.testing.assert_close(whole(y), wanted, rtol=1e-3, atol=0.1)
 (wanted.square().sum() / y.numel()).backward()
 torch.testing.assert_close(whole(gate.grad), gates.grad, rtol=1e-3, atol=0.1)
 torch.testing.assert_close(whole(x.grad), rows.grad, rtol=1e-3, atol=0.1)
-dist.destroy_process_group()
-print("as told")
-"""
-FLOAT8_LAYERS_CHECK = """
-def whole(tensor):
-    parts = [torch.empty_like(tensor) for _ in range(ranks)]
-    dist.all_gather(parts, tensor.detach().contiguous())
-    return torch.cat(parts).float()
-
+""",
+    "recipe=Recipe())": WHOLE
+    + """
 def near(found, wanted):
     assert (found - wanted).norm() < 0.2 * wanted.norm()  # three roundings to FP8
 
@@ -125,21 +201,18 @@ near(whole(y), wanted)
 (wanted.square().sum() / y.numel()).backward()
 near(whole(up.grad), ups.grad)
 near(whole(down.grad.T).T, downs.grad)
-dist.destroy_process_group()
-print("as told")
-"""
-FLOAT8_MODEL_CHECK = """
+""",
+    "convert_to_float8(model": """
 from interlace.float8 import Float8Linear
 assert [isinstance(layer, Float8Linear) for layer in model] == [True, False, False]
 assert model[0].weight.grad.any()
-print("as told")
-"""
-FLOAT8_CHECK = """
+""",
+    "dw = wgrad(": """
 for found, wanted in ((y, x @ w.T), (dx, dy @ w), (dw, dy.T @ x)):
     assert (found - wanted).norm() < 0.1 * wanted.norm()
-print("as told")
-"""
-STYLES_CHECK = """
+""",
+    "recipe=ROW_WISE)": "assert x.grad.any() and experts.weight.grad.any()",
+    "parallelize(expand": """
 from torch.distributed.nn.functional import all_gather
 rows = torch.cat(all_gather(x.detach()), 1).requires_grad_()
 layers = [expand.gate, expand.up, expand.down]
@@ -150,177 +223,192 @@ rank = dist.get_rank()
 torch.testing.assert_close(y, wanted.chunk(2, 1)[rank], rtol=1e-4, atol=1e-5)
 (wanted.square().sum() / y.numel()).backward()
 torch.testing.assert_close(x.grad, rows.grad.chunk(2, 1)[rank], rtol=1e-4, atol=1e-5)
-dist.destroy_process_group()
-print("as told")
-"""
-REGISTERED_CHECK = """
-assert y.tolist() == [[20.0 + i // 4] * 8 for i in range(8)]
-dist.destroy_process_group()
-print("as told")
-"""
-LAYER_WISE_CHECK = """
+""",
+    "registered={": "assert y.tolist() == [[20.0 + i // 4] * 8 for i in range(8)]",
+    "LayerWise(muon, model, mesh,": """
 mine = torch.cat([p.detach().flatten() for p in model.parameters()])
 others = [torch.empty_like(mine) for _ in range(2)]
 dist.all_gather(others, mine)
 assert torch.equal(others[0], others[1])
 assert len(muon.state) == 2 and muon.param_groups[0]["lr"] > 0.019
-dist.destroy_process_group()
-print("as told")
-"""
-LAYER_WISE_SHARDED_CHECK = """
-whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
-assert whole.isfinite().all()
+""",
+    'LayerWise(muon, model, mesh["dp"]) as': """
+weights = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+assert weights.isfinite().all()
 assert optimizer.explain().count(", home ") == 2
-dist.destroy_process_group()
-print("as told")
-"""
-SHARDED_LAYER_WISE_CHECK = """
+""",
+    "def save(model": """
+def step(model, optimizer):
+    model(torch.ones(16, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    return model.weight.detach().clone()
+
+model = torch.nn.Linear(64, 64, bias=False)
+muon, mesh = torch.optim.Muon(model.parameters()), init_device_mesh("cpu", (2,))
+with LayerWise(muon, model, mesh) as optimizer:
+    first = step(model, optimizer)
+    save(model, optimizer, "checkpoint")
+    assert not torch.equal(step(model, optimizer), first)
+    load(model, optimizer, "checkpoint")
+    assert torch.equal(model.weight, first)
+""",
+    "LayerWise(inner": """
 assert len(inner.state) == 8 and all(s["momentum_buffer"].to_local().shape == (128, 256)
                                      for s in inner.state.values())
-dist.destroy_process_group()
-print("as told")
-"""
-SCHEDULES_READ = """
-import pathlib
-pathlib.Path("all_gather_linear.ilc").write_text(PROGRAM)
-x, w = torch.randn(64, 256), torch.randn(256, 512)
-dist.barrier()
-"""
-SCHEDULES_CHECK = """
+""",
+    'options=Options(schedules="schedules")': """
 assert {path.name.split("-")[0] for path in paths} == {"forward", "backward"}
 assert "a file of the option schedules" in edited.explain()
+""",
+    "program = interlace.load(": """
 parts = [torch.empty_like(x) for _ in range(2)]
 dist.all_gather(parts, x)
 torch.testing.assert_close(y, torch.cat(parts) @ w)
-dist.destroy_process_group()
-print("as told")
-"""
-FORGET = """
+""",
+    'torch.compile(model, backend="interlace")\ncompiled(': """
+torch.testing.assert_close(compiled(tokens, labels=tokens).loss, loss)
+""",
+    "class TransformerBlock": 'assert interlace.explain(layers).count("sound") == 4',
+    "block.compile(": 'assert interlace.explain(model).count("sound") == 4',
+}
+"""By words of a block, what holds once it has run."""
+
+
+def run_blocks(codes: list[str], folder: str) -> str:
+    """On one rank: runs a page's code in `folder`; what it printed."""
+    before, printed, module = os.getcwd(), io.StringIO(), ModuleType("page")
+    os.chdir(folder)
+    sys.modules["page"] = module  # where dataclasses look
+    try:
+        with (
+            mock.patch.object(dist, "init_process_group", return_value=None),
+            contextlib.redirect_stdout(printed),
+        ):
+            for number, code in enumerate(codes):
+                path = Path(folder, f"block{number}.py")  # which TorchDynamo may look into
+                path.write_text(code)
+                exec(compile(code, str(path), "exec"), vars(module))
+    finally:
+        os.chdir(before)
+    vars(sys.modules.pop("page")).clear()
+    torch.compiler.reset()
+    gc.collect()
+    return printed.getvalue()
+
+
+def with_checks(blocks: list[Block]) -> list[str]:
+    """The code of blocks, each between what it finds done and what must hold after it."""
+    codes = [BEFORE.get(blocks[0].page, "")]
+    for block in blocks:
+        codes += [code for word, code in BEFORE.items() if word in block.code]
+        codes.append(block.code)
+        codes += [code for word, code in AFTER.items() if word in block.code]
+    return codes
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else []) for p in SCRIPTS]
+)
+def test_code_of_a_page_runs(page: str, pool: Pool, tmp_path: Path) -> None:
+    if page == "docs/how-to/hugging-face.md":
+        pytest.importorskip("transformers")
+    ranks = pool(4 if page in FOUR_RANKS else 2)
+    printed = ranks.run(run_blocks, with_checks(SCRIPTS[page]), str(tmp_path), time_out_s=110.0)
+    if page == "docs/tutorial/first-model.md":
+        for shown in of_page(page, "text"):
+            assert_shows(shown.code.splitlines(), printed[0])
+
+
+def test_each_check_belongs_to_one_block() -> None:
+    found = Counter(w for w in AFTER for blocks in SCRIPTS.values() for b in blocks if w in b.code)
+    assert found == dict.fromkeys(AFTER, 1)
+
+
+# the README's script as its reader starts it
+
+PYTHONPATH = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+ENVIRON = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHONPATH}
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+README_CHECK = """
+eager = mlp._orig_mod
+gradients = [p.grad.to_local() for p in eager.parameters()]
+eager.zero_grad()
+eager_loss = eager(x).square().mean()
+eager_loss.backward()
+torch.testing.assert_close(loss, eager_loss)
+for ours, parameter in zip(gradients, eager.parameters(), strict=True):
+    torch.testing.assert_close(ours, parameter.grad.to_local())
+print("equal to eager")
+torch.distributed.destroy_process_group()
+
+# Whatever holds a mesh keeps its groups' threads, and torch aborts where one of them wants the GIL
+# while the interpreter ends.
 import gc
 for _name in [name for name in globals() if not name.startswith("_") and name != "gc"]:
     del globals()[_name]
 gc.collect()
 """
-"""The end of scripts with ranks. Whatever holds a mesh keeps its groups' threads, and torch aborts
-where one of them wants the GIL while the interpreter ends."""
-PIECES = {
-    name: (code, told)
-    for told, word in (
-        (LOSS_CHECK, "LinearCrossEntropyLoss"),
-        (ADAM_CHECK, "exp_avg_sq_dtype"),
-        (MUON_CHECK, "muon_groups"),
-        (REDUCER_CHECK, "GradReducer"),
-        (ACCUMULATOR_CHECK, "GradAccumulator"),
-        (PARALLEL_CHECK, "gate, up = ("),
-        (FLOAT8_LAYERS_CHECK, "recipe=Recipe())"),
-        (FLOAT8_MODEL_CHECK, "convert_to_float8(model"),
-        (FLOAT8_CHECK, "dw = wgrad("),
-        (STYLES_CHECK, "parallelize(expand"),
-        (LAYER_WISE_CHECK, "LayerWise(muon"),
-        (LAYER_WISE_SHARDED_CHECK, "parallelize_module(model"),
-        (SHARDED_LAYER_WISE_CHECK, "LayerWise(inner"),
-    )
-    for name, code in PYTHON.items()
-    if name.startswith(("README.md", "docs/float8.md", "docs/layer_wise.md")) and word in code
-}
 
 
-def test_op_table_is_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "generate_ops.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_every_op_is_in_the_table() -> None:
-    import interlace.ir as ir
-
-    page = PAGES["docs/ops.md"]
-    ours = [kind for kind in ir.Op.__subclasses__() if kind.__module__ == ir.Op.__module__]
-    assert not {kind.__name__ for kind in ours if f"### {kind.__name__}\n" not in page}
-
-
-def test_there_are_schedules_to_check() -> None:
-    assert len(SCHEDULES) >= 2
-
-
-def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 13
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_in_a_page_is_sound(name: str) -> None:
-    program = parse(SCHEDULES[name])
-    assert parse(str(program)) == program
-    check(program).raise_if_unsound()
-
-
-def test_builder_in_the_reference_makes_a_sound_program() -> None:
-    (code,) = (code for code in PYTHON.values() if "with interlace.program(" in code)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    program = names["p"].program
-    assert len(program.ops) == 14
-    check(program).raise_if_unsound()
-
-
-def test_counterexample_in_the_readme_is_real() -> None:
-    """What the README shows for a schedule with a line deleted is what the verifier says."""
-    (code,) = (code for name, code in SCHEDULES.items() if name.startswith("README.md"))
-    deleted = "    main: wait(e1)\n"
-    assert deleted in code
-    report = check(parse(code.replace(deleted, "")))
-    (shown,) = blocks("text").values()
-    assert shown.strip() in str(report)
-
-
-def run_script(script: Path, *launch: str) -> str:
-    """What a script prints, on CPUs."""
-    if launch:
-        script.write_text(script.read_text() + FORGET)
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+def test_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
+    """Beside eager DTensor; and the schedules that it writes run alone."""
+    (block,) = of_page("README.md")
+    script = tmp_path / "train.py"
+    script.write_text(block.code + README_CHECK)
     done = subprocess.run(
-        [sys.executable, *launch, str(script)],
+        [sys.executable, *TWO_RANKS, str(script)],
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)},
-        cwd=script.parent,
+        env=ENVIRON,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.stdout.count("equal to eager") == 2
+    assert "2 communications, sound" in done.stdout
+    assert (tmp_path / "step.html").exists()
+    kinds = sorted(path.name.split("-")[0] for path in (tmp_path / "schedules").glob("*.ilc"))
+    assert kinds == ["backward"] * 2 + ["forward"] * 2
+    (overlapped,) = (tmp_path / "schedules").glob("forward-????????.ilc")
+    done = CliRunner().invoke(app, ["run", str(overlapped), "--check-against", "serial"])
+    assert done.exit_code == 0, done.output
+    assert "against serial" in done.output
 
 
-def test_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
-    """The README's first script, on two ranks, beside eager DTensor."""
-    readme = [code for name, code in PYTHON.items() if name.startswith("README.md")]
-    (code,) = (code for code in readme if "import init_device_mesh" in code)
-    (step,) = (code for code in PYTHON.values() if "step = interlace.compile(mlp" in code)
-    script = tmp_path / "train.py"
-    script.write_text(code + step + QUICK_START_CHECK)
-    assert run_script(script, *TWO_RANKS).count("equal to eager") == 2
+# schedules
 
 
-@pytest.mark.parametrize("name", PIECES)
-def test_training_pieces_of_the_readme_run(name: str, tmp_path: Path) -> None:
-    """Each script of the README does what is said beside it; the one with ranks on two."""
-    code, told = PIECES[name]
-    script = tmp_path / "train.py"
-    script.write_text(code + told)
-    if "init_process_group" in code:
-        assert run_script(script, *TWO_RANKS).count("as told") == 2
-    else:
-        assert "as told" in run_script(script)
+@pytest.mark.parametrize("block", SCHEDULES, ids=str)
+def test_schedule_in_a_page_is_sound(block: Block) -> None:
+    program = parse(block.code)
+    assert parse(str(program)) == program
+    if program.rank is None:  # else it is one rank's half of an exchange
+        assert check(program).sound is not block.title.startswith("broken")
 
 
-def test_registered_parameters_as_told(tmp_path: Path) -> None:
-    """The page's script on two ranks, and its schedules without what it says can be left out."""
-    page = "docs/registered.md"
-    (code,) = (c for n, c in PYTHON.items() if n.startswith(page) and "Executor(" in c)
-    script = tmp_path / "gather.py"
-    script.write_text(code + REGISTERED_CHECK)
-    assert run_script(script, *TWO_RANKS).count("as told") == 2
-    texts = [c for n, c in SCHEDULES.items() if n.startswith(page)]
+def test_counterexample_in_the_readme_is_real() -> None:
+    """What the README shows for a schedule with a line deleted is what the verifier says."""
+    deleted = "    main: wait(e1)\n"
+    assert deleted in README_SCHEDULE
+    report = check(parse(README_SCHEDULE.replace(deleted, "")))
+    (shown,) = of_page("README.md", "text")
+    assert_shows(shown.code.splitlines(), str(report))
+
+
+def test_builder_in_the_reference_makes_a_sound_program() -> None:
+    (code,) = (b.code for b in PYTHON if "with interlace.program(" in b.code)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert len(names["p"].program.ops) == 14
+    check(names["p"].program).raise_if_unsound()
+
+
+def test_signals_of_registered_parameters_are_needed() -> None:
+    """What the page says can be left out is a race."""
+    texts = [b.code for b in SCHEDULES if b.page == "docs/how-to/registered.md"]
     (text,) = (text for text in texts if "done" in text)
     for word in ("done", "begun"):
         lines = [line for line in text.splitlines() if f"({word}" not in line]
@@ -328,24 +416,145 @@ def test_registered_parameters_as_told(tmp_path: Path) -> None:
         assert check(parse("\n".join(lines))).kinds() == {"race"}
 
 
-def test_schedules_as_files_as_told(tmp_path: Path) -> None:
-    """The page's scripts, one after another, on two ranks; the last with the README's schedule."""
-    model, traced, alone = (c for n, c in PYTHON.items() if n.startswith("docs/schedules.md"))
-    (program,) = (code for name, code in SCHEDULES.items() if name.startswith("README.md"))
-    given = f"PROGRAM = {program!r}\n" + SCHEDULES_READ
-    script = tmp_path / "schedules.py"
-    script.write_text(model + traced + given + alone + SCHEDULES_CHECK)
-    assert run_script(script, *TWO_RANKS).count("as told") == 2
+# commands
 
 
-@pytest.mark.parametrize("name", PYTHON)
-def test_python_in_a_page_is_python(name: str) -> None:
-    ast.parse(PYTHON[name])
+def commands_of(block: Block) -> Iterator[tuple[list[str], list[str]]]:
+    """The words of each command of a console block, and the lines that it shows."""
+    for part in re.split(r"^\$ ", block.code.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
+        line, *shown = part.splitlines()
+        yield shlex.split(line, comments=True), shown
+
+
+CONSOLES = [block for block in BLOCKS if block.language == "console"]
+RUN_HERE = ("check", "explain", "opt", "run", "show", "simulate")
+
+
+@pytest.mark.parametrize("block", CONSOLES, ids=str)
+def test_commands_of_a_page_exist(block: Block) -> None:
+    """Every `interlace` command of a console block takes the options that it is given."""
+    for words, _ in commands_of(block):
+        place = words.index("-m") + 1 if "-m" in words else 0
+        if words[place] != "interlace":
+            continue
+        command: Any = typer.main.get_command(app)
+        words = words[place + 1 :]
+        while hasattr(command, "commands"):
+            command, words = command.commands[words[0]], words[1:]
+        command.make_context("interlace", words)
+
+
+@pytest.mark.parametrize(
+    "page", sorted({b.page for b in SCHEDULES if b.title and b.page != "README.md"})
+)
+def test_commands_on_the_schedules_of_a_page(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run, and print what the page shows."""
+    monkeypatch.chdir(tmp_path)
+    for block in SCHEDULES:
+        if block.page == page and block.title:
+            Path(block.title).write_text(block.code)
+    ran = 0
+    for block in (b for b in CONSOLES if b.page == page):
+        for words, shown in commands_of(block):
+            if words[0] == "interlace" and words[1] in RUN_HERE:
+                done = CliRunner().invoke(app, words[1:])
+                broken = any(word.startswith("broken") for word in words)
+                assert done.exit_code == broken, done.output
+                assert_shows(shown, done.output)
+                ran += 1
+    assert ran
+
+
+def assert_shows(shown: list[str], printed: str) -> None:
+    """Each shown line stands in what was printed, in this order; numbers may differ."""
+    rest = iter([plain(line) for line in printed.splitlines()])
+    for line in filter(None, map(plain, shown)):
+        assert line == "..." or line in rest, f"{line!r} is not in:\n{printed}"
+
+
+def plain(line: str) -> str:
+    """A line without its numbers, digests and the width of its spaces."""
+    return " ".join(re.sub(r"\b[0-9a-f]{8}\b|\d+(\.\d+)?(e-?\d+)?", "#", line).split())
+
+
+# pages
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_in_a_page_is_python(block: Block) -> None:
+    ast.parse(block.code)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     here = (ROOT / page).parent
-    for target in LINK.findall(PAGES[page]):
-        if "://" not in target:
-            assert (here / target).exists(), f"{page} links to {target}"
+    for target in LINK.findall(BLOCK.sub("", PAGES[page])):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (here / path).resolve() if path else ROOT / page
+        assert found.exists(), f"{page} links to {target}"
+        if anchor:
+            assert anchor in anchors(found.read_text()), f"{page} links to {target}"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings."""
+    found = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in HEADING.findall(text))
+    return {re.sub(r"[-\s]+", "-", heading) for heading in found}
+
+
+def test_generated_files_are_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "generate"), "--check"]
+    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_op_is_in_the_table() -> None:
+    import interlace.ir as ir
+
+    page = PAGES["docs/reference/ops.md"]
+    ours = [kind for kind in ir.Op.__subclasses__() if kind.__module__ == ir.Op.__module__]
+    assert not {kind.__name__ for kind in ours if f"### {kind.__name__}\n" not in page}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = [text for page, text in PAGES.items() if page.startswith("docs/reference/")]
+    described = {line.rpartition(".")[2] for text in pages for line in text.splitlines()}
+    for module in (interlace, interlace.nn, interlace.optim, interlace.tensor_parallel):
+        assert {*module.__all__} - {"InterlaceError", "Options", "errors"} <= described
+
+
+def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """Strictly: a broken link, a missing page or docstring fails."""
+    command = ("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for path in tmp_path.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|link|img)\b[^>]*(?:src|href)=\"?https?:[^>]*", path.read_text()
+        )
+        assert not [tag for tag in loaded if "canonical" not in tag], path
+
+
+def test_figures_of_the_readme_are_rows() -> None:
+    with (ROOT / "benchmarks" / "results" / "overlap.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["commit"] == "ed488af"]
+    for strategy in ("sequential", "async-tp", "auto"):
+        wanted = {"m": "8192", "k": "8192", "n": "2560", "world": "4", "mode": "eager"}
+        (row,) = (r for r in rows if {**r, **wanted, "strategy": strategy} == r)
+        figures = f"| {float(row['median_us']):.0f} us | {float(row['r']):.2f} |"
+        assert figures in PAGES["README.md"]
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) < 10_000

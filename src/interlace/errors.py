@@ -1,13 +1,13 @@
 """Every error a user can see, in one place.
 
-Each says what happened, where, and how to mend it. `InterlaceError` catches them all:
+Each says what happened, where, and how to fix it. `InterlaceError` catches all of them:
 
     try:
         executor.run(inputs)
     except interlace.InterlaceError as error:
         print(error)
 
-Invariants of our own code are `assert`s and never reach a user on purpose.
+Invariants of Interlace's own code are `assert`s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ProgramError(InterlaceError):
 
 
 class SizeError(InterlaceError):
-    """A question about symbolic sizes has no one answer for a class of them."""
+    """A question about named sizes has different answers within a class of sizes."""
 
 
 class SoundnessError(InterlaceError):
@@ -53,7 +53,7 @@ class CalibrationError(InterlaceError):
 
 
 class BackendError(InterlaceError):
-    """A communication backend or a build tool that was asked for is not there."""
+    """A requested communication backend or build tool is missing."""
 
 
 class TeamError(InterlaceError):
@@ -61,11 +61,11 @@ class TeamError(InterlaceError):
 
 
 class AgreementError(InterlaceError):
-    """Ranks disagree on the program they prepare or run, or one of them did not come."""
+    """Ranks disagree on the program that they prepare or run, or one of them is missing."""
 
 
 class CommTimeoutError(InterlaceError):
-    """A wait passed its time-out; the message names the rank, the op, the module and the line."""
+    """A wait timed out; the message names the rank, the op, the module and the source line."""
 
 
 class PeerError(InterlaceError):
@@ -73,43 +73,43 @@ class PeerError(InterlaceError):
 
 
 class ScheduleError(InterlaceError):
-    """A schedule from a file does not fit the graph that it is to run; the message lists how."""
+    """A schedule from a file does not fit its graph; the message lists the differences."""
 
 
 class SharedMemoryError(InterlaceError):
-    """There is too little shared memory for the symmetric buffers, or the system refuses it."""
+    """Shared memory is too small for the symmetric buffers, or the system refuses it."""
 
 
 class ExecutorError(InterlaceError):
-    """An Executor was used wrongly, or raised while it issued a Program and is now poisoned."""
+    """An Executor was used wrongly, or failed while issuing a Program and needs `reset()`."""
 
 
 class OptionError(InterlaceError):
-    """An option has a value that it cannot take."""
+    """An option has an invalid value."""
 
 
 class CacheWarning(UserWarning):
-    """A cache drops what comes again, and so compiles it again and again; told once for each."""
+    """A cache is too small, so the same calls are compiled repeatedly; warned once per cache."""
 
 
 class InputError(InterlaceError, ValueError):
-    """A tensor or an argument of a layer or a loss does not fit the others, or cannot be so."""
+    """A tensor or an argument of a layer or a loss is invalid, or does not fit the others."""
 
 
 class TargetError(InterlaceError, IndexError):
-    """A target is no class: neither of the vocabulary nor `ignore_index`."""
+    """A target is not a class: neither in the vocabulary nor `ignore_index`."""
 
 
 class OptimizerError(InterlaceError, ValueError):
-    """An optimizer was given an argument, a parameter or a state that it cannot take."""
+    """An optimizer cannot take an argument, a parameter or a state."""
 
 
 class GroupError(InterlaceError, ValueError):
-    """Rows and group sizes of a grouped operation do not fit each other, or its weights."""
+    """Rows, group sizes and weights of a grouped operation do not fit each other."""
 
 
 class GradientError(InterlaceError, RuntimeError):
-    """A gradient came when its sum was already being reduced, or from where it is not awaited."""
+    """A gradient arrived after its sum was reduced, or from an unexpected place."""
 
 
 class ReplicaError(InterlaceError, RuntimeError):

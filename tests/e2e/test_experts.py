@@ -209,8 +209,8 @@ def test_equals_in_order(pool: Pool, seed: int) -> None:
         assert not different
 
 
-def compare_readme(code: str, seed: int) -> dict[str, Any]:
-    """On one rank: the function that the README shows, against eager."""
+def compare_shown(code: str, seed: int) -> dict[str, Any]:
+    """On one rank: the function that docs/how-to/moe.md shows, against eager."""
     group = group_of(1)
 
     class Shown(Experts):
@@ -226,11 +226,11 @@ def compare_readme(code: str, seed: int) -> dict[str, Any]:
     return against_eager(module, sizes, "float32", False, STRATEGIES["peer-get"])
 
 
-def test_the_function_of_the_readme(pool: Pool, seed: int) -> None:
-    readme = Path(__file__).resolve().parents[2] / "README.md"
-    blocks = readme.read_text().split("```python\n")[1:]
+def test_the_function_of_the_docs(pool: Pool, seed: int) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "moe.md"
+    blocks = page.read_text().split("```python\n")[1:]
     (code,) = (block.split("```")[0] for block in blocks if block.startswith("def experts("))
-    for found in pool(2).run(compare_readme, code, seed, time_out_s=100.0):
+    for found in pool(2).run(compare_shown, code, seed, time_out_s=100.0):
         assert_overlapped(found, "peer-get")
         assert found["far"] < 1e-5
         if has_avx512():

@@ -24,7 +24,7 @@ from interlace.comm import team_of
 from interlace.launch import joined
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "hosts.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "hosts.md").read_text()
 ENVIRON = {**os.environ, "PYTHONPATH": f"{Path(interlace.__file__).parents[1]}:{ROOT}"}
 DOCTOR = ("-m", "interlace", "doctor", "--json")
 pytestmark = pytest.mark.timeout(110)
@@ -97,7 +97,7 @@ def test_doctor_tells_hosts_links_and_teams(hosts: Hosts) -> None:
 
 @pytest.mark.slow
 def test_two_hosts_on_one_machine_as_told(hosts: Hosts) -> None:
-    """What docs/hosts.md has to try out, in namespaces of its own."""
+    """What docs/how-to/hosts.md has to try out, in namespaces of its own."""
     (script,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     place = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c")
     done = subprocess.run(
@@ -197,7 +197,7 @@ def test_ranks_listen_on_the_chosen_interface_alone(hosts: Hosts, seed: int) -> 
 
 @pytest.mark.slow
 def test_a_store_of_ones_own_listens_on_its_address_alone(hosts: Hosts) -> None:
-    """The script of docs/hosts.md for launchers other than torchrun."""
+    """The script of docs/how-to/hosts.md for launchers other than torchrun."""
     (script,) = re.findall(r"^```python\n(import os\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     script += "from tests.e2e.test_launching import listening\n"
     script += "dist.barrier(); print(*listening()); dist.barrier(); dist.destroy_process_group()\n"

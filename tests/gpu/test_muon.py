@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.optim import Muon
-from interlace.optim.muon import launch
+from interlace.optim.muon import launch, update
 from interlace.optim.muon.newton_schulz import COEFFICIENTS, coefficients, orthogonalize
 from interlace.optim.muon.symmetric import polynomial, product, serves
 
@@ -53,6 +53,7 @@ def test_products_are_symmetric_and_right(
         (3, 264, 1000),
         (2, 1032, 72),
         (40, 512, 640),
+        (3, 264, 896),
     ):
         x = torch.randn(count, rows, inner, device=CUDA).to(dtype)
         x = x[0] if count == 1 else x
@@ -69,6 +70,9 @@ def test_products_are_symmetric_and_right(
         exact = whole(x.shape, dtype)
         wanted = (exact.float() @ exact.float().mT).to(dtype)
         assert torch.equal(product(exact, exact.mT, kernel=True), wanted)
+        columns = exact.mT.contiguous().mT
+        if serves(columns):
+            assert torch.equal(product(columns, columns.mT, kernel=True), wanted)
 
 
 def test_runs_are_equal_and_any_a_and_b_give_a_symmetric_result(seed: int) -> None:
@@ -86,12 +90,12 @@ def test_runs_are_equal_and_any_a_and_b_give_a_symmetric_result(seed: int) -> No
 def test_the_iteration_agrees_with_fp64(name: str, gram_variant: bool, seed: int) -> None:
     torch.manual_seed(seed)
     steps = coefficients(name, 4 if name == "aol" else 10 if name == "deepseekv4" else 5)
-    update = torch.randn(2, 256, 1024, device=CUDA)
-    x = update.double() / torch.linalg.vector_norm(update.double(), dim=(1, 2), keepdim=True)
+    given = torch.randn(2, 256, 1024, device=CUDA)
+    x = given.double() / torch.linalg.vector_norm(given.double(), dim=(1, 2), keepdim=True)
     for a, b, c in steps:
         g = x @ x.mT
         x = a * x + (b * g + c * g @ g) @ x
-    found = orthogonalize(update.to(torch.bfloat16), steps, eps=1e-7, gram_variant=gram_variant)
+    found = orthogonalize(given.to(torch.bfloat16), steps, eps=1e-7, gram_variant=gram_variant)
     assert (found.double() - x).norm() < 0.1 * x.norm()
 
 
@@ -140,3 +144,29 @@ def test_every_way_agrees_and_repeats_itself(seed: int) -> None:
     for some in results[2:]:
         for mine, its in zip(results[0], some, strict=True):
             assert (mine - its).norm() < 0.02 * mine.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_elementwise_kernels_have_the_bits_of_foreach(
+    dtype: torch.dtype, nesterov: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Momentum and the update; parameters within what norms summed in another order bring about."""
+    found: list[tuple[list[Tensor], list[Tensor]]] = []
+    for large in (1, 1 << 40):
+        monkeypatch.setattr(update, "LARGE", large)
+        torch.manual_seed(seed)
+        shapes = [(512, 1024), (1024, 512), (1024, 512), (8, 40), (640, 640), (2, 256, 1024)]
+        params = [nn.Parameter(torch.randn(shape, device=CUDA).to(dtype)) for shape in shapes]
+        optimizer = Muon(params, lr=0.1, nesterov=nesterov)
+        version = params[0]._version
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        assert params[0]._version > version, "autograd sees that the parameter was written"
+        moments = [optimizer.state[param]["momentum_buffer"] for param in params]
+        found.append(([param.detach() for param in params], moments))
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+    for mine, its in zip(found[0][0], found[1][0], strict=True):
+        assert (mine - its).float().norm() < 1e-3 * its.float().norm()

@@ -1,4 +1,4 @@
-"""Runs the kernel of symmetric products in Triton's interpreter: `python <this> <seed> <cases>`.
+"""Runs Muon's kernels in Triton's interpreter: `python <this> <seed> <cases>`.
 
 The interpreter cuts bfloat16 off instead of rounding, so elements are half or float here.
 """
@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from interlace.optim.muon.elementwise import descend_kernel, momentum_kernel
 from interlace.optim.muon.kernel import symmetric_kernel, triangle
 
 patch_tensor = interpreter._patch_lang_tensor
@@ -52,8 +53,10 @@ def check(draw: random.Random) -> None:
     piece = draw.choice([8, 16])
     tile, step = piece * draw.choice([1, 2]), draw.choice([8, 16])
     count, rows = draw.randint(1, 3), 8 * draw.randint(1, 9)
-    added = draw.random() < 0.5
+    added, tall = draw.random() < 0.5, draw.random() < 0.5
     inner = rows if added else 8 * draw.randint(1, 9)
+    if tall and count > 1:  # see `reads_columns`
+        inner = rows = step * draw.randint(1, 4)
     dtype = draw.choice([torch.float16, torch.float32])
     # Whole numbers: their products and sums are exact, and so must the results be.
     a = torch.randint(-3, 4, (count, rows, inner)).to(dtype)
@@ -61,17 +64,24 @@ def check(draw: random.Random) -> None:
     c = torch.randint(-8, 9, (count, rows, rows)).to(dtype)
     y = torch.full((count, rows, rows), torch.nan, dtype=dtype)
     alpha, beta, gamma = (draw.choice([1.0, 0.5, -2.0]) for _ in range(3))
-    programs = draw.randint(1, 7)
+    programs, power = draw.randint(1, 7), draw.randint(0, 2)
+    norms = torch.tensor([draw.choice([0.25, 0.5, 2.0]) for _ in range(count)])
+    given = [t.mT.contiguous() if tall else t for t in (a, b)]
+    block = (step, tile) if tall else (tile, step)
     symmetric_kernel[(programs,)](
-        described(a, tile, step), described(b, tile, step), described(c, piece, piece), y,
-        alpha, beta, gamma, count, rows, inner, BM=tile, BK=step, PIECE=piece, ADD=added,
+        described(given[0], *block), described(given[1], *block), described(c, piece, piece), y,
+        norms.square(), alpha, beta, gamma, 0.5, count, rows, inner,
+        BM=tile, BK=step, PIECE=piece, ADD=added, TALL=tall, POWER=power,
     )  # fmt: skip
-    made = alpha * (a @ b.mT)
+    norms = norms.clamp(min=0.5)[:, None, None].to(dtype)
+    made = alpha * (a @ b.mT) / (norms.square() if power == 2 else 1)
     if added:
         made += beta * c
-        made.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    made.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    made /= norms if power == 1 else 1
     wanted = made.tril() + made.tril(-1).mT
-    assert torch.equal(y, wanted), (count, rows, inner, tile, piece, step, dtype, added, programs)
+    facts = (count, rows, inner, tile, piece, step, dtype, added, programs, tall, power)
+    assert torch.equal(y, wanted), facts
 
 
 def check_rounding() -> None:
@@ -79,11 +89,42 @@ def check_rounding() -> None:
     x = torch.randn(2, 24, 40).half()
     y = torch.empty(2, 24, 24, dtype=torch.float16)
     symmetric_kernel[(3,)](
-        described(x, 16, 16), described(x, 16, 16), described(y, 8, 8), y,
-        1.0, 0.0, 0.0, 2, 24, 40, BM=16, BK=16, PIECE=8, ADD=False,
+        described(x, 16, 16), described(x, 16, 16), described(y, 8, 8), y, torch.ones(2),
+        1.0, 0.0, 0.0, 0.0, 2, 24, 40,
+        BM=16, BK=16, PIECE=8, ADD=False, TALL=False, POWER=0,
     )  # fmt: skip
     assert torch.equal(y, y.mT)
     torch.testing.assert_close(y, (x.float() @ x.float().mT).half(), rtol=1e-3, atol=1e-3)
+
+
+def check_elementwise(draw: random.Random) -> None:
+    """Momentum, look ahead and the sums of squares; decay and step: as the twins, in two roundings
+    at most where those have one, or one where those have two.
+    """
+    dtype = draw.choice([torch.float16, torch.float32])
+    size, block = 16 * draw.randint(1, 40), 128
+    grid = -(-size // block)
+    grad, moment = (torch.randn(size).to(dtype) for _ in range(2))
+    param, before = torch.randn(size).to(dtype), moment.clone()
+    x, squares = torch.full((size,), torch.nan).half(), torch.full((grid,), torch.nan)
+    average, nesterov = draw.random() < 0.7, draw.random() < 0.5
+    momentum = draw.choice([0.3, 0.95])
+    momentum_kernel[(grid,)](
+        grad, moment, x, squares, size, 1 - momentum, momentum,
+        AVERAGE=average, NESTEROV=nesterov, BLOCK=block,
+    )  # fmt: skip
+    update, wanted = grad, before
+    if average:
+        wanted = before.lerp(grad, 1 - momentum)
+        update = grad.lerp(moment, momentum) if nesterov else moment
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-7}
+    torch.testing.assert_close(moment, wanted, **near)
+    torch.testing.assert_close(x.to(dtype), update.half().to(dtype), rtol=2**-9, atol=1e-6)
+    padded = torch.nn.functional.pad(x.float(), (0, grid * block - size))
+    torch.testing.assert_close(squares, padded.view(grid, block).square().sum(1))
+    stepped = param.clone()
+    descend_kernel[(grid,)](stepped, x, size, 0.75, -0.5, BLOCK=block)
+    torch.testing.assert_close(stepped, (param * 0.75).add(x.to(dtype), alpha=-0.5), **near)
 
 
 def check_triangle() -> None:
@@ -104,6 +145,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for _ in range(int(sys.argv[2])):
         check(drawn)
+        check_elementwise(drawn)
     check_rounding()
     check_triangle()
     print("all right")

@@ -20,7 +20,8 @@ import interlace
 from interlace.kernels import launch as launcher
 from interlace.optim import Muon
 from interlace.optim.muon import launch, newton_schulz, symmetric, update
-from interlace.optim.muon.kernel import symmetric_source
+from interlace.optim.muon.elementwise import descend_source, momentum_source
+from interlace.optim.muon.kernel import symmetric_kernel, symmetric_source
 
 SCRIPT = Path(__file__).with_name("interpreted_muon.py")
 SOURCE = Path(interlace.__file__).parents[1]
@@ -49,12 +50,20 @@ def test_the_kernel_computes_what_its_twin_does(seed: int) -> None:
     assert done.stdout.strip() == "all right"
 
 
-@pytest.mark.parametrize(("at", "add"), [(0, False), (0, True), (1, True), (2, True)])
-def test_products_are_pipelined_and_spill_nothing(at: int, add: bool) -> None:
+@pytest.mark.parametrize(
+    ("at", "add", "tall", "power"),
+    [(0, False, False, 2), (0, True, False, 1), (0, False, True, 2), (1, True, False, 0),
+     (1, False, True, 0), (2, True, False, 0), (2, False, True, 0)],
+)  # fmt: skip
+def test_products_are_pipelined_and_spill_nothing(
+    at: int, add: bool, tall: bool, power: int
+) -> None:
     """Tiles come by TMA ahead of their use, and go out 16 bytes at a time."""
     config = launch.CONFIGS[at][0]
     assert config.bm == config.bn
-    compiled = symmetric_source(config, torch.float16 if at else BF16, add).compile()
+    assert symmetric.STEP % config.bk == 0
+    dtype = torch.float16 if at else BF16
+    compiled = symmetric_source(config, dtype, add, tall, power).compile()
     assert not spills(compiled)
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx
@@ -62,6 +71,19 @@ def test_products_are_pipelined_and_spill_nothing(at: int, add: bool) -> None:
     assert ptx.count("cp.async.bulk.tensor") >= 2 * config.stages
     assert set(re.findall(r"st\.global\.?(v\d)?", ptx)) == {"v4"}
     assert (compiled.metadata.shared + 1024) * config.blocks <= SHARED
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_elementwise_kernels_move_16_bytes_at_a_time(dtype: torch.dtype) -> None:
+    """Of what is widest; and nothing spills."""
+    sources = (momentum_source(dtype, True, True), momentum_source(dtype, False, False))
+    for source in (*sources, descend_source(dtype)):
+        compiled = source.compile()
+        assert not spills(compiled)
+        ptx = compiled.asm["ptx"]
+        assert set(re.findall(r"(?:ld|st)\.global\.?(v\d)?", ptx)) <= {"v4", "v2", ""}
+        assert "ld.global.v4.b32" in ptx
+        assert len(re.findall(r"\b(?:ld|st)\.global\.b32", ptx)) <= 1, "the sum of a block"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +104,7 @@ class Launched:
     """Stands in for a compiled kernel: writes down its launches by argument, and computes."""
 
     grids: list[int]
+    added: list[bool]
 
     def __init__(self, source: Any, device: torch.device) -> None:
         self.source = source
@@ -97,20 +120,30 @@ class Launched:
             kind = float if source.types[name] == "fp32" else int
             assert isinstance(found[name], tuple if name.endswith("_desc") else kind)
         assert not given
-        assert found["rows"] % 8 == found["inner"] % 8 == 0
+        if source.kernel is not symmetric_kernel:
+            return
         a, b, c = (found[f"{name}_desc"] for name in "abc")
-        lines = found["count"] * found["rows"]
+        count, rows, inner = found["count"], found["rows"], found["inner"]
+        tall, power = source.constants["TALL"], source.constants["POWER"]
         assert (a[0], b[0], c[0]) == (0, 1, 2)
-        assert a[2] == b[2] == (lines, found["inner"])
-        assert c[2] == (lines, found["rows"])
+        assert a[2] == b[2] == ((count * inner, rows) if tall else (count * rows, inner))
+        assert c[2] == (count * rows, rows)
+        assert rows % 8 == inner % 8 == 0
+        assert (found["squares"] != 0) == (power > 0)
         assert source.constants["ADD"] == (c[1] != found["y"])
         self.grids.append(grid)
+        self.added.append(source.constants["ADD"])
         a, b, c, y = (by_address[at] for at in (a[1], b[1], c[1], found["y"]))
         made = found["alpha"] * (a.float() @ b.float().mT)
+        norms = torch.ones(count)
+        if power:
+            norms = by_address[found["squares"]].sqrt().clamp(min=found["eps"])
+        norms = norms.reshape(-1, *(1,) * (made.ndim - 1))
+        made = made / (norms.square() if power == 2 else 1)
         if source.constants["ADD"]:
             made += found["beta"] * c.float()
-            made.diagonal(dim1=-2, dim2=-1).add_(found["gamma"])
-        y.copy_(made)
+        made.diagonal(dim1=-2, dim2=-1).add_(found["gamma"])
+        y.copy_(made / (norms if power == 1 else 1))
 
 
 by_address: dict[int, torch.Tensor] = {}
@@ -120,8 +153,10 @@ by_address: dict[int, torch.Tensor] = {}
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Launched]]:
     product = launch.symmetric_product
 
-    def remembered(*given: torch.Tensor, **numbers: float) -> torch.Tensor:
+    def remembered(*given: torch.Tensor, **numbers: Any) -> torch.Tensor:
         by_address.update({tensor.data_ptr(): tensor for tensor in given})
+        if norm := numbers.get("norm"):
+            by_address[norm.squares.data_ptr()] = norm.squares
         return product(*given, **numbers)
 
     empty = torch.empty
@@ -131,7 +166,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Launched]]:
         by_address[y.data_ptr()] = y
         return y
 
-    Launched.grids = []
+    Launched.grids, Launched.added = [], []
     monkeypatch.setattr(launcher, "LoadedKernel", Launched)
     monkeypatch.setattr(launch, "matrix", lambda program, i, at, shape: ((i, at, shape),))
     monkeypatch.setattr(launch, "stream_of", lambda device: 7)
@@ -167,16 +202,35 @@ def test_launches_are_given_what_they_name(programs: type[Launched], seed: int) 
     assert programs.grids[0] == 2 * 15
 
 
+def test_squares_are_completed_where_rounding_allows(programs: type[Launched], seed: int) -> None:
+    """Either way the factor is that of the twin; steep polynomials, and such without c, add g."""
+    torch.manual_seed(seed)
+    x = torch.randn(2, 24, 40).to(BF16) / 30
+    for triple in ((3.4445, -4.7750, 2.0315), (8.47, -25.1, 18.6), (1.5, -0.5, 0.0)):
+        programs.added.clear()
+        found = symmetric.factor(x, *triple)
+        assert programs.added == [False, triple[0] != 3.4445]
+        wanted = symmetric.polynomial(x @ x.mT, *triple, kernel=False)
+        off = 2**-8 * (abs(triple[0]) + abs(triple[1]))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=off)
+
+
 def test_what_the_kernel_does_not_serve_goes_by_the_twin(programs: type[Launched]) -> None:
-    """Rows or columns that are no multiples of 16 bytes, strided matrices, and empty ones."""
-    for x in (torch.ones(9, 16), torch.ones(8, 17), torch.ones(16, 8).mT, torch.ones(0, 8)):
-        assert not symmetric.serves(x.to(BF16))
+    """Rows or columns that are no multiples of 16 bytes, strided matrices, and empty ones; and
+    stacks of transposed ones in which a step along the columns ends in the next matrix.
+    """
+    ones = torch.ones(16, 16, dtype=BF16)
+    for x in (ones[:9], ones[:8, :9].contiguous(), ones[:8, ::2], ones[:0]):
+        assert not symmetric.serves(x)
+    assert not symmetric.serves(torch.ones(2, 24, 8, dtype=BF16).mT)
+    assert symmetric.serves(torch.ones(2, 128, 8, dtype=BF16).mT)
+    assert symmetric.serves(torch.ones(24, 8, dtype=BF16).mT)
     assert not symmetric.serves(torch.ones(8, 16))
     assert symmetric.serves(torch.ones(2, 8, 16, dtype=BF16))
 
 
 def test_a_step_gives_the_kernel_dense_matrices(programs: type[Launched], seed: int) -> None:
-    """Tall ones are transposed on their way; a matrix alone is one, too."""
+    """Tall ones go as they are, or transposed in a stack; a matrix alone is one, too."""
     torch.manual_seed(seed)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((48, 16), (16, 48), (48, 16), (8, 8))]
     others = [nn.Parameter(param.detach().clone()) for param in params]

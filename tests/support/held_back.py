@@ -6,7 +6,7 @@
 
 gloo and shared memory give a rank its part about when its peers get theirs. Here a rank begins and
 reads its source after a random time, and what it gets comes into a place of its own, and goes on to
-its destination after another, in which its peers have long gone on: docs/semantics.md promises no
+its destination after another, in which its peers have long gone on: semantics.md promises no
 more.
 """
 

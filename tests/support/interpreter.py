@@ -10,7 +10,7 @@ after it is given back, so that an unordered access shows as NaN; nothing enable
 What meets other ranks (a collective, a message, a group) is two steps of each rank, its begin and
 its end. At its begin a rank's source is taken and its destination poisoned; at its end it has what
 it gets, and its source must be as it was. With a seed that is drawn, ranks wait for no more than
-docs/semantics.md promises, else for all they meet. The parts of a Fused go beside each other, a
+semantics.md promises, else for all they meet. The parts of a Fused go beside each other, a
 member at a time.
 """
 

@@ -1,4 +1,4 @@
-"""The oracle against docs/semantics.md: each rule, what it orders and what it does not."""
+"""The oracle against semantics.md: each rule, what it orders and what it does not."""
 
 from __future__ import annotations
 

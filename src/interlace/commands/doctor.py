@@ -2,7 +2,7 @@
 
 $ interlace doctor
 $ interlace doctor --json | jq '.checks[] | select(.state != "ok")'
-$ torchrun --nnodes 2 ... -m interlace doctor       # on each host: docs/hosts.md
+$ torchrun --nnodes 2 ... -m interlace doctor       # on each host: docs/how-to/hosts.md
 
 Nothing here is needed to read, check or simulate schedules: those commands do without torch.
 """
@@ -120,7 +120,7 @@ def _import(name: str) -> Any:
 
 def _torch(torch: Any) -> Iterator[Inspection]:
     if isinstance(torch, Exception):
-        mend = "pip install 'torch>=2.11' (README.md: which torch)"
+        mend = "pip install 'torch>=2.11' (docs/how-to/install.md)"
         yield Inspection("torch", "broken", f"does not import: {torch}", mend)
         return
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

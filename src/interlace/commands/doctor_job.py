@@ -90,7 +90,7 @@ def survey(found: Sequence[Inspection], time_out_s: float) -> Job | None:
     try:
         _connect(board, dist.PrefixStore("doctor/gloo", store), time_out_s)
     except InterlaceError as error:
-        mend = "let hosts reach where gloo listens, on any port (firewalls: docs/hosts.md)"
+        mend = "let hosts reach where gloo listens, on any port (firewalls: docs/how-to/hosts.md)"
         checks.append(Inspection("gloo between ranks", "broken", str(error), mend))
         return None if rank else Job(checks, hosts, links, teams)
     how: Any = {"store": dist.PrefixStore("doctor", store), "rank": rank, "world_size": world}

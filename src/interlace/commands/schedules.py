@@ -225,7 +225,7 @@ def simulate(
     With --world or --per-host, ranks that do the same are simulated once. Assumed are ranks and
     hosts of equal speed, numbered host by host; links that nothing else uses; and a network between
     hosts that passes on all that their interfaces send. Soundness is not checked then: `interlace
-    check` does that. docs/prediction.md says how far to trust it.
+    check` does that. docs/explanation/prediction.md says how far to trust it.
     """
     from interlace.cost import predict
     from interlace.cost import simulate as simulated

@@ -3,7 +3,7 @@
     scale = scale_of(amax_twin(x), 448.0, Recipe())
     data = cast_twin(x, scale, torch.float8_e4m3fn)     # and scale_inv = 1 / scale
 
-The rule is that of TransformerEngine's `Float8CurrentScaling`, bit for bit (see docs/float8.md).
+The rule is TransformerEngine's `Float8CurrentScaling`, bit for bit (docs/how-to/fp8.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What orders ops: all edges between the ops of a list, and between those of several ranks.
 
 An op declares what it waits for, raises, meets and takes (`Op.ordering`). `Meetings` collects the
-ops of all ranks and says which belong together, by the rules of docs/semantics.md. What stands for
+ops of all ranks and says which belong together, by the rules of semantics.md. What stands for
 an op (a node, a task) is the caller's. The exhaustive oracle shares nothing with this file.
 
     >>> meetings = Meetings[str]()

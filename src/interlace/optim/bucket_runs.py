@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from queue import Queue
 from typing import Any
 
@@ -61,19 +62,42 @@ class BucketExchange:
     """The parameters, for messages."""
     peer: bool
     """Whether ranks take what is not in their shard from the peer's memory, and send nothing."""
+    copies: bool = False
+    """Whether weights are copied from their owners' memory: on GPUs by copy engines, which leave
+    every SM to the updates and the forward, while a collective would wait on some of them."""
 
     def reduced(self, name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
         """Gradients: shards are reduced, and what another rank owns of a shard goes to it."""
         ends = [(m, m.holder, m.owner) for m in self.plan.messages()]
         reduce = f'reduce_scatter(flat, flat[dp.rank], reduce="{REDUCES[op]}", team=dp'
         ops = [reduce, *self._moves(ends, rank)]
-        return self._program(name, flat, ops, ranks, rank if ends else None)
+        shared = self.peer and bool(ends)
+        return self._program(name, flat, ops, ranks, rank if ends else None, shared=shared)
 
     def gathered(self, name: str, flat: torch.Tensor, ranks: int, rank: int) -> Program:
-        """Weights: what lies in others' shards goes there, and the shards are gathered."""
+        """Weights: what lies in others' shards goes there, and the shards are gathered; or, by
+        `copies`, each rank gets what the others own.
+        """
+        if self.copies and ranks > 1:
+            return self._program(name, flat, self._copied(ranks, rank), ranks, rank, shared=True)
         ends = [(m, m.owner, m.holder) for m in self.plan.messages()]
         ops = [*self._moves(ends, rank), "all_gather(flat[dp.rank], flat, team=dp"]
-        return self._program(name, flat, ops, ranks, rank if ends else None)
+        shared = self.peer and bool(ends)
+        return self._program(name, flat, ops, ranks, rank if ends else None, shared=shared)
+
+    def _copied(self, ranks: int, rank: int) -> list[str]:
+        """This rank's part of a gather by copies."""
+        owned = [*pairwise(self.plan.bounds)]
+        others = [(rank + k) % ranks for k in range(1, ranks)]
+        sources = [peer for peer in others if owned[peer][0] < owned[peer][1]]
+        readers = others if owned[rank][0] < owned[rank][1] else []
+        ops = [f"notify(there, to={peer}, team=dp" for peer in readers]
+        for peer in sources:
+            start, stop = owned[peer]
+            ops.append(f"expect(there, {peer}, team=dp")
+            ops.append(f"get(flat[{start}:{stop}], peer={peer}, team=dp")
+        ops += [f"notify(taken, to={peer}, team=dp" for peer in sources]
+        return ops + [f"expect(taken, {peer}, team=dp" for peer in readers]
 
     def _moves(self, ends: Sequence[tuple[BucketMessage, int, int]], rank: int) -> list[str]:
         """This rank's part of moves, each from a rank to another."""
@@ -95,10 +119,17 @@ class BucketExchange:
         return [f"group({', '.join(parts)}"] if parts else []
 
     def _program(
-        self, name: str, flat: torch.Tensor, ops: Sequence[str], ranks: int, rank: int | None
+        self,
+        name: str,
+        flat: torch.Tensor,
+        ops: Sequence[str],
+        ranks: int,
+        rank: int | None,
+        *,
+        shared: bool,
     ) -> Program:
-        """The ops, all on one buffer; with a rank, for that one alone."""
-        registered = ".registered(dp)" if self.peer and rank is not None else ""
+        """The ops, all on one buffer; with a rank, for that one alone. `shared`: peers read it."""
+        registered = ".registered(dp)" if shared else ""
         kind = f"{NAMES[flat.dtype]}[{flat.numel()}]{registered}"
         lines = [f'    comm: {op}, loc="{self.about}")' for op in ops]
         program = parse("\n".join([f"def {name}(dp: Team[{ranks}], flat: {kind}):", *lines]))

@@ -46,10 +46,11 @@ from interlace.optim.layer_wise.whole_parameters import named
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.update import (
     adjusted_lr,
-    averaged,
+    average,
     batches,
     cuts,
     decay,
+    grads_and_moments,
     in_whole_matrices,
     matrices,
     orthogonal,
@@ -329,7 +330,8 @@ class ShardedLayerWise:
         self._begun += 1
         for alike in _by_group(ready, groups):
             group, params = groups[alike[0].param], [matrix.param for matrix in alike]
-            grads, updates = averaged(params, group, self.optimizer.state)
+            grads, updates = grads_and_moments(params, group, self.optimizer.state)
+            average(grads, updates, group)
             updates = [*map(local, updates)]
             if group["nesterov"]:
                 slopes = [*map(local, grads)]

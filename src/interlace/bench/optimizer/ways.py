@@ -6,6 +6,10 @@
 
 A launch is the optimizer's step and then a forward and a backward, so that the gathers of a launch
 end in it. Every way begins with the same weights, and trains them.
+
+Note [Repeatable gradients]
+    Bits are compared with attention by torch's plain operators: the backward of the fused kernels
+    adds up the gradient of q in any order.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from interlace.bench.kernels.case import needed
@@ -30,18 +35,21 @@ from interlace.bench.race.ways import Opened, Way, worst
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import DTYPES
 from interlace.optim import LayerWise, Muon, muon_groups
+from interlace.options import Options
 
 if TYPE_CHECKING:
     from interlace.bench.optimizer.work import OptimizerSettings
 
 SYNCHRONOUS, OVERLAP, BACKWARD, NO_GATHER = "synchronous", "overlap", "under-backward", "no-gather"
+BY_NCCL = "overlap-nccl"
 OURS: dict[str, dict[str, Any]] = {
     SYNCHRONOUS: {"overlap_param_gather": False},
     OVERLAP: {},
     BACKWARD: {"update_under_backward": True},
+    BY_NCCL: {"options": Options(transport="nccl")},
     NO_GATHER: {},
 }
-"""What each way gives LayerWise; the last one's weights stay where they were updated."""
+"""What each way gives LayerWise; without a gather, weights stay where they were updated."""
 DDP, DION, TITAN = "torch-ddp", "dion", "torchtitan"
 WAYS = (*OURS, DDP, DION, TITAN)
 RATE = 1e-3
@@ -94,6 +102,7 @@ class OptimizerWays:
         """One of WAYS."""
         return Way(name, lambda: self._opened(name), lambda: self._closed(name))
 
+    @sdpa_kernel(SDPBackend.MATH)  # see Note [Repeatable gradients]
     def _opened(self, name: str) -> Opened:
         model = self._model()
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -112,6 +121,7 @@ class OptimizerWays:
             trained.run(tokens, target)
             waits.append(trained.waited() - start)
 
+        @sdpa_kernel(SDPBackend.MATH)
         def off() -> float:
             for _ in range(NUM_CHECKED):
                 trained.run(*self.sets[0])
@@ -132,8 +142,12 @@ class OptimizerWays:
         after = {n: p.detach() for n, p in model.named_parameters()}
         if name == DDP:
             names = [n for n in self._first if "layers" in n and after[n].ndim == 2]
-            pairs = [(after[n] - before[n], self._first[n] - before[n]) for n in names]
-            return worst(relative(its, wanted) for its, wanted in pairs) / FAR
+            eps = torch.finfo(DTYPES[self.size.dtype]).eps
+            return worst(
+                relative(after[n] - before[n], change)
+                / (FAR + eps * float(after[n].norm() / change.norm()))  # each weight is rounded
+                for n, change in ((n, self._first[n] - before[n]) for n in names)
+            )
         self._first = self._first or {n: value.clone() for n, value in after.items()}
         same = all(torch.equal(value, self._first[n]) for n, value in after.items())
         return 0.0 if same else math.inf
@@ -146,13 +160,15 @@ class OptimizerWays:
     def _model(self) -> Llama:
         """The same on all ranks, and for all ways."""
         torch.manual_seed(self.settings.seed)
-        return Llama(self.size).to(self.ranks.device, DTYPES[self.size.dtype])
+        with self.ranks.device:
+            return Llama(self.size).to(DTYPES[self.size.dtype])
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("dp",))
 
     def _ours(self, name: str, model: Llama) -> TrainedWay:
-        muon = Muon(muon_groups(model), lr=RATE, adamw={"lr": RATE})
+        adamw = {"lr": RATE, "stochastic_rounding": False}  # the same bits in any buckets
+        muon = Muon(muon_groups(model), lr=RATE, adamw=adamw)
         with slow_link(self.settings.bandwidth):
             optimizer = LayerWise(
                 muon,

@@ -58,8 +58,8 @@ def linear_cross_entropy(
             `unshard()` its module before (as within its forward), or the loss is wrong.
         target: (...), int64 or int32.
         bias: (classes,), as the weight; beside a DTensor, one too or that of all classes.
-        class_weight, ignore_index, reduction, label_smoothing, group, z_loss, softcap,
-            denominator, check_targets, shard_sizes: see `cross_entropy`.
+        class_weight, ignore_index, reduction, label_smoothing, group: see `cross_entropy`.
+        z_loss, softcap, denominator, check_targets, shard_sizes: see `cross_entropy`.
         chunk_size: rows at a time. By default a seventh of them, at most as many as make 200
             million logits (380 MiB in bfloat16) and at least 256: two chunks are held with a group,
             one without.
@@ -75,7 +75,7 @@ def linear_cross_entropy(
         The loss in float32 (float64 for float64): a scalar, or (...) for "none".
 
     Raises:
-        As `cross_entropy`.
+        TargetError, InputError: as `cross_entropy`.
     """
     if is_dtensor(weight):
         if group is not None:

@@ -71,33 +71,34 @@ def cross_entropy(
             With `group`, this rank's classes: those of rank 0 come first. A DTensor may be cut over
             its classes, which then gives the group.
         target: (...), int64 or int32, of any strides; the same on all ranks of the group.
-        weight: (classes,): what each class counts; with `group`, of this rank's classes (beside
-            logits that are a DTensor: a DTensor, or that of all classes).
-        ignore_index: rows with this target have loss and gradient 0, and do not count.
+        weight: (classes,), the weight of each class; with `group`, of this rank's classes (for
+            DTensor logits: a DTensor, or the weights of all classes).
+        ignore_index: rows with this target have loss and gradient 0, and are not counted.
         reduction: "none": a loss for each row; "sum"; "mean": the sum, divided by the sum of the
             weights of the targets that count (their number, without weights; NaN if none does).
-        label_smoothing: what part of a target all classes share, as in torch, in [0, 1].
+        label_smoothing: the part of a target that all classes share, as in torch, in [0, 1].
         group: a process group, or a mesh of one dimension, over which the classes are cut, evenly
             or not. All of its ranks call with the same arguments, and get the same bits.
         z_loss: adds z_loss * logsumexp(row)^2 to the loss of each row that counts ("ST-MoE",
             arXiv:2202.08906); class weights do not scale it.
         softcap: logits are softcap * tanh(logits / softcap) ("Gemma 2", arXiv:2408.00118).
-        denominator: what the sum is divided by, instead: a number, or a tensor of one element
-            (no gradient flows to it; a DTensor, if it is replicated), for "mean" and "sum". Under
+        denominator: replaces the divisor of "mean" and "sum": a number, or a tensor of one element
+            (no gradient flows to it; a DTensor, if it is replicated). Under
             data parallelism, the number of tokens of all ranks over the number of ranks makes the
             averaged gradients exact.
-        check_targets: look for targets that are no class at once. The host waits for the device.
-        shard_sizes: how many classes each rank of the group has. Otherwise each call gathers that
-            on the device, beside the one small collective that the loss needs.
+        check_targets: raise `TargetError` at once. The host waits for the device.
+        shard_sizes: the number of classes of each rank of the group. Without it each call gathers
+            them on the device, besides the one small collective that the loss needs.
 
     Returns:
         The loss in float32 (float64 for float64 logits): a scalar, or (...) for "none". For logits
         that are a DTensor it is a replicated DTensor.
 
     Raises:
-        TargetError: a target is no class: from the next call of a loss, or of `raise_pending`,
-            that finds the device has come so far; with `check_targets`, at once.
-        InputError: shapes, types or options that do not fit.
+        TargetError: a target is not a class. The loss and the gradient of its row are NaN, and
+            the next call of a loss or of `raise_pending` raises, once the device has computed
+            this one; with `check_targets`, this call raises.
+        InputError: shapes, dtypes or options do not fit.
     """
     mesh: Any = None
     if is_dtensor(logits):

@@ -15,7 +15,7 @@ The gradient of the weight can go straight into a buffer, with no temporary of i
     GradReducer(model)                                           # into its buckets, fp32 if asked
 
 With `recipe=interlace.float8.ROW_WISE` y and the gradient of x are multiplied in FP8: see
-docs/float8.md.
+docs/how-to/fp8.md.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def all_gather_linear(
             copied, and the output is a view that is not contiguous.
         overlap: False runs the serial twin.
         options: `interlace.Options`, or a mapping of them.
-        recipe: multiplies in FP8, and x travels in FP8: see docs/float8.md. K and N are multiples
+        recipe: multiplies in FP8, and x travels in FP8 (docs/how-to/fp8.md). K, N are multiples
             of 16. Of a scale for each tensor, x is saved in FP8 too.
 
     Gives [..., N] with the rows of all ranks. Backward gathers x anew for the gradients of weights,

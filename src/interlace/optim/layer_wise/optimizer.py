@@ -58,7 +58,12 @@ from interlace.optim.layer_wise.sharded_parameters import (
     is_sharded,
 )
 from interlace.optim.layer_wise.stand_ins import StandIns
-from interlace.optim.layer_wise.step_runs import buckets_of, calls_around, runs_of
+from interlace.optim.layer_wise.step_runs import (
+    buckets_of,
+    by_copies_if_possible,
+    calls_around,
+    runs_of,
+)
 from interlace.optim.layer_wise.tensor_homes import homes_of
 from interlace.optim.layer_wise.update_plan import planned
 from interlace.optim.layer_wise.whole_parameters import (
@@ -103,8 +108,10 @@ class LayerWise:
     it does not call. With `check_replicas_every=N`, every N-th step begins with `check_replicas`
     (or ends with it, where updates run under the backward).
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
-    `trace` keeps `timelines()`; with `transport="peer"` ranks read each other's memory, sums go in
-    rank order, and nothing is sent (GPUs that ranks share need that).
+    `trace` keeps `timelines()`. On GPUs of one host weights are copied from their owners' memory by
+    copy engines, and gradients reduced by NCCL; `transport="nccl"` has NCCL do both, which needs
+    SMs while the optimizer and the forward compute; with `transport="peer"` ranks read each other's
+    memory for both, and sums go in rank order (GPUs that ranks share need that).
 
     With `update_under_backward=True` the owners of a bucket update it as soon as its gradients are
     reduced, under the rest of the backward (on the thread or the stream of the reductions), with
@@ -197,10 +204,14 @@ class LayerWise:
             )
             self._updates = UpdatesInOrder(optimizer, weights, self._owned)
             early = self._updates.under_backward(self._main_grads) if self._early else []
-            peer = chosen.transport == "peer"
-            programs = runs_of(plan, weights, grads, op, peer, self._shared)
             before, then = calls_around(weights, grads, [*self._shared], self._homes, early)
-            self._runs = BucketRuns(programs, group, chosen, apart=True, before=before, then=then)
+
+            def runs_by(copies: bool) -> BucketRuns:
+                given = (chosen.transport, copies, self._shared)
+                runs = runs_of(plan, weights, grads, op, *given)
+                return BucketRuns(runs, group, chosen, apart=True, before=before, then=then)
+
+            self._runs = by_copies_if_possible(runs_by, chosen.transport, self._device)
             made.callback(self._runs.close)
             self._reducer = None
             if reduces:

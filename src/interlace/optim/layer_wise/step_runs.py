@@ -1,6 +1,6 @@
 """The runs of a LayerWise step: what they are of, and what precedes and follows each.
 
-    runs = runs_of(plan, weights, grads, op, peer, shared)
+    runs = runs_of(plan, weights, grads, op, "auto", False, shared)
     before, then = calls_around(weights, grads, shared, homes, updates)
     runs = BucketRuns(runs, group, options, apart=True, before=before, then=then)
 
@@ -10,18 +10,21 @@ the all-reduces of `shared`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from interlace.optim.bucket_runs import BucketExchange, Write, all_reduced
+from interlace.errors import BackendError
+from interlace.optim.bucket_runs import BucketExchange, BucketRuns, Write, all_reduced
 from interlace.optim.grad_reducer import Bucket, laid_out
 from interlace.optim.layer_wise.flat_weights import shown
 from interlace.optim.layer_wise.tensor_homes import SHARED, TensorHomes
 from interlace.optim.layer_wise.update_plan import UpdatePlan
 
+log = logging.getLogger(__name__)
 Calls = dict[int, Callable[[], None]]
 """By the number of a run."""
 
@@ -44,15 +47,19 @@ def runs_of(
     weights: Sequence[Bucket],
     grads: Sequence[Bucket],
     op: str,
-    peer: bool,
+    transport: str,
+    copies: bool,
     shared: Mapping[str, Tensor],
 ) -> list[tuple[Write, Tensor]]:
-    """The Programs with their buffers; `grads` is empty where gradients come reduced."""
+    """The Programs with their buffers; `grads` is empty where gradients come reduced. `copies`:
+    weights are copied from their owners' memory.
+    """
+    peer = transport == "peer"
     reductions: list[tuple[Write, Tensor]] = []
     gathers: list[tuple[Write, Tensor]] = []
     for i, bucket in enumerate(plan.ownership.buckets):
         about = shown([plan.parts[number].name for number in bucket.items])
-        exchange, flat = BucketExchange(bucket, about, peer), weights[i].flat
+        exchange, flat = BucketExchange(bucket, about, peer, copies), weights[i].flat
         gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
         if grads:
             flat = grads[i].flat
@@ -64,6 +71,22 @@ def runs_of(
         *gathers,
         *((partial(all_reduced, name, flat, reduces[name]), flat) for name, flat in shared.items()),
     ]
+
+
+def by_copies_if_possible(
+    make: Callable[[bool], BucketRuns], transport: str, device: torch.device
+) -> BucketRuns:
+    """The runs with weights copied from their owners' memory (`make(True)`) where the transport is
+    "peer", or it is "auto" on GPUs whose memory all ranks can map; else by all-gathers.
+    """
+    if transport == "peer":
+        return make(True)
+    if transport == "auto" and device.type == "cuda":
+        try:
+            return make(True)
+        except BackendError as error:  # on every rank: other hosts, or memory that none can map
+            log.info("LayerWise gathers weights by NCCL, not by copies: %s", error)
+    return make(False)
 
 
 def calls_around(

@@ -1,6 +1,10 @@
 """Symmetric products, of which the lower triangle is computed and mirrored.
 
-    y[i] = alpha * a[i] @ b[i]^T + (beta * c[i] + gamma * identity)     for each i of a batch
+    y[i] = alpha * a[i] @ b[i]^T + beta * c[i] + gamma * identity     for each i of a batch
+
+ADD says whether there is a c. With TALL, a and b are given transposed, as a tall matrix has its
+columns. With POWER 1 the sum is divided by the norm of a matrix, with POWER 2 the product by its
+square; `squares` has the square of each norm.
 
 One block takes a tile on or below the diagonal at a time, multiplies it as any GEMM does, and
 stores it twice: as it is, and transposed at its mirror image. Half of the products are left out,
@@ -68,8 +72,9 @@ def put(y, piece, row, column, rows, SIZE: tl.constexpr):
 
 @triton.jit
 def symmetric_kernel(
-    a_desc, b_desc, c_desc, y, alpha, beta, gamma, count, rows, inner,
+    a_desc, b_desc, c_desc, y, squares, alpha, beta, gamma, eps, count, rows, inner,
     BM: tl.constexpr, BK: tl.constexpr, PIECE: tl.constexpr, ADD: tl.constexpr,
+    TALL: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
     """`count` matrices of `rows` rows; a and b have `inner` columns. See Note [Diagonal tiles]."""
     side = tl.cdiv(rows, BM)
@@ -81,9 +86,17 @@ def symmetric_kernel(
         row, column = m * BM, n * BM
         acc = tl.zeros([BM, BM], tl.float32)
         for k in range(tl.cdiv(inner, BK)):
-            a = a_desc.load([first + row, k * BK])
-            b = b_desc.load([first + column, k * BK])
-            acc = tl.dot(a, b.T, acc)
+            if TALL:
+                a = a_desc.load([matrix * inner + k * BK, row])
+                b = b_desc.load([matrix * inner + k * BK, column])
+                acc = tl.dot(a.T, b, acc)
+            else:
+                a = a_desc.load([first + row, k * BK])
+                b = b_desc.load([first + column, k * BK])
+                acc = tl.dot(a, b.T, acc)
+        scale = 1.0
+        if POWER > 0:
+            scale = 1.0 / tl.maximum(tl.sqrt(tl.load(squares + matrix)), eps)
         to = y + first.to(tl.int64) * rows
         pieces = (acc,)
         if BM > PIECE:
@@ -92,27 +105,41 @@ def symmetric_kernel(
             down = row + i % 2 * PIECE
             across = column + i // 2 * PIECE
             made = pieces[i] * alpha
+            if POWER == 2:
+                made *= scale * scale
             if ADD:
                 made += c_desc.load([first + down, across]).to(tl.float32) * beta
-                line = tl.arange(0, PIECE)
-                diagonal = (down + line)[:, None] == (across + line)[None, :]
-                made += tl.where(diagonal, gamma, 0.0)
+            line = tl.arange(0, PIECE)
+            made += tl.where((down + line)[:, None] == (across + line)[None, :], gamma, 0.0)
+            if POWER == 1:
+                made *= scale
             put(to, made.to(y.dtype.element_ty), down, across, rows, PIECE)
 
 
-def symmetric_source(config: TileConfig, dtype: torch.dtype, add: bool) -> KernelSource:
+def symmetric_source(
+    config: TileConfig, dtype: torch.dtype, add: bool, tall: bool = False, power: int = 0
+) -> KernelSource:
     """What is compiled for matrices whose rows are multiples of 16 bytes."""
     piece = min(config.bm, PIECE)
+    tile = (config.bk, config.bm) if tall else (config.bm, config.bk)
     return KernelSource(
         kernel=symmetric_kernel,
         types={
-            **dict.fromkeys(("a_desc", "b_desc"), block_type(dtype, config.bm, config.bk)),
+            **dict.fromkeys(("a_desc", "b_desc"), block_type(dtype, *tile)),
             "c_desc": block_type(dtype, piece, piece),
             "y": "*" + TYPES[dtype],
-            **dict.fromkeys(("alpha", "beta", "gamma"), "fp32"),
+            "squares": "*fp32",
+            **dict.fromkeys(("alpha", "beta", "gamma", "eps"), "fp32"),
             **dict.fromkeys(("count", "rows", "inner"), "i32"),
         },
-        constants={"BM": config.bm, "BK": config.bk, "PIECE": piece, "ADD": add},
+        constants={
+            "BM": config.bm,
+            "BK": config.bk,
+            "PIECE": piece,
+            "ADD": add,
+            "TALL": tall,
+            "POWER": power,
+        },
         num_warps=config.warps,
         num_stages=config.stages,
         divisible={"rows": 8, "inner": 8},

@@ -1,10 +1,11 @@
-"""Launches the kernel of symmetric products, and chooses how it is cut.
+"""Launches Muon's kernels, and chooses how symmetric products are cut.
 
 Everything is enqueued on the current stream; nothing waits for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import ceil
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from interlace.kernels.gemm.support import TileConfig
 from interlace.kernels.launch import RECENT, LoadedKernel, kernel_of, matrix, on, stream_of
+from interlace.optim.muon.elementwise import BLOCK, descend_source, momentum_source
 from interlace.optim.muon.kernel import symmetric_source
+from interlace.optim.muon.symmetric import Norm
 
 CONFIGS: tuple[tuple[TileConfig, float], ...] = (
     (TileConfig(bm=128, bn=128, stages=3, warps=4, blocks=2), 1.0),
@@ -48,11 +51,13 @@ def processors(device: torch.device) -> int:
 
 @lru_cache(maxsize=4 * RECENT)
 def operands(
-    program: LoadedKernel, a: int, b: int, c: int, y: int, lines: int, rows: int, inner: int
+    program: LoadedKernel, a: int, b: int, c: int, y: int, count: int, rows: int, inner: int
 ) -> tuple[Any, ...]:
     """The arguments that stand for the matrices at these addresses."""
-    factors = (*matrix(program, 0, a, (lines, inner)), *matrix(program, 1, b, (lines, inner)))
-    return (*factors, *matrix(program, 2, c, (lines, rows)), y)
+    tall = program.source.constants["TALL"]
+    shape = (count * inner, rows) if tall else (count * rows, inner)
+    factors = (*matrix(program, 0, a, shape), *matrix(program, 1, b, shape))
+    return (*factors, *matrix(program, 2, c, (count * rows, rows)), y)
 
 
 def symmetric_product(
@@ -63,16 +68,59 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 0.0,
     gamma: float = 0.0,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """`alpha * a @ b.mT`, and with c `+ beta * c + gamma * identity`; see the kernel."""
+    """`alpha * a @ b.mT + beta * c + gamma * identity`; see the kernel. Both a and b are
+    contiguous, or both are transposed views of what is (see `reads_columns`).
+    """
     *batch, rows, inner = a.shape
+    tall = not a.is_contiguous()
     count, device = batch[0] if batch else 1, a.device
     y = torch.empty((*batch, rows, rows), dtype=a.dtype, device=device)
     config = choose(count, rows, processors(device))
     grid = min(processors(device) * config.blocks, count * tiles(config, rows))
     with on(device):
-        program = kernel_of(device, symmetric_source, config, a.dtype, c is not None)
+        facts = (a.dtype, c is not None, tall, norm.power if norm else 0)
+        program = kernel_of(device, symmetric_source, config, *facts)
         at = [t.data_ptr() for t in (a, b, y if c is None else c, y)]
-        args = operands(program, *at, count * rows, rows, inner)
-        program.launch(stream_of(device), grid, (*args, alpha, beta, gamma, count, rows, inner))
+        args = operands(program, *at, count, rows, inner)
+        squares, eps = (norm.squares.data_ptr(), norm.eps) if norm else (0, 0.0)
+        numbers = (squares, alpha, beta, gamma, eps, count, rows, inner)
+        program.launch(stream_of(device), grid, (*args, *numbers))
     return y
+
+
+def stack(
+    updates: Sequence[Tensor],
+    moments: Sequence[Tensor] | None = None,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Copies contiguous updates of one shape and dtype into one bfloat16 tensor; gives that and the
+    sum of the squares of each, fp32. With `moments`, what is given is gradients: moments are
+    averaged with them, in place, and updates are those, or with `nesterov` the look ahead.
+    """
+    device, size = updates[0].device, updates[0].numel()
+    grid, average = -(-size // BLOCK), moments is not None
+    x = torch.empty((len(updates), *updates[0].shape), dtype=torch.bfloat16, device=device)
+    squares = torch.empty((len(updates), grid), dtype=torch.float32, device=device)
+    numbers = (size, 1 - momentum, momentum)
+    with on(device):
+        program = kernel_of(device, momentum_source, updates[0].dtype, average, nesterov)
+        for at, update in enumerate(updates):
+            moment = moments[at].data_ptr() if moments is not None else 0
+            to = (x.data_ptr() + at * size * x.itemsize, squares.data_ptr() + at * grid * 4)
+            args = (update.data_ptr(), moment, *to, *numbers)
+            program.launch(stream_of(device), grid, args)
+    return x, squares.sum(1)
+
+
+def descend(params: Sequence[Tensor], made: Tensor, *, factor: float, alpha: float) -> None:
+    """`param * factor + alpha * made[i]` for each of contiguous parameters of one dtype."""
+    device, size = made.device, params[0].numel()
+    with on(device):
+        program = kernel_of(device, descend_source, params[0].dtype)
+        for at, param in enumerate(params):
+            args = (param.data_ptr(), made.data_ptr() + at * size * made.itemsize)
+            program.launch(stream_of(device), -(-size // BLOCK), (*args, size, factor, alpha))

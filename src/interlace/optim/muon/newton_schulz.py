@@ -12,6 +12,11 @@ Note [One factor]
     copied for the sum, which addmm does. Where singular values are about one, so is the factor, and
     rounds finer than the difference from a; elsewhere coarser. Errors are the same by size.
 
+Note [Norm]
+    x is divided by its norm, so that its singular values are at most 1. The kernel divides the
+    first g by the norm's square, and the first factor by the norm, instead of x: a pass over memory
+    less. The scale of x does not change how it rounds.
+
 Note [Gram variant]
     Rows by rows matrices are cheaper than x where it is wide. For some steps (RESTART) only
     g = x @ x.mT and the product q of their factors p = a + b g + c g^2 are kept: g becomes p g p,
@@ -29,18 +34,16 @@ Note [Slices]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from interlace.errors import OptimizerError
-from interlace.optim.muon.symmetric import polynomial, product, serves
+from interlace.optim.muon.symmetric import Total, factor, polynomial, product, serves, times
 
 Triple = tuple[float, float, float]
-Total = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that hold slices of a matrix."""
 RESTART = 3
 """Steps of the Gram variant between two products with x."""
 SCALE = 32.0
@@ -122,35 +125,48 @@ def orthogonalize(
     gram_variant: bool = False,
     symmetric: bool = True,
     total: Total | None = None,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """The iteration on `x`, bfloat16 of shape [rows, columns] or [batch, rows, columns] with
-    rows <= columns, which is overwritten; the result has its shape and dtype.
+    rows <= columns, contiguous or a transposed view of what is, which may be overwritten; the
+    result has its shape, dtype and layout.
 
     `symmetric` lets the kernel make the symmetric products where it serves x. Without it, and
     without `gram_variant`, one matrix has the bits of torch.optim.Muon. With `total`, x is some
-    columns of one matrix, and the others are elsewhere: see Note [Slices].
+    columns of one matrix, and the others are elsewhere: see Note [Slices]. `squares`: the squares
+    of the matrices' norms, fp32 of shape [batch], where they are known.
     """
-    if total is None:
-        normalize(x, eps)
-    else:
-        normalize_slice(x, eps, total)
     kernel = symmetric and serves(x)
     rows, columns = x.shape[-2:]
-    if gram_variant and gram_pays(rows, columns, len(steps), symmetric):
+    gram = gram_variant and gram_pays(rows, columns, len(steps), symmetric)
+    found: Tensor | None = None
+    if total is not None:
+        normalize_slice(x, eps, total)
+    elif not kernel or gram or not eps or not steps:
+        normalize(x, eps)
+    else:  # see Note [Norm]
+        found = squared_norms(x) if squares is None else squares
+    if gram:
         made = x.mul_(SCALE).to(torch.float16)
         for first in range(0, len(steps), RESTART):
             made = _gram_steps(made, steps[first : first + RESTART], kernel, total)
         return torch.mul(made, 1 / SCALE, out=x)
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in steps:
-        g = product(x, x.mT, kernel=kernel)
-        if total is not None:
-            g = total(g)
         if kernel:  # see Note [One factor]
-            x = polynomial(g, a, b, c, kernel=True) @ x
+            x = times(factor(x, a, b, c, squares=found, eps=eps, total=total), x)
+            found = None
         else:
+            g = x @ x.mT
+            g = total(g) if total is not None else g
             x = add(x, polynomial(g, 0.0, b, c, kernel=False), x, beta=a)
     return x
+
+
+def squared_norms(x: Tensor) -> Tensor:
+    """The square of the norm of each matrix, fp32."""
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float32)
+    return norms.square().reshape(-1)
 
 
 def normalize(x: Tensor, eps: float) -> None:
@@ -182,7 +198,7 @@ def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool, total: Total |
         for _ in range(2 if left else 0):
             g = product(g, p, kernel=kernel)
     assert q is not None
-    return q @ x
+    return times(q, x) if kernel else q @ x
 
 
 def gram_pays(rows: int, columns: int, steps: int, symmetric: bool) -> bool:

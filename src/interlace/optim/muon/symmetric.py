@@ -6,16 +6,42 @@
 
 The kernel computes the lower triangle and mirrors it, so its results are symmetric bit for bit.
 The twin is what torch.optim.Muon calls, whose results are symmetric within rounding.
+
+Note [Completed square]
+    a + b g + c g^2 is c (g + h)^2 + a - b h / 2 with h = b / (2 c), which reads one matrix and not
+    two. g + h is rounded where g was: the diagonal by 2^-9 of h, which the factor has b times, so
+    b may not be steep. Else the sum is as it stands.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
+
+Total = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks that hold slices of a matrix."""
+STEEP = 8.0
+"""The largest |b| for which the square is completed."""
+STEP = 128
+"""A multiple of the columns that each of the kernel's configurations takes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The norm of each matrix of a batch, or `eps` where that is larger: with `power` 2 the kernel
+    divides a product by its square, with 1 all that it computes by the norm. `squares` has the
+    squares of the norms, fp32.
+    """
+
+    squares: Tensor
+    eps: float
+    power: int
 
 
 def product(left: Tensor, right: Tensor, *, kernel: bool) -> Tensor:
@@ -29,28 +55,70 @@ def product(left: Tensor, right: Tensor, *, kernel: bool) -> Tensor:
     return left @ right
 
 
+def factor(
+    x: Tensor,
+    a: float,
+    b: float,
+    c: float,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    total: Total | None = None,
+) -> Tensor:
+    """`a * identity + b * g + c * g @ g`, g being `x @ x.mT`, by the kernel. With `squares`, of the
+    norms of the matrices, as if x were divided by its norm, and the result is divided by it. With
+    `total`, that sums g over ranks.
+    """
+    from interlace.optim.muon.launch import symmetric_product  # imports Triton
+
+    squared, single = (Norm(squares, eps, i) if squares is not None else None for i in (2, 1))
+    if total is not None or abs(b) > min(STEEP, 4 * abs(c)):
+        g = symmetric_product(x, x, norm=squared)
+        g = total(g) if total is not None else g
+        return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a, norm=single)
+    half = b / (2 * c)  # see Note [Completed square]
+    g = symmetric_product(x, x, gamma=half, norm=squared)
+    return symmetric_product(g, g, alpha=c, gamma=a - half * b / 2, norm=single)
+
+
 def polynomial(g: Tensor, a: float, b: float, c: float, *, kernel: bool) -> Tensor:
     """`a * identity + b * g + c * g @ g` of symmetric matrices or batches of them."""
     if kernel:
         from interlace.optim.muon.launch import symmetric_product  # imports Triton
 
         return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a)
-    made = (torch.addmm if g.ndim == 2 else torch.baddbmm)(g, g, g, beta=b, alpha=c)
+    if c == 0:  # torch 2.13's baddbmm of bfloat16 ignores beta then, on CPUs
+        made = g * b
+    else:
+        made = (torch.addmm if g.ndim == 2 else torch.baddbmm)(g, g, g, beta=b, alpha=c)
     if a:
         made.diagonal(dim1=-2, dim2=-1).add_(a)
     return made
+
+
+def times(p: Tensor, x: Tensor) -> Tensor:
+    """`p @ x` of a symmetric p, laid out as x is."""
+    return p @ x if x.is_contiguous() else (x.mT @ p).mT
+
+
+def reads_columns(count: int, inner: int) -> bool:
+    """Whether the kernel takes `count` matrices of `inner` columns that are transposed views: a
+    step along the columns must not end in the next matrix.
+    """
+    return count == 1 or inner % STEP == 0
 
 
 def serves(x: Tensor) -> bool:
     """Whether the kernel makes products of x, and of square matrices with its rows."""
     rows, inner = x.shape[-2:]
     whole = rows * x.itemsize % ALIGNMENT == 0 and inner * x.itemsize % ALIGNMENT == 0
+    by_columns = x.mT.is_contiguous() and reads_columns(x.shape[:-2].numel(), inner)
     dense = (
         x.dtype in (torch.bfloat16, torch.float16)
-        and x.is_contiguous()
+        and (x.is_contiguous() or by_columns)
         and x.data_ptr() % ALIGNMENT == 0
     )
-    small = x.numel() // max(inner, 1) < LIMIT and inner < LIMIT
+    small = x.numel() // max(min(rows, inner), 1) < LIMIT
     return whole and dense and small and x.numel() > 0 and runs_on(x.device)
 
 

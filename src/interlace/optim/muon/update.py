@@ -24,18 +24,22 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interlace.errors import OptimizerError
+from interlace.kernels.gemm.support import ALIGNMENT, LIMIT
 from interlace.optim.adam.state import local
 from interlace.optim.grad_accumulator import placed_grad
 from interlace.optim.muon.newton_schulz import Total, coefficients, orthogonalize
-from interlace.optim.muon.symmetric import runs_on
+from interlace.optim.muon.symmetric import reads_columns, runs_on
 
 Adjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 ADJUSTMENTS = (None, *get_args(Adjustment))
 MOST_BYTES = 1 << 27
 """Of a stack of matrices: larger batches are no faster."""
+LARGE = 1 << 20
+"""Elements of a matrix from which a kernel launch of its own takes less time than it saves."""
 Matrices = Sequence[Tensor]
 
 
@@ -107,16 +111,18 @@ def step_group(
     params = [param for param in group["params"] if param.grad is not None and param.numel()]
     if not params:
         return
-    momentum = group["momentum"]
-    grads, moments = averaged(params, group, states)
-    decay([*map(local, params)], group)
+    grads, moments = grads_and_moments(params, group, states)
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
-        if isinstance(param, DTensor) and not in_whole_matrices(param, group):
-            update_sharded(param, ahead(grad, moment, group), group)
-            continue
-        if param in slices:
-            add_slice(param, ahead(grad, moment, group), group, slices[param])
+        sharded = isinstance(param, DTensor) and not in_whole_matrices(param, group)
+        if sharded or param in slices:
+            average([grad], [moment], group)
+            decay([local(param)], group)
+            update = grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
+            if sharded:
+                update_sharded(param, update, group)
+            else:
+                add_slice(param, update, group, slices[param])
             continue
         parts = [local(t.detach()) for t in (param, grad, moment)]
         if not parts[0].numel():
@@ -127,15 +133,46 @@ def step_group(
     for entries in alike.values():
         targets, slopes, buffers = zip(*entries, strict=True)
         for few in batches(targets, group["batched"]):
-            updates: Matrices = buffers[few]
-            if group["nesterov"]:
-                updates = torch._foreach_lerp(slopes[few], updates, momentum)
-            add(targets[few], orthogonal(updates, group), group)
+            update_stack(targets[few], slopes[few], buffers[few], group)
 
 
-def ahead(grad: Tensor, moment: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """What is made orthogonal: Nesterov's look ahead, or momentum as it is."""
-    return grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
+def update_stack(
+    targets: Matrices, grads: Matrices, moments: Matrices, group: Mapping[str, Any]
+) -> None:
+    """Updates matrices of one shape. Large ones, on a GPU, in one pass over memory before the
+    iteration and one after it.
+    """
+    alpha = -adjusted_lr(group, *targets[0].shape)
+    if all(passes_once(tensors, group) for tensors in (targets, grads, moments)):
+        from interlace.optim.muon.launch import descend, stack  # imports Triton
+
+        options = {name: group[name] for name in ("momentum", "nesterov")}
+        made = orthogonal_stack(*stack(grads, moments, **options), group)
+        descend(targets, made.contiguous(), factor=decay_factor(group), alpha=alpha)
+        increment_version((*targets, *moments))
+        return
+    average(grads, moments, group)
+    decay(targets, group)
+    if group["nesterov"]:
+        moments = torch._foreach_lerp([*grads], [*moments], group["momentum"])
+    made = orthogonal(moments, group)
+    if made.ndim == 2:
+        targets[0].add_(made, alpha=alpha)
+    else:  # in the parameters' dtype and layout, so that few launches add all of them
+        made = made.to(targets[0].dtype).contiguous()
+        torch._foreach_add_([*targets], [*made], alpha=alpha)
+
+
+def passes_once(tensors: Matrices, group: Mapping[str, Any]) -> bool:
+    """Whether the elementwise kernels take these, and a launch for each is worth it."""
+    return (
+        LARGE <= tensors[0].numel() < LIMIT
+        and tensors[0].numel() % ALIGNMENT == 0
+        and tensors[0].dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and group["symmetric"]
+        and runs_on(tensors[0].device)
+        and all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in tensors)
+    )
 
 
 def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
@@ -153,20 +190,28 @@ def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
     return True
 
 
-def averaged(
+def grads_and_moments(
     params: Sequence[Tensor], group: Mapping[str, Any], states: MutableMapping[Any, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Averages momentum with the gradients; gives those, in its dtype, and the momentum."""
+    """The gradients, in the momentum's dtype, and the momentum."""
     grads = [*map(checked_grad, params)]
     moments = [*map(momentum_of, params, grads, map(states.__getitem__, params))]
-    grads = [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)]
+    return [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)], moments
+
+
+def average(grads: Matrices, moments: Matrices, group: Mapping[str, Any]) -> None:
+    """Averages momentum with the gradients, in place."""
     torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - group["momentum"])
-    return grads, moments
+
+
+def decay_factor(group: Mapping[str, Any]) -> float:
+    """What weights are multiplied by."""
+    return float(1 - group["lr"] * group["weight_decay"])
 
 
 def decay(tensors: Matrices, group: Mapping[str, Any]) -> None:
     """Decays weights, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
-    factor = float(1 - group["lr"] * group["weight_decay"])
+    factor = decay_factor(group)
     if tensors[0].is_cuda:
         torch._foreach_mul_([*tensors], factor)
     else:
@@ -212,16 +257,32 @@ def orthogonal(
     """The updates, of one shape, made orthogonal: one matrix or a stack of them, bfloat16; or some
     rows of a matrix that has more rows than columns.
     """
-    rows, columns = updates[0].shape
-    tall = rows > columns or slices is not None
-    if len(updates) == 1 and not (group["symmetric"] and runs_on(updates[0].device)):
-        x = updates[0].to(torch.bfloat16, copy=True)  # see Note [A copy]
-        x = x.mT if tall else x
-    else:
-        shape = len(updates), *((columns, rows) if tall else (rows, columns))
+    squares: Tensor | None = None
+    kernel = group["symmetric"] and runs_on(updates[0].device)
+    if slices is None and passes_once(updates, group):
+        from interlace.optim.muon.launch import stack  # imports Triton
+
+        x, squares = stack(updates)
+    elif len(updates) > 1 or kernel:
+        shape = len(updates), *updates[0].shape
         x = torch.empty(shape, dtype=torch.bfloat16, device=updates[0].device)
-        torch._foreach_copy_([*(x.mT if tall else x)], [*updates])
-        x = x if len(updates) > 1 else x[0]
+        torch._foreach_copy_([*x], [*updates])
+    else:
+        x = updates[0].to(torch.bfloat16, copy=True)[None]  # see Note [A copy]
+    return orthogonal_stack(x, squares, group, slices)
+
+
+def orthogonal_stack(
+    x: Tensor, squares: Tensor | None, group: Mapping[str, Any], slices: RowSlices | None = None
+) -> Tensor:
+    """The same of a stack of matrices, bfloat16, which may be overwritten; `squares` of their norms
+    where they are known.
+    """
+    count, rows, columns = x.shape
+    x = x if count > 1 else x[0]
+    tall = rows > columns or slices is not None
+    if tall:
+        x = x.mT if reads_columns(count, rows) else x.mT.contiguous()
     steps = coefficients(group["ns_coefficients"], group["ns_steps"])
     x = orthogonalize(
         x,
@@ -230,18 +291,9 @@ def orthogonal(
         gram_variant=group["gram_variant"],
         symmetric=group["symmetric"],
         total=slices.total if slices is not None else None,
+        squares=squares,
     )
     return x.mT if tall else x
-
-
-def add(targets: Matrices, made: Tensor, group: Mapping[str, Any]) -> None:
-    """Adds what is orthogonal to the matrices, times minus their learning rate."""
-    alpha = -adjusted_lr(group, *targets[0].shape)
-    if made.ndim == 2:
-        targets[0].add_(made, alpha=alpha)
-    else:  # in the parameters' dtype and layout, so that few launches add all of them
-        made = made.to(targets[0].dtype).contiguous()
-        torch._foreach_add_([*targets], [*made], alpha=alpha)
 
 
 def add_slice(param: Tensor, update: Tensor, group: Mapping[str, Any], slices: RowSlices) -> None:

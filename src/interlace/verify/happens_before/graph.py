@@ -2,7 +2,7 @@
 
 A node is one point in time on one rank. Most ops are one node; what waits for other ranks (a
 collective, a message, a group) is two, its begin and its end, and may touch its memory anywhere
-between. Edges are what docs/semantics.md says, and nothing else:
+between. Edges are what semantics.md says, and nothing else:
 
     stream order                 an op after the op before it on its stream
     Record -> Wait               the last Record listed before the Wait

@@ -1,4 +1,4 @@
-"""The slow twin of `check`: a machine that does what docs/semantics.md says, in every order.
+"""The slow twin of `check`: a machine that does what semantics.md says, in every order.
 
 It knows no graph and no clocks. Its state is which moves are done; script.py says what each
 move awaits. Two conflicting acts race if both can be under way in one and the same state. A state

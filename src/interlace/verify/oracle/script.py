@@ -2,7 +2,7 @@
 
 An act is an op on one rank in one run, or the begin or the end of a run there. It begins and it
 ends: two moves, and it may touch its memory between them. What a move awaits is written down here
-from docs/semantics.md alone, rule by rule, for either of the page's two extremes.
+from semantics.md alone, rule by rule, for either of the page's two extremes.
 """
 
 from __future__ import annotations

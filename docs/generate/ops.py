@@ -1,7 +1,4 @@
-"""Writes docs/ops.md, the table of ops, from the dataclasses themselves.
-
-    python docs/generate_ops.py            write the page
-    python docs/generate_ops.py --check    exit with 1 if the page is out of date
+"""The page reference/ops.md, from the dataclasses themselves.
 
 The words are the classes' own docstrings, so the page cannot say something else than the code.
 """
@@ -10,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from collections.abc import Iterable
-from pathlib import Path
+
+from markdown_table import table
 
 import interlace.ir as ir
 from interlace.ir.ops import REDUCTIONS
 from interlace.ir.text.printer import print_op
 from interlace.verify.in_place import BACKENDS, COLLECTIVES
-
-PAGE = Path(__file__).with_name("ops.md")
 
 TP = ir.Team("tp", 4)
 NEXT, PREVIOUS = ir.RankIndex("tp", 1), ir.RankIndex("tp", -1)
@@ -66,15 +61,15 @@ FAMILIES: dict[str, tuple[ir.Op, ...]] = {
 }
 """Every op, once, as an example."""
 
-HEAD = """# The ops
+HEAD = """# Ops
 
-<!-- Written by docs/generate_ops.py from the dataclasses. Change those, then run `make docs`. -->
+<!-- Written by docs/generate from the dataclasses. Change those, then run `make docs`. -->
 
 Each op is one effect: a frozen dataclass in `interlace.ir`. All have `stream` (the queue they run
 on), `site` (the communication they serve) and `loc` (the module and source line they come from).
 `reads()` and `writes()` give what an op touches; the verifier, the memory planner, the simulator
 and the trace know an op by these and by its place in the order. How an op orders others is in
-[semantics.md](semantics.md), how it is written in [text.md](text.md).
+[What a schedule means](../explanation/semantics.md), how it is written in [Text](text.md).
 """
 
 IN_PLACE = """## In place
@@ -95,8 +90,8 @@ place. Two members of a `fused` or a `group` are not one op: they race.
 """
 
 
-def page() -> str:
-    """The text of docs/ops.md."""
+def ops_page() -> str:
+    """The text of reference/ops.md."""
     parts = [HEAD]
     for family, ops in FAMILIES.items():
         parts.append(f"## {family}\n")
@@ -212,26 +207,3 @@ def doc(kind: type) -> str:
     text = inspect.getdoc(kind)
     assert text, f"{kind.__name__} says nothing about itself"
     return text
-
-
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table."""
-    lines = [head, tuple("---" for _ in head), *rows]
-    escaped = (tuple(cell.replace("|", "\\|") for cell in line) for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped) + "\n"
-
-
-def main() -> int:
-    """Writes the page, or checks it."""
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if PAGE.exists() and PAGE.read_text() == text:
-            return 0
-        print(f"{PAGE} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    PAGE.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

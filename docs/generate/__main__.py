@@ -1,0 +1,43 @@
+"""Writes the generated files of docs/, or checks that they are up to date.
+
+$ python docs/generate            # writes
+$ python docs/generate --check    # ends with code 1 if a file is out of date
+
+ops.py              reference/ops.md, from the dataclasses of `interlace.ir`
+commands.py         reference/cli.md and reference/options.md, from the commands and `Options`
+pictures.py         explanation/*.svg: what the simulator predicts for each strategy
+markdown_table.py   a table
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from commands import cli_page, options_page
+from ops import ops_page
+from pictures import pictures
+
+DOCS = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """Writes the files, or checks them."""
+    texts = {
+        "reference/cli.md": cli_page(),
+        "reference/options.md": options_page(),
+        "reference/ops.md": ops_page(),
+        **{f"explanation/{name}": text for name, text in pictures().items()},
+    }
+    stale = [n for n, t in texts.items() if not (DOCS / n).exists() or (DOCS / n).read_text() != t]
+    if "--check" in sys.argv[1:]:
+        for name in stale:
+            print(f"docs/{name} is out of date: run `make docs`", file=sys.stderr)
+        return len(stale) > 0
+    for name in stale:
+        (DOCS / name).write_text(texts[name])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
