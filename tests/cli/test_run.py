@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> 
     assert 0 < report["least_ms"] <= report["median_ms"] <= report["most_ms"]
     assert report["against"]["runs"] == report["runs"] == 3
     assert report["files"] == [str(page)]
-    assert page.read_text().count('"source":"') >= 3, "predicted, measured, and the other's"
+    panels = re.findall('"source":"([a-z]+)"', page.read_text())
+    assert panels == ["measured", "predicted"]
+    assert page.read_text().count(f'"label":"{report["against"]["name"]}"') == len(panels)
     assert {row["rank"] for row in report["figures"]} >= {0, 1}
     assert verdicts(wrong) == [["differs"]] * 2
     (off,) = wrong["ranks"][0]["compared"].values()

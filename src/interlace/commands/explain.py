@@ -2,12 +2,14 @@
 
 $ interlace explain mlp.ilc
 $ interlace explain serial.ilc --device cuda --calibration h200.json     # and all candidates
+$ interlace explain serial.ilc --html gain.html     # serial above overlapped, as predicted
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,6 +34,7 @@ def explain(
     device: Model = "cpu",
     strategy: Strategy = "auto",
     graph: Annotated[bool, typer.Option("--graph", help="As a replayed CUDA graph.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the predicted timelines here.")] = None,
     json: Json = False,
 ) -> None:
     """Say how each communication is overlapped, why, and what that is predicted to gain.
@@ -55,6 +58,7 @@ def explain(
     found = [candidates(program, options, machine) if _serial(program) else {} for program in given]
     report = check(programs)
     verdict = "sound" if report.sound else "unsound"
+    page = _page(html, given, programs, machine, verdict) if html is not None else None
     if json:
         listed = [
             {
@@ -69,8 +73,31 @@ def explain(
     else:
         _show(given, programs, found, machine)
         say(str(report))
+        if page is not None:
+            say(f"wrote {page}")
     if not report.sound:
         raise typer.Exit(UNSOUND)
+
+
+def _page(
+    path: Path,
+    given: Sequence[Program],
+    programs: Sequence[Program],
+    machine: Machine,
+    verdict: str,
+) -> Path:
+    """Writes the predicted timelines; serial programs stand above what lowering made of them."""
+    from interlace.cost import simulate
+    from interlace.options import Options
+    from interlace.passes import lower
+    from interlace.trace import Run, write_page
+
+    before = None
+    if any(program is not made for program, made in zip(given, programs, strict=True)):
+        ready = tuple(lower(program, Options(overlap=False), machine) for program in given)
+        before = Run(ready, simulate(ready, machine), label="serial")
+    run = Run(tuple(programs), simulate(programs, machine), before=before)
+    return write_page([run], path, facts=[("verifier", verdict), ("machine", machine.name)])
 
 
 def _show(

@@ -216,7 +216,8 @@ def transformer(
     strategy: Strategy = "auto",
     seconds: Annotated[float, typer.Option(help="Time for timing, compiling apart.")] = 60,
     profile: Annotated[
-        Path | None, typer.Option(help="Write how our ops ran, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(help="Write how our ops ran: a page (.html), or a trace for ui.perfetto.dev."),
     ] = None,
     simulate: Annotated[
         str,
