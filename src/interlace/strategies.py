@@ -19,6 +19,13 @@ differ from the serial collective.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+StrategyName = Literal[
+    "auto", "serial", "pipeline", "broadcast", "shift",
+    "ring", "peer", "fused", "hierarchical", "exchange",
+]  # fmt: skip
+"""The names of the rows below, and what `Options.strategy` takes beside them, for type checkers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("--check-against", "gone.ilc"): "cannot read gone.ilc",
         ("--world", "3"): "a world of 3 ranks does not divide into teams tp[2]",
         ("--runs", "0"): "give --runs >= 1",
-        ("--device", "tpu"): "choose auto, cpu or cuda",
+        ("--device", "tpu"): "Invalid value for '--device'",
     }.items():
         code, out, error = run(str(path), *args)
         assert (code, out) == (2, "")

@@ -27,6 +27,7 @@ from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes.pipeline import lower
 from interlace.runtime import Executor
+from interlace.strategies import StrategyName
 
 pytestmark = pytest.mark.timeout(110)
 SERVE = ("serial", "pipeline", "shift", "ring", "broadcast", "hierarchical")
@@ -122,7 +123,7 @@ def _gather_uneven(parts: list[torch.Tensor], x: torch.Tensor) -> None:
         dist.broadcast(part, root)
 
 
-def exact(strategies: tuple[str, ...], kinds: tuple[str, ...], seed: int) -> list[str]:
+def exact(strategies: tuple[StrategyName, ...], kinds: tuple[str, ...], seed: int) -> list[str]:
     """Which strategies differ from plain collectives, or could not serve."""
     wrong, (world, me) = list[str](), (dist.get_world_size(), dist.get_rank())
     found: list[Any] = [None] * world

@@ -35,14 +35,14 @@ from torch.optim import Optimizer
 
 from interlace.ir import Collective
 from interlace.optim import AdamW, LayerWise, bucket_runs
-from interlace.options import Options
+from interlace.options import Options, Transport
 from interlace.runtime import Executor
 
 Grads = list[dict[str, torch.Tensor]]
 
 
 def both_ways(
-    seed: int, steps: int, optimizer: str, transport: str = "auto", device: str = "cpu"
+    seed: int, steps: int, optimizer: str, transport: Transport = "auto", device: str = "cpu"
 ) -> list[str]:
     """What differs between an overlapped run, whose ops are delayed, and a synchronous one."""
     made = []

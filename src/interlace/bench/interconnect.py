@@ -19,7 +19,7 @@ from interlace.bench.device import device_samples
 from interlace.bench.race.candidates import OURS
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
-from interlace.bench.sites import SiteCase
+from interlace.bench.sites import SiteCase, check_dtypes
 from interlace.bench.transfers import (
     ARGUMENTS,
     Figure,
@@ -60,6 +60,7 @@ class InterconnectSettings:
     def __post_init__(self) -> None:
         if not 8 <= self.least <= self.most:
             raise OptionError(f"sizes from {self.least} to {self.most} bytes: give 8 <= least")
+        check_dtypes(*self.dtypes)
 
 
 def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None:

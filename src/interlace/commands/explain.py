@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from interlace.commands.files import read_machine, read_programs
-from interlace.commands.options import JsonFacts, Schedule, Strategy
+from interlace.commands.options import Calibration, Json, Model, Schedule, Strategy
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 
 if TYPE_CHECKING:
@@ -30,14 +30,12 @@ CANDIDATES = ("site", "strategy", "predicted", "measured", "expected")
 @command
 def explain(
     file: Schedule,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file; without it, this host's, if it has one.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Without --calibration: cpu or cuda.")] = "cpu",
+    calibration: Calibration = None,
+    device: Model = "cpu",
     strategy: Strategy = "auto",
     graph: Annotated[bool, typer.Option("--graph", help="As a replayed CUDA graph.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write the predicted timelines here.")] = None,
-    json: JsonFacts = False,
+    json: Json = False,
 ) -> None:
     """Say how each communication is overlapped, why, and what that is predicted to gain.
 
@@ -50,7 +48,7 @@ def explain(
     from interlace.passes.strategies.candidates import candidates
     from interlace.verify import check
 
-    machine = _machine(calibration, device)
+    machine = read_machine(calibration, device)
     machine = machine.replayed if graph else machine
     options = Options(strategy=strategy)
     given = read_programs(file)
@@ -129,25 +127,6 @@ def _serial(program: Program) -> bool:
 
     communicates = any(isinstance(op, Collective) for op in program.ops)
     return not program.sites and communicates and program.streams() == ("main",)
-
-
-def _machine(calibration: Path | None, device: str) -> Machine:
-    """The machine that a run here would choose by; for GPUs that are not here, the built-in one."""
-    from interlace.cost import default_path
-
-    if calibration is not None or device not in ("cpu", "cuda"):
-        return read_machine(calibration, device)
-    gpus = ""
-    if device == "cuda":
-        import torch
-
-        from interlace.runtime.machine import gpus_of
-
-        if not torch.cuda.is_available():
-            return read_machine(None, device)
-        gpus = gpus_of(device)
-    path = default_path(gpus)
-    return read_machine(path if path.exists() else None, device)
 
 
 def candidate_rows(found: Mapping[int, Sequence[Estimate]]) -> list[tuple[str, ...]]:

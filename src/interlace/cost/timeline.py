@@ -156,7 +156,10 @@ class Timeline:
             spans = tuple(map(_span, fields["spans"]))
             return cls(spans, fields["name"], fields["source"])
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ParseError(f"this is no timeline: {type(error).__name__}: {error}") from error
+            raise ParseError(
+                f"this is no timeline ({type(error).__name__}: {error}): give the JSON that "
+                "`interlace simulate --out` or `Timeline.to_json` wrote"
+            ) from error
 
 
 def _span(row: Sequence[Any]) -> Span:

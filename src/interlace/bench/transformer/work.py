@@ -28,6 +28,7 @@ from interlace.cost import Timeline
 from interlace.errors import OptionError
 from interlace.ir import Program
 from interlace.launch import Tell
+from interlace.strategies import StrategyName
 from interlace.trace import Run, write_page, write_perfetto
 from interlace.trace.figures import SiteFigures, site_figures
 
@@ -47,7 +48,7 @@ class TransformerSettings:
     dtype: str = "bf16"
     only: tuple[str, ...] = WAYS
     seconds: float = 60.0
-    strategy: str = "auto"
+    strategy: StrategyName = "auto"
     calibration: str | None = None
     profile: str = ""
     """The file of the trace or the page; empty: none."""

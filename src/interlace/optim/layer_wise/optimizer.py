@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +126,7 @@ class LayerWise:
         update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
         main_grad_dtype: torch.dtype | None = torch.float32,
-        op: str = "mean",
+        op: Literal["mean", "sum"] = "mean",
         units: Collection[type[nn.Module]] = (),
         check_replicas_every: int = 0,
         options: Options | None = None,
