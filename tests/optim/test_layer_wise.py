@@ -33,8 +33,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from interlace.comm.host import registered
+from interlace.errors import BackendError
 from interlace.ir import Collective
 from interlace.optim import AdamW, LayerWise, bucket_runs
+from interlace.optim.bucket_runs import BucketRuns
+from interlace.optim.layer_wise.step_runs import by_copies_if_possible
 from interlace.options import Options, Transport
 from interlace.runtime import Executor
 
@@ -73,6 +77,35 @@ def test_nothing_is_sent_where_ranks_read_memory(pool: Pool, seed: int) -> None:
 def sends(seed: int) -> bool:
     with layer_wise(model(seed), "sgd", options=Options(transport="peer")) as optimizing:
         return "send(" in optimizing.explain()
+
+
+def unmapped(seed: int) -> tuple[list[bool], list[str]]:
+    """Whether ranks copy weights where one cannot share memory, and where all can; and what of the
+    weights differs then.
+    """
+    tell, made = registered.tell, []
+
+    def refuse(team: Any, topic: str, note: Any, writes: Any, *facts: Any) -> Any:
+        refused = BackendError("memory that no peer can map") if dist.get_rank() == 1 else facts[0]
+        return tell(team, topic, note, writes, refused, *facts[1:])
+
+    def as_on_gpus(make: Any, transport: str, device: torch.device) -> BucketRuns:
+        return by_copies_if_possible(make, transport, torch.device("cuda"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("interlace.optim.layer_wise.optimizer.by_copies_if_possible", as_on_gpus)
+        for told in (refuse, tell):
+            patch.setattr(registered, "tell", told)
+            module = model(seed)
+            with slowly(seed), layer_wise(module, "ours", check_replicas_every=1) as optimizing:
+                train(optimizing, module, seed, range(4))
+                made.append(("get(" in optimizing.explain(), weights(module)))
+    return [copied for copied, _ in made], differing(made[0][1], made[1][1])
+
+
+def test_gathers_where_a_rank_cannot_share_memory(pool: Pool, seed: int) -> None:
+    """All ranks fall back, and the weights have the same bits."""
+    assert pool(3).run(unmapped, seed) == [([False, True], [])] * 3
 
 
 @pytest.mark.slow
