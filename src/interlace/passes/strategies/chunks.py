@@ -54,6 +54,8 @@ class Pick:
         """The rows of one rank, or some `within` them."""
         steps = emitter.chunk(index, layout.rows)
         counts = tuple([layout.batch * rows for rows in layout.rows])
+        if within is not None:
+            counts = (within.stop - within.start,) * emitter.size
         return cls(layout.batch, sum(layout.rows), steps, counts, index, within)
 
     @classmethod
