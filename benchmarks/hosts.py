@@ -11,8 +11,9 @@ on to the end of the last. Of what could be hidden, min(matmul, link), `hidden` 
 strategy saves over serial; the link's time is what serial takes beyond the matmul. `beside` is the
 part of its own communication (the bytes that left the first host, headers and all, at the link's
 rate) that it hides, or of the matmul where that is shorter: fewer bytes gain nothing there.
-`whole` is hierarchical in one piece; `auto` chooses by a machine with this link. `--check` ends with 1 unless the best hides 0.7 at each
-site, and hierarchical sends half of shift's bytes, and is faster.
+`whole` is hierarchical in one piece; `auto` chooses by a machine with this link. `--check` ends
+with 1 unless the best hides 0.7 at each site, and hierarchical sends half of shift's bytes, and is
+faster.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ def vanishing(given: argparse.Namespace) -> int:
                 slowest += [] if wrong else [seconds]
             missed += given.vanish - len(slowest)
             last = max(slowest, default=0.0)
-            print(f"{how}: {len(slowest)} of {given.vanish}, the last after {last:.1f} s", flush=True)
+            told = f"{len(slowest)} of {given.vanish}, the last after {last:.1f} s"
+            print(f"{how}: {told}", flush=True)
         pool.close()
     return bool(missed)
 

@@ -277,7 +277,8 @@ def vanish(
         hosts.join(1)
     wrong, slowest = list[str](), 0.0
     for rank, (error, text, seconds) in ((r, o) for r, o in enumerate(found) if r not in dead):
-        named = re.search(rf"ranks? .* on host {'interlace-a' if rank > 1 else 'interlace-b'}", text)
+        away = "interlace-a" if rank > 1 else "interlace-b"
+        named = re.search(rf"ranks? .* on host {away}", text)
         slowest = max(slowest, seconds)
         if error not in ("CommTimeoutError", "PeerError") or not named or seconds > TIME_OUT_S + 5:
             wrong.append(f"rank {rank}, after {seconds:.1f} s: {error}: {text}")

@@ -265,11 +265,9 @@ class _Player:
     def _depths(self) -> list[int]:
         """How many communications follow one another after each op; of a site that sends between
         hosts only those, since they take longest."""
-        between = {op.site for op, role in zip(self.ops, self.roles, strict=True) if role == "between"}
-        moves = [
-            role == "between" or (role == "comm" and op.site not in between)
-            for op, role in zip(self.ops, self.roles, strict=True)
-        ]
+        roles = [(op.site, role) for op, role in zip(self.ops, self.roles, strict=True)]
+        between = {site for site, role in roles if role == "between"} - {None}
+        moves = [r == "between" or (r == "comm" and site not in between) for site, r in roles]
         depths = [0] * len(self.ops)
         for index in reversed(range(len(self.ops))):
             later = max((depths[other] for other in self.after[index]), default=0)
