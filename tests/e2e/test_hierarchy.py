@@ -122,7 +122,9 @@ def _gather_uneven(parts: list[torch.Tensor], x: torch.Tensor) -> None:
         dist.broadcast(part, root)
 
 
-def exact(strategies: tuple[str, ...], kinds: tuple[str, ...], seed: int) -> list[str]:
+def exact(
+    strategies: tuple[str, ...], kinds: tuple[str, ...], seed: int, chunks: int = 0
+) -> list[str]:
     """Which strategies differ from plain collectives, or could not serve."""
     wrong, (world, me) = list[str](), (dist.get_world_size(), dist.get_rank())
     found: list[Any] = [None] * world
@@ -136,7 +138,7 @@ def exact(strategies: tuple[str, ...], kinds: tuple[str, ...], seed: int) -> lis
             x, w = (torch.randint(-3, 4, s, generator=own).float() for s in ((rows, K), (K, N)))
             expected, program = plain(kind, x, w, sizes), text_of(kind, sizes, hosts)
             for strategy in strategies:
-                options = Options(strategy=strategy, time_out_s=30)
+                options = Options(strategy=strategy, chunks=chunks, time_out_s=30)
                 made = lower(program, options)
                 with Executor(made, groups={"tp": world_group()}, options=options) as executor:
                     executor.prepare()
@@ -154,8 +156,9 @@ def exact(strategies: tuple[str, ...], kinds: tuple[str, ...], seed: int) -> lis
 ALL = tuple(TEXTS)
 
 
-def test_hierarchical_on_two_hosts_of_two_ranks(pairs: HostsPool, seed: int) -> None:
-    assert pairs(4).run(exact, ("hierarchical",), ALL, seed) == [[]] * 4
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_hierarchical_on_two_hosts_of_two_ranks(pairs: HostsPool, pieces: int, seed: int) -> None:
+    assert pairs(4).run(exact, ("hierarchical",), ALL, seed, 4 * pieces) == [[]] * 4
 
 
 @pytest.mark.slow
