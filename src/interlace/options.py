@@ -55,8 +55,8 @@ class Options:
     protocol: str = "get"
     """One-sided protocol of the `peer` strategy: `get` (pull) or `put` (push)."""
     chunks: int = 0
-    """Chunks a site is cut into by `pipeline`, and by `fused` before a reduction; 0 lets the
-    strategy choose."""
+    """Chunks a site is cut into by `pipeline` and `hierarchical`, and by `fused` before a
+    reduction; 0 lets the strategy choose."""
     resharding: str = "auto"
     """Where a gather or scatter stands that can stand on either side of a computation."""
     regions: str = "auto"
