@@ -169,9 +169,9 @@ class Scatter:
 
         steps = [*across.steps(path), None]
         last = len(steps) if self.beside else len(steps) - 1
-        turns = [(k, within) for within in self.pieces for k in range(last)]
-        turns += [(k, None) for k in range(last, len(steps))]
-        for number, (k, within) in enumerate(turns, start=1):
+        order = [(k, within) for within in self.pieces for k in range(last)]
+        order += [(k, None) for k in range(last, len(steps))]
+        for number, (k, within) in enumerate(order, start=1):
             leaving, host = steps[k], path.chunk.at(k + 1) if steps[k] else 0
             mine = HostPlace(host, 0) if leaving else e.rank
             shown, into = parts.select(0, k), slots.select(0, k)
