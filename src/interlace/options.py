@@ -60,8 +60,8 @@ class Options:
             `peer`, `fused`, `hierarchical` or `exchange`; `auto` asks the cost model, with `serial`
             always a candidate.
         protocol: one-sided protocol of the `peer` strategy: `get` (pull) or `put` (push).
-        chunks: chunks a site is cut into by `pipeline`, and by `fused` before a reduction; 0 lets
-            the strategy choose.
+        chunks: chunks a site is cut into by `pipeline` and `hierarchical`, and by `fused` before a
+            reduction; 0 lets the strategy choose.
         resharding: where a gather or scatter stands that can stand on either side of a computation:
             `before` or `after` it, or where it moves fewer bytes (`auto`).
         regions: what runs the operators that are no site: `eager`, `inductor`, or by device

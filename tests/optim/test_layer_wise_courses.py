@@ -41,7 +41,7 @@ from interlace.errors import (
 )
 from interlace.ir import Collective, Notify
 from interlace.optim import LayerWise, bucket_runs
-from interlace.options import Options
+from interlace.options import Options, Transport
 from interlace.runtime import Executor
 
 STEPS = 6
@@ -400,7 +400,7 @@ def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
         assert "are not in the module" in apart
 
 
-def killed(seed: int, victim: int, transport: str) -> str:
+def killed(seed: int, victim: int, transport: Transport) -> str:
     """What the others say when a rank dies in a gather, and after how long."""
     module, armed = model(seed), []
 
@@ -460,7 +460,7 @@ def test_goes_on_after_a_rank_that_stalled(pool: Pool, seed: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "peer"])
-def test_a_killed_rank_is_an_error_elsewhere(pool: Pool, transport: str, seed: int) -> None:
+def test_a_killed_rank_is_an_error_elsewhere(pool: Pool, transport: Transport, seed: int) -> None:
     victim = seed % 2
     results = pool(2).run(killed, seed, victim, transport, may_die={victim})
     assert results[victim] == Died(-signal.SIGKILL)

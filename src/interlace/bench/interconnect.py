@@ -88,7 +88,7 @@ def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None
     samples = [*alone, *(figure.sample for figure in figures if not figure.error)]
     if ranks.me:
         return None
-    rows = [row(figure, ranks, common) for figure in figures]
+    rows = [row(figure, common) for figure in figures]
     tell({"event": "rows", "rows": rows})
     return {
         "rows": rows,
@@ -122,12 +122,12 @@ def engine_share(rows: list[Row]) -> list[Row]:
     return found
 
 
-def row(figure: Figure, ranks: Ranks, common: dict[str, str]) -> Row:
-    """A figure as a row."""
+def row(figure: Figure, common: dict[str, str]) -> Row:
+    """A figure as a row; `world` is the ranks that took part, of a figure inside a host those."""
     shared = ("kind", "backend", "protocol", "pattern", "nbytes")
     return {
         **{name: getattr(figure, name) for name in shared},
-        "world": ranks.size,
+        "world": figure.ranks,
         "us": figure.seconds * 1e6,
         "gbs": figure.bandwidth / 1e9,
         "error": figure.error,
