@@ -5,14 +5,16 @@
 #   make demo PYTHON=python3.12              the interpreter the environment is made with
 #   make demo TORCH_INDEX=<url>              the package index that torch alone comes from
 #   make demo VENV=/somewhere/else           where the environment lies
+#   make test EXTRAS=test-kernels            with Triton (700 MB), so that kernels are tested on a CPU
 VENV ?= .venv
 PYTHON ?=
 TORCH_INDEX ?=
+EXTRAS ?=
 ARGS ?=
 JOBS ?= auto
 
 BIN := $(VENV)/bin
-export PYTHON TORCH_INDEX
+export PYTHON TORCH_INDEX EXTRAS
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help

@@ -2,13 +2,16 @@
 
 python benchmarks/hosts.py --check                     # 2 hosts of 2 ranks, 400 Mbit/s out of each
 python benchmarks/hosts.py --hosts 2 --ranks 1 --mbit 200
+python benchmarks/hosts.py --vanish 20                 # a host vanishes, 20 times in each way
 python benchmarks/hosts.py -- -m interlace demo        # any torchrun program on such hosts
 
 The hosts are network namespaces of this machine (as root), slowed down by the kernel's traffic
-control. Each round times every strategy once, in another order; a rank's time is from the last
-rank's begin to its own end; the slowest rank counts. Of what could be hidden, min(matmul, link),
-`hidden` is the part that a strategy saves over serial; the link's time is what serial takes beyond
-the matmul. Bytes are those that left the first host's interface, headers and all. `--check` ends
+control. Each round times every strategy once, in another order, from a moment that all ranks agree
+on to the end of the last. Of what could be hidden, min(matmul, link), `hidden` is the part that a
+strategy saves over serial; the link's time is what serial takes beyond the matmul. `beside` is the
+part of its own communication (the bytes that left the first host, headers and all, at the link's
+rate) that it hides, or of the matmul where that is shorter: fewer bytes gain nothing there.
+`whole` is hierarchical in one piece; `auto` chooses by a machine with this link. `--check` ends
 with 1 unless the best hides 0.7 at each site, and hierarchical sends half of shift's bytes, and is
 faster.
 """
@@ -29,7 +32,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 SITES = ("ag_gemm", "gemm_rs", "gemm_ar")
-WAYS = ("serial", "pipeline", "broadcast", "shift", "ring", "hierarchical")
+WAYS = ("serial", "pipeline", "broadcast", "shift", "ring", "whole", "hierarchical", "auto")
+LEAD_S = 0.02
+"""How long before it begins the ranks agree on a moment."""
 BARS = {"hidden": 0.7, "bytes": 0.55}
 
 
@@ -48,6 +53,8 @@ def work(given: argparse.Namespace) -> None:
     from interlace.bench.rows import append, facts
     from interlace.bench.sites import SiteCase
     from interlace.commands.output import say, table
+    from interlace.cost import default_machine
+    from interlace.cost.machine import Link
     from interlace.options import Options
     from interlace.passes import lower
     from interlace.runtime import Executor
@@ -57,7 +64,11 @@ def work(given: argparse.Namespace) -> None:
     me, world = dist.get_rank(), dist.get_world_size()
     groups: Any = {"tp": dist.group.WORLD}
     rows: list[dict[str, Any]] = []
-    for op in SITES:
+    rate, machine = given.mbit * 125e3, default_machine("cpu")
+    if rate:
+        link = Link(latency_s=2e-4, bandwidth=rate, shared=True)
+        machine = machine.replace(between=(("gloo", link),))
+    for op in given.sites:
         case = SiteCase(op, *given.sizes, "f32")
         g = torch.Generator().manual_seed(given.seed + me)
         mine = case.m // world if op == "ag_gemm" else case.m
@@ -65,10 +76,14 @@ def work(given: argparse.Namespace) -> None:
         whole = torch.randn(case.m, case.k, generator=g)
         program = on_hosts(case.program(world), groups)
         made: dict[str, Any] = {"matmul": lambda whole=whole, w=w: whole @ w}
+        chosen: dict[str, str] = {}
         for way in WAYS:
-            options = Options(strategy=way, time_out_s=60)
-            lowered = lower(program, options)
-            if lowered.sites[0].strategy == way:
+            asked, chunks = ("hierarchical", world) if way == "whole" else (way, 0)
+            options = Options(strategy=asked, chunks=chunks, time_out_s=60)
+            lowered = lower(program, options, machine)
+            site = lowered.sites[0]
+            if asked in (site.strategy, "auto"):
+                chosen[way] = f"{site.strategy} x{site.chunks or 1}"
                 executor = Executor(lowered, groups=groups, options=options).prepare()
                 made[way] = lambda run=executor.run, x=x, w=w: run([x, w])
         took: dict[str, list[float]] = {way: [] for way in made}
@@ -78,10 +93,11 @@ def work(given: argparse.Namespace) -> None:
             for way in order.sample(sorted(made), len(made)):
                 dist.barrier()
                 before = sent()
-                dist.barrier()
-                begun = time.perf_counter()
+                begin = torch.tensor(time.perf_counter() + LEAD_S, dtype=torch.float64)
+                dist.broadcast(begin, 0)  # hosts of one machine have one clock
+                time.sleep(max(0.0, begin.item() - time.perf_counter()))
                 made[way]()
-                seconds = torch.tensor(time.perf_counter() - begun)
+                seconds = time.perf_counter() - begin
                 dist.barrier()
                 after = sent() - before
                 dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -92,13 +108,17 @@ def work(given: argparse.Namespace) -> None:
         for way in made:
             seconds_of = statistics.median(took[way])
             hideable = min(matmul, max(serial - matmul, 1e-9))
+            crossing = statistics.median(crossed[way]) / rate if rate else 0.0
+            own = (matmul + crossing - seconds_of) / max(min(matmul, crossing), 1e-9)
             rows.append(
                 {
                     **{"op": op, "m": case.m, "k": case.k, "n": case.n, "world": world},
                     **{"hosts": given.hosts, "mbit": given.mbit, "strategy": way},
                     "median_us": seconds_of * 1e6,
                     "least_us": min(took[way]) * 1e6,
+                    "chosen": chosen.get(way, ""),
                     "hidden": (serial - seconds_of) / hideable if way != "matmul" else "",
+                    "beside": own if way != "matmul" and rate else "",
                     "left_host_mb": statistics.median(crossed[way]) / 1e6,
                     "rounds": given.rounds,
                 }
@@ -111,13 +131,14 @@ def work(given: argparse.Namespace) -> None:
     append(Path(given.out) / "hosts.csv", [row | common for row in rows])
     shown = [
         [
-            *(row["op"], row["strategy"], f"{row['median_us'] / 1e3:.1f} ms"),
-            f"{row['hidden']:.0%}" if row["hidden"] != "" else "-",
+            *(row["op"], row["strategy"], row["chosen"], f"{row['median_us'] / 1e3:.1f} ms"),
+            *(f"{row[key]:.0%}" if row[key] != "" else "-" for key in ("hidden", "beside")),
             f"{row['left_host_mb']:.2f} MB",
         ]
         for row in rows
     ]
-    table(["op", "strategy", "median", "hidden", "left the host"], shown)
+    heads = ["op", "strategy", "chosen", "median", "hidden", "beside", "left the host"]
+    table(heads, shown)
     if given.check:
         missed = list(misses(rows))
         say("\n".join(missed) or "all bars are met")
@@ -126,7 +147,7 @@ def work(given: argparse.Namespace) -> None:
 
 def misses(rows: list[dict[str, Any]]) -> Any:
     """The bars that rows miss."""
-    for op in SITES:
+    for op in dict.fromkeys(row["op"] for row in rows):
         of = {row["strategy"]: row for row in rows if row["op"] == op}
         best = max((row["hidden"], way) for way, row in of.items() if row["hidden"] != "")
         if best[0] < BARS["hidden"]:
@@ -165,6 +186,30 @@ def launch(given: argparse.Namespace, command: list[str]) -> int:
                 each.kill()
 
 
+def vanishing(given: argparse.Namespace) -> int:
+    """Has the second of two hosts vanish in runs, as often as asked and in each way; how often all
+    others got the error that names it, in time."""
+    from tests.e2e.test_hierarchy import VANISH, vanish
+    from tests.support.hosts import Hosts, HostsPool
+
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
+        pool = HostsPool(hosts, in_a_row=2)
+        for how in VANISH:
+            slowest = list[float]()
+            for number in range(given.vanish):
+                mark = Path(folder) / f"{how} {number}"
+                wrong, seconds = vanish(hosts, pool, how, mark, given.seed + number)
+                print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
+                slowest += [] if wrong else [seconds]
+            missed += given.vanish - len(slowest)
+            last = max(slowest, default=0.0)
+            told = f"{len(slowest)} of {given.vanish}, the last after {last:.1f} s"
+            print(f"{how}: {told}", flush=True)
+        pool.close()
+    return bool(missed)
+
+
 def main() -> int:
     """Parses the command line; launches, or works as a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Plain)
@@ -172,11 +217,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="on each host")
     parser.add_argument("--mbit", type=int, default=400, help="out of each host; 0: not slowed")
     parser.add_argument("--sizes", type=int, nargs=3, default=[2048, 1024, 1024], help="M K N")
+    parser.add_argument("--sites", nargs="+", choices=SITES, default=SITES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 20))
     parser.add_argument("--time-out", type=float, default=500)
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"))
     parser.add_argument("--commit", default="")
+    parser.add_argument("--vanish", type=int, default=0)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--verdict", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help="after --: what torchrun runs instead")
@@ -185,6 +232,8 @@ def main() -> int:
         work(given)
         return 0
     print(f"seed {given.seed}", file=sys.stderr)
+    if given.vanish:
+        return vanishing(given)
     with tempfile.TemporaryDirectory() as folder:
         verdict = Path(folder) / "verdict"
         own = [str(Path(__file__)), *sys.argv[1:], "--seed", str(given.seed)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from interlace.bench.plots import (
@@ -22,13 +23,14 @@ from interlace.bench.rows import Row, read
 RESULTS = Path(__file__).parent / "results"
 
 
-def drawer(rows: Sequence[Row]) -> Callable[[Sequence[Row], Path], None] | None:
+def drawer(rows: Sequence[Row], folder: Path) -> Callable[[Sequence[Row], Path], None] | None:
     """What draws these rows: told by their columns. None: the passes' times need no picture."""
     columns = rows[0].keys()
     if "pass" in columns:
         return None
     if "strategy" in columns:
-        return draw_overlap
+        layers = folder / "transformer.csv"
+        return partial(draw_overlap, layers=read(layers) if layers.exists() else ())
     if "model" in columns:
         return draw_transformer
     if "does" in columns:
@@ -40,7 +42,7 @@ def main(paths: Sequence[str]) -> None:
     """Draws each file's rows to a PNG beside it."""
     for path in map(Path, paths) if paths else sorted(RESULTS.glob("*.csv")):
         rows = read(path)
-        draw = drawer(rows) if rows else None
+        draw = drawer(rows, path.parent) if rows else None
         if draw is None:
             print(f"no picture for {path}")
             continue

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import pydoc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +67,15 @@ def test_numbers_and_paths_of_other_types_are_taken() -> None:
     given = Options(
         chunks=np.int64(4),  # type: ignore[arg-type]
         time_out_s=np.float32(3),  # type: ignore[arg-type]
-        calibration=Path("machine.json"),  # type: ignore[arg-type]
-        strategy=np.str_("peer"),
+        calibration=Path("machine.json"),
+        strategy=np.str_("peer"),  # type: ignore[arg-type]
     )
     assert given == Options(chunks=4, time_out_s=3, calibration="machine.json", strategy="peer")
     kept = given.chunks, given.time_out_s, given.calibration
     assert [type(value) for value in kept] == [int, float, str]
+
+
+def test_help_tells_of_every_option() -> None:
+    told = pydoc.plain(pydoc.render_doc(Options))
+    for field in dataclasses.fields(Options):
+        assert re.search(rf"^ \|      {field.name}: \w", told, re.MULTILINE), field.name

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-import itertools
+import re
 import textwrap
 from collections.abc import Iterator
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 from markdown_table import table
 
-import interlace.options
 from interlace.cli import app
 from interlace.options import Options
 
@@ -53,24 +51,21 @@ def cli_page() -> str:
 
 def options_page() -> str:
     """The text of reference/options.md."""
-    told = field_docstrings()
+    told, types = field_docstrings(), get_type_hints(Options)
     parts = [OPTIONS_HEAD]
     for field in dataclasses.fields(Options):
-        parts.append(f"## `{field.name}`\n\n`{field.type}`, default `{field.default!r}`\n")
+        value = _value(types[field.name])
+        parts.append(f"## `{field.name}`\n\n{value}; default `{field.default!r}`\n")
         parts.append(told[field.name] + "\n")
     return "\n".join(parts)
 
 
 def field_docstrings() -> dict[str, str]:
-    """The docstring below each field of `Options`."""
-    tree = ast.parse(inspect.getsource(interlace.options))
-    (body,) = (n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Options")
-    found: dict[str, str] = {}
-    for before, node in itertools.pairwise(body):
-        if isinstance(before, ast.AnnAssign) and isinstance(node, ast.Expr):
-            assert isinstance(before.target, ast.Name)
-            found[before.target.id] = inspect.cleandoc(ast.literal_eval(node.value))
-    return found
+    """What the docstring of `Options` says of each field."""
+    section = (inspect.getdoc(Options) or "").partition("Attributes:\n")[2]
+    _, *found = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)
+    texts = (textwrap.dedent(f"        {text}").strip() for text in found[1::2])
+    return {name: text[0].upper() + text[1:] for name, text in zip(found[::2], texts, strict=True)}
 
 
 def _sections(commands: typer.Typer, prefix: str, mark: str) -> Iterator[str]:

@@ -58,7 +58,7 @@ def timelines(text: str) -> Iterator[tuple[str, Timeline]]:
 
 
 def _lowered(serial: Program, name: str, protocol: str | None) -> Program:
-    options = Options(strategy=name, protocol=protocol or "get")
+    options = Options.from_dict({"strategy": name, "protocol": protocol or "get"})
     return lower(serial, options, default_machine("cuda"))
 
 

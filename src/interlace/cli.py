@@ -26,7 +26,7 @@ from interlace.commands.schedules import opt, show, simulate
 app = typer.Typer(
     name="interlace",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -12,24 +12,28 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 from interlace.errors import OptionError
-from interlace.strategies import names
+from interlace.strategies import StrategyName, names
 
 LONGEST_S = 30 * 86_400.0
 """The longest time-out, in seconds: every wait is bounded."""
-BACKENDS = ("gloo", "nccl", "ucc", "peer")
+Backend = Literal["gloo", "nccl", "ucc", "peer"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 """What moves the bytes of collectives."""
+Transport = Backend | Literal["auto"]
+Protocol = Literal["get", "put"]
+Resharding = Literal["auto", "before", "after"]
+Regions = Literal["auto", "eager", "inductor"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "protocol": ("get", "put"),
-    "resharding": ("auto", "before", "after"),
-    "regions": ("auto", "eager", "inductor"),
+    "protocol": get_args(Protocol),
+    "resharding": get_args(Resharding),
+    "regions": get_args(Regions),
     "transport": ("auto", *BACKENDS),
     "regather": ("auto", True, False),
 }
-
 
 _SWITCH = (bool,), bool, "True or False"
 _TYPES: dict[str, tuple[tuple[type, ...], Callable[[Any], object], str]] = {
@@ -44,46 +48,60 @@ _TYPES: dict[str, tuple[tuple[type, ...], Callable[[Any], object], str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How a program is overlapped and run. The defaults suit most users."""
+    """How a program is overlapped and run. The defaults suit most users.
+
+    Raises OptionError where an option has a value that it cannot take.
+
+    Attributes:
+        overlap: False keeps every site serial: one stream, no decomposition.
+        in_order: run the overlapped Program one op after another: the twin that results are
+            compared with.
+        strategy: how sites are overlapped: `serial`, `pipeline`, `broadcast`, `shift`, `ring`,
+            `peer`, `fused`, `hierarchical` or `exchange`; `auto` asks the cost model, with `serial`
+            always a candidate.
+        protocol: one-sided protocol of the `peer` strategy: `get` (pull) or `put` (push).
+        chunks: chunks a site is cut into by `pipeline` and `hierarchical`, and by `fused` before a
+            reduction; 0 lets the strategy choose.
+        resharding: where a gather or scatter stands that can stand on either side of a computation:
+            `before` or `after` it, or where it moves fewer bytes (`auto`).
+        regions: what runs the operators that are no site: `eager`, `inductor`, or by device
+            (`auto`).
+        regather: save the local shard and gather again in backward, instead of saving the gathered
+            tensor: True, False, or where the matmuls that it feeds hide that (`auto`). What a
+            caller changes of it in between, torch refuses in backward.
+        transport: what moves bytes, where a strategy leaves a choice: `gloo`, `nccl`, `ucc` or
+            `peer`; `auto` takes the backend of the process group.
+        graph: capture the Program in CUDA graphs and replay them.
+        static_outputs: with `graph`, hand out the graph's own output buffers instead of copies.
+        calibration: path of a calibration file; None takes what `interlace calibrate` wrote for
+            this host, or else the built-in model of the device.
+        schedules: path of a folder of schedules, as `interlace.export` writes them: a compiled
+            graph runs the text that is there for it in place of a generated one. A text that does
+            not fit is refused.
+        time_out_s: every wait for another rank is bounded by this many seconds, in time that is
+            seen to pass: not while the whole job is paused. None takes the time-out of the process
+            group itself. A rank whose process has ended is not waited for, and after a minute a
+            warning names who is late.
+        cache_size: Executors kept per compiled function before the least recently used is dropped.
+        trace: record the time of every op (`Executor.timeline()`).
+    """
 
     overlap: bool = True
-    """False keeps every site serial: one stream, no decomposition."""
     in_order: bool = False
-    """Run the overlapped Program one op after another: the twin that results are compared with."""
-    strategy: str = "auto"
-    """How sites are overlapped; `auto` asks the cost model, with `serial` always a candidate."""
-    protocol: str = "get"
-    """One-sided protocol of the `peer` strategy: `get` (pull) or `put` (push)."""
+    strategy: StrategyName = "auto"
+    protocol: Protocol = "get"
     chunks: int = 0
-    """Chunks a site is cut into by `pipeline`, and by `fused` before a reduction; 0 lets the
-    strategy choose."""
-    resharding: str = "auto"
-    """Where a gather or scatter stands that can stand on either side of a computation."""
-    regions: str = "auto"
-    """What runs the operators that are no site: eager, Inductor, or by device."""
-    regather: bool | str = "auto"
-    """Save the local shard and gather again in backward, instead of saving the gathered tensor.
-    What a caller changes of it in between, torch refuses in backward."""
-    transport: str = "auto"
-    """What moves bytes, where a strategy leaves a choice."""
+    resharding: Resharding = "auto"
+    regions: Regions = "auto"
+    regather: bool | Literal["auto"] = "auto"
+    transport: Transport = "auto"
     graph: bool = False
-    """Capture the Program in CUDA graphs and replay them."""
     static_outputs: bool = False
-    """With `graph`, hand out the graph's own output buffers instead of copies."""
-    calibration: str | None = None
-    """Path of a calibration file; None takes what `interlace calibrate` wrote for this host, or
-    else the built-in model of the device."""
-    schedules: str | None = None
-    """Path of a folder of schedules, as `interlace.export` writes them: a compiled graph runs the
-    text that is there for it in place of a generated one. A text that does not fit is refused."""
+    calibration: str | os.PathLike[str] | None = None
+    schedules: str | os.PathLike[str] | None = None
     time_out_s: float | None = None
-    """Every wait for another rank is bounded by this many seconds, in time that is seen to pass:
-    not while the whole job is paused. None takes the time-out of the process group itself. A rank
-    whose process has ended is not waited for, and after a minute a warning names who is late."""
     cache_size: int = 64
-    """Executors kept per compiled function before the least recently used is dropped."""
     trace: bool = False
-    """Record the time of every op (`Executor.timeline()`)."""
 
     def __post_init__(self) -> None:
         for name, (types, plain, what) in _TYPES.items():

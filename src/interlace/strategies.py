@@ -10,15 +10,22 @@ A `Offset` gives an offset from the rank, counted modulo the team:
 
 Gathers take the local rows first, at step 0; scatters compute the rank's own rows last, after step
 W - 1 (large ones of `fused` in pieces, some of them among those of step W - 1). An all-reduce is a
-scatter, then a gather, and a long one of `fused` both for each of several slabs of rows. An
-all-to-all goes the way of a gather before matmuls, and of a scatter after them. `reduces` states
-the order in which a scatter adds the W partial results of a row, which is all that can make it
-differ from the serial collective.
+scatter, then a gather, and a long one of `fused` or `hierarchical` both for each of several slabs
+of rows. An all-to-all goes the way of a gather before matmuls, and of a scatter after them.
+`reduces` states the order in which a scatter adds the W partial results of a row, which is all that
+can make it differ from the serial collective.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+StrategyName = Literal[
+    "auto", "serial", "pipeline", "broadcast", "shift",
+    "ring", "peer", "fused", "hierarchical", "exchange",
+]  # fmt: skip
+"""The names of the rows below, and what `Options.strategy` takes beside them, for type checkers."""
 
 
 @dataclass(frozen=True, slots=True)

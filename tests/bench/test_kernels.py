@@ -94,7 +94,7 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     [
         (("--only", "magic"), "--only magic: choose from cross-entropy"),
         (("--seconds", "0"), "--seconds > 0"),
-        (("--device", "tpu"), "choose auto, cpu or cuda"),
+        (("--device", "tpu"), "Invalid value for '--device'"),
     ],
 )
 def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:

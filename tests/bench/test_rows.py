@@ -10,7 +10,9 @@ import pytest
 
 from interlace.bench.bars import BarVerdict, judge_overlap, missed
 from interlace.bench.interconnect import engine_share
+from interlace.bench.interconnect import row as row_of
 from interlace.bench.rows import append, number, read
+from interlace.bench.transfers import Figure
 
 
 def test_rows_are_appended_and_columns_grow(tmp_path: Path) -> None:
@@ -22,6 +24,14 @@ def test_rows_are_appended_and_columns_grow(tmp_path: Path) -> None:
         {"a": "2.5", "b": "", "c": "", "d": "late"},
     ]
     assert math.isnan(number("")) and number("2.5") == 2.5  # noqa: PT018
+
+
+def test_a_figure_inside_a_host_is_of_the_ranks_there() -> None:
+    """Two hosts of two ranks: a copy takes two ranks, a message between hosts all four."""
+    fixed: Any = {"kind": "send", "backend": "gloo", "nbytes": 8, "seconds": 1e-3, "moved": 8.0}
+    figures = [Figure(**fixed, pattern="ring", ranks=2)]
+    figures += [Figure(**fixed, pattern="hosts", ranks=4, hosts=2)]
+    assert [row_of(figure, {})["world"] for figure in figures] == [2, 4]
 
 
 def row(op: str, m: int, strategy: str, us: float, mode: str = "eager", **more: Any) -> Any:

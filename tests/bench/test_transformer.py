@@ -94,7 +94,8 @@ def test_a_wrong_gradient_is_not_timed(pool: Pool) -> None:
 
 
 def test_a_large_layer_is_predicted_without_gpus(tmp_path: Path) -> None:
-    given = ("--simulate", "h200", "--out", str(tmp_path), "--json")
+    page = tmp_path / "layer.html"
+    given = ("--simulate", "h200", "--out", str(tmp_path), "--json", "--profile", str(page))
     report = json.loads(bench("--model", "llama3-70b", *given, "--check").stdout)
     rows = {row["way"]: row for row in report["rows"]}
     both = {way: row["forward_ms"] + row["backward_ms"] for way, row in rows.items()}
@@ -108,6 +109,9 @@ def test_a_large_layer_is_predicted_without_gpus(tmp_path: Path) -> None:
     }
     assert all(bar["passed"] for bar in report["bars"])
     assert len(read(tmp_path / "transformer.csv")) == 3
+    drawn = page.read_text()
+    assert f"<b>{both['serial'] / both['compile']:.2f}x</b> as fast as serial, predicted" in drawn
+    assert "<td>compile: backward serial predicted</td>" in drawn
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-gpt"])
@@ -168,9 +172,9 @@ def test_rates_follow_from_the_times() -> None:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("--model", "gpt5"), "--model gpt5: choose from llama3-8b"),
+        (("--model", "gpt5"), "Invalid value for '--model'"),
         (("--only", "magic"), "--only magic: choose from eager"),
-        (("--dtype", "f8"), "--dtype f8: choose from bf16, f32"),
+        (("--dtype", "f8"), "'f8' is not one of 'bf16', 'f32'"),
         (("--layers", "0"), "must be >= 1"),
         (("--simulate", "h200", "--world", "3"), "64 heads do not divide over 3 ranks"),
         (("--simulate", "nowhere.json"), "cannot read calibration file nowhere.json"),

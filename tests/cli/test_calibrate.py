@@ -28,7 +28,7 @@ SITE = """def f(tp: Team[4], x: bf16[{part}, 512], w: bf16[512, 1024]):
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of GPUs are read here as where there are none."""
-    monkeypatch.setattr("interlace.commands.calibrate._has_gpu", lambda: False)
+    monkeypatch.setattr("interlace.commands.calibrate.count_gpus", lambda: 0)
 
 
 @pytest.fixture

@@ -112,7 +112,8 @@ def test_the_trace_holds_every_run(demo: tuple[dict[str, Any], Path]) -> None:
     assert names == {
         *("forward · predicted", "forward · measured"),
         *("backward · predicted", "backward · measured"),
-        *("serial forward · measured", "serial backward · measured"),
+        *("serial forward · predicted", "serial forward · measured"),
+        *("serial backward · predicted", "serial backward · measured"),
     }
 
 
@@ -121,7 +122,12 @@ def test_the_page_opens_in_a_browser(demo: tuple[dict[str, Any], Path]) -> None:
     assert 'data-ready="yes"' in dom
     panels = re.findall(r'class="panel" data-rows="(\d+)" data-spans="(\d+)"', dom)
     assert len(panels) == 4
-    assert all(int(rows) >= 4 for rows, _ in panels)  # two ranks, two streams or more
+    # two ranks: the serial schedule on a stream, the overlapped one on two or more
+    assert all(int(rows) >= 6 for rows, _ in panels)
+    overlap = demo[0]["overlap"]
+    hidden = [f"{overlap[way]['hidden']:.0%}" for way in ("serial", "overlapped")]
+    assert f"<b>{' → '.join(hidden)}</b> of communication hidden" in dom
+    assert re.search(r"<b>\d+\.\d\dx</b> as fast as serial", dom)
     assert all(int(spans) > 100 for _, spans in panels)
 
 

@@ -35,14 +35,14 @@ from interlace.launch import joined, prepare_for_gpus
     ],
 )
 def test_device_and_ranks(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, ranks: int | None, found: Any
+    monkeypatch: pytest.MonkeyPatch, gpus: int, device: Any, ranks: int | None, found: Any
 ) -> None:
-    monkeypatch.setattr(demo, "_gpus", lambda: gpus)
+    monkeypatch.setattr(demo, "count_gpus", lambda: gpus)
     assert demo._place(device, ranks) == found
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_gpus", lambda: 2)
+    monkeypatch.setattr(demo, "count_gpus", lambda: 2)
     with pytest.raises(BackendError, match="torch sees 2 GPUs here, and each of 4 ranks"):
         demo._place("cuda", 4)
 
@@ -73,7 +73,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_trained(
 def test_an_unknown_device() -> None:
     done = command("demo", "--device", "tpu")
     assert done.returncode == 2
-    assert "OptionError: --device tpu: choose one of auto, cpu, cuda" in done.stderr
+    assert "Invalid value for '--device'" in done.stderr
+    assert "'tpu' is not one of 'auto'" in done.stderr
 
 
 def test_a_rank_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

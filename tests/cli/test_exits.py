@@ -130,7 +130,7 @@ def test_pages_and_traces_of_odd_names(tmp_path: Path) -> None:
     assert "\\ud800" in Path(page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("option", ["--html", "--perfetto", "--output"])
+@pytest.mark.parametrize("option", ["--html", "--perfetto", "--out"])
 def test_a_file_that_cannot_be_written_is_an_error(option: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, _, err = run("simulate", option, str(tmp_path / "file" / "page"), text=SOUND)

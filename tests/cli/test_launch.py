@@ -159,7 +159,7 @@ def running(pid: int) -> bool:
         (["--layers", "0"], "OptionError: --layers 0: give at least one block"),
         (["--world", "0"], "TeamError: --world 0: give at least one rank"),
         (["--world", "3"], "TeamError: the demo's model has heads=8, which 3 ranks do not divide"),
-        (["--strategy", "magic"], "OptionError: option strategy='magic': choose one of"),
+        (["--strategy", "magic"], "Invalid value for '--strategy'"),
         (["--calibration", "/no/such.json"], "CalibrationError: cannot read calibration file"),
     ],
     ids=["steps", "layers", "no-world", "world-of-3", "strategy", "calibration"],
@@ -167,4 +167,5 @@ def running(pid: int) -> bool:
 def test_bad_arguments_are_refused_before_anything_starts(args: list[str], told: str) -> None:
     done = command("demo", *args)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {told}")
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

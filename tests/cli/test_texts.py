@@ -236,14 +236,19 @@ def test_opt_lowers_by_default(serial: str, tmp_path: Path) -> None:
     assert after["hidden"] > before["hidden"] == 0
 
 
-def test_explain_lowers_what_is_serial(serial: str) -> None:
+def test_explain_lowers_what_is_serial(serial: str, tmp_path: Path) -> None:
     data = json.loads(run("explain", serial, "--json"))
     (program,) = data["programs"]
     assert (program["lowered"], data["verdict"]) == (True, "sound")
     (site,) = program["sites"]
     assert site["predicted_ms"] < site["serial_ms"]
     assert site["reason"]
-    text = run("explain", serial)
+    page = tmp_path / "gain.html"
+    text = run("explain", serial, "--html", str(page))
+    assert text.endswith(f"wrote {page}\n")
+    drawn = page.read_text()
+    assert "as fast as serial, predicted" in drawn
+    assert all(f"<td>{name} predicted</td>" in drawn for name in ("serial", "overlapped"))
     assert text.startswith("mlp is serial; this is what lowering makes of it\n")
     assert f"{site['serial_ms'] / site['predicted_ms']:.2f}x" in text
 

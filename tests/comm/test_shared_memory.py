@@ -94,7 +94,7 @@ REFUSED = [
     ("statvfs", errno.EROFS, "remount,rw"),
     ("posix_fallocate", errno.ENOSPC, "too little shared memory"),
     ("posix_fallocate", errno.EFBIG, "ulimit -f"),
-    ("scandir", errno.EIO, "working tmpfs"),
+    ("listdir", errno.EIO, "working tmpfs"),
     ("map", errno.ENOMEM, "too little shared memory"),
     ("inodes", errno.ENOSPC, "nr_inodes"),
 ]

@@ -129,3 +129,12 @@ def test_ranks_that_the_text_tells_apart_are_all_simulated(line: tuple[str, str]
         assert Symmetry.of([program], fold=True).ranks == {0: 2, 1: 2, 2: 2, 3: 2}
     else:
         assert like_all([program], APART) == ({0, 1, 2, 3}, {"dp"})
+
+
+def test_many_teams_of_which_none_can_be_folded() -> None:
+    """What is among all ranks tells them apart, and each of twenty teams would take some away."""
+    teams = ", ".join(f"t{i}: Team[[0, 1], [2, 3]]" for i in range(20))
+    program = parse(
+        f"def p(tp: Team[4], {teams}, x: f32[4]):\n    main: send(x, peer=1, team=tp)\n"
+    )
+    assert Symmetry.of([program], fold=True).ranks == dict.fromkeys(range(4), 1)

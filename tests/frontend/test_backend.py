@@ -145,6 +145,7 @@ def empty_batches() -> list[tuple[int, ...]]:
     return shapes
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="DTensor fails, without a compiler too")
 def test_an_empty_batch_runs_backward(pool: Pool) -> None:
     for shapes in pool(2).run(empty_batches):
         assert shapes == [(0, 2, 32), (2, 2, 32)] * 2

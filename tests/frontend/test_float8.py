@@ -74,6 +74,8 @@ def run(which: str, strategy: str, seed: int) -> tuple[bytes, list[str], str]:
 @pytest.mark.parametrize("which", MODELS)
 def test_sites_are_found(pool: Pool, which: str, seed: int) -> None:
     """With every strategy, and the bits of the serial Program."""
+    if which == "row" and torch.__version__ < "2.12":
+        pytest.skip("this torch has no scales of rows on the CPU")
     kind = "matmul_reduce_scatter" if which == "summed" else "all_gather_matmul"
     serial = pool(2).run(run, which, "serial", seed)
     for strategy in STRATEGIES[1:]:

@@ -77,7 +77,10 @@ def test_of_a_module_by_torch_compile(pool: Pool, tmp_path: Path) -> None:
             if "all_gather_matmul" in line or "matmul_reduce_scatter" in line:
                 assert " peer/get x2 " in line
                 assert " took " in line
-        for word in ("forward predicted", "backward measured", "<b>verifier</b> sound"):
+        for word in (
+            *("forward serial predicted", "forward overlapped predicted", "backward measured"),
+            *("as fast as serial, predicted", "<th>measured</th>", "<b>verifier</b> sound"),
+        ):
             assert word in told["page"]
         assert "forward: 2 communications, 0 serial, sound" in told["why"]
 

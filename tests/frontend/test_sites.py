@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import interlace
 from interlace.frontend.compile import compile
+from interlace.strategies import StrategyName
 
 Setup = Callable[[DeviceMesh], tuple[Callable[..., Any], tuple[Any, ...]]]
 Kinds = dict[str, list[str]]
@@ -150,7 +151,9 @@ SPELLINGS: dict[str, tuple[Setup, Kinds]] = {
 }
 
 
-def compiled_kinds(name: str, strategy: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
+def compiled_kinds(
+    name: str, strategy: StrategyName
+) -> tuple[dict[str, list[tuple[str, str]]], str]:
     """On one rank: the sites by graph; results and gradients must agree with eager exactly."""
     setups = {key: setup for key, (setup, _) in SPELLINGS.items()}
     setups |= {"selected_rows": selected_rows, "sliced_rows": sliced_rows}

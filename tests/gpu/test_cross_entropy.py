@@ -12,6 +12,7 @@ from tests.nn.cross_entropy_cases import LAYOUTS, Case, arbitrary, far, laid_out
 from tests.support.pool import Ranks
 
 from interlace.errors import TargetError
+from interlace.nn.cross_entropy.loss import Reduction
 from interlace.nn.functional import cross_entropy, linear_cross_entropy, raise_pending
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -178,7 +179,7 @@ def test_in_a_graph(device: torch.device) -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_linear(
     device: torch.device,
-    reduction: str,
+    reduction: Reduction,
     accumulate: torch.dtype | None,
     dtype: torch.dtype,
     seed: int,

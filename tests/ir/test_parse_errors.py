@@ -111,6 +111,7 @@ TEXTS = {
         "modifiers are",
     ),
     "team modifier": ("def f(tp: Team[1].ovr([0])): pass", "a team has no", "did you mean 'over'?"),
+    "hosts": ("def f(tp: Team[2].on(0)): pass", "expected integers", "as .on([0, 1], [2, 3])"),
     "decorator": ("@f\ndef f():\n    pass", "this decorator has no meaning", "@named("),
     "syntax": ("def f(:\n", "not the syntax of a schedule", "check brackets"),
     "indent": ("def f():\nx", "not the syntax of a schedule", "indentation"),

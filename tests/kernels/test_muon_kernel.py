@@ -139,7 +139,7 @@ class Launched:
         if power:
             norms = by_address[found["squares"]].sqrt().clamp(min=found["eps"])
         norms = norms.reshape(-1, *(1,) * (made.ndim - 1))
-        made = made / (norms.square() if power == 2 else 1)
+        made = made * (norms.reciprocal().square() if power == 2 else 1)  # as the kernel does
         if source.constants["ADD"]:
             made += found["beta"] * c.float()
         made.diagonal(dim1=-2, dim2=-1).add_(found["gamma"])
@@ -206,13 +206,24 @@ def test_squares_are_completed_where_rounding_allows(programs: type[Launched], s
     """Either way the factor is that of the twin; steep polynomials, and such without c, add g."""
     torch.manual_seed(seed)
     x = torch.randn(2, 24, 40).to(BF16) / 30
-    for triple in ((3.4445, -4.7750, 2.0315), (8.47, -25.1, 18.6), (1.5, -0.5, 0.0)):
+    steep = (8.47, -25.1, 18.6), (1.5, -0.5, 0.0), (1.5, 0.0, 0.0)
+    for triple in ((3.4445, -4.7750, 2.0315), *steep):
         programs.added.clear()
         found = symmetric.factor(x, *triple)
         assert programs.added == [False, triple[0] != 3.4445]
         wanted = symmetric.polynomial(x @ x.mT, *triple, kernel=False)
         off = 2**-8 * (abs(triple[0]) + abs(triple[1]))
         torch.testing.assert_close(found, wanted, rtol=0, atol=off)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-22])
+def test_updates_near_zero_are_divided_by_a_tiny_eps(programs: type[Launched], size: float) -> None:
+    """A square of the norm, or of eps, is no number of fp32 there."""
+    x = torch.full((16, 48), size, dtype=BF16)
+    steps = newton_schulz.coefficients("simple", 1)
+    found = newton_schulz.orthogonalize(x.clone(), steps, eps=1e-21)
+    wanted = newton_schulz.orthogonalize(x, steps, eps=1e-21, symmetric=False)
+    torch.testing.assert_close(found, wanted, rtol=0.03, atol=1e-3)
 
 
 def test_what_the_kernel_does_not_serve_goes_by_the_twin(programs: type[Launched]) -> None:

@@ -238,9 +238,9 @@ def test_sum_is_the_twin_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...])
 
 
 def test_in_a_graph() -> None:
+    device = gpu()
     from interlace.kernels.gemm.matmul import GatherMatmul
 
-    device = gpu()
     x, w = drawn(1024, 512), drawn(512, 768)
     y = filled(1024, 768, device=device, dtype=torch.bfloat16)
     kernel = GatherMatmul(

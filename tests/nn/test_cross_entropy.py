@@ -14,6 +14,7 @@ from tests.nn.cross_entropy_cases import LAYOUTS, Case, arbitrary, far, laid_out
 
 from interlace.errors import InputError, InterlaceError, TargetError, UnsupportedError
 from interlace.nn import CrossEntropyLoss
+from interlace.nn.cross_entropy.loss import Reduction
 from interlace.nn.functional import cross_entropy, linear_cross_entropy, raise_pending
 
 
@@ -80,7 +81,7 @@ def test_large_logits_cost_no_bits(seed: int) -> None:
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7)])
-def test_no_rows(reduction: str, shape: tuple[int, ...]) -> None:
+def test_no_rows(reduction: Reduction, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, requires_grad=True)
     loss = cross_entropy(x, torch.zeros(shape[:-1], dtype=torch.int64), reduction=reduction)
     wanted = {"none": (), "mean": math.nan, "sum": 0.0}[reduction]
@@ -292,4 +293,4 @@ def test_module() -> None:
     assert "weight" in loss.state_dict()
     assert "z_loss=0.01" in repr(loss)
     with pytest.raises(TypeError, match="'chunk_size'"):
-        CrossEntropyLoss(chunk_size=3)
+        CrossEntropyLoss(**{"chunk_size": 3})  # type: ignore[arg-type]

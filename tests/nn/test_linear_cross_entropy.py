@@ -17,6 +17,7 @@ from interlace.errors import InputError, TargetError, UnsupportedError
 from interlace.nn import LinearCrossEntropyLoss
 from interlace.nn.cross_entropy.chunks import Chunks
 from interlace.nn.cross_entropy.linear_loss import default_size
+from interlace.nn.cross_entropy.loss import Reduction
 from interlace.nn.functional import cross_entropy, linear_cross_entropy, raise_pending
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -97,7 +98,7 @@ def compare(found: Parts, wanted: Parts, room: tuple[torch.Tensor, ...]) -> list
     return wrong
 
 
-def options_of(draw: random.Random, reduction: str) -> dict[str, Any]:
+def options_of(draw: random.Random, reduction: Reduction) -> dict[str, Any]:
     found: dict[str, Any] = {
         "reduction": reduction,
         "label_smoothing": draw.choice([0.0, 0.1]),
@@ -109,7 +110,7 @@ def options_of(draw: random.Random, reduction: str) -> dict[str, Any]:
     return found
 
 
-def check(seed: int, dtype: torch.dtype, reduction: str, chunk: int | None) -> None:
+def check(seed: int, dtype: torch.dtype, reduction: Reduction, chunk: int | None) -> None:
     draw = random.Random(seed)
     hidden, weight, bias, target, class_weight = drawn(seed, 23, 16, 41, dtype)
     bias = bias if draw.random() < 0.5 else None
@@ -148,7 +149,7 @@ def check(seed: int, dtype: torch.dtype, reduction: str, chunk: int | None) -> N
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
 )
-def test_as_unfused(dtype: torch.dtype, reduction: str, chunk: int | None, seed: int) -> None:
+def test_as_unfused(dtype: torch.dtype, reduction: Reduction, chunk: int | None, seed: int) -> None:
     for number in range(3):
         check(seed + number, dtype, reduction, chunk)
 
@@ -156,7 +157,7 @@ def test_as_unfused(dtype: torch.dtype, reduction: str, chunk: int | None, seed:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_one_chunk_has_the_bits_of_the_unfused(
-    dtype: torch.dtype, reduction: str, seed: int
+    dtype: torch.dtype, reduction: Reduction, seed: int
 ) -> None:
     """What the loss is divided by is known before: the gradients are rounded in the same places."""
     hidden, weight, bias, target, _ = drawn(seed, 23, 16, 41, dtype)
@@ -174,7 +175,9 @@ def test_one_chunk_has_the_bits_of_the_unfused(
 
 @pytest.mark.parametrize("frozen", list(itertools.product([True, False], repeat=3)), ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_frozen_parts_have_no_gradient(frozen: tuple[bool, ...], reduction: str, seed: int) -> None:
+def test_frozen_parts_have_no_gradient(
+    frozen: tuple[bool, ...], reduction: Reduction, seed: int
+) -> None:
     hidden, weight, bias, target, _ = drawn(seed, 9, 8, 11, torch.float32)
     every, some = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
     for part, is_frozen in zip(some, frozen, strict=True):
@@ -194,7 +197,7 @@ def test_frozen_parts_have_no_gradient(frozen: tuple[bool, ...], reduction: str,
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_no_rows(reduction: str) -> None:
+def test_no_rows(reduction: Reduction) -> None:
     parts = leaves(torch.randn(0, 4), torch.randn(6, 4))
     target = torch.zeros(0, dtype=torch.int64)
     loss = linear_cross_entropy(parts[0], parts[1], target, reduction=reduction)
@@ -205,7 +208,7 @@ def test_no_rows(reduction: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_nothing_counts(reduction: str, seed: int) -> None:
+def test_nothing_counts(reduction: Reduction, seed: int) -> None:
     """As unfused: the mean of no row is NaN, and no gradient is."""
     hidden, weight, bias, target, _ = drawn(seed, 9, 8, 11, torch.float32)
     parts = leaves(hidden, weight, bias)
@@ -324,7 +327,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_logits_are_never_whole(reduction: str, seed: int) -> None:
+def test_logits_are_never_whole(reduction: Reduction, seed: int) -> None:
     rows, inner, classes, chunk = 256, 8, 512, 32
     hidden, weight, _, target, _ = drawn(seed, rows, inner, classes, torch.float32)
     parts = leaves(hidden, weight)

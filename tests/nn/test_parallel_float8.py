@@ -17,6 +17,7 @@ from interlace.float8 import ROW_WISE, Float8Data, Recipe, amax_of, matmul, quan
 from interlace.float8.data import padded, width
 from interlace.float8.products import multiply_into
 from interlace.float8.quantization import turn_into
+from interlace.float8.recipe import Scale
 from interlace.nn.functional import (
     all_gather_linear,
     linear_all_reduce,
@@ -205,7 +206,7 @@ def test_bits_of_the_recipe_without_overlap(pool: Pool, world: int, seed: int) -
         assert wrong == []
 
 
-def noise(kind: str, spoil: str, scale: str, seed: int) -> list[float]:
+def noise(kind: str, spoil: str, scale: Scale, seed: int) -> list[float]:
     """Signal to noise of the outputs and gradients, in decibels, against fp64 without FP8."""
     given = drawn(kind, 64, False, seed, False, spoil)
     found = ours(kind, given, Recipe(scale=scale, power_of_two=True), "auto")

@@ -225,7 +225,7 @@ def test_close_ends_everything_even_after_a_failure(pool: Pool) -> None:
 def refusals() -> None:
     linear = nn.Linear(4, 4)
     with pytest.raises(OptionError, match="mean or sum"):
-        GradReducer(linear, op="max")
+        GradReducer(linear, op="max")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="main_grad_dtype"):
         GradReducer(linear, main_grad_dtype=torch.float16)
     with pytest.raises(OptionError, match="bucket_bytes=0"):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from interlace.ir import parse
 from interlace.nn import GroupedLinear
 from interlace.optim import GradReducer
 from interlace.optim.bucket_runs import all_reduced
-from interlace.options import Options
+from interlace.options import Backend, Options
 
 MICRO, STEPS = 3, 4
 SMALL = 1 << 11
@@ -118,7 +118,7 @@ def void(_: object) -> None:
 
 
 def main_grads(
-    seed: int, dtype: torch.dtype, transport: str, op: str
+    seed: int, dtype: torch.dtype, transport: Backend, op: Literal["mean", "sum"]
 ) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
     """Steps' main gradients, and this rank's own part of them."""
     model = mixture(seed, dtype)

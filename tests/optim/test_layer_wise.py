@@ -33,16 +33,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from interlace.comm.host import registered
+from interlace.errors import BackendError
 from interlace.ir import Collective
 from interlace.optim import AdamW, LayerWise, bucket_runs
-from interlace.options import Options
+from interlace.optim.bucket_runs import BucketRuns
+from interlace.optim.layer_wise.step_runs import by_copies_if_possible
+from interlace.options import Options, Transport
 from interlace.runtime import Executor
 
 Grads = list[dict[str, torch.Tensor]]
 
 
 def both_ways(
-    seed: int, steps: int, optimizer: str, transport: str = "auto", device: str = "cpu"
+    seed: int, steps: int, optimizer: str, transport: Transport = "auto", device: str = "cpu"
 ) -> list[str]:
     """What differs between an overlapped run, whose ops are delayed, and a synchronous one."""
     made = []
@@ -73,6 +77,35 @@ def test_nothing_is_sent_where_ranks_read_memory(pool: Pool, seed: int) -> None:
 def sends(seed: int) -> bool:
     with layer_wise(model(seed), "sgd", options=Options(transport="peer")) as optimizing:
         return "send(" in optimizing.explain()
+
+
+def unmapped(seed: int) -> tuple[list[bool], list[str]]:
+    """Whether ranks copy weights where one cannot share memory, and where all can; and what of the
+    weights differs then.
+    """
+    tell, made = registered.tell, []
+
+    def refuse(team: Any, topic: str, note: Any, writes: Any, *facts: Any) -> Any:
+        refused = BackendError("memory that no peer can map") if dist.get_rank() == 1 else facts[0]
+        return tell(team, topic, note, writes, refused, *facts[1:])
+
+    def as_on_gpus(make: Any, transport: str, device: torch.device) -> BucketRuns:
+        return by_copies_if_possible(make, transport, torch.device("cuda"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("interlace.optim.layer_wise.optimizer.by_copies_if_possible", as_on_gpus)
+        for told in (refuse, tell):
+            patch.setattr(registered, "tell", told)
+            module = model(seed)
+            with slowly(seed), layer_wise(module, "ours", check_replicas_every=1) as optimizing:
+                train(optimizing, module, seed, range(4))
+                made.append(("get(" in optimizing.explain(), weights(module)))
+    return [copied for copied, _ in made], differing(made[0][1], made[1][1])
+
+
+def test_gathers_where_a_rank_cannot_share_memory(pool: Pool, seed: int) -> None:
+    """All ranks fall back, and the weights have the same bits."""
+    assert pool(3).run(unmapped, seed) == [([False, True], [])] * 3
 
 
 @pytest.mark.slow
@@ -186,26 +219,25 @@ def test_micro_batches(pool: Pool, seed: int) -> None:
 
 
 def clipped(seed: int, norm_type: float) -> list[str]:
-    """What differs from torch's own clipping of all gradients, under DDP."""
-    norms, made = [], []
-    for ours in (True, False):
-        module = DistributedDataParallel(model(seed))
-        optimizing: Any = (
-            layer_wise(module, "sgd") if ours else OPTIMIZERS["sgd"](module.parameters())
-        )
+    """What differs from torch's own clipping of all gradients, under DDP, step by step: rounding
+    that adds up would be magnified where a relu has its kink.
+    """
+    ours, theirs = (DistributedDataParallel(model(seed)) for _ in range(2))
+    alone, found = OPTIMIZERS["sgd"](theirs.parameters()), list[str]()
+    with layer_wise(ours, "sgd") as optimizing:
         for step in range(3):
-            module(batch(seed, step)).square().sum().backward()
-            if ours:
-                norms.append(optimizing.clip_grad_norm_(0.5, norm_type))
-            else:
-                wanted = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5, norm_type)
-                torch.testing.assert_close(norms[step].float(), wanted)
-            optimizing.step()
-            optimizing.zero_grad()
-        made.append(weights(module.module))
-        if ours:
-            optimizing.close()
-    return [n for n, w in made[0].items() if not torch.allclose(w, made[1][n], atol=1e-6)]
+            for module in (ours, theirs):
+                module(batch(seed, step)).square().sum().backward()
+            norm = optimizing.clip_grad_norm_(0.5, norm_type)
+            wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5, norm_type)
+            torch.testing.assert_close(norm.float(), wanted)
+            for optimizer in (optimizing, alone):
+                optimizer.step()
+                optimizer.zero_grad()
+            made, other = weights(ours.module), weights(theirs.module)
+            found += [n for n, w in made.items() if not torch.allclose(w, other[n], atol=1e-6)]
+            theirs.module.load_state_dict(made)
+    return found
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])

@@ -39,9 +39,9 @@ from interlace.errors import (
     ReplicaError,
     UnsupportedError,
 )
-from interlace.ir import Collective
+from interlace.ir import Collective, Notify
 from interlace.optim import LayerWise, bucket_runs
-from interlace.options import Options
+from interlace.options import Options, Transport
 from interlace.runtime import Executor
 
 STEPS = 6
@@ -400,18 +400,18 @@ def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
         assert "are not in the module" in apart
 
 
-def killed(seed: int, victim: int) -> str:
+def killed(seed: int, victim: int, transport: Transport) -> str:
     """What the others say when a rank dies in a gather, and after how long."""
     module, armed = model(seed), []
 
     def die(rank: int, index: int, op: Any) -> None:
-        of_last = "blocks.2" in op.loc.module and isinstance(op, Collective)
+        of_last = "blocks.2" in op.loc.module and isinstance(op, Collective | Notify)
         if armed and of_last and dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=die))
-        optimizing = layer_wise(module, options=Options(time_out_s=10))
+        optimizing = layer_wise(module, options=Options(time_out_s=10, transport=transport))
     train(optimizing, module, seed, range(2))
     module(batch(seed, 2)).sum().backward()
     optimizing.clip_grad_norm_(1.0)
@@ -459,9 +459,10 @@ def test_goes_on_after_a_rank_that_stalled(pool: Pool, seed: int) -> None:
     assert all(pool(2).run(stalled, seed))
 
 
-def test_a_killed_rank_is_an_error_elsewhere(pool: Pool, seed: int) -> None:
+@pytest.mark.parametrize("transport", ["auto", "peer"])
+def test_a_killed_rank_is_an_error_elsewhere(pool: Pool, transport: Transport, seed: int) -> None:
     victim = seed % 2
-    results = pool(2).run(killed, seed, victim, may_die={victim})
+    results = pool(2).run(killed, seed, victim, transport, may_die={victim})
     assert results[victim] == Died(-signal.SIGKILL)
     told = results[1 - victim]
     assert told.startswith(("PeerError: bucket", "CommTimeoutError: bucket"))

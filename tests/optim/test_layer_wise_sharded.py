@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError, ReplicaError, UnsupportedError
 from interlace.optim import LayerWise, Muon, clip_grad_norm_
-from interlace.options import Options
+from interlace.options import Backend, Options
 
 Tensors = dict[str, torch.Tensor]
 NUMBERS = itertools.count()
@@ -141,7 +141,9 @@ def named(optimizing: LayerWise) -> dict[torch.Tensor, str]:
     }
 
 
-def recorded(seed: int, tp: int, optimizer: str, transport: str) -> tuple[list[Tensors], Tensors]:
+def recorded(
+    seed: int, tp: int, optimizer: str, transport: Backend
+) -> tuple[list[Tensors], Tensors]:
     """The gradients that this rank's optimizer saw in each step, and the weights at the end."""
     mesh, seen = grid(tp), []
     module = parallel(seed, mesh)

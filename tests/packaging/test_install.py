@@ -191,6 +191,19 @@ def test_wheel_holds_python_alone(checkout: Path, environment: Environment, tmp_
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_the_sdist_runs_make(tmp_path: Path) -> None:
+    """What `make` reads is there; the targets themselves are tested in a checkout."""
+    out, home = tmp_path / "out", tmp_path / "home"
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", out, cwd=ROOT, home=home)
+    (archive,) = out.iterdir()
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    made = tmp_path / archive.name.removesuffix(".tar.gz")
+    for name in ("scripts/make-venv", "constraints.txt", "CHANGELOG.md", "tests/conftest.py"):
+        assert (made / name).is_file()
+    shown = run("make", "--dry-run", "demo", cwd=made, home=home)
+    assert 'sh scripts/make-venv ".venv"' in shown
+
+
 def test_dependencies_are_few(checkout: Path, environment: Environment) -> None:
     """What a plain install brings along is torch and the terminal; the rest are extras."""
     environment.pip(*INSTALL, ".", cwd=checkout)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PROJECT: dict[str, Any] = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
-    "project"
-]
+import pytest
+
+import interlace
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -18,7 +22,11 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_a_cpu_build_of_torch_is_enough() -> None:
     assert names(PROJECT["dependencies"]) == {"torch", "typer", "rich"}
-    assert "matplotlib" in names(PROJECT["optional-dependencies"]["bench"])
+    extras = PROJECT["optional-dependencies"]
+    assert "matplotlib" in names(extras["bench"])
+    assert {name for name, listed in extras.items() if "triton" in names(listed)} == {
+        "test-kernels"
+    }
 
 
 def test_entry_points_lead_somewhere() -> None:
@@ -29,3 +37,17 @@ def test_entry_points_lead_somewhere() -> None:
     for target in found.values():
         module, _, name = target.partition(":")
         assert callable(getattr(import_module(module), name))
+
+
+def test_the_changelog_tells_of_this_version() -> None:
+    assert f"## {interlace.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
+def test_workflows_and_forms_can_be_read(path: Path) -> None:
+    found = pytest.importorskip("yaml").safe_load(path.read_text())
+    for job in found.get("jobs", {}).values():
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step)
+            for made in re.findall(r"\bmake(?: --directory \w+)? (\w+)", step.get("run", "")):
+                assert f"\n{made}:" in (ROOT / "Makefile").read_text()

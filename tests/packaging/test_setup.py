@@ -140,6 +140,13 @@ def test_torch_from_its_own_index_is_remembered(clone: Clone) -> None:
     assert len(clone.installs()) == 2
 
 
+def test_extras_are_remembered(clone: Clone) -> None:
+    clone.make(EXTRAS="test-kernels")
+    clone.make()
+    (install,) = clone.installs()
+    assert install.endswith("--editable .[dev,docs,test-kernels]")
+
+
 def test_without_a_python_it_says_what_to_do(clone: Clone) -> None:
     status, said = clone.make(
         TOO_OLD="1", PATH=f"{clone.directory / 'bin'}:/usr/bin:/bin", PYTHON="python3"

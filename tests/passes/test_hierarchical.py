@@ -8,6 +8,8 @@ import re
 import pytest
 import torch
 from tests.passes.samples import DTYPES, KINDS, SHAPES, Sample
+from tests.passes.spellings import sample as spelled
+from tests.passes.spellings import spellings
 from tests.passes.test_decompose import assert_overlaps
 from tests.support.interpreter import run_ranks
 
@@ -48,6 +50,32 @@ def test_grid(kind: str, hosts: str, shape: str, dtype: str, seed: int) -> None:
     sample = dataclasses.replace(sample, program=on(sample.program, HOSTS[hosts]))
     made = run_pipeline(sample.program, "find_sites,decompose{strategy=hierarchical}")
     assert made.sites[0].strategy == ("serial" if shape == "empty" else "hierarchical")
+    assert_overlaps(made, sample, seed)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_pieces(kind: str, hosts: str, seed: int) -> None:
+    """Each of a rank's three rows travels by itself."""
+    ranks = sum(map(len, HOSTS[hosts]))
+    sample = KINDS[kind](ranks, "even", "f32", seed)
+    sample = dataclasses.replace(sample, program=on(sample.program, HOSTS[hosts]))
+    how = f"find_sites,decompose{{strategy=hierarchical,chunks={3 * ranks}}}"
+    made = run_pipeline(sample.program, how)
+    assert made.sites[0].chunks == 3 * ranks
+    messages = 3 * (len(HOSTS[hosts]) - 1) * (2 if kind == "matmul_all_reduce" else 1)
+    assert sum(isinstance(op, Group) for op in made.ops) == messages
+    assert_overlaps(made, sample, seed)
+
+
+@pytest.mark.parametrize("name", spellings(4))
+def test_spellings_in_pieces(name: str, seed: int) -> None:
+    """Of what is cut unevenly, padded or in stacks a rank's rows travel as one."""
+    _, sample = spelled(name, 4, seed)
+    sample = dataclasses.replace(sample, program=on(sample.program, HOSTS["2-hosts"]))
+    made = run_pipeline(sample.program, "find_sites,decompose{strategy=hierarchical,chunks=12}")
+    assert made.sites[0].strategy == "hierarchical"
+    assert made.sites[0].chunks in (4, 12)
     assert_overlaps(made, sample, seed)
 
 
@@ -116,22 +144,23 @@ def test_a_shard_crosses_to_each_other_host_once() -> None:
     assert sent == {"shift": 8, "hierarchical": 4}
 
 
-def test_sums_go_host_by_host(seed: int) -> None:
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_sums_go_host_by_host(pieces: int, seed: int) -> None:
     """1e8 + 1 is 1e8 in fp32, so the order shows: the two ranks of a host first."""
     text = """
-def f(tp: Team[4].on([0, 1], [2, 3]), x: f32[4, 1], w: f32[1, 1]):
-    main: call("aten.mm.default", x, w, out=(y := f32[4, 1]))
-    out = empty(f32[1, 1])
+def f(tp: Team[4].on([0, 1], [2, 3]), x: f32[8, 1], w: f32[1, 1]):
+    main: call("aten.mm.default", x, w, out=(y := f32[8, 1]))
+    out = empty(f32[2, 1])
     main: reduce_scatter(y, out, reduce="sum", team=tp)
     return out
 """
     parts = [1e8, 1.0, -1e8, 5.0]
-    inputs = [[torch.full((4, 1), part), torch.ones(1, 1)] for part in parts]
-    made = lower(parse(text), Options(strategy="hierarchical"))
+    inputs = [[torch.full((8, 1), part), torch.ones(1, 1)] for part in parts]
+    made = lower(parse(text), Options(strategy="hierarchical", chunks=4 * pieces))
     first, second = (torch.tensor(parts).split(2)[i].sum() for i in (0, 1))
     for (out,) in run_ranks(made, inputs, seed=seed):
         assert isinstance(out, torch.Tensor)
-        assert out.item() == (first + second).item()
+        assert out.tolist() == [[(first + second).item()]] * 2
 
 
 def test_what_was_measured_within_a_host_is_not_taken_for_hosts() -> None:

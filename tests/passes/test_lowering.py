@@ -8,7 +8,7 @@ import pytest
 from tests.verify.random_programs import Draw
 
 from interlace.ir import Fused, Recv, Send, parse
-from interlace.options import Options
+from interlace.options import Options, Regions
 from interlace.passes import lower
 from interlace.passes.pipeline import lowering
 from interlace.verify import check
@@ -24,7 +24,7 @@ def f(tp: Team[2], x: f32[4], y: out[f32[4]], w: f32[8, 4], z: out[f32[16, 4]]):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("regions", ["auto", "eager", "inductor"])
-def test_regions_are_formed_where_they_are_compiled(regions: str, overlap: bool) -> None:
+def test_regions_are_formed_where_they_are_compiled(regions: Regions, overlap: bool) -> None:
     names = [item.name for item in lowering(Options(regions=regions, overlap=overlap))]
     assert ("form_regions" in names) == (regions == "inductor")
     assert names[0] == "find_sites"

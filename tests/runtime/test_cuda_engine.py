@@ -254,6 +254,7 @@ def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
+    pytest.importorskip("triton")
     from interlace.kernels.gemm import scatter_kernel, specialized
 
     for subs in range(1, 5):

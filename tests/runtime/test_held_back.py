@@ -37,7 +37,7 @@ from interlace.ir import (
     Team,
     parse,
 )
-from interlace.options import Options
+from interlace.options import Backend, Options
 from interlace.runtime import Executor
 from interlace.verify import Report, check
 
@@ -111,7 +111,7 @@ def groups_of(program: Program) -> dict[str, Any]:
 
 
 def wrong_runs(
-    program: Program, backend: str, seed: int, runs: int, groups: dict[str, Any] | None = None,
+    program: Program, backend: Backend, seed: int, runs: int, groups: dict[str, Any] | None = None,
     proved: bool = True,
 ) -> int:  # fmt: skip
     """How many of the runs gave this rank something else than the interpreter gives.

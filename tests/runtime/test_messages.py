@@ -10,7 +10,7 @@ from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 
 from interlace.ir import Op, Program, parse, parse_set
-from interlace.options import Options
+from interlace.options import Backend, Options
 from interlace.runtime import Executor
 
 BACKENDS = ["gloo", "peer"]
@@ -68,7 +68,7 @@ def own_program(text: str) -> Program:
     return next(program for program in programs if dist.get_rank() in program.world)
 
 
-def run(text: str, backend: str, seed: int) -> tuple[torch.Tensor, ...]:
+def run(text: str, backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
     options = Options(transport=backend, time_out_s=10.0)
     program = own_program(text)
     with Executor(program, groups={"tp": world_group()}, options=options).prepare() as executor:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.comm import release_teams, team_of
 from interlace.ir import Program, parse, parse_set
-from interlace.options import Options
+from interlace.options import Backend, Options
 from interlace.runtime import Executor
 
 OPTIONS = Options(time_out_s=10.0)
@@ -171,7 +171,7 @@ def kinds(tp: Team[3], x: f32[rows[tp.rank], 2], even: f32[3, 2]):
 """
 
 
-def run_kinds(backend: str, seed: int) -> tuple[torch.Tensor, ...]:
+def run_kinds(backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
     program = parse(KINDS)
     group = dist.group.WORLD
     assert group is not None
@@ -201,7 +201,7 @@ def exchanged(tp: Team[3], x: f32[5, 2]):
 """
 
 
-def run_exchanged(backend: str, seed: int) -> tuple[torch.Tensor, ...]:
+def run_exchanged(backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
     program, options = parse(EXCHANGED), Options(transport=backend, time_out_s=10.0)
     group = dist.group.WORLD
     assert group is not None

@@ -90,6 +90,10 @@ class Hosts:
         """Its link is up again."""
         self._ip(self._switch, f"link set v{host} up")
 
+    def kill(self, host: int) -> None:
+        """All its processes end at once."""
+        subprocess.run(self.command(host, "sh", "-c", "kill -9 -1"), timeout=10)
+
     def slow_down(self, mbit: int) -> None:
         """What each host sends goes at this rate, by the kernel's traffic control."""
         for pid in self.pids:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trace.chromium import dump_dom
-from tests.trace.samples import RANKS, TEXT, run, sample
+from tests.trace.chromium import Tab, dump_dom, tab
+from tests.trace.samples import RANKS, TEXT, run, sample, serial_sample
 
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Loc, Program, Remark, Site, parse
-from interlace.trace import Run, html_page, write_html
-from interlace.trace.html import page_data
+from interlace.trace import Run, html_page, write_html, write_page
+from interlace.trace.figures import milliseconds
+from interlace.trace.page_data import page_data
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
@@ -108,7 +111,9 @@ def test_a_set_of_programs_keeps_the_sites_of_each_apart():
     page = html_page([Run(tuple(stages), run(program))])
     assert 'data-op="0:3"' in page
     assert 'data-op="1:3"' in page
-    assert page.count('<tr tabindex="0" data-site=') == 2 * len(program.sites)
+    assert len(re.findall('<tr tabindex="0" class="c[0-9]" data-site=', page)) == 2 * len(
+        program.sites
+    )
 
 
 def test_several_runs_keep_their_programs_apart():
@@ -118,18 +123,99 @@ def test_several_runs_keep_their_programs_apart():
     data = page_data([forward, backward])
     panels: Any = data["panels"]
     assert [panel["title"] for panel in panels] == [
-        *("forward · predicted", "backward · predicted", "backward · predicted")
+        *("backward · predicted", "forward · predicted", "backward · predicted")
     ]
-    assert [{row["program"] for row in panel["rows"]} for panel in panels] == [{0}, {1}, {1}]
+    rows = [panel["parts"][0]["rows"] for panel in panels]
+    assert [{row["program"] for row in each} for each in rows] == [{1}, {0}, {1}]
     sites: Any = data["sites"]
-    used = [{span[4] for row in panel["rows"] for span in row["spans"]} for panel in panels]
+    used = [{span[4] for row in each for span in row["spans"]} for each in rows]
     assert [{(sites[i]["program"], sites[i]["id"]) for i in u if i >= 0} for u in used] == [
-        {(0, 1), (0, 2)},
         {(1, 1), (1, 2)},
+        {(0, 1), (0, 2)},
         {(1, 1), (1, 2)},
     ]
     page = html_page([forward, backward])
     assert "<td>backward predicted</td>" in page
+
+
+def compared(name: str = "") -> Run:
+    """The sample beside its serial schedule, predicted and measured."""
+    plain, program = serial_sample(), sample()
+    before = Run((plain,), run(plain), run(plain, "measured", 1.3), label="serial")
+    return Run((program,), run(program), run(program, "measured", 1.2), name, before=before)
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The cells of a table's body, below a heading."""
+    body = page.split(f"<h2>{heading}</h2>")[1].split("<tbody>")[1].split("</tbody>")[0]
+    return [re.findall("<td>(.*?)</td>", row) for row in body.split("</tr>")[:-1]]
+
+
+def test_the_head_says_what_the_table_says():
+    forward, backward = compared("forward"), compared("backward")
+    page = html_page([forward, backward])
+    head = page.split('<section id="head">')[1].split("</section>")[0]
+    rows = {row[0]: row[2:] for row in table(page, "Overlap") if row[1] == "all"}
+    serial, ours = rows["all runs, serial measured"], rows["all runs, overlapped measured"]
+    before, after = (
+        sum(it.makespan_s for run in (forward, backward) if (it := part(run).measured))
+        for part in (lambda run: run.before, lambda run: run)
+    )
+    assert f"<b>{before / after:.2f}x</b> as fast as serial, measured" in head
+    assert before > after
+    assert [serial[0], ours[0]] == [milliseconds(before), milliseconds(after)]
+    assert f"<b>{serial[3]} → {ours[3]}</b> of communication hidden, measured" in head
+    assert f"<b>{serial[4]} → {ours[4]}</b> exposed, all ranks, measured" in head
+    assert serial[3] == "0%" != ours[3]
+    assert f"<td>{ours[0]}</td>" in head
+
+
+def test_a_prediction_alone_has_no_measured_columns():
+    page = html_page([Run((sample(),), run(sample()))])
+    assert "exposed, predicted" in page
+    assert "<th>measured" not in page
+    assert "as fast as" not in page.split("<main>")[0]
+
+
+def test_sites_have_predicted_and_measured_columns():
+    run_ = compared()
+    page = html_page([run_])
+    headings = re.findall("<th>(.*?)</th>", page.split('id="sites"')[1].split("</thead>")[0])
+    rows = [dict(zip(headings, row, strict=True)) for row in table(page, "Sites")]
+    assert (rows[0]["serial"], rows[0]["predicted"]) == ("2.00 ms", "1.40 ms")
+    for source, column in ((run_, "measured"), (run_.before, "measured serial")):
+        assert source is not None
+        assert source.measured is not None
+        spans = [s for s in source.measured.spans if (s.rank, s.site) == (3, 1)]
+        busy = [span for span in spans if span.kind in ("compute", "comm")]
+        took = max(span.end_s for span in busy) - min(span.start_s for span in busy)
+        assert rows[0][column] == milliseconds(took), "of the slowest rank, without waits before"
+    assert rows[1]["exposed, measured"] == rows[1]["measured"], "nothing hides the all-reduce"
+
+
+def test_the_serial_schedule_stands_above_on_one_scale_in_the_same_colours():
+    data = page_data([compared()])
+    panels: Any = data["panels"]
+    sites: Any = data["sites"]
+    for panel in panels:
+        serial, ours = panel["parts"]
+        assert [part["label"] for part in (serial, ours)] == ["serial", "overlapped"]
+        assert panel["makespan"] == max(serial["makespan"], ours["makespan"])
+        colours = [
+            {
+                sites[s[4]]["module"]: sites[s[4]]["group"]
+                for row in part["rows"]
+                for s in row["spans"]
+            }
+            for part in (serial, ours)
+        ]
+        assert colours[0] == colours[1]
+        for part in (serial, ours):
+            assert all(part["exposed"][rank] for rank in range(RANKS))
+    own = panels[0]["parts"][1]["exposed"][0]
+    measured = compared().measured
+    assert measured is not None
+    assert sum(length for _, length in own) == pytest.approx(measured.figures(0).exposed_s * 1e6)
 
 
 def test_chromium_draws_every_row(tmp_path: Path):
@@ -140,14 +226,14 @@ def test_chromium_draws_every_row(tmp_path: Path):
     assert 'data-ready="yes"' in dom
     assert 'data-theme="dark"' in dom
     panels = re.findall(r'class="panel" data-rows="(\d+)" data-spans="(\d+)"', dom)
-    assert panels == [(str(2 * RANKS), str(len(t.spans))) for t in (predicted, measured)]
-    assert dom.index("predicted · all_gather_linear") < dom.index("measured · all_gather_linear")
+    assert panels == [(str(2 * RANKS), str(len(t.spans))) for t in (measured, predicted)]
+    assert dom.index("measured · all_gather_linear") < dom.index("predicted · all_gather_linear")
     titles = re.findall(r"<div(?: class=\"[a-z]*\")?>(rank \d · \w+)</div>", dom)
     rows = [f"rank {rank} · {stream}" for rank in range(RANKS) for stream in ("main", "comm")]
     assert titles == [*rows, *rows]
     detail = dom[dom.index('id="detail"') :]
     assert 'main: call("aten.mm.out", full[tp.rank], w' in detail.split("</section>")[0]
-    assert re.search(r'<li data-op="0:3"[^>]*class="picked"', dom)
+    assert re.search(r'<li data-op="0:3"[^>]*class="[^"]*picked"', dom)
 
 
 def test_chromium_shows_all_lines_of_a_long_op(tmp_path: Path):
@@ -158,7 +244,7 @@ def test_chromium_shows_all_lines_of_a_long_op(tmp_path: Path):
     op, count = counts.most_common(1)[0]
     assert count > 1
     dom = dump_dom(write_html(timeline, None, tmp_path / "t.html", program=program), f"op={op}")
-    assert len(re.findall(rf'<li data-op="{op}"[^>]*class="picked"', dom)) == count
+    assert len(re.findall(rf'<li data-op="{op}"[^>]*class="[^"]*picked"', dom)) == count
     detail = dom[dom.index('id="detail"') :].split("</section>")[0]
     assert re.search(r"<code>main: call\(.+\)</code>", detail), "the whole op, in one line"
 
@@ -170,3 +256,94 @@ def test_chromium_runs_nothing_hostile(tmp_path: Path):
     assert 'data-ready="yes"' in dom
     assert "<title>owned" not in dom
     assert "<title>1</title>" not in dom
+
+
+@pytest.fixture(scope="module")
+def shown() -> Iterator[Tab]:
+    with tab() as opened:
+        yield opened
+
+
+PIXELS = """(() => {
+  const { canvas } = data.panels[0], high = canvas.height;
+  const { data: found } = canvas.getContext("2d").getImageData(0, 0, canvas.width, high);
+  const [r, g, b] = [1, 3, 5].map(at => parseInt(ink["%s"].slice(at, at + 2), 16));
+  let count = 0;
+  for (let i = 0; i < found.length; i += 4) {
+    if (found[i] === r && found[i + 1] === g && found[i + 2] === b) count++;
+  }
+  return count;
+})()"""
+"""How many pixels of the first panel have a colour."""
+
+
+def test_photographs(shown: Tab, tmp_path: Path):
+    """Light, dark, hovered, narrow and on paper; the pictures are in the test's folder."""
+    page = write_page([compared("forward")], tmp_path / "t.html", "a step")
+    shown.open(page, 1280, 900)
+    light = shown.photograph(tmp_path / "light.png")
+    assert shown.evaluate(PIXELS % "exposed") > 200, "exposed communication is marked"
+    assert shown.evaluate("[...document.querySelectorAll('.labels .head')].length") == 4
+    box = shown.evaluate("data.panels[0].canvas.getBoundingClientRect().toJSON()")
+    shown.move(box["x"] + 30, box["y"] + 24 + 26 + 10)  # the serial schedule's first row
+    assert shown.photograph(tmp_path / "hover.png") != light
+    tip = shown.evaluate("tip.hidden ? '' : tip.innerText")
+    assert tip.startswith("main: all_gather(x, full")
+    assert "rank 0 · main · comm" in tip
+    shown.open(page, 1280, 900, dark=True)
+    assert shown.photograph(tmp_path / "dark.png") != light
+    assert shown.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 29)"
+    paper = shown.print(tmp_path / "paper.pdf")
+    assert paper.startswith(b"%PDF")
+    assert 1 <= paper.count(b"/Type /Page\n") <= 4
+    shown.media("print", dark=True)
+    assert shown.photograph(tmp_path / "print.png", whole=True)
+    assert shown.evaluate("ink.card") == "#ffffff", "paper is white"
+    assert not shown.evaluate("document.querySelector('.tools').offsetHeight")
+    shown.open(page, 390, 844)
+    shown.photograph(tmp_path / "narrow.png", whole=True)
+    assert shown.evaluate("root.scrollWidth") <= 390, "nothing sticks out"
+
+
+def test_the_keyboard_does_it_all(shown: Tab, tmp_path: Path):
+    shown.open(write_page([compared("forward")], tmp_path / "t.html"), 1280, 900)
+    picked = "data.names[picked.at[2][3]]"
+    shown.key("n")
+    shown.key("n")
+    assert shown.evaluate(picked) == "collective", "the second op of the first row"
+    shown.key("+")
+    assert shown.evaluate("view.to - view.from") == pytest.approx(0.6)
+    begin = shown.evaluate("view.from")
+    shown.key("ArrowLeft")
+    assert shown.evaluate("view.from") == pytest.approx(begin - 0.06)
+    shown.key("0")
+    assert shown.evaluate("[view.from, view.to]") == [0, 1]
+    shown.key("/")
+    shown.call("Input.insertText", text="loss all_reduce")
+    assert shown.evaluate("document.getElementById('found').textContent").startswith("2 of ")
+    shown.key("Enter", "\r")
+    assert shown.evaluate("data.sites[picked.at[2][4]].module") == "loss"
+    assert "all_reduce(y, y" in shown.evaluate("detail.innerText")
+    shown.key("Escape")
+    assert shown.evaluate("[picked.matches, picked.op]") == [None, None]
+
+
+def test_rows_of_one_rank(shown: Tab, tmp_path: Path):
+    shown.open(write_page([compared()], tmp_path / "t.html"), 1280, 900)
+    labels = "data.panels[0].labels.innerText"
+    assert len(shown.evaluate(labels).splitlines()) == 2 + RANKS + 2 * RANKS
+    shown.evaluate("show('2')")
+    assert shown.evaluate(labels).splitlines() == [
+        *("serial", "rank 2 · main", "overlapped", "rank 2 · main", "rank 2 · comm")
+    ]
+
+
+def test_a_hundred_thousand_ops(shown: Tab, tmp_path: Path):
+    spans = tuple(
+        Span(rank, "main", i, "aten.mm.out", i * 1e-6, (i + 1) * 1e-6, None, kind)
+        for rank in range(4)
+        for i, kind in zip(range(25_000), itertools.cycle(("compute", "comm")), strict=False)
+    )
+    shown.open(write_page([Run((), Timeline(spans, "big"))], tmp_path / "t.html"), 1280, 900)
+    assert shown.evaluate("Number(data.panels[0].box.dataset.spans)") == 100_000
+    assert shown.evaluate(PIXELS % "exposed") > 1000

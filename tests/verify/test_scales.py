@@ -11,6 +11,7 @@ from interlace.ir import Program, parse
 from interlace.nn.parallel.text import LinearLayer, serial
 from interlace.options import Options
 from interlace.passes.pipeline import lower
+from interlace.strategies import StrategyName
 from interlace.verify import Report, check
 
 QUANTISED = """\
@@ -214,7 +215,7 @@ def test_where_accesses_race_the_race_alone_is_told() -> None:
     assert report.kinds() == {"race"}
 
 
-def lowered(strategy: str, collective: str, rows: int) -> Program:
+def lowered(strategy: StrategyName, collective: str, rows: int) -> Program:
     layer = LinearLayer(collective, "bf16", 32, (16,), (False,), recipe=Recipe())
     if collective == "reduce_scatter":  # where dy is gathered
         layer = LinearLayer(collective, "bf16", 32, (16,), (False,), (True, False, False), Recipe())
@@ -223,7 +224,9 @@ def lowered(strategy: str, collective: str, rows: int) -> Program:
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("strategy", ["pipeline", "ring", "peer", "broadcast", "shift"])
-def test_what_strategies_make_is_right_for_a_class_of_sizes(strategy: str, collective: str) -> None:
+def test_what_strategies_make_is_right_for_a_class_of_sizes(
+    strategy: StrategyName, collective: str
+) -> None:
     report = check(lowered(strategy, collective, 64))
     assert report.sound, report
     assert report.sizes.holds({"S": 128})

@@ -19,7 +19,7 @@ from interlace.bench.device import device_samples
 from interlace.bench.race.candidates import OURS
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
-from interlace.bench.sites import SiteCase
+from interlace.bench.sites import SiteCase, check_dtypes
 from interlace.bench.transfers import (
     ARGUMENTS,
     Figure,
@@ -60,6 +60,7 @@ class InterconnectSettings:
     def __post_init__(self) -> None:
         if not 8 <= self.least <= self.most:
             raise OptionError(f"sizes from {self.least} to {self.most} bytes: give 8 <= least")
+        check_dtypes(*self.dtypes)
 
 
 def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None:
@@ -87,7 +88,7 @@ def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None
     samples = [*alone, *(figure.sample for figure in figures if not figure.error)]
     if ranks.me:
         return None
-    rows = [row(figure, ranks, common) for figure in figures]
+    rows = [row(figure, common) for figure in figures]
     tell({"event": "rows", "rows": rows})
     return {
         "rows": rows,
@@ -121,12 +122,12 @@ def engine_share(rows: list[Row]) -> list[Row]:
     return found
 
 
-def row(figure: Figure, ranks: Ranks, common: dict[str, str]) -> Row:
-    """A figure as a row."""
+def row(figure: Figure, common: dict[str, str]) -> Row:
+    """A figure as a row; `world` is the ranks that took part, of a figure inside a host those."""
     shared = ("kind", "backend", "protocol", "pattern", "nbytes")
     return {
         **{name: getattr(figure, name) for name in shared},
-        "world": ranks.size,
+        "world": figure.ranks,
         "us": figure.seconds * 1e6,
         "gbs": figure.bandwidth / 1e9,
         "error": figure.error,

@@ -44,7 +44,7 @@ from interlace.bench.race.ways import (
 )
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
-from interlace.bench.sites import DTYPES
+from interlace.bench.sites import DTYPES, check_dtypes
 from interlace.bench.timing import ahead, race
 from interlace.demo.model import Attention, Block, rotary_table
 from interlace.demo.plan import ModelConfig
@@ -52,6 +52,7 @@ from interlace.demo.train import registered
 from interlace.errors import OptionError
 from interlace.frontend.compile import Compiled
 from interlace.launch import Tell
+from interlace.strategies import StrategyName
 
 WAYS = (
     "eager",
@@ -83,7 +84,7 @@ class LayerSettings:
     dtype: str = "bf16"
     only: tuple[str, ...] = WAYS
     seconds: float = 60.0
-    strategy: str = "auto"
+    strategy: StrategyName = "auto"
     calibration: str | None = None
     commit: str = ""
 
@@ -91,6 +92,11 @@ class LayerSettings:
         for way in self.only:
             if way not in WAYS:
                 raise OptionError(f"--only {way}: choose from {', '.join(WAYS)}")
+        check_dtypes(self.dtype)
+        if min(self.dim, self.heads, self.hidden, self.prefill, self.decode, self.cached) < 1:
+            raise OptionError("--dim, --heads, --hidden and the steps' sizes must be >= 1")
+        if self.dim % (2 * self.heads):
+            raise OptionError(f"--dim {self.dim}: give a multiple of twice --heads {self.heads}")
 
 
 class CachedAttention(Attention):

@@ -59,33 +59,116 @@ def draw_interconnect(rows: Sequence[Row], path: Path) -> None:
     _save(pyplot, figure, path)
 
 
-def draw_overlap(rows: Sequence[Row], path: Path) -> None:
-    """Time over the roof, R, by site and strategy: panels for eager runs and for graphs, of as many
-    ranks each as there are rows of."""
+def draw_overlap(rows: Sequence[Row], path: Path, layers: Sequence[Row] = ()) -> None:
+    """Time over the roof by shape, of NCCL and a matmul in sequence, async-TP and ours: a column
+    for each number of ranks; below the kernels, layers of `bench transformer` over the ideal.
+
+    Each is shown in its faster mode, eager or as a CUDA graph. A dark picture goes beside the
+    light one, as `-dark.png`.
+    """
     pyplot = _pyplot()
-    latest: dict[tuple[str, str], Times] = {}
+    columns = kernels_over_roof(rows)
+    where = ", ".join(dict.fromkeys(f"{row['gpu']}, {row['dtype']}" for row in rows))
+    for world, found in layers_over_ideal(layers).items():
+        columns.setdefault(world, {}).update(found)
+    for suffix, (ink, paper, colours) in THEMES.items():
+        inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+        papers = ("figure.facecolor", "axes.facecolor")
+        with pyplot.rc_context(dict.fromkeys(inks, ink) | dict.fromkeys(papers, paper)):
+            most = max((len(lines) for lines in columns.values()), default=1)
+            size = {"figsize": (6.5 * max(1, len(columns)), 2 + 0.19 * most), "squeeze": False}
+            figure, axes = pyplot.subplots(1, max(1, len(columns)), layout="constrained", **size)
+            for axis, (world, lines) in zip(axes[0], sorted(columns.items()), strict=False):
+                axis.set_title(f"{world} ranks", fontsize=10)
+                _dots(axis, lines, ink, colours)
+                axis.set_ylim(most - 0.3, -1.2)
+            handles, labels = axes[0][0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+            figure.suptitle(f"{where}. {OVERLAP_SAID}", fontsize=10)
+            _save(pyplot, figure, path.with_name(f"{path.stem}{suffix}{path.suffix}"))
+
+
+OURS = "Interlace"
+WAYS = {"sequential": "NCCL, then matmul", "async-tp": "async-TP", "auto": OURS}
+LAYER_WAYS = {"inductor": "NCCL, then matmul", "async-tp": "async-TP", "compile": OURS}
+"""What stands for the same in layers: those of Inductor with NCCL, of torch and ours."""
+OPS = {"ag_gemm": "AG+GEMM", "gemm_rs": "GEMM+RS", "gemm_ar": "GEMM+AR"}
+MARKS = {"NCCL, then matmul": "s", "async-TP": "D", OURS: "o"}
+MOST_R = 4.0
+"""Of the scale; what takes longer stands at its end, with its number."""
+THEMES = {
+    "": ("#1b2330", "#ffffff", ("#8793a5", "#d9480f", "#2459c9")),
+    "-dark": ("#e4e9f0", "#0d1117", ("#8b98ab", "#ff9a6b", "#7aa7ff")),
+}
+"""Ink, paper, and a colour of each way, by the suffix of the file."""
+OVERLAP_SAID = """\
+The roof of a kernel is its matmul alone or its bytes at full bandwidth, whichever is longer; of a
+layer (forward and backward), the layer without communication. Kernels of M x K x N of a rank, each
+way in its faster mode, eager or as a CUDA graph (async-TP is eager)."""
+
+Lines = dict[str, dict[str, float]]
+"""Of each shape and way: time over the roof."""
+
+
+def kernels_over_roof(rows: Sequence[Row]) -> dict[int, Lines]:
+    """The latest rows by number of ranks, and shapes in order of op and size."""
+    latest: dict[tuple[int, tuple[str, ...]], dict[tuple[str, str], float]] = {}
     for row in rows:
-        if not (row["error"] or math.isnan(number(row["r"])) or row["strategy"][:4] == "gemm"):
-            site = f"{row['op']} {row['m']},{row['k']},{row['n']}"
-            times = latest.setdefault((row["world"], row["mode"]), {})
-            times[site, row["strategy"]] = number(row["r"])
-    panels = sorted(latest, key=lambda panel: (-number(panel[0]), panel[1]))
-    every = dict.fromkeys(name for times in latest.values() for _, name in times)
-    colours = {name: f"C{i}" for i, name in enumerate(every)}
-    most = max((len({site for site, _ in times}) for times in latest.values()), default=0)
-    shape = {"figsize": (max(8.0, 0.7 * most), 5 * max(1, len(panels))), "squeeze": False}
-    figure, axes = pyplot.subplots(max(1, len(panels)), 1, layout="constrained", **shape)
-    for (world, mode), (axis,) in zip(panels, axes, strict=False):
-        sites = list(dict.fromkeys(site for site, _ in latest[world, mode]))
-        for name, places, heights, width in _bars(latest[world, mode]):
-            axis.bar(places, heights, width, label=name, color=colours[name])
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        title = f"{world} ranks, {mode}"
-        axis.set(title=title, ylabel="R: time over the roof", ylim=(0, 3))
-        axis.set_xticks([i + 0.4 for i in range(len(sites))])
-        axis.set_xticklabels(sites, rotation=60, ha="right", fontsize=7)
-        axis.legend(fontsize=7, ncols=4)
-    _save(pyplot, figure, path)
+        if row["strategy"] in WAYS and not (row["error"] or math.isnan(number(row["r"]))):
+            shape = row["op"], row["m"], row["k"], row["n"]
+            times = latest.setdefault((int(row["world"]), shape), {})
+            times[WAYS[row["strategy"]], row["mode"]] = number(row["r"])
+    places = list(OPS)
+    columns: dict[int, Lines] = {}
+    for (world, (op, *sizes)), times in sorted(
+        latest.items(), key=lambda item: (places.index(item[0][1][0]), int(item[0][1][1]))
+    ):
+        best: dict[str, float] = {}
+        for (way, _), r in times.items():
+            best[way] = min(r, best.get(way, math.inf))
+        columns.setdefault(world, {})[f"{OPS[op]} {' x '.join(sizes)}"] = best
+    return columns
+
+
+def layers_over_ideal(rows: Sequence[Row]) -> dict[int, Lines]:
+    """The latest measured layers: forward and backward over the same without communication."""
+    columns: dict[int, Lines] = {}
+    for row in rows:
+        if row["way"] in LAYER_WAYS and row["how"] == "measured" and not row["error"]:
+            line = f"layer {row['model']}, {int(row['batch']) * int(row['sequence'])} tokens"
+            found = columns.setdefault(int(row["world"]), {}).setdefault(line, {})
+            found[LAYER_WAYS[row["way"]]] = 1 / (1 - number(row["exposed_share"]))
+    return columns
+
+
+def _dots(axis: Any, lines: Lines, ink: str, colours: Sequence[str]) -> None:
+    """A line for each shape, from its fastest way to its slowest, a mark for each of them."""
+    names = list(lines)
+    for y, times in enumerate(lines.values()):
+        span = [min(r, MOST_R) for r in times.values()]
+        axis.plot([min(span), max(span)], [y, y], color=ink, alpha=0.25, linewidth=1, zorder=1)
+    for (way, mark), colour in zip(MARKS.items(), colours, strict=True):
+        shown = [(y, times[way]) for y, times in enumerate(lines.values()) if way in times]
+        near = [(y, r) for y, r in shown if r <= MOST_R]
+        style = {"color": colour, "marker": mark, "linestyle": "none", "label": way}
+        axis.plot([r for _, r in near], [y for y, _ in near], markersize=5, zorder=3, **style)
+        for y, r in shown:
+            if r > MOST_R:
+                given = {"color": colour, "fontsize": 7, "va": "center"}
+                axis.text(MOST_R * 1.02, y, f"{r:.0f} \u2192", **given)
+    axis.axvline(1.0, color=ink, linewidth=1.2, label="the roof", zorder=2)
+    for y in range(1, len(names)):
+        if names[y].split()[0] != names[y - 1].split()[0]:
+            axis.axhline(y - 0.5, color=ink, alpha=0.3, linewidth=0.6)
+    ticks = [1, 1.25, 1.5, 2, 3, 4]
+    axis.set(xscale="log", xlim=(0.9, MOST_R * 1.25), xlabel="time over the roof")
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.grid(axis="x", color=ink, alpha=0.12)
+    axis.tick_params(axis="y", length=0)
+    axis.tick_params(axis="x", top=True, labeltop=True)
+    axis.spines[["right", "left"]].set_visible(False)
 
 
 def _bars(times: Times) -> Iterator[tuple[str, list[float], list[float], float]]:

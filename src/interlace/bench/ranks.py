@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -172,12 +172,10 @@ def several_hosts() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", size) != size
 
 
-def pick_device(device: str) -> str:
+def pick_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
     """`auto` is a GPU where there is one."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise BackendError(f"--device {device}: choose auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise BackendError("--device cuda: torch sees no GPU here; take --device cpu")
     return device

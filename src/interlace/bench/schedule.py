@@ -33,6 +33,7 @@ from interlace.runtime import Executor
 from interlace.runtime.machine import machine_for
 from interlace.runtime.values import DTYPES, once, whole
 from interlace.trace import Run, figures_json, write_page
+from interlace.trace.figures import milliseconds
 from interlace.trace.tracks import ranks_of, write_whole
 
 TOLERANCES = {
@@ -47,7 +48,7 @@ TOLERANCES = {
 }
 """Of the greatest element of a tensor: how far its elements may be off, where sums are taken in
 another order. Other types must be equal."""
-WARM_UPS, TRACED_RUNS = 2, 3
+WARM_UPS, TRACED_RUNS = 2, 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +171,7 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
         }
         seconds = timed(opened, settings.runs, ranks)
     told = ranks.exchange(note)
-    timelines = [
-        traced(each, settings.options(number > 0, trace=True), ranks, groups, given)
-        for number, each in enumerate(sets if settings.timeline else ())
-    ]
+    timelines = traced(sets, settings, ranks, groups, given) if settings.timeline else []
     if ranks.me:
         return None
     report: dict[str, Any] = {
@@ -187,7 +185,7 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
     if settings.against:
         report["against"] = {"name": settings.against_name, **times(seconds[1])}
     if settings.timeline:
-        report |= draw(settings, timelines, ranks)
+        report |= draw(settings, timelines, ranks, seconds)
     return report
 
 
@@ -352,31 +350,56 @@ def times(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def traced(
-    programs: Sequence[Program], options: Options, ranks: Ranks, groups: Any, given: Any
-) -> Timeline:
-    """How the Programs ran on all ranks, in the last of some runs. All ranks call it."""
-    opened = OpenedSchedule(programs, ranks, groups, given, options)
-    try:
-        for _ in range(TRACED_RUNS):
-            ranks.align()
-            opened.run()
-        told = ranks.exchange({"timeline": opened.executor.timeline().to_json()})
-    finally:
-        opened.executor.close()
-    parts = [Timeline.from_json(note["timeline"]) for note in told]
-    return Timeline(tuple(s for part in parts for s in part.spans), parts[0].name, "measured")
+    sets: Sequence[Sequence[Program]], settings: RunSettings, ranks: Ranks, groups: Any, given: Any
+) -> list[Timeline]:
+    """How each set of Programs ran on all ranks, in the run of median time of some; they take
+    turns. All ranks call it."""
+    found: list[list[Timeline]] = [[] for _ in sets]
+    with contextlib.ExitStack() as stack:
+        opened: list[OpenedSchedule] = []
+        for number, programs in enumerate(sets):
+            options = settings.options(against=number > 0, trace=True)
+            opened.append(OpenedSchedule(programs, ranks, groups, given, options))
+            stack.callback(opened[-1].executor.close)
+        for _ in range(WARM_UPS + TRACED_RUNS):
+            for each, runs in zip(opened, found, strict=True):
+                ranks.align()
+                each.run()
+                told = ranks.exchange({"timeline": each.executor.timeline().to_json()})
+                parts = [Timeline.from_json(note["timeline"]) for note in told]
+                spans = tuple(span for part in parts for span in part.spans)
+                runs.append(Timeline(spans, parts[0].name, "measured"))
+    return [
+        sorted(runs[WARM_UPS:], key=lambda run: run.makespan_s)[TRACED_RUNS // 2] for runs in found
+    ]
 
 
-def draw(settings: RunSettings, timelines: Sequence[Timeline], ranks: Ranks) -> dict[str, Any]:
-    """Writes the page or the data; what it shows as figures, and its path."""
+def draw(
+    settings: RunSettings,
+    timelines: Sequence[Timeline],
+    ranks: Ranks,
+    seconds: Sequence[Sequence[float]],
+) -> dict[str, Any]:
+    """Writes the page, or the data; what it shows as figures, and its path. `seconds` are those of
+    the runs that were timed and not recorded."""
     machine = machine_for(Options(), ranks.device.type)
     assert settings.timeline is not None
     if settings.timeline.endswith(".json"):
         path = write_whole(settings.timeline, timelines[0].to_json())
         return {"figures": figures_json(timelines), "files": [str(path)]}
-    shown = [Run(settings.programs, simulate(settings.programs, machine), timelines[0])]
+    before = None
     if settings.against:
-        shown.append(Run(settings.against, None, timelines[1], settings.against_name))
-    facts = [("ranks", str(ranks.size)), ("verifier", "sound"), ("machine", machine.name)]
-    path = write_page(shown, settings.timeline, facts=facts)
+        predicted = None if settings.in_order else simulate(settings.against, machine)
+        before = Run(settings.against, predicted, timelines[1], label=settings.against_name)
+    predicted = simulate(settings.programs, machine)
+    run = Run(settings.programs, predicted, timelines[0], label="this schedule", before=before)
+    facts = [
+        *(("ranks", str(ranks.size)), ("verifier", "sound"), ("machine", machine.name)),
+        ("recorded", f"the run of median time of {TRACED_RUNS}"),
+        (
+            f"median of {settings.runs} runs that were not",
+            " → ".join(milliseconds(statistics.median(spent)) for spent in reversed(seconds)),
+        ),
+    ]
+    path = write_page([run], settings.timeline, facts=facts)
     return {"figures": figures_json(timelines), "files": [str(path)]}

@@ -25,6 +25,14 @@ OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 Pair = tuple[torch.Tensor, torch.Tensor]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
 
+
+def check_dtypes(*names: str) -> None:
+    """Raises OptionError for what is no element type of a benchmark."""
+    for name in names:
+        if name not in DTYPES:
+            raise OptionError(f"{name!r} is no element type: choose from {', '.join(DTYPES)}")
+
+
 CACHE = 60 << 20
 """Bytes of the last cache of an H200: inputs come in turn until twice as many went by."""
 MOST_SETS = 64
@@ -47,8 +55,7 @@ class SiteCase:
         """Raises OptionError for what cannot be cut over that many ranks."""
         if self.op not in OPS:
             raise OptionError(f"{self.op!r} is no site: choose from {', '.join(OPS)}")
-        if self.dtype not in DTYPES:
-            raise OptionError(f"{self.dtype!r} is no element type: choose from {', '.join(DTYPES)}")
+        check_dtypes(self.dtype)
         if min(self.m, self.k, self.n) < 1 or self.m % world:
             raise OptionError(f"{self}: M does not divide over {world} ranks")
 

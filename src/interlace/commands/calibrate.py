@@ -16,14 +16,15 @@ import csv
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from interlace.commands.files import count_gpus
 from interlace.commands.options import (
     BenchOptions,
     Device,
-    JsonFacts,
+    Json,
     Shapes,
     TimeOut,
     Verbose,
@@ -60,7 +61,7 @@ def calibrate(
     world: World = None,
     time_out: TimeOut = 580,
     verbose: Verbose = False,
-    json: JsonFacts = False,
+    json: Json = False,
 ) -> None:
     """Measure links, matmuls and whole sites of this machine, for `auto` to choose by.
 
@@ -74,6 +75,8 @@ def calibrate(
     for part in parts:
         if part not in PARTS:
             raise OptionError(f"--measure {part}: choose from {', '.join(PARTS)}")
+    if seconds < 0:
+        raise OptionError(f"--seconds {seconds:g}: give 0 or more")
     if spans and "overlap" in parts:
         raise OptionError("--measure overlap: sites are measured with all ranks on one host")
     texts = [(path, _read(path)) for path in given or ()]
@@ -133,15 +136,15 @@ def _measured(found: Links, base: Links, before: Links) -> Links:
 class _Place:
     """Which machine is calibrated: this one, or for rows alone the one that they come from."""
 
-    def __init__(self, device: str, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
+    def __init__(self, device: Device, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
         from interlace.bench.ranks import pick_device
         from interlace.cost import Machine, default_path, fingerprint
         from interlace.passes.strategies.candidates import gpu_of
         from interlace.runtime.machine import gpus_of
 
         gpu, world = gpu_of(rows)
-        elsewhere = device == "cuda" and rows and not _has_gpu()
-        self.device = "cuda" if elsewhere else pick_device(device)
+        elsewhere = device == "cuda" and rows and not count_gpus()
+        self.device: Literal["cpu", "cuda"] = "cuda" if elsewhere else pick_device(device)
         self.cuda = self.device == "cuda"
         if elsewhere and not gpu:
             if out is None or not out.exists():
@@ -169,12 +172,6 @@ class _Place:
                 if (found.device, found.host) == (self.device, self.host):
                     return found
         return default_machine(self.device)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from interlace.commands.files import on_mesh, parse_mesh, read_programs
-from interlace.commands.options import JsonReport, Mesh, Schedule
+from interlace.commands.options import Json, Mesh, Schedule
 from interlace.commands.output import UNSOUND, command, print_json, say
 from interlace.errors import ProgramError
 
@@ -36,7 +36,7 @@ def check(
         list[str] | None,
         typer.Option(help="An operator of your own that may be called, or a namespace; repeat it."),
     ] = None,
-    json: JsonReport = False,
+    json: Json = False,
 ) -> None:
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from interlace.commands.files import read_machine
-from interlace.commands.options import JsonFacts
+from interlace.commands.options import Json
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 from interlace.errors import CalibrationError, InterlaceError
 
@@ -56,7 +56,7 @@ def doctor(
     time_out: Annotated[
         float, typer.Option(help="Under torchrun: seconds within which all ranks are to come.")
     ] = 60,
-    json: JsonFacts = False,
+    json: Json = False,
 ) -> None:
     """Say what is installed on this machine, what is missing and how to fix it.
 

@@ -2,6 +2,7 @@
 
 $ interlace explain mlp.ilc
 $ interlace explain serial.ilc --device cuda --calibration h200.json     # and all candidates
+$ interlace explain serial.ilc --html gain.html     # serial above overlapped, as predicted
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from interlace.commands.files import read_machine, read_programs
-from interlace.commands.options import JsonFacts, Schedule, Strategy
+from interlace.commands.options import Calibration, Json, Model, Schedule, Strategy
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 
 if TYPE_CHECKING:
@@ -29,13 +30,12 @@ CANDIDATES = ("site", "strategy", "predicted", "measured", "expected")
 @command
 def explain(
     file: Schedule,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file; without it, this host's, if it has one.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Without --calibration: cpu or cuda.")] = "cpu",
+    calibration: Calibration = None,
+    device: Model = "cpu",
     strategy: Strategy = "auto",
     graph: Annotated[bool, typer.Option("--graph", help="As a replayed CUDA graph.")] = False,
-    json: JsonFacts = False,
+    html: Annotated[Path | None, typer.Option(help="Write the predicted timelines here.")] = None,
+    json: Json = False,
 ) -> None:
     """Say how each communication is overlapped, why, and what that is predicted to gain.
 
@@ -48,7 +48,7 @@ def explain(
     from interlace.passes.strategies.candidates import candidates
     from interlace.verify import check
 
-    machine = _machine(calibration, device)
+    machine = read_machine(calibration, device)
     machine = machine.replayed if graph else machine
     options = Options(strategy=strategy)
     given = read_programs(file)
@@ -58,6 +58,7 @@ def explain(
     found = [candidates(program, options, machine) if _serial(program) else {} for program in given]
     report = check(programs)
     verdict = "sound" if report.sound else "unsound"
+    page = _page(html, given, programs, machine, verdict) if html is not None else None
     if json:
         listed = [
             {
@@ -72,8 +73,31 @@ def explain(
     else:
         _show(given, programs, found, machine)
         say(str(report))
+        if page is not None:
+            say(f"wrote {page}")
     if not report.sound:
         raise typer.Exit(UNSOUND)
+
+
+def _page(
+    path: Path,
+    given: Sequence[Program],
+    programs: Sequence[Program],
+    machine: Machine,
+    verdict: str,
+) -> Path:
+    """Writes the predicted timelines; serial programs stand above what lowering made of them."""
+    from interlace.cost import simulate
+    from interlace.options import Options
+    from interlace.passes import lower
+    from interlace.trace import Run, write_page
+
+    before = None
+    if any(program is not made for program, made in zip(given, programs, strict=True)):
+        ready = tuple(lower(program, Options(overlap=False), machine) for program in given)
+        before = Run(ready, simulate(ready, machine), label="serial")
+    run = Run(tuple(programs), simulate(programs, machine), before=before)
+    return write_page([run], path, facts=[("verifier", verdict), ("machine", machine.name)])
 
 
 def _show(
@@ -103,25 +127,6 @@ def _serial(program: Program) -> bool:
 
     communicates = any(isinstance(op, Collective) for op in program.ops)
     return not program.sites and communicates and program.streams() == ("main",)
-
-
-def _machine(calibration: Path | None, device: str) -> Machine:
-    """The machine that a run here would choose by; for GPUs that are not here, the built-in one."""
-    from interlace.cost import default_path
-
-    if calibration is not None or device not in ("cpu", "cuda"):
-        return read_machine(calibration, device)
-    gpus = ""
-    if device == "cuda":
-        import torch
-
-        from interlace.runtime.machine import gpus_of
-
-        if not torch.cuda.is_available():
-            return read_machine(None, device)
-        gpus = gpus_of(device)
-    path = default_path(gpus)
-    return read_machine(path if path.exists() else None, device)
 
 
 def candidate_rows(found: Mapping[int, Sequence[Estimate]]) -> list[tuple[str, ...]]:

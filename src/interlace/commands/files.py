@@ -64,12 +64,30 @@ def make_folder(folder: Path) -> None:
 
 
 def read_machine(calibration: Path | None, device: str = "cpu", any_host: bool = False) -> Machine:
-    """The machine of a calibration file, or the built-in model of a device."""
-    from interlace.cost import Machine, default_machine
+    """The machine of a calibration file: the one named, or else this host's; without either, the
+    built-in model of a device."""
+    from interlace.cost import Machine, default_machine, default_path
 
-    if calibration is None:
-        return default_machine(device)
-    return Machine.load(calibration, any_host=any_host)
+    if calibration is not None:
+        return Machine.load(calibration, any_host=any_host)
+    gpus = ""
+    if device == "cuda":
+        if not count_gpus():
+            return default_machine(device)
+        from interlace.runtime.machine import gpus_of
+
+        gpus = gpus_of(device)
+    path = default_path(gpus)
+    return Machine.load(path, any_host=True) if path.exists() else default_machine(device)
+
+
+def count_gpus() -> int:
+    """GPUs that torch sees; torch, slow to import, is asked only where there may be one."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Options and arguments that several commands have, each written once.
 
 @command
-def check(file: Schedule, mesh: Mesh = None, json: JsonReport = False) -> None: ...
+def check(file: Schedule, mesh: Mesh = None, json: Json = False) -> None: ...
 
 @benchmark
 def layer(dim: ... = 4096, *, given: BenchOptions) -> None: ...  # with --device, --out, ...
@@ -14,30 +14,42 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
 from interlace.commands.output import command
+from interlace.strategies import StrategyName
 
 RESULTS = Path("benchmarks/results")
 """Where rows go that are meant to be committed."""
 
+Bars = Annotated[bool, typer.Option("--check", help="Judge the bars; code 1 if one is missed.")]
 Calibration = Annotated[
-    Path | None, typer.Option(help="Calibration file; without it, the built-in model.")
+    Path | None,
+    typer.Option(help="Calibration file. Default: this host's, or else the built-in model."),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-JsonFacts = Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")]
-JsonReport = Annotated[bool, typer.Option("--json", help="Print a report for scripts.")]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs where there are enough.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Model = Annotated[
+    Literal["cpu", "cuda"], typer.Option("--device", help="Without --calibration: whose model.")
+]
 Mesh = Annotated[str | None, typer.Option(help="Sizes of the teams, such as dp=2,tp=4.")]
 Schedule = Annotated[Path, typer.Argument(help="A schedule, or - for standard input.")]
 Seconds = Annotated[float, typer.Option(help="Time for all of it; the rest is left out.")]
 Shapes = Annotated[
     str, typer.Option(help="Shapes instead: 'ag_gemm:M,K,N gemm_rs:M,K,N gemm_ar:M,K,N'.")
 ]
-Strategy = Annotated[str, typer.Option(help="How sites are overlapped.")]
+Strategy = Annotated[
+    StrategyName,
+    typer.Option(
+        metavar="NAME", help=f"How sites are overlapped: {', '.join(get_args(StrategyName))}."
+    ),
+]
 TimeOut = Annotated[float, typer.Option(help="Seconds after which all ranks end.")]
-Verbose = Annotated[bool, typer.Option(help="Say on stderr what is under way.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr what is under way.")]
 World = Annotated[int | None, typer.Option(help="Ranks; default: a rank for each GPU.")]
 
 
@@ -51,7 +63,7 @@ class BenchOptions:
     commit: Annotated[str, typer.Option(help="Commit, where git cannot tell.")] = ""
     time_out: TimeOut = 580
     verbose: Verbose = False
-    json: Annotated[bool, typer.Option("--json", help="Print the rows for scripts.")] = False
+    json: Json = False
 
     @property
     def path(self) -> Path | None:

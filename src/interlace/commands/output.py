@@ -1,12 +1,12 @@
 """What commands print, and how they end: tables, text, JSON, one block for an error, an exit code.
 
 Off a terminal, and under NO_COLOR, there is no colour, no box and no line folding, so that the
-output can be compared and cut. What a terminal would obey is written as an escape. A command ends
-with one of these codes:
+output can be compared and cut (help and errors of usage are typer's own, and boxed). What a
+terminal would obey is written as an escape. A command ends with one of these codes:
 
     0     it did what it was asked to, and found nothing wrong
     1     what it was asked to judge is bad: a schedule is unsound, a bar is missed, a part broken
-    2     the input or the usage is wrong; stderr says how (with --json, a report on stdout does)
+    2     the input or the usage is wrong; stderr says how (of the input, with --json, stdout does)
     70    a fault of Interlace, with its traceback
     130   it was interrupted
 
@@ -38,6 +38,9 @@ UNSOUND = 1
 FAILED = 2
 INTERNAL = 70
 INTERRUPTED = 130
+
+LEAST_LAST = 40
+"""Columns of a terminal that a table leaves for its last column, whose text is wrapped."""
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
@@ -110,27 +113,56 @@ PLAIN: dict[str, Any] = {
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Rows in columns: with rich on a terminal, as aligned plain text elsewhere."""
-    out = console()
+    """Rows in columns: with rich on a terminal, as aligned plain text elsewhere.
+
+    On a terminal that is too narrow for the columns each row is a block of `heading value` pairs,
+    without those that have no value.
+    """
+    out, title = console(), visible(title)
+    cells = [tuple(map(visible, row)) for row in rows]
     if not out.is_terminal:
         from interlace.trace.figures import text_table
 
         if title:
-            typer.echo(f"{visible(title)}:")
-        typer.echo(text_table(headings, [tuple(map(visible, row)) for row in rows]))
+            typer.echo(f"{title}:")
+        typer.echo(text_table(headings, cells))
         return
     from rich import box
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    title = visible(title)
+    *widths, last = (max(map(cell_len, column)) for column in zip(headings, *cells, strict=True))
+    if sum(widths) + 3 * len(headings) + min(last, LEAST_LAST) > out.width:
+        _blocks(out, headings, cells, title)
+        return
     grid = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, heading in enumerate(headings):
-        last = i == len(headings) - 1
-        grid.add_column(heading, overflow="fold", no_wrap=not last and len(headings) < 6)
-    for row in rows:
-        grid.add_row(*(Text(visible(cell)) for cell in row))
+        grid.add_column(heading, overflow="fold", no_wrap=i < len(widths))
+    for row in cells:
+        grid.add_row(*map(Text, row))
     out.print(grid)
+
+
+def _blocks(
+    out: Console, headings: Sequence[str], rows: Sequence[tuple[str, ...]], title: str
+) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if title:
+        out.print(Text(title, "italic"))
+    for row in rows:
+        line, indent = Text(), 0
+        for heading, cell in zip(headings, row, strict=True):
+            if cell == "-":
+                continue
+            item = Text.assemble((heading, "bold"), " " if heading else "", cell)
+            if line and indent + line.cell_len + 3 + item.cell_len > out.width:
+                out.print(Padding(line, (0, 0, 0, indent)))
+                line, indent = Text(), 4
+            line = Text("   ").join([line, item]) if line else item
+        out.print(Padding(line, (0, 0, 0, indent)))
 
 
 def code(text: str) -> None:

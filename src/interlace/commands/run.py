@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from interlace.commands.files import make_folder, on_mesh, parse_mesh, read_programs
-from interlace.commands.options import Device, Mesh, Schedule, TimeOut
+from interlace.commands.options import Device, Json, Mesh, Schedule, TimeOut
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 from interlace.errors import InputError, OptionError, TeamError
 
@@ -69,8 +69,8 @@ def run(
             ".json, the measured one as data, which `interlace show` reads."
         ),
     ] = None,
-    time_out: TimeOut = 300.0,
-    json: Annotated[bool, typer.Option("--json", help="Print the report for scripts.")] = False,
+    time_out: TimeOut = 300,
+    json: Json = False,
 ) -> None:
     """Run a schedule on this machine: results, times, a timeline.
 
@@ -154,7 +154,7 @@ def _other(file: Path, name: str) -> list[Program]:
     return read_programs(path)
 
 
-def _place(device: str, ranks: int) -> str:
+def _place(device: Device, ranks: int) -> str:
     import torch
 
     from interlace.bench.ranks import pick_device

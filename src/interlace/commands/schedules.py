@@ -26,7 +26,7 @@ from interlace.commands.files import (
     read_text,
     scaled,
 )
-from interlace.commands.options import JsonFacts, Mesh, Schedule
+from interlace.commands.options import Calibration, Json, Mesh, Model, Schedule
 from interlace.commands.output import UNSOUND, code, command, print_json, say, table
 from interlace.errors import InputError
 
@@ -48,16 +48,14 @@ def opt(
     diff: Annotated[
         bool, typer.Option("--diff", help="Print what each pass changed, not the whole text.")
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the last text to this file.")
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Write the last text to this file.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Validate after each pass; the last must be sound.")
     ] = False,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file for passes that ask the cost model.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the texts for scripts.")] = False,
+    calibration: Calibration = None,
+    json: Json = False,
 ) -> None:
     """Run passes on a schedule and print its text after each of them."""
     from interlace.ir import print_set
@@ -81,10 +79,10 @@ def opt(
         from interlace.verify import check as verify
 
         verify(results).raise_if_unsound()
-    if output is not None:
+    if out is not None:
         from interlace.trace.tracks import write_whole
 
-        write_whole(output, print_set(results))
+        write_whole(out, print_set(results))
     if json:
         steps = [{"program": name, "pass": step, "text": text} for name, step, text in texts]
         print_json({"schema": 1, "steps": steps})
@@ -118,7 +116,7 @@ def show(
     program: Annotated[
         Path | None, typer.Option(help="The schedule that a timeline in JSON belongs to.")
     ] = None,
-    json: JsonFacts = False,
+    json: Json = False,
 ) -> None:
     """Show a schedule or a timeline, as text or as an HTML page."""
     from interlace.cost import Timeline
@@ -128,6 +126,8 @@ def show(
     if text.lstrip().startswith("{"):
         _timeline(Timeline.from_json(text), program, html, json)
         return
+    if program is not None:
+        raise InputError(f"--program is for a timeline in JSON, and {label(file)} is a schedule")
     programs = list(parse_set(text, file=label(file)))
     if rank is not None:
         programs = [p.instantiate(rank) for p in programs if rank in p.world] or [
@@ -196,10 +196,10 @@ def simulate(
         typer.Option(
             "--calibration",
             "--machine",
-            help="Calibration file, of any host; without it, the built-in model.",
+            help="Calibration file, of any host. Default: this host's, or the built-in model.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Built-in model: cpu or cuda.")] = "cpu",
+    device: Model = "cpu",
     mesh: Mesh = None,
     world: Annotated[
         int | None,
@@ -213,10 +213,10 @@ def simulate(
     perfetto: Annotated[
         Path | None, typer.Option(help="Write it as a trace for ui.perfetto.dev.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the timeline as JSON.")
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Write the timeline as JSON.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures for scripts.")] = False,
+    json: Json = False,
 ) -> None:
     """Predict when each op runs, and how much communication is hidden.
 
@@ -254,8 +254,8 @@ def simulate(
     took_s = time.perf_counter() - begun
     runs = [Run(tuple(programs), timeline)]
     written: list[Path] = []
-    if output is not None:
-        written.append(write_whole(output, timeline.to_json() + "\n"))
+    if out is not None:
+        written.append(write_whole(out, timeline.to_json() + "\n"))
     if html is not None:
         written.append(write_page(runs, html, facts=[("machine", machine.name)]))
     if perfetto is not None:

@@ -58,7 +58,8 @@ def load(
             raise CalibrationError(f"calibration file {path} is no file: name one that was saved")
         data: object = json.loads(Path(path).read_text())
     except OSError as error:
-        raise CalibrationError(f"cannot read calibration file {path}: {error}") from error
+        why = f"cannot read calibration file {path} ({error.strerror or error})"
+        raise CalibrationError(f"{why}: `interlace calibrate --out {path}` makes one") from error
     except (ValueError, RecursionError) as error:
         raise CalibrationError(f"calibration file {path} is not JSON: {error}") from error
     try:

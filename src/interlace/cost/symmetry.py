@@ -15,7 +15,6 @@ Note [Folded teams]
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,24 +85,24 @@ def _host(team: Team, member: Member) -> tuple[int, ...]:
 
 
 def _folded(homes: Homes, places: Places) -> tuple[frozenset[str], dict[int, int]]:
-    """As many teams of Note [Folded teams] as leave the others whole, and the rank that stands for
-    each."""
+    """Teams of Note [Folded teams] that leave the others whole, and the rank that stands for each:
+    of all that may be folded one after another is left out, that which tears the others least."""
     programs = {id(program): program for program in homes.values()}.values()
     kept = {name for program in programs for name in _told_apart(program)}
     for rank, members in places.items():
         kept |= {name for name, m in members.items() if homes.get(m.ranks[0]) is not homes[rank]}
-    names = sorted({team.name for program in programs for team in program.teams} - kept)
-    for count in range(len(names), 0, -1):
-        for folded in itertools.combinations(names, count):
-            stand = _standing(places, folded)
-            if stand is not None:
-                return frozenset(folded), stand
-    return frozenset(), {rank: rank for rank in homes}
+    folded = sorted({team.name for program in programs for team in program.teams} - kept)
+    stand, torn = _standing(places, folded)
+    while torn:
+        without = [[name for name in folded if name != left] for left in reversed(folded)]
+        folded = min(without, key=lambda names: _standing(places, names)[1])
+        stand, torn = _standing(places, folded)
+    return frozenset(folded), stand
 
 
-def _standing(places: Places, folded: Sequence[str]) -> dict[int, int] | None:
-    """The first of those that each rank is folded with; None where another team of one of these has
-    ranks that are not."""
+def _standing(places: Places, folded: Sequence[str]) -> tuple[dict[int, int], int]:
+    """The first of those that each rank is folded with; and how many ranks the other teams of these
+    have that are not such."""
     alike = _Sets()
     for rank, members in places.items():
         for name in members.keys() & {*folded}:
@@ -116,7 +115,7 @@ def _standing(places: Places, folded: Sequence[str]) -> dict[int, int] | None:
         if name not in folded
         for other in member.ranks
     )
-    return None if any(stand.get(other, other) != other for other in others) else stand
+    return stand, sum(stand.get(other, other) != other for other in others)
 
 
 def _told_apart(program: Program) -> Iterator[str]:

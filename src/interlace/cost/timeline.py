@@ -11,8 +11,11 @@
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from interlace.errors import ParseError
@@ -106,6 +109,16 @@ class Timeline:
         )
         return Timeline(kept, self.name, self.source)
 
+    def exposed(self, rank: int) -> list[Interval]:
+        """When a rank communicated and computed nothing."""
+        comm, compute = (
+            union((s.start_s, s.end_s) for s in self.spans if (s.rank, s.kind) == (rank, kind))
+            for kind in ("comm", "compute")
+        )
+        ends = [-math.inf, *(end for _, end in compute)]
+        starts = [*(start for start, _ in compute), math.inf]
+        return intersection(comm, list(zip(ends, starts, strict=True)))
+
     def figures(self, rank: int | None = None) -> Figures:
         """The figures of one rank; without one, sums over the ranks (and the makespan of all)."""
         if rank is not None:
@@ -143,7 +156,10 @@ class Timeline:
             spans = tuple(map(_span, fields["spans"]))
             return cls(spans, fields["name"], fields["source"])
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ParseError(f"this is no timeline: {type(error).__name__}: {error}") from error
+            raise ParseError(
+                f"this is no timeline ({type(error).__name__}: {error}): give the JSON that "
+                "`interlace simulate --out` or `Timeline.to_json` wrote"
+            ) from error
 
 
 def _span(row: Sequence[Any]) -> Span:
@@ -168,8 +184,13 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """What two unions have in common."""
-    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other if a < d and c < b)
-    return union(pairs)
+    found: list[Interval] = []
+    for start, end in one:
+        for at in range(bisect_right(other, start, key=itemgetter(1)), len(other)):
+            if other[at][0] >= end:
+                break
+            found.append((max(start, other[at][0]), min(end, other[at][1])))
+    return found
 
 
 def length(intervals: Iterable[Interval]) -> float:

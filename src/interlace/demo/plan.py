@@ -11,6 +11,7 @@ from typing import Any
 
 from interlace.errors import TeamError
 from interlace.options import Options
+from interlace.strategies import StrategyName
 
 WAYS = {
     "eager": "eager DTensor",
@@ -62,7 +63,7 @@ class TrainingPlan:
     steps: int = 20
     learning_rate: float = 1e-3
     seed: int = 0
-    strategy: str = "auto"
+    strategy: StrategyName = "auto"
     calibration: str | None = None
     time_out_s: float = 60.0
     in_order: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
@@ -18,7 +19,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)
 TINY = 1e-37
 """A maximum below it has the greatest scale anyway: as `eps` it changes that of zeros alone."""
-SCALINGS, SCALES = ("tensor", "row"), ("shard", "team")
+Scaling = Literal["tensor", "row"]
+Scale = Literal["shard", "team"]
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -36,10 +38,10 @@ class Recipe:
 
     gradient: torch.dtype = E5M2
     """The format of gradients: E5M2, or E4M3."""
-    scaling: str = "tensor"
+    scaling: Scaling = "tensor"
     """`tensor`, a scale for each tensor, or `row`: one for each row, and for each row of the
     transpose."""
-    scale: str = "shard"
+    scale: Scale = "shard"
     """`shard`, each rank's shard by its own maximum, or `team`: all shards by the greatest."""
     power_of_two: bool | None = None
     """Rounds scales down to a power of two, so that scaling itself rounds nothing. The scales of
@@ -56,8 +58,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _one_of("gradient", self.gradient, FORMATS)
-        _one_of("scaling", self.scaling, SCALINGS)
-        _one_of("scale", self.scale, SCALES)
+        _one_of("scaling", self.scaling, get_args(Scaling))
+        _one_of("scale", self.scale, get_args(Scale))
         if self.power_of_two is None:
             object.__setattr__(self, "power_of_two", self.scale == "shard")
         _one_of("power_of_two", self.power_of_two, (False, True))

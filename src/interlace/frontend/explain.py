@@ -14,7 +14,7 @@ forward: 2 communications, sound
        serial 0.412 ms (measured 0.420), peer/get 0.314 ms (measured 0.331), ring 0.352 ms
 
 A site shows its strategy, its predicted time, the gain over serial, and, where a run was recorded,
-what it took there, from the first start of its ops to the last end.
+what it took there, from the first start of its computation and communication to the last end.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from interlace.frontend.importing.nodes import location
 from interlace.ir import Program, Site
 from interlace.passes.strategies.candidates import candidates
 from interlace.passes.strategies.choose import Estimate
+from interlace.trace.figures import site_figures
 
 
 def explain(bound: Iterable[Bound], why: bool = False) -> str:
@@ -123,7 +124,8 @@ def _row(site: Site, measured: Timeline | None) -> tuple[str, ...]:
         predicted = f"{site.predicted_ms:.3f} ms"
         gain = f"{site.serial_ms / site.predicted_ms:.2f}x"
     if measured is not None:
-        took = f"took {measured.of(site=site.id).makespan_s * 1e3:.3f} ms"
+        ranks = site_figures(measured.of(site=site.id)).values()
+        took = f"took {max((rank.took_s for rank in ranks), default=0.0) * 1e3:.3f} ms"
     return str(site.id), site.kind, site.module or "-", how, predicted, gain, took, site.reason
 
 

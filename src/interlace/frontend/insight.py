@@ -12,6 +12,7 @@ torch still keeps. With `options={"trace": True}` the last run of each graph is 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,12 +25,14 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from interlace.cost import simulate
 from interlace.errors import ExecutorError
 from interlace.frontend.backend import backend
+from interlace.frontend.binding import Bound
 from interlace.frontend.compile import Compiled
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.frontend.explain import explain_graphs, explain_program
 from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.origin import name_of
 from interlace.ir import Program
+from interlace.passes import lower
 from interlace.trace import Run, write_page
 
 
@@ -67,13 +70,22 @@ def report(model: Callable[..., Any], path: str | Path) -> Path:
     bound = [each for graph in graphs for each in graph.bound[-1:]]
     if not bound:
         raise ExecutorError(f"there is no schedule to show. {explain(model)}")
-    runs = [
-        Run(each.programs, simulate(each.programs, each.machine), each.measured, each.kind)
-        for each in bound
-    ]
+    runs = [_run(each) for each in bound]
     sound = all(each.report.sound for each in bound)
     facts = [("verifier", "sound" if sound else "unsound"), ("machine", bound[0].machine.name)]
     return write_page(runs, path, name_of(_plain(model)), facts)
+
+
+def _run(bound: Bound) -> Run:
+    """A bound Program for the page, beside its serial schedule, as predicted; where the ranks'
+    Programs differ, this one has only its own, and nothing is compared."""
+    before = None
+    if len(bound.programs) == 1:
+        options = dataclasses.replace(bound.executor.options, overlap=False)
+        serial = lower(bound.serial, options, bound.machine)
+        before = Run((serial,), simulate(serial, bound.machine), label="serial")
+    predicted = simulate(bound.programs, bound.machine)
+    return Run(bound.programs, predicted, bound.measured, bound.kind, before=before)
 
 
 def graphs_of(model: Any) -> list[CompiledGraph]:

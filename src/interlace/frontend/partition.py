@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 import operator
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,8 @@ MOVEMENT = {
 }
 """What may stand between a gather and the matmul that it feeds."""
 
+NUMBER = re.compile(r"_\d+$")
+
 GATHER_REGION = 1 << 30
 """An `ac_graph_id` after every region of the user's: what feeds a gather out of one is saved."""
 
@@ -61,6 +65,7 @@ class Partition:
         self, joint: fx.GraphModule, joint_inputs: Any, **given: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward graph of a joint one."""
+        close_gaps(joint.graph)
         equal_groups(joint.graph)
         mark_checkpoints(joint.graph)
         keep_overwritten(joint.graph)
@@ -98,6 +103,20 @@ class Partition:
             return False
         hidden_s = sum(_matmul_seconds(node, self.machine) for node in matmuls if _forward(node))
         return _gather_seconds(gather, self.machine) <= hidden_s
+
+
+def close_gaps(graph: fx.Graph) -> None:
+    """Numbers the names of nodes anew where torch left gaps.
+
+    Torch 2.11 traces nodes that nothing uses where the caches of DTensor are cold; saved tensors
+    would have other names when a model is compiled again, and its schedules would not be found.
+    """
+    counts = Counter[str]()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            base = NUMBER.sub("", node.name)
+            number, counts[base] = counts[base], counts[base] + 1
+            node.name = f"{base}_{number}" if number else base
 
 
 def keep_overwritten(graph: fx.Graph) -> None:

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ class GradReducer:
         *,
         bucket_bytes: int = 25 << 20,
         main_grad_dtype: torch.dtype | None = torch.float32,
-        op: str = "mean",
+        op: Literal["mean", "sum"] = "mean",
         options: Options | None = None,
     ) -> None:
         check_reduction(op, bucket_bytes, main_grad_dtype)

@@ -26,7 +26,6 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
-from interlace.passes.strategies.pieces import kernel_parts
 from interlace.passes.strategies.write import refusal, write
 from interlace.strategies import names, strategy
 
@@ -39,7 +38,7 @@ class Decompose:
     strategy: str = "auto"
     protocol: str = "get"
     chunks: int = 0
-    """Slices of `pipeline`, pieces of `fused`; 0 lets the strategy choose."""
+    """Slices of `pipeline`, pieces of `fused` and `hierarchical`; 0 lets the strategy choose."""
     sites: tuple[int, ...] | None = None
     """The sites to work on; None: all."""
     machine: Machine | None = field(default=None, metadata={"text": False})
@@ -84,9 +83,6 @@ class Decompose:
                 changed[number] = dataclasses.replace(site, reason=found.reason or site.reason)
                 continue
             choice = self._choose(choose, values, found)
-            if choice.row is not None and choice.row.name == "fused":
-                parts = kernel_parts(values, found.site, self.chunks)
-                choice = dataclasses.replace(choice, chunks=parts)
             changed[number] = choice.on(site)
             if choice.remark:
                 remarks.append(Remark(self.name, choice.remark, number))

@@ -263,11 +263,15 @@ class _Player:
         return weights
 
     def _depths(self) -> list[int]:
-        """How many communications follow one another after each op."""
+        """How many communications follow one another after each op; of a site that sends between
+        hosts only those, since they take longest."""
+        roles = [(op.site, role) for op, role in zip(self.ops, self.roles, strict=True)]
+        between = {site for site, role in roles if role == "between"} - {None}
+        moves = [r == "between" or (r == "comm" and site not in between) for site, r in roles]
         depths = [0] * len(self.ops)
         for index in reversed(range(len(self.ops))):
             later = max((depths[other] for other in self.after[index]), default=0)
-            depths[index] = later + (self.roles[index] in MOVES)
+            depths[index] = later + moves[index]
         return depths
 
     def _ranks(self) -> list[int]:

@@ -1,11 +1,14 @@
 """Timelines, predicted and measured, for people to look at.
 
 perfetto.py   a trace for Perfetto, with arrows between ops that order each other
-html.py       one self-contained page: rows, text, sites and overlap figures (its parts: page/)
+html.py       one self-contained page: the gain, rows, text, sites, overlap (its parts: page/)
+page_data.py  what the page's script reads
+summary.py    the page's figures: its head, the tables of sites and of overlap
 figures.py    the overlap figures as text or data
 tracks.py     runs, what stands in one row, the arrows, and how files are written
 
-    runs = [Run((executor.program,), simulated, executor.timeline())]
+    plain = Run((serial,), simulate(serial), label="serial")
+    runs = [Run((executor.program,), simulated, executor.timeline(), before=plain)]
     write_page(runs, "step.html")
     write_perfetto(runs, "step.json")
 """

@@ -8,10 +8,10 @@ predicted  0          2.41 ms    2.30 ms   1.10 ms         95 %     0.06 ms
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from interlace.cost.simulate import Prediction
-from interlace.cost.timeline import Figures, Timeline
+from interlace.cost.timeline import Figures, Interval, Span, Timeline, intersection, length, union
 
 HEADINGS = ("run", "rank", "makespan", "compute", "communication", "hidden", "exposed")
 PREDICTED = ("rank", "ranks alike", *HEADINGS[2:])
@@ -29,22 +29,64 @@ def milliseconds(seconds: float) -> str:
 def figures_rows(timelines: Iterable[Timeline]) -> list[tuple[str, ...]]:
     """A row for each rank of each timeline, and one for all of its ranks if there are several."""
     return [
-        (timeline.source, "all" if rank is None else str(rank), *_cells(timeline.figures(rank)))
+        (
+            timeline.source,
+            "all" if rank is None else str(rank),
+            *figure_cells(timeline.figures(rank)),
+        )
         for timeline in timelines
-        for rank in _parts(timeline)
+        for rank in parts_of(timeline)
     ]
 
 
-def _parts(timeline: Timeline) -> list[int | None]:
+def parts_of(timeline: Timeline) -> list[int | None]:
     """The ranks, and None for all together where there are several."""
     ranks = timeline.ranks
     return [*ranks, None] if len(ranks) > 1 else [*ranks]
 
 
-def _cells(figures: Figures) -> tuple[str, ...]:
+def rank_name(rank: int | None) -> str:
+    """How a row's rank is called; None: all together."""
+    return "all" if rank is None else str(rank)
+
+
+def figure_cells(figures: Figures) -> tuple[str, ...]:
+    """What `HEADINGS` names from the makespan on."""
     hidden = f"{figures.hidden:.0%}" if figures.comm_s > 0 else "-"
     times = figures.makespan_s, figures.compute_s, figures.comm_s
     return *map(milliseconds, times), hidden, milliseconds(figures.exposed_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SiteFigures:
+    """What a site took on a rank."""
+
+    took_s: float
+    """From the first start of its computation and communication to the last end; waits before it
+    do not count, and ops of other sites may run between."""
+    comm_s: float
+    """Time in which it communicated."""
+    exposed_s: float
+    """Time of that in which the rank computed nothing."""
+
+
+def site_figures(timeline: Timeline) -> dict[tuple[int, int], SiteFigures]:
+    """By rank and site, of sites that compute or communicate."""
+    compute: dict[int, list[Interval]] = {}
+    sites: dict[tuple[int, int], list[Span]] = {}
+    for span in timeline.spans:
+        if span.kind == "compute":
+            compute.setdefault(span.rank, []).append((span.start_s, span.end_s))
+        if span.site is not None and span.kind in ("compute", "comm"):
+            sites.setdefault((span.rank, span.site), []).append(span)
+    busy = {rank: union(intervals) for rank, intervals in compute.items()}
+    found: dict[tuple[int, int], SiteFigures] = {}
+    for (rank, site), spans in sites.items():
+        took = max(span.end_s for span in spans) - min(span.start_s for span in spans)
+        comm = union((span.start_s, span.end_s) for span in spans if span.kind == "comm")
+        exposed = length(comm) - length(intersection(comm, busy.get(rank, [])))
+        found[rank, site] = SiteFigures(took, length(comm), exposed)
+    return found
 
 
 def prediction_rows(prediction: Prediction) -> list[tuple[str, ...]]:
@@ -53,7 +95,7 @@ def prediction_rows(prediction: Prediction) -> list[tuple[str, ...]]:
     found = [(rank, timeline.figures(rank)) for rank in prediction.ranks]
     slowest = sorted(found, key=lambda item: -item[1].makespan_s)[:MOST_ROWS]
     return [
-        (str(rank), str(prediction.ranks[rank]), *_cells(figures))
+        (str(rank), str(prediction.ranks[rank]), *figure_cells(figures))
         for rank, figures in sorted(slowest, key=lambda item: item[0])
     ]
 
@@ -78,7 +120,7 @@ def figures_json(timelines: Iterable[Timeline]) -> list[dict[str, object]]:
     """The same rows as data; times in seconds, `rank` None for all ranks together."""
     rows: list[dict[str, object]] = []
     for timeline in timelines:
-        for rank in _parts(timeline):
+        for rank in parts_of(timeline):
             figures = timeline.figures(rank)
             known = {**asdict(figures), "exposed_s": figures.exposed_s, "hidden": figures.hidden}
             rows.append({"run": timeline.source, "rank": rank, **known})

@@ -1,15 +1,15 @@
 """Timelines as one self-contained HTML page: nothing is fetched, and it opens from a file.
 
-Rows are ranks x streams, the predicted run above the measured one; a colour is a site. The page
-zooms, pans, shows an op's text under the pointer, and has the Program's text, its sites and the
-overlap figures beside it.
+The head says what overlap gained. Below it stand the timelines, measured before predicted: rows are
+ranks x streams, the schedule that a run is compared with above its own on one time scale; a colour
+is a site, and exposed communication is marked. The page zooms, pans, searches, shows an op's text
+under the pointer, and has the Programs' text, the sites and the overlap figures beside it.
 
     write_page([Run((executor.program,), simulated, executor.timeline())], "step.html")
 
 Every string is escaped, and the page's own policy lets no script run but ours (by its hash), so a
 module path or a remark cannot become markup or code. Markup, script and style stand in `page/`;
-the script reads `page_data`: names and sites stand there once, Programs are numbered
-through all runs, and so are the keys of ops and sites (`program:op`, `program:site`).
+`page_data.py` has what the script reads, `summary.py` the figures.
 """
 
 from __future__ import annotations
@@ -17,20 +17,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from interlace.cost.timeline import KINDS, Timeline
-from interlace.ir import Program, Site
+from interlace.cost.timeline import Timeline
+from interlace.ir import Program
 from interlace.ir.text.printer import print_lines
-from interlace.trace.figures import HEADINGS, figures_rows
-from interlace.trace.tracks import Run, arrows, ranks_of, title, tracks, write_whole
+from interlace.trace.figures import milliseconds
+from interlace.trace.page_data import COLOURS, PageSite, numbered, page_data, site_groups
+from interlace.trace.summary import (
+    OVERLAP,
+    Total,
+    head_totals,
+    overlap_rows,
+    site_headings,
+    site_rows,
+)
+from interlace.trace.tracks import Run, write_whole
 
-PageSite = tuple[int, int]
-"""A Program's place in the page, and a site's id."""
+LINES = 500
+"""Lines of text that are laid out together, when they come in sight."""
 SCRIPTS = ("model.js", "draw.js", "act.js")
 """The page's one script, in this order."""
 
@@ -61,8 +70,15 @@ def write_page(
 
 def html_page(runs: Sequence[Run], name: str = "", facts: Sequence[tuple[str, str]] = ()) -> str:
     """The page as text."""
-    programs = [program for run in runs for program in run.programs]
-    name = name or " + ".join(dict.fromkeys(p.name for p in programs)) or "timeline"
+    shades = {key: group % COLOURS for key, group in site_groups(runs).items()}
+    plain = [run.before.label for run in runs if run.before for _ in run.before.programs]
+    labels = [""] * sum(len(run.programs) for run in runs) + plain
+    listed = [
+        _listing(place, program, shades, label)
+        for place, (program, label) in enumerate(zip(numbered(runs), labels, strict=True))
+    ]
+    names = dict.fromkeys(program.name for run in runs for program in run.programs)
+    name = name or " + ".join(names) or "timeline"
     style, script = _part("page.css"), "\n" + "\n".join(map(_part, SCRIPTS))
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     return Template(_part("page.html")).substitute(
@@ -70,9 +86,10 @@ def html_page(runs: Sequence[Run], name: str = "", facts: Sequence[tuple[str, st
         name=escape(name),
         style=style,
         facts="".join(f"<li><b>{escape(key)}</b> {escape(value)}</li>" for key, value in facts),
-        listings="".join(_listing(place, program) for place, program in enumerate(programs)),
-        figures=_table(HEADINGS, _figures(runs)),
-        sites=_sites(programs),
+        head=_head(head_totals(runs)),
+        listings="".join(listed),
+        figures=_table(OVERLAP, overlap_rows(runs)),
+        sites=_sites(runs, shades),
         data=script_json(page_data(runs)),
         script=script,
     )
@@ -93,29 +110,73 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """The overlap figures of all runs."""
-    return [
-        (f"{run.name} {row[0]}".strip(), *row[1:])
-        for run in runs
-        for row in figures_rows(run.timelines)
-    ]
+def _head(known: Sequence[Sequence[Total]]) -> str:
+    """What overlap gained: the figures, and a bar for each schedule on one scale."""
+    if not known:
+        return ""
+    found, source = known[0], escape(known[0][0].source)
+    said = "".join(f"<li><b>{value}</b> {what}, {source}</li>" for value, what in _gains(found))
+    for other in known[1:]:
+        listed = ", ".join(f"{value} {what}" for value, what in _gains(other))
+        said += f"<li>{escape(other[0].source)}: {listed}</li>"
+    longest = max(it.figures.makespan_s for it in found)
+    bars = "".join(
+        f"<tr><th>{escape(it.label) or source}</th><td>{_bar(it, longest)}</td>"
+        f"<td>{milliseconds(it.figures.makespan_s)}</td></tr>"
+        for it in found
+    )
+    return f"<ul>{said}</ul><table>{BARS_SAID}{bars}</table>"
 
 
-def _listing(place: int, program: Program) -> str:
-    """A Program's text, each line knowing its op and site."""
+def _gains(found: Sequence[Total]) -> Iterator[tuple[str, str]]:
+    """How much faster a schedule is than what it is compared with, and how much it hides."""
+    last = found[-1].figures.makespan_s
+    if len(found) > 1 and last > 0:
+        yield f"{found[0].figures.makespan_s / last:.2f}x", f"as fast as {escape(found[0].label)}"
+    if any(it.figures.comm_s > 0 for it in found):
+        yield " → ".join(f"{it.figures.hidden:.0%}" for it in found), "of communication hidden"
+        exposed = " → ".join(milliseconds(it.figures.exposed_s) for it in found)
+        yield exposed, "exposed, all ranks"
+
+
+BARS_SAID = """<caption><span><i class="key"></i>compute</span> \
+<span><i class="key exposed"></i>exposed communication</span> \
+<span><i class="key waiting"></i>waiting</span> mean over ranks</caption>"""
+
+
+def _bar(found: Total, longest_s: float) -> str:
+    """A schedule's time as a bar: what part of it ranks computed, communicated and waited."""
+    parts = {
+        "compute": found.figures.compute_s,
+        "exposed": found.figures.exposed_s,
+        "waiting": found.waiting_s,
+    }
+    scale = 1000 * found.figures.makespan_s / max(found.room_s * longest_s, 1e-30)
+    x, drawn = 0.0, ""
+    for name, seconds in parts.items():
+        drawn += f'<rect class="{name}" x="{x:.1f}" width="{seconds * scale:.1f}" height="10"/>'
+        x += seconds * scale
+    return f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none">{drawn}</svg>'
+
+
+def _listing(place: int, program: Program, shades: Mapping[PageSite, int], label: str) -> str:
+    """A Program's text, each line knowing its op and site; closed if it has a label."""
     rows: list[str] = []
     for line in print_lines(program):
         family, index = line.tag
         attributes = f' data-op="{place}:{index}"' if family == "op" else ""
         site = program.ops[index].site if family == "op" else None
         site = program.sites[index].id if family == "site" else site
-        if site is not None:
-            attributes += f' data-site="{place}:{site}"'
+        if site is not None and (place, site) in shades:
+            attributes += f' class="c{shades[place, site]}"'
         text = _coloured(line.text) if family == "op" else escape(line.text)
         rows.append(f"<li{attributes}>{text or ' '}</li>")
-    caption = f"{escape(program.name)} · {len(program.ops)} ops"
-    return f"<h2>{caption}</h2><ol>{''.join(rows)}</ol>"
+    lists = "".join(
+        f'<ol start="{begin + 1}">{"".join(rows[begin : begin + LINES])}</ol>'
+        for begin in range(0, len(rows), LINES)
+    )
+    caption = f"{escape(f'{label} {program.name}'.strip())} · {len(program.ops)} ops"
+    return f"<details{'' if label else ' open'}><summary>{caption}</summary>{lists}</details>"
 
 
 def _coloured(line: str) -> str:
@@ -126,34 +187,22 @@ def _coloured(line: str) -> str:
     return escape(line)
 
 
-SITES = ("", "program", "site", "module", "kind", "strategy", "serial", "predicted", "reason")
-
-
-def _sites(programs: Sequence[Program]) -> str:
-    """The table of sites; the script colours its rows and lights up their spans."""
-    rows = {
-        f' tabindex="0" data-site="{place}:{site.id}"': (
-            "",
-            program.name,
-            str(site.id),
-            site.module,
-            site.kind,
-            " ".join(filter(None, (site.strategy, site.protocol))),
-            _ms(site.serial_ms),
-            _ms(site.predicted_ms),
-            site.reason,
-        )
-        for place, program in enumerate(programs)
-        for site in program.sites
-    }
+def _sites(runs: Sequence[Run], shades: Mapping[PageSite, int]) -> str:
+    """The table of sites; the script lights up their spans."""
+    rows = site_rows(runs)
     if not rows:
         return ""
-    found = _table(SITES, list(rows.values()), list(rows), ' id="sites"')
-    return f'<div><h2>Sites</h2><div class="wide">{found}</div></div>'
+    given = [
+        f' tabindex="0" class="c{shades[it.place]}" data-site="{it.place[0]}:{it.place[1]}"'
+        for it in rows
+    ]
+    found = _table(site_headings(runs), [it.cells for it in rows], given, ' id="sites"')
+    return f'<div><h2>Sites</h2>{SITES_SAID}<div class="wide">{found}</div></div>'
 
 
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g} ms"
+SITES_SAID = """<p class="soft">Serial and predicted are the cost model's, of the site alone. \
+Measured is from the first start of a site's computation and communication to the last end, on its \
+slowest rank; ops of other sites may run between.</p>"""
 
 
 def _table(
@@ -169,74 +218,3 @@ def _table(
         for given, row in zip(attributes or [""] * len(rows), rows, strict=True)
     )
     return f"<table{of_table}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-# -- what the script reads ----------------------------------------------------------------------
-
-
-def page_data(runs: Sequence[Run]) -> dict[str, object]:
-    """Everything that the page's script reads."""
-    programs = [program for run in runs for program in run.programs]
-    sites = {(i, site.id): site for i, program in enumerate(programs) for site in program.sites}
-    places: dict[PageSite, int] = {key: i for i, key in enumerate(sites)}
-    names: dict[str, int] = {}
-    panels: list[dict[str, object]] = []
-    first = 0
-    for run in runs:
-        owner = {
-            rank: i
-            for i, program in enumerate(run.programs, start=first)
-            for rank in ranks_of(program)
-        }
-        between = [[a.kind, a.name, *a.source, *a.target] for a in arrows(run.programs)]
-        for timeline in run.timelines:
-            panels.append(_panel(timeline, owner, places, names, run.name) | {"arrows": between})
-        first += len(run.programs)
-    unknown = Site(id=0, kind="")  # a span may name a site that no Program here knows
-    return {
-        "panels": panels,
-        "names": list(names),
-        "kinds": KINDS,
-        "sites": [_site(key, sites.get(key, unknown)) for key in places],
-        "locs": [[str(op.loc) for op in program.ops] for program in programs],
-    }
-
-
-def _panel(
-    timeline: Timeline,
-    owner: dict[int, int],
-    places: dict[PageSite, int],
-    names: dict[str, int],
-    name: str,
-) -> dict[str, object]:
-    """A timeline's rows; times in microseconds from its first span."""
-    origin = min((span.start_s for span in timeline.spans), default=0.0)
-    rows: list[dict[str, object]] = []
-    for track in tracks(timeline):
-        program = owner.get(track.rank, -1)
-        spans: list[list[float]] = []
-        for span in track.spans:
-            site = -1
-            if span.site is not None:
-                site = places.setdefault((program, span.site), len(places))
-            start, length = round((span.start_s - origin) * 1e6, 3), round(span.seconds * 1e6, 3)
-            label = names.setdefault(span.name, len(names))
-            spans.append([start, length, span.op_index, label, site, KINDS.index(span.kind)])
-        row = {"title": track.title, "rank": track.rank, "program": program, "spans": spans}
-        rows.append(row)
-    return {
-        "title": title(timeline, name),
-        "source": f"{name} {timeline.source}".strip(),
-        "rows": rows,
-        "makespan": timeline.makespan_s * 1e6,
-    }
-
-
-def _site(key: PageSite, site: Site) -> dict[str, object]:
-    return {
-        "program": key[0],
-        "id": key[1],
-        "kind": site.kind,
-        "module": site.module,
-        "strategy": site.strategy,
-    }

@@ -57,9 +57,11 @@ class _Details:
 def _drawn(runs: Sequence[Run]) -> Iterator[tuple[Timeline, str, _Details]]:
     """Every timeline, what it is called, and what its Programs say."""
     for run in runs:
-        details = _Details(run.programs)
-        for timeline in run.timelines:
-            yield timeline, title(timeline, run.name), details
+        for part in run.parts:
+            details = _Details(part.programs)
+            name = run.name if part is run else f"{part.label} {run.name}".strip()
+            for timeline in part.timelines:
+                yield timeline, title(timeline, name), details
 
 
 def _flows(

@@ -1,6 +1,7 @@
 """What is drawn of runs: their tracks, the arrows between these, and how a file is written.
 
-    runs = [Run((forward,), predicted, measured, "forward"), Run((backward,), measured=timeline)]
+    plain = Run((serial,), measured=before, label="serial")
+    runs = [Run((forward,), predicted, measured, "forward", before=plain)]
 
 A track is one stream of one rank. An arrow says that an op waited for another: `record` and `wait`
 of an event, `notify` and `expect` of a signal, a send and its receive (`ir/order.py`).
@@ -34,6 +35,19 @@ class Run:
     predicted: Timeline | None = None
     measured: Timeline | None = None
     name: str = ""
+    label: str = "overlapped"
+    """How the schedule is called beside the one that it is compared with."""
+    before: Run | None = None
+    """What it is compared with, such as the serial schedule of the same graph."""
+
+    @property
+    def parts(self) -> list[Run]:
+        """What it is compared with, if anything, and the run itself."""
+        return [self] if self.before is None else [self.before, self]
+
+    def timeline(self, source: str) -> Timeline | None:
+        """The timeline of a source, `predicted` or `measured`."""
+        return self.predicted if source == "predicted" else self.measured
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -61,10 +75,11 @@ class Track:
 
 
 def tracks(timeline: Timeline) -> tuple[Track, ...]:
-    """The rows of a timeline: by rank, then stream in order of first use, then lane."""
+    """The rows of a timeline: by rank, then stream (`main`, then in order of first use), then
+    lane."""
     found: list[Track] = []
     for rank in timeline.ranks:
-        for stream in timeline.streams(rank):
+        for stream in sorted(timeline.streams(rank), key=lambda stream: stream != "main"):
             mine = (s for s in timeline.spans if s.rank == rank and s.stream == stream)
             for lane, spans in enumerate(_lanes(mine)):
                 found.append(Track(rank, stream, lane, tuple(spans)))

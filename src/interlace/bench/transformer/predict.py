@@ -27,7 +27,7 @@ from interlace.cost import Machine, run_after_run
 from interlace.cost.machine import Link
 from interlace.frontend.compile import Compiled
 from interlace.ir import Program
-from interlace.options import Options
+from interlace.options import Options, Regions
 from interlace.passes import lower
 from interlace.trace import Run
 
@@ -39,7 +39,7 @@ def predict(settings: TransformerSettings, machine: Machine, world: int) -> Row:
     """The report, as `work` makes it."""
     dims = MODELS[settings.model]
     dims.check(world, settings.sequence)
-    regions = "inductor" if machine.device == "cuda" else "eager"
+    regions: Regions = "inductor" if machine.device == "cuda" else "eager"
     options = Options(strategy=settings.strategy, regions=regions)
     serial = Options(overlap=False, regions=regions)
     links = tuple((name, Link(latency_s=0.0, bandwidth=math.inf)) for name, _ in machine.links)

@@ -9,9 +9,10 @@ ideal, and memory.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,11 +25,12 @@ from interlace.bench.transformer.candidates import FLOAT8, LIMIT, OURS, WAYS, Ca
 from interlace.bench.transformer.models import MODELS, flops
 from interlace.commands.explain import strategy_of
 from interlace.cost import Timeline
-from interlace.cost.timeline import intersection, length, union
 from interlace.errors import OptionError
 from interlace.ir import Program
 from interlace.launch import Tell
-from interlace.trace import Run, write_perfetto
+from interlace.strategies import StrategyName
+from interlace.trace import Run, write_page, write_perfetto
+from interlace.trace.figures import SiteFigures, site_figures
 
 DTYPES = ("bf16", "f32")
 TRACED = 3
@@ -46,10 +48,10 @@ class TransformerSettings:
     dtype: str = "bf16"
     only: tuple[str, ...] = WAYS
     seconds: float = 60.0
-    strategy: str = "auto"
+    strategy: StrategyName = "auto"
     calibration: str | None = None
     profile: str = ""
-    """The file of the trace; empty: none."""
+    """The file of the trace or the page; empty: none."""
     commit: str = ""
 
     def __post_init__(self) -> None:
@@ -107,14 +109,11 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
 def site_rows(way: str, program: Program, timeline: Timeline) -> list[Row]:
     """The sites of a Program with what their communication took on the timeline's first rank, and
     what of that no computation hid. What a fused kernel does within counts as computation."""
-    spans = timeline.of(rank=timeline.ranks[0]).spans
-    compute = union((span.start_s, span.end_s) for span in spans if span.kind == "compute")
+    rank, found = timeline.ranks[0], site_figures(timeline)
     rows: list[Row] = []
     for site in program.sites:
-        mine = [span for span in spans if span.site == site.id and span.kind == "comm"]
-        comm = union((span.start_s, span.end_s) for span in mine)
-        hidden_s, comm_s = length(intersection(comm, compute)), length(comm)
-        told = {"comm_ms": comm_s * 1e3, "exposed_ms": (comm_s - hidden_s) * 1e3}
+        took = found.get((rank, site.id), SiteFigures(0.0, 0.0, 0.0))
+        told = {"comm_ms": took.comm_s * 1e3, "exposed_ms": took.exposed_s * 1e3}
         row = {"way": way, "program": program.name, "how": strategy_of(site), **asdict(site)}
         rows.append({**row, **told})
     return rows
@@ -171,14 +170,26 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Row | None:
 
 
 def told_of(runs: Mapping[str, Sequence[Run]], profile: str) -> list[Row]:
-    """The sites of the runs of ours; all runs go to the file of the trace, if that is wanted."""
-    if profile:
+    """The sites of the runs of ours; the runs go to a page or a trace, if one is wanted."""
+    if profile.endswith(".html"):
+        write_page(_beside_serial(runs), profile)
+    elif profile:
         write_perfetto([run for each in runs.values() for run in each], Path(profile))
     return [
         row
         for way in OURS
         for run in runs.get(way, ())
         for row in site_rows(way, run.programs[0], run.timelines[0])
+    ]
+
+
+def _beside_serial(runs: Mapping[str, Sequence[Run]]) -> list[Run]:
+    """The runs of ours, each beside the serial one of its graph where that was predicted."""
+    plain = [replace(run, label="serial") for run in runs.get("serial", ())]
+    return [
+        replace(run, before=before)
+        for way in OURS
+        for run, before in itertools.zip_longest(runs.get(way, ()), plain if way in runs else ())
     ]
 
 

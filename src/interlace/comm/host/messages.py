@@ -26,7 +26,7 @@ import torch
 
 from interlace.comm.backends import cut
 from interlace.comm.collectives import as_bytes
-from interlace.comm.host.signals import BoundedWait, fence, stamp
+from interlace.comm.host.signals import CHECK_EVERY_S, BoundedWait, fence, stamp
 from interlace.comm.host.workspace import MessageBox
 from interlace.comm.rendezvous.patience import Errand
 from interlace.comm.teams import TeamComm
@@ -130,7 +130,7 @@ class HostsTransfer(Transfer):
     def try_move(self, tensor: torch.Tensor) -> bool:
         if self._call is None:
             return True
-        if not self._call.is_back(0.0):
+        if not self._call.is_back(CHECK_EVERY_S):  # looking costs more than being woken
             return False
         call, self._call = self._call, None
         call.result()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fnmatch
 import mmap
 import os
 import secrets
@@ -130,11 +131,11 @@ class Segment:
 def sweep(folder: Path) -> None:
     """Removes names of segments whose processes are gone; of other containers, nothing is known."""
     here = namespace()
-    for path in folder.glob(f"interlace-*-{here:x}-*") if here else ():
-        pid = path.name.split("-")[1]
+    for name in fnmatch.filter(os.listdir(folder), f"interlace-*-{here:x}-*") if here else ():
+        pid = name.split("-")[1]
         if pid.isdigit() and not exists(int(pid)):
             with contextlib.suppress(OSError):  # another rank was faster, or it is another user's
-                path.unlink()
+                (folder / name).unlink()
 
 
 def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:

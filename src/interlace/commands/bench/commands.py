@@ -18,14 +18,23 @@ from __future__ import annotations
 import faulthandler
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from interlace.commands.bench.interconnect import show_interconnect
 from interlace.commands.bench.report import conclude
 from interlace.commands.files import read_machine
-from interlace.commands.options import BenchOptions, Seconds, Shapes, Strategy, World, benchmark
+from interlace.commands.options import (
+    Bars,
+    BenchOptions,
+    Calibration,
+    Seconds,
+    Shapes,
+    Strategy,
+    World,
+    benchmark,
+)
 from interlace.commands.output import print_json, say, words
 from interlace.errors import BackendError, OptionError
 
@@ -93,13 +102,9 @@ def overlap(
     graphs: Annotated[bool, typer.Option(help="CUDA graphs of ours as well.")] = True,
     seconds: Seconds = 90,
     host_runs: Annotated[int, typer.Option(help="Calls by which host time is measured.")] = 1000,
-    check: Annotated[
-        bool, typer.Option(help="Judge the bars; code 1 where auto misses one.")
-    ] = False,
+    check: Bars = False,
     world: World = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file that auto asks.")
-    ] = None,
+    calibration: Calibration = None,
     *,
     given: BenchOptions,
 ) -> None:
@@ -156,9 +161,9 @@ def layer(
     cached: Annotated[int, typer.Option(help="Tokens in each sequence's cache.")] = 2048,
     dtype: Annotated[str, typer.Option(help="Element type.")] = "bf16",
     only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
-    strategy: Annotated[str, typer.Option(help="Interlace's strategy.")] = "auto",
+    strategy: Strategy = "auto",
     seconds: Annotated[float, typer.Option(help="Time for timing, compiling apart.")] = 60,
-    calibration: Annotated[Path | None, typer.Option(help="Calibration file.")] = None,
+    calibration: Calibration = None,
     world: World = None,
     *,
     given: BenchOptions,
@@ -200,28 +205,26 @@ def layer(
 @benchmark
 def transformer(
     model: Annotated[
-        str, typer.Option(help="llama3-8b, llama3-70b, gpt3-175b, tiny or tiny-gpt.")
+        Literal["llama3-8b", "llama3-70b", "gpt3-175b", "tiny", "tiny-gpt"],
+        typer.Option(metavar="NAME", help="llama3-8b, llama3-70b, gpt3-175b, tiny or tiny-gpt."),
     ] = "llama3-8b",
     layers: Annotated[int, typer.Option(help="Layers, one after another.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence, over all ranks.")] = 8192,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Element type: bf16 or f32.")] = "bf16",
+    dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16",
     only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
     strategy: Strategy = "auto",
     seconds: Annotated[float, typer.Option(help="Time for timing, compiling apart.")] = 60,
     profile: Annotated[
-        Path | None, typer.Option(help="Write how our ops ran, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(help="Write how our ops ran: a page (.html), or a trace for ui.perfetto.dev."),
     ] = None,
     simulate: Annotated[
         str,
         typer.Option(help="Run nothing, predict: a calibration file, or the model h200 or cpu."),
     ] = "",
-    check: Annotated[
-        bool, typer.Option(help="Judge the bars; code 1 where one is missed.")
-    ] = False,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file that auto asks.")
-    ] = None,
+    check: Bars = False,
+    calibration: Calibration = None,
     world: World = None,
     *,
     given: BenchOptions,
@@ -288,9 +291,7 @@ def kernels(
     small: Annotated[
         bool | None, typer.Option("--small/--large", help="Small sizes; default: on a CPU.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option(help="Judge the bars; code 1 where one is missed.")
-    ] = False,
+    check: Bars = False,
     *,
     given: BenchOptions,
 ) -> None:
@@ -338,8 +339,9 @@ def kernels(
 @benchmark
 def optimizer(
     model: Annotated[
-        str, typer.Option(help="llama3-8b, small or tiny; default: small on CPUs.")
-    ] = "",
+        Literal["llama3-8b", "small", "tiny"] | None,
+        typer.Option(help="Default: small on CPUs, llama3-8b on GPUs."),
+    ] = None,
     layers: Annotated[int, typer.Option(help="Layers; 0: as many as the model has.")] = 0,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence; 0: the model's.")] = 0,
     batch: Annotated[int, typer.Option(help="Sequences of a rank; 0: the model's.")] = 0,
@@ -350,9 +352,7 @@ def optimizer(
     ] = 0.0,
     only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
     seconds: Annotated[float, typer.Option(help="Time for timing, set-up apart.")] = 60,
-    check: Annotated[
-        bool, typer.Option(help="Judge the bars; code 1 where one is missed.")
-    ] = False,
+    check: Bars = False,
     world: World = None,
     *,
     given: BenchOptions,

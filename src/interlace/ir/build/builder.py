@@ -20,12 +20,19 @@ from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
 from interlace.errors import ProgramError
-from interlace.ir.build.ops import BuilderOps, Handle, Scope, TeamOrName, element_type
+from interlace.ir.build.ops import (
+    BuilderOps,
+    ElementType,
+    Handle,
+    Scope,
+    TeamOrName,
+    element_type,
+)
 from interlace.ir.checks.validate import validate
 from interlace.ir.ops import Alloc, Arg, Name
 from interlace.ir.program import Node, Program, Region, Remark, Site
 from interlace.ir.text.spelling import did_you_mean
-from interlace.ir.types import Buffer, Dim, DType, Table, Team
+from interlace.ir.types import Buffer, Dim, Table, Team
 
 
 def program(
@@ -134,7 +141,7 @@ class Builder(BuilderOps):
     def input(
         self,
         name: str,
-        dtype: DType | str,
+        dtype: ElementType,
         shape: Sequence[Dim],
         *,
         strides: Sequence[int] | None = None,
@@ -150,7 +157,7 @@ class Builder(BuilderOps):
     def output(
         self,
         name: str,
-        dtype: DType | str,
+        dtype: ElementType,
         shape: Sequence[Dim],
         *,
         strides: Sequence[int] | None = None,
@@ -162,7 +169,7 @@ class Builder(BuilderOps):
     def alloc(
         self,
         name: str,
-        dtype: DType | str,
+        dtype: ElementType,
         shape: Sequence[Dim],
         *,
         symmetric: TeamOrName = None,
@@ -180,7 +187,7 @@ class Builder(BuilderOps):
     def empty(
         self,
         name: str,
-        dtype: DType | str,
+        dtype: ElementType,
         shape: Sequence[Dim],
         *,
         strides: Sequence[int] | None = None,
@@ -193,7 +200,7 @@ class Builder(BuilderOps):
     def fresh(
         self,
         name: str,
-        dtype: DType | str,
+        dtype: ElementType,
         shape: Sequence[Dim],
         *,
         strides: Sequence[int] | None = None,
@@ -245,7 +252,7 @@ class Builder(BuilderOps):
     def _buffer(
         self,
         name: str,
-        dtype: DType | str,
+        dtype: ElementType,
         shape: Sequence[Dim],
         kind: str,
         strides: Sequence[int] | None,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Protocol, TypedDict, Unpack, cast
 
 from interlace.errors import ProgramError
 from interlace.ir.fields import form_of
@@ -54,6 +54,18 @@ from interlace.ir.types import (
     team_sizes,
 )
 from interlace.ir.view import Cast, Step, Steps, View
+
+
+class TorchDType(Protocol):
+    """A `torch.dtype`, in words that do without torch."""
+
+    @property
+    def is_floating_point(self) -> bool: ...
+    @property
+    def itemsize(self) -> int: ...
+
+
+ElementType = DType | str | TorchDType
 
 
 @dataclass(slots=True)
@@ -131,18 +143,27 @@ class Handle(Steps):
         """The transpose of a matrix."""
         return self.permute(1, 0)
 
-    def cast(self, dtype: DType | str) -> Handle:
+    def cast(self, dtype: ElementType) -> Handle:
         """The same bytes as another element type."""
         return self.then(Cast(element_type(dtype)))
 
 
-def element_type(dtype: DType | str) -> DType:
-    """An element type by its name, such as `"bf16"`."""
+def element_type(dtype: ElementType) -> DType:
+    """An element type by its name, such as `"bf16"`, or as a dtype of torch."""
+    name = str(dtype).removeprefix("torch.")
     try:
-        return DType(dtype)
+        return DType(_OF_TORCH.get(name, name))
     except ValueError:
-        fix = did_you_mean(dtype, (known.value for known in DType), "element types are")
-        raise ProgramError(f"no element type is named {dtype!r}: {fix}") from None
+        fix = did_you_mean(name, (known.value for known in DType), "element types are")
+        raise ProgramError(f"no element type is named {name!r}: {fix}") from None
+
+
+_OF_TORCH = {
+    **{f"float{n}": f"f{n}" for n in (16, 32, 64)},
+    **{f"{kind}{n}": f"{kind[0]}{n}" for kind in ("int", "uint") for n in (8, 16, 32, 64)},
+    **{f"complex{n}": f"c{n}" for n in (64, 128)},
+    **{"bfloat16": "bf16", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"},
+}
 
 
 Viewed = Handle | View
@@ -275,6 +296,8 @@ class BuilderOps:
             return tuple(map(self.arg, cast("Sequence[object]", value)))
         if value is None or isinstance(value, View | Name | DType | int | float | str | complex):
             return value
+        if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
+            return element_type(str(value))
         raise ProgramError(
             f"{value!r} cannot be an argument: give handles, numbers, strings, element types, "
             "None, or tuples of these"

@@ -134,11 +134,11 @@ class Expressions:
             return sign * inner.value
         raise self.fail(node, "expected an integer", "write a whole number here")
 
-    def integers(self, node: ast.expr) -> tuple[int, ...]:
-        """A tuple or list of integers."""
+    def integers(self, node: ast.expr, such: str = "(8, 4)") -> tuple[int, ...]:
+        """A tuple or list of integers, such as the error's example."""
         if isinstance(node, ast.Tuple | ast.List):
             return tuple(map(self.integer, node.elts))
-        raise self.fail(node, "expected integers", "write them in brackets, such as (8, 4)")
+        raise self.fail(node, "expected integers", f"write them in brackets, such as {such}")
 
     def string(self, node: ast.expr) -> str:
         """A string literal."""
@@ -463,10 +463,11 @@ def parse_team(source: SourceText, arg: ast.arg) -> Team:
         if word == "named":
             name = expr.string(bound["name"])
         else:
-            found[word] = tuple(map(expr.integers, bound.rest))
+            such = f".{word}([0, 1], [2, 3])"
+            found[word] = tuple([expr.integers(part, such) for part in bound.rest])
         node = node.func.value
     if not isinstance(node, ast.Subscript):
-        fix = "write Team[4] for a mesh axis, or Team[[0, 1], [2, 3]]"
+        fix = "write Team[4] for a mesh axis, or Team[[0, 1], [2, 3]], on hosts with .on([0], [1])"
         raise source.error(arg, "a team without a size", fix)
     hosts, groups = found.get("on"), found.get("over")
     listed = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]

@@ -14,7 +14,7 @@ import torch
 from interlace.errors import InputError
 from interlace.nn.autograd import eager, first_order, without_autocast
 from interlace.nn.cross_entropy.chunks import Chunks, Operands
-from interlace.nn.cross_entropy.loss import LOGITS, LossSetup, terms_of
+from interlace.nn.cross_entropy.loss import LOGITS, LossSetup, Reduction, terms_of
 from interlace.nn.cross_entropy.steps import steps_for
 from interlace.nn.cross_entropy.vocabulary import beside, cut_of, full_of, is_dtensor
 
@@ -28,7 +28,7 @@ def linear_cross_entropy(
     *,
     class_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     group: Any = None,
     z_loss: float = 0.0,
@@ -46,7 +46,8 @@ def linear_cross_entropy(
     three GEMMs that the unfused takes, and backward multiplies them by its upstream gradient, if
     that is not 1;
     with "none", backward computes the logits again (four GEMMs). Logits and their gradients are
-    rounded to the type of `hidden`, as in the unfused.
+    rounded to the type of `hidden`, as in the unfused. A target that is no class makes the loss
+    NaN, and a later call raises, as in `cross_entropy`.
 
     Args:
         hidden: (..., in), bfloat16, float16, float32 or float64; the same on all ranks of the

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex, get_args
 
 import torch
 
@@ -38,7 +38,8 @@ from interlace.nn.cross_entropy.vocabulary import (
 )
 from interlace.nn.groups import group_of, is_dtensor
 
-REDUCTIONS = ("none", "mean", "sum")
+Reduction = Literal["none", "mean", "sum"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -48,7 +49,7 @@ def cross_entropy(
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     *,
     group: Any = None,
@@ -59,6 +60,10 @@ def cross_entropy(
     shard_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """The cross-entropy between logits and the indices of classes.
+
+    A target that is no class (below 0, too large, and not `ignore_index`) does not raise at once,
+    as in torch on the CPU, since the host would wait for the device: the loss and the gradient of
+    its row are NaN, and a later call raises TargetError. `check_targets=True` raises at once.
 
     Args:
         logits: (..., classes), bfloat16, float16, float32 or float64, of any strides; they are

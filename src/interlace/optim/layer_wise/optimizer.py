@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,19 +44,13 @@ from interlace.errors import (
 )
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
-from interlace.optim.grad_reducer import (
-    GradReducer,
-    check_reduction,
-    lent,
-)
+from interlace.optim.grad_reducer import GradReducer, check_reduction, lent
 from interlace.optim.layer_wise.bucket_update import UpdatesInOrder
 from interlace.optim.layer_wise.clipping import clip_grad_norm_
 from interlace.optim.layer_wise.flat_weights import FlatWeights, shown
 from interlace.optim.layer_wise.owned_state import load, saved
 from interlace.optim.layer_wise.row_slices import sum_slices
-from interlace.optim.layer_wise.sharded_parameters import (
-    is_sharded,
-)
+from interlace.optim.layer_wise.sharded_parameters import is_sharded
 from interlace.optim.layer_wise.stand_ins import StandIns
 from interlace.optim.layer_wise.step_runs import (
     buckets_of,
@@ -66,10 +60,7 @@ from interlace.optim.layer_wise.step_runs import (
 )
 from interlace.optim.layer_wise.tensor_homes import homes_of
 from interlace.optim.layer_wise.update_plan import planned
-from interlace.optim.layer_wise.whole_parameters import (
-    hash_of,
-    uncompiled,
-)
+from interlace.optim.layer_wise.whole_parameters import hash_of, uncompiled
 from interlace.options import Options
 
 
@@ -135,7 +126,7 @@ class LayerWise:
         update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
         main_grad_dtype: torch.dtype | None = torch.float32,
-        op: str = "mean",
+        op: Literal["mean", "sum"] = "mean",
         units: Collection[type[nn.Module]] = (),
         check_replicas_every: int = 0,
         options: Options | None = None,
@@ -207,8 +198,7 @@ class LayerWise:
             before, then = calls_around(weights, grads, [*self._shared], self._homes, early)
 
             def runs_by(copies: bool) -> BucketRuns:
-                given = (chosen.transport, copies, self._shared)
-                runs = runs_of(plan, weights, grads, op, *given)
+                runs = runs_of(plan, weights, grads, op, chosen.transport, copies, self._shared)
                 return BucketRuns(runs, group, chosen, apart=True, before=before, then=then)
 
             self._runs = by_copies_if_possible(runs_by, chosen.transport, self._device)

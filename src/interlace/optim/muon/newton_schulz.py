@@ -15,7 +15,7 @@ Note [One factor]
 Note [Norm]
     x is divided by its norm, so that its singular values are at most 1. The kernel divides the
     first g by the norm's square, and the first factor by the norm, instead of x: a pass over memory
-    less. The scale of x does not change how it rounds.
+    less. The scale of x does not change how it rounds. An `eps` below LEAST divides x itself.
 
 Note [Gram variant]
     Rows by rows matrices are cheaper than x where it is wide. For some steps (RESTART) only
@@ -48,6 +48,8 @@ RESTART = 3
 """Steps of the Gram variant between two products with x."""
 SCALE = 32.0
 """Of x in the Gram variant: a matrix of norm 1 and 4096 rows has a g of some 1/4096."""
+LEAST = 1e-12
+"""The smallest `eps` by which the kernel divides: fp32 has its square, and that of such a norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ COEFFICIENTS: Mapping[str, CoefficientSet] = {
             (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
         )
     ),
-    # CANS, arXiv:2506.10935
+    # CANS, arXiv:2506.10935; without a safety factor: small matrices may diverge in bfloat16
     "cans": CoefficientSet(
         (
             (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
@@ -129,7 +131,7 @@ def orthogonalize(
 ) -> Tensor:
     """The iteration on `x`, bfloat16 of shape [rows, columns] or [batch, rows, columns] with
     rows <= columns, contiguous or a transposed view of what is, which may be overwritten; the
-    result has its shape, dtype and layout.
+    result has its shape and dtype, and by the kernel its layout.
 
     `symmetric` lets the kernel make the symmetric products where it serves x. Without it, and
     without `gram_variant`, one matrix has the bits of torch.optim.Muon. With `total`, x is some
@@ -142,7 +144,7 @@ def orthogonalize(
     found: Tensor | None = None
     if total is not None:
         normalize_slice(x, eps, total)
-    elif not kernel or gram or not eps or not steps:
+    elif not kernel or gram or eps < LEAST or not steps:
         normalize(x, eps)
     else:  # see Note [Norm]
         found = squared_norms(x) if squares is None else squares

@@ -25,6 +25,7 @@ from interlace.optim.muon.newton_schulz import coefficients, flops
 from interlace.optim.muon.routing import explain_groups
 from interlace.optim.muon.update import (
     ADJUSTMENTS,
+    Adjustment,
     RowSlices,
     check_cut,
     in_whole_matrices,
@@ -86,7 +87,7 @@ class Muon(KeepsStates):
         ns_coefficients: Any = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
+        adjust_lr_fn: Adjustment | None = None,
         *,
         split_sizes: tuple[int, ...] | None = None,
         head_dim: int | None = None,

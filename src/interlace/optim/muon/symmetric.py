@@ -27,7 +27,7 @@ from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that hold slices of a matrix."""
 STEEP = 8.0
-"""The largest |b| for which the square is completed."""
+"""The square is completed for smaller |b|."""
 STEP = 128
 """A multiple of the columns that each of the kernel's configurations takes at a time."""
 
@@ -72,7 +72,7 @@ def factor(
     from interlace.optim.muon.launch import symmetric_product  # imports Triton
 
     squared, single = (Norm(squares, eps, i) if squares is not None else None for i in (2, 1))
-    if total is not None or abs(b) > min(STEEP, 4 * abs(c)):
+    if total is not None or abs(b) >= min(STEEP, 4 * abs(c)):
         g = symmetric_product(x, x, norm=squared)
         g = total(g) if total is not None else g
         return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a, norm=single)

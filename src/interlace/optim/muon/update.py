@@ -20,7 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ from interlace.optim.grad_accumulator import placed_grad
 from interlace.optim.muon.newton_schulz import Total, coefficients, orthogonalize
 from interlace.optim.muon.symmetric import reads_columns, runs_on
 
-ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
+Adjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
+ADJUSTMENTS = (None, *get_args(Adjustment))
 MOST_BYTES = 1 << 27
 """Of a stack of matrices: larger batches are no faster."""
 LARGE = 1 << 20

@@ -49,7 +49,7 @@ from interlace.passes.sites.cone import result_of
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
-from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, slices
+from interlace.passes.strategies.pieces import DEFAULT_SLICES, MOST_PIECES, collective_of, parts
 from interlace.passes.strategies.write import refusal, write
 from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import STRATEGIES, Strategy
@@ -124,7 +124,8 @@ def label_of(row: Strategy | None, chunks: int = 0) -> str:
     if row is None:
         return SERIAL
     name = f"{row.name}/{row.transport}" if row.name == "peer" else row.name
-    return f"{name} x{chunks}" if row.cut == "slices" else name
+    several = row.cut == "slices" or (row.transport == "hosts" and chunks)
+    return f"{name} x{chunks}" if several else name
 
 
 def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey:
@@ -277,7 +278,7 @@ class Chooser:
 
     def asked(self, values: Dataflow, site: MatmulSite, row: Strategy) -> Choice:
         """The strategy that was asked for."""
-        count = self._count(values, site, row, self.chunks)
+        count = parts(values, site, row, self.chunks)
         if self.machine is None:
             return Choice(row, count, "asked for")
         key = row, _signature(values, site)
@@ -322,7 +323,7 @@ class Chooser:
             return Choice(None, 0, reason, "", took, took)
         why = refusal(values, site, best.row)  # for the whole class
         assert not why
-        count = self._count(values, site, best.row, best.chunks)
+        count = parts(values, site, best.row, best.chunks)
         source = "measured" if sure else "predicted"
         idle, _ = pick(found, self._machine.doubt_s * 1e3, by=lambda e: e.expected_ms)
         reason = f"{source} fastest ({name})"
@@ -342,16 +343,14 @@ class Chooser:
                 continue
             if refusal(values, site, row):
                 continue
-            counts = {self.chunks} if self.chunks else {2, DEFAULT_SLICES}
-            for chunks in sorted(counts) if row.cut == "slices" else (0,):
+            counts = {self.chunks}
+            if not self.chunks and row.cut == "slices":
+                counts = {2, DEFAULT_SLICES}
+            elif not self.chunks and row.transport == "hosts":
+                ranks = len(site.layout.rows)
+                counts = {parts(values, site, row, n * ranks) for n in (1, 2, MOST_PIECES)}
+            for chunks in sorted(counts):
                 yield row, chunks
-
-    def _count(self, values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
-        if row.cut == "slices":
-            return slices(values, site, chunks)
-        if row.cut == "whole":
-            return 0
-        return values.program.team(collective_of(values, site).team).size
 
     @property
     def _machine(self) -> Machine:

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Slice, View
+from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Slice, TableEntry, View
 from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
 from interlace.ir.sizes import Int, fixed
 from interlace.passes.sites.cone import Cone, blocks_of, lhs_of, made_by, operand_kind
@@ -54,6 +54,10 @@ class Pick:
         """The rows of one rank, or some `within` them."""
         steps = emitter.chunk(index, layout.rows)
         counts = tuple([layout.batch * rows for rows in layout.rows])
+        if within is not None:
+            start, stop = within.start, within.stop
+            assert not isinstance(start, TableEntry) and not isinstance(stop, TableEntry)  # noqa: PT018
+            counts = (stop - start,) * emitter.size
         return cls(layout.batch, sum(layout.rows), steps, counts, index, within)
 
     @classmethod

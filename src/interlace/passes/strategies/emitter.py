@@ -75,6 +75,8 @@ class HostPlace:
 
 Place = Index | HostPlace
 """Whose rows are meant."""
+Pieces = tuple[Slice | None, ...]
+"""What of the rows of a rank goes together, piece by piece; None is all."""
 Ranks = tuple[tuple[int, ...], ...]
 
 
@@ -89,6 +91,11 @@ def steps_of(team: Team, path: Path) -> tuple[PathStep, ...]:
     offsets = path.chunk, path.to, path.source, path.sent
     steps = range(1, team.size)
     return tuple([PathStep(*[rank_at(team, offset.at(k)) for offset in offsets]) for k in steps])
+
+
+def cut(view: View, within: Slice | None) -> View:
+    """A view, or only some rows of it."""
+    return view if within is None else view.then(within)
 
 
 class Names:

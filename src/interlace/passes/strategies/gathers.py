@@ -9,23 +9,28 @@ what a rank waits for stands earlier in the list of its peer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from interlace.ir import DType, Index, View
+from interlace.ir import DType, Index, Slice, View
 from interlace.ir.sizes import Int
-from interlace.passes.strategies.emitter import Emitter, HostPlace, PathStep, Place
+from interlace.passes.strategies.emitter import Emitter, HostPlace, PathStep, Pieces, Place, cut
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
-Take = Callable[[Place, View], None]
+
+class Take(Protocol):
+    """Emits what is made of the rows of a rank, or only of those `within` them."""
+
+    def __call__(self, index: Place, rows: View, within: Slice | None = None) -> None: ...
 
 
 def _together(takes: Sequence[Take]) -> Take:
     """All of them for each chunk."""
 
-    def take(index: Place, rows: View) -> None:
+    def take(index: Place, rows: View, within: Slice | None = None) -> None:
         for each in takes:
-            each(index, rows)
+            each(index, rows, within)
 
     return take
 
@@ -48,6 +53,8 @@ class Gather:
     """and whether the shard is its part of the full matrix already."""
     slot: View | None = None
     """What `show` gave: the shard is in a slot that its peers can read."""
+    pieces: Pieces = (None,)
+    """Hosts: what crosses together, of the rows of a rank; None is all."""
 
     def show(self) -> tuple[Gather, View]:
         """The same gather, from a shard that is yet to be computed into the view that this gives.
@@ -134,15 +141,16 @@ class Gather:
 
     # transports
 
-    def _keep(self, index: Place, rows: View) -> None:
+    def _keep(self, index: Place, rows: View, within: Slice | None = None) -> None:
         """Puts a chunk in its place in the full matrix, where it is not there yet."""
         if index != self.emitter.rank or not self.in_place:
-            self.emitter.copy(rows, self.part(index))
+            self.emitter.copy(rows, cut(self.part(index), within))
 
-    def _local(self, take: Take) -> None:
-        take(self.emitter.rank, self._own())
+    def _local(self, take: Take, within: Slice | None = None) -> None:
+        rows = cut(self._own(), within)
+        take(self.emitter.rank, rows, within)
         if self.whole:
-            self._keep(self.emitter.rank, self._own())
+            self._keep(self.emitter.rank, rows, within)
 
     def _roots(self, take: Take) -> None:
         e, shown = self.emitter, None
@@ -180,32 +188,40 @@ class Gather:
 
     def _hosts(self, path: Path, take: Take) -> None:
         """Each rank sends to those of its place on the other hosts, and the ranks of a host fetch
-        from one another what came: first of their own host."""
+        from one another what came: first of their own host. While a piece is shared and used, the
+        next crosses."""
         e, (inside, across) = self.emitter, self.emitter.levels
         slots = self._host_slots(inside, across.size)
         arrived = e.names.new(f"{slots.buffer}_arrived")
-        e.copy(self._for_host(across.rank), self._landing(slots.select(0, 0), e.rank))
-        inside.notify(arrived, inside.team.others)
-        for k, step in enumerate(across.steps(path), start=1):
-            landing = self._landing(slots.select(0, k), HostPlace(path.chunk.at(k), 0))
-            across.exchange(self._for_host(step.to), step.to, landing, step.source)
-            inside.notify(arrived, inside.team.others, k + 1)
-        for k in range(across.size):
+        steps = [*across.steps(path)]
+        first = 0 if self.in_place else 1  # a shard computed here leaves as it is made
+        turns = [(k, within) for within in self.pieces for k in range(first, across.size)]
+        turns[:0] = [(0, None)] * first
+        for number, (k, within) in enumerate(turns, start=1):
+            slot, sender = slots.select(0, k), HostPlace(path.chunk.at(k), 0) if k else e.rank
+            landing = cut(self._landing(slot, sender), within)
+            if k:
+                src, step = cut(self._for_host(steps[k - 1].to), within), steps[k - 1]
+                across.exchange(src, step.to, landing, step.source)
+            else:
+                e.copy(cut(self._for_host(across.rank), within), landing)
+            inside.notify(arrived, inside.team.others, number)
+        for number, (k, within) in enumerate(turns, start=1):
             slot, host = slots.select(0, k), path.chunk.at(k) if k else 0
             if k:
                 sender = HostPlace(host, 0)
-                rows = self._from_host(slot, sender, inside)
-                take(sender, rows)
+                rows = cut(self._from_host(slot, sender, inside), within)
+                take(sender, rows, within)
                 if self.whole:
-                    self._keep(sender, rows)
+                    self._keep(sender, rows, within)
             else:
-                self._local(take)
+                self._local(take, within)
             for place, step in enumerate(inside.steps(path), start=1):
                 sender = HostPlace(host, path.chunk.at(place))
-                rows = self.part(sender)
-                src = self._from_host(slot, sender, inside)
-                inside.get(src, step.source, rows, arrived, k + 1)
-                take(sender, rows)
+                rows = cut(self.part(sender), within)
+                src = cut(self._from_host(slot, sender, inside), within)
+                inside.get(src, step.source, rows, arrived, number)
+                take(sender, rows, within)
         inside.free(slots)
 
     def _put(self, path: Path, takes: Sequence[Take]) -> None:

@@ -1,6 +1,6 @@
 """How finely a site is cut: slices of `pipeline`, and pieces of each rank's rows.
 
->>> pieces(values, site, chunks=0, fused=True)
+>>> pieces(values, site, STRATEGIES["fused", None], chunks=0)
 4
 
 `unfusable` says why the kernels of the strategy `fused` cannot serve a site, as far as its own ops
@@ -13,9 +13,10 @@ from interlace.ir import Call, Collective, View
 from interlace.ir.kernels import TILE_ROWS, unfit
 from interlace.ir.operators import matmul_of
 from interlace.ir.sizes import Int, counted
-from interlace.passes.sites.cone import lhs_of, result_of
-from interlace.passes.sites.recognise import GatherSite, MatmulSite, ScatterSite
+from interlace.passes.sites.cone import blocks_of, lhs_of, result_of
+from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
 from interlace.passes.sites.values import Dataflow
+from interlace.strategies import Strategy
 
 DEFAULT_SLICES = 4
 PIECE_BYTES = 16 << 20
@@ -33,6 +34,8 @@ LEAST_SLABS, MOST_SLABS = 3, 8
 """Two gain nothing over a reduce-scatter and a gather."""
 SMALL_BYTES = 16 << 20
 """Sums up to this size go back to the peers by one kernel, larger ones by copies."""
+CROSSING_BYTES = 256 << 10
+"""A piece that goes from host to host, if nothing else speaks for smaller ones."""
 MOST_PIECES = 4
 GROUP_ROWS = 1024
 """Rows that a kernel goes through column by column before the next ones, a group of its tiles: in
@@ -46,24 +49,42 @@ def slices(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     return counted(rows, 1, chunks or DEFAULT_SLICES)
 
 
-def pieces(values: Dataflow, site: MatmulSite, chunks: int, fused: bool = False) -> int:
-    """In how many pieces each rank's rows are computed and put: `chunks` are of all ranks.
+def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
+    """In how many pieces each rank's rows travel: `chunks` are of all ranks.
 
-    Pieces let bytes leave sooner, and the last be summed alone; a gather's rows are there from the
-    start. Those of `fused` may be smaller, as all but the last are summed beside the kernel, but
-    are of GROUP_ROWS at least: of whole groups, where some number of them gives that.
+    Pieces of a scatter let bytes leave sooner, and the last be summed alone; the rows of a gather
+    within a host are there from the start. Those of `fused` may be smaller, as all but the last are
+    summed beside the kernel, but are of GROUP_ROWS at least: of whole groups, where some number of
+    them gives that. Of `hierarchical`, one crosses while the last is shared, and multiplied.
     """
-    if isinstance(site, GatherSite):
+    layout, fused, hosts = site.layout, row.name == "fused", row.transport == "hosts"
+    if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
         return 1
-    rows = site.layout.rows[0]
-    if chunks:
-        most = counted(rows, 1, chunks // len(site.layout.rows))
+    if isinstance(site, GatherSite) and not hosts:
+        return 1
+    if hosts and not _pieces_cross(values, site):
+        return 1
+    rows = layout.rows[0]
+    if chunks and (fused or hosts):
+        most = counted(rows, 1, chunks // len(layout.rows))
         step = _tiles(rows) if fused else 1
         return next((n for n in range(most, 1, -1) if rows % (n * step) == 0), 1)
     least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, TILE_ROWS)
+    step = TILE_ROWS
+    if hosts:
+        least, height, step = CROSSING_BYTES, 1, 1
     most = counted(part_bytes(values, site), least, counted(rows, height, MOST_PIECES))
-    fits = [n for n in range(most, 1, -1) if rows % (n * TILE_ROWS) == 0]
+    fits = [n for n in range(most, 1, -1) if rows % (n * step) == 0]
     return next((n for n in fits if rows % (n * height) == 0), fits[0] if fits else 1)
+
+
+def _pieces_cross(values: Dataflow, site: MatmulSite) -> bool:
+    """Whether pieces can go between hosts: an all-to-all takes one stretch, and a scale may be that
+    of many rows."""
+    matmuls = site.matmuls if isinstance(site, GatherSite) else site.cone.ops
+    calls = (values.program.ops[i] for i in matmuls)
+    scaled = any(blocks_of(call) > 1 for call in calls if isinstance(call, Call))
+    return not scaled and collective_of(values, site).kind != EXCHANGE
 
 
 def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
@@ -93,10 +114,15 @@ def _tiles(rows: Int) -> int:
     return TILE_ROWS if rows >= TILE_ROWS else 1
 
 
-def kernel_parts(values: Dataflow, site: MatmulSite, chunks: int) -> int:
-    """How many ranges of rows `fused` moves, of all ranks."""
-    count = slabs(values, site, chunks) or pieces(values, site, chunks, fused=True)
-    return count * len(site.layout.rows)
+def parts(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
+    """How many ranges of rows a strategy moves, of all ranks."""
+    if row.cut == "whole":
+        return 0
+    if row.cut == "slices":
+        return slices(values, site, chunks)
+    count = slabs(values, site, chunks) if row.name == "fused" else 0
+    told = row.name == "fused" or row.transport == "hosts"
+    return (count or (pieces(values, site, row, chunks) if told else 1)) * len(site.layout.rows)
 
 
 def sums_beside(values: Dataflow, site: ScatterSite, count: int) -> bool:
@@ -109,8 +135,12 @@ def by_kernel(nbytes: Int) -> bool:
     return nbytes <= SMALL_BYTES
 
 
-def part_bytes(values: Dataflow, site: ScatterSite) -> Int:
-    """Bytes of the rows that each rank keeps, where all keep as many."""
+def part_bytes(values: Dataflow, site: MatmulSite) -> Int:
+    """Bytes of the rows that each rank gives or keeps, where all have as many."""
+    if isinstance(site, GatherSite):
+        dst = collective_of(values, site).dst
+        assert dst is not None
+        return site.layout.rows[0] * site.width * values.box(dst).dtype.itemsize
     return site.layout.rows[0] * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
 
 

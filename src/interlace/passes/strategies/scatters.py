@@ -17,13 +17,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 from interlace.ir import Chunk, DType, FusedKernel, Index, Slice, View
 from interlace.ir.kernels import turns
 from interlace.ir.sizes import Int
-from interlace.passes.strategies.emitter import Emitter, HostPlace, Place, rank_at
+from interlace.passes.strategies.emitter import Emitter, HostPlace, Pieces, Place, cut, rank_at
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
 
@@ -46,11 +45,13 @@ class Scatter:
     sizes: tuple[Int, ...]
     width: Int
     dtype: DType
-    parts: int = 1
-    """Put: pieces that each rank's rows are computed, travel and are summed in, to leave soon."""
+    pieces: Pieces = (None,)
+    """Put, hosts: what is computed, travels and is summed together, of the rows of a rank, to leave
+    soon; None is all."""
     beside: bool = False
-    """Put: whether the own rows are computed in these pieces too, so that all but the last can be
-    summed while others are computed: between those of the last other rank, half of them behind."""
+    """Whether the own rows are computed in these pieces too, so that all but the last can be summed
+    while others are computed. Put: between those of the last other rank, half of them behind.
+    Hosts: each behind those of the other hosts."""
 
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
@@ -77,14 +78,6 @@ class Scatter:
         stage = self.stage or self._alloc("parts", sum(self.sizes))
         return lambda index: self.emitter.part(stage, index, self.sizes)
 
-    def _pieces(self) -> list[Slice | None]:
-        """Which rows of a rank are computed, put and summed together; None is all."""
-        if self.parts == 1:
-            return [None]
-        rows = self.sizes[0]  # all are equal
-        bounds = [rows * i // self.parts for i in range(self.parts + 1)]
-        return [Slice(0, start, stop) for start, stop in pairwise(bounds)]
-
     def _rows(self, matrices: View, index: Index, owner: Index) -> View:
         """Matrix `index` of several, as far as `owner` has rows."""
         e, largest = self.emitter, max(self.sizes)
@@ -92,11 +85,14 @@ class Scatter:
         return e.head(row, self.sizes, owner, largest)
 
     def _sum(self, slots: View, within: Slice | None = None) -> None:
-        e, largest, out = self.emitter, max(self.sizes), self.out
-        mine = e.head(slots, self.sizes, e.rank, largest, dim=1)
+        """Adds up what all made of the rank's own rows, or of some."""
+        e = self.emitter
+        self._add(e.head(slots, self.sizes, e.rank, max(self.sizes), dim=1), self.out, within)
+
+    def _add(self, slots: View, out: View, within: Slice | None) -> None:
         if within is not None:
-            mine, out = mine.then(dataclasses.replace(within, dim=1)), out.then(within)
-        e.sum_slots(mine, out)
+            slots, out = slots.then(dataclasses.replace(within, dim=1)), out.then(within)
+        self.emitter.sum_slots(slots, out)
 
     def _roots(self, compute: ComputeRows) -> None:
         """One reduction a rank, in the order of the ranks."""
@@ -171,27 +167,34 @@ class Scatter:
             row = matrices.chunk(index, size).view(largest, self.width)
             return e.head(row, self.sizes, owner, largest)
 
-        for number, leaving in enumerate([*across.steps(path), None], start=1):
-            host = 0 if leaving is None else path.chunk.at(number)
-            mine = e.rank if leaving is None else HostPlace(host, 0)
-            shown, into = parts.select(0, number - 1), slots.select(0, number - 1)
+        steps = [*across.steps(path), None]
+        last = len(steps) if self.beside else len(steps) - 1
+        order = [(k, within) for within in self.pieces for k in range(last)]
+        order += [(k, None) for k in range(last, len(steps))]
+        for number, (k, within) in enumerate(order, start=1):
+            leaving, host = steps[k], path.chunk.at(k + 1) if steps[k] else 0
+            mine = HostPlace(host, 0) if leaving else e.rank
+            shown, into = parts.select(0, k), slots.select(0, k)
             for place, step in enumerate(inside.steps(path), start=1):
                 owner = HostPlace(host, path.chunk.at(place))
-                compute(owner, rows(shown, step.to, inside.size, owner))
+                compute(owner, cut(rows(shown, step.to, inside.size, owner), within), within)
                 inside.notify(ready, step.to, number)
-            compute(mine, rows(into, inside.rank, inside.size, mine))
+            compute(mine, cut(rows(into, inside.rank, inside.size, mine), within), within)
             for step in inside.steps(path):
-                src = rows(shown, inside.rank, inside.size, mine)
-                dst = rows(into, step.source, inside.size, mine)
+                src = cut(rows(shown, inside.rank, inside.size, mine), within)
+                dst = cut(rows(into, step.source, inside.size, mine), within)
                 inside.get(src, step.source, dst, ready, number)
             total = rows(came, across.rank, across.size, mine)
             if leaving is not None:
-                total = e.head(sums.select(0, number - 1), self.sizes, mine, largest)
-            e.sum_slots(e.head(into, self.sizes, mine, largest, dim=1), total)
+                total = e.head(sums.select(0, k), self.sizes, mine, largest)
+            self._add(e.head(into, self.sizes, mine, largest, dim=1), total, within)
             if leaving is not None:
-                dst = rows(came, leaving.source, across.size, e.rank)
-                across.exchange(total, leaving.to, dst, leaving.source)
-        self._sum(came)
+                dst = cut(rows(came, leaving.source, across.size, e.rank), within)
+                across.exchange(cut(total, within), leaving.to, dst, leaving.source)
+            elif self.beside:
+                self._sum(came, within)
+        if not self.beside:
+            self._sum(came)
         inside.free(parts)
 
     def _put(self, path: Path, compute: ComputeRows) -> None:
@@ -199,19 +202,19 @@ class Scatter:
         e, staged = self.emitter, self._staged()
         slots = self._alloc("slots", e.size, max(self.sizes), kind="symmetric")
         arrived = e.names.new(f"{slots.buffer}_arrived")
-        pieces = self._pieces()
+        pieces = self.pieces
         mine = self._rows(slots, e.rank, e.rank)
-        own = pieces if self.beside else [None]
+        own = pieces if self.beside else (None,)
         lead = len(pieces) // 2 if self.beside else len(pieces)
         kernel = FusedKernel(kind="scatter_matmul", pieces=len(pieces), lead=lead)
         steps = list(e.steps(path))
         for k, number in turns(kernel, e.size):
             if not k:
-                compute(e.rank, _cut(mine, own[number]), own[number])
+                compute(e.rank, cut(mine, own[number]), own[number])
                 continue
             chunk, within = steps[k - 1].chunk, pieces[number]
-            dst = _cut(self._rows(slots, e.rank, chunk), within)
-            src = _cut(staged(chunk), within)
+            dst = cut(self._rows(slots, e.rank, chunk), within)
+            src = cut(staged(chunk), within)
             compute(chunk, src, within)
             e.put(src, dst, steps[k - 1].to, arrived, number + 1)
         for number, within in enumerate(pieces, start=1):
@@ -219,11 +222,6 @@ class Scatter:
                 e.expect(arrived, step.source, number)
             self._sum(slots, within)
         e.free(slots)
-
-
-def _cut(view: View, within: Slice | None) -> View:
-    """A view, or only some rows of it."""
-    return view if within is None else view.then(within)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 from interlace.ir import Buffer, Call, Chunk, Collective, DType, Op, Slice, Team, View
 from interlace.ir.sizes import Int
@@ -23,7 +24,7 @@ from interlace.passes.strategies.chunks import (
     matrix,
     zero_padding,
 )
-from interlace.passes.strategies.emitter import Emitter, Names, Place
+from interlace.passes.strategies.emitter import Emitter, Names, Pieces, Place
 from interlace.passes.strategies.gathers import Dispatch, Gather, Take
 from interlace.passes.strategies.pieces import (
     by_kernel,
@@ -121,6 +122,13 @@ class _Writer:
         sizes = self.values.box(view).sizes
         return view if len(sizes) == 2 and sizes[1] == width else view.view(-1, width)
 
+    def pieces(self, site: MatmulSite) -> Pieces:
+        """What of the rows of a rank goes together."""
+        count = pieces(self.values, site, self.row, self.chunks)
+        rows = site.layout.rows[0]  # where there are several, all are equal
+        bounds = [rows * i // count for i in range(count + 1)]
+        return tuple(Slice(0, *ends) for ends in pairwise(bounds)) if count > 1 else (None,)
+
     def slices(self, site: MatmulSite, name: str, width: Int, dtype: DType) -> Slices:
         """A site cut into slices."""
         count = slices(self.values, site, self.chunks)
@@ -161,6 +169,7 @@ class _Writer:
             full, shard = self.full(name, sum(layout.shard), width), self.shard(op.src, width)
             kind = Gather
         gather = kind(e, self.row, shard, full, layout.shard, width, box.dtype, site.whole)
+        gather = replace(gather, pieces=self.pieces(site))
         if sliced:
 
             def all_matmuls(pick: Pick, place: ChunkPlace) -> None:
@@ -172,9 +181,9 @@ class _Writer:
             return
 
         def taking(i: int) -> Take:
-            def take(index: Place, rows: View) -> None:
+            def take(index: Place, rows: View, within: Slice | None = None) -> None:
                 place = self.place(rows, op, layout, index, width)
-                self.matmul(i, Pick.ranks(e, layout, index), place)
+                self.matmul(i, Pick.ranks(e, layout, index, within), place)
 
             return take
 
@@ -234,14 +243,11 @@ class _Writer:
         self, site: ScatterSite, stage: View | None, out: View, sizes: tuple[Int, ...], dtype: DType
     ) -> Scatter:
         """The reduction of a site into `out`."""
-        layout, cone, count, beside = site.layout, site.cone, 1, False
-        if self.row.name == "fused":
-            count = pieces(self.values, site, self.chunks, fused=True)
-            beside = sums_beside(self.values, site, count)
-        elif layout.batch == 1 and not layout.padded and len(set(layout.rows)) == 1:
-            count = pieces(self.values, site, 0)
-        e, row, width = self.emitter, self.row, cone.width
-        return Scatter(e, row, cone.value, stage, out, sizes, width, dtype, count, beside)
+        e, row, cone, cuts = self.emitter, self.row, site.cone, self.pieces(site)
+        fused, hosts = row.name == "fused", row.transport == "hosts"
+        beside = fused and sums_beside(self.values, site, len(cuts))
+        beside |= hosts and collective_of(self.values, site).kind == "all_reduce"
+        return Scatter(e, row, cone.value, stage, out, sizes, cone.width, dtype, cuts, beside)
 
     def all_reduce(self, site: ScatterSite, op: Collective) -> None:
         """Matmuls and the all-reduce of what they make: a reduce-scatter, then a gather."""
@@ -289,10 +295,11 @@ class _Writer:
             e.collective("all_gather", mine, full, backend="peer")
             return
         gather = Gather(e, self.row, mine, full, sizes, cone.width, dtype, in_place=True)
+        gather = replace(gather, pieces=self.pieces(site))
         if self.row.transport in ("get", "put"):  # peers fetch the sum from where it is made
             gather, mine = gather.show()
         self.reduction(site, stage, mine, sizes, dtype).run(rows)
-        gather.run(lambda index, view: None)
+        gather.run(lambda index, rows, within=None: None)
 
     def in_slabs(self, site: ScatterSite, stage: View, full: View, count: int) -> None:
         """An all-reduce in slabs: the others' parts of one travel while the next is computed."""

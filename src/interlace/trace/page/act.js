@@ -3,7 +3,7 @@
 function under(panel, event) {
   const area = panel.canvas.getBoundingClientRect();
   const px = event.clientX - area.left, py = event.clientY - area.top - AXIS;
-  const row = panel.rows[Math.floor(py / ROW)];
+  const row = panel.shown[Math.floor(py / ROW)];
   if (!row || py < 0) return null;
   let best = null;
   for (let i = first(panel, row); i < row.spans.length; i++) {
@@ -56,7 +56,7 @@ function listen(panel) {
       if (drag.moved) move(left, Math.max(right - left, 1e-7));
     } else if (drag && !drag.moved) {
       const found = under(panel, event);
-      pick(found ? key(...found) : null, true);
+      pick(found && key(...found) !== picked.op ? key(...found) : null, found && [panel, ...found]);
     }
     drag = null;
   });
@@ -65,10 +65,11 @@ function listen(panel) {
 }
 
 function describe(parent, row, span, panel) {
-  const text = lines.get(key(row, span))?.map(li => li.textContent.trim()).join(" ");
+  const text = lines(key(row, span)).map(li => li.textContent.trim()).join(" ")
+    .replace(/([([]) /g, "$1").replace(/,? ([)\]])/g, "$1");  // in one line
   const site = data.sites[span[4]];
-  make("code", make("p", parent), text ?? data.names[span[3]]);
-  const where = row.program >= 0 ? data.locs[row.program][span[2]] : "";
+  make("code", make("p", parent), text || data.names[span[3]]);
+  const where = place(row, span);
   if (where) make("p", parent, where, "soft");
   if (site) make("p", parent, `site ${site.id} · ${[site.module, site.kind, site.strategy].filter(Boolean).join(" · ")}`);
   if (panel) make("p", parent, `${row.title} · ${data.kinds[span[5]]} · ${time(span[1])} from ${time(span[0])}`, "soft");
@@ -77,95 +78,171 @@ function describe(parent, row, span, panel) {
 function point(panel, event) {
   const found = under(panel, event);
   const hover = found ? key(...found) : null;
-  if (hover !== picked.hover) { picked.hover = hover; redraw(); }
-  tip.hidden = !found;
+  if (hover !== picked.hover || tip.hidden) {
+    picked.hover = hover;
+    tip.hidden = !found;
+    tip.replaceChildren();
+    if (found) describe(tip, ...found, panel);
+    redraw();
+  }
   if (!found) return;
-  tip.replaceChildren();
-  describe(tip, ...found, panel);
   const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
   const below = event.clientY + 18 + tip.offsetHeight < innerHeight;
   tip.style.left = `${Math.max(left, 4)}px`;
   tip.style.top = `${below ? event.clientY + 18 : event.clientY - tip.offsetHeight - 10}px`;
 }
 
-function pick(op, scroll) {
-  lines.get(picked.op)?.forEach(li => li.classList.remove("picked"));
-  picked.op = op === picked.op ? null : op;
+const place = (row, span) => row.program >= 0 ? data.names[data.locs[row.program][span[2]]] ?? "" : "";
+
+function* all(panels = data.panels) {  // [panel, row, span] of every span in sight
+  for (const panel of panels) for (const row of panel.shown) for (const span of row.spans) yield [panel, row, span];
+}
+
+function pick(op, at = null) {  // `at`: the panel, row and span that stand for it
+  for (const li of document.querySelectorAll("#text li.picked")) li.classList.remove("picked");
+  picked.op = op;
+  picked.at = at;
   detail.replaceChildren();
-  detail.hidden = picked.op === null;
-  if (picked.op !== null) {
-    const own = lines.get(picked.op) ?? [];
+  detail.hidden = op === null;
+  if (op !== null) {
+    const own = lines(op), times = [];
     own.forEach(li => li.classList.add("picked"));
-    if (scroll && own.length) reveal(own[0]);
-    const times = [];
-    let shown = null;
-    for (const panel of data.panels) for (const row of panel.rows) for (const span of row.spans) {
-      if (key(row, span) !== picked.op) continue;
-      shown ||= [row, span];
-      times.push(`${panel.source} rank ${row.rank}: ${time(span[1])}`);
+    if (at && own.length) reveal(own[0]);
+    for (const [panel, row, span] of all()) {
+      if (key(row, span) !== op) continue;
+      picked.at ??= [panel, row, span];
+      times.push(`${panel.run} ${panel.source} rank ${row.rank}: ${time(span[1])}`.trim());
     }
-    if (shown) describe(detail, ...shown, null);
+    if (picked.at) describe(detail, ...picked.at.slice(1), null);
     make("p", detail, times.join(" · ") || "this op has no span", "soft");
+  }
+  redraw();
+}
+
+function step(by) {  // the next op of the row, or of what a search found
+  const { matches, at } = picked;
+  let listed = [...all()].filter(([, row, span]) => matches === null || matches.has(key(row, span)));
+  const row = at ? at[1] : listed[0]?.[1];
+  if (matches === null) listed = listed.filter(found => found[1] === row);
+  if (!listed.length) return;
+  const now = at ? listed.findIndex(found => found[2] === at[2]) : -1;
+  const next = listed[now < 0 ? (by > 0 ? 0 : listed.length - 1) : (now + by + listed.length) % listed.length];
+  const [panel, , span] = next, start = span[0] / scale(panel), end = (span[0] + span[1]) / scale(panel);
+  if (start < view.from || end > view.to) move((start + end - view.to + view.from) / 2);
+  panel.box.scrollIntoView({ block: "nearest" });
+  pick(key(next[1], span), next);
+}
+
+let texts = null;  // what a search looks at, by op; made by the first search
+function search(words) {
+  if (texts === null) {
+    texts = new Map();
+    for (const [, row, span] of all()) {
+      const site = data.sites[span[4]];
+      const said = [data.names[span[3]], place(row, span), site?.module, site?.kind, site?.strategy];
+      if (!texts.has(key(row, span))) texts.set(key(row, span), said.join(" ").toLowerCase());
+    }
+    for (const li of document.querySelectorAll("#text li[data-op]")) {
+      texts.set(li.dataset.op, `${texts.get(li.dataset.op) ?? ""} ${li.textContent.trim().toLowerCase()}`);
+    }
+  }
+  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = [...texts].filter(([, text]) => wanted.every(word => text.includes(word)));
+  picked.matches = wanted.length ? new Set(found.map(([op]) => op)) : null;
+  document.getElementById("found").textContent = wanted.length ? `${found.length} of ${texts.size} ops` : "";
+  for (const li of document.querySelectorAll("#text li[data-op]")) {
+    li.classList.toggle("found", picked.matches?.has(li.dataset.op) ?? false);
   }
   redraw();
 }
 
 function reveal(line) {
   const area = document.getElementById("text");
-  const top = line.offsetTop - area.offsetTop;
-  if (top < area.scrollTop + 40 || top > area.scrollTop + area.clientHeight - 40) {
-    area.scrollTop = top - area.clientHeight / 2;
-  }
+  line.closest("details").open = true;
+  const top = line.getBoundingClientRect().top - area.getBoundingClientRect().top;
+  if (top < 40 || top > area.clientHeight - 40) area.scrollTop += top - area.clientHeight / 2;
 }
 
 function pickSite(tr) {
   const [program, id] = tr.dataset.site.split(":").map(Number);
-  const place = data.sites.findIndex(site => site.program === program && site.id === id);
-  picked.site = picked.site === place ? null : place;
+  const site = data.sites.find(site => site.program === program && site.id === id);
+  picked.site = picked.site === site.group ? null : site.group;
   for (const other of document.querySelectorAll("#sites tbody tr")) {
     other.classList.toggle("picked", other === tr && picked.site !== null);
   }
   redraw();
 }
 
-lines.forEach((own, op) => own.forEach(li => li.addEventListener("click", () => pick(op, false))));
+const on = (id, name, act) => document.getElementById(id).addEventListener(name, act);
+on("text", "click", event => {
+  const op = event.target.closest("li[data-op]")?.dataset.op;
+  if (op) pick(op === picked.op ? null : op);
+});
 for (const tr of document.querySelectorAll("#sites tbody tr")) {
   tr.addEventListener("click", () => pickSite(tr));
   tr.addEventListener("keydown", event => { if (event.key === "Enter") pickSite(tr); });
 }
-const on = (id, act) => document.getElementById(id).addEventListener("click", act);
-on("zoom-in", () => zoom(0.6));
-on("zoom-out", () => zoom(1 / 0.6));
-on("fit", () => move(0, 1));
-on("theme", () => setTheme(root.dataset.theme === "dark" ? "light" : "dark"));
-const same = document.getElementById("same-scale"), all = document.getElementById("all-arrows");
+on("zoom-in", "click", () => zoom(0.6));
+on("zoom-out", "click", () => zoom(1 / 0.6));
+on("fit", "click", () => move(0, 1));
+on("theme", "click", () => setTheme(root.dataset.theme === "dark" ? "light" : "dark"));
+const same = document.getElementById("same-scale"), every = document.getElementById("all-arrows");
+const find = document.getElementById("find");
 same.checked = view.same;
 same.addEventListener("change", () => { view.same = same.checked; redraw(); });
-all.addEventListener("change", () => { picked.arrows = all.checked; redraw(); });
+every.addEventListener("change", () => { picked.arrows = every.checked; redraw(); });
+find.addEventListener("input", () => search(find.value));
+find.addEventListener("keydown", event => { if (event.key === "Enter") step(event.shiftKey ? -1 : 1); });
+on("rank", "change", event => { pick(null); texts = null; show(event.target.value); search(find.value); });
+function clear() {
+  find.value = "";
+  search("");
+  pick(null);
+  picked.site = null;
+  document.querySelector("#sites tr.picked")?.classList.remove("picked");
+}
 addEventListener("keydown", event => {
-  if (event.target.tagName === "INPUT" || event.ctrlKey || event.metaKey || event.altKey) return;
-  const step = (view.to - view.from) * 0.1;
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  tip.hidden = true;
+  if (event.key === "Escape") { clear(); event.target.blur(); return; }
+  if (["INPUT", "SELECT"].includes(event.target.tagName)) return;
+  const part = (view.to - view.from) * 0.1;
   const act = {
     "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "0": () => move(0, 1),
-    w: () => zoom(0.6), s: () => zoom(1 / 0.6), a: () => move(view.from - step), d: () => move(view.from + step),
-    ArrowLeft: () => move(view.from - step), ArrowRight: () => move(view.from + step), Escape: () => pick(null),
+    w: () => zoom(0.6), s: () => zoom(1 / 0.6), a: () => move(view.from - part), d: () => move(view.from + part),
+    ArrowLeft: () => move(view.from - part), ArrowRight: () => move(view.from + part),
+    n: () => step(1), p: () => step(-1), "/": () => find.focus(),
   }[event.key];
-  if (act) { act(); if (event.key.startsWith("Arrow")) event.preventDefault(); }
+  if (act) { act(); if (event.key.startsWith("Arrow") || event.key === "/") event.preventDefault(); }
 });
 addEventListener("resize", redraw);
 
+const paper = matchMedia("print");
+paper.addEventListener("change", () => {
+  view.paper = paper.matches;
+  readInk();
+  data.panels.forEach(draw);
+});
 function setTheme(theme) {
   root.dataset.theme = theme;
   readInk();
   redraw();
 }
-// A link may choose: page.html#theme=dark&op=0:12&from=0.2&to=0.4&arrows=1
+// A link may choose: page.html#theme=dark&op=0:12&from=0.2&to=0.4&arrows=1&rank=0&find=all_gather
 const asks = new URLSearchParams(location.hash.slice(1));
 const dark = matchMedia("(prefers-color-scheme: dark)");
 dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+show(asks.get("rank") ?? "");
 setTheme(asks.get("theme") === "dark" || (!asks.has("theme") && dark.matches) ? "dark" : "light");
-if (asks.has("arrows")) all.checked = picked.arrows = true;
-if (asks.has("op")) pick(asks.get("op"), true);
+if (asks.has("arrows")) every.checked = picked.arrows = true;
+if (asks.has("op")) {
+  const op = asks.get("op"), at = [...all()].find(([, row, span]) => key(row, span) === op);
+  pick(op, at);
+  if (!at) lines(op).slice(0, 1).forEach(reveal);
+}
 if (asks.has("from")) move(Number(asks.get("from")), Math.max(Number(asks.get("to") || 1) - Number(asks.get("from")), 1e-7));
+if (asks.has("find")) search(find.value = asks.get("find"));
 data.panels.forEach(draw);
+asked = false;
+root.dataset.took = Math.round(performance.now());
 root.dataset.ready = "yes";

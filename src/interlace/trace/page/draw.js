@@ -1,17 +1,14 @@
 // Drawing: time to pixels, spans and arrows onto the canvases.
 
 const scale = panel => view.same ? longest : Math.max(panel.makespan, 1e-6);
-const width = panel => panel.canvas.clientWidth;
-const x = (panel, us) => (us / scale(panel) - view.from) / (view.to - view.from) * width(panel);
+const x = (panel, us) => (us / scale(panel) - view.from) / (view.to - view.from) * panel.wide;
+const INKS = ["ink", "soft", "line", "grid", "accent", "plain", "plain-comm", "quiet", "on", "card", "exposed", "bare"];
 
 function readInk() {
   const style = getComputedStyle(root);
   const get = name => style.getPropertyValue(`--${name}`).trim();
-  ink = { sites: [] };
-  for (const name of ["ink", "soft", "line", "grid", "accent", "plain", "plain-comm", "quiet", "on", "card"]) {
-    ink[name] = get(name);
-  }
-  for (let i = 0; i < 10; i++) ink.sites.push(get(`s${i}`));
+  ink = Object.fromEntries(INKS.map(name => [name, get(name)]));
+  ink.sites = Array.from({ length: 10 }, (_, i) => get(`s${i}`));
   const tile = document.createElement("canvas");
   tile.width = tile.height = 8;
   const pen = tile.getContext("2d");
@@ -22,30 +19,17 @@ function readInk() {
   for (const shift of [-8, 0, 8]) { pen.moveTo(shift - 1, 9); pen.lineTo(shift + 9, -1); }
   pen.stroke();
   ink.stripes = pen.createPattern(tile, "repeat");
-  const colour = where => {
-    const [program, id] = where.split(":").map(Number);
-    return data.sites.findIndex(site => site.program === program && site.id === id);
-  };
-  for (const element of document.querySelectorAll("[data-site]")) {
-    const place = colour(element.dataset.site);
-    const shade = place < 0 ? "transparent" : ink.sites[place % 10];
-    if (element.tagName === "LI") element.style.borderLeftColor = shade;
-    else {
-      const cell = element.cells[0];
-      (cell.firstElementChild || make("i", cell)).style.background = shade;
-    }
-  }
 }
 
 function shade(span) {
   if (span[5] !== COMPUTE && span[5] !== COMM) return ink.quiet;  // a wait is no work of its site
-  if (span[4] >= 0) return ink.sites[span[4] % 10];
+  if (span[4] >= 0) return ink.sites[group(span) % 10];
   return span[5] === COMM ? ink["plain-comm"] : ink.plain;
 }
 
 function draw(panel) {
   const { canvas } = panel, dpr = window.devicePixelRatio || 1;
-  const wide = width(panel), high = AXIS + ROW * panel.rows.length + 4;
+  const wide = panel.wide = view.paper ? PAPER : canvas.clientWidth, high = AXIS + ROW * panel.shown.length + 4;
   canvas.style.height = `${high}px`;
   canvas.width = Math.round(wide * dpr);
   canvas.height = Math.round(high * dpr);
@@ -55,7 +39,8 @@ function draw(panel) {
   pen.font = "11px system-ui, 'DejaVu Sans', sans-serif";
   pen.textBaseline = "middle";
   axis(panel, pen, wide, high);
-  panel.rows.forEach((row, y) => spans(panel, row, AXIS + y * ROW, pen, wide));
+  exposed(panel, pen, wide);
+  panel.shown.forEach((row, y) => (row.head ? head : spans)(panel, row, AXIS + y * ROW, pen, wide));
   arrows(panel, pen);
   if (panel.sweep) {
     pen.fillStyle = ink.accent;
@@ -79,39 +64,76 @@ function axis(panel, pen, wide, high) {
     pen.lineTo(at, high);
     pen.stroke();
     pen.fillStyle = ink.soft;
-    pen.fillText(time(us), at + 3, 9);
+    if (at + 3 + pen.measureText(time(us)).width <= wide) pen.fillText(time(us), at + 3, 9);
   }
-  panel.rows.forEach((row, y) => {
-    if (y && panel.rows[y - 1].rank !== row.rank) {
-      pen.strokeStyle = ink.line;
-      pen.beginPath();
-      pen.moveTo(0, AXIS + y * ROW - 2);
-      pen.lineTo(wide, AXIS + y * ROW - 2);
-      pen.stroke();
+}
+
+function head(panel, row, top, pen, wide) {  // a part's whole length, to compare by eye
+  const { part } = row, end = x(panel, part.makespan), start = x(panel, 0);
+  const faster = part === panel.parts[0] ? "" : ` · ${part.gain.toFixed(2)}x as fast`;
+  const text = time(part.makespan) + faster, room = pen.measureText(text).width + 12;
+  pen.fillStyle = ink.ink;
+  pen.fillRect(start, top + 12, end - start, 2);
+  pen.fillRect(end - 2, top + 7, 2, 12);
+  const right = end + room < wide;
+  const at = right ? end + 6 : Math.max(4, Math.min(end, wide) - room);
+  if (!right) {
+    pen.fillStyle = ink.card;
+    pen.fillRect(at - 4, top + 4, room - 2, 18);
+    pen.fillStyle = ink.ink;
+  }
+  pen.fillText(text, at, top + 14);
+}
+
+function exposed(panel, pen, wide) {  // behind a rank's rows, and as a line below them
+  for (let y = 0; y < panel.shown.length;) {
+    const { part, rank, head } = panel.shown[y];
+    let end = y + 1;
+    while (end < panel.shown.length && panel.shown[end].rank === rank && panel.shown[end].part === part) end++;
+    const top = AXIS + y * ROW, bottom = AXIS + end * ROW;
+    if (y && !head && !panel.shown[y - 1].head) {
+      pen.fillStyle = ink.line;
+      pen.fillRect(0, top - 2, wide, 1);
     }
-  });
+    let drawn = -1;
+    for (const [start, length] of head ? [] : part.exposed[rank] ?? []) {
+      const left = x(panel, start), right = x(panel, start + length);
+      if (left > wide) break;
+      if (right <= drawn) continue;
+      drawn = Math.max(left, 0) + 1;
+      pen.fillStyle = ink.bare;
+      pen.fillRect(left, top - 2, right - left, bottom - top);
+      pen.fillStyle = ink.exposed;
+      pen.fillRect(left, bottom - 5, Math.max(right - left, 1), 3);
+    }
+    y = end;
+  }
 }
 
 function spans(panel, row, top, pen, wide) {
-  const dim = picked.site !== null;
+  const dims = span => (picked.site !== null && group(span) !== picked.site)
+    || (picked.matches !== null && !picked.matches.has(key(row, span)));
+  const any = picked.op !== null || picked.hover !== null;
+  const some = picked.site !== null || picked.matches !== null;
   let drawn = -1;  // pixels up to here hold a span: many in one pixel are drawn once
   for (let i = first(panel, row); i < row.spans.length; i++) {
     const span = row.spans[i], left = x(panel, span[0]), right = x(panel, span[0] + span[1]);
     if (left > wide) break;
-    const chosen = picked.op === key(row, span) || picked.hover === key(row, span);
-    if (right <= drawn && !chosen) continue;
+    const chosen = any && [picked.op, picked.hover].includes(key(row, span));
+    const dim = some && dims(span);
+    if (right <= drawn && !chosen && (dim || !some)) continue;
     const from = Math.max(left, -2), to = Math.min(Math.max(right - 0.5, left + 1), wide + 2);
     const main = span[5] === COMPUTE || span[5] === COMM;
     const [up, tall] = main ? [top, BAR] : [top + 6, 8];
     drawn = Math.max(drawn, from + 1);
-    pen.globalAlpha = dim && span[4] !== picked.site ? 0.18 : main ? 1 : 0.4;
+    pen.globalAlpha = dim ? 0.18 : main ? 1 : 0.4;
     pen.fillStyle = shade(span);
     pen.fillRect(from, up, to - from, tall);
     if (span[5] === COMM && to - from > 2) {
       pen.fillStyle = ink.stripes;
       pen.fillRect(from, up, to - from, tall);
     }
-    pen.globalAlpha = dim && span[4] !== picked.site ? 0.3 : 1;
+    pen.globalAlpha = dim ? 0.3 : 1;
     if (main && to - from > 34) {
       pen.save();
       pen.beginPath();
@@ -141,16 +163,23 @@ function first(panel, row) {  // the first span that may end in sight, by bisect
   return low;
 }
 
+function links(part) {  // its arrows, from a row and span to another
+  if (part.links) return part.links;
+  const at = new Map();
+  for (const row of part.rows) for (const span of row.spans) at.set(`${row.rank}:${span[2]}`, [row, span]);
+  const end = (rank, op) => at.get(`${rank}:${op}`);
+  return part.links = part.arrows.map(([kind, , ...ends]) => [kind, end(ends[0], ends[1]), end(ends[2], ends[3])])
+    .filter(([, source, target]) => source && target);
+}
+
 function arrows(panel, pen) {
-  const program = new Map(panel.rows.map(row => [row.rank, row.program]));
-  for (const [kind, , fromRank, fromOp, toRank, toOp] of panel.arrows) {
-    const ends = [`${program.get(fromRank)}:${fromOp}`, `${program.get(toRank)}:${toOp}`];
-    const near = ends.some(end => end === picked.op || end === picked.hover);
-    if (!picked.arrows && !near) continue;
-    const source = panel.at.get(`${fromRank}:${fromOp}`), target = panel.at.get(`${toRank}:${toOp}`);
-    if (!source || !target) continue;
-    const ax = x(panel, source[1][0] + source[1][1]), ay = AXIS + source[0] * ROW + BAR / 2;
-    const bx = x(panel, target[1][0] + target[1][1]), by = AXIS + target[0] * ROW + BAR / 2;
+  if (!picked.arrows && picked.op === null && picked.hover === null) return;
+  for (const [kind, source, target] of panel.parts.flatMap(links)) {
+    const near = [source, target].some(end => [picked.op, picked.hover].includes(key(...end)));
+    const [from, to] = [source, target].map(([row]) => panel.shown.indexOf(row));
+    if ((!picked.arrows && !near) || from < 0 || to < 0) continue;
+    const ax = x(panel, source[1][0] + source[1][1]), ay = AXIS + from * ROW + BAR / 2;
+    const bx = x(panel, target[1][0] + target[1][1]), by = AXIS + to * ROW + BAR / 2;
     pen.strokeStyle = pen.fillStyle = kind === "event" ? ink.accent : ink.ink;
     pen.globalAlpha = near ? 1 : 0.35;
     pen.lineWidth = 1.3;
@@ -168,7 +197,7 @@ function arrows(panel, pen) {
   }
 }
 
-let asked = false;
+let asked = true;  // the first time all is drawn at once, at the end of the script
 function redraw() {
   if (asked) return;
   asked = true;

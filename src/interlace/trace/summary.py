@@ -1,0 +1,193 @@
+"""What a page says in figures: its head, and the tables of overlap and of sites.
+
+The head and the last rows of the table of overlap are the same sums over all runs of the page
+(`totals`): forward and backward, say, on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from interlace.cost.timeline import Figures, Timeline
+from interlace.ir import Program, Site
+from interlace.trace.figures import (
+    HEADINGS,
+    SiteFigures,
+    figure_cells,
+    milliseconds,
+    parts_of,
+    rank_name,
+    site_figures,
+)
+from interlace.trace.page_data import SOURCES, PageSite, first_numbers
+from interlace.trace.tracks import Run, ranks_of
+
+OVERLAP = (*HEADINGS, "waiting")
+SITES = ("", "program", "site", "module", "kind", "strategy", "serial", "predicted", "gain")
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A schedule's figures summed over all runs: makespans one after another, the rest over ranks
+    as well."""
+
+    label: str
+    source: str
+    figures: Figures
+    room_s: float
+    """Time of all ranks: makespan times ranks."""
+
+    @property
+    def waiting_s(self) -> float:
+        """Time in which ranks neither computed nor communicated."""
+        return max(0.0, self.room_s - self.figures.compute_s - self.figures.exposed_s)
+
+
+def total(label: str, source: str, timelines: Sequence[Timeline]) -> Total:
+    """The sum of some timelines of one source."""
+    each = [timeline.figures() for timeline in timelines]
+    sums = Figures(
+        sum(figures.makespan_s for figures in each),
+        sum(figures.compute_s for figures in each),
+        sum(figures.comm_s for figures in each),
+        sum(figures.overlap_s for figures in each),
+    )
+    room = sum(it.makespan_s * len(it.ranks) for it in timelines)
+    return Total(label, source, sums, room)
+
+
+def totals(runs: Sequence[Run], source: str) -> list[Total]:
+    """Of what the runs are compared with, if all are, and of the runs; none if one was not seen."""
+    own = [timeline for run in runs if (timeline := run.timeline(source))]
+    before = [it for run in runs if run.before and (it := run.before.timeline(source))]
+    if not runs or len(own) < len(runs):
+        return []
+    ours = total(runs[0].label if before else "", source, own)
+    if len(before) < len(runs) or runs[0].before is None:
+        return [ours]
+    return [total(runs[0].before.label, source, before), ours]
+
+
+def head_totals(runs: Sequence[Run]) -> list[list[Total]]:
+    """What the head shows: the totals of each source that all runs have, a comparison first."""
+    known = [found for source in SOURCES if (found := totals(runs, source))]
+    return sorted(known, key=len, reverse=True)
+
+
+def overlap_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """A row for each rank of each timeline, for its ranks together, and for all runs together."""
+    rows: list[tuple[str, ...]] = []
+    for source in SOURCES:
+        for run in runs:
+            shown = [(part, it) for part in run.parts if (it := part.timeline(source))]
+            for part, timeline in shown:
+                label = part.label if len(shown) > 1 else ""
+                rows += _rank_rows(_joined(run.name, label, source), timeline)
+        for it in totals(runs, source) if len(runs) > 1 else ():
+            rows.append(_row(_joined("all runs,", it.label, source), "all", it))
+    return rows
+
+
+def _rank_rows(name: str, timeline: Timeline) -> Iterator[tuple[str, ...]]:
+    for rank in parts_of(timeline):
+        part = timeline if rank is None else timeline.of(rank=rank)
+        yield _row(name, rank_name(rank), total("", "", [part]))
+
+
+def _row(name: str, rank: str, found: Total) -> tuple[str, ...]:
+    return name, rank, *figure_cells(found.figures), milliseconds(found.waiting_s)
+
+
+def _joined(*words: str) -> str:
+    return " ".join(filter(None, words))
+
+
+# -- sites --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SiteRow:
+    """A site's row in the table, and where it stands in the page."""
+
+    place: PageSite
+    cells: tuple[str, ...]
+
+
+def site_headings(runs: Sequence[Run]) -> tuple[str, ...]:
+    """The columns of the table of sites: with measured times where there are any."""
+    source, before = _source(runs), _measured_before(runs)
+    measured = ("measured",) if source == "measured" else ()
+    beside = (f"measured {before}",) if before else ()
+    return (*SITES, *beside, *measured, f"exposed, {source}", "reason")
+
+
+def site_rows(runs: Sequence[Run]) -> list[SiteRow]:
+    """The sites of all runs; what they took is that of the slowest rank."""
+    source, first, beside = _source(runs), first_numbers(runs), bool(_measured_before(runs))
+    rows: list[SiteRow] = []
+    for run in runs:
+        took = _slowest(run, source)
+        before = _slowest(run.before, source) if run.before else {}
+        for place, program in enumerate(run.programs):
+            for site in program.sites:
+                key = place, site.id
+                was = before.get(key) if _same_site(run.before, place, site) else None
+                mine = took.get(key)
+                measured = (_took(was),) * beside + (_took(mine),) * (source == "measured")
+                cells = (
+                    *_known(program, site),
+                    *measured,
+                    "" if mine is None else milliseconds(mine.exposed_s),
+                    site.reason,
+                )
+                rows.append(SiteRow((first[id(run)] + place, site.id), cells))
+    return rows
+
+
+def _source(runs: Sequence[Run]) -> str:
+    return "measured" if any(run.measured for run in runs) else "predicted"
+
+
+def _measured_before(runs: Sequence[Run]) -> str:
+    """What the schedules are called that measured runs are compared with; empty: none was."""
+    return next((run.before.label for run in runs if run.before and run.before.measured), "")
+
+
+def _same_site(before: Run | None, place: int, site: Site) -> bool:
+    programs = before.programs if before else ()
+    sites = programs[place].sites if place < len(programs) else ()
+    return any((other.id, other.module) == (site.id, site.module) for other in sites)
+
+
+def _slowest(run: Run, source: str) -> dict[PageSite, SiteFigures]:
+    """What each site of each Program of a run took, on the rank where it took longest."""
+    timeline = run.timeline(source)
+    if timeline is None:
+        return {}
+    owner = {rank: i for i, program in enumerate(run.programs) for rank in ranks_of(program)}
+    found: dict[PageSite, SiteFigures] = {}
+    for (rank, site), took in site_figures(timeline).items():
+        key = owner.get(rank, -1), site
+        found[key] = max(found.get(key, took), took, key=lambda it: it.took_s)
+    return found
+
+
+def _known(program: Program, site: Site) -> tuple[str, ...]:
+    """What `SITES` names."""
+    gain = ""
+    if site.serial_ms and site.predicted_ms:
+        gain = f"{site.serial_ms / site.predicted_ms:.2f}x"
+    return (
+        *("", program.name, str(site.id), site.module, site.kind),
+        " ".join(filter(None, (site.strategy, site.protocol))),
+        *(_ms(site.serial_ms), _ms(site.predicted_ms), gain),
+    )
+
+
+def _took(found: SiteFigures | None) -> str:
+    return "" if found is None else milliseconds(found.took_s)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else milliseconds(value / 1e3)
