@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/decode.py
 
 Each rank has some of the heads, and the cache of these. `interlace.compile` keeps the host's share
-of a step small; on GPUs `graph=True` replays each step as a CUDA graph as well. The cache is an
-argument that the step writes in place, always at the same address, so nothing of it is copied.
+of a step small; on GPUs `graph=True` replays each step as a CUDA graph as well. Token, position and
+cache stay at the same addresses, so one graph serves all steps, and nothing of the cache is copied.
 """
 
 from __future__ import annotations
@@ -83,13 +83,14 @@ def generate(call: Callable[..., Tensor], prompt: Tensor, ranks: int) -> tuple[T
     """The NEW likeliest tokens [batch, NEW], and the milliseconds of the median step."""
     sizes = BATCH, DIM // HEAD // ranks, PROMPT + NEW, HEAD
     cache = [tuple(torch.zeros(sizes, device=DEVICE) for _ in "kv") for _ in range(LAYERS)]
-    positions = torch.arange(PROMPT + NEW, device=DEVICE)
-    token = call(prompt, cache, positions[:PROMPT]).argmax(-1, keepdim=True)
-    found, took = [token], []
-    for at in range(PROMPT, PROMPT + NEW - 1):
+    at = torch.arange(PROMPT, device=DEVICE)
+    token = call(prompt, cache, at).argmax(-1, keepdim=True)
+    found, took, at = [token.clone()], [], at[-1:].clone()
+    for _ in range(NEW - 1):  # all arguments stay at their addresses, for which a graph is made
         began = time.perf_counter()
-        token = call(token, cache, positions[at : at + 1]).argmax(-1, keepdim=True)
-        found.append(token)
+        at += 1
+        token.copy_(call(token, cache, at).argmax(-1, keepdim=True))
+        found.append(token.clone())
         token[0, 0].item()  # as where an end is looked for
         took.append(time.perf_counter() - began)
     return torch.cat(found, 1), sorted(took)[len(took) // 2] * 1e3
