@@ -38,6 +38,7 @@ def example(
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.slow  # tests/nn and tests/tensor_parallel have its parts
 def test_llama_trains_alike_in_every_way(tmp_path: Path) -> None:
     """Two ranks of tensor parallelism under FSDP2's two: the losses of the unparallelised model."""
     losses = tmp_path / "losses.csv"

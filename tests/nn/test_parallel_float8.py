@@ -88,7 +88,7 @@ def by_hand(kind: str, given: Any, recipe: Recipe) -> list[Tensor]:
         dx = dx.chunk(len(xs))[rank] if kind == "all_gather" else dx
         full = torch.cat(xs)
         dws = [dy.t() @ full for dy in ups]
-        if kind == "copy" and not by_row:
+        if len(xs) == 1 and not by_row:  # one scale each: nothing to bring to a common one
             dws = [matmul(dy.t(), x8s[0].t(), x.dtype) for dy in dys]
         elif not by_row:
             cut = [[quantize(part, recipe.gradient, recipe, amax=amax_of(dy))
