@@ -61,8 +61,9 @@ class BucketExchange:
     about: str
     """The parameters, for messages."""
     peer: bool
-    """Whether ranks take what is not in their shard from the peer's memory, and send nothing."""
-    copies: bool = False
+    """Whether owners take gradients outside their shard from the peer's memory, and nothing is sent;
+    then weights go by `copies`."""
+    copies: bool
     """Whether weights are copied from their owners' memory: on GPUs by copy engines, which leave
     every SM to the updates and the forward, while a collective would wait on some of them."""
 
@@ -82,8 +83,7 @@ class BucketExchange:
             return self._program(name, flat, self._copied(ranks, rank), ranks, rank, shared=True)
         ends = [(m, m.owner, m.holder) for m in self.plan.messages()]
         ops = [*self._moves(ends, rank), "all_gather(flat[dp.rank], flat, team=dp"]
-        shared = self.peer and bool(ends)
-        return self._program(name, flat, ops, ranks, rank if ends else None, shared=shared)
+        return self._program(name, flat, ops, ranks, rank if ends else None)
 
     def _copied(self, ranks: int, rank: int) -> list[str]:
         """This rank's part of a gather by copies."""
@@ -126,7 +126,7 @@ class BucketExchange:
         ranks: int,
         rank: int | None,
         *,
-        shared: bool,
+        shared: bool = False,
     ) -> Program:
         """The ops, all on one buffer; with a rank, for that one alone. `shared`: peers read it."""
         registered = ".registered(dp)" if shared else ""

@@ -84,7 +84,7 @@ def by_copies_if_possible(
     if transport == "auto" and device.type == "cuda":
         try:
             return make(True)
-        except BackendError as error:  # on every rank: other hosts, or memory that none can map
+        except BackendError as error:  # on every rank: one of them cannot share its memory
             log.info("LayerWise gathers weights by NCCL, not by copies: %s", error)
     return make(False)
 
