@@ -61,8 +61,8 @@ class BucketExchange:
     about: str
     """The parameters, for messages."""
     peer: bool
-    """Whether owners take gradients outside their shard from the peer's memory, and nothing is sent;
-    then weights go by `copies`."""
+    """Whether owners take gradients outside their shard from the peer's memory, and send nothing;
+    weights go by `copies` then."""
     copies: bool
     """Whether weights are copied from their owners' memory: on GPUs by copy engines, which leave
     every SM to the updates and the forward, while a collective would wait on some of them."""

@@ -19,13 +19,13 @@ from interlace.passes.strategies.emitter import Emitter, HostPlace, PathStep, Pi
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
 
-class Take(Protocol):
+class TakeRows(Protocol):
     """Emits what is made of the rows of a rank, or only of those `within` them."""
 
     def __call__(self, index: Place, rows: View, within: Slice | None = None) -> None: ...
 
 
-def _together(takes: Sequence[Take]) -> Take:
+def _together(takes: Sequence[TakeRows]) -> TakeRows:
     """All of them for each chunk."""
 
     def take(index: Place, rows: View, within: Slice | None = None) -> None:
@@ -65,7 +65,7 @@ class Gather:
         shard = self._head(slot, self.emitter.rank)
         return replace(self, slot=slot, shard=shard, in_place=False), shard
 
-    def run(self, *takes: Take) -> None:
+    def run(self, *takes: TakeRows) -> None:
         """Emits the transfers."""
         take, path = _together(takes), self.row.gather
         if self.slot is not None:
@@ -146,13 +146,13 @@ class Gather:
         if index != self.emitter.rank or not self.in_place:
             self.emitter.copy(rows, cut(self.part(index), within))
 
-    def _local(self, take: Take, within: Slice | None = None) -> None:
+    def _local(self, take: TakeRows, within: Slice | None = None) -> None:
         rows = cut(self._own(), within)
         take(self.emitter.rank, rows, within)
         if self.whole:
             self._keep(self.emitter.rank, rows, within)
 
-    def _roots(self, take: Take) -> None:
+    def _roots(self, take: TakeRows) -> None:
         e, shown = self.emitter, None
         if len(set(self.sizes)) > 1:  # source and destination have one size on all ranks
             shown = e.alloc(f"{self.full.buffer}_shown", self.dtype, (sum(self.sizes), self.width))
@@ -162,14 +162,14 @@ class Gather:
             e.collective("broadcast", src, self.part(root), root=root)
             take(root, self.part(root))
 
-    def _messages(self, path: Path, take: Take) -> None:
+    def _messages(self, path: Path, take: TakeRows) -> None:
         self._local(take)
         for step in self.emitter.steps(path):
             rows = self.part(step.chunk)
             self.emitter.exchange(self._leaving(step), step.to, rows, step.source)
             take(step.chunk, rows)
 
-    def _get(self, path: Path, take: Take) -> None:
+    def _get(self, path: Path, take: TakeRows) -> None:
         """Each rank shows its rows; its peers fetch them in the order in which they need them."""
         e = self.emitter
         slot, mine = self._shown()
@@ -186,7 +186,7 @@ class Gather:
             self._local(take)
         e.free(slot)
 
-    def _hosts(self, path: Path, take: Take) -> None:
+    def _hosts(self, path: Path, take: TakeRows) -> None:
         """Each rank sends to those of its place on the other hosts, and the ranks of a host fetch
         from one another what came: first of their own host. While a piece is shared and used, the
         next crosses."""
@@ -224,7 +224,7 @@ class Gather:
                 take(sender, rows, within)
         inside.free(slots)
 
-    def _put(self, path: Path, takes: Sequence[Take]) -> None:
+    def _put(self, path: Path, takes: Sequence[TakeRows]) -> None:
         """Each rank writes its rows into its peers' slots, in the order in which they need them."""
         e, slots = self.emitter, self._slots()
         arrived = e.names.new(f"{slots.buffer}_arrived")

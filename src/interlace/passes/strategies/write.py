@@ -25,7 +25,7 @@ from interlace.passes.strategies.chunks import (
     zero_padding,
 )
 from interlace.passes.strategies.emitter import Emitter, Names, Pieces, Place
-from interlace.passes.strategies.gathers import Dispatch, Gather, Take
+from interlace.passes.strategies.gathers import Dispatch, Gather, TakeRows
 from interlace.passes.strategies.pieces import (
     by_kernel,
     collective_of,
@@ -180,7 +180,7 @@ class _Writer:
             cut.gather(gather.shard, gather.full if site.whole else None, all_matmuls)
             return
 
-        def taking(i: int) -> Take:
+        def taking(i: int) -> TakeRows:
             def take(index: Place, rows: View, within: Slice | None = None) -> None:
                 place = self.place(rows, op, layout, index, width)
                 self.matmul(i, Pick.ranks(e, layout, index, within), place)
