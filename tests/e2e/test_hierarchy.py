@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -124,12 +125,17 @@ def _gather_uneven(parts: list[torch.Tensor], x: torch.Tensor) -> None:
 
 
 def exact(
-    strategies: tuple[StrategyName, ...], kinds: tuple[str, ...], seed: int, chunks: int = 0
+    strategies: tuple[StrategyName, ...],
+    kinds: tuple[str, ...],
+    seed: int,
+    chunks: int = 0,
+    device: str = "cpu",
+    **more: Any,
 ) -> list[str]:
-    """Which strategies differ from plain collectives, or could not serve."""
+    """Which strategies differ from plain collectives, or could not serve; `more` are options."""
     wrong, (world, me) = list[str](), (dist.get_world_size(), dist.get_rank())
     found: list[Any] = [None] * world
-    dist.all_gather_object(found, Path("/proc/sys/kernel/hostname").read_text())
+    dist.all_gather_object(found, socket.gethostname())
     hosts = [[r for r in range(world) if found[r] == name] for name in dict.fromkeys(found)]
     common, own = (torch.Generator().manual_seed(seed + n) for n in (0, me + 1))
     for kind in kinds:
@@ -139,12 +145,14 @@ def exact(
             x, w = (torch.randint(-3, 4, s, generator=own).float() for s in ((rows, K), (K, N)))
             expected, program = plain(kind, x, w, sizes), text_of(kind, sizes, hosts)
             for strategy in strategies:
-                options = Options(strategy=strategy, chunks=chunks, time_out_s=30)
-                made = lower(program, options)
-                with Executor(made, groups={"tp": world_group()}, options=options) as executor:
+                options = Options(strategy=strategy, chunks=chunks, time_out_s=30, **more)
+                made, groups = lower(program, options), {"tp": world_group()}
+                with Executor(made, groups=groups, device=device, options=options) as executor:
                     executor.prepare()
-                    equal = all(map(torch.equal, executor.run([x, w]), expected))
-                    equal &= all(map(torch.equal, executor.run([x, w]), expected))
+                    equal, given = True, [x.to(device), w.to(device)]
+                    for _ in range(3):
+                        results = [y.cpu() for y in executor.run(given)]
+                        equal &= all(map(torch.equal, results, expected))
                 served = made.sites[0].strategy
                 alone = kind in ("dispatch", "combine") and strategy in ("pipeline", "ring")
                 alone |= kind in ("dispatch", "combine") and strategy == "broadcast"
@@ -217,21 +225,32 @@ def test_a_text_that_puts_ranks_on_other_hosts_is_refused_at_once(singles: Hosts
         assert seconds < 15
 
 
-def run_on(mark: str, seed: int, victim: int | None = None) -> Outcome:
+def run_on(
+    mark: str,
+    seed: int,
+    victim: int | None = None,
+    strategy: StrategyName = "hierarchical",
+    device: str = "cpu",
+) -> Outcome:
     """The outcome of the first run that fails; the file `mark` says that runs go on. The victim
     is killed in one."""
-    program = lower(text_of("gather", [64] * 4, [[0, 1], [2, 3]]), Options(strategy="hierarchical"))
-    options = Options(time_out_s=TIME_OUT_S)
-    executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
+    program = lower(text_of("gather", [64] * 4, [[0, 1], [2, 3]]), Options(strategy=strategy))
+    options, groups = Options(time_out_s=TIME_OUT_S), {"tp": world_group()}
+    executor = Executor(program, groups=groups, device=device, options=options).prepare()
     own = torch.Generator().manual_seed(seed + dist.get_rank())
-    inputs = [torch.randn(size, generator=own) for size in ((64, K), (K, N))]
-    executor.run(inputs)
+    inputs = [torch.randn(size, generator=own).to(device) for size in ((64, K), (K, N))]
+
+    def run() -> None:
+        executor.run(inputs)
+        executor.synchronize()
+
+    run()
     dist.barrier()
     if dist.get_rank() == 0:
         Path(mark).touch()
     if dist.get_rank() == victim:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    while (outcome := attempt(lambda: executor.run(inputs)))[0] == "result":
+    while (outcome := attempt(run))[0] == "result":
         pass
     return outcome
 

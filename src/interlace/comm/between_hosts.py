@@ -5,8 +5,9 @@
     control.begin(time_out_s=60)            # all ranks
 
 Note [Between hosts]
-    Runs go by gloo alone. Where a run begins its ranks tell each other which Program they run, in
-    one gather of 16 bytes, so that none takes the data of another Program. No store is asked.
+    Runs go by gloo or NCCL. Where a run begins its ranks tell each other which Program they run, in
+    one gather of 16 bytes by gloo, so that none takes the data of another Program; on GPUs too, so
+    there the host of a rank is at most one run ahead of the hosts of the others. No store is asked.
 
     A rank that fails leaves its block in the store and cuts its connections; gloo then raises on
     its peers, which find in the store what was behind it. Who waits longer looks there too, a few
@@ -20,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ from interlace.comm.control import (
 )
 from interlace.comm.host.signals import BoundedWait
 from interlace.comm.rendezvous.board import Board
-from interlace.comm.rendezvous.liveness import PeerProcess
+from interlace.comm.rendezvous.liveness import PeerProcess, default_gloo, refuses
 from interlace.errors import AgreementError, InterlaceError, PeerError
 
 LOOK_EVERY_S, PAUSE_S = 0.25, 0.02
@@ -55,6 +56,13 @@ ASK_S = ANSWER_S + STORE_S
 """How long a rank whose wait is over may take to find out who is late."""
 RUN_AND_TAG = struct.Struct("QQ")
 """What is gathered where a run begins; the tag is that of the Program."""
+
+
+def of_hosts(controls: Iterable[Control]) -> tuple[list[HostsControl], list[HostsControl]]:
+    """Those whose ranks meet where a run begins, and those whose ranks are among these."""
+    found = [control for control in controls if isinstance(control, HostsControl)]
+    within = [c for c in found if any({*c.ranks} < {*other.ranks} for other in found)]
+    return [control for control in found if control not in within], within
 
 
 def blank() -> memoryview:
@@ -80,6 +88,8 @@ class HostsControl(Control):
         lives = [PeerProcess(None) for _ in ranks]  # `cause` has the board tell who ended
         super().__init__(team, ranks, me, [blank() for _ in ranks], lives, board.word)
         self._hosts, self._board, self._topic, self._gloo = [*hosts], board, topic, gloo
+        if default_gloo() is None:  # that of NCCL's jobs
+            board.probe = lambda rank: refuses(gloo(), self.ranks.index(rank))
         self._others = {*self.ranks} - {self.ranks[me]}
         self._next_look, self._said, self._asked = 0.0, 0, float("-inf")
         self._last = [0] * len(ranks)
@@ -132,8 +142,7 @@ class HostsControl(Control):
         """Nothing: gloo's own collective is the rendezvous."""
 
     def check(self) -> None:
-        self._look()
-        if (error := super().failure()) is not None:
+        if (error := self.heard()) is not None:
             raise error
 
     def _check_absent(self) -> None:
@@ -146,6 +155,10 @@ class HostsControl(Control):
 
     def failure(self) -> InterlaceError | None:
         self._look(now=True)
+        return super().failure()
+
+    def heard(self) -> InterlaceError | None:
+        self._look()
         return super().failure()
 
     def cause(self) -> InterlaceError | None:

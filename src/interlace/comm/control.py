@@ -211,8 +211,12 @@ class Control:
             passed_on = passed_on or PeerError(f"rank {rank} stopped: {word}")
         return passed_on
 
+    def heard(self) -> InterlaceError | None:
+        """`failure`, for who asks many times a second."""
+        return self.failure()
+
     def cause(self) -> InterlaceError | None:
-        """What stopped a rank, after a transfer of this rank's failed."""
+        """What stopped a rank, after a transfer of this rank's failed or stalled."""
         return self.failure()
 
     def _who(self, member: int) -> str:

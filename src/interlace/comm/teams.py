@@ -229,11 +229,6 @@ class TeamComm:
 
     def cuda(self, device: torch.device, time_out_s: float) -> CudaSide:
         """The team's device side; all ranks make it together, with their first Program on CUDA."""
-        if self.apart:
-            raise BackendError(
-                f"{self.apart}: on GPUs a team's ranks must share a host. Make teams that stay "
-                "within one, or run the Program on device 'cpu'"
-            )
         if self._cuda is None:
             from interlace.comm.cuda.side import CudaSide  # which needs the CUDA driver
 

@@ -320,13 +320,11 @@ def _teams(ranks: Ranks, hosts: Sequence[Note], time_out_s: float) -> Iterator[N
             team = Team(f"ranks on {host['name']}", len(host["ranks"]))
             teams.append((team, host["ranks"], group))
     for team, members, group in teams:
-        note = _set_up(group, team.name, ranks, time_out_s) if ranks.me in members else {}
+        note = _set_up(group, team.name, time_out_s) if ranks.me in members else {}
         told = [each for each in ranks.exchange(note) if each]
-        problem, refused = (
-            next((each[key] for each in told if each[key]), "") for key in ("problem", "refused")
-        )
-        serial = {row.name: _refusal(team, row) for row in STRATEGIES.values()}
-        serial = {name: refused or why for name, why in serial.items() if refused or why}
+        problem = next((each["problem"] for each in told if each["problem"]), "")
+        refusals = {row.name: _refusal(team, row) for row in STRATEGIES.values()}
+        serial = {name: why for name, why in refusals.items() if why}
         memory = "peer memory" if ranks.cuda else "shared memory"
         if team.hosts is not None:
             memory = "" if "hierarchical" in serial else f"{memory} within hosts"
@@ -349,22 +347,15 @@ def _refusal(team: Team, row: Strategy) -> str:
     return not_even(team) if row.transport == "hosts" else ""
 
 
-def _set_up(group: Any, name: str, ranks: Ranks, time_out_s: float) -> Note:
-    """Sets a team up, as its first Program would; on GPUs where it spans hosts, that too."""
+def _set_up(group: Any, name: str, time_out_s: float) -> Note:
+    """Sets a team up, as its first Program would."""
     from interlace.comm import team_of
 
-    note = {"refused": "", "problem": ""}
     try:
-        team = team_of(group, name)
-        team.setup(time_out_s)
+        team_of(group, name).setup(time_out_s)
     except InterlaceError as error:
-        return {**note, "problem": str(error)}
-    if team.apart and ranks.cuda:
-        try:
-            team.cuda(ranks.device, time_out_s)
-        except BackendError as error:
-            note["refused"] = str(error)
-    return note
+        return {"problem": str(error)}
+    return {"problem": ""}
 
 
 # -- what is shown -------------------------------------------------------------------------------

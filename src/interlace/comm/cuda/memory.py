@@ -83,6 +83,13 @@ def share_memory(
     return PeerMemory(driver, me, size, tuple(bases))
 
 
+def own_memory(driver: Driver, me: int, size: int, nbytes: int, time_out_s: float) -> PeerMemory:
+    """A block that no other of the `size` ranks maps, nor has one here: their bases are 0."""
+    nbytes = align(nbytes, GRAIN)
+    base = driver.alloc(nbytes, time_out_s)
+    return PeerMemory(driver, me, nbytes, tuple(base if n == me else 0 for n in range(size)))
+
+
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Bytes of device memory as a tensor that does not own them."""
     make = torch._C._construct_storage_from_data_pointer  # pyright: ignore

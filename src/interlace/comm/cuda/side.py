@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlace.comm.cuda.driver import Driver
-from interlace.comm.cuda.memory import CudaSlotPool, share_memory
+from interlace.comm.cuda.memory import CudaSlotPool, own_memory, share_memory
 from interlace.comm.cuda.registry import Registry
 from interlace.comm.cuda.words import (
     HEAP_NBYTES,
@@ -55,7 +55,10 @@ class CudaSide:
         self.driver = Driver()
         topic = f"{team.topic}/cuda"
         place = f"{topic}/{team.num_prepared}/words"
-        memory = share_memory(self.driver, team.board, place, HEAP_NBYTES, time_out_s)
+        if team.apart:  # nothing reaches into peers' memory: `refuse_memory`
+            memory = own_memory(self.driver, self.me, self.size, HEAP_NBYTES, time_out_s)
+        else:
+            memory = share_memory(self.driver, team.board, place, HEAP_NBYTES, time_out_s)
         self.heap = WordHeap(self.driver, memory)
         self.access = WordAccess(self.driver)
         """For words while runs are under way, which may hold up the driver."""
@@ -64,7 +67,7 @@ class CudaSide:
         self.run = 0
         """Runs that this rank has issued, of Programs that reach into peers' memory."""
         first = self._ended = self.heap.take(self.size)  # the first words on every rank alike
-        others = [member for member in range(self.size) if member != self.me]
+        others = [m for m in range(self.size) if m != self.me and memory.bases[m]]
         self.told = [self.heap.address(member, first + self.me) for member in others]
         """The peers' words that say which run this rank has ended,"""
         self.heard = [self.heap.address(self.me, first + member) for member in others]

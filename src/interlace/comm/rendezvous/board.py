@@ -85,6 +85,8 @@ class Board:
         self.lives: dict[int, PeerProcess] = {}
         """The processes of ranks, as far as they are known: Note [Who is gone]."""
         self._gone: set[int] = set()
+        self.probe = disconnected
+        """Whether the process of a rank has ended of which nothing else is known."""
         self._left_word = False
         self._next_look = self.next_probe = 0.0
         self._rounds: dict[str, int] = {}
@@ -135,7 +137,7 @@ class Board:
             self.next_probe = now + PROBE_EVERY_S
             unknown = [r for r in ranks if r not in self.lives or not self.lives[r].seen]
             for rank in unknown:
-                call = Errand(lambda rank=rank: disconnected(rank))  # gloo may connect only now
+                call = Errand(lambda rank=rank: self.probe(rank))  # gloo may connect only now
                 if call.is_back(SLICE_S) and call.result():
                     self._gone.add(rank)
         return self._gone | {rank for rank, life in self.lives.items() if not life.alive()}

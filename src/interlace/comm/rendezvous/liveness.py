@@ -96,19 +96,31 @@ def _stat(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-def disconnected(rank: int) -> bool:
-    """Whether the default group's gloo refuses a message to the rank: its process has ended."""
-    if not (dist.is_available() and dist.is_initialized()) or rank == dist.get_rank():
-        return False
+def default_gloo() -> Any:
+    """The default group's gloo; None where it has none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
     try:
         group = dist.distributed_c10d._get_default_group()
         backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        return False
-    if backend.name() != "gloo" or rank >= backend.size():
+        return None
+    return backend if backend.name() == "gloo" else None
+
+
+def disconnected(rank: int) -> bool:
+    """Whether the default group's gloo refuses a message to the rank: its process has ended."""
+    gloo = default_gloo()
+    return gloo is not None and refuses(gloo, rank)
+
+
+def refuses(gloo: Any, rank: int) -> bool:
+    """Whether a gloo backend refuses a message to one of its ranks: the process has ended, or has
+    cut its connections."""
+    if rank >= gloo.size() or rank == gloo.rank():
         return False
     try:
-        backend.send([torch.empty(1, dtype=torch.uint8)], rank, PROBE_TAG)
+        gloo.send([torch.empty(1, dtype=torch.uint8)], rank, PROBE_TAG)
     except RuntimeError as error:
         return any(words in str(error) for words in CLOSED)
     return False

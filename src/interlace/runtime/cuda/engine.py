@@ -33,6 +33,7 @@ from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm, Use
+from interlace.comm.between_hosts import of_hosts
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import Alloc, Call, Copy, Free, views_in
@@ -116,6 +117,7 @@ class CudaEngine:
         teams = context.resources.teams.values()
         self._resets = [(team, team.resets) for team in dict.fromkeys(teams)]
         self._controls = [team.control for team, _ in self._resets]
+        self._apart, self._within = of_hosts(self._controls)
         self._start = context.values.starter((*context.inputs.names, *context.outputs.names))
         self.changes, self._lent = Changes(context), lent(context, self.binding)
         self._index = context.device.index or 0
@@ -230,6 +232,10 @@ class CudaEngine:
         try:
             for control in self._controls:
                 control.enter(*context.label.entry)
+            for control in self._apart:
+                control.begin(context.time_out_s)
+            for control in self._within:
+                control.begun()
             if context.values.registered:
                 context.inputs.check_places(inputs)
                 if out is not None:

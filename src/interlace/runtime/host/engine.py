@@ -21,7 +21,7 @@ import torch
 from torch.autograd import profiler
 
 from interlace.comm import Registered, Slot, Workspace, share_on_host
-from interlace.comm.between_hosts import ASK_S, HostsControl
+from interlace.comm.between_hosts import ASK_S, of_hosts
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
@@ -51,9 +51,7 @@ class CpuEngine(Engine):
         self._program, self._rank = context.plan.program, context.plan.rank
         self._flight, resources = context.flight, context.resources
         self._teams = [(t, t.resets, t.control) for t in resources.teams.values()]
-        spread = [c for _, _, c in self._teams if isinstance(c, HostsControl)]
-        self._within = [c for c in spread if any({*c.ranks} < {*o.ranks} for o in spread)]
-        self._apart = [c for c in spread if c not in self._within]
+        self._apart, self._within = of_hosts(control for _, _, control in self._teams)
         self._inputs, self._outputs = context.inputs, context.outputs
         self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 PERIOD_S = 0.05
 GRACE_S = 5.0
+STALL_S = 2.0
+"""How long a run makes no progress before ranks on other hosts are asked whether they live."""
 HELD_UP_S = 3.0
 """How long after a failure the driver may be held up: an abort of NCCL may still release it."""
 EXIT_CODE = 70
@@ -137,7 +139,9 @@ class Watched:
         if went_on:
             self._patience.restart()
         for team in self._teams:
-            found = team.control.failure() or (None if idle else team.control.disagreement())
+            found = team.control.heard() or (None if idle else team.control.disagreement())
+            if found is None and not idle and self._patience.waited_s > STALL_S:
+                found = team.control.cause()  # of a rank on another host that was killed
             if found is not None:
                 self.fail(found)
                 return
