@@ -235,7 +235,9 @@ def run_on(
     """The outcome of the first run that fails; the file `mark` says that runs go on. The victim
     is killed in one."""
     program = lower(text_of("gather", [64] * 4, [[0, 1], [2, 3]]), Options(strategy=strategy))
-    options, groups = Options(time_out_s=TIME_OUT_S), {"tp": world_group()}
+    transport: Any = "nccl" if device == "cuda" else "auto"
+    options = Options(time_out_s=TIME_OUT_S, transport=transport)
+    groups = {"tp": world_group()}
     executor = Executor(program, groups=groups, device=device, options=options).prepare()
     own = torch.Generator().manual_seed(seed + dist.get_rank())
     inputs = [torch.randn(size, generator=own).to(device) for size in ((64, K), (K, N))]

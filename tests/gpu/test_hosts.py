@@ -17,9 +17,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.test_hierarchy import ALL, SERVE, exact, run_on
+from tests.e2e.test_hierarchy import ALL, SERVE, exact, run_on, text_of
+from tests.runtime.programs import attempt, world_group
 from tests.runtime.test_faults import TIME_OUT_S
 from tests.support.pool import Died, Pool, work
+
+from interlace.options import Options
+from interlace.passes import lower
+from interlace.runtime import Executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -57,7 +62,7 @@ def pairs() -> Iterator[NamedHosts]:
 def test_all_strategies_on_two_hosts_of_two_ranks(
     pairs: NamedHosts, kind: str, graph: bool, seed: int
 ) -> None:
-    more = {"graph": graph}
+    more = {"graph": graph, "transport": "nccl"}
     found = pairs(4).run(_exact, kind, seed, more, time_out_s=140.0)
     assert found == [[]] * 4
 
@@ -80,26 +85,14 @@ def test_a_killed_rank_is_named_with_its_host(
 
 
 def astray(seed: int) -> list[str]:
-    """Rank 1 calls another Program than the others."""
-    from tests.e2e.test_hierarchy import attempt, text_of, world_group
-
-    from interlace.ir import parse
-    from interlace.options import Options
-    from interlace.passes import lower
-    from interlace.runtime import Executor
-
+    """Rank 1 calls another Program than the others; then all reset."""
     found, made = list[str](), list[Executor]()
     for name in ("one", "two"):
-        text = str(text_of("reduce", [4] * 4, [[0, 1], [2, 3]])).replace(
-            "def reduce", f"def {name}"
-        )
-        options = Options(strategy="serial", time_out_s=20)
-        program = lower(parse(text), options)
-        made.append(
-            Executor(
-                program, groups={"tp": world_group()}, device="cuda", options=options
-            ).prepare()
-        )
+        serial = text_of("reduce", [4] * 4, [[0, 1], [2, 3]]).replace(name=name)
+        options = Options(strategy="serial", transport="nccl", time_out_s=20)
+        program = lower(serial, options)
+        groups = {"tp": world_group()}
+        made.append(Executor(program, groups=groups, device="cuda", options=options).prepare())
     inputs = [torch.ones(size, device="cuda") for size in ((16, 16), (16, 24))]
     error, text, seconds = attempt(lambda: made[dist.get_rank() == 1].run(inputs))
     found += [error, text, str(seconds < 5)]
