@@ -12,6 +12,7 @@ cuda/            the same on GPUs
 """
 
 from interlace.comm.backends import limit_s
+from interlace.comm.between_hosts import Contacts, HostsControl
 from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
 from interlace.comm.host.messages import HostsTransfer, PeerTransfer, Transfer, exchange

@@ -1,27 +1,34 @@
 """What the ranks of a team know of each other where they are on hosts that share no memory.
 
-    control = HostsControl("dp", ranks, me, hosts, store, topic, lambda: gloo)
+    control = HostsControl("dp", ranks, me, hosts, board, topic, lambda: gloo, family)
     control.enter(tag, "forward")
-    control.begin(time_out_s=60)            # all ranks
+    control.begin(Contacts(sources=(1,)))   # tells nobody, and will hear rank 1 of the team
+    control.meet(1, wait)                   # rank 1 is in the same run of the same Program
 
 Note [Between hosts]
-    Runs go by gloo or NCCL. Where a run begins its ranks tell each other which Program they run, in
-    one gather of 16 bytes by gloo, so that none takes the data of another Program; on GPUs too, so
-    there the host of a rank is at most one run ahead of the hosts of the others. No store is asked.
+    Runs go by gloo or NCCL. Before a rank takes data of another in a run, it hears from it, in 16
+    bytes by gloo, which Program that one runs, so that none takes the data of another Program: who
+    sends messages posts that where it enters the run, and members of a team with collectives gather
+    it before the first. No store is asked. On GPUs the host waits for it before it issues a run.
 
     A rank that fails leaves its block in the store and cuts its connections; gloo then raises on
     its peers, which find in the store what was behind it. Who waits longer looks there too, a few
-    times a second, at one counter. A rank whose wait is over asks where the others are: those that
-    wait as well answer, and the error names the others, which may be stalled, or out of reach. Of
-    a rank that was killed, gloo's closed connection tells (`disconnected` in liveness.py).
+    times a second, at one counter. A rank whose wait is over asks, on all its teams, where the
+    others are: those that wait as well answer, and the error names the others, which may be
+    stalled, or out of reach. If all answer, they wait for somebody else: their own errors, which
+    come soon, are passed on. Of a rank that was killed, gloo's closed connection tells
+    (`disconnected` in liveness.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,9 +47,10 @@ from interlace.comm.control import (
     STREAMS,
     Control,
 )
-from interlace.comm.host.signals import BoundedWait
+from interlace.comm.host.signals import CHECK_EVERY_S, BoundedWait
 from interlace.comm.rendezvous.board import Board
 from interlace.comm.rendezvous.liveness import PeerProcess, default_gloo, refuses
+from interlace.comm.rendezvous.patience import Errand
 from interlace.errors import AgreementError, InterlaceError, PeerError
 
 LOOK_EVERY_S, PAUSE_S = 0.25, 0.02
@@ -54,15 +62,25 @@ STORE_S = 1.0
 """How long the store may take to answer; it may be out of reach."""
 ASK_S = ANSWER_S + STORE_S
 """How long a rank whose wait is over may take to find out who is late."""
-RUN_AND_TAG = struct.Struct("QQ")
-"""What is gathered where a run begins; the tag is that of the Program."""
+TELL_AFTER_S = 0.5
+"""How long a rank waits for another to begin a run before it leaves word which one it is in."""
+HEAD = struct.Struct("QQ")
+"""What ranks hear of each other before data moves: the run, and the tag of the Program."""
+HEAD_TAG = (1 << 30) + 9
+MOST_HEADS = 64
+"""How many runs ahead of a peer a rank may be that sends to it."""
 
 
-def of_hosts(controls: Iterable[Control]) -> tuple[list[HostsControl], list[HostsControl]]:
-    """Those whose ranks meet where a run begins, and those whose ranks are among these."""
-    found = [control for control in controls if isinstance(control, HostsControl)]
-    within = [c for c in found if any({*c.ranks} < {*other.ranks} for other in found)]
-    return [control for control in found if control not in within], within
+@dataclass(frozen=True, slots=True)
+class Contacts:
+    """Whom a rank meets on a team in a run, as indices of its members."""
+
+    gathers: bool = False
+    """All, in collectives."""
+    sources: tuple[int, ...] = ()
+    """Those whose messages it takes."""
+    targets: tuple[int, ...] = ()
+    """Those that take its messages."""
 
 
 def blank() -> memoryview:
@@ -82,64 +100,137 @@ class HostsControl(Control):
         board: Board,
         topic: str,
         gloo: Callable[[], Any],
+        family: Callable[[], Sequence[HostsControl]],
     ) -> None:
         """`board` is this object's own, since it waits for the store for `STORE_S` only. `gloo`
-        gives the backend of the team's runs."""
+        gives the backend of the team's runs, `family` the controls of all such teams."""
         lives = [PeerProcess(None) for _ in ranks]  # `cause` has the board tell who ended
         super().__init__(team, ranks, me, [blank() for _ in ranks], lives, board.word)
         self._hosts, self._board, self._topic, self._gloo = [*hosts], board, topic, gloo
         if default_gloo() is None:  # that of NCCL's jobs
             board.probe = lambda rank: refuses(gloo(), self.ranks.index(rank))
+        self._family = family
         self._others = {*self.ranks} - {self.ranks[me]}
-        self._next_look, self._said, self._asked = 0.0, 0, float("-inf")
+        self._next_look, self._said = 0.0, 0
+        self._lost = False
+        """Whether the store did not answer when it was last asked."""
         self._last = [0] * len(ranks)
         """When each rank left the note that was read last, by its own clock."""
+        self._asked, self._question = float("-inf"), 0
+        """When this rank asked where the others are, and the number of that question;"""
+        self._answered = [0] * len(ranks)
+        """of each rank the question that was answered last;"""
         self._heard: set[int] = set()
-        """Who has answered since this rank asked."""
+        """who has answered since this rank asked."""
+        self._given: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
+        """Heads that peers may not have taken yet,"""
+        self._posted: dict[int, tuple[torch.Tensor, Any]] = {}
+        """and those of peers that this rank waits for in this run."""
+        self._gathers, self._told_of = False, 0
+        """Whether this run's first collective is to come; the run that peers were last told of."""
+        self._turns = {member: threading.Lock() for member in range(len(ranks))}
 
-    def begin(self, time_out_s: float) -> None:
-        """Once this rank has entered a run: waits for all others, and sees that they run the same
-        Program."""
-        run, gloo = self.run, self._gloo()
-        mine = self._entry(self.me, run)
-        assert mine is not None
-        tag, name = mine
-        wait = BoundedWait(
-            time_out_s,
-            lambda: f"run {run} of team {self.team}, of {name!r}, begins",
-            self._check_absent,
-            behind=self.behind,
-            cut=partial(cut, gloo),
-        )
-        size = len(self.ranks)
-        spec = Spec("all_gather", size, self.me, (RUN_AND_TAG.size,) * size, torch.uint8)
-        given = bytearray(RUN_AND_TAG.pack(run, tag))
-        gathered = bytearray(size * RUN_AND_TAG.size)
-        src, dst = (torch.frombuffer(each, dtype=torch.uint8) for each in (given, gathered))
-        try:
-            bind_collective(gloo, spec, time_out_s)(src, dst, wait)
-        except RuntimeError as error:
-            raise self._cause(error) from error
-        for peer, theirs in enumerate(RUN_AND_TAG.iter_unpack(gathered)):
-            if theirs != (run, tag):
-                self._ask()
-                self._compare(peer, run)
-                raise AgreementError(
-                    f"{self._who(peer)} of team {self.team} begins run {theirs[0]} of another "
-                    f"Program than {self._who(self.me)} run {run}: every rank of a team must run "
-                    "the same Programs in the same order"
-                )
-            self._met[peer] = run
-
-    def begun(self) -> None:
-        """All ranks of this team are in the run: they met as ranks of a team that has more."""
-        self._met = [self.run] * len(self.ranks)
+    def begin(self, contacts: Contacts) -> None:
+        """Once this rank has entered a run: tells those that take its messages which Program it
+        runs, and will hear that of those whose it takes."""
+        self._gathers = contacts.gathers
+        if not (contacts.sources or contacts.targets):
+            return
+        gloo = self._gloo()
+        for peer in contacts.targets:
+            given = torch.frombuffer(bytearray(self._head()), dtype=torch.uint8)
+            sent = self._given.setdefault(peer, deque())
+            if len(sent) == MOST_HEADS:
+                sent.popleft()[1].wait()  # bounded by gloo's own time-out
+            sent.append((given, gloo.send([given], peer, HEAD_TAG)))
+        for peer in contacts.sources:
+            room = torch.empty(HEAD.size, dtype=torch.uint8)
+            self._posted[peer] = room, gloo.recv([room], peer, HEAD_TAG)
 
     def meet(self, peer: int, wait: BoundedWait) -> None:
-        """Nothing: where the run began, all met."""
+        """Before this rank takes a message: the peer is in this run, of the same Program."""
+        if peer not in self._posted:
+            return
+        with self._turns[peer]:
+            if peer not in self._posted:
+                return
+            room, work = self._posted[peer]
+            call, gloo = Errand(work.wait), self._gloo()
+            try:
+                self._watching(wait).until(
+                    lambda: call.is_back(CHECK_EVERY_S), lambda: self.where([peer])
+                )
+                call.result()
+            except RuntimeError as error:
+                raise self._cause(error) from error
+            except BaseException:
+                cut(gloo)
+                raise
+            self._see(peer, *HEAD.unpack(bytes(room.tolist())))
+            del self._posted[peer]
 
     def reach(self, backend: int, count: int, wait: BoundedWait) -> None:
-        """Nothing: gloo's own collective is the rendezvous."""
+        """Before the first collective of a run: all ranks are in it, of the same Program. Of the
+        others gloo's own collective is the rendezvous."""
+        if not self._gathers:
+            return
+        with self._turns[self.me]:
+            if self._gathers:
+                self._gather(wait)
+                self._gathers = False
+
+    def meet_all(self, wait: BoundedWait) -> None:
+        """Hears from all that it has not heard from in this run."""
+        self.reach(0, 1, wait)
+        for peer in [*self._posted]:
+            self.meet(peer, wait)
+
+    def _gather(self, wait: BoundedWait) -> None:
+        gloo, size = self._gloo(), len(self.ranks)
+        wait = replace(self._watching(wait), behind=self.behind, cut=partial(cut, gloo))
+        spec = Spec("all_gather", size, self.me, (HEAD.size,) * size, torch.uint8)
+        gathered = bytearray(size * HEAD.size)
+        mine = bytearray(self._head())
+        src, dst = (torch.frombuffer(each, dtype=torch.uint8) for each in (mine, gathered))
+        try:
+            bind_collective(gloo, spec, wait.time_out_s)(src, dst, wait)
+        except RuntimeError as error:
+            raise self._cause(error) from error
+        for peer, theirs in enumerate(HEAD.iter_unpack(gathered)):
+            self._see(peer, *theirs)
+
+    def _head(self) -> bytes:
+        mine = self._entry(self.me, self.run)
+        assert mine is not None
+        return HEAD.pack(self.run, mine[0])
+
+    def _watching(self, wait: BoundedWait) -> BoundedWait:
+        """A wait that also ends where a peer runs another Program, or waits for this rank in a
+        meeting; of a wait that lasts, this rank tells."""
+        since = time.monotonic()
+
+        def check() -> None:
+            wait.check()
+            if self._told_of < self.run and time.monotonic() > since + TELL_AFTER_S:
+                self._told_of = self.run
+                self._publish()
+            if (error := self.disagreement()) is not None:
+                raise error
+            self._check_absent()
+
+        return replace(wait, check=check)
+
+    def _see(self, peer: int, run: int, tag: int) -> None:
+        """Raises unless the peer is in this rank's run, of the same Program."""
+        if (run, tag) != HEAD.unpack(self._head()):
+            self._ask(awaits=False)
+            self._compare(peer, self.run)
+            raise AgreementError(
+                f"{self._who(peer)} of team {self.team} begins run {run} of another Program than "
+                f"{self._who(self.me)} run {self.run}: every rank of a team must run the same "
+                "Programs in the same order"
+            )
+        self._met[peer] = self.run
 
     def check(self) -> None:
         if (error := self.heard()) is not None:
@@ -210,7 +301,9 @@ class HostsControl(Control):
     def reset(self, run: int) -> None:
         super().reset(run)
         self._heard.clear()
-        self._asked = float("-inf")
+        self._asked, self._gathers, self._told_of = float("-inf"), False, run
+        self._given.clear()
+        self._posted.clear()
         for peer, _ in self._peers:
             self._cells[peer] = blank()
             self._cells[peer][ENTERED] = self._cells[peer][EXITED] = run
@@ -219,23 +312,45 @@ class HostsControl(Control):
     def behind(self) -> str:
         """Where the ranks stand that do not answer; or all others, if they do."""
         self._ask()
+        return self.where(self.silent() or [n for n, _ in self._peers])
+
+    def silent(self) -> list[int]:
+        """Who did not answer: of ranks on this host, where the store is out of reach, that means
+        nothing."""
         silent = [n for n, _ in self._peers if n not in self._heard]
-        return super().where(silent or [n for n, _ in self._peers])
+        if self._lost:
+            return [n for n in silent if self._hosts[n] != self._hosts[self.me]]
+        return silent
 
     def where(self, members: Sequence[int]) -> str:
         self._ask()
+        if self._lost:
+            there = [n for n in members if self._hosts[n] != self._hosts[self.me]]
+            lost = "the store of the job does not answer: its host may be out of reach"
+            return "\n".join(filter(None, [super().where(there or members), lost]))
         return super().where(members)
 
-    def _ask(self) -> None:
-        """Has the peers say where they are in this run, unless they just did."""
-        if time.monotonic() < self._asked + 2 * ASK_S:
+    def _ask(self, awaits: bool = True) -> None:
+        """Has the peers on all such teams say where they are, unless they just did. Where all of
+        this one's answer, they wait for others: `awaits` their errors, which say for whom."""
+        due = [c for c in self._family() if time.monotonic() > c._asked + 2 * ASK_S]
+        if self not in due:
             return
-        self._heard.clear()
-        self._publish(asks=True)
-        self._asked = time.monotonic()
-        while time.monotonic() < self._asked + ANSWER_S and len(self._heard) < len(self._peers):
+        for control in due:
+            control._heard.clear()
+            control._asked = time.monotonic()
+            control._question = time.monotonic_ns()
+            control._publish()
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline and any(
+            len(control._heard) < len(control._peers) for control in due
+        ):
             time.sleep(PAUSE_S)
-            self._look(now=True)
+            for control in self._family():
+                control._look(now=True)
+        deadline = time.monotonic() + ANSWER_S * (awaits and not self._lost and not self.silent())
+        while time.monotonic() < deadline and not any(c.failure() for c in self._family()):
+            time.sleep(PAUSE_S)
 
     def _who(self, member: int) -> str:
         return f"{super()._who(member)} on host {self._hosts[member]}"
@@ -255,9 +370,11 @@ class HostsControl(Control):
             )
         return f"{host} {super()._stand(member)}"
 
-    def _publish(self, asks: bool = False) -> None:
-        """Leaves this rank's block in the store, for who looks; one that `asks` is answered."""
+    def _publish(self) -> None:
+        """Leaves this rank's block in the store, for who looks, with its question while it waits
+        for answers."""
         cells = [[at, cell] for at, cell in enumerate(self._mine) if cell]
+        asks = self._question if time.monotonic() < self._asked + ANSWER_S else 0
         note = {"cells": cells, "asks": asks, "now": time.monotonic_ns()}
         with contextlib.suppress(InterlaceError):
             self._board.post(f"{self._topic}/{self.me}", note)
@@ -267,9 +384,10 @@ class HostsControl(Control):
         """Reads what ranks left in the store since the last look, and answers those that ask."""
         if not now and time.monotonic() < self._next_look:
             return
-        self._next_look, asked = time.monotonic() + LOOK_EVERY_S, False
+        self._next_look, asked, self._lost = time.monotonic() + LOOK_EVERY_S, False, True
         with contextlib.suppress(InterlaceError):
             said: Any = self._board.read(f"{self._topic}/said")
+            self._lost = False
             if said is None or said == self._said:
                 return
             for peer, _ in self._peers:
@@ -277,7 +395,8 @@ class HostsControl(Control):
                 if note is None or note["now"] == self._last[peer]:
                     continue
                 self._cells[peer], self._last[peer] = _block(note), note["now"]
-                asked |= note["asks"]
+                if note["asks"] not in (0, self._answered[peer]):
+                    self._answered[peer], asked = note["asks"], True
                 if self._cells[peer][ENTERED] >= self._mine[ENTERED]:
                     self._heard.add(peer)
             self._said = said

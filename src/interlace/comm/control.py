@@ -125,10 +125,10 @@ class Control:
         fence()
         if theirs[ENTERED] >= run:
             return True
-        us, them = self.ranks[self.me], self.ranks[peer]
+        us, them = self._who(self.me), self._who(peer)
         raise AgreementError(
-            f"rank {them} compiles or prepares a Program with team {self.team}, and rank {us} did "
-            f"not come, for it waits for rank {them} in run {run}: rank {them} recompiled alone. "
+            f"{them} compiles or prepares a Program with team {self.team}, and {us} did not come, "
+            f"for it waits for {them} in run {run}: {them} recompiled alone. "
             "Give all ranks inputs of the same sizes at the same time; dynamic=True spares most "
             "compiling, not those of a new class of sizes"
         )
@@ -137,8 +137,9 @@ class Control:
         mine, theirs = self._entry(self.me, run), self._entry(peer, run)
         if mine is None or theirs is None or mine[0] == theirs[0]:
             return
-        pairs = sorted([(self.ranks[self.me], mine), (self.ranks[peer], theirs)])
-        called = ", ".join(f"rank {r} called {name!r} ({tag:08x})" for r, (tag, name) in pairs)
+        pairs = sorted([(self.me, mine), (peer, theirs)])
+        calls = [f"{self._who(m)} called {name!r} ({tag:08x})" for m, (tag, name) in pairs]
+        called = ", ".join(calls)
         error = AgreementError(
             f"ranks call Programs in different order: in run {run} of team {self.team}, {called}. "
             "Every rank of a team must run the same Programs in the same order: look for a branch "

@@ -18,6 +18,7 @@ Note [One queue per team]
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import weakref
@@ -32,7 +33,7 @@ from interlace.comm.backends import Connections, apart, limit_s
 from interlace.comm.between_hosts import STORE_S as SHORT_S
 from interlace.comm.between_hosts import HostsControl
 from interlace.comm.control import NBYTES, Control, called_reset
-from interlace.comm.host.shared_memory import share
+from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import STORE_S, Board, Note, Party, meet, named
 from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, identity
@@ -47,7 +48,9 @@ Part = tuple[int, ...] | None
 
 
 def host() -> str:
-    return f"{socket.gethostname()}/{boot_id()}"
+    """The name of this host and what tells it from others; containers of one machine that have
+    shared memory of their own are hosts of their own."""
+    return f"{socket.gethostname()}/{boot_id()}/{os.stat(default_folder()).st_dev}"
 
 
 class User(Protocol):
@@ -117,10 +120,14 @@ class TeamComm:
         if len(by_host) == 1:
             return ""
         told = [
-            f"{named([self.ranks[m] for m in members])} on {self.hosts[members[0]].split('/')[0]}"
+            f"{named([self.ranks[m] for m in members])} on {self._names()[members[0]]}"
             for members in by_host
         ]
         return f"team {self.name} spans hosts ({', '.join(told)})"
+
+    def _names(self) -> list[str]:
+        """The name of each rank's host."""
+        return [place.split("/")[0] for place in self.hosts]
 
     def refuse_memory(self, what: str) -> None:
         """Raises where the team spans hosts: `what` needs memory that all its ranks share."""
@@ -151,6 +158,8 @@ class TeamComm:
 
     def found(self) -> None:
         """Its processes have met: from now on its notes have a place."""
+        if self.apart:
+            self.board.hosts = dict(zip(self.ranks, self._names(), strict=True))
         self.topic = f"{self.key}/{self.party.name}"
         self.slots.topic = f"{self.topic}/slots"
 
@@ -167,10 +176,9 @@ class TeamComm:
             self.backend("gloo", "cpu", time_out_s)
             board = Board(apart(c10d._get_default_store()), self.ranks, self.rank, limit_s=SHORT_S)
             board.lives.update(zip(self.ranks, lives, strict=True))
-            names = [place.split("/")[0] for place in self.hosts]
             own = weakref.proxy(self)
             gloo = lambda: own.backend("gloo", "cpu", time_out_s)  # noqa: E731
-            facts = names, board, f"{topic}/control", gloo
+            facts = self._names(), board, f"{topic}/control", gloo, between_hosts
             control: Control = HostsControl(self.name, self.ranks, self.me, *facts)
         else:
             shared = share(self.board, topic, NBYTES, {}, time_out_s)
@@ -338,6 +346,12 @@ def live_teams() -> list[TeamComm]:
         live = [made for group, made in _teams.items() if group in c10d._world.pg_map]
     teams = [team for made in live for team in made.values()]
     return sorted(teams, key=lambda team: team.key)
+
+
+def between_hosts() -> list[HostsControl]:
+    """The control blocks of the teams that span hosts."""
+    found = [team._control for team in live_teams()]
+    return [control for control in found if isinstance(control, HostsControl)]
 
 
 def known_teams(groups: Collection[tuple[int, ...]]) -> list[TeamComm]:

@@ -14,7 +14,16 @@ from typing import Any, Protocol
 
 import torch
 
-from interlace.comm import BoundedWait, Registered, Slot, TeamComm, Use, Workspace
+from interlace.comm import (
+    BoundedWait,
+    Contacts,
+    HostsControl,
+    Registered,
+    Slot,
+    TeamComm,
+    Use,
+    Workspace,
+)
 from interlace.errors import BackendError, UnsupportedError
 from interlace.ir import Op, Program
 from interlace.ir.sizes import named
@@ -126,12 +135,28 @@ class EngineContext:
             self.time_out_s, lambda: self.flight.describe(index, member), check, self.log
         )
 
+    def wait_for(self, what: str, check: Callable[[], None]) -> BoundedWait:
+        """How this rank waits for what is no op."""
+        name = self.plan.program.name
+        return BoundedWait(self.time_out_s, lambda: f"{what} of {name!r}", check, self.log)
+
     def log(self) -> str:
         """What the streams did last, and who does not answer of a team that spans hosts: a rank of
         this host may only be late because of them."""
-        spread = [team for team in self.resources.teams.values() if team.apart]
-        far = [max(spread, key=lambda team: team.size).control.behind()] if spread else []
+        far: dict[str, None] = {}
+        for control, _ in sorted(self.between_hosts(), key=lambda each: -len(each[0].ranks)):
+            if not far or control.silent():
+                far[control.behind()] = None
         return "\n".join([*far, self.flight.tail()])
+
+    def between_hosts(self) -> list[tuple[HostsControl, Contacts]]:
+        """The teams that span hosts, in an order that all ranks share, and whom this rank meets."""
+        teams = sorted(self.resources.teams.items(), key=lambda item: item[1].key)
+        return [
+            (team.control, self.plan.contacts(name))
+            for name, team in teams
+            if isinstance(team.control, HostsControl)
+        ]
 
 
 def unbound(op: Op, device: str) -> UnsupportedError:

@@ -90,7 +90,9 @@ class BoundedWait:
             if now >= next_check:
                 self.check()
                 if patience.is_over(lambda: _lines(self.describe(), missing())):
-                    raise self.late(missing())
+                    error = self.late(missing())
+                    self.check()  # a peer may have failed while this rank found out who is missing
+                    raise error
                 next_check = now + CHECK_EVERY_S
             time.sleep(pause)
             pause = min(pause * 1.3, LONGEST_SLEEP_S)
@@ -111,7 +113,9 @@ class BoundedWait:
             try:
                 self.check()
                 if patience.is_over(lambda: _lines(self.describe(), self.behind())):
-                    raise self.late(self.behind())
+                    error = self.late(self.behind())
+                    self.check()
+                    raise error
             except BaseException:
                 self._leave(work)
                 raise

@@ -87,6 +87,8 @@ class Board:
         self._gone: set[int] = set()
         self.probe = disconnected
         """Whether the process of a rank has ended of which nothing else is known."""
+        self.hosts: Mapping[int, str] = {}
+        """For messages: the hosts of ranks that are on several."""
         self._left_word = False
         self._next_look = self.next_probe = 0.0
         self._rounds: dict[str, int] = {}
@@ -146,13 +148,19 @@ class Board:
         note = self._get(_process(rank))
         return None if note is None or precedes(note) else PeerProcess.of(*note["process"])
 
+    def named(self, ranks: Sequence[int]) -> str:
+        """The ranks, with their hosts where these are several."""
+        if not any(rank in self.hosts for rank in ranks):
+            return named(ranks)
+        return " and ".join(f"rank {rank} on host {self.hosts.get(rank, '?')}" for rank in ranks)
+
     def farewell(self, gone: Sequence[int], what: str) -> str:
         """What became of ranks whose processes have ended, and who is to blame."""
         words = {rank: self.word(rank) for rank in gone}
         if culprits := [rank for rank in gone if not words[rank]]:
-            who = named(culprits)
+            who = self.named(culprits)
             return f"{who} cannot {what} any more: the process has ended. Start the job anew"
-        return f"rank {gone[0]} cannot {what} any more, for it stopped: {words[gone[0]]}"
+        return f"{self.named(gone[:1])} cannot {what} any more, for it stopped: {words[gone[0]]}"
 
     def poll(
         self,
@@ -168,7 +176,7 @@ class Board:
         patience, pause, absent = Patience(time_out_s), SHORTEST_PAUSE_S, [*ranks]
 
         def late() -> str:
-            return f"{named(absent)} did not come to {what}"
+            return f"{self.named(absent)} did not come to {what}"
 
         while True:
             ended = self.ended(absent)  # who ended had left its notes by then
@@ -185,10 +193,11 @@ class Board:
         """Why ranks did not come to what the others came to."""
         if gone := sorted(self.ended(absent) & {*absent}):
             return self.farewell(gone, f"come to {what}")
+        who, others = self.named(absent), self.named(sorted(come))
         return (
-            f"{named(absent)} did not come to {what} within {time_out_s:g} s, as "
-            f"{named(sorted(come))} did: see whether it failed, stalled, did not recompile as the "
-            f"others did, or took another path through the model; {LONGER}"
+            f"{who} did not come to {what} within {time_out_s:g} s, as {others} did: see whether "
+            "it failed, stalled, did not recompile as the others did, or took another path through "
+            f"the model; {LONGER}"
         )
 
     def collect(

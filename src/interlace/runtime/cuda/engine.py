@@ -33,7 +33,6 @@ from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm, Use
-from interlace.comm.between_hosts import of_hosts
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import Alloc, Call, Copy, Free, views_in
@@ -117,7 +116,7 @@ class CudaEngine:
         teams = context.resources.teams.values()
         self._resets = [(team, team.resets) for team in dict.fromkeys(teams)]
         self._controls = [team.control for team, _ in self._resets]
-        self._apart, self._within = of_hosts(self._controls)
+        self._apart = context.between_hosts()
         self._start = context.values.starter((*context.inputs.names, *context.outputs.names))
         self.changes, self._lent = Changes(context), lent(context, self.binding)
         self._index = context.device.index or 0
@@ -232,10 +231,10 @@ class CudaEngine:
         try:
             for control in self._controls:
                 control.enter(*context.label.entry)
-            for control in self._apart:
-                control.begin(context.time_out_s)
-            for control in self._within:
-                control.begun()
+            for control, contacts in self._apart:
+                control.begin(contacts)
+            for control, _ in self._apart:
+                control.meet_all(context.wait_for("the begin of a run", self._check_teams))
             if context.values.registered:
                 context.inputs.check_places(inputs)
                 if out is not None:
@@ -245,6 +244,10 @@ class CudaEngine:
         except BaseException:
             watched.issuing = False
             raise
+
+    def _check_teams(self) -> None:
+        for control in self._controls:
+            control.check()
 
     def _begin(self) -> tuple[int, Event, Event]:
         """The caller's stream, after the last run on another; the events of a run."""

@@ -21,7 +21,7 @@ import torch
 from torch.autograd import profiler
 
 from interlace.comm import Registered, Slot, Workspace, share_on_host
-from interlace.comm.between_hosts import ASK_S, of_hosts
+from interlace.comm.between_hosts import ASK_S
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
@@ -51,7 +51,7 @@ class CpuEngine(Engine):
         self._program, self._rank = context.plan.program, context.plan.rank
         self._flight, resources = context.flight, context.resources
         self._teams = [(t, t.resets, t.control) for t in resources.teams.values()]
-        self._apart, self._within = of_hosts(control for _, _, control in self._teams)
+        self._apart = context.between_hosts()
         self._inputs, self._outputs = context.inputs, context.outputs
         self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None
@@ -211,10 +211,8 @@ class CpuEngine(Engine):
             if self._entered:
                 for entered in self._entered:
                     mark = entered.enter(tag, name, text) << VALUE_BITS
-                for control in self._apart:
-                    control.begin(self.context.time_out_s)
-                for control in self._within:
-                    control.begun()
+                for control, contacts in self._apart:
+                    control.begin(contacts)
                 for buffer, slot in self._takes:
                     self._uses[buffer] = slot.next_use()
                 self._order.run += 1
@@ -236,6 +234,8 @@ class CpuEngine(Engine):
                 self._raise_failure()
             for each in held.values():
                 each.leave()
+            for control, _ in self._apart:  # whose messages had no elements
+                control.meet_all(self.context.wait_for("the end of a run", self.check))
             results = self._results()
             for entered in self._entered:
                 entered.leave()

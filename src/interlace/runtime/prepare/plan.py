@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from interlace import ir
-from interlace.comm import Demand, Message, Spec, staged_nbytes
+from interlace.comm import Contacts, Demand, Message, Spec, staged_nbytes
 from interlace.errors import ProgramError, UnsupportedError
 from interlace.ir.sizes import number, numbers
 from interlace.runtime.values import DTYPES, nbytes
@@ -93,6 +93,17 @@ class Plan:
         if any(message.backend == "peer" for message in (*demand.sends, *demand.recvs)):
             return "has messages of the backend 'peer', or from a rank to itself"
         return ""
+
+    def contacts(self, team: str) -> Contacts:
+        """Whom this rank meets on a team by a backend of torch."""
+        demand = self.demands[team]
+        ends = (
+            tuple(dict.fromkeys(m.member for m in messages if m.backend != "peer"))
+            for messages in (demand.recvs, demand.sends)
+        )
+        turns = self.turns.values()
+        gathers = any(turn.team == team and turn.backend != "peer" for turn in turns)
+        return Contacts(gathers, *ends)
 
     def slot_of(self, buffer: str) -> str:
         return self.buffers[buffer].storage or buffer
