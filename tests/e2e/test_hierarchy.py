@@ -278,6 +278,52 @@ def test_a_rank_killed_in_a_hierarchical_run_is_named(
         assert seconds < TIME_OUT_S + 5
 
 
+MESH = """def both(dp: Team[[0, 2], [1, 3]], tp: Team[[0, 1], [2, 3]], x: f32[4]):
+    y = empty(f32[4])
+    z = empty(f32[4])
+    main: all_reduce(x, y, reduce="sum", team=dp)
+    main: all_reduce(y, z, reduce="sum", team=tp)
+    return z
+"""
+
+
+def on_a_mesh(how: str) -> Outcome:
+    """Runs whose two axes span hosts; rank 3 does not come to the second, or stalls in it."""
+    me, stalls = dist.get_rank(), threading.Event()
+    made = {name: [dist.new_group(ranks) for ranks in of] for name, of in MESH_GROUPS.items()}
+    groups = {name: made[name][place[me]] for name, place in MESH_PLACES.items()}
+
+    def before(rank: int, index: int, op: object) -> None:
+        if rank == 3 and how == "in an op" and stalls.is_set():
+            time.sleep(TIME_OUT_S + 4)
+
+    options = Options(time_out_s=TIME_OUT_S)
+    executor = Executor(parse(MESH), groups=groups, options=options, before_op=before).prepare()
+    x = torch.ones(4)
+    executor.run([x])
+    dist.barrier()
+    stalls.set()
+    if me == 3 and how == "between runs":
+        time.sleep(TIME_OUT_S + 4)
+        return "", "", 0.0
+    return attempt(lambda: executor.run([x]))
+
+
+MESH_GROUPS = {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]}
+MESH_PLACES = {"dp": [0, 1, 0, 1], "tp": [0, 0, 1, 1]}
+
+
+@pytest.mark.parametrize("how", ["between runs", pytest.param("in an op", marks=pytest.mark.slow)])
+def test_the_rank_that_is_behind_a_wait_on_another_team_is_named(
+    singles: HostsPool, how: str
+) -> None:
+    results = singles(4).run(on_a_mesh, how, replace=True)
+    for error, text, seconds in results[:3]:
+        assert error in ("CommTimeoutError", "PeerError"), text
+        assert "rank 3 on host interlace-d" in text, text
+        assert seconds < TIME_OUT_S + 5
+
+
 VANISH = "cut off", "killed", "gone"
 """How a host vanishes: its link goes down, all its processes end, or both."""
 

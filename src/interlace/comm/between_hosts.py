@@ -348,7 +348,7 @@ class HostsControl(Control):
             time.sleep(PAUSE_S)
             for control in self._family():
                 control._look(now=True)
-        deadline = time.monotonic() + ANSWER_S * (awaits and not self._lost and not self.silent())
+        deadline = time.monotonic() + ASK_S * (awaits and not self._lost and not self.silent())
         while time.monotonic() < deadline and not any(c.failure() for c in self._family()):
             time.sleep(PAUSE_S)
 
