@@ -141,7 +141,7 @@ def test_what_is_measured_on_several_hosts(
 
     def measure(name: str, work: object, settings: Any, *_: object) -> dict[str, Any]:
         asked.append(settings)
-        return {"calibration": str(found), "rows": [], "skipped": []}
+        return {"calibration": str(found), "rows": [], "skipped": [], "first": True}
 
     monkeypatch.setattr("interlace.bench.ranks.run", measure)
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.e2e.experts import Experts, Gated, Grouped
 from tests.e2e.test_experts import assert_overlapped, compare
 from tests.e2e.test_hosts import compared
+from tests.e2e.test_uneven_exchange import differences
 from tests.runtime.programs import Outcome, attempt, world_group
 from tests.runtime.test_faults import TIME_OUT_S
 from tests.support.hosts import Hosts, HostsPool, made_or_skipped
@@ -186,6 +187,13 @@ def test_all_strategies_on_four_hosts(singles: HostsPool, kind: str, seed: int) 
 @pytest.mark.parametrize("kind", ALL)
 def test_all_strategies_on_four_hosts_of_two_ranks(pairs: HostsPool, kind: str, seed: int) -> None:
     assert pairs(8).run(exact, SERVE, (kind,), seed) == [[]] * 8
+
+
+@pytest.mark.slow
+def test_uneven_all_to_alls_across_hosts(pairs: HostsPool, seed: int) -> None:
+    splits = [[1, 2, 3, 2], [3, 1, 2, 2], [2, 3, 1, 2], [2, 2, 2, 2]]
+    for far in pairs(4).run(differences, splits, seed, time_out_s=100.0):
+        assert max(far) <= 1e-5, far
 
 
 @pytest.mark.slow

@@ -30,16 +30,20 @@ def pool() -> Iterator[HostsPool]:
         pytest.skip(str(why))
 
 
-def measured(path: str, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def measured(
+    folder: str, most: int, kinds: tuple[str, ...]
+) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """The ranks by host, and the file that this rank's host calibrates by."""
     ranks = here(torch.device("cpu"))
+    path = f"{folder}/{ranks.me}.json"
     settings = calibration_settings(
         calibration=path, dtypes=("f32",), most=most, cases=(), seconds=1
     )
     with mock.patch.dict(transfers.ARGUMENTS):
         for kind in transfers.ARGUMENTS.keys() - {*kinds}:
             del transfers.ARGUMENTS[kind]
-        calibrate_work(settings, ranks, lambda event: None)
-    return ranks.hosts
+        report = calibrate_work(settings, ranks, lambda event: None)
+    return ranks.hosts, report["calibration"] if report else ""
 
 
 @pytest.mark.parametrize(
@@ -53,9 +57,11 @@ def measured(path: str, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, .
 def test_links_inside_and_between(
     pool: HostsPool, world: int, most: int, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    path = tmp_path / "machine.json"
-    hosts = pool(world).run(measured, str(path), most, kinds, time_out_s=100)[0]
-    assert hosts == ((0, 1), (2, 3)[: world - 2])
+    found = pool(world).run(measured, str(tmp_path), most, kinds, time_out_s=100)
+    assert found[0][0] == ((0, 1), (2, 3)[: world - 2])
+    path, other = tmp_path / "0.json", tmp_path / "2.json"
+    assert [file for _, file in found] == [str(path), "", str(other), ""][:world]
+    assert path.read_text() == other.read_text()
     machine, base = Machine.load(path), default_machine("cpu")
     inside, between = machine.link("gloo"), machine.link("gloo", between=True)
     assert {"send", "all_gather@2"} <= {*dict(inside.curves)}

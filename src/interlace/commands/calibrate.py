@@ -84,6 +84,7 @@ def calibrate(
     machine = _from_samples(place.start(), texts, place.host)
     rows: list[Mapping[str, Any]] = [row for _, rows in texts for row in rows if "op" in row]
     skipped: list[str] = []
+    first = True
     if parts:
         from interlace.bench.interconnect import calibrate_work, calibration_settings
         from interlace.bench.ranks import run
@@ -103,7 +104,7 @@ def calibrate(
             )
             report = run("calibrate", calibrate_work, settings, options, world)
             if report is None:
-                return  # another rank than 0, of torchrun
+                return  # no first rank of a host, of torchrun
             if report["calibration"]:
                 found = Machine.load(report["calibration"], any_host=True)
                 base = default_machine(place.device)
@@ -113,8 +114,10 @@ def calibrate(
                     between=_measured(found.between, base.between, machine.between),
                 )
         rows += report["rows"]
-        skipped = report["skipped"]
+        skipped, first = report["skipped"], report["first"]
     saved = _save(machine, rows, place)
+    if not first:
+        return
     if json:
         print_json({"schema": 1, "file": str(place.path), "host": saved.host, **_facts(saved)})
         return
