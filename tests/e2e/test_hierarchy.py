@@ -373,6 +373,24 @@ def test_a_host_that_vanishes_in_a_hierarchical_run_is_named(
 
 
 @pytest.mark.slow
+def test_where_the_host_of_the_store_vanishes_no_rank_blames_its_own_host(
+    hosts: Hosts, pairs: HostsPool, tmp_path: Path, seed: int
+) -> None:
+    """Ranks of the other host cannot hear even each other then."""
+    mark = tmp_path / "running"
+    once_running(mark, lambda: hosts.cut_off(0))
+    try:
+        found = pairs(4).run(run_on, str(mark), seed, replace=True)
+    finally:
+        hosts.join(0)
+    for error, text, seconds in found[2:]:
+        assert error in ("CommTimeoutError", "PeerError"), text
+        assert "on host interlace-a" in text, text
+        assert "on host interlace-b does not answer" not in text, text
+        assert seconds < TIME_OUT_S + 5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hierarchical", "shift", "auto"])
 @pytest.mark.parametrize("kind", [Experts, Grouped, Gated])
 def test_experts_across_hosts(
