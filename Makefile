@@ -49,7 +49,7 @@ lint-types: setup
 lint-imports: setup
 	@PYTHONPATH=src "$(BIN)/lint-imports" --no-logo
 
-format: setup  ## mend what ruff can mend
+format: setup  ## fix what ruff can fix
 	@"$(BIN)/ruff" check --fix .
 	@"$(BIN)/ruff" format .
 

@@ -209,7 +209,7 @@ def train(way: str, mesh: DeviceMesh, args: argparse.Namespace) -> list[float]:
 
 
 def report(found: dict[str, list[float]], args: argparse.Namespace) -> None:
-    """Losses side by side; a CSV of all steps and a plot, where they are asked for."""
+    """Losses side by side; a CSV of all steps and a plot, if requested."""
     losses, last = (
         {way: one[:-1] for way, one in found.items()},
         {w: f[-1] for w, f in found.items()},

@@ -1,4 +1,4 @@
-"""`interlace doctor`: names what is there, and how to mend what is not."""
+"""`interlace doctor`: names what is there, and how to fix what is not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_it_looks_at_everything_the_readme_promises() -> None:
         *("python", "torch", "gloo", "nccl", "ucc", "shared memory", "C++ compiler", "triton"),
         *("cores", "bit-equal chunks", "calibration", "torch.compile backend"),
     } <= set(found)
-    assert all(item.mend for item in found.values() if item.state == "broken")
+    assert all(item.fix for item in found.values() if item.state == "broken")
 
 
 def test_json_for_scripts() -> None:
@@ -48,7 +48,7 @@ def test_json_for_scripts() -> None:
     assert states["gloo"] == "ok"
 
 
-def test_text_says_how_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_says_how_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     done = CliRunner().invoke(app, ["doctor"])
     assert 'C++ compiler: only regions="inductor" on the CPU needs one' in done.stdout
@@ -59,7 +59,7 @@ def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
     found = findings()["shared memory"]
     assert (found.state, found.found) == ("absent", "64 MiB free of 64 at /dev/shm")
-    assert "--shm-size" in found.mend
+    assert "--shm-size" in found.fix
 
 
 def test_a_torch_that_does_not_import_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_it_looks_for_this_machine_s_calibration(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = findings()["calibration"]
     assert found.state == "absent"
-    assert "interlace calibrate" in found.mend
+    assert "interlace calibrate" in found.fix
     path = Path(found.found.removeprefix("none at ").split(": ")[0])
     path.parent.mkdir(parents=True)
     default_machine("cpu").save(path)
@@ -146,15 +146,15 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
     else:
         assert (peers.state, shared.state) == ("absent", "absent")
         assert peers.found == "10 of 12 ordered pairs; none 0 > 1, 1 > 0"
-        assert "choose GPUs that reach each other" in peers.mend
-        assert "--ipc=host" in shared.mend
+        assert "choose GPUs that reach each other" in peers.fix
+        assert "--ipc=host" in shared.fix
     assert driver.freed == [4096]
 
 
 def test_a_cuda_build_without_a_gpu() -> None:
     found = {item.name: item for item in look_at_gpus(fake_torch(0, True))}
     assert set(found) == {"GPUs", "cuda-bindings"}
-    assert "nvidia-smi" in found["GPUs"].mend
+    assert "nvidia-smi" in found["GPUs"].fix
 
 
 def host(number: int, **facts: Any) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def host(number: int, **facts: Any) -> dict[str, Any]:
         "resolves": [f"10.0.0.{number}"],
         "gloo": [["eth0", f"10.0.0.{number}"]],
         "gloo_error": "",
-        "checks": [{"name": "shared memory", "state": "ok", "found": "1 GiB", "mend": ""}],
+        "checks": [{"name": "shared memory", "state": "ok", "found": "1 GiB", "fix": ""}],
     }
     return usual | facts
 
@@ -191,7 +191,7 @@ def test_what_keeps_hosts_apart(facts: dict[str, Any], broken: str, told: str) -
     found = {check.name: check for check in job_checks([host(0), host(1, **facts)])}
     assert {name for name, check in found.items() if check.state == "broken"} == {broken} - {""}
     assert told in found[broken or "gloo on host-1"].found
-    assert not broken or found[broken].mend
+    assert not broken or found[broken].fix
 
 
 def test_nccl_on_loopback_is_for_one_host() -> None:

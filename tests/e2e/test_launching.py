@@ -120,7 +120,7 @@ def test_doctor_tells_why_gloo_cannot_join_hosts(hosts: Hosts) -> None:
     broken = {check["name"]: check for check in facts["checks"] if check["state"] == "broken"}
     assert {*broken} == {"gloo on interlace-a", "gloo on interlace-b"}
     assert "no other host can reach it" in broken["gloo on interlace-b"]["found"]
-    assert "set GLOO_SOCKET_IFNAME" in broken["gloo on interlace-b"]["mend"]
+    assert "set GLOO_SOCKET_IFNAME" in broken["gloo on interlace-b"]["fix"]
 
 
 @pytest.mark.slow

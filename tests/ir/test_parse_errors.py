@@ -138,6 +138,7 @@ def test_message_of_a_statement(name: str) -> None:
         parse(text, file="made_up.ilc")
     message = str(raised.value)
     assert what in message.splitlines()[0]
+    assert message.splitlines()[-1].startswith("fix: ")
     assert fix in message.splitlines()[-1]
     line, column = shown_place(message)
     lines = text.splitlines()

@@ -97,7 +97,7 @@ OPS = {
     ),
     "splits": ("all_gather(x[0:2], t, splits=rows, team=tp)", "part 2: 3 of 4", "splits=rows"),
     "scatter": ('reduce_scatter(x, t, reduce="sum", team=tp)', "this rank's part 4: 4 of 8", ""),
-    "equal": ('all_reduce(x, t[0:2], reduce="sum", team=tp)', "the sizes differ", "fix the views"),
+    "equal": ('all_reduce(x, t[0:2], reduce="sum", team=tp)', "the sizes differ", "correct the views"),
     "dtype": ('all_reduce(x, n, reduce="sum", team=tp)', "the element types differ", "fix the"),
     "to all": ("all_to_all(x[0:3], t[0:3], team=tp)", "does not divide into 2 parts", "fix the"),
     "to all splits": ("all_to_all(x, t[0:3], splits=rows, team=tp)", "one has 4 rows", "fix the"),
@@ -271,6 +271,7 @@ def test_op(name: str) -> None:
     later = "\n    later = alloc(f32[4, 4])" if "later" in op else ""
     message = refused(BASE.replace("copy(x, t)  # here", op + later))
     assert what in message.splitlines()[0]
+    assert message.splitlines()[-1].startswith("fix: ")
     assert fix in message.splitlines()[-1]
     assert re.search(r"^> *\d+ \|     main: ", message, re.MULTILINE)
     assert "from made_up.ilc:14:" in message.splitlines()[0]
@@ -281,6 +282,7 @@ def test_declaration(name: str) -> None:
     declaration, what, fix = DECLARATIONS[name]
     message = refused(BASE.replace("main: copy(x, t)  # here", declaration))
     assert what in message.splitlines()[0]
+    assert message.splitlines()[-1].startswith("fix: ")
     assert fix in message.splitlines()[-1]
     assert re.search(r"^> *\d+ \|     \w+ = ", message, re.MULTILINE)
 
@@ -295,6 +297,7 @@ def test_what_stands_around_the_ops(name: str) -> None:
         what, fix = "no group of team 'dp' has it", "add the rank to a group"
     message = refused(text)
     assert what in message.splitlines()[0]
+    assert message.splitlines()[-1].startswith("fix: ")
     assert fix in message.splitlines()[-1]
 
 

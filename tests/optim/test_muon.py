@@ -348,7 +348,7 @@ def test_what_is_asked_for_overrules_and_is_said() -> None:
     model = Tiny()
     model.norm.weight.requires_grad_(False)
     told = Muon(muon_groups(model, {"experts.weight": {"use_muon": False}})).explain()
-    assert "asked for by 'experts.weight'; else experts" in told
+    assert "requested by 'experts.weight'; else experts" in told
     assert "(frozen)" in told
     params = params_of(0, [(4, 4), (3,)])
     plain = Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}]).explain()

@@ -125,7 +125,7 @@ def test_what_was_asked_for_is_predicted_where_there_is_a_machine(
     program = KINDS["matmul_all_reduce"](2, "even", "f32", seed).program
     made = run_pipeline(program, parse_pipeline("find_sites,decompose{strategy=ring}", machine))
     (site,) = made.sites
-    assert (site.strategy, site.reason, site.chunks) == ("ring", "asked for", 2)
+    assert (site.strategy, site.reason, site.chunks) == ("ring", "requested", 2)
     assert (site.serial_ms is not None) == (machine is not None)
     assert (site.predicted_ms is not None) == (machine is not None)
 

@@ -45,7 +45,7 @@ class Inspection:
     name: str
     state: str
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 @command
@@ -79,11 +79,11 @@ def doctor(
         print_json({"schema": 1, "ok": not broken, "checks": checks, **whole})
     else:
         table(("what", "state", "found"), [(i.name, i.state, i.found) for i in found])
-        mends = [item for item in found if item.mend]
-        if mends:
+        fixes = [item for item in found if item.fix]
+        if fixes:
             say("")
-        for item in mends:
-            say(f"{item.name}: {item.mend}")
+        for item in fixes:
+            say(f"{item.name}: {item.fix}")
         if job is not None:
             show_job(job)
     if broken:
@@ -120,8 +120,8 @@ def _import(name: str) -> Any:
 
 def _torch(torch: Any) -> Iterator[Inspection]:
     if isinstance(torch, Exception):
-        mend = "pip install 'torch>=2.11' (docs/how-to/install.md)"
-        yield Inspection("torch", "broken", f"does not import: {torch}", mend)
+        fix = "pip install 'torch>=2.11' (docs/how-to/install.md)"
+        yield Inspection("torch", "broken", f"does not import: {torch}", fix)
         return
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
@@ -136,20 +136,20 @@ def _torch(torch: Any) -> Iterator[Inspection]:
         yield from look_at_gpus(torch)
     dist = torch.distributed
     if not dist.is_available():
-        mend = "take a torch built with USE_DISTRIBUTED=1"
-        yield Inspection("torch.distributed", "broken", "not in this torch", mend)
+        fix = "take a torch built with USE_DISTRIBUTED=1"
+        yield Inspection("torch.distributed", "broken", "not in this torch", fix)
         return
     backends: dict[str, tuple[Callable[[], bool], str]] = {
         "gloo": (dist.is_gloo_available, "take a torch with gloo: every CPU program needs it"),
         "nccl": (dist.is_nccl_available, "take a CUDA build of torch"),
         "ucc": (dist.is_ucc_available, "take a torch built with UCC"),
     }
-    for name, (available, mend) in backends.items():
+    for name, (available, fix) in backends.items():
         if available():
             yield Inspection(name, "ok", "in this torch")
         else:
             state = "broken" if name == "gloo" else "absent"
-            yield Inspection(name, state, "not in this torch", mend)
+            yield Inspection(name, state, "not in this torch", fix)
 
 
 def _plugin() -> Inspection:
@@ -168,12 +168,12 @@ def _shared_memory() -> Inspection:
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError as error:
-        mend = "mount a tmpfs at /dev/shm: one-sided copies between CPU ranks need it"
-        return Inspection("shared memory", "absent", f"no {SHARED_MEMORY} ({error.strerror})", mend)
+        fix = "mount a tmpfs at /dev/shm: one-sided copies between CPU ranks need it"
+        return Inspection("shared memory", "absent", f"no {SHARED_MEMORY} ({error.strerror})", fix)
     found = f"{usage.free / 2**20:.0f} MiB free of {usage.total / 2**20:.0f} at {SHARED_MEMORY}"
     if usage.free < ENOUGH_SHARED_MEMORY:
-        mend = "symmetric buffers of CPU ranks live there: docker run --shm-size=2g, or remount it"
-        return Inspection("shared memory", "absent", found, mend)
+        fix = "symmetric buffers of CPU ranks live there: docker run --shm-size=2g, or remount it"
+        return Inspection("shared memory", "absent", found, fix)
     return Inspection("shared memory", "ok", found)
 
 
@@ -181,13 +181,13 @@ def _compiler() -> Inspection:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return Inspection("C++ compiler", "ok", path)
-    mend = 'only regions="inductor" on the CPU needs one: apt-get install g++'
-    return Inspection("C++ compiler", "absent", "none on PATH", mend)
+    fix = 'only regions="inductor" on the CPU needs one: apt-get install g++'
+    return Inspection("C++ compiler", "absent", "none on PATH", fix)
 
 
-def _package(name: str, purpose: str, mend: str) -> Inspection:
+def _package(name: str, purpose: str, fix: str) -> Inspection:
     if importlib.util.find_spec(name) is None:
-        return Inspection(name, "absent", f"not installed ({purpose})", mend)
+        return Inspection(name, "absent", f"not installed ({purpose})", fix)
     try:
         return Inspection(name, "ok", importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
@@ -198,8 +198,8 @@ def _cores(torch: Any) -> Inspection:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = "" if isinstance(torch, Exception) else f", torch uses {torch.get_num_threads()}"
     if cores == 1:
-        mend = "two cores or more let communication run beside compute"
-        return Inspection("cores", "absent", f"1{threads}", mend)
+        fix = "two cores or more let communication run beside compute"
+        return Inspection("cores", "absent", f"1{threads}", fix)
     return Inspection("cores", "ok", f"{cores}{threads}")
 
 
@@ -218,8 +218,8 @@ def _arithmetic(torch: Any) -> Inspection:
     given = os.environ.get("MKL_CBWR", "")
     if given == STRICT:
         return Inspection(name, "ok", f"{capability}, MKL_CBWR={given}")
-    mend = f"set MKL_CBWR={STRICT} where an overlapped fp32 run must equal the serial one in bits"
-    return Inspection(name, "absent", f"{capability}, MKL_CBWR={given or 'not set'}", mend)
+    fix = f"set MKL_CBWR={STRICT} where an overlapped fp32 run must equal the serial one in bits"
+    return Inspection(name, "absent", f"{capability}, MKL_CBWR={given or 'not set'}", fix)
 
 
 def _calibration(path: Path | None, torch: Any) -> Inspection:
@@ -227,8 +227,8 @@ def _calibration(path: Path | None, torch: Any) -> Inspection:
     if path is None:
         path = _own_calibration(torch)
         if not path.exists():
-            mend = "interlace calibrate measures this machine, for `auto` to choose by"
-            return Inspection("calibration", "absent", f"none at {path}: the built-in model", mend)
+            fix = "interlace calibrate measures this machine, for `auto` to choose by"
+            return Inspection("calibration", "absent", f"none at {path}: the built-in model", fix)
     try:
         machine = read_machine(path)
     except CalibrationError as error:
@@ -254,8 +254,8 @@ def look_at_gpus(torch: Any) -> Iterator[Inspection]:
     """Everything about GPUs, for a torch that is built for CUDA."""
     count = torch.cuda.device_count()
     if not count:
-        mend = "no device is visible: look at the driver (nvidia-smi)"
-        yield Inspection("GPUs", "absent", "0", mend)
+        fix = "no device is visible: look at the driver (nvidia-smi)"
+        yield Inspection("GPUs", "absent", "0", fix)
     else:
         names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
         yield Inspection("GPUs", "ok", f"{count} {names}")
@@ -298,8 +298,8 @@ def _peers(torch: Any, count: int) -> Inspection:
         return Inspection(name, "ok", f"all {len(pairs)} ordered pairs")
     listed = ", ".join(f"{i} > {j}" for i, j in apart[:8])
     found = f"{len(pairs) - len(apart)} of {len(pairs)} ordered pairs; none {listed}"
-    mend = "teams of GPUs need it (see nvidia-smi topo -p2p r): choose GPUs that reach each other"
-    return Inspection(name, "absent", found, mend)
+    fix = "teams of GPUs need it (see nvidia-smi topo -p2p r): choose GPUs that reach each other"
+    return Inspection(name, "absent", found, fix)
 
 
 def _memory(torch: Any) -> Iterator[Inspection]:
@@ -307,14 +307,14 @@ def _memory(torch: Any) -> Iterator[Inspection]:
     from interlace.comm.cuda.driver import Driver
 
     ipc, words = "memory shared by processes", "stream memory operations"
-    mend = "teams of GPUs need it; on the CPU nothing does"
+    fix = "teams of GPUs need it; on the CPU nothing does"
     try:
         torch.cuda.set_device(0)
         torch.cuda.synchronize()
         driver = Driver()
         base = driver.alloc(PROBE)
     except (InterlaceError, RuntimeError) as error:
-        yield Inspection(ipc, "absent", str(error), mend)
+        yield Inspection(ipc, "absent", str(error), fix)
         return
     try:
         try:
@@ -322,7 +322,7 @@ def _memory(torch: Any) -> Iterator[Inspection]:
             yield Inspection(ipc, "ok", "CUDA IPC gives handles")
         except InterlaceError as error:
             why = "containers need --ipc=host or one IPC namespace; "
-            yield Inspection(ipc, "absent", str(error), why + mend)
+            yield Inspection(ipc, "absent", str(error), why + fix)
         try:
             stream = driver.private_stream()
             driver.write(stream, base, 7)
@@ -330,6 +330,6 @@ def _memory(torch: Any) -> Iterator[Inspection]:
             driver.finish(stream)
             yield Inspection(words, "ok", "streams write words and wait for them")
         except InterlaceError as error:
-            yield Inspection(words, "absent", str(error), mend)
+            yield Inspection(words, "absent", str(error), fix)
     finally:
         driver.free(base)

@@ -90,8 +90,8 @@ def survey(found: Sequence[Inspection], time_out_s: float) -> Job | None:
     try:
         _connect(board, dist.PrefixStore("doctor/gloo", store), time_out_s)
     except InterlaceError as error:
-        mend = "let hosts reach where gloo listens, on any port (firewalls: docs/how-to/hosts.md)"
-        checks.append(Inspection("gloo between ranks", "broken", str(error), mend))
+        fix = "let hosts reach where gloo listens, on any port (firewalls: docs/how-to/hosts.md)"
+        checks.append(Inspection("gloo between ranks", "broken", str(error), fix))
         return None if rank else Job(checks, hosts, links, teams)
     how: Any = {"store": dist.PrefixStore("doctor", store), "rank": rank, "world_size": world}
     try:
@@ -233,8 +233,8 @@ def job_checks(hosts: Sequence[Note]) -> Iterator[Inspection]:
         yield _gloo_check(host, several)
         asked, name = host["NCCL_SOCKET_IFNAME"], f"NCCL on {host['name']}"
         if host["device"] == "cuda" and several and asked == "lo":
-            mend = "set NCCL_SOCKET_IFNAME on each host to its interface that joins them"
-            yield Inspection(name, "broken", "NCCL_SOCKET_IFNAME=lo", mend)
+            fix = "set NCCL_SOCKET_IFNAME on each host to its interface that joins them"
+            yield Inspection(name, "broken", "NCCL_SOCKET_IFNAME=lo", fix)
         elif host["device"] == "cuda":
             yield Inspection(name, "ok", f"NCCL_SOCKET_IFNAME={asked}" if asked else "as it likes")
 
@@ -243,15 +243,15 @@ def _gloo_check(host: Note, several: bool) -> Inspection:
     """Whether other hosts can reach gloo on this one."""
     name, asked = f"gloo on {host['name']}", host["GLOO_SOCKET_IFNAME"]
     given = f"GLOO_SOCKET_IFNAME={asked}" if asked else "GLOO_SOCKET_IFNAME is not set"
-    mend = "set GLOO_SOCKET_IFNAME on each host to its interface that joins them (`ip -br address`)"
+    fix = "set GLOO_SOCKET_IFNAME on each host to its interface that joins them (`ip -br address`)"
     if host["gloo_error"]:
-        return Inspection(name, "broken", f"{given}: {host['gloo_error']}", mend)
+        return Inspection(name, "broken", f"{given}: {host['gloo_error']}", fix)
     found = f"listens on {_places(host)} ({given})"
     lost = not host["resolves"] or any(ip_address(each).is_loopback for each in host["resolves"])
     if several and lost:
         found += f"; to itself the host's name means {', '.join(host['resolves']) or 'no address'}"
     if several and any(ip_address(address).is_loopback for _, address in host["gloo"]):
-        return Inspection(name, "broken", f"{found}: no other host can reach it", mend)
+        return Inspection(name, "broken", f"{found}: no other host can reach it", fix)
     if several and lost:
         found += ", so keep GLOO_SOCKET_IFNAME, and give torchrun addresses"
     return Inspection(name, "ok", found)

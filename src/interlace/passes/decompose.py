@@ -109,7 +109,7 @@ class Decompose:
         if self.strategy == "auto":
             return choose.fastest(values, found.site)
         if self.strategy == "serial":
-            return Choice(reason="asked for")
+            return Choice(reason="requested")
         row = strategy(self.strategy, self.protocol)
         assert row is not None, self.strategy
         why = refusal(values, found.site, row)

@@ -36,11 +36,11 @@ from interlace.ir.view import AsStrided, Chunk, View, varying
 
 
 class BrokenRule(Exception):
-    """A broken rule: what, how to fix it, and which line it is about."""
+    """A broken rule: what, the line that says how to fix it, and which line it is about."""
 
     def __init__(self, tag: Tag, what: str, fix: str) -> None:
         super().__init__(what)
-        self.tag, self.what, self.fix = tag, what, fix
+        self.tag, self.what, self.fix = tag, what, f"fix: {fix}"
 
 
 class CheckContext:

@@ -188,7 +188,7 @@ class OpChecker:
             context.declare(buffer)
         wrong = _matmul_mismatch(op, context.boxes)
         if wrong is not None:
-            raise context.fault(wrong, "fix the views: (m, k) times (k, n) gives (m, n)")
+            raise context.fault(wrong, "write views of (m, k), (k, n) and (m, n)")
 
     def collective(self, op: Collective) -> None:
         context = self.context
@@ -231,7 +231,7 @@ class OpChecker:
                     raise context.fault(
                         f"{op.kind} from {_type(src)} to {_type(dst)} on rank {where.rank}: "
                         f"{wrong}",
-                        "fix the views, or name the table of uneven parts: splits=rows",
+                        "correct the views, or name the table of uneven parts: splits=rows",
                     )
 
     def at_root(self, op: Collective) -> list[bool]:

@@ -47,7 +47,7 @@ class SourceText:
         """The error to raise for a place in the text."""
         place = f"{self.file}:{line}" + (f":{column}" if column else "")
         shown = excerpt(self.lines, line, column, length)
-        return ParseError(f"{place}: {what}\n{shown}\n{fix}")
+        return ParseError(f"{place}: {what}\n{shown}\nfix: {fix}")
 
     def column(self, line: int, offset: int) -> int:
         """The column (from 1) of a byte offset, which is how `ast` counts."""

@@ -115,7 +115,7 @@ def muon_groups(
         asked = dict(options[pattern]) if options and pattern is not None else {}
         why = f"{rule.name}: {rule.why}"
         if asked.get("use_muon", rule.use_muon) != rule.use_muon:
-            why = f"asked for by {pattern!r}; else {why}"
+            why = f"requested by {pattern!r}; else {why}"
         made = {"params": [], "use_muon": rule.use_muon, "why": why, **asked}
         groups.setdefault((rule.name, pattern), made)["params"].append((name, param))
     return list(groups.values())

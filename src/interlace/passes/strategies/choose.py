@@ -1,4 +1,4 @@
-"""Which strategy a site gets: the one asked for, or the one that is expected to be fastest.
+"""Which strategy a site gets: the one requested, or the one that is expected to be fastest.
 
 Measurements go before predictions, and serial stays where the gain is not certain. A prediction
 schedules and simulates the site alone; what was measured nearby corrects it. All this reads sizes
@@ -277,17 +277,17 @@ class Chooser:
     known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
 
     def asked(self, values: Dataflow, site: MatmulSite, row: Strategy) -> Choice:
-        """The strategy that was asked for."""
+        """The requested strategy."""
         count = parts(values, site, row, self.chunks)
         if self.machine is None:
-            return Choice(row, count, "asked for")
+            return Choice(row, count, "requested")
         key = row, _signature(values, site)
         if key not in self.known:
             with supposing():
                 serial = estimate(self._machine, values, site, None, 0)
                 took = estimate(self._machine, values, site, row, self.chunks)
             expected = serial.expected_ms, took.expected_ms
-            self.known[key] = Choice(row, count, "asked for", "", *expected)
+            self.known[key] = Choice(row, count, "requested", "", *expected)
         return self.known[key]
 
     def fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
