@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 def kernel(strategy: str, mode: str, r: object, world: int = 4, m: int = 64, **more: object) -> Row:
     sizes = {"op": "ag_gemm", "m": str(m), "k": "8", "n": "16", "world": str(world)}
-    return {**sizes, "strategy": strategy, "mode": mode, "r": str(r), "error": "", **more}
+    return {
+        **sizes,
+        "strategy": strategy,
+        "mode": mode,
+        "r": str(r),
+        "error": "",
+        "commit": "a",
+        **more,
+    }
 
 
 def test_the_latest_rows_in_their_faster_mode():
@@ -31,6 +40,36 @@ def test_the_latest_rows_in_their_faster_mode():
         },
         2: {"AG+GEMM 64 x 8 x 16": {OURS: 1.2}},
     }
+
+
+def test_a_shape_is_of_one_commit_the_last_with_all_ways():
+    rows = [
+        *(kernel("auto", "eager", 1.3, commit="a"), kernel("async-tp", "eager", 1.4, commit="a")),
+        *(kernel("auto", "eager", 1.1, commit="b"), kernel("async-tp", "eager", 1.2, commit="b")),
+        kernel("auto", "eager", 1.0, commit="c"),
+        *(kernel("auto", "eager", 2.0, commit="b", m=8), kernel("auto", "graph", 3.0, m=8)),
+    ]
+    assert kernels_over_roof(rows)[4] == {
+        "AG+GEMM 8 x 8 x 16": {OURS: 3.0},
+        "AG+GEMM 64 x 8 x 16": {OURS: 1.1, "async-TP": 1.2},
+    }
+
+
+HEADLINE = re.compile(r"^\| .* \| (\d+) us \| (\d\.\d\d) \|$", re.MULTILINE)
+
+
+def test_the_table_of_the_readme_is_of_one_run():
+    text = (RESULTS.parents[1] / "README.md").read_text()
+    commit = re.search(r"rows `(\w+)` of\s+\[overlap\.csv\]", text)
+    assert commit
+    shape = {"op": "ag_gemm", "m": "8192", "k": "8192", "n": "2560", "world": "4"}
+    told = shape | {"mode": "eager", "commit": commit[1]}
+    rows = {
+        row["strategy"]: (f"{float(row['median_us']):.0f}", f"{float(row['r']):.2f}")
+        for row in read(RESULTS / "overlap.csv")
+        if told.items() <= row.items() and not row["error"]
+    }
+    assert HEADLINE.findall(text) == [rows[way] for way in ("sequential", "async-tp", "auto")]
 
 
 def test_layers_are_over_the_ideal():

@@ -18,7 +18,7 @@ from interlace.errors import BackendError
 STYLES = {"peer": "--", "gloo": ":", "put": "--", "send": ":"}
 Series = dict[str, list[tuple[float, float, float]]]
 Times = dict[tuple[str, str], float]
-"""By case and name."""
+"""By case and name, or by way and mode."""
 
 
 def _pyplot() -> Any:
@@ -104,30 +104,44 @@ THEMES = {
 OVERLAP_SAID = """\
 The roof of a kernel is its matmul alone or its bytes at full bandwidth, whichever is longer; of a
 layer (forward and backward), the layer without communication. Kernels of M x K x N of a rank, each
-way in its faster mode, eager or as a CUDA graph (async-TP is eager)."""
+way in its faster mode, eager or as a CUDA graph (async-TP is eager); each shape of one run."""
 
 Lines = dict[str, dict[str, float]]
 """Of each shape and way: time over the roof."""
 
 
 def kernels_over_roof(rows: Sequence[Row]) -> dict[int, Lines]:
-    """The latest rows by number of ranks, and shapes in order of op and size."""
-    latest: dict[tuple[int, tuple[str, ...]], dict[tuple[str, str], float]] = {}
+    """By number of ranks, and shapes in order of op and size.
+
+    What is compared was measured together: a shape's times are those of one commit, the last that
+    timed as many ways as any.
+    """
+    shapes: dict[tuple[int, tuple[str, ...]], dict[str, Times]] = {}
     for row in rows:
         if row["strategy"] in WAYS and not (row["error"] or math.isnan(number(row["r"]))):
             shape = row["op"], row["m"], row["k"], row["n"]
-            times = latest.setdefault((int(row["world"]), shape), {})
+            commits = shapes.setdefault((int(row["world"]), shape), {})
+            times = commits.pop(row["commit"], {})
             times[WAYS[row["strategy"]], row["mode"]] = number(row["r"])
+            commits[row["commit"]] = times  # the last one
     places = list(OPS)
     columns: dict[int, Lines] = {}
-    for (world, (op, *sizes)), times in sorted(
-        latest.items(), key=lambda item: (places.index(item[0][1][0]), int(item[0][1][1]))
+    for (world, (op, *sizes)), commits in sorted(
+        shapes.items(), key=lambda item: (places.index(item[0][1][0]), int(item[0][1][1]))
     ):
-        best: dict[str, float] = {}
-        for (way, _), r in times.items():
-            best[way] = min(r, best.get(way, math.inf))
-        columns.setdefault(world, {})[f"{OPS[op]} {' x '.join(sizes)}"] = best
+        found = [_faster_mode(times) for times in commits.values()]
+        whole = max(map(len, found))
+        line = next(times for times in reversed(found) if len(times) == whole)
+        columns.setdefault(world, {})[f"{OPS[op]} {' x '.join(sizes)}"] = line
     return columns
+
+
+def _faster_mode(times: Times) -> dict[str, float]:
+    """Of each way the lesser of its modes' times."""
+    best: dict[str, float] = {}
+    for (way, _), r in times.items():
+        best[way] = min(r, best.get(way, math.inf))
+    return best
 
 
 def layers_over_ideal(rows: Sequence[Row]) -> dict[int, Lines]:

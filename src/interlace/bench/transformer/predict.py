@@ -66,7 +66,7 @@ def predict(settings: TransformerSettings, machine: Machine, world: int) -> Row:
     absent = dict.fromkeys(("peak_bytes", "off", "sm_mhz"), math.nan)
     told = {**absent, "error": "", "how": "predicted", "world": world, **common}
     rows = [row | told for row in rows_of(settings, world, times)]
-    return {"rows": rows, "sites": told_of(runs, settings.profile), "facts": common}
+    return {"rows": rows, "sites": told_of(runs, settings, common), "facts": common}
 
 
 def _programs(

@@ -166,13 +166,19 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Row | None:
     free(ranks)
     if ranks.me:
         return None
-    return {"rows": rows, "sites": told_of(runs, settings.profile), "facts": common}
+    return {"rows": rows, "sites": told_of(runs, settings, common), "facts": common}
 
 
-def told_of(runs: Mapping[str, Sequence[Run]], profile: str) -> list[Row]:
+def told_of(
+    runs: Mapping[str, Sequence[Run]], settings: TransformerSettings, common: Mapping[str, object]
+) -> list[Row]:
     """The sites of the runs of ours; the runs go to a page or a trace, if one is wanted."""
+    profile = settings.profile
     if profile.endswith(".html"):
-        write_page(_beside_serial(runs), profile)
+        tokens = ("tokens", str(settings.batch * settings.sequence))
+        told = [(name, str(common[name])) for name in ("gpu", "commit", "torch")]
+        title = f"{settings.model}, layers: {settings.layers}"
+        write_page(_beside_serial(runs), profile, title, [tokens, *told])
     elif profile:
         write_perfetto([run for each in runs.values() for run in each], Path(profile))
     return [
