@@ -14,6 +14,7 @@ from tests.trace.chromium import dump_dom
 
 from interlace.ir import parse
 from interlace.launch import has_avx512
+from interlace.trace.figures import percent
 from interlace.verify import check
 
 FILES = ("forward.ilc", "backward.ilc", "forward.serial.ilc", "backward.serial.ilc")
@@ -125,7 +126,7 @@ def test_the_page_opens_in_a_browser(demo: tuple[dict[str, Any], Path]) -> None:
     # two ranks: the serial schedule on a stream, the overlapped one on two or more
     assert all(int(rows) >= 6 for rows, _ in panels)
     overlap = demo[0]["overlap"]
-    hidden = [f"{overlap[way]['hidden']:.0%}" for way in ("serial", "overlapped")]
+    hidden = [percent(overlap[way]["hidden"]) for way in ("serial", "overlapped")]
     assert f"<b>{' → '.join(hidden)}</b> of communication hidden" in dom
     assert re.search(r"<b>\d+\.\d\dx</b> as fast as serial", dom)
     assert all(int(spans) > 100 for _, spans in panels)

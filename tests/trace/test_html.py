@@ -19,7 +19,7 @@ from tests.trace.samples import RANKS, TEXT, run, sample, serial_sample
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Loc, Program, Remark, Site, parse
 from interlace.trace import Run, html_page, write_html, write_page
-from interlace.trace.figures import milliseconds
+from interlace.trace.figures import milliseconds, percent
 from interlace.trace.page_data import page_data
 
 HOSTILE = (
@@ -97,7 +97,7 @@ def test_the_figures_and_sites_are_there_without_a_script():
     program = sample()
     timeline = run(program)
     page = html_page([Run((program,), timeline)])
-    assert f"<td>{timeline.figures(1).hidden:.0%}</td>" in page
+    assert f"<td>{percent(timeline.figures(1).hidden)}</td>" in page
     assert "<td>peer is 1.4x faster than serial</td>" in page
     assert page.count("<li data-op=") == len(program.ops)
 

@@ -7,6 +7,7 @@ from tests.trace.samples import RANKS, run, sample
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import parse
 from interlace.trace import Arrow, arrows, figures_json, figures_text, tracks
+from interlace.trace.figures import percent
 
 PIPELINE = """
 def stages(pp: Team[2], x: f32[4], y: out[f32[4]]):
@@ -100,4 +101,9 @@ def test_figures_of_each_rank_and_of_all():
     assert 0 < own.hidden < 1
     text = figures_text([timeline])
     assert len(text.splitlines()) == 1 + RANKS + 1
-    assert f"{own.hidden:.0%}" in text.splitlines()[3]
+    assert percent(own.hidden) in text.splitlines()[3]
+
+
+def test_only_what_is_whole_is_all_of_it():
+    shares = {0.0: "0%", 0.004: "0%", 0.934: "93%", 0.996: "99.6%", 0.99999: "99.9%", 1.0: "100%"}
+    assert {share: percent(share) for share in shares} == shares

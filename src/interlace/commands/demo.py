@@ -254,12 +254,12 @@ def _sites(graph: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _overlap(figures: dict[str, float] | None) -> tuple[str, ...]:
-    from interlace.trace.figures import milliseconds
+    from interlace.trace.figures import milliseconds, percent
 
     if figures is None:
         return ("-", "-", "-")
     return (
         milliseconds(figures["comm_s"]),
-        f"{figures['hidden']:.0%}",
+        percent(figures["hidden"]),
         milliseconds(figures["exposed_s"]),
     )

@@ -7,6 +7,7 @@ predicted  0          2.41 ms    2.30 ms   1.10 ms         95 %     0.06 ms
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -24,6 +25,13 @@ def milliseconds(seconds: float) -> str:
     if ms == 0:
         return "0 ms"
     return f"{ms:.3f} ms" if ms < 1 else f"{ms:.2f} ms" if ms < 100 else f"{ms:.0f} ms"
+
+
+def percent(share: float) -> str:
+    """A share in whole percent. Only what is whole is 100%; just below it, a digit more is shown."""
+    if 0.995 <= share < 1:
+        return f"{math.floor(1000 * share) / 10:.1f}%"
+    return f"{share:.0%}"
 
 
 def figures_rows(timelines: Iterable[Timeline]) -> list[tuple[str, ...]]:
@@ -52,7 +60,7 @@ def rank_name(rank: int | None) -> str:
 
 def figure_cells(figures: Figures) -> tuple[str, ...]:
     """What `HEADINGS` names from the makespan on."""
-    hidden = f"{figures.hidden:.0%}" if figures.comm_s > 0 else "-"
+    hidden = percent(figures.hidden) if figures.comm_s > 0 else "-"
     times = figures.makespan_s, figures.compute_s, figures.comm_s
     return *map(milliseconds, times), hidden, milliseconds(figures.exposed_s)
 

@@ -26,7 +26,7 @@ from string import Template
 from interlace.cost.timeline import Timeline
 from interlace.ir import Program
 from interlace.ir.text.printer import print_lines
-from interlace.trace.figures import milliseconds
+from interlace.trace.figures import milliseconds, percent
 from interlace.trace.page_data import COLOURS, PageSite, numbered, page_data, site_groups
 from interlace.trace.summary import (
     OVERLAP,
@@ -134,7 +134,7 @@ def _gains(found: Sequence[Total]) -> Iterator[tuple[str, str]]:
     if len(found) > 1 and last > 0:
         yield f"{found[0].figures.makespan_s / last:.2f}x", f"as fast as {escape(found[0].label)}"
     if any(it.figures.comm_s > 0 for it in found):
-        yield " → ".join(f"{it.figures.hidden:.0%}" for it in found), "of communication hidden"
+        yield " → ".join(percent(it.figures.hidden) for it in found), "of communication hidden"
         exposed = " → ".join(milliseconds(it.figures.exposed_s) for it in found)
         yield exposed, "exposed, all ranks"
 
