@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/mixture_of_experts.py
 
 Each rank has tokens and some of the experts. The router sends each token to one expert, where each
-rank has room for so many; tokens beyond that keep their residual alone. Both exchanges are
+rank has a fixed capacity; tokens beyond that keep their residual alone. Both exchanges are
 functional collectives, so the compiler sees them beside the grouped GEMMs that they feed and
 follow, and the rows of one rank are multiplied while those of the next one travel.
 """

@@ -506,6 +506,11 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[-\s]+", "-", heading) for heading in found}
 
 
+def test_generated_pages_lose_nothing() -> None:
+    assert "| `--seed` | integer | `0` |" in PAGES["docs/reference/cli.md"]
+    assert not re.search(r"(?<![/(\w])\w+\.md", PAGES["docs/reference/ops.md"]), "not a link"
+
+
 def test_generated_files_are_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "docs" / "generate"), "--check"]
     done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=100)

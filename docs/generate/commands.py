@@ -94,7 +94,8 @@ def _row(param: Any, annotation: Any) -> tuple[str, str, str, str]:
     names = ", ".join(f"`{o}`" for o in (*param.opts, *param.secondary_opts))
     names = names if param.opts[0].startswith("-") else f"`{param.name.upper()}`"
     default = "required" if param.required else ""
-    if not param.required and param.default not in (None, "", False):
+    unset = any(param.default is value for value in (None, "", False))
+    if not (param.required or unset):
         default = f"`{param.default}`"
     value = "" if getattr(param, "is_flag", False) else _value(annotation)
     return names, value, default, param.help or ""

@@ -203,7 +203,7 @@ def step_row(step: type) -> tuple[str, str, str]:
 
 
 def doc(kind: type) -> str:
-    """A class's docstring as Markdown."""
+    """A class's docstring as Markdown, in which a page's name is a link to it."""
     text = inspect.getdoc(kind)
     assert text, f"{kind.__name__} says nothing about itself"
-    return text
+    return text.replace("semantics.md", "[What a schedule means](../explanation/semantics.md)")

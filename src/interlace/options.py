@@ -67,8 +67,8 @@ class Options:
         regions: what runs the operators that are no site: `eager`, `inductor`, or by device
             (`auto`).
         regather: save the local shard and gather again in backward, instead of saving the gathered
-            tensor: True, False, or where the matmuls that it feeds hide that (`auto`). What a
-            caller changes of it in between, torch refuses in backward.
+            tensor: True, False, or where the matmuls that it feeds hide that (`auto`). If the
+            caller modifies the saved tensor before backward, backward raises an error.
         transport: what moves bytes, where a strategy leaves a choice: `gloo`, `nccl`, `ucc` or
             `peer`; `auto` takes the backend of the process group.
         graph: capture the Program in CUDA graphs and replay them.
@@ -78,9 +78,9 @@ class Options:
         schedules: path of a folder of schedules, as `interlace.export` writes them: a compiled
             graph runs the text that is there for it in place of a generated one. A text that does
             not fit is refused.
-        time_out_s: every wait for another rank is bounded by this many seconds, in time that is
-            seen to pass: not while the whole job is paused. None takes the time-out of the process
-            group itself. A rank whose process has ended is not waited for, and after a minute a
+        time_out_s: every wait for another rank is bounded by this many seconds; time while the
+            whole job is suspended does not count. None takes the time-out of the process group
+            itself. A rank whose process has ended is not waited for, and after a minute a
             warning names who is late.
         cache_size: Executors kept per compiled function before the least recently used is dropped.
         trace: record the time of every op (`Executor.timeline()`).

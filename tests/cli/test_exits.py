@@ -66,7 +66,7 @@ def test_a_fault_of_our_own_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("interlace.verify.check", fail)
     code, out, err = run("check", text=SOUND)
     assert (code, out) == (70, "")
-    assert err.startswith("internal error: this is a fault of Interlace; please report it")
+    assert err.startswith("internal error: this is a fault of Interlace; report it in an issue")
     assert err.endswith("ZeroDivisionError: by \\x1b[31m zero\n\n")
     code, out, err = run("check", "--json", text=SOUND)
     assert (code, json.loads(out)["error"]["type"]) == (70, "ZeroDivisionError")

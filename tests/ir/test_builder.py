@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import interlace
 from interlace.errors import ProgramError
 from interlace.ir import (
+    KINDS,
     Builder,
     Copy,
     DType,
@@ -29,6 +31,7 @@ from interlace.ir import (
     parse,
     validate,
 )
+from interlace.ir.build.ops import CollectiveName
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -145,6 +148,10 @@ def test_ops_know_the_line_that_wrote_them() -> None:
         assert op.loc.file == __file__
         word = {"HostSync": "host_sync", "Group": "group", "Collective": "all_reduce"}
         assert word[type(op).__name__] in lines[op.loc.line - 1]
+
+
+def test_collectives_are_named_for_type_checkers() -> None:
+    assert get_args(CollectiveName) == (*KINDS,)
 
 
 def test_an_op_by_its_class() -> None:

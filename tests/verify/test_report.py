@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from typing import Any
 
 import pytest
 from tests.verify.schedules import text_of, without
 from tests.verify.test_faults import FAULTS
 
-from interlace.errors import InterlaceError, SoundnessError
+from interlace.cost import simulate
+from interlace.errors import InterlaceError, OptionError, SoundnessError
 from interlace.ir import parse
 from interlace.verify import KINDS, SCHEMA, check
 
@@ -28,6 +30,13 @@ same bytes of y (the same on ranks 0, 1)
       3 | main: record(e)
     > 4 | comm: copy(x[2:4], y[2:4])
   fix: before line 4 add `comm: wait(e)`"""
+
+
+@pytest.mark.parametrize("given", ["ring.ilc", ["ring.ilc"], [None]], ids=str)
+def test_what_is_no_program_is_refused(given: Any) -> None:
+    for checked in (check, simulate):
+        with pytest.raises(OptionError, match=r"interlace\.load\(path\)"):
+            checked(given)
 
 
 def test_a_race_in_words() -> None:

@@ -259,7 +259,7 @@ def need_safetensors() -> None:
     if importlib.util.find_spec("safetensors") is None:
         raise BackendError(
             "--inputs needs the package safetensors, which is not installed: pip install "
-            "safetensors, or leave --inputs out to draw the inputs by --seed"
+            "'interlace[run]', or leave --inputs out to draw the inputs by --seed"
         )
 
 

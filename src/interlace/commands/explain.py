@@ -40,8 +40,8 @@ def explain(
     """Say how each communication is overlapped, why, and what that is predicted to gain.
 
     A serial program (communication on its one stream, and no sites yet) is lowered first, and all
-    strategies that could serve its sites are shown with what they are predicted to take and, where
-    the calibration has it, what they took.
+    strategies that could serve its sites are listed with predicted and, if calibrated, measured
+    times.
     """
     from interlace.options import Options
     from interlace.passes import lower

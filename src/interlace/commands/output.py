@@ -71,7 +71,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
         except Exception as error:
             if kwargs.get("json"):
                 _tell(error, json=True)
-            what = "this is a fault of Interlace; please report it with what you gave and"
+            what = "this is a fault of Interlace; report it in an issue, with what you gave and"
             typer.echo(f"internal error: {what}\n{visible(traceback.format_exc())}", err=True)
             raise typer.Exit(INTERNAL) from None
 

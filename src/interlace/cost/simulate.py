@@ -19,6 +19,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from interlace.cost.graph import Task, TaskGraph, build
 from interlace.cost.machine import Machine, default_machine
@@ -27,14 +28,21 @@ from interlace.cost.symmetry import Symmetry
 from interlace.cost.timeline import Interval, Span, Timeline, length, union
 from interlace.errors import SoundnessError
 from interlace.ir import Program
+from interlace.ir.program import together
 from interlace.ir.size_class import FIXED, deciding
 
 
-def simulate(programs: Program | Sequence[Program], machine: Machine | str = "cpu") -> Timeline:
+def simulate(
+    programs: Program | Sequence[Program], machine: Machine | Literal["cpu", "cuda"] = "cpu"
+) -> Timeline:
     """The predicted timeline of one run, from an idle machine: a calibration (`Machine.load`), or
-    the built-in model of a device by its name, `cpu` or `cuda`."""
+    the built-in model of a device by its name, `cpu` or `cuda` (an H200 with its NVLink peers).
+
+    Raises OptionError for what is no Program, CalibrationError for another name of a machine, and
+    SoundnessError where the run would not end.
+    """
     machine = default_machine(machine) if isinstance(machine, str) else machine
-    listed = [programs] if isinstance(programs, Program) else list(programs)
+    listed = together(programs, "interlace.simulate")
     return _played(listed, machine, None).timeline(listed)
 
 

@@ -92,6 +92,13 @@ def compile(
     serves a class of them. Then TorchDynamo traces, and guards what it saw: a call costs the host
     more, Python state that changes is seen, and what cannot be traced as one graph is an error
     of TorchDynamo. The backward pass is bound when it first runs for a class.
+
+    Raises (here with `examples`, else from the first call):
+        OptionError: an argument or an option is invalid.
+        UnsupportedError: an operator or a sharding cannot be lowered.
+        SoundnessError, ScheduleError: one of `Options.schedules` is unsound, or does not fit.
+        AgreementError, PeerError, CommTimeoutError: another rank compiles something else, fails, or
+            does not come.
     """
     if not callable(fn):
         raise OptionError(

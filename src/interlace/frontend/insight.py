@@ -62,7 +62,10 @@ def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
 
 def report(model: Callable[..., Any], path: str | Path) -> Path:
     """Writes one HTML page with the timelines of a compiled model: predicted, and measured where a
-    run was recorded. It takes what `explain` takes, but a Program, and returns the path.
+    run was recorded. It takes what `explain` takes, except a Program, and returns the path.
+
+    What was measured is of the rank that calls it; predictions are of all ranks. On several ranks,
+    call it on one, or give each a path of its own.
 
     Raises ExecutorError where there is no schedule to show.
     """

@@ -287,7 +287,7 @@ class Collective(Op):
     """All ranks of `team` take part, each from when its stream gets here until it has what it gets.
 
     A rank's end comes after the begin of every rank whose contribution it needs, and says nothing
-    of what other ranks have: semantics.md.
+    of what other ranks have (semantics.md).
 
     `src` and `dst` are contiguous boxes split along dimension 0: into even parts, or by the table
     `splits`. A broadcast writes `dst` on every rank and reads `src` on the root alone. Some kinds

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from interlace.errors import ProgramError
+from interlace.errors import OptionError, ProgramError
 from interlace.ir.fields import NAMES, form_of, written
 from interlace.ir.ops import Arg, Op
 from interlace.ir.size_class import FIXED, SizeClass
@@ -217,6 +217,18 @@ class Program:
                 rename(named(size.name))
         before = {new: old for old, new in names.items()}
         return made.replace(sizes=self.sizes.renamed(names)), before
+
+
+def together(programs: Program | Sequence[Program], caller: str) -> list[Program]:
+    """A Program, or a set of them, as a list. Raises OptionError for anything else."""
+    listed: list[object] = [programs] if isinstance(programs, Program | str) else list(programs)
+    for given in listed:
+        if not isinstance(given, Program):
+            raise OptionError(
+                f"{caller} takes Programs, and was given {given!r}: read a file with "
+                f"interlace.load(path), a text with interlace.parse(text)"
+            )
+    return cast("list[Program]", listed)
 
 
 def _resized(program: Program, change: Callable[[Size], Int]) -> Program:

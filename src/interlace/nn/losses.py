@@ -86,7 +86,7 @@ class LinearCrossEntropyLoss(Loss):
     """`interlace.nn.functional.linear_cross_entropy` with its options set.
 
     The weight and the bias are the caller's: an output layer's, often tied to the embedding's.
-    `class_weight` is a buffer. A target that is no class is met as in `CrossEntropyLoss`.
+    `class_weight` is a buffer. Invalid targets are handled as in `CrossEntropyLoss`.
     """
 
     class_weight: torch.Tensor | None

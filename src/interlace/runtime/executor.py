@@ -306,7 +306,18 @@ class Executor:
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
-        """One run: the Program's results for these inputs; `out` gives the output parameters."""
+        """One run: the Program's results for these inputs.
+
+        `inputs` has a tensor for each input parameter, in order, on this Executor's device, of the
+        Program's dtypes, shapes and strides. `out` has one for each output parameter, which the run
+        writes; by default they are allocated and handed out. On GPUs the run is issued on the
+        current stream's behalf: results are ready in its order, as torch's own are.
+
+        Every rank of the Program's teams calls it, in the same order. Raises ExecutorError for
+        tensors that do not fit, before anything runs, and where it is not prepared or is closed;
+        CommTimeoutError, PeerError or AgreementError where a rank is late, failed or runs another
+        Program: then `reset()`, called by all, lets runs go on.
+        """
         lock = self._lock
         if self.engine is None or self._poison is not None or not lock.acquire(False):
             return self._check_and_run(inputs, out)

@@ -28,7 +28,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in whole percent. Only what is whole is 100%; just below it, a digit more is shown."""
+    """A share in whole percent. Only all of it is 100%; just below, a digit more is shown."""
     if 0.995 <= share < 1:
         return f"{math.floor(1000 * share) / 10:.1f}%"
     return f"{share:.0%}"

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from interlace.errors import ProgramError, SizeError
 from interlace.ir.checks.validate import validate
-from interlace.ir.program import Program
+from interlace.ir.program import Program, together
 from interlace.ir.size_class import FIXED, deciding
 from interlace.ir.types import Others
 from interlace.verify.accesses.regions import Regions
@@ -60,27 +60,31 @@ def check(
     name has different values in a set, the report is for these values alone. Where they
     are unsound, or cannot be said to be sound for a class, it is about the sizes that decisions
     were made for.
+
+    Raises OptionError for what is no Program, such as a path (`interlace.load` reads a file), and
+    ProgramError where the rules of a Program are broken. A schedule that is unsound is no error:
+    see `Report.sound`.
     """
-    together = [programs] if isinstance(programs, Program) else list(programs)
+    listed = together(programs, "interlace.check")
     again = partial(_check, runs=max(runs, 1), in_order=in_order, unroll=unroll)
-    named = {pair for program in together for pair in program.sizes.values.items()}
+    named = {pair for program in listed for pair in program.sizes.values.items()}
     if len(named) > len(dict(named)):
-        return again([program.at(program.sizes.values) for program in together])
+        return again([program.at(program.sizes.values) for program in listed])
     sizes = FIXED
-    for program in together:
+    for program in listed:
         sizes &= program.sizes
     if not sizes.sizes:
-        return again(together)
+        return again(listed)
     try:
         with deciding(sizes) as known:
-            for program in together:
+            for program in listed:
                 validate(program)  # for the whole class, too
-            report = again(together)
+            report = again(listed)
         if report.sound:
             return dataclasses.replace(report, sizes=known.size_class())
     except SizeError:
         pass
-    report = again([program.at(sizes.values) for program in together])
+    report = again([program.at(sizes.values) for program in listed])
     return dataclasses.replace(report, sizes=sizes.alone())
 
 

@@ -233,7 +233,11 @@ class Builder(BuilderOps):
     def site(
         self, kind: str, module: str = "", **how: Unpack[SiteOptions]
     ) -> AbstractContextManager[int]:
-        """Declares a site; the ops inside serve it. Gives its number."""
+        """Declares a site; the ops inside serve it. Gives its number.
+
+        `kind` says what is overlapped, such as "all_gather_matmul"; of a schedule by hand it may be
+        any name. `module` is the path of the module in the model.
+        """
         number = max((site.id for site in self.sites), default=0) + 1
         self.sites.append(Site(id=number, kind=kind, module=module, **how))
         return self._holding("current_site", number)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict, Unpack, cast
+from typing import Any, Literal, Protocol, TypedDict, Unpack, cast
 
 from interlace.errors import ProgramError
 from interlace.ir.fields import form_of
@@ -183,6 +183,20 @@ class CollectiveOptions(TeamOptions, total=False):
     splits: Table | str | None
     reduce: str | None
     root: Index | None
+
+
+CollectiveName = Literal[
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "reduce",
+    "barrier",
+]
+"""The names in `KINDS`."""
 
 
 class BuilderOps:
@@ -397,7 +411,7 @@ class BuilderOps:
 
     def collective(
         self,
-        kind: str,
+        kind: CollectiveName,
         src: Viewed | None = None,
         dst: Viewed | None = None,
         **how: Unpack[CollectiveOptions],
@@ -445,7 +459,9 @@ class BuilderOps:
         """No rank's stream goes on before every rank's has come here."""
         self.collective("barrier", **how)
 
-    def _collective(self, kind: str, src: Viewed, dst: Viewed, how: CollectiveOptions) -> None:
+    def _collective(
+        self, kind: CollectiveName, src: Viewed, dst: Viewed, how: CollectiveOptions
+    ) -> None:
         row = KINDS[kind]
         if row.reduces:
             how.setdefault("reduce", "sum")
