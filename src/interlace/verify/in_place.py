@@ -22,6 +22,7 @@ from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op
 from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Where
+from interlace.ir.view import View
 from interlace.options import BACKENDS
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
@@ -82,7 +83,8 @@ class _Finder:
         for whole in self.source.items:
             for item in whole.members or (whole,):
                 touches = item.touches
-                if len({self.storage[touch.version] for touch in touches}) < len(touches):
+                several = len({self.storage[touch.version] for touch in touches}) < len(touches)
+                if several or _twice(item.op):
                     yield from self.look(item)
 
     def look(self, item: Item) -> Iterator[Finding]:
@@ -97,8 +99,7 @@ class _Finder:
         storage, op = self.storage, item.op
         touches = [touch for touch in item.touches if touch.spot.view != RNG]
         writes = [touch for touch in touches if touch.write]
-        if isinstance(op, Call) and len(set(op.outs)) < len(op.outs):
-            twice = next(view for i, view in enumerate(op.outs) if view in op.outs[:i])
+        for twice in _twice(op)[:1]:  # its two writes are one touch
             write = next(touch for touch in writes if touch.spot.view == twice)
             yield write, write, ""
         for i, write in enumerate(writes):
@@ -194,6 +195,12 @@ class _Finder:
         share = "twice the same bytes" if write is other else "which share bytes"
         message = f"{name} {says}, {share}{_WHY[form]}"
         return Finding("in-place", message, (ref,), fix, ranks=ranks)
+
+
+def _twice(op: Op | None) -> tuple[View, ...]:
+    """The views that a Call fills more than once."""
+    outs = op.outs if isinstance(op, Call) else ()
+    return tuple(view for i, view in enumerate(outs) if view in outs[:i])
 
 
 _WHY = {

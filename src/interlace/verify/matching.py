@@ -178,6 +178,7 @@ class _Matcher:
     # Messages, slots, signals
 
     def messages(self) -> None:
+        reported: set[tuple[object, ...]] = set()
         for (team, sender, receiver), ends in self.meetings.channels.items():
             sends, receives = ([e for e in end if e.frame.run == 0] for end in ends)
             for k, (send, receive) in enumerate(zip(sends, receives, strict=False)):
@@ -193,6 +194,10 @@ class _Matcher:
                     ("backend", one.backend, two.backend),
                 ):
                     if given != wanted:
+                        same = (send.source, send.item.index, receive.source, receive.item.index)
+                        if (what, same) in reported:
+                            break  # of other ranks
+                        reported.add((what, same))
                         self.report(
                             f"message {k + 1} of team {team.name} from rank {sender} to rank "
                             f"{receiver}: its ends disagree on the {what}",
@@ -203,11 +208,16 @@ class _Matcher:
                         break
             if len(sends) != len(receives):
                 less, more = sorted((sends, receives), key=len)
+                alone = more[len(less)]
+                same = (alone.source, alone.item.index, len(sends), len(receives))
+                if same in reported:
+                    continue
+                reported.add(same)
                 self.report(
                     f"team {team.name}: rank {sender} sends {_times(len(sends), 'message')} "
                     f"to rank {receiver} in a run, which receives {len(receives)}",
                     "add the other end, or take this one out",
-                    (more[len(less)], "has no other end"),
+                    (alone, "has no other end"),
                 )
 
     def slots(self) -> None:

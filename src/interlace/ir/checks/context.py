@@ -291,10 +291,10 @@ def _check_alike(context: CheckContext, buffer: Buffer, team: str) -> None:
             "memory",
             "use messages and collectives, or a team of the ranks of each host",
         )
-    sizes: dict[tuple[int, ...], set[Int]] = {}
-    for i, where in enumerate(context.wheres):
-        numel = math.prod([context.dims(dim)[i] for dim in buffer.shape])
-        sizes.setdefault(where.members[team].ranks, set()).add(numel)
+    sizes: dict[int, set[Int]] = {}  # by the first rank of the team
+    shapes = zip(*map(context.dims, (1, *buffer.shape)), strict=True)
+    for where, shape in zip(context.wheres, shapes, strict=True):
+        sizes.setdefault(where.members[team].ranks[0], set()).add(math.prod(shape))
     if any(len(found) > 1 for found in sizes.values()):
         found = sorted({numel for each in sizes.values() for numel in each})
         raise context.fault(

@@ -48,7 +48,10 @@ class OpChecker:
         self.regions = {region.name: region for region in context.program.regions}
         self.sites = {site.id for site in context.program.sites}
         self.events: set[str] = set()
-        self.raised: dict[tuple[str, str, int, int], int] = {}
+        self.raised: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
+        """By signal and team what a notify to one rank raised it to, by writer and reader."""
+        self.raised_to_itself: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
+        self.raised_to_all: dict[tuple[str, str], int] = {}
 
     def check(self, op: Op) -> None:
         """Raises a BrokenRule if the op breaks a rule."""
@@ -240,9 +243,9 @@ class OpChecker:
         if op.root is None:
             return [False] * len(context.wheres)
         roots = context.indices(op.root)
-        agreed: dict[tuple[int, ...], int] = {}
+        agreed: dict[int, int] = {}  # by the first rank of the team
         for where, root in zip(context.wheres, roots, strict=True):
-            if agreed.setdefault(where.members[op.team].ranks, root) != root:
+            if agreed.setdefault(where.members[op.team].ranks[0], root) != root:
                 raise context.fault(
                     f"the members of {op.team!r} do not agree on the root",
                     "a root is a number, the same on every member",
@@ -321,22 +324,32 @@ class OpChecker:
 
     def grows(self, level: SignalLevel) -> None:
         """Each notify of a signal raises it."""
+        key = level.signal, level.team
+        of_pairs = self.raised.setdefault(key, {})
+        if isinstance(level.peer, Others):
+            found = [(value, reader) for (_, reader), value in of_pairs.items()]
+            first = self.context.wheres[0].members[level.team]
+            if len(first.ranks) > 1:
+                other = 0 if first.index else 1
+                self._raises(level, *max([(self.raised_to_all.get(key, 0), other), *found]))
+                self.raised_to_all[key] = level.value
+            return
         for where in self.context.wheres:
-            member = where.members[level.team]
-            if isinstance(level.peer, Others):
-                readers = [i for i in range(len(member.ranks)) if i != member.index]
-            else:
-                readers = [where.index(level.peer)]
-            for reader in readers:
-                key = (level.signal, level.team, where.rank, reader)
-                before = self.raised.get(key, 0)
-                if level.value <= before:
-                    raise self.context.fault(
-                        f"signal {level.signal!r} to rank {reader} of {level.team!r} goes from "
-                        f"{before} to {level.value}",
-                        f"values only grow: write value={before + 1}, or use another signal",
-                    )
-                self.raised[key] = level.value
+            reader = where.index(level.peer)
+            pair, pairs = (where.rank, reader), of_pairs
+            to_all = self.raised_to_all.get(key, 0)
+            if reader == where.members[level.team].index:  # which is none of the others
+                pairs, to_all = self.raised_to_itself.setdefault(key, {}), 0
+            self._raises(level, max(to_all, pairs.get(pair, 0)), reader)
+            pairs[pair] = level.value
+
+    def _raises(self, level: SignalLevel, before: int, reader: int) -> None:
+        if level.value <= before:
+            raise self.context.fault(
+                f"signal {level.signal!r} to rank {reader} of {level.team!r} goes from "
+                f"{before} to {level.value}",
+                f"values only grow: write value={before + 1}, or use another signal",
+            )
 
 
 _RULES: dict[type[Op], Callable[[OpChecker, Any], None]] = {

@@ -19,6 +19,7 @@ from interlace.ir.text.source import SourceText
 _RELATIONS: dict[type[ast.cmpop], str] = {
     **{ast.Gt: ">", ast.GtE: ">=", ast.LtE: "<=", ast.Eq: "==", ast.NotEq: "!="},
 }
+_WHOLE = "declare a size that is divided without remainder"
 _FIX = "write one such as S >= 8, S <= 512, S % 4 == 0 or B * S - 64 > 0"
 
 
@@ -53,3 +54,11 @@ def assume(expressions: Expressions, known: Known, node: ast.expr) -> None:
             known.note(fact)
             return
     raise expressions.fail(node, "this does not hold for the sizes in the head", _FIX)
+
+
+def assume_whole(expressions: Expressions, known: Known, node: ast.expr, quotient: Size) -> None:
+    """Notes that a division leaves no remainder: of `S // 2` that `S % 2 == 0`."""
+    if known.rest(Size(quotient.terms), quotient.over):
+        raise expressions.fail(
+            node, f"{quotient} is no whole number for the sizes in the head", _WHOLE
+        )

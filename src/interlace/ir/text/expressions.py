@@ -22,7 +22,7 @@ from typing import Any, get_args
 from interlace.errors import ParseError
 from interlace.ir.fields import FieldForm, Form, form_of
 from interlace.ir.ops import Arg, Name, Scalar
-from interlace.ir.sizes import Int, divided, named
+from interlace.ir.sizes import Int, Size, divided, named
 from interlace.ir.text.source import Arguments, Node, Signature, SourceText, signature_of
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
@@ -88,6 +88,8 @@ class Expressions:
         self.in_region = in_region
         self.sizes = team_sizes(teams)
         self.even = even_parts(teams)
+        self.quotients: list[tuple[ast.expr, Size]] = []
+        """What the text divides, for the class of sizes in which there is no remainder."""
         self.one: dict[str, Callable[[ast.expr], object]] = {
             **{"string": self.string, "name": self.name, "table": self.name, "dtype": self.dtype},
             **{"integer": self.integer, "integers": self.integers, "real": self.real},
@@ -222,7 +224,7 @@ class Expressions:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self.size(operand)
             case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
-                return divided(self.size(left), self.integer(right))
+                return self.quotient(node, self.size(left), self.integer(right))
             case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right):
                 one, other = self.size(left), self.size(right)
                 if isinstance(op, ast.Mult):
@@ -233,6 +235,17 @@ class Expressions:
                 raise self.fail(node, f"no size is named {name!r}", fix)
             case _:
                 return self.integer(node)
+
+    def quotient(self, node: ast.expr, value: Int, by: int) -> Int:
+        """`value // by`, which has no remainder: of a named size, for all sizes of the class."""
+        if by < 1:
+            raise self.fail(node, f"a size is divided by {by}", "divide by an integer >= 1")
+        if isinstance(value, int) and value % by:
+            raise self.fail(node, f"{by} does not divide {value}", "`//` leaves no remainder")
+        found = divided(value, by)
+        if isinstance(found, Size):
+            self.quotients.append((node, found))
+        return found
 
     def is_size(self, node: ast.expr) -> bool:
         """Whether an expression has a named size in it."""

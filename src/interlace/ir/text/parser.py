@@ -21,7 +21,7 @@ from interlace.ir.fields import FieldForm, Form, form_of
 from interlace.ir.ops import Alloc, Arg, FusedKernel, Loc, Op, kinds_of_op
 from interlace.ir.program import Node, Program, Region, Remark, Site
 from interlace.ir.size_class import Known, NamedSize, SizeClass
-from interlace.ir.text.assumptions import assume, parse_sizes
+from interlace.ir.text.assumptions import assume, assume_whole, parse_sizes
 from interlace.ir.text.expressions import Expressions, is_a, parse_teams
 from interlace.ir.text.source import Arguments, Signature, SourceText
 from interlace.ir.text.spelling import did_you_mean
@@ -264,6 +264,8 @@ class _ProgramParser(OpParser):
                     raise self.source.error(
                         node.body[place + 1], "statements after `return`", "put `return` last"
                     )
+        for divided, quotient in self.quotients:
+            assume_whole(self, self.assumed, divided, quotient)
         return replace(
             self.program,
             sizes=self.assumed.size_class(),

@@ -96,7 +96,7 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
     if near:
         return f"did you mean {' or '.join(repr(found) for found in near)}?"
     if not names:
-        return f"there are none ({what})"
+        return f"{what}: none"
     shown = ", ".join(visible(found) for found in names[:12]) + (", ..." if len(names) > 12 else "")
     return f"{what}: {shown}"
 
