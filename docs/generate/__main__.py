@@ -5,6 +5,7 @@ $ python docs/generate --check    # ends with code 1 if a file is out of date
 
 ops.py              reference/ops.md, from the dataclasses of `interlace.ir`
 commands.py         reference/cli.md and reference/options.md, from the commands and `Options`
+bugs.py             explanation/public-bugs.md, from tests/golden/bugs/
 pictures.py         explanation/*.svg: what the simulator predicts for each strategy
 markdown_table.py   a table
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from bugs import bugs_page
 from commands import cli_page, options_page
 from ops import ops_page
 from pictures import pictures
@@ -27,6 +29,7 @@ def main() -> int:
         "reference/cli.md": cli_page(),
         "reference/options.md": options_page(),
         "reference/ops.md": ops_page(),
+        "explanation/public-bugs.md": bugs_page(),
         **{f"explanation/{name}": text for name, text in pictures().items()},
     }
     stale = [n for n, t in texts.items() if not (DOCS / n).exists() or (DOCS / n).read_text() != t]
