@@ -23,11 +23,12 @@ HEAD = """\
 
 <!-- Written by docs/generate from tests/golden/bugs/. Change those, then run `make docs`. -->
 
-Each of these bugs was reported in public, in other software, and each is of a kind that a static check finds. Here
-they are as schedules: `NAME.bad.ilc` has the bug, and `NAME.good.ilc` is the same schedule, fixed. A schedule models
-what the thread reports, in a few lines; it is not the code of the project. `interlace check` refuses every bad one
-for the reason that is named here, and accepts every good one. An oracle that tries the orders in which the ops can
-run, and shares no code with the check, finds a race or a deadlock just where the check does.
+Each of these bugs was reported in public, in other software, and each is of a kind that a
+static check finds. Here they are as schedules: `NAME.bad.ilc` has the bug, and `NAME.good.ilc`
+is the same schedule, fixed. A schedule models what the thread reports, in a few lines; it is
+not the code of the project. `interlace check` refuses every bad one for the reason that is
+named here, and accepts every good one. An oracle that tries the orders in which the ops can
+run, and shares no code with the check, finds a race or a deadlock wherever the check does.
 
 """
 

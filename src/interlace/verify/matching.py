@@ -93,6 +93,11 @@ class _Matcher:
                     f", which issues more on {_backend(backend)} than on {_backend(queue[1])}"
                 )
                 fix = f"name the same backend on every rank of team {team}"
+        for namesake, _ in self.meetings.queues:
+            if namesake.name == team and namesake != queue[0] and least in namesake.ranks:
+                message += f", where the ranks of {team} are {list(namesake.ranks)}"
+                fix = f"give team {team} the same ranks, in one order, in all Programs"
+                break
         role = f"is number {count + 1}, which rank {least} lacks"
         self.report(message, fix, (first[most][count], role))
 
