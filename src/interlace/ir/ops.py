@@ -464,6 +464,7 @@ class Fused(Op):
     Without a kernel, and on devices that have none, members run one after another. A kernel's parts
     must be what it does: `interlace.ir.kernels`.
 
+    A part holds calls, waits, expects, records and notifies; a copy is a call (`aten.clone.out`).
     The parts start when the stream gets here, and the op ends when all of them ended. Inside a part
     the members go in order; parts are not ordered, but are begun in the order listed, so that one
     may only wait for what no later one has to do first. A Record stands at its place in its part.
