@@ -26,7 +26,7 @@ MAX_STEPS = 3
 MAX_OPS_CHECKED = 200_000
 """Ops that all tries of one Report check again at most: some seconds."""
 OPS_A_FINDING = 40
-"""Reporting a finding takes about as long as checking so many ops."""
+"""Reporting a finding takes about as long as checking so many ops; finding a fault, as one op."""
 
 
 Key = tuple[str, frozenset[tuple[int, int | None]]]
@@ -58,7 +58,8 @@ class Trials:
         self.num_errors = len(report.errors) + report.num_left_out
         self.keys = frozenset(map(_key, report.errors))
         self._unchecked = MAX_OPS_CHECKED
-        self._cost = report.num_ops + OPS_A_FINDING * len(report.findings)
+        listed, others = len(report.findings), report.num_left_out
+        self._cost = report.num_ops + OPS_A_FINDING * listed + others
         self._all_listed = report.num_left_out == 0
         self._in_order: bool | None = None
         self._chosen: list[tuple[str, Fix]] = []
