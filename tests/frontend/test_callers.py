@@ -14,11 +14,13 @@ from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import interlace
 from interlace.errors import ExecutorError, OptionError, TeamError
 from interlace.frontend import backend
 from interlace.frontend.compile import Compiled
+from interlace.options import Options
 
 Compile = Callable[..., Callable[..., Any]]
 
@@ -83,6 +85,45 @@ def test_autocast_compiles_anew(compile: Compile, seed: int) -> None:
             got, want = call(x), model(x)
         assert got.dtype == want.dtype == (dtype or torch.float32)
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def converted(dynamic: bool) -> list[torch.dtype]:
+    """The types of what a parallel module gives, converted before and after its first call."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    call = interlace.compile(
+        parallelize_module(net, mesh, {"0": ColwiseParallel()}), dynamic=dynamic
+    )
+    found: list[torch.dtype] = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        call.to(dtype)
+        y = call(torch.ones(2, 8, dtype=dtype))
+        y.float().sum().backward()
+        net.zero_grad()
+        found.append(y.dtype)
+    net.to(torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_module_is_converted(pool: Pool, dynamic: bool) -> None:
+    wanted = [torch.float64, torch.float32, torch.bfloat16]
+    assert pool(2).run(converted, dynamic) == [wanted] * 2
+
+
+def test_a_compiled_sequence_has_a_length_and_items(seed: int) -> None:
+    model, x = make(seed)
+    call = interlace.compile(model)
+    assert (len(call), call[1], [*call]) == (3, model[1], [*model])
+    call[1] = nn.ReLU()
+    torch.testing.assert_close(call(x), model(x))
+    linear = interlace.compile(model[0])
+    assert bool(linear)
+    with pytest.raises(TypeError, match="Linear"):
+        len(linear)
 
 
 # -- autograd -------------------------------------------------------------------------------------
@@ -154,6 +195,23 @@ def test_a_lazily_conjugated_argument_cannot_be_written(compile: Compile, seed: 
     with pytest.raises(ExecutorError, match=r"conjugated only by a mark.*resolve_conj"):
         compile(lambda x: x.mul_(2))(given)
     assert torch.equal(given, kept)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "options", "wanted"),
+    [
+        (None, None, True),
+        (None, Options(overlap=False), False),
+        (None, {"overlap": False}, False),
+        (True, Options(overlap=False), True),
+        (False, Options(), False),
+    ],
+)
+def test_the_argument_overlap_wins_where_it_is_given(
+    overlap: bool | None, options: Any, wanted: bool
+) -> None:
+    call = interlace.compile(torch.relu, overlap=overlap, options=options)
+    assert call.options.overlap is wanted
 
 
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])

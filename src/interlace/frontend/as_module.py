@@ -8,7 +8,7 @@ compiled.train()
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -41,6 +41,24 @@ class AsModule(nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.fn)})
+
+    def __len__(self) -> int:
+        return len(self.fn)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.fn[place]
+
+    def __setitem__(self, place: Any, part: nn.Module) -> None:
+        self.fn[place] = part
+
+    def __delitem__(self, place: Any) -> None:
+        del self.fn[place]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.fn)
+
+    def __bool__(self) -> bool:  # else asked of __len__, which few modules have
+        return bool(self.fn)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The compiled call."""

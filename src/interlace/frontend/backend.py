@@ -220,8 +220,21 @@ def compiling() -> Iterator[None]:
     )
     context = TracingContext.try_get()  # TorchDynamo's; `keep_saved` asks it
     own = TracingContext(FakeTensorMode()) if context is None else None
-    with settings, symbolic_sizes(), tracing(own) if own is not None else contextlib.nullcontext():
-        yield
+    try:
+        with settings, symbolic_sizes(), tracing(own) if own else contextlib.nullcontext():
+            yield
+    finally:
+        forget_tensors(own)
+
+
+def forget_tensors(context: TracingContext | None) -> None:
+    """Drops torch's weak references to the tensors of a trace that has ended: `Module.to` cannot
+    convert a DTensor parameter that has one. TorchDynamo does this for registered backends."""
+    if context is not None and context.fake_mode is not None:
+        context.tensor_to_context.clear()
+        describer = context.fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def compile(
     fn: nn.Module,
     *examples: Any,
     mesh: DeviceMesh | None = None,
-    overlap: bool = True,
+    overlap: bool | None = None,
     dynamic: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> CompiledModule: ...
@@ -65,7 +65,7 @@ def compile(
     fn: Callable[..., Any],
     *examples: Any,
     mesh: DeviceMesh | None = None,
-    overlap: bool = True,
+    overlap: bool | None = None,
     dynamic: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> Compiled: ...
@@ -73,7 +73,7 @@ def compile(
     fn: Callable[..., Any],
     *examples: Any,
     mesh: DeviceMesh | None = None,
-    overlap: bool = True,
+    overlap: bool | None = None,
     dynamic: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> Compiled:
@@ -84,7 +84,7 @@ def compile(
 
     With `examples`, the arguments of a call, it is compiled at once, on all ranks together; without
     them at the first call. `mesh` names the teams of process groups that no argument names.
-    `overlap=False` keeps everything serial.
+    `overlap=False` keeps everything serial, whatever `options` says; None leaves it to `options`.
 
     A module that `torch.compile` was given before, as `fn` or within it, is taken as it was before.
 
@@ -109,7 +109,9 @@ def compile(
         raise OptionError(
             f"mesh={mesh!r} is no DeviceMesh: give the mesh itself, as init_device_mesh makes it"
         )
-    chosen = dataclasses.replace(options_from(options), overlap=overlap)
+    chosen = options_from(options)
+    if overlap is not None:
+        chosen = dataclasses.replace(chosen, overlap=overlap)
     while isinstance(fn, OptimizedModule | Compiled):
         fn = fn._orig_mod if isinstance(fn, OptimizedModule) else fn.fn
     made = CompiledModule if isinstance(fn, nn.Module) else Compiled

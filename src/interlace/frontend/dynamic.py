@@ -37,6 +37,10 @@ def _stop(args: Sequence[Any]) -> Any:
 class Tracer:
     """The backend of one function: keeps what it compiles. TorchDynamo keeps it for long."""
 
+    __name__ = backend.__name__
+    """For TorchDynamo: a registered backend, whose traces' weak references to tensors it drops, so
+    that `Module.to` can convert DTensor parameters."""
+
     def __init__(self, options: Options, mesh: DeviceMesh | None) -> None:
         self._options, self._mesh = options, mesh
         self.graphs: list[list[CompiledGraph]] = []
