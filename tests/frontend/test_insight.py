@@ -137,6 +137,27 @@ def test_of_functions_and_models_without_communication() -> None:
     assert interlace.explain(nn.ModuleList([net, other])).count("graph ") == 2
 
 
+def test_graphs_of_another_module_of_the_class(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    first, again, other = (
+        torch.compile(nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)]), backend="interlace")
+        for count in (2, 2, 1)
+    )
+    first(torch.ones(2, 4))
+    assert interlace.explain(other).startswith("Sequential has no graph now: it was not called yet")
+    text = interlace.explain(again)
+    assert text.startswith("Sequential has no graph of its own. torch keeps graphs of another")
+    assert "graph 1 of 1: Sequential" in text
+    for refused in (again, other):
+        with pytest.raises(ExecutorError, match=r"no schedule to show\. Sequential has no graph"):
+            interlace.report(refused, tmp_path / "page.html")
+        with pytest.raises(ExecutorError, match=r"no schedule to export.*has no graph"):
+            interlace.export(refused, tmp_path)
+    assert not [*tmp_path.iterdir()]
+    other(torch.ones(2, 4))
+    assert interlace.explain(other).startswith("graph 1 of 1: Sequential\n")
+
+
 def test_what_was_not_compiled_by_interlace() -> None:
     torch.compiler.reset()
     net = nn.Linear(2, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import interlace
-from interlace.errors import ExecutorError
+from interlace.errors import ExecutorError, ScheduleError
 from interlace.frontend import backend
 from interlace.frontend.insight import graphs_of
+from interlace.frontend.schedules import differences
+from interlace.ir import parse
 from interlace.options import Options
 from interlace.passes import run_pipeline
 
@@ -146,6 +149,7 @@ def after_edits(folder: Path, edits: dict[str, Any]) -> dict[str, str]:
             assert old in text, text
             forward.write_text(text.replace(old, new))
         told[name] = said(mlp(), own)
+    told["names"] = forward.name
     compiled.close()
     return told
 
@@ -178,8 +182,14 @@ def test_a_text_that_does_not_fit_is_refused_on_all_ranks(pool: Pool, tmp_path: 
         assert "result: f32[8, 8] in the file, f32[4, 8] in the graph" in told["more_results"]
         assert "written in place: v_2_bias in the file, none in the" in told["an_input_is_written"]
         assert told["no_program"].startswith("ParseError: forward-")
-        assert told["a_race"].startswith("SoundnessError")
+        path = tmp_path / f"a_race-{rank}" / told["names"]
+        assert told["a_race"].startswith(f"SoundnessError: {path} is unsound:\nunsound: ")
         assert "nothing orders" in told["a_race"]
+        lines = path.read_text().splitlines()
+        shown = re.findall(r"^    > (\d+) \| (.*)$", told["a_race"], re.MULTILINE)
+        assert shown
+        assert all(lines[int(number) - 1].strip() == text for number, text in shown)
+        assert f"from {path.name}:{shown[0][0]}" in told["a_race"]
         kind = "ScheduleError: " if rank else "AgreementError: rank 1: "
         assert told["on_one_rank"].startswith(kind)
         assert "result: f32[8, 8] in the file, f32[4, 8] in the graph" in told["on_one_rank"]
@@ -208,7 +218,8 @@ def test_schedules_of_another_model_are_refused(pool: Pool, tmp_path: Path) -> N
     for wider, other, nowhere, backward_alone, mine in pool(2).run(of_other_models, tmp_path):
         for told in (wider, other):
             assert "ScheduleError: no schedule in" in told
-            assert "is for this forward graph, which has changed since they were exported" in told
+            assert "is for this forward graph (forward-" in told
+            assert "or torch have changed since they were exported, or they are of the other" in told
         assert "input: v_0_weight: f32[8, 8] in the file, v_0_weight: f32[16, 8] in the" in wider
         assert '-    main: call("aten.tanh.default", ' in other
         assert '+    main: call("aten.sigmoid.default", ' in other
@@ -216,6 +227,55 @@ def test_schedules_of_another_model_are_refused(pool: Pool, tmp_path: Path) -> N
         assert backward_alone == ""
         assert "mine.ilc would never run: no graph's schedule has that name" in mine
         assert "the schedule of this forward graph is forward-" in mine
+
+
+def by_both_ways(folder: Path) -> str:
+    """What is said where files of torch.compile are given to interlace.compile."""
+    made, _ = step(None, compiled=True)
+    interlace.export(made, folder / str(dist.get_rank()))
+    torch.compiler.reset()
+    return said(mlp(), folder / str(dist.get_rank()))
+
+
+def test_files_of_the_other_way_to_compile(pool: Pool, tmp_path: Path) -> None:
+    for told in pool(2).run(by_both_ways, tmp_path):
+        assert "or they are of the other way to compile" in told
+        listed = re.findall(r"^  input: (\w+): (.*) in the file, (\w+): (.*) in the graph$", told, re.M)
+        assert listed
+        for name, kind, other, type_of_other in listed:
+            assert name != other
+            assert kind == type_of_other
+
+
+def test_differences_match_inputs_by_name_and_type() -> None:
+    head = "def f({}):\n    return {}\n"
+    graph = parse(head.format("x: f32[4], w: f32[8], b: f32[2]", "x"))
+    for params, wanted in {
+        "w: f32[8], b: f32[2], v_0: f32[4]": ["input: v_0: f32[4] in the file, x: f32[4] in the"],
+        "b: f32[2], x: f32[4], w: f32[8]": ["order of inputs: b, x, w in the file, x, w, b in the"],
+        "x: f32[4], w: f32[9]": [
+            "input: w: f32[9] in the file, w: f32[8] in the",
+            "input: none in the file, b: f32[2] in the",
+        ],
+    }.items():
+        first = "v_0" if "v_0" in params else "x"
+        found = differences(parse(head.format(params, first)), graph, 0)
+        assert [text.removesuffix(" graph") for text in found] == wanted
+
+
+def test_export_keeps_what_was_edited(tmp_path: Path) -> None:
+    compiled = interlace.compile(nn.Linear(4, 4), torch.ones(2, 4))
+    paths = interlace.export(compiled, tmp_path)
+    assert interlace.export(compiled, tmp_path) == paths
+    generated = paths[0].read_text()
+    paths[0].write_text("# mine\n" + generated)
+    paths[1].unlink()
+    with pytest.raises(ScheduleError, match=rf"{paths[0].name}: .* edited.*overwrite=True"):
+        interlace.export(compiled, tmp_path)
+    assert paths[0].read_text().startswith("# mine\n")
+    assert not paths[1].exists()
+    assert interlace.export(compiled, tmp_path, overwrite=True) == paths
+    assert paths[0].read_text() == generated
 
 
 def test_nothing_to_export() -> None:

@@ -356,6 +356,15 @@ def test_shows_the_source_where_it_is_given() -> None:
     assert "  12 |     n = empty(i64[4])" in message
 
 
+def test_shows_the_line_of_the_file_of_an_op_that_names_its_module() -> None:
+    text = "# one\n" + BASE.replace("copy(x, t)  # here", 'copy(x, tt, loc="layers.0")')
+    with pytest.raises(ProgramError) as raised:
+        validate(parse(text, file="made_up.ilc"), text)
+    message = str(raised.value)
+    assert message.startswith("made_up.ilc:15: no buffer is named 'tt' (from layers.0)")
+    assert '> 15 |     main: copy(x, tt, loc="layers.0")' in message
+
+
 def test_names_the_module() -> None:
     op = dataclasses.replace(parse(BASE).ops[4], loc=Loc("layers.0.mlp", "model.py", 12), site=9)
     with pytest.raises(ProgramError, match=r"from layers\.0\.mlp \(model\.py:12\): no site 9"):

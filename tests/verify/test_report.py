@@ -14,7 +14,9 @@ from tests.verify.test_faults import FAULTS
 from interlace.cost import simulate
 from interlace.errors import InterlaceError, OptionError, SoundnessError
 from interlace.ir import parse
+from interlace.ir.text.printer import print_op
 from interlace.verify import KINDS, SCHEMA, check
+from interlace.verify.fixing.edits import line_numbers
 
 RACE = """\
 unsound: 1 fault (2 ranks, 6 ops, MS ms)
@@ -68,6 +70,33 @@ def test_lines_are_those_of_the_file() -> None:
     op = report.errors[0].ops[0]
     assert text.splitlines()[op.line - 1].strip() == op.text
     assert op.loc == f"slots.ilc:{op.line}"
+
+
+def test_lines_of_a_file_whose_ops_name_modules() -> None:
+    lines = without(text_of("slots"), "main: wait(copied)").strip().splitlines()
+    at = {i for i, line in enumerate(lines) if re.match(r"    \w+: (copy|call)\(.*\)$", line)}
+    own = ', loc=("layers.0", "model.py", 12))'
+    lines = [line[:-1] + own if i in at else line for i, line in enumerate(lines)]
+    text = "\n".join(["# one", "# two", *lines]) + "\n"
+    (finding, *_) = check(parse(text, file="slots.ilc")).errors
+    written = text.splitlines()
+    for op in finding.ops:
+        assert written[op.line - 1].strip() == op.text
+        assert op.loc.startswith(f"slots.ilc:{op.line}")
+        for line, shown in op.context:
+            assert written[line - 1].strip() == shown
+    assert any(op.loc.endswith(", layers.0 (model.py:12)") for op in finding.ops)
+    at = [int(line) for line in re.findall(r"(?:after|before|move) line (\d+)", finding.fix)]
+    assert set(at) == {op.line for op in finding.ops}, finding.fix
+
+
+def test_lines_of_a_file_that_passes_changed_are_those_of_the_new_text() -> None:
+    program = parse("# one\n" + text_of("slots").lstrip(), file="slots.ilc")
+    moved = program.replace(ops=(*program.ops[:-2], *program.ops[:-3:-1]))
+    assert line_numbers(moved) != line_numbers(program)
+    lines = str(moved).splitlines()
+    for op, line in zip(moved.ops, line_numbers(moved), strict=False):
+        assert lines[line - 1].strip() == print_op(op, moved)
 
 
 def test_lines_of_a_built_program_are_those_of_its_text() -> None:

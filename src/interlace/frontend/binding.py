@@ -24,7 +24,7 @@ from interlace.comm import team_of
 from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.importing.importer import Imported
-from interlace.frontend.schedules import scheduled
+from interlace.frontend.schedules import path_of, scheduled, unsound
 from interlace.ir import Program, Remark
 from interlace.ir.call_names import others
 from interlace.options import Options
@@ -140,6 +140,10 @@ def bind(
 
     try:
         return prepared(options, machine)
+    except SoundnessError as error:
+        if written is None:
+            raise
+        raise unsound(path_of(kind, imported.program, options), written, error) from None
     except AgreementError as error:
         if written is not None or not _differs(error, options):
             raise

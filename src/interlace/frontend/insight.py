@@ -13,6 +13,7 @@ torch still keeps. With `options={"trace": True}` the last run of each graph is 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn
 
 from interlace.cost import simulate
 from interlace.errors import ExecutorError
@@ -47,10 +48,12 @@ def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
     """
     if isinstance(model, Program):
         return explain_program(model, why)
-    graphs = graphs_of(model)
+    graphs, texts = graphs_of(model), list[str]()
     if not graphs:
-        return _nothing(model)
-    texts: list[str] = []
+        texts.append(none_of(model))
+        graphs = _of_another(model)
+    if not graphs:
+        return texts[0]
     groups = [list(found) for _, found in itertools.groupby(graphs, key=_origin)]
     for number, group in enumerate(groups, 1):
         origin = group[0].setting.origin
@@ -72,7 +75,7 @@ def report(model: Callable[..., Any], path: str | Path) -> Path:
     graphs = graphs_of(model)
     bound = [each for graph in graphs for each in graph.bound[-1:]]
     if not bound:
-        raise ExecutorError(f"there is no schedule to show. {explain(model)}")
+        raise ExecutorError(f"there is no schedule to show. {none_of(model)}")
     runs = [_run(each) for each in bound]
     sound = all(each.report.sound for each in bound)
     facts = [("verifier", "sound" if sound else "unsound"), ("machine", bound[0].machine.name)]
@@ -92,18 +95,31 @@ def _run(bound: Bound) -> Run:
 
 
 def graphs_of(model: Any) -> list[CompiledGraph]:
-    """The graphs that were compiled in calls of a model or of its parts, in that order; of another
-    module of its class where it has none, since torch shares graphs among those."""
+    """The graphs that were compiled in calls of a model or of its parts, in that order."""
     if isinstance(model, Compiled):
         return [*model.graphs]
     plain = _plain(model)
     parts = plain.modules() if isinstance(plain, nn.Module) else [plain]
     wanted = {id(getattr(part, "__self__", part)) for part in parts}
     known = [(graph, graph.setting.origin) for graph in backend.graphs]
-    found = [graph for graph, origin in known if origin is not None and origin.is_of(wanted)]
-    if found or _backend_of(model) != backend.__name__ or not isinstance(plain, nn.Module):
-        return found
-    return [g for g, origin in known if origin is not None and type(origin.first) is type(plain)]
+    return [graph for graph, origin in known if origin is not None and origin.is_of(wanted)]
+
+
+def _of_another(model: Any) -> list[CompiledGraph]:
+    """Graphs of a module like this one: torch runs them for both where their guards pass."""
+    plain = _plain(model)
+    if _backend_of(model) != backend.__name__ or not isinstance(plain, nn.Module):
+        return []
+    known, kind = [(graph, graph.setting.origin) for graph in backend.graphs], _kind(plain)
+    return [graph for graph, origin in known if origin and _kind(origin.first) == kind]
+
+
+def _kind(module: Any) -> Any:
+    """What modules have in common that may share a graph."""
+    if not isinstance(module, nn.Module):
+        return None
+    parts = [(name, type(part)) for name, part in module.named_modules()]
+    return parts, [(name, x.shape, x.dtype) for name, x in module.named_parameters()]
 
 
 def _origin(graph: CompiledGraph) -> int:
@@ -122,17 +138,15 @@ def _backend_of(model: Any) -> str | None:
     call = getattr(model, "_compiled_call_impl", None) or model
     if isinstance(model, OptimizedModule):
         found: Any = getattr(model.dynamo_ctx, "callback", None)
+    elif inspect.isfunction(call) and hasattr(call, "_torchdynamo_orig_callable"):
+        found = inspect.getclosurevars(call).nonlocals.get("callback")
     else:
-        names = getattr(getattr(call, "__code__", None), "co_freevars", ())
-        if not hasattr(call, "_torchdynamo_orig_callable") or "callback" not in names:
-            return None
-        found = call.__closure__[names.index("callback")].cell_contents
-    while (inner := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
-        found = inner
+        return None
+    found = innermost_backend(found)
     return getattr(found, "compiler_name", None) or getattr(found, "__name__", str(found))
 
 
-def _nothing(model: Any) -> str:
+def none_of(model: Any) -> str:
     """Why there are no graphs of a model."""
     name, by = name_of(_plain(model)), _backend_of(model)
     parts = model.modules() if isinstance(model, nn.Module) else ()
@@ -149,6 +163,12 @@ def _nothing(model: Any) -> str:
         return f'{name} is compiled by backend={by!r}: use torch.compile(..., backend="interlace")'
     if torch._dynamo.config.disable:
         return f"{name}: TorchDynamo is off (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
+    if _of_another(model):
+        return (
+            f"{name} has no graph of its own. torch keeps graphs of another {name} with the same "
+            "parts, and runs them for this one if their guards pass. They are what explain shows; "
+            "give report and export the other one"
+        )
     return (
         f"{name} has no graph now: it was not called yet, torch.compiler.reset() freed it, or "
         "TorchDynamo found no tensor operators in it (TORCH_LOGS=graph_breaks says what it skips)"

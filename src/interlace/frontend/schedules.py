@@ -25,14 +25,21 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import ProcessGroup
 
 from interlace.comm import limit_s, team_of
-from interlace.errors import AgreementError, ExecutorError, InterlaceError, ScheduleError
+from interlace.errors import (
+    AgreementError,
+    ExecutorError,
+    InterlaceError,
+    ScheduleError,
+    SoundnessError,
+)
 from interlace.ir import Program, Team, View, contiguous_strides
 from interlace.ir.size_class import deciding
-from interlace.ir.text.load import load
+from interlace.ir.text.load import load, read
 from interlace.ir.text.printer import Printer, print_program
 from interlace.options import Options
 from interlace.runtime.prepare.agreement import digest, essence, program_rank
 from interlace.trace.tracks import write_whole
+from interlace.verify import check
 
 if TYPE_CHECKING:
     from interlace.frontend.explain import Captured
@@ -43,7 +50,12 @@ MOST_TOLD = 12
 """Differences that an error lists."""
 
 
-def export(compiled: Callable[..., Any] | Captured, folder: str | os.PathLike[str]) -> list[Path]:
+def export(
+    compiled: Callable[..., Any] | Captured,
+    folder: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> list[Path]:
     """Writes the schedules of a compiled model into `folder` and returns their paths.
 
     `compiled` is a module or a function that `torch.compile` made, what `interlace.compile`
@@ -51,21 +63,47 @@ def export(compiled: Callable[..., Any] | Captured, folder: str | os.PathLike[st
     `interlace.frontend.capture` collected. Each bound graph gives `KIND-DIGEST.ilc`, the Program
     that runs, and beside it `KIND-DIGEST.serial.ilc`, the Program that was imported.
     `Options(schedules=folder)` runs the former, which may be edited. Ranks that run one text write
-    one file, so one of them is enough. Raises ExecutorError where nothing is compiled yet.
+    one file, so one of them is enough.
+
+    Raises ExecutorError where nothing is compiled yet, and ScheduleError, before anything is
+    written, where a file has another text, an edited one perhaps; `overwrite=True` replaces it.
     """
     from interlace.frontend.explain import Captured
-    from interlace.frontend.insight import graphs_of
+    from interlace.frontend.insight import graphs_of, none_of
 
     graphs = compiled.graphs if isinstance(compiled, Captured) else graphs_of(compiled)
-    place, written = Path(folder), dict[Path, None]()
+    place, texts = Path(folder), dict[Path, str]()
     for bound in (bound for graph in graphs for bound in graph.bound):
         stem = f"{bound.kind}-{key_of(bound.serial)}"
         for program, ending in ((bound.program, ".ilc"), (bound.serial, ".serial.ilc")):
-            text = print_program(_anywhere(program))
-            written[write_whole(place / f"{stem}{ending}", f"{text}\n")] = None
-    if not written:
-        raise ExecutorError("there is no schedule to export: call the compiled model first")
-    return list(written)
+            texts[place / f"{stem}{ending}"] = f"{print_program(_anywhere(program))}\n"
+    if not texts:
+        why = "" if isinstance(compiled, Captured) else f". {none_of(compiled)}"
+        raise ExecutorError(f"there is no schedule to export: call the compiled model first{why}")
+    if edited := [path for path, text in texts.items() if not overwrite and _other(path, text)]:
+        raise ScheduleError(
+            f"{', '.join(map(str, edited))}: the text is not what export would write, so it may be "
+            "edited. Nothing was written. Export to another folder, or give overwrite=True"
+        )
+    return [write_whole(path, text) for path, text in texts.items()]
+
+
+def _other(path: Path, text: str) -> bool:
+    return path.exists() and read(path) != text
+
+
+def path_of(kind: str, graph: Program, options: Options) -> Path:
+    """The file of `options.schedules` for a graph."""
+    assert options.schedules is not None
+    return Path(options.schedules) / f"{kind}-{key_of(graph)}.ilc"
+
+
+def unsound(path: Path, program: Program, error: SoundnessError) -> SoundnessError:
+    """The error of a Program that was read from a file, with the lines of the file: what ranks
+    agree on has lost them."""
+    report = check(program)
+    text = str(error) if report.sound else str(report)
+    return SoundnessError(f"{path} is unsound:\n{text}", report.errors or error.findings)
 
 
 def scheduled(
@@ -146,8 +184,10 @@ def _find(kind: str, graph: Program, rank: int, folder: Path) -> Program | None:
     path = min(near, key=lambda path: len(near[path]))
     told = near[path] or _changed(path.with_suffix(".serial.ilc"), graph)
     raise ScheduleError(
-        f"no schedule in {folder} is for this {kind} graph, which has changed since they were "
-        f"exported ({wanted} is missing). From {path.name} it differs by:\n{_listed(told)}\n"
+        f"no schedule in {folder} is for this {kind} graph ({wanted} is missing). Its model, its "
+        "sizes or torch have changed since they were exported, or they are of the other way to "
+        "compile: graphs of torch.compile and of interlace.compile name and order their inputs "
+        f"differently. From {path.name} it differs by:\n{_listed(told)}\n"
         f"Export it anew, or remove the files {kind}-*.ilc to have all {kind} schedules generated"
     )
 
@@ -168,23 +208,51 @@ def differences(found: Program, graph: Program, rank: int) -> list[str]:
     """
     known = {team.name for team in graph.teams}
     sides = [_facts(program, known, rank) for program in (found, graph)]
-    return [
-        f"{what}: {theirs} in the file, {ours} in the graph"
+    pairs = [("input", *pair) for pair in _matched(*map(_inputs, (found, graph)))]
+    pairs += [
+        (what, *pair)
         for what in sides[1]
-        for theirs, ours in zip_longest(sides[0][what], sides[1][what], fillvalue="none")
+        for pair in zip_longest(sides[0][what], sides[1][what], fillvalue="none")
+    ]
+    told = [
+        f"{what}: {theirs} in the file, {ours} in the graph"
+        for what, theirs, ours in pairs
         if theirs != ours
     ]
+    orders = [", ".join(_inputs(program)) for program in (found, graph)]
+    if orders[0] != orders[1] and not told:
+        told.append(f"order of inputs: {orders[0]} in the file, {orders[1]} in the graph")
+    return told
+
+
+def _inputs(program: Program) -> dict[str, str]:
+    printer = Printer(program.teams)
+    found = (buffer for buffer in program.params if buffer.kind == "input")
+    return {b.name: f"{b.name}: {printer.buffer_type(b, 'input', None)}" for b in found}
+
+
+def _matched(theirs: dict[str, str], ours: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Inputs of a file beside those of a graph: by name, else by type, else alone."""
+    left = {name: text for name, text in theirs.items() if name not in ours}
+    for name, text in ours.items():
+        kind = text.removeprefix(name)
+        alike = next((n for n, other in left.items() if other.removeprefix(n) == kind), None)
+        if name in theirs:
+            yield theirs[name], text
+        elif alike is not None:
+            yield left.pop(alike), text
+        else:
+            yield "none", text
+    yield from ((text, "none") for text in left.values())
 
 
 def _facts(program: Program, known: set[str], rank: int) -> dict[str, list[str]]:
     """The facts of one side that must be the same on the other, by what they are about."""
-    printer = Printer(program.teams)
     inputs = [buffer for buffer in program.params if buffer.kind == "input"]
     written = {access.view.buffer for op in program.ops for access in op.writes()}
     return {
         "team": sorted(f"{t.name} of {t.size} ranks" for t in program.teams if t.name in known),
         "named size": [f"{name} of {value}" for name, value in program.sizes.values.items()],
-        "input": [f"{b.name}: {printer.buffer_type(b, 'input', None)}" for b in inputs],
         "input written in place": sorted(b.name for b in inputs if b.name in written),
         "result": list(_results(program, rank)),
     }

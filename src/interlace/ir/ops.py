@@ -32,6 +32,8 @@ class Loc:
     module: str = ""
     file: str = ""
     line: int = 0
+    text: tuple[str, int] | None = field(default=None, compare=False)
+    """File and line of the schedule's text that the op was parsed from, if it was."""
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.file else ""

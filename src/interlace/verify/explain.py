@@ -59,8 +59,6 @@ class Explainer:
         if item.op is not None and item.place > len(source.items):  # a member of a fused op
             text = print_op(item.op, source.program)
             role = f"{text.partition(': ')[2]} {role}"
-        loc = Loc() if item.op is None else item.op.loc
-        unnamed = loc.file.startswith("<") and not loc.module  # a text that is no file
         return OpRef(
             rank=place.rank,
             line=self.line(source, item.index),
@@ -69,7 +67,7 @@ class Explainer:
             role=role,
             buffer=buffer,
             bytes=extent,
-            loc="" if unnamed else str(loc),
+            loc="" if item.op is None else _origin(item.op.loc),
             context=tuple(context),
             at=(source.number, item.index),
         )
@@ -146,6 +144,15 @@ class Explainer:
             said = [f"line {self.line(s, i)} on rank {rank}" for s, i, rank in late]
             fix += f" (too late for that: {', '.join(said)})"
         return Finding("uninitialized", message, (op,), fix, ranks=ranks)
+
+
+def _origin(loc: Loc) -> str:
+    """Where an op was written, in a file or a program, and the module that it is of."""
+    if loc.text is None:
+        return str(loc)
+    (file, line), module = loc.text, str(loc) if loc.module else ""
+    place = "" if file.startswith("<") else f"{file}:{line}"  # a text that is no file
+    return ", ".join(filter(None, [place, module]))
 
 
 def _race_message(first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:

@@ -60,8 +60,11 @@ def _check(context: CheckContext) -> None:
 def _message(program: Program, fault: BrokenRule, text: str | None) -> str:
     family, place = fault.tag
     loc = program.ops[place].loc if family == "op" else None
-    if text is not None and loc is not None and loc.line and not loc.module:
-        return f"{loc}: {fault.what}\n{excerpt(lines_of(text), loc.line)}\n{fault.fix}"
+    if text is not None and loc is not None and loc.text is not None:
+        file, line = loc.text
+        origin = f" (from {loc})" if loc.module else ""
+        shown = excerpt(lines_of(text), line)
+        return f"{file}:{line}: {fault.what}{origin}\n{shown}\n{fault.fix}"
     try:
         lines = print_lines(program)
     except (InterlaceError, TypeError, ValueError):  # it holds what no text can say

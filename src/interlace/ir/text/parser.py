@@ -127,10 +127,11 @@ class OpParser(Expressions):
             number = None if site is None else self.integer(site)
         else:
             number = within["site"] if within else None
+        loc = self.source.loc(args.call)
         if args.given("loc"):
-            loc = self.loc(args["loc"])
-        else:
-            loc = within["loc"] if within and within["loc"].module else self.source.loc(args.call)
+            loc = replace(self.loc(args["loc"]), text=loc.text)
+        elif within and within["loc"].module:
+            loc = replace(within["loc"], text=loc.text)
         return {"stream": stream, "site": number, "loc": loc}
 
     def loc(self, node: ast.expr) -> Loc:

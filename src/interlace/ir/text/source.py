@@ -57,7 +57,7 @@ class SourceText:
 
     def loc(self, node: Node) -> Loc:
         """Where a node stands."""
-        return Loc(file=self.file, line=node.lineno)
+        return Loc(file=self.file, line=node.lineno, text=(self.file, node.lineno))
 
     def tree(self) -> ast.Module:
         """The text as Python's syntax tree, with the limits kept that every text has."""

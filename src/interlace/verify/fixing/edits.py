@@ -7,6 +7,7 @@ describe(programs, fix)     # "after line 2 add `main: record(e1)`, before line 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -122,10 +123,13 @@ def _on_ranks(programs: Sequence[Program], program: Program) -> str:
 
 
 def line_numbers(program: Program) -> list[int]:
-    """The line of every op and of the return: in the file, or in the printed text."""
-    if program.ops and all(op.loc.file and op.loc.line and not op.loc.module for op in program.ops):
-        lines = [op.loc.line for op in program.ops]
-        return [*lines, lines[-1] + 1]
+    """The line of every op and of the return: in the file, or in the printed text of a Program
+    that is no file's as it stands (passes that move and divide ops leave each its line)."""
+    known = [op.loc.text or (op.loc.file, 0 if op.loc.module else op.loc.line) for op in program.ops]
+    lines = [line for _, line in known]
+    if known and len({file for file, _ in known}) == 1 and lines[0]:
+        if all(one < two for one, two in itertools.pairwise(lines)):
+            return [*lines, lines[-1] + 1]
     found: dict[int, int] = {}
     end = 0
     for end, line in enumerate(print_lines(program), 1):
