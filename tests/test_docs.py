@@ -370,9 +370,10 @@ def test_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("equal to eager") == 2
     assert "2 communications, sound" in done.stdout
     assert (tmp_path / "step.html").exists()
-    kinds = sorted(path.name.split("-")[0] for path in (tmp_path / "schedules").glob("*.ilc"))
+    kinds = sorted(path.name.split("-")[0] for path in (tmp_path / "generated").glob("*.ilc"))
     assert kinds == ["backward"] * 2 + ["forward"] * 2
-    (overlapped,) = (tmp_path / "schedules").glob("forward-????????.ilc")
+    (overlapped,) = (tmp_path / "generated").glob("forward-????????.ilc")
+    assert f"generated/{overlapped.name}" in done.stdout.splitlines()
     done = CliRunner().invoke(app, ["run", str(overlapped), "--check-against", "serial"])
     assert done.exit_code == 0, done.output
     assert "against serial" in done.output

@@ -30,7 +30,8 @@ CLI_HEAD = """# Command line
 | 70 | a fault of Interlace itself, with a traceback |
 | 130 | interrupted |
 
-With `--json`, results and errors are printed as JSON.
+With `--json`, results and errors of the input are printed as JSON. Errors of usage, such as an
+unknown option, are text on stderr.
 """
 
 OPTIONS_HEAD = """# Options

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.cli.test_texts import run
 
+from interlace.commands.options import nbytes
 from interlace.cost import Machine, Sample, default_machine, default_path, fingerprint
 from interlace.cost.fit import write_samples
 from interlace.cost.gemm import gemm_seconds
@@ -65,6 +66,11 @@ def test_rows_make_a_file_where_auto_looks(cache: Path, rows: Path) -> None:
     assert all(time.predicted_s > 0 for time in machine.sites)
     again = json.loads(run("calibrate", "--from", str(rows), "--device", "cuda", "--json"))
     assert (again["sites"], again["site times"]) == (2, 10)
+
+
+def test_sizes_of_messages_have_units() -> None:
+    assert "'1MB/s' is no size" in run("calibrate", "--most", "1MB/s", "--device", "cpu", code=2)
+    assert nbytes("1MiB") == nbytes("1M") == nbytes("1048576") == 1 << 20
 
 
 def test_explain_gives_predicted_and_measured(rows: Path, tmp_path: Path) -> None:

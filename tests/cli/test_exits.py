@@ -138,6 +138,31 @@ def test_a_file_that_cannot_be_written_is_an_error(option: str, tmp_path: Path) 
     assert err.startswith("error: InterlaceError: cannot write")
 
 
+@pytest.mark.parametrize(
+    "line", ["simulate --html", "simulate --out", "explain --html", "opt -o", "show --html"]
+)
+def test_a_folder_is_no_file_to_write(line: str, tmp_path: Path) -> None:
+    for path in (".", str(tmp_path)):
+        code, _, err = run(*line.split(), path, text=SOUND)
+        assert code == 2, err
+        assert err.startswith(f"error: InterlaceError: cannot write {path}: it is a directory")
+
+
+def test_a_benchmark_looks_first_whether_it_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(*_: object, **__: object) -> None:
+        raise AssertionError("measured before the folder was looked at")
+
+    monkeypatch.setattr("interlace.bench.ranks.run", ran)
+    (tmp_path / "file").write_text("")
+    for line in ("bench interconnect --device cpu --out", "calibrate --device cpu --out"):
+        args = [*line.split(), str(tmp_path / "file" / "x")]
+        done = CliRunner().invoke(app, args)
+        assert done.exit_code == 2, done.output
+        assert "InterlaceError: cannot write in" in done.stderr
+
+
 def test_a_terminal_without_unicode() -> None:
     import os
     import subprocess

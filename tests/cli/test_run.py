@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from interlace.bench.schedule import RunSettings, compare, work
 from interlace.cli import app
+from interlace.commands.run import the_one
 from interlace.cost import Timeline
 from interlace.errors import InputError
 from interlace.ir import parse_set
@@ -78,12 +79,12 @@ def verdicts(report: dict[str, Any]) -> list[list[str]]:
 
 def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> None:
     page = tmp_path / "page.html"
-    drawn = {"timeline": str(page), "seed": seed % 1000}
+    drawn = {"html": str(page), "seed": seed % 1000}
     data = tmp_path / "run.json"
     (report, again, wrong, in_order, stages, registered), nothing = pool(2).run(
         reports,
         settings(SOUND, SERIAL, **drawn),
-        settings(SOUND, seed=seed % 1000, timeline=str(data)),
+        settings(SOUND, seed=seed % 1000, out=str(data)),
         settings(SOUND, WRONG),
         settings(SOUND, SOUND, in_order=True),
         settings(STAGES),
@@ -185,6 +186,8 @@ def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("--check-against", "gone.ilc"): "cannot read gone.ilc",
         ("--world", "3"): "a world of 3 ranks does not divide into teams tp[2]",
         ("--runs", "0"): "give --runs >= 1",
+        ("--seed", "9" * 23): "Invalid value for '--seed'",
+        ("--html", "."): ". is a directory: name a file in it",
         ("--device", "tpu"): "Invalid value for '--device'",
     }.items():
         code, out, error = run(str(path), *args)
@@ -197,12 +200,23 @@ def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (code, error.startswith("error: BackendError: --inputs needs the package")) == (2, True)
 
 
+def test_a_folder_stands_for_its_one_schedule(tmp_path: Path) -> None:
+    assert "holds no schedule" in run(str(tmp_path))[2]
+    (tmp_path / "a.serial.ilc").write_text(SERIAL)
+    (tmp_path / "a.ilc").write_text(SOUND)
+    assert the_one(tmp_path) == tmp_path / "a.ilc"
+    (tmp_path / "b.ilc").write_text(SOUND)
+    code, _, error = run(str(tmp_path))
+    assert code == 2
+    assert f"holds 2 schedules: name one: {tmp_path / 'a.ilc'}, {tmp_path / 'b.ilc'}" in error
+
+
 def test_the_command(tmp_path: Path) -> None:
     path, page = tmp_path / "sound.ilc", tmp_path / "deep" / "page.html"
     path.write_text(SOUND)
     path.with_suffix(".serial.ilc").write_text(SERIAL)
     args = ("run", str(path), "--device", "cpu", "--runs", "2")
-    done = command(*args, "--check-against", "serial", "--timeline", str(page))
+    done = command(*args, "--check-against", "serial", "--html", str(page))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "sound; 2 ranks; drawn by seed: x, w"

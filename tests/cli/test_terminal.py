@@ -83,6 +83,21 @@ def test_no_cell_of_a_table_breaks(width: int, monkeypatch: pytest.MonkeyPatch) 
     assert "predicted fastest (cpu)" in " ".join(" ".join(lines).split())
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_path_of_a_table_breaks(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=width, no_color=True, highlight=False)
+    monkeypatch.setattr(output, "console", lambda: terminal)
+    path = f"/home/{'somebody/' * 12}calibration-2-cores.json"
+    rows = [("python", "ok", "3.11"), ("calibration", "absent", f"none at {path}: the built-in")]
+    output.table(("what", "state", "found"), rows)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert any(path in line for line in lines)
+    if width < len(path):
+        assert f"[1] {path}" in lines
+        assert "none at [1]: the built-in" in " ".join(" ".join(lines).split())
+
+
 def test_every_command_asks_the_calibration_of_this_host(tmp_path: Path) -> None:
     path, file = default_path(), tmp_path / "mlp.ilc"
     file.write_text(SERIAL)

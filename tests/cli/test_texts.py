@@ -121,7 +121,16 @@ def test_simulate_predicts_for_more_ranks_than_it_simulates(tmp_path: Path) -> N
     path, machine = tmp_path / "step.ilc", tmp_path / "there.json"
     path.write_text(STEP)
     default_machine("cuda").replace(name="there", host="a ship at sea").save(machine)
-    many = ["simulate", str(path), "--machine", str(machine), "--world", "1024", "--per-host", "8"]
+    many = [
+        "simulate",
+        str(path),
+        "--machine",
+        str(machine),
+        "--scale-to",
+        "1024",
+        "--per-host",
+        "8",
+    ]
     text = run(*many)
     first, headings, row, *_ = text.splitlines()
     assert first.startswith("predicted for machine 'there', 1024 ranks by 1 in ")
@@ -142,10 +151,10 @@ def test_simulate_predicts_for_more_ranks_than_it_simulates(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--world", "10"], "it is a multiple of 4"),
+        (["--scale-to", "10"], "it is a multiple of 4"),
         (["--per-host", "0"], "a host has 1 rank or more"),
-        (["--world", "1024", "--per-host", "3"], "the instances of team tp do not lie on hosts"),
-        (["--world", "1024", "--per-host", "2"], "team 'tp' spans hosts"),
+        (["--scale-to", "1024", "--per-host", "3"], "the instances of team tp do not lie on hosts"),
+        (["--scale-to", "1024", "--per-host", "2"], "team 'tp' spans hosts"),
     ],
 )
 def test_worlds_and_hosts_that_cannot_be(tmp_path: Path, given: list[str], words: str) -> None:
@@ -153,7 +162,7 @@ def test_worlds_and_hosts_that_cannot_be(tmp_path: Path, given: list[str], words
     path.write_text(STEP)
     assert words in " ".join(run("simulate", str(path), *given, code=2).split())
     path.write_text(STEP.replace("dp: Team[1]", "dp: Team[2].on([0], [1])"))
-    told = run("simulate", str(path), "--world", "1024", code=2)
+    told = run("simulate", str(path), "--scale-to", "1024", code=2)
     assert "say how many ranks each" in " ".join(told.split())
 
 
@@ -251,6 +260,49 @@ def test_explain_lowers_what_is_serial(serial: str, tmp_path: Path) -> None:
     assert all(f"<td>{name} predicted</td>" in drawn for name in ("serial", "overlapped"))
     assert text.startswith("mlp is serial; this is what lowering makes of it\n")
     assert f"{site['serial_ms'] / site['predicted_ms']:.2f}x" in text
+
+
+def test_explain_says_why_alone(serial: str, sound: str, tmp_path: Path) -> None:
+    lowered = tmp_path / "lowered.ilc"
+    run("opt", serial, "-o", str(lowered))
+    assert "no site stays serial" in run("explain", "--why", str(lowered))
+    (program,) = json.loads(run("explain", "--why", serial, "--strategy", "serial", "--json"))[
+        "programs"
+    ]
+    assert [site["strategy"] for site in program["sites"]] == ["serial"]
+    assert [*program["candidates"]] == ["1"]
+    (program,) = json.loads(run("explain", "--why", serial, "--strategy", "ring", "--json"))[
+        "programs"
+    ]
+    assert (program["sites"], program["candidates"], program["lowered"]) == ([], {}, True)
+
+
+@pytest.mark.parametrize("given", [["--strategy", "ring"], ["--graph"]])
+def test_explain_refuses_to_lower_again(sound: str, given: list[str]) -> None:
+    told = run("explain", sound, *given, code=2)
+    assert told.startswith(f"error: OptionError: {given[0]}: {sound} is lowered already")
+    assert "serial.ilc" in told
+
+
+def test_explain_counts_what_a_text_without_sites_sends(sound: str) -> None:
+    text = run("explain", sound)
+    assert "the text states no sites; it has 1 one-sided copy\n" in text
+
+
+def test_only_json_is_printed_where_json_is_asked_for(
+    sound: str, serial: str, tmp_path: Path
+) -> None:
+    for name in ("show", "simulate", "explain"):
+        page = tmp_path / f"{name}.html"
+        json.loads(run(name, sound, "--html", str(page), "--json"))
+        assert page.exists()
+
+
+def test_a_larger_team_for_whose_size_the_text_is_not(sound: str) -> None:
+    for given in (["simulate", sound, "--scale-to", "8"], ["check", sound, "--mesh", "tp=8"]):
+        told = " ".join(run(*given, code=2).split())
+        assert told.startswith("error: TeamError: the buffers and views of all_gather_linear are")
+        assert "are for tp of 2 and do not fit tp of 8" in told
 
 
 def test_nothing_on_text_needs_torch(sound: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import interlace
 from interlace.errors import ExecutorError
+from interlace.ir import parse
 
 
 class Mlp(nn.Module):
@@ -207,6 +208,15 @@ def test_profile_adds_what_was_measured(pool: Pool) -> None:
 def test_of_a_program() -> None:
     program = interlace.compile(nn.Linear(4, 4), torch.ones(2, 4)).program
     assert interlace.explain(program).startswith("forward: 0 communications\n")
+
+
+def test_of_a_program_without_sites() -> None:
+    text = "def f(tp: Team[2], x: f32[4], y: out[f32[8]]):\n    main: all_gather(x, y, team=tp)\n"
+    program = parse(text + "    main: group(send(x, peer=tp.rank + 1), recv(x, peer=tp.rank + 1))")
+    told = interlace.explain(program)
+    assert told == "f: it states no sites; it has 1 collective, 2 messages"
+    with pytest.raises(ExecutorError, match="simulate FILE --html"):
+        interlace.report(program, "page.html")  # pyright: ignore[reportArgumentType]
 
 
 # -- the profiler ----------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_a_text_that_does_not_fit_is_refused_on_all_ranks(pool: Pool, tmp_path: 
         lines = path.read_text().splitlines()
         shown = re.findall(r"^    > (\d+) \| (.*)$", told["a_race"], re.MULTILINE)
         assert shown
-        assert all(lines[int(number) - 1].strip() == text for number, text in shown)
+        assert all(text.startswith(lines[int(number) - 1].strip()) for number, text in shown)
         assert f"from {path.name}:{shown[0][0]}" in told["a_race"]
         kind = "ScheduleError: " if rank else "AgreementError: rank 1: "
         assert told["on_one_rank"].startswith(kind)
@@ -219,7 +219,9 @@ def test_schedules_of_another_model_are_refused(pool: Pool, tmp_path: Path) -> N
         for told in (wider, other):
             assert "ScheduleError: no schedule in" in told
             assert "is for this forward graph (forward-" in told
-            assert "or torch have changed since they were exported, or they are of the other" in told
+            assert (
+                "or torch have changed since they were exported, or they are of the other" in told
+            )
         assert "input: v_0_weight: f32[8, 8] in the file, v_0_weight: f32[16, 8] in the" in wider
         assert '-    main: call("aten.tanh.default", ' in other
         assert '+    main: call("aten.sigmoid.default", ' in other
@@ -240,7 +242,9 @@ def by_both_ways(folder: Path) -> str:
 def test_files_of_the_other_way_to_compile(pool: Pool, tmp_path: Path) -> None:
     for told in pool(2).run(by_both_ways, tmp_path):
         assert "or they are of the other way to compile" in told
-        listed = re.findall(r"^  input: (\w+): (.*) in the file, (\w+): (.*) in the graph$", told, re.M)
+        listed = re.findall(
+            r"^  input: (\w+): (.*) in the file, (\w+): (.*) in the graph$", told, re.M
+        )
         assert listed
         for name, kind, other, type_of_other in listed:
             assert name != other

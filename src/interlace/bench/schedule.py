@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,8 +66,10 @@ class RunSettings:
     """Path of a safetensors file, in which `{rank}` stands for the rank."""
     seed: int = 0
     runs: int = 20
-    timeline: str | None = None
-    """Path of the page, or of the measured timeline as data where it ends in `.json`."""
+    html: str | None = None
+    """Path of the page with the timelines."""
+    out: str | None = None
+    """Path of the measured timeline as data."""
     time_out_s: float = 60.0
 
     def options(self, against: bool, trace: bool = False) -> Options:
@@ -171,7 +174,8 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
         }
         seconds = timed(opened, settings.runs, ranks)
     told = ranks.exchange(note)
-    timelines = traced(sets, settings, ranks, groups, given) if settings.timeline else []
+    drawing = settings.html is not None or settings.out is not None
+    timelines = traced(sets, settings, ranks, groups, given) if drawing else []
     if ranks.me:
         return None
     report: dict[str, Any] = {
@@ -184,7 +188,7 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
     }
     if settings.against:
         report["against"] = {"name": settings.against_name, **times(seconds[1])}
-    if settings.timeline:
+    if drawing:
         report |= draw(settings, timelines, ranks, seconds)
     return report
 
@@ -380,14 +384,24 @@ def draw(
     ranks: Ranks,
     seconds: Sequence[Sequence[float]],
 ) -> dict[str, Any]:
-    """Writes the page, or the data; what it shows as figures, and its path. `seconds` are those of
-    the runs that were timed and not recorded."""
-    machine = machine_for(Options(), ranks.device.type)
-    assert settings.timeline is not None
-    if settings.timeline.endswith(".json"):
-        path = write_whole(settings.timeline, timelines[0].to_json())
-        return {"figures": figures_json(timelines), "files": [str(path)]}
-    before = None
+    """Writes the page and the data that are wanted; what they show as figures, and their paths.
+    `seconds` are those of the runs that were timed and not recorded."""
+    files: list[Path] = []
+    if settings.out is not None:
+        files.append(write_whole(settings.out, timelines[0].to_json() + "\n"))
+    if settings.html is not None:
+        files.append(_page(settings.html, settings, timelines, ranks, seconds))
+    return {"figures": figures_json(timelines), "files": list(map(str, files))}
+
+
+def _page(
+    path: str,
+    settings: RunSettings,
+    timelines: Sequence[Timeline],
+    ranks: Ranks,
+    seconds: Sequence[Sequence[float]],
+) -> Path:
+    machine, before = machine_for(Options(), ranks.device.type), None
     if settings.against:
         predicted = None if settings.in_order else simulate(settings.against, machine)
         before = Run(settings.against, predicted, timelines[1], label=settings.against_name)
@@ -401,5 +415,4 @@ def draw(
             " → ".join(milliseconds(statistics.median(spent)) for spent in reversed(seconds)),
         ),
     ]
-    path = write_page([run], settings.timeline, facts=facts)
-    return {"figures": figures_json(timelines), "files": [str(path)]}
+    return write_page([run], path, facts=facts)

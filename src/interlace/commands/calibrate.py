@@ -29,8 +29,10 @@ from interlace.commands.options import (
     TimeOut,
     Verbose,
     World,
+    nbytes,
 )
 from interlace.commands.output import command, print_json, say, table, words
+from interlace.commands.pages import check_places
 from interlace.errors import CalibrationError, OptionError
 
 if TYPE_CHECKING:
@@ -52,7 +54,9 @@ def calibrate(
     preset: Annotated[str, typer.Option(help="Sites: bars, others, tiny, cpu; or several.")] = "",
     shapes: Shapes = "",
     dtype: Annotated[str, typer.Option(help="Element types; default: bf16, on CPUs f32.")] = "",
-    most: Annotated[int, typer.Option(help="Largest message in bytes; 0: by device.")] = 0,
+    most: Annotated[
+        str, typer.Option(help="Largest message; default: 256MiB on GPUs, 4MiB on CPUs.")
+    ] = "",
     seconds: Annotated[float, typer.Option(help="Time for the sites; the rest is left out.")] = 240,
     out: Annotated[
         Path | None, typer.Option(help="The file to write; default: where auto looks.")
@@ -77,6 +81,8 @@ def calibrate(
             raise OptionError(f"--measure {part}: choose from {', '.join(PARTS)}")
     if seconds < 0:
         raise OptionError(f"--seconds {seconds:g}: give 0 or more")
+    if parts:
+        check_places(out)
     if spans and "overlap" in parts:
         raise OptionError("--measure overlap: sites are measured with all ranks on one host")
     texts = [(path, _read(path)) for path in given or ()]
@@ -98,7 +104,7 @@ def calibrate(
             settings = calibration_settings(
                 calibration=f"{folder}/machine.json" if "interconnect" in parts else "",
                 dtypes=dtypes,
-                most=most or (1 << 28 if place.cuda else 1 << 22),
+                most=nbytes(most or ("256MiB" if place.cuda else "4MiB")),
                 cases=cases_of(wanted, shapes, dtypes) if "overlap" in parts else (),
                 seconds=seconds,
             )

@@ -25,7 +25,7 @@ import typer
 
 from interlace.commands.files import read_machine
 from interlace.commands.options import Json
-from interlace.commands.output import UNSOUND, command, print_json, say, table
+from interlace.commands.output import UNSOUND, command, print_json, prose, say, table
 from interlace.errors import CalibrationError, InterlaceError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -83,7 +83,7 @@ def doctor(
         if fixes:
             say("")
         for item in fixes:
-            say(f"{item.name}: {item.fix}")
+            prose(f"{item.name}: {item.fix}")
         if job is not None:
             show_job(job)
     if broken:

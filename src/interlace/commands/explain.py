@@ -2,6 +2,7 @@
 
 $ interlace explain mlp.ilc
 $ interlace explain serial.ilc --device cuda --calibration h200.json     # and all candidates
+$ interlace explain serial.ilc --why                # what stays serial
 $ interlace explain serial.ilc --html gain.html     # serial above overlapped, as predicted
 """
 
@@ -16,7 +17,9 @@ import typer
 
 from interlace.commands.files import read_machine, read_programs
 from interlace.commands.options import Calibration, Json, Model, Schedule, Strategy
-from interlace.commands.output import UNSOUND, command, print_json, say, table
+from interlace.commands.output import UNSOUND, command, print_json, prose, say, table
+from interlace.commands.pages import tell_written, write_files
+from interlace.errors import OptionError
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
@@ -34,6 +37,7 @@ def explain(
     device: Model = "cpu",
     strategy: Strategy = "auto",
     graph: Annotated[bool, typer.Option("--graph", help="As a replayed CUDA graph.")] = False,
+    why: Annotated[bool, typer.Option("--why", help="Only what stays serial, and why.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write the predicted timelines here.")] = None,
     json: Json = False,
 ) -> None:
@@ -52,29 +56,35 @@ def explain(
     machine = machine.replayed if graph else machine
     options = Options(strategy=strategy)
     given = read_programs(file)
+    if not any(map(_serial, given)):
+        _refuse(file, strategy, graph and html is None)
     programs = [
         lower(program, options, machine) if _serial(program) else program for program in given
     ]
-    found = [candidates(program, options, machine) if _serial(program) else {} for program in given]
+    shown = list(map(_serial_sites, programs)) if why else programs
+    found = [
+        {site.id: known[site.id] for site in part.sites if site.id in known}
+        for program, part in zip(given, shown, strict=True)
+        for known in [candidates(program, options, machine) if _serial(program) else {}]
+    ]
     report = check(programs)
     verdict = "sound" if report.sound else "unsound"
-    page = _page(html, given, programs, machine, verdict) if html is not None else None
+    written = _page(html, given, programs, machine, verdict) if html is not None else []
     if json:
         listed = [
             {
-                "name": program.name,
-                "lowered": program is not before,
+                "name": before.name,
+                "lowered": _serial(before),
                 **explanation(program),
                 "candidates": {str(site): list(map(_plain, known)) for site, known in all_.items()},
             }
-            for before, program, all_ in zip(given, programs, found, strict=True)
+            for before, program, all_ in zip(given, shown, found, strict=True)
         ]
         print_json({"schema": 1, "programs": listed, "verdict": verdict})
     else:
-        _show(given, programs, found, machine)
+        _show(given, shown, found, machine, why)
         say(str(report))
-        if page is not None:
-            say(f"wrote {page}")
+        tell_written(written, json)
     if not report.sound:
         raise typer.Exit(UNSOUND)
 
@@ -85,19 +95,37 @@ def _page(
     programs: Sequence[Program],
     machine: Machine,
     verdict: str,
-) -> Path:
+) -> list[Path]:
     """Writes the predicted timelines; serial programs stand above what lowering made of them."""
     from interlace.cost import simulate
     from interlace.options import Options
     from interlace.passes import lower
-    from interlace.trace import Run, write_page
+    from interlace.trace import Run
 
     before = None
     if any(program is not made for program, made in zip(given, programs, strict=True)):
         ready = tuple(lower(program, Options(overlap=False), machine) for program in given)
         before = Run(ready, simulate(ready, machine), label="serial")
     run = Run(tuple(programs), simulate(programs, machine), before=before)
-    return write_page([run], path, facts=[("verifier", verdict), ("machine", machine.name)])
+    return write_files([run], html=path, facts=[("verifier", verdict), ("machine", machine.name)])
+
+
+def _refuse(file: Path, strategy: str, graph: bool) -> None:
+    """Raises OptionError for options by which a schedule would be lowered, if it is already."""
+    name = "--strategy" if strategy != "auto" else "--graph"
+    if strategy != "auto" or graph:
+        raise OptionError(
+            f"{name}: {file} is lowered already, or has no collective to overlap: give the serial "
+            "schedule, such as NAME.serial.ilc beside NAME.ilc"
+        )
+
+
+def _serial_sites(program: Program) -> Program:
+    """The Program with the sites that stay serial, and the remarks on them and on all of it."""
+    sites = tuple(site for site in program.sites if site.strategy == "serial")
+    kept = {None, *(site.id for site in sites)}
+    remarks = tuple(remark for remark in program.remarks if remark.site in kept)
+    return program.replace(sites=sites, remarks=remarks)
 
 
 def _show(
@@ -105,21 +133,31 @@ def _show(
     programs: Sequence[Program],
     found: Sequence[Mapping[int, Sequence[Estimate]]],
     machine: Machine,
+    why: bool,
 ) -> None:
     for before, program, all_ in zip(given, programs, found, strict=True):
-        if program is not before:
+        if _serial(before):
             say(f"{program.name} is serial; this is what lowering makes of it\n")
         if program.sites:
             table(HEADINGS, site_rows(program.sites), title=program.name)
         else:
-            say(f"{program.name}: the text states no sites")
+            say(f"{program.name}: {without_sites(program, why)}")
         if all_:
             say("")
             table(CANDIDATES, candidate_rows(all_), title=f"candidates, by {machine.name}")
         for remark in program.remarks:
             place = "" if remark.site is None else f" (site {remark.site})"
-            say(f"{remark.pass_name}{place}: {remark.text}")
+            prose(f"{remark.pass_name}{place}: {remark.text}")
         say("")
+
+
+def without_sites(program: Program, why: bool = False) -> str:
+    """What is said of a Program that has no sites, or (`why`) none that stays serial."""
+    from interlace.ir.communication import told
+
+    if why and program.streams() != ("main",):
+        return "no site stays serial"
+    return f"the text states no sites; it has {told(program) or 'no communication'}"
 
 
 def _serial(program: Program) -> bool:

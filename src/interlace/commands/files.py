@@ -12,11 +12,11 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from interlace.errors import InterlaceError, TeamError
+from interlace.errors import InterlaceError, ProgramError, TeamError
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
@@ -129,7 +129,7 @@ def on_mesh(
                 f"--world {world} and a mesh of {len(program.world)} ranks do not agree: "
                 "give one of them"
             )
-        return [_valid(program)]
+        return [_valid(program, programs[0])]
     assert world is not None
     size = len(program.world)
     if program.ranks is not None or any(team.groups for team in program.teams):
@@ -145,13 +145,28 @@ def on_mesh(
             f"a world of {world} ranks does not divide into teams {teams} of {program.name}: "
             f"give a multiple of {size}, or other sizes with --mesh"
         )
-    return [program] if world == size else [_valid(_on_axes(program, {"copies": world // size}))]
+    if world == size:
+        return [program]
+    return [_valid(_on_axes(program, {"copies": world // size}), program)]
 
 
-def _valid(program: Program) -> Program:
+def _valid(program: Program, before: Program, ranks: Sequence[int] | None = None) -> Program:
+    """The Program, which was `before` for teams of other sizes; see `validate` for `ranks`."""
     from interlace.ir import validate
 
-    validate(program)
+    try:
+        validate(program, ranks=ranks)
+    except ProgramError as error:
+        sizes = {team.name: team.size for team in before.teams}
+        new = [t for t in program.teams if sizes.get(t.name, t.size) != t.size]
+        if not new:
+            raise
+        old = ", ".join(f"{team.name} of {sizes[team.name]}" for team in new)
+        now = ", ".join(f"{team.name} of {team.size}" for team in new)
+        raise TeamError(
+            f"the buffers and views of {before.name} are for {old} and do not fit {now}: keep that "
+            f"size, or write the text for the other one. {error}"
+        ) from error
     return program
 
 
@@ -225,22 +240,21 @@ def scaled(programs: list[Program], world: int | None, per_host: int | None) -> 
     copies side by side, over which the teams of one rank extend. They are validated for the first
     and last ranks along each team: there views differ.
     """
-    from interlace.ir import validate
-
+    given = programs
     if world is not None:
         if per_host is None and any(team.hosts for program in programs for team in program.teams):
             raise TeamError(
-                "--world: the text names hosts, so say how many ranks each has: --per-host"
+                "--scale-to: the text names hosts, so say how many ranks each has: --per-host"
             )
         programs = _grown(programs, world)
     if per_host is not None:
         if per_host < 1:
             raise TeamError(f"--per-host {per_host}: a host has 1 rank or more")
         programs = [_placed(program, per_host) for program in programs]
-    for program in programs:
+    for before, program in zip(given, programs, strict=True):
         lines = [m.ranks for m in program.where(program.world[0]).members.values()]
         ends = {rank for line in lines for rank in (*line[:ALONG], *line[-ALONG:])}
-        validate(program, ranks=sorted(ends & {*program.world}))
+        _valid(program, before, sorted(ends & {*program.world}))
     return programs
 
 
@@ -255,7 +269,7 @@ def _grown(programs: list[Program], world: int) -> list[Program]:
     if world < step or world % step or ranks != [*range(len(ranks))]:
         what = "these ranks" if named else f"the teams within {meshed[0].name}"
         raise TeamError(
-            f"--world {world}: {what} have {step} ranks, so it is a multiple of {step}, counted "
+            f"--scale-to {world}: {what} have {step} ranks, so it is a multiple of {step}, counted "
             "from rank 0"
         )
     copies = world // step
@@ -272,7 +286,7 @@ def _copied(program: Program, step: int, copies: int) -> Program:
     """As many copies of a Program that names its ranks, each `step` ranks behind the one before."""
     if program.rank is not None or any(team.groups is None for team in program.teams):
         raise TeamError(
-            f"{program.name}: --world copies Programs of several ranks whose teams list their ranks"
+            f"{program.name}: --scale-to copies Programs of several ranks whose teams list them"
         )
     teams = tuple(_repeated(team, step, copies) for team in program.teams)
     starts = range(0, step * copies, step)
@@ -285,7 +299,9 @@ def _repeated(team: Team, step: int, copies: int) -> Team:
     starts = range(0, step * copies, step)
     groups = [group for group in team.groups or () if min(group) < step]
     if any(max(group) >= step for group in groups):
-        raise TeamError(f"--world cannot copy team {team.name}, which is on more than {step} ranks")
+        raise TeamError(
+            f"--scale-to cannot copy team {team.name}, which is on more than {step} ranks"
+        )
     if team.size == 1:
         lines = [tuple(start + rank for start in starts) for (rank,) in groups]
         return dataclasses.replace(team, size=copies, groups=tuple(lines))

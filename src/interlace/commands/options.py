@@ -19,8 +19,11 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import typer
 
 from interlace.commands.output import command
+from interlace.commands.pages import check_places
+from interlace.errors import OptionError
 from interlace.strategies import StrategyName
 
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 RESULTS = Path("benchmarks/results")
 """Where rows go that are meant to be committed."""
 
@@ -78,7 +81,9 @@ def benchmark(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
-        function(given=BenchOptions(**{key: values.pop(key) for key in defaults}), **values)
+        given = BenchOptions(**{key: values.pop(key) for key in defaults})
+        check_places(given.path)
+        function(given=given, **values)
 
     own = inspect.signature(function, eval_str=True)
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -91,3 +96,12 @@ def benchmark(function: Callable[..., None]) -> Callable[..., None]:
     made.__signature__ = own.replace(parameters=both)
     made.__annotations__ = {}
     return made
+
+
+def nbytes(text: str) -> int:
+    """Bytes of text such as 64MiB, 1K or 4096."""
+    word = text.strip().upper().removesuffix("B").removesuffix("I")
+    number, unit = (word[:-1], word[-1]) if word[-1:] in ("K", "M", "G") else (word, "")
+    if not number.isdecimal() or int(number) < 1:
+        raise OptionError(f"{text!r} is no size: write it as 4096, 64KiB or 1GiB")
+    return int(number) * UNITS[unit]

@@ -20,7 +20,9 @@ import functools
 import io
 import json
 import os
+import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -116,7 +118,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str = "
     """Rows in columns: with rich on a terminal, as aligned plain text elsewhere.
 
     On a terminal that is too narrow for the columns each row is a block of `heading value` pairs,
-    without those that have no value.
+    without those that have no value. A word of the last column that is too long for a line, a path
+    perhaps, is a number there and stands below, whole.
     """
     out, title = console(), visible(title)
     cells = [tuple(map(visible, row)) for row in rows]
@@ -133,15 +136,34 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str = "
     from rich.text import Text
 
     *widths, last = (max(map(cell_len, column)) for column in zip(headings, *cells, strict=True))
-    if sum(widths) + 3 * len(headings) + min(last, LEAST_LAST) > out.width:
+    used = sum(widths) + 3 * len(headings)
+    narrow = used + min(last, LEAST_LAST) > out.width
+    cells, below = _without_long_words(cells, out.width - (4 if narrow else used))
+    if narrow:
         _blocks(out, headings, cells, title)
-        return
-    grid = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, heading in enumerate(headings):
-        grid.add_column(heading, overflow="fold", no_wrap=i < len(widths))
-    for row in cells:
-        grid.add_row(*map(Text, row))
-    out.print(grid)
+    else:
+        grid = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, heading in enumerate(headings):
+            grid.add_column(heading, overflow="fold", no_wrap=i < len(widths))
+        for row in cells:
+            grid.add_row(*map(Text, row))
+        out.print(grid)
+    for line in below:
+        out.print(Text(line), soft_wrap=True)
+
+
+def _without_long_words(
+    rows: Sequence[tuple[str, ...]], room: int
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The rows with numbers for words of the last column that are too long, and these words."""
+    found: dict[str, str] = {}
+
+    def number(match: re.Match[str]) -> str:
+        return found.setdefault(match[0], f"[{len(found) + 1}]")
+
+    long = re.compile(rf"[^\s(),;]{{{room},}}[^\s(),;:.]")
+    short = [(*row[:-1], long.sub(number, row[-1])) for row in rows]
+    return short, [f"{mark} {word}" for word, mark in found.items()]
 
 
 def _blocks(
@@ -185,6 +207,16 @@ def words(text: str) -> list[str]:
 def say(text: str) -> None:
     """Lines of plain text."""
     typer.echo(visible(text))
+
+
+def prose(text: str) -> None:
+    """A paragraph, on a terminal folded between words, with the lines after the first indented."""
+    out, text = console(), visible(text)
+    if out.is_terminal:
+        fold = textwrap.TextWrapper(out.width, break_long_words=False, break_on_hyphens=False)
+        fold.subsequent_indent = "    "
+        text = "\n".join(line for part in text.splitlines() for line in fold.wrap(part) or [""])
+    typer.echo(text)
 
 
 def print_json(value: object) -> None:

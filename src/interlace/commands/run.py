@@ -1,6 +1,6 @@
 """`interlace run FILE`: a schedule on real ranks, with its results, its times and its timeline.
 
-$ interlace run forward.ilc --check-against serial --timeline page.html
+$ interlace run forward.ilc --check-against serial --html page.html
 $ interlace run ring.ilc --mesh tp=4 --inputs rows.safetensors
 $ torchrun --nproc-per-node 4 -m interlace run ring.ilc
 
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interlace.commands.files import make_folder, on_mesh, parse_mesh, read_programs
-from interlace.commands.options import Device, Json, Mesh, Schedule, TimeOut
+from interlace.commands.files import on_mesh, parse_mesh, read_programs
+from interlace.commands.options import Device, Json, Mesh, TimeOut
 from interlace.commands.output import UNSOUND, command, print_json, say, table
+from interlace.commands.pages import check_places
 from interlace.errors import InputError, OptionError, TeamError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 IN_ORDER, SERIAL = "in-order", "serial"
 MOST_DIGESTS = 4
+MOST_SEED = (1 << 32) - 1
 VERDICTS = {
     "equal": "equal, bit for bit",
     "close": "close: sums in another order",
@@ -39,7 +41,9 @@ VERDICTS = {
 
 @command
 def run(
-    file: Schedule,
+    file: Annotated[
+        Path, typer.Argument(help="A schedule, a folder that holds one, or - for standard input.")
+    ],
     world: Annotated[
         int | None,
         typer.Option(help="Ranks in all: a multiple of the Program's own, which is the default."),
@@ -53,7 +57,9 @@ def run(
             "path, a file for each rank. Inputs that are not in it are drawn."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs that are drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MOST_SEED, help="Seed of the inputs that are drawn.")
+    ] = 0,
     runs: Annotated[int, typer.Option(help="Runs that are timed, after two that are not.")] = 20,
     check_against: Annotated[
         str | None,
@@ -62,12 +68,12 @@ def run(
             "NAME.serial.ilc beside NAME.ilc; or `in-order`, the same ops one after another."
         ),
     ] = None,
-    timeline: Annotated[
+    html: Annotated[
+        Path | None, typer.Option(help="Write the predicted and the measured timeline as a page.")
+    ] = None,
+    out: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the predicted and the measured timeline as a page; to a path that ends in "
-            ".json, the measured one as data, which `interlace show` reads."
-        ),
+        typer.Option("-o", "--out", help="Write the measured timeline as JSON, for `show`."),
     ] = None,
     time_out: TimeOut = 300,
     json: Json = False,
@@ -99,6 +105,7 @@ def run(
         check(placed).raise_if_unsound()
         return tuple(placed)
 
+    file = the_one(file)
     programs = laid_out(read_programs(file))
     ranks = sorted(rank for program in programs for rank in _ranks(program))
     if ranks != list(range(len(ranks))):
@@ -106,8 +113,7 @@ def run(
     if started and len(ranks) != int(os.environ["WORLD_SIZE"]):
         raise TeamError(f"{file} runs on {len(ranks)} ranks: give torchrun as many processes")
     other = () if check_against in (None, IN_ORDER) else laid_out(_other(file, check_against))
-    if timeline is not None:
-        make_folder(timeline.resolve().parent)
+    check_places(html, out)
     settings = RunSettings(
         programs=programs,
         against=programs if check_against == IN_ORDER else other,
@@ -116,7 +122,8 @@ def run(
         inputs=inputs,
         seed=seed,
         runs=runs,
-        timeline=str(timeline.resolve()) if timeline is not None else None,
+        html=_whole(html),
+        out=_whole(out),
         time_out_s=min(time_out, 60.0),
     )
     here = int(os.environ["LOCAL_WORLD_SIZE"]) if started else len(ranks)
@@ -135,6 +142,23 @@ def run(
         show(report)
     if any(item["verdict"] == "differs" for each in report["ranks"] for item in _compared(each)):
         raise typer.Exit(UNSOUND)
+
+
+def the_one(path: Path) -> Path:
+    """The schedule of a folder, which may have its serial one beside it; a file is itself."""
+    if not path.is_dir():
+        return path
+    found = [each for each in sorted(path.glob("*.ilc")) if ".serial" not in each.suffixes]
+    if len(found) != 1:
+        what = f"holds {len(found)} schedules" if found else "holds no schedule (*.ilc)"
+        raise InputError(
+            f"{path} {what}: name one{': ' if found else ''}{', '.join(map(str, found))}"
+        )
+    return found[0]
+
+
+def _whole(path: Path | None) -> str | None:
+    return None if path is None else str(path.resolve())
 
 
 def _ranks(program: Program) -> tuple[int, ...]:

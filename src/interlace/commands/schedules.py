@@ -5,7 +5,7 @@ $ interlace show mlp.ilc --rank 0        # as rank 0 runs it
 $ interlace show mlp.ilc --html mlp.html # with the predicted timeline
 $ interlace show run.json --program mlp.ilc --html run.html
 $ interlace simulate mlp.ilc --calibration mine.json --html mlp.html
-$ interlace simulate step.ilc --world 1024 --per-host 8 --machine mine.json     # by symmetry
+$ interlace simulate step.ilc --scale-to 1024 --per-host 8 --machine mine.json     # by symmetry
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from interlace.commands.files import (
 )
 from interlace.commands.options import Calibration, Json, Mesh, Model, Schedule
 from interlace.commands.output import UNSOUND, code, command, print_json, say, table
+from interlace.commands.pages import tell_written, write_files
 from interlace.errors import InputError
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def show(
         for item in programs:
             validate(item)
         predicted = None if rank is not None else simulated(programs, read_machine(None))
-        _page(html, predicted, None, programs)
+        _page(html, predicted, None, programs, json)
     if json:
         print_json({"schema": 1, "programs": [_facts(item) for item in programs]})
     elif html is None:
@@ -161,7 +162,7 @@ def _timeline(timeline: Timeline, program: Path | None, html: Path | None, json:
         )
     if html is not None:
         measured = timeline.source == "measured"
-        _page(html, None if measured else timeline, timeline if measured else None, programs)
+        _page(html, None if measured else timeline, timeline if measured else None, programs, json)
     if json:
         print_json({"schema": 1, "figures": figures_json([timeline])})
     elif html is None:
@@ -169,11 +170,15 @@ def _timeline(timeline: Timeline, program: Path | None, html: Path | None, json:
 
 
 def _page(
-    path: Path, predicted: Timeline | None, measured: Timeline | None, programs: list[Program]
+    path: Path,
+    predicted: Timeline | None,
+    measured: Timeline | None,
+    programs: list[Program],
+    json: bool,
 ) -> None:
-    from interlace.trace import Run, write_page
+    from interlace.trace import Run
 
-    say(f"wrote {write_page([Run(tuple(programs), predicted, measured)], path)}")
+    tell_written(write_files([Run(tuple(programs), predicted, measured)], html=path), json)
 
 
 def _facts(program: Program) -> dict[str, object]:
@@ -201,7 +206,7 @@ def simulate(
     ] = None,
     device: Model = "cpu",
     mesh: Mesh = None,
-    world: Annotated[
+    scale_to: Annotated[
         int | None,
         typer.Option(help="Ranks: the outermost team grows to that many. Predicts by symmetry."),
     ] = None,
@@ -222,14 +227,14 @@ def simulate(
 
     Ends with code 1 if the schedule is unsound: then it may run otherwise, or not to its end.
 
-    With --world or --per-host, ranks that do the same are simulated once. Assumed are ranks and
+    With --scale-to or --per-host, ranks that do the same are simulated once. Assumed are ranks and
     hosts of equal speed, numbered host by host; links that nothing else uses; and a network between
     hosts that passes on all that their interfaces send. Soundness is not checked then: `interlace
     check` does that. docs/explanation/prediction.md says how far to trust it.
     """
     from interlace.cost import predict
     from interlace.cost import simulate as simulated
-    from interlace.trace import Run, figures_json, write_page, write_perfetto
+    from interlace.trace import Run, figures_json
     from interlace.trace.figures import (
         HEADINGS,
         PREDICTED,
@@ -238,28 +243,21 @@ def simulate(
         prediction_json,
         prediction_rows,
     )
-    from interlace.trace.tracks import write_whole
     from interlace.verify import check
 
     begun = time.perf_counter()
     programs = on_mesh(read_programs(file), world=None, mesh=parse_mesh(mesh))
     machine = read_machine(calibration, device, any_host=True)
     report = prediction = None
-    if world is not None or per_host is not None:
-        programs = scaled(programs, world, per_host)
+    if scale_to is not None or per_host is not None:
+        programs = scaled(programs, scale_to, per_host)
         prediction = predict(programs, machine)
     else:
         report = check(programs)
     timeline = prediction.timeline if prediction else simulated(programs, machine)
     took_s = time.perf_counter() - begun
-    runs = [Run(tuple(programs), timeline)]
-    written: list[Path] = []
-    if out is not None:
-        written.append(write_whole(out, timeline.to_json() + "\n"))
-    if html is not None:
-        written.append(write_page(runs, html, facts=[("machine", machine.name)]))
-    if perfetto is not None:
-        written.append(write_perfetto(runs, perfetto))
+    runs, facts = [Run(tuple(programs), timeline)], [("machine", machine.name)]
+    written = write_files(runs, html=html, perfetto=perfetto, out=out, facts=facts)
     verdict = "unchecked" if report is None else "sound" if report.sound else "unsound"
     title = f"predicted for machine {machine.name!r}"
     if json:
@@ -275,8 +273,7 @@ def simulate(
             title += f", {prediction.world} ranks by {len(prediction.ranks)} in {took_s:.2f} s"
             table(PREDICTED, prediction_rows(prediction), title=title)
             table(("link", "busy", "of the run"), link_rows(prediction), title="\nthe busiest")
-        for path in written:
-            say(f"wrote {path}")
+        tell_written(written, json)
         if report is not None and not report.sound:
             say(f"\nthe prediction is of a schedule that can go wrong\n{report}")
     if verdict == "unsound":

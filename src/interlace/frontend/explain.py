@@ -29,7 +29,7 @@ from interlace.frontend.binding import Bound
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.importing.nodes import location
-from interlace.ir import Program, Site
+from interlace.ir import Program, Site, communication
 from interlace.passes.strategies.candidates import candidates
 from interlace.passes.strategies.choose import Estimate
 from interlace.trace.figures import site_figures
@@ -51,7 +51,11 @@ def explain_graphs(graphs: Iterable[CompiledGraph], why: bool = False) -> str:
 
 
 def explain_program(program: Program, why: bool = False, measured: Timeline | None = None) -> str:
-    """The sites and remarks of a Program."""
+    """The sites and remarks of a Program; without sites, how much communication it has."""
+    if not program.sites and (found := communication.told(program)):
+        return "\n".join(
+            [f"{program.name}: it states no sites; it has {found}", *_sites(program, why, measured)]
+        )
     return "\n".join([_head(program.name, program.sites, why), *_sites(program, why, measured)])
 
 

@@ -72,6 +72,11 @@ def report(model: Callable[..., Any], path: str | Path) -> Path:
 
     Raises ExecutorError where there is no schedule to show.
     """
+    if isinstance(model, Program):
+        raise ExecutorError(
+            "report shows compiled models, and this is a Program: `interlace simulate FILE --html "
+            "PAGE` draws it as predicted, `interlace run FILE --html PAGE` as measured"
+        )
     graphs = graphs_of(model)
     bound = [each for graph in graphs for each in graph.bound[-1:]]
     if not bound:

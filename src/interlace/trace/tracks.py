@@ -145,6 +145,8 @@ def title(timeline: Timeline, run: str = "") -> str:
 def write_whole(path: str | Path, text: str) -> Path:
     """Writes a file beside its place and moves it there, so that nobody reads half of it."""
     path = Path(path)
+    if path.is_dir():
+        raise InterlaceError(f"cannot write {path}: it is a directory, so name a file in it")
     part = path.with_name(f"{path.name}.{os.getpid()}.part")  # ranks may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -34,11 +34,10 @@ from interlace.commands.options import (
     Strategy,
     World,
     benchmark,
+    nbytes,
 )
 from interlace.commands.output import print_json, say, words
 from interlace.errors import BackendError, OptionError
-
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @benchmark
@@ -420,15 +419,6 @@ def _drawn(rows: list[dict[str, Any]], path: Path) -> list[str]:
         say(str(error))
         return []
     return [str(path)]
-
-
-def nbytes(text: str) -> int:
-    """Bytes of text such as 64MiB, 1K or 4096."""
-    word = text.strip().upper().removesuffix("B").removesuffix("I")
-    number, unit = (word[:-1], word[-1]) if word[-1:] in ("K", "M", "G") else (word, "")
-    if not number.isdecimal() or int(number) < 1:
-        raise OptionError(f"{text!r} is no size: write it as 4096, 64KiB or 1GiB")
-    return int(number) * UNITS[unit]
 
 
 bench = typer.Typer(

@@ -125,7 +125,9 @@ def _on_ranks(programs: Sequence[Program], program: Program) -> str:
 def line_numbers(program: Program) -> list[int]:
     """The line of every op and of the return: in the file, or in the printed text of a Program
     that is no file's as it stands (passes that move and divide ops leave each its line)."""
-    known = [op.loc.text or (op.loc.file, 0 if op.loc.module else op.loc.line) for op in program.ops]
+    known = [
+        op.loc.text or (op.loc.file, 0 if op.loc.module else op.loc.line) for op in program.ops
+    ]
     lines = [line for _, line in known]
     if known and len({file for file, _ in known}) == 1 and lines[0]:
         if all(one < two for one, two in itertools.pairwise(lines)):
