@@ -115,12 +115,13 @@ def test_a_compiled_module_is_converted(pool: Pool, dynamic: bool) -> None:
 
 
 def test_a_compiled_sequence_has_a_length_and_items(seed: int) -> None:
-    model, x = make(seed)
-    call = interlace.compile(model)
+    made, x = make(seed)
+    model: Any = made
+    call = interlace.compile(made)
     assert (len(call), call[1], [*call]) == (3, model[1], [*model])
     call[1] = nn.ReLU()
     torch.testing.assert_close(call(x), model(x))
-    linear = interlace.compile(model[0])
+    linear: Any = interlace.compile(model[0])
     assert bool(linear)
     with pytest.raises(TypeError, match="Linear"):
         len(linear)
