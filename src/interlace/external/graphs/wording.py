@@ -1,0 +1,28 @@
+"""Steps as findings show them: node, source line, stream.
+
+reference(step, 0, "writes mul").text   # "mul = aten.mul.Tensor(add, 2)"
+"""
+
+from __future__ import annotations
+
+from interlace.external.graphs.steps import MAIN, Place, Step
+from interlace.verify.report import OpRef
+
+
+def reference(step: Step, rank: int, role: str) -> OpRef:
+    """A step in a finding. Its `line` is the node's place in the graph, from 1."""
+    return at_place(step.place, rank, role, step.stream)
+
+
+def at_place(place: Place, rank: int, role: str, stream: str = "") -> OpRef:
+    """A node in a finding."""
+    return OpRef(rank, place.number, stream, f"{place.name} = {place.text}", role, loc=place.loc)
+
+
+def stream_words(stream: str) -> str:
+    """A stream in a sentence."""
+    if stream == MAIN:
+        return "the caller's stream"
+    if stream.startswith("comm:"):
+        return f"the queue of group {stream.removeprefix('comm:')!r}"
+    return stream
