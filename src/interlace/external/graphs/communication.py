@@ -9,6 +9,7 @@ A collective begins on a stream of its group's own after what is on the current 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from interlace.external.graphs.values import Value, tensors_in
 if TYPE_CHECKING:
     from interlace.external.graphs.walk import Call, Walker
 
-TRANSFER = "transfer"
 NEVER = 1 << 60
 _AGREED = ("reduce_op", "group_size", "src", "gather_dim", "shard_dim")
 
@@ -41,7 +41,10 @@ class Communication:
         """By step that began something: the storages that it touches."""
         self.waited: set[int] = set()
         self.last: dict[str, int] = {}
-        """By queue: the step that began something there last."""
+        """By group (or pair of ranks): the step that began something there last."""
+        self.queues: dict[int, str] = {}
+        self._free: defaultdict[str, list[str]] = defaultdict(list)
+        self._num_queues = 0
 
     def lower(self, call: Call, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
         """One operator of these."""
@@ -49,7 +52,7 @@ class Communication:
             return self._finish(call, bound, targets.FINISHES[name])
         if name in targets.TRANSFERS:
             source = tensors_in(bound[targets.TRANSFERS[name]])
-            issue = Issue(TRANSFER, name.removeprefix("ao::"))
+            issue = Issue("", name.removeprefix("ao::"))
             return self._begin(call, issue, source, [], op, bound)
         if name in targets.MESSAGES:
             return self._message(call, name, op, bound)
@@ -90,7 +93,7 @@ class Communication:
                 f"node {node.name!r} has a group of {size!r} ranks; fix: group_size is an integer "
                 f">= 1"
             )
-        return Issue(f"comm:{group}", row.kind, group, tuple(agreed), splits, size)
+        return Issue("", row.kind, group, tuple(agreed), splits, size)
 
     def _begin(
         self,
@@ -115,9 +118,10 @@ class Communication:
         writes = [tensor.view for tensor in filled]
         for tensor in filled:
             tensor.storage.written = True
-        after = call.after
-        if issue.queue in self.last:  # a group's collectives stay in the order listed
-            after |= {self.last[issue.queue]}
+        after, ordered = call.after, f"{issue.group} {issue.peer} {issue.sends}"
+        if ordered in self.last:  # a group's collectives stay in the order listed
+            after |= {self.last[ordered]}
+        issue = dataclasses.replace(issue, queue=self._queue(issue, call.stream))
         step = Step(
             "start",
             call.place,
@@ -128,7 +132,8 @@ class Communication:
             after,
             issue=issue,
         )
-        number = self.last[issue.queue] = walker.add(step)
+        number = self.last[ordered] = walker.add(step)
+        self.queues[number] = issue.queue
         touched = [*makes, *[tensor.storage for tensor in (*source, *filled)]]
         self.touched[number] = touched
         named = [*makes, *[tensor.storage for tensor in filled]] or touched
@@ -136,11 +141,26 @@ class Communication:
             self.begun[storage.number].append(number)
         return Value(data, call.after | {number})
 
+    def _queue(self, issue: Issue, stream: str) -> str:
+        """A stream for it to run on.
+
+        That a later collective of the group is done does not mean that this one is: it holds for
+        some backends and is no promise. So each has a stream of its own, or one on which all is
+        done that the stream which begins it has waited for.
+        """
+        free = self._free[stream]
+        if free:
+            return free.pop()
+        self._num_queues += 1
+        return f"queue{self._num_queues}"
+
     def _finish(self, call: Call, bound: dict[str, Any], argument: str) -> Value:
         """The current stream waits for what fills these tensors."""
         tensors = tensors_in(bound[argument])
         found = {begun for tensor in tensors for begun in self.begun[tensor.storage.number]}
         finishes = tuple(sorted(found))
+        for begun in set(finishes) - self.waited:
+            self._free[call.stream].append(self.queues[begun])
         self.waited.update(finishes)
         for begun in finishes:
             for storage in self.touched[begun]:
@@ -209,9 +229,8 @@ def _message_issue(
         )
     facts = tensors[0].facts if tensors else None
     num_bytes = None if facts is None else facts.numel * facts.itemsize
-    queue = f"message:{group}:{peer}:{'send' if sends else 'recv'}"
     kind = "send" if sends else "recv"
-    return Issue(queue, kind, group, peer=peer, sends=sends, num_bytes=num_bytes)
+    return Issue("", kind, group, peer=peer, sends=sends, num_bytes=num_bytes)
 
 
 def group_of(node: fx.Node, group: Any) -> str:

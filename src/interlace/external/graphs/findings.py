@@ -50,6 +50,8 @@ class Told:
         if found.level == "remark" and found.kind not in _PASSED_ON:
             return None
         ranks = found.ranks or tuple(dict.fromkeys(op.rank for op in found.ops))
+        if len(self.traces) == 1:  # the two ranks that run one graph do the same
+            ranks = ()
         if len(found.ops) == 2 and found.kind in ("race", "use-after-free"):
             return self._race(found, ranks)
         ops = tuple(op for op in map(self._any, found.ops) if op is not None)
@@ -117,7 +119,8 @@ class Side:
             shown = reference(self.step, op.rank, role)
             if self.step.issue is not None and self.step.issue.group is not None:
                 role += f" (asynchronously, {self.step.issue.kind})"
-                shown = at_place(self.step.place, op.rank, role, self.step.issue.queue)
+                group = f"group {self.step.issue.group!r}"
+                shown = at_place(self.step.place, op.rank, role, group)
             self.shown = shown
         elif origin.role == "free" and storage is not None:
             self.shown = OpRef(op.rank, 0, storage.stream, f"(memory of {tensor})", "is used again")

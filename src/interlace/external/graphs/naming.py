@@ -51,14 +51,15 @@ def _short(arg: Any) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The last frame of the node's stack trace, as `file:line: code`."""
+    """The last frame of the node's stack trace outside of torch, as `file:line: code`."""
     trace = node.meta.get("stack_trace")
     if not isinstance(trace, str):
         return ""
     frames = _FRAME.findall(trace[-4000:])
     if not frames:
         return ""
-    file, line, code = frames[-1]
+    own = [frame for frame in frames if "/site-packages/torch/" not in frame[0]]
+    file, line, code = (own or frames)[-1]
     return f"{file}:{line}" + (f": {code.strip()}" if code.strip() else "")
 
 

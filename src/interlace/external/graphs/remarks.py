@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from interlace.external.graphs.steps import MAIN, Step, Trace
 from interlace.external.graphs.wording import at_place, reference, stream_words
-from interlace.verify.report import Finding
+from interlace.verify.report import Finding, OpRef
 
 _WORK = ("compute", "start", "finish", "wait", "wait_stream")
 
@@ -21,7 +21,6 @@ def plain_findings(trace: Trace, rank: int, any_order: bool) -> list[Finding]:
             f"it waits for nothing, or for what an earlier call recorded",
             (at_place(wait, rank, "waits"), at_place(record, rank, "records the event")),
             f"put {record.name} before {wait.name}",
-            ranks=(rank,),
         )
         for wait, record in trace.early
     ]
@@ -33,7 +32,6 @@ def plain_findings(trace: Trace, rank: int, any_order: bool) -> list[Finding]:
                 f"{place.name} waits for event {event}, which the graph does not record: what it "
                 f"orders lies outside of the graph and is not counted",
                 at_place(place, rank, "waits"),
-                rank,
             )
         )
     found += _idle(trace, rank)
@@ -57,7 +55,6 @@ def plain_findings(trace: Trace, rank: int, any_order: bool) -> list[Finding]:
                 f"no data goes through {place.name}{more}: it is right where nodes run as listed, "
                 f"and a scheduler such as Inductor's may move it; order='any' checks that",
                 at_place(place, rank, "orders by its place alone"),
-                rank,
             )
         )
     return found
@@ -71,7 +68,6 @@ def _never_waited(trace: Trace, rank: int) -> list[Finding]:
             f"nothing waits for {step.place.name}",
             (reference(step, rank, f"begins: {step.issue.kind}"),),
             f"wait for its result: wait_tensor({step.place.name})",
-            ranks=(rank,),
         )
         for number, step in enumerate(trace.steps)
         if step.issue is not None and number not in waited
@@ -93,7 +89,6 @@ def _idle(trace: Trace, rank: int) -> list[Finding]:
                     f"{step.place.name} makes {stream_words(step.stream)} wait for {why}: it "
                     f"orders nothing",
                     reference(step, rank, "waits"),
-                    rank,
                 )
             )
         if step.kind == "record" and step.event is not None:
@@ -114,5 +109,5 @@ def _awaited(
     return None, True
 
 
-def _remark(kind: str, message: str, op, rank: int) -> Finding:
-    return Finding(kind, message, (op,), "", "remark", (rank,))
+def _remark(kind: str, message: str, op: OpRef) -> Finding:
+    return Finding(kind, message, (op,), "", "remark")

@@ -83,7 +83,8 @@ class _Reordered(Emitter):
         elif step.kind == "start":
             assert step.issue is not None
             here = self._point(number, step.stream)
-            self._main[number] = self._point(number, step.issue.queue, (here,), True)
+            queue = f"{step.issue.queue}:{number}"
+            self._main[number] = self._point(number, queue, (here,), True)
         else:
             awaited = [
                 self._main[begun] for begun in step.finishes if self._is_before(begun, number)

@@ -37,7 +37,7 @@ class Issue:
     """A collective, a message or a transfer, begun on a stream of its own."""
 
     queue: str
-    """The stream that it runs on."""
+    """The stream that it runs on, which no node is on."""
     kind: str
     group: str | None = None
     """None for what concerns this rank alone."""

@@ -124,6 +124,9 @@ class Walker:
         """What is known only at the end."""
         self.communication.keep_unfinished()
         self.syncs.note_waits()
+        if all(storage.is_host for storage in self.trace.storages if storage.origin == "made"):
+            for storage in self.trace.storages:  # traced on a CPU, and no copies to the host
+                storage.is_host = False
 
     def _uses(self, node: fx.Node, values: dict[fx.Node, Value], number: int) -> frozenset[int]:
         """The steps behind a node's arguments, which stay alive up to this node."""

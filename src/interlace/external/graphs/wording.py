@@ -21,8 +21,4 @@ def at_place(place: Place, rank: int, role: str, stream: str = "") -> OpRef:
 
 def stream_words(stream: str) -> str:
     """A stream in a sentence."""
-    if stream == MAIN:
-        return "the caller's stream"
-    if stream.startswith("comm:"):
-        return f"the queue of group {stream.removeprefix('comm:')!r}"
-    return stream
+    return "the caller's stream" if stream == MAIN else stream
