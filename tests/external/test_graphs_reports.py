@@ -264,7 +264,7 @@ PAIRS = {
     "side_input": Pair(f"{PYTORCH}/pull/197562", side_input, ("not-forked",), ("mul",)),
     "side_consumer": Pair(f"{PYTORCH}/pull/183711", side_consumer, ("race",), ("add", "mul")),
     "freed_on_side": Pair(f"{PYTORCH}/pull/168061", freed_on_side, ("freed-early",), ("mul",)),
-    "lost_join": Pair(f"{PYTORCH}/pull/178027", lost_join, ("race",), ("mul", "neg")),
+    "lost_join": Pair(f"{PYTORCH}/pull/178027", lost_join, ("race", "freed-early"), ("mul", "neg")),
     "beside_the_wait": Pair(
         f"{PYTORCH}/pull/115104", beside_the_wait, ("unwaited",), ("all_gather_into_tensor",)
     ),

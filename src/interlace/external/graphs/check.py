@@ -90,7 +90,8 @@ def check_graph(
     if not modules or not all(isinstance(module, fx.GraphModule) for module in modules):
         raise ProgramError("check_graph takes a GraphModule, or one for each rank; fix: give it")
     mine = None if current is None else frozenset(current)
-    traces = [walk(module, mine) for module in modules]
+    walked = {id(module): walk(module, mine) for module in {id(m): m for m in modules}.values()}
+    traces = [walked[id(module)] for module in modules]
     spmd = len(traces) == 1 and groups is None
     teams = _spmd_teams(traces[0]) if spmd else None
     found: list[Finding] = []
