@@ -18,6 +18,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.fx_passes.control_dependencies import control_deps
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 AOT = torch.ops.aten
 C10D = torch.ops._c10d_functional
@@ -65,7 +66,7 @@ class Maker:
         self._annotate(done, None)
         inner.output((done, *held))
         attribute = f"subgraph_{name}_{self.lines}"
-        setattr(self.root, attribute, fx.GraphModule(self.root, inner))
+        setattr(self.root, attribute, _LazyGraphModule(self.root, inner))
         subgraph = self.graph.get_attr(attribute)
         node = self.graph.call_function(control_deps, (deps, subgraph, *passed))
         found = [node]
@@ -78,7 +79,7 @@ class Maker:
     def done(self, *results: fx.Node) -> fx.GraphModule:
         self.graph.output(results)
         self.graph.lint()
-        return fx.GraphModule(self.root, self.graph)
+        return _LazyGraphModule(self.root, self.graph)  # nobody runs it
 
     def _annotate(self, node: fx.Node, stream: int | None) -> None:
         self.lines += 1
@@ -99,10 +100,13 @@ def _communicated(op: Any, source: Any, *args: Any) -> Any:
 
 
 def traced(
-    function: Callable[..., Any], *args: Any, backward: bool = False
+    function: Callable[..., Any],
+    *args: Any,
+    backward: bool = False,
+    into: list[fx.GraphModule] | None = None,
 ) -> list[fx.GraphModule]:
     """The graphs that AOTAutograd makes of a function: the forward one, and the backward one."""
-    graphs: list[fx.GraphModule] = []
+    graphs: list[fx.GraphModule] = [] if into is None else into
 
     def keep(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
         graphs.append(gm)

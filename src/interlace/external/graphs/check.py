@@ -16,7 +16,7 @@ from typing import Literal
 from torch import fx
 
 from interlace.errors import OptionError, ProgramError, UnsupportedError
-from interlace.external.graphs.findings import Told
+from interlace.external.graphs.findings import KINDS, Told
 from interlace.external.graphs.listed import listed
 from interlace.external.graphs.ranks import groups_of, mismatches, teams_of
 from interlace.external.graphs.remarks import plain_findings
@@ -157,4 +157,7 @@ def _distinct(found: list[Finding]) -> list[Finding]:
     ]
     mismatch = any(each.kind == "mismatch" for each in listed_ones)
     listed_ones = [each for each in listed_ones if not (mismatch and each.kind == "deadlock")]
-    return sorted(listed_ones, key=lambda each: each.level == "remark")
+    ranked = {kind: number for number, kind in enumerate(KINDS)}
+    return sorted(
+        listed_ones, key=lambda each: (each.level == "remark", ranked.get(each.kind, len(KINDS)))
+    )

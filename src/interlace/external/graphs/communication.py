@@ -139,7 +139,7 @@ class Communication:
         named = [*makes, *[tensor.storage for tensor in filled]] or touched
         for storage in named:
             self.begun[storage.number].append(number)
-        return Value(data, call.after | {number})
+        return Value(data, frozenset((number,)))
 
     def _queue(self, issue: Issue, stream: str) -> str:
         """A stream for it to run on.
@@ -167,7 +167,7 @@ class Communication:
                 storage.last_use = max(storage.last_use, call.place.number)
         step = Step("finish", call.place, call.stream, after=call.after, finishes=finishes)
         number = self.walker.add(step)
-        return Value(bound[argument], call.after | {number})
+        return Value(bound[argument], frozenset((number,)))
 
     def _wait_for(self, call: Call, value: Value) -> Value:
         return self._finish(
@@ -179,6 +179,7 @@ class Communication:
                 call.kwargs,
                 value.after,
                 call.depth,
+                call.values,
             ),
             {"tensor": value.data},
             "tensor",

@@ -60,9 +60,18 @@ class Told:
         if found.kind == "launch-order":
             message = "ranks launch collectives of two groups in opposite order"
             fix = "launch the collectives of different groups in one order on all ranks"
+        elif found.kind == "mismatch":  # of collectives, ranks.py tells it
+            message = f"messages do not pair up: {self._groups_named(found.message)}"
+            fix = "let each rank send what its peer receives, in the same order"
         elif found.kind != "deadlock":
             message, fix = found.message, found.words
         return Finding(found.kind, message, ops, fix, found.level, ranks)
+
+    def _groups_named(self, message: str) -> str:
+        """A message of the verifier with the groups' own names."""
+        for group, team in self.emitters[0].teams.items():
+            message = message.replace(f"team {team.name}", f"group {group!r}")
+        return message
 
     def _origin(self, op: OpRef) -> tuple[Trace, Origin]:
         program, index = op.at
@@ -127,10 +136,12 @@ class Side:
 
     @property
     def rank_of_role(self) -> int:
-        """Steps come before what the caller and the allocator do."""
+        """What is begun comes first, its writer before its reader; the caller's part is last."""
         if self.step is None:
+            return 3
+        if self.step.issue is None:
             return 2
-        return 0 if self.step.issue is not None else 1
+        return 0 if self.verb == "writes" else 1
 
     @property
     def name(self) -> str:
@@ -188,7 +199,7 @@ def _words(one: Side, two: Side) -> tuple[str, str, str]:
             )
         case _:
             pass
-    if begun and two.step is not None and two.step.issue is None:
+    if begun and two.step is not None and (two.step.issue is None or one.verb == "writes"):
         return (
             "unwaited",
             f"{two.name} {two.verb} {tensor}, and does not wait for {one.name}, which "

@@ -72,7 +72,7 @@ class Syncs:
             case _:
                 step = Step("host", place, HOST, other=EVERY, after=call.after)
         number = walker.add(step)
-        return Value(None, call.after | {number})
+        return Value(None, frozenset((number,)))
 
     def _wait(self, call: Call, event: int, stream: str) -> Step:
         self._note(call.place, event)

@@ -24,7 +24,9 @@ class Value:
 
     data: Any
     after: frozenset[int] = frozenset()
-    """The steps that have to run before it is there."""
+    """The steps that have to run before it is there (what is before these goes without saying)."""
+    parts: tuple[Value, ...] | None = None
+    """Of what a subgraph returns: its items, each with the steps behind it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,8 @@ class Walker:
                 on = naming.annotated_stream(node)
                 own = stream if outer and on is None else self.entered
                 name = own if on is None else naming.stream_name(on, self.current)
-                call = Call(node, place, name, tuple(args), dict(kwargs), after, depth)
+                given_by = {used: values[used] for used in node.all_input_nodes}
+                call = Call(node, place, name, tuple(args), dict(kwargs), after, depth, given_by)
                 values[node] = self._call(call)
             else:
                 raise UnsupportedError(
@@ -156,12 +157,16 @@ class Walker:
 
     def _output(self, node: fx.Node, values: dict[fx.Node, Value], outermost: bool) -> Value:
         after = self._uses(node, values, self.trace.num_nodes)
-        data = mapped(node.args[0] if node.args else None, lambda used: values[used].data)
+        returned = node.args[0] if node.args else None
+        data = mapped(returned, lambda used: values[used].data)
         if outermost:
             self.trace.outputs = tensors_in(data)
             for tensor in self.trace.outputs:
                 tensor.storage.kept = True
-        return Value(data, after)
+        if not isinstance(returned, tuple | list):
+            return Value(data, after)
+        parts = [values[item] if isinstance(item, fx.Node) else Value(item) for item in returned]
+        return Value(data, after, tuple(parts))
 
     def storage(
         self, maker: str, num_bytes: int | None, origin: str, stream: str, is_host: bool = False
@@ -216,6 +221,9 @@ class Walker:
         """A function of Python's: it may take values apart, and compute with sizes."""
         if name == "getitem" and len(call.args) == 2:
             item = item_of(call.args[0], call.args[1], call.node)
+            source = call.values.get(call.node.args[0])  # pyright: ignore[reportArgumentType]
+            if source is not None and source.parts is not None and type(call.args[1]) is int:
+                return source.parts[call.args[1]]
             return Value(item, call.after)
         if tensors_in((call.args, call.kwargs)) and name not in targets.PURE:
             raise UnsupportedError(
@@ -272,7 +280,7 @@ class Walker:
                 call.after,
             )
         )
-        return Value(data, call.after | {number})
+        return Value(data, frozenset((number,)))
 
     def made(self, call: Call, value: Any, kind: str, makes: list[Storage], depth: int = 0) -> Any:
         """New tensors for a result of which `value` is the example and `kind` the schema's type."""
@@ -339,15 +347,19 @@ class Walker:
                 f"node {call.node.name!r} calls {name} without a subgraph; fix: its argument "
                 f"{place} is a node that gets one"
             )
-        given = [Value(data, call.after) for data in call.args[2:]]
-        if place:
-            self.trace.has_control_deps = True
+        given = [
+            call.values[arg] if isinstance(arg, fx.Node) else Value(data)
+            for arg, data in zip(call.node.args[2:], call.args[2:], strict=True)
+        ]
+        depth = call.depth + 1
+        if not place:
+            return self.run(subgraph, given, call.place.name, call.stream, depth)
+        self.trace.has_control_deps = True
         first = len(self.trace.steps)
-        value = self.run(
-            subgraph, given, call.place.name, call.stream, call.depth + 1, call.after
-        )
-        done = frozenset(range(first, len(self.trace.steps)))
-        return Value(value.data, value.after | call.after | done)
+        value = self.run(subgraph, given, call.place.name, call.stream, depth, call.after)
+        done = frozenset(range(first, len(self.trace.steps))) or call.after
+        parts = value.parts and tuple([Value(part.data, done) for part in value.parts])
+        return Value(value.data, done, parts)
 
     def _refuse_order_within(self, held: fx.GraphModule, call: Call) -> None:
         for node in naming.all_nodes(held):
@@ -362,7 +374,7 @@ class Walker:
 class Call:
     """A call of a function, with its arguments in hand."""
 
-    __slots__ = ("after", "args", "depth", "kwargs", "node", "place", "stream")
+    __slots__ = ("after", "args", "depth", "kwargs", "node", "place", "stream", "values")
 
     def __init__(
         self,
@@ -373,9 +385,11 @@ class Call:
         kwargs: dict[str, Any],
         after: frozenset[int],
         depth: int,
+        values: dict[fx.Node, Value],
     ) -> None:
         self.node, self.place, self.stream = node, place, stream
         self.args, self.kwargs, self.after, self.depth = args, kwargs, after, depth
+        self.values = values
 
 
 def _meta_value(node: fx.Node) -> Any:

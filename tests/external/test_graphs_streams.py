@@ -1,0 +1,299 @@
+"""User streams in graphs: traced ones, those that torch's own pass rewrites, and each rule alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.external.graphs_support import AOT, STREAMS, Maker, streams_on_cpu, traced
+from torch import fx
+from torch._functorch._aot_autograd.streams import wrap_all_sync_nodes_with_control_deps
+
+from interlace import check_graph
+
+
+def two_consumers() -> fx.GraphModule:
+    """Traced: one event, two streams that wait for it, two joins."""
+    with streams_on_cpu() as current:
+        one, two = torch.Stream(device="cpu"), torch.Stream(device="cpu")
+        fork, join, join2 = (torch.Event(device="cpu") for _ in range(3))
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            fork.record(current)
+            with one:
+                fork.wait()
+                a = y * 2
+                join.record()
+            with two:
+                fork.wait()
+                b = y * 3
+                join2.record()
+            current.wait_event(join)
+            current.wait_event(join2)
+            return a + b
+
+        graphs: list[fx.GraphModule] = []
+        try:
+            traced(function, torch.ones(4), into=graphs)
+        except RuntimeError:  # a CPU's event cannot be recorded; the graph is there
+            pass
+    return graphs[0]
+
+
+def test_a_traced_graph_as_listed() -> None:
+    report = check_graph(two_consumers(), order="listed")
+    assert report.sound, str(report)
+    assert {finding.kind for finding in report.findings} == {"current-stream"}
+
+
+def test_a_traced_graph_in_any_order() -> None:
+    """Up to 2.13, torch's pass lets consumers of an event go before their wait (#186022)."""
+    report = check_graph(two_consumers())
+    fixed = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    assert report.sound == fixed
+    for finding in report.errors:
+        assert finding.kind == "race"
+        assert "control_deps" in finding.fix
+        assert all("test_graphs_streams.py" in op.loc for op in finding.ops)
+
+
+def wrapped(make: Any) -> fx.GraphModule:
+    """A graph after torch's own pass."""
+    g = Maker()
+    gm = make(g)
+    wrap_all_sync_nodes_with_control_deps(gm)
+    gm.graph.lint()
+    return gm
+
+
+def test_torch_threads_a_wait_stream() -> None:
+    """`wait_stream` is threaded from 2.13 on: no order of the nodes is wrong."""
+
+    def make(g: Maker) -> fx.GraphModule:
+        x, y = g.input("x"), g.input("y")
+        a = g.call(AOT.mul.Tensor, x, 2)
+        g.sync("wait_stream", 1, 0)
+        b = g.call(AOT.add.Tensor, a, 1, stream=1)
+        c = g.call(AOT.add.Tensor, y, 1, stream=1)
+        g.sync("wait_stream", 0, 1)
+        return g.done(g.call(AOT.add.Tensor, b, c))
+
+    assert check_graph(make(Maker()), order="listed").sound
+    assert not check_graph(make(Maker()), order="any").sound
+    gm = wrapped(make)
+    assert check_graph(gm, order="listed").sound
+    report = check_graph(gm)
+    assert report.sound, str(report)
+
+
+def joined(*, listed: tuple[str, ...]) -> set[str]:
+    """The kinds of fault of: y on the caller's stream, z of it on stream 1, w of both; with these
+    syncs, of `fork record wait join`."""
+    g = Maker()
+    x = g.input("x")
+    y = g.call(AOT.add.Tensor, x, 1)
+    if "record" in listed:
+        g.sync("record_event", 5, 0)
+    if "wait" in listed:
+        g.sync("wait_event", 5, 1)
+    if "fork" in listed:
+        g.sync("wait_stream", 1, 0)
+    z = g.call(AOT.mul.Tensor, y, 2, stream=1)
+    if "join" in listed:
+        g.sync("wait_stream", 0, 1)
+    if "host" in listed:
+        g.sync("synchronize_stream", 1)
+    if "device" in listed:
+        g.call(STREAMS.synchronize_device.default, "cuda", 0)
+    if "record2" in listed:
+        g.sync("record_event", 6, 1)
+        g.sync("synchronize_event", 6)
+    w = g.call(AOT.add.Tensor, z, y)
+    return set(check_graph(g.done(w)).kinds())
+
+
+@pytest.mark.parametrize("fork", [("fork",), ("record", "wait")])
+@pytest.mark.parametrize("join", ["join", "host", "device", "record2"])
+def test_every_fork_and_join(fork: tuple[str, ...], join: str) -> None:
+    assert joined(listed=(*fork, join)) == set()
+    assert joined(listed=fork) == {"race", "freed-early"}
+    assert joined(listed=(join,)) == {"race"}
+
+
+def test_a_wait_before_its_record() -> None:
+    g = Maker()
+    x = g.input("x")
+    g.sync("wait_event", 5, 1)
+    y = g.call(AOT.add.Tensor, x, 1)
+    g.sync("record_event", 5, 0)
+    z = g.call(AOT.mul.Tensor, y, 2, stream=1)
+    g.sync("wait_stream", 0, 1)
+    report = check_graph(g.done(z))
+    assert report.kinds() == {"early-wait", "race"}
+    assert "records only later" in str(report)
+
+
+def test_an_event_recorded_again() -> None:
+    """A wait is for the record before it, whatever follows."""
+    g = Maker()
+    x = g.input("x")
+    y = g.call(AOT.add.Tensor, x, 1)
+    g.sync("record_event", 5, 0)
+    g.sync("wait_event", 5, 1)
+    late = g.call(AOT.add.Tensor, x, 2)
+    g.sync("record_event", 5, 0)
+    z = g.call(AOT.mul.Tensor, y, 2, stream=1)
+    w = g.call(AOT.mul.Tensor, late, 2, stream=1)
+    g.sync("wait_stream", 0, 1)
+    report = check_graph(g.done(z, w))
+    assert report.kinds() == {"race"}
+    assert [op.text.partition(" = ")[0] for op in report.errors[0].ops] == ["add_1", "mul_1"]
+
+
+def test_an_event_from_outside_orders_nothing_here() -> None:
+    g = Maker()
+    x = g.input("x")
+    g.sync("wait_event", 9, 1)
+    y = g.call(AOT.add.Tensor, x, 1, stream=1)
+    g.sync("wait_stream", 0, 1)
+    gm = g.done(y)
+    assert check_graph(gm).kinds() == {"not-forked"}
+    report = check_graph(gm, inputs="ready")
+    assert report.sound
+    assert "outside-event" in {finding.kind for finding in report.findings}
+
+
+def test_results_that_the_caller_joins() -> None:
+    g = Maker()
+    x = g.input("x")
+    g.sync("wait_stream", 1, 0)
+    y = g.call(AOT.add.Tensor, x, 1, stream=1)
+    gm = g.done(y)
+    assert check_graph(gm).kinds() == {"not-joined"}
+    assert check_graph(gm, results="later").sound
+
+
+def test_fork_and_join_ops_set_the_stream() -> None:
+    """torch 2.10 and before: `fork` and `join` enter and leave a stream, without annotations."""
+    g = Maker()
+    x = g.input("x")
+    y = g.call(AOT.add.Tensor, x, 1)
+    g.sync("fork", 0, 1)
+    z = g.call(AOT.mul.Tensor, y, 2)
+    g.sync("join", 1, 0)
+    g.sync("wait_stream", 0, 1)
+    assert check_graph(g.done(z)).kinds() == {"race"}
+
+
+def test_the_callers_stream_by_another_index() -> None:
+    g = Maker()
+    x = g.input("x")
+    y = g.call(AOT.add.Tensor, x, 1)
+    g.sync("wait_stream", 1, 4)
+    z = g.call(AOT.mul.Tensor, y, 2, stream=1)
+    g.sync("wait_stream", 4, 1)
+    gm = g.done(z)
+    report = check_graph(gm)
+    assert report.sound
+    assert "current-stream" in {finding.kind for finding in report.findings}
+    assert check_graph(gm, current=(0, 4)).sound
+    assert {"race", "not-joined"} <= check_graph(gm, current=(0,)).kinds()
+
+
+@pytest.mark.parametrize("how", ["nothing", "sync_dealloc", "record_stream"])
+def test_memory_that_is_used_again(how: str) -> None:
+    g = Maker()
+    x = g.input("x")
+    y = g.call(AOT.add.Tensor, x, 1)
+    g.sync("wait_stream", 1, 0)
+    z = g.call(AOT.mul.Tensor, y, 2, stream=1)
+    if how == "sync_dealloc":
+        g.sync("record_event", 5, 1)
+        g.call(STREAMS.sync_dealloc.default, 5, 0, y)
+    if how == "record_stream":
+        g.call(STREAMS.record_stream.default, y, 1)
+    w = g.call(AOT.add.Tensor, x, 2)
+    g.sync("wait_stream", 0, 1)
+    kinds = check_graph(g.done(z, w)).kinds()
+    assert kinds == ({"freed-early"} if how == "nothing" else set())
+
+
+def test_views_share_memory_and_halves_do_not() -> None:
+    def halves(second: int) -> set[str]:
+        g = Maker()
+        x = g.input("x", 8, 4)
+        g.sync("wait_stream", 1, 0)
+        y = g.call(AOT.clone.default, x)
+        g.sync("wait_stream", 1, 0)
+        left = g.call(AOT.slice.Tensor, y, 1, 0, 2)
+        right = g.call(AOT.slice.Tensor, y, 1, second, second + 2)
+        g.call(AOT.mul_.Tensor, left, 2)
+        g.call(AOT.mul_.Tensor, right, 3, stream=1)
+        g.sync("wait_stream", 0, 1)
+        return set(check_graph(g.done(y)).kinds())
+
+    assert halves(2) == set()
+    assert halves(1) == {"race"}
+
+
+def test_idle_and_bare_waits_are_remarks() -> None:
+    g = Maker()
+    x = g.input("x")
+    g.sync("wait_stream", 0, 1)
+    g.sync("record_event", 3, 0)
+    g.sync("wait_event", 3, 0)
+    report = check_graph(g.done(g.call(AOT.add.Tensor, x, 1)))
+    assert report.sound
+    assert [f.kind for f in report.findings] == ["idle-wait", "idle-wait", "unanchored"]
+
+
+def test_random_programs_against_vector_clocks(seed: int) -> None:
+    """Random nodes and syncs on three streams: the verdict of a few lines that run them."""
+    rng = random.Random(seed)
+    unsound = 0
+    for _ in range(60):
+        gm, racy = random_program(rng)
+        report = check_graph(gm, inputs="ready", results="later")
+        assert ("race" in report.kinds()) == racy, f"{gm.graph}\n{report}"
+        unsound += racy
+    assert 0 < unsound < 60
+
+
+def random_program(rng: random.Random) -> tuple[fx.GraphModule, bool]:
+    """A graph, and whether two of its nodes race.
+
+    A clock of each stream says which nodes of every stream come before its next one.
+    """
+    g = Maker()
+    tensors = [g.input("x"), g.input("y")]
+    home: dict[fx.Node, tuple[int, int]] = {}
+    clocks = [[0, 0, 0] for _ in range(3)]
+    events: dict[int, list[int]] = {}
+    racy = False
+    for _ in range(rng.randint(4, 14)):
+        stream, other = rng.randrange(3), rng.randrange(3)
+        match rng.randrange(6):
+            case 0:
+                event = rng.randrange(10, 12)
+                g.sync("record_event", event, stream)
+                events[event] = list(clocks[stream])
+            case 1 if events:
+                event = rng.choice(sorted(events))
+                g.sync("wait_event", event, stream)
+                clocks[stream] = list(map(max, clocks[stream], events[event]))
+            case 2:
+                g.sync("wait_stream", stream, other)
+                clocks[stream] = list(map(max, clocks[stream], clocks[other]))
+            case _:
+                used = rng.choice(tensors)
+                if used in home:
+                    where, when = home[used]
+                    racy |= clocks[stream][where] < when
+                node = g.call(AOT.neg.default, used, stream=stream)
+                clocks[stream][stream] += 1
+                home[node] = stream, clocks[stream][stream]
+                tensors.append(node)
+    return g.done(*tensors), racy
