@@ -19,6 +19,7 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._pytree import tree_leaves
 
 AOT = torch.ops.aten
 C10D = torch.ops._c10d_functional
@@ -108,7 +109,7 @@ def traced(
     """The graphs that AOTAutograd makes of a function: the forward one, and the backward one."""
     graphs: list[fx.GraphModule] = [] if into is None else into
 
-    def keep(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+    def keep(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
         graphs.append(gm)
         return gm
 
@@ -118,10 +119,14 @@ def traced(
     torch._dynamo.reset()
     result = torch.compile(function, backend=backend, fullgraph=True)(*args)
     if backward:
-        leaves = torch.utils._pytree.tree_leaves(result)
-        sum(leaf.sum() for leaf in leaves if leaf.requires_grad).backward()
+        leaves = [leaf for leaf in tree_leaves(result) if leaf.requires_grad]
+        torch.stack([leaf.sum() for leaf in leaves]).sum().backward()
     torch._dynamo.reset()
     return graphs
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda device=None: value
 
 
 @contextlib.contextmanager
@@ -129,8 +134,8 @@ def streams_on_cpu() -> Iterator[torch.Stream]:
     """Dynamo traces streams as on a machine with an accelerator; gives the current stream."""
     current = torch.Stream(device="cpu")
     with (
-        mock.patch("torch.accelerator.is_available", lambda: True),
-        mock.patch("torch.accelerator.current_stream", lambda device=None: current),
+        mock.patch("torch.accelerator.is_available", return_value=True),
+        mock.patch("torch.accelerator.current_stream", new=_constant(current)),
     ):
         yield current
 

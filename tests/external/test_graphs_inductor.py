@@ -134,7 +134,7 @@ def overlapped(gm: fx.GraphModule, **options: Any) -> fx.GraphModule:
     with contextlib.ExitStack() as stack:
         for name in ("get_gpu_dram_gbps", "get_device_tflops"):
             for module in ("torch._inductor.utils", "torch.utils._runtime_estimation"):
-                stack.enter_context(mock.patch(f"{module}.{name}", lambda *_: 100.0))
+                stack.enter_context(mock.patch(f"{module}.{name}", return_value=100.0))
         return overlap_scheduling.schedule_overlap_bucketing(
             gm,
             compute_estimator="analytical",

@@ -244,9 +244,7 @@ def test_swapping_collectives_on_one_rank(collectives: fx.GraphModule, seed: int
     """Whichever two neighbours that hang on no common data one rank swaps, it is found."""
     rng = random.Random(seed)
     g = Maker()
-    begun = [
-        g.call(C10D.all_reduce.default, g.input(f"x{i}", 2 + i), "sum", "0") for i in range(5)
-    ]
+    begun = [g.call(C10D.all_reduce.default, g.input(f"x{i}", 2 + i), "sum", "0") for i in range(5)]
     gm = g.done(*[g.call(C10D.wait_tensor.default, each) for each in begun])
     assert check_graph([gm, gm]).sound
     other = changed(gm)

@@ -112,9 +112,7 @@ def host_barrier(fixed: bool) -> fx.GraphModule:
         _, a, b = g.control("synchronize_stream", (1,), (second, a, b), a, b)
     else:
         g.sync("synchronize_stream", 1)
-    return g.done(
-        g.call(AOT.add.Tensor, g.call(AOT.neg.default, a), g.call(AOT.neg.default, b))
-    )
+    return g.done(g.call(AOT.add.Tensor, g.call(AOT.neg.default, a), g.call(AOT.neg.default, b)))
 
 
 def bare_record(fixed: bool) -> fx.GraphModule:
@@ -240,9 +238,7 @@ def wait_in_another_graph(fixed: bool) -> fx.GraphModule:
 
 PAIRS = {
     "two_waits": Pair(f"{PYTORCH}/issues/193409", two_waits, ("race",), ("add", "mul_1")),
-    "threaded_wait": Pair(
-        f"{PYTORCH}/pull/186022", threaded_wait, ("race",), ("clone", "mul")
-    ),
+    "threaded_wait": Pair(f"{PYTORCH}/pull/186022", threaded_wait, ("race",), ("clone", "mul")),
     "wait_stream": Pair(
         f"{PYTORCH}/issues/185546",
         wait_stream,
@@ -255,9 +251,7 @@ PAIRS = {
     ),
     "host_barrier": Pair(f"{PYTORCH}/pull/189096", host_barrier, ("race",), ("neg",)),
     "bare_record": Pair(f"{PYTORCH}/pull/189096", bare_record, ("race",), ("neg",)),
-    "written_back": Pair(
-        f"{PYTORCH}/issues/197416", written_back, ("written-back",), ("copy_",)
-    ),
+    "written_back": Pair(f"{PYTORCH}/issues/197416", written_back, ("written-back",), ("copy_",)),
     "recorded_before_write": Pair(
         f"{PYTORCH}/pull/177580", recorded_before_write, ("race",), ("copy_", "mul")
     ),

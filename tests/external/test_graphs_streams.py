@@ -1,4 +1,4 @@
-"""User streams in graphs: traced ones, those that torch's own pass rewrites, and each rule alone."""
+"""User streams in graphs: traced ones, those that torch's own pass rewrites, each rule alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What an operator's schema says that it writes and what its results share storage with.
 
-    written_arguments(torch.ops.aten.copy_.default, bound)    # the tensors of `self`
+written_arguments(torch.ops.aten.copy_.default, bound)    # the tensors of `self`
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx
             f"its schema says: {op._schema}"
         )
     bound = {
-        each.name: each.default_value
-        for each in op._schema.arguments
-        if each.has_default_value()
+        each.name: each.default_value for each in op._schema.arguments if each.has_default_value()
     }
     bound.update(zip(positional, args, strict=False))
     bound.update(kwargs)

@@ -1,10 +1,10 @@
 """`check_graph`: whether a compiled graph's streams and collectives can go wrong.
 
-    import interlace
+import interlace
 
-    def backend(gm, example_inputs):
-        interlace.check_graph(gm).raise_if_unsound()
-        return gm
+def backend(gm, example_inputs):
+    interlace.check_graph(gm).raise_if_unsound()
+    return gm
 """
 
 from __future__ import annotations

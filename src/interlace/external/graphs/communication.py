@@ -191,7 +191,9 @@ class Communication:
         tensors = tensors_in(bound[tensor_name])
         sends = peer_name == "dst"
         issue = _message_issue(call.node, group, peer, sends, tensors)
-        return self._begin(call, issue, tensors if sends else [], [] if sends else tensors, op, bound)
+        return self._begin(
+            call, issue, tensors if sends else [], [] if sends else tensors, op, bound
+        )
 
     def _batch(self, call: Call, op: OpOverload, bound: dict[str, Any]) -> Value:
         """Several messages: each on a queue of its own, so that none blocks another."""
@@ -209,7 +211,9 @@ class Communication:
         for kind, peer, tensor in zip(kinds, peers, tensors, strict=True):
             held, sends = tensors_in(tensor), "send" in str(kind)
             issue = _message_issue(call.node, group, peer, sends, held)
-            value = self._begin(call, issue, held if sends else [], [] if sends else held, op, bound)
+            value = self._begin(
+                call, issue, held if sends else [], [] if sends else held, op, bound
+            )
             after |= value.after
         return Value(list(tensors), after)
 

@@ -1,8 +1,8 @@
 """Ops of a Program, each with the step that it stands for.
 
-    emitter = Emitter(trace, teams)
-    emitter.touch("main", step.reads, step.writes, Origin("step", 3))
-    emitter.program()
+emitter = Emitter(trace, teams)
+emitter.touch("main", step.reads, step.writes, Origin("step", 3))
+emitter.program()
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the verifier found, in the graph's own words.
 
-    told = Told(traces, emitters, reordered=False)
-    [told.finding(found) for found in report.findings]
+told = Told(traces, emitters, reordered=False)
+[told.finding(found) for found in report.findings]
 """
 
 from __future__ import annotations
@@ -210,5 +210,5 @@ def _words(one: Side, two: Side) -> tuple[str, str, str]:
         "race",
         f"nothing orders {one.name} on {one.stream}, which {one.verb} {tensor}, and {two.name} "
         f"on {two.stream}, which {two.verb} it",
-        f"record an event after the one and wait for it on the stream of the other, before it",
+        "record an event after the one and wait for it on the stream of the other, before it",
     )

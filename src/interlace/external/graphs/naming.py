@@ -1,6 +1,6 @@
 """Nodes in words: what they call, where their source line is, which stream they are on.
 
-    place_of(node, 3, "")     # Place(3, "mul", "aten.mul.Tensor(add, 2)", 'model.py:7: y * 2')
+place_of(node, 3, "")     # Place(3, "mul", "aten.mul.Tensor(add, 2)", 'model.py:7: y * 2')
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _short(arg: Any) -> str:
     if isinstance(arg, tuple | list):
         shown = [_short(item) for item in arg[:6]]
         return f"({', '.join([*shown, *(['...'] if len(arg) > 6 else [])])})"
-    return repr(arg)[:40] if isinstance(arg, int | float | str | bool | None) else type(arg).__name__
+    return (
+        repr(arg)[:40] if isinstance(arg, int | float | str | bool | None) else type(arg).__name__
+    )
 
 
 def source_line(node: fx.Node) -> str:

@@ -1,7 +1,7 @@
 """Graphs of several ranks: which ranks a group has, and whether they begin alike there.
 
-    groups = groups_of(traces, None)               # {"tp": (0, 1)}
-    mismatches(traces, groups)                     # findings
+groups = groups_of(traces, None)               # {"tp": (0, 1)}
+mismatches(traces, groups)                     # findings
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a graph shows without the verifier: waits that order nothing, results never waited for.
 
-    told = plain_findings(trace, rank=0, order="listed", joined=True)
+told = plain_findings(trace, rank=0, order="listed", joined=True)
 """
 
 from __future__ import annotations

@@ -184,9 +184,7 @@ class _Reordered(Emitter):
             elif point.is_queue:
                 assert step.issue is not None
                 made = self.make(step, origin)
-                self.communicate(
-                    step.issue, point.lane, step.reads, (*step.writes, *made), origin
-                )
+                self.communicate(step.issue, point.lane, step.reads, (*step.writes, *made), origin)
             if index in awaited:
                 self.record(f"p{index}", point.lane, origin)
         if joined:

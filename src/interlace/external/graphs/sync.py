@@ -1,6 +1,6 @@
 """The `streams::` ops of a graph, as steps.
 
-    syncs.lower(call, "streams::record_event", {"event_index": 3, "stream_index": 0})
+syncs.lower(call, "streams::record_event", {"event_index": 3, "stream_index": 0})
 """
 
 from __future__ import annotations

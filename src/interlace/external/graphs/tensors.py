@@ -9,6 +9,7 @@ unknown or symbolic, the whole storage does. Either way no access is missed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ def facts_of(value: Any) -> Facts | None:
         storage_bytes = value.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
         return None  # a subclass without a storage, or a tensor in an odd state
-    if any(type(size) is not int for size in (*sizes, *strides, offset)):
+    if not isinstance(offset, int) or any(type(size) is not int for size in (*sizes, *strides)):
         return None
     known = storage_bytes if type(storage_bytes) is int and storage_bytes <= MAX_BYTES else None
     host = value.device.type == "cpu"
@@ -179,7 +180,7 @@ def _steps(whole: View, dims: list[tuple[int, int]], num_bytes: int, start: int)
     if num_bytes % first:
         return None
     extents = [num_bytes // first]
-    for (outer, _), (inner, _) in zip(dims, dims[1:], strict=False):
+    for (outer, _), (inner, _) in itertools.pairwise(dims):
         if outer % inner:
             return None
         extents.append(outer // inner)

@@ -1,7 +1,7 @@
 """Walks a graph's nodes in order and notes its steps.
 
-    trace = walk(gm, current=None)
-    trace.steps, trace.outputs
+trace = walk(gm, current=None)
+trace.steps, trace.outputs
 """
 
 from __future__ import annotations
@@ -288,9 +288,7 @@ class Walker:
             found = [self.made(call, item, "", makes, depth + 1) for item in value]
             return tuple(found)
         if isinstance(value, dict) and depth < MAX_DEPTH:
-            return {
-                key: self.made(call, item, "", makes, depth + 1) for key, item in value.items()
-            }
+            return {key: self.made(call, item, "", makes, depth + 1) for key, item in value.items()}
         if value is None and "Tensor" not in kind:
             return None
         if value is not None and not isinstance(value, torch.Tensor):
