@@ -11,8 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.utils
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.utils._runtime_estimation
 from tests.external.graphs_support import fake_world, traced
 from torch import fx
 from torch._inductor import comms, config
@@ -133,8 +135,9 @@ PASSES: dict[str, Callable[[fx.GraphModule], Any]] = {
 def overlapped(gm: fx.GraphModule, **options: Any) -> fx.GraphModule:
     with contextlib.ExitStack() as stack:
         for name in ("get_gpu_dram_gbps", "get_device_tflops"):
-            for module in ("torch._inductor.utils", "torch.utils._runtime_estimation"):
-                stack.enter_context(mock.patch(f"{module}.{name}", return_value=100.0))
+            for module in (torch._inductor.utils, torch.utils._runtime_estimation):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, return_value=100.0))
         return overlap_scheduling.schedule_overlap_bucketing(
             gm,
             compute_estimator="analytical",
@@ -170,6 +173,8 @@ def test_overlap_schedules_are_sound(
     traced_layers: fx.GraphModule, options: dict[str, Any]
 ) -> None:
     known = inspect.signature(overlap_scheduling.schedule_overlap_bucketing).parameters
+    if "compute_estimator" not in known:
+        pytest.skip("from torch 2.12 on, times may be given")
     assert set(options) <= set(known)
     gm = overlapped(copy.deepcopy(traced_layers), **options)
     report = check_graph(gm)

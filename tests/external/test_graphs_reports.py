@@ -267,6 +267,9 @@ PAIRS = {
     ),
 }
 
+if not hasattr(STREAMS, "synchronize_stream"):  # from torch 2.12 on
+    del PAIRS["host_barrier"]
+
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_fault_is_found(name: str) -> None:

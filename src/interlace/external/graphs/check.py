@@ -102,7 +102,7 @@ def check_graph(
     both = any(trace.has_control_deps for trace in traces)
     orders = [False, True] if order == "auto" and both else [order == "any"]
     for rank, trace in enumerate(traces):
-        found += plain_findings(trace, rank, True in orders)
+        found += plain_findings(trace, rank, True in orders, results == "joined")
     num_ops = sum(len(trace.steps) for trace in traces)
     for any_order in orders:
         lower = reordered if any_order else listed

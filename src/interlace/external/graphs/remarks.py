@@ -12,7 +12,7 @@ from interlace.verify.report import Finding, OpRef
 _WORK = ("compute", "start", "finish", "wait", "wait_stream")
 
 
-def plain_findings(trace: Trace, rank: int, any_order: bool) -> list[Finding]:
+def plain_findings(trace: Trace, rank: int, any_order: bool, joined: bool) -> list[Finding]:
     """The findings of one graph that need no order of its nodes but the one listed."""
     found = [
         Finding(
@@ -24,7 +24,7 @@ def plain_findings(trace: Trace, rank: int, any_order: bool) -> list[Finding]:
         )
         for wait, record in trace.early
     ]
-    found += _never_waited(trace, rank)
+    found += _never_waited(trace, rank, joined)
     for place, event in trace.unowned:
         found.append(
             _remark(
@@ -60,7 +60,8 @@ def plain_findings(trace: Trace, rank: int, any_order: bool) -> list[Finding]:
     return found
 
 
-def _never_waited(trace: Trace, rank: int) -> list[Finding]:
+def _never_waited(trace: Trace, rank: int, joined: bool) -> list[Finding]:
+    """What nothing waits for; where results are joined later, but for what is returned."""
     waited = {begun for step in trace.steps for begun in step.finishes}
     return [
         Finding(
@@ -70,7 +71,9 @@ def _never_waited(trace: Trace, rank: int) -> list[Finding]:
             f"wait for its result: wait_tensor({step.place.name})",
         )
         for number, step in enumerate(trace.steps)
-        if step.issue is not None and number not in waited
+        if step.issue is not None
+        and number not in waited
+        and (joined or not any(storage.kept for storage in step.makes))
     ]
 
 
