@@ -31,6 +31,8 @@ from interlace.verify.in_place import in_place
 from interlace.verify.matching import disagreements, mismatches, shared_names
 from interlace.verify.report import Report
 from interlace.verify.scales import scales
+from interlace.verify.symmetry.automorphisms import Turns
+from interlace.verify.symmetry.fold import certified
 from interlace.verify.uneven import Uneven
 
 T = TypeVar("T")
@@ -52,6 +54,8 @@ def check(
     """Checks Programs that run together, over `runs` runs in a row that no barrier joins.
 
     An SPMD Program stands for all of its ranks; a sequence is a set that covers disjoint ranks.
+    Of ranks that do the same at their places one is visited, and the report names these teams; if
+    anything is found, or ranks cannot be proved alike, all are (semantics.md).
     `in_order` checks the twin that runs all ops of a rank on one stream, in list order. `unroll`
     visits all runs even where the first stands for all of them (build.py says when); the verdict
     does not depend on it.
@@ -92,6 +96,11 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
     began = time.perf_counter()
     regions = Regions()
     sources = [lower(program, regions, in_order, k) for k, program in enumerate(together)]
+    turns = None if unroll else Turns.of(sources)
+    if turns is not None and certified(sources, regions, turns):
+        num_ops = sum(len(source.items) * len(source.ranks) for source in sources)
+        seconds = time.perf_counter() - began
+        return Report((), num_ops, len(turns.first), seconds, symmetry=turns.told())
     _refuse_too_many_pairs(sources)
     builder = GraphBuilder(sources, regions)
     graph = builder.build(runs, unroll)
@@ -109,7 +118,7 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
     uneven = Uneven(builder, explainer)
     agreed = mismatches(builder, explainer)
     findings += disagreements(builder, explainer)
-    findings += in_place(builder, explainer)
+    findings += in_place(builder.places, regions, explainer)
     findings += scales(builder, sweep, explainer)
     agreed += deadlocks(builder, explainer)
     findings += [uneven.explained(finding) for finding in agreed]

@@ -14,7 +14,7 @@ which the sweep finds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from interlace.ir.box import Box
 from interlace.ir.operators import is_pointwise
@@ -26,7 +26,6 @@ from interlace.ir.view import View
 from interlace.options import BACKENDS
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 from interlace.verify.report import Finding
@@ -44,15 +43,17 @@ Operand = tuple[Box, Int]
 """A box of a buffer, and where the buffer begins in its storage, in bytes."""
 
 
-def in_place(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
+def in_place(
+    places: Iterable[RankPlace], regions: Regions, explainer: Explainer
+) -> list[Finding]:
     """A finding of kind `in-place` for each op whose operands share bytes as they may not."""
     placed: dict[LoweredProgram, list[RankPlace]] = {}
-    for place in builder.places:
+    for place in places:
         placed.setdefault(place.source, []).append(place)
     return [
         finding
-        for source, places in placed.items()
-        for finding in _Finder(source, places, explainer, builder.regions).run()
+        for source, mine in placed.items()
+        for finding in _Finder(source, mine, explainer, regions).run()
     ]
 
 

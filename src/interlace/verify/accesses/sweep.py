@@ -154,8 +154,13 @@ class Sweep:
                 if version.shared and version.storage == storage:
                     whole = self.regions.at(version.spot, frame.place.where)
                     bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
-            found = self._arenas[frame, storage] = Memory(sorted(bounds))
+            found = Memory(sorted(bounds), self._is_whole(frame, storage))
+            self._arenas[frame, storage] = found
         return found
+
+    def _is_whole(self, frame: Frame, storage: str) -> bool:
+        """Whether accesses of the storage count as those of whole buffers; see `Memory`."""
+        return False
 
     def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
         where = frame.place.where
@@ -167,17 +172,23 @@ class Sweep:
         life = self.life(frame, touch.version)
         content = life.content if touch.peer is None else self.content(life, frame, touch)
         offset = life.offset
+        lo, hi = (0, content.size) if content.memory.whole else (region.lo, region.hi)
         entry = ByteAccess(
-            offset + region.lo, offset + region.hi, region, content, node, frame, item, touch.write
+            offset + lo, offset + hi, region, content, node, frame, item, touch.write
         )
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
+        self._compare(entry, offset)
+
+    def _compare(self, entry: ByteAccess, offset: Int) -> None:
+        """Compares an access with those of the same memory, and keeps it."""
+        content, region = entry.content, entry.region
         for cell in content.memory.within(entry.lo, entry.hi):
-            if touch.write:
+            if entry.write:
                 self._write(cell, entry, offset)
             else:
                 self._read(cell, entry)
-        if touch.write:
+        if entry.write:
             if not entry.by_caller:
                 content.write(region)
         elif not content.full and not content.holds(region, self.regions):
@@ -251,7 +262,9 @@ class Sweep:
         # Else there is one buffer, or one that is registered: another run's writes race with it.
         if new.content.memory.arena and not new.free:
             for content, start in cell.live.items():
-                if content is not new.content:
+                if content is not new.content and content.memory.whole:
+                    content.lose(0, content.size)
+                elif content is not new.content:
                     content.lose(new.lo - start, new.hi - start)
             if not new.content.freed:
                 cell.live[new.content] = offset
