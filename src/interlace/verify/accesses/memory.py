@@ -137,7 +137,7 @@ class Cell:
             return new.region.contains(old.region)
         return (
             new.region.dense
-            and new.region.hi - new.region.lo == new.content.size
+            and new.hi - new.lo == new.content.size
             and new.lo <= max(old.lo, self.lo)
             and min(old.hi, self.hi) <= new.hi
         )  # fmt: skip
@@ -151,10 +151,8 @@ def by_box(one: ByteAccess, other: ByteAccess) -> bool:
 class Memory:
     """A storage and its cells; `bounds` are those of several buffers that share it."""
 
-    def __init__(self, bounds: Sequence[Int] = (), whole: bool = False) -> None:
-        """With `whole`, an access of a buffer counts for the others that share the storage as one
-        of all of it."""
-        self.arena, self.whole = len(bounds) > 0, whole
+    def __init__(self, bounds: Sequence[Int] = ()) -> None:
+        self.arena = len(bounds) > 0
         self.bounds = bounds if self.arena else (0, 1 << 62)
         self.cells = [Cell(lo, hi, [], {}, {}) for lo, hi in pairwise(self.bounds)]
 

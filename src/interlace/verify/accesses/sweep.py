@@ -120,7 +120,7 @@ class Sweep:
             slot = self.slot(frame, number)
             content = self._copy(slot, take, rank, version, size)
             return BufferLife(version, content, 0, [], slot, take, alloc)
-        memory = self._arena(frame, version.storage) if version.shared else Memory()
+        memory = self._memory(frame, version)
         content = Content(buffer.name, size, memory, buffer.kind == "input", rank, {})
         return BufferLife(version, content, buffer.offset if version.shared else 0, [])
 
@@ -146,21 +146,24 @@ class Sweep:
         rank = where.member(touch.team).ranks[where.index(touch.peer)]
         return self._copy(life.slot, life.take, rank, life.version, life.content.size)
 
+    def _memory(self, frame: Frame, version: Version) -> Memory:
+        """Where the bytes of a buffer are that no peer reaches."""
+        return self._arena(frame, version.storage) if version.shared else Memory()
+
     def _arena(self, frame: Frame, storage: str) -> Memory:
         found = self._arenas.get((frame, storage))
         if found is None:
-            bounds: set[Int] = set()
-            for version in frame.place.source.versions:
-                if version.shared and version.storage == storage:
-                    whole = self.regions.at(version.spot, frame.place.where)
-                    bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
-            found = Memory(sorted(bounds), self._is_whole(frame, storage))
-            self._arenas[frame, storage] = found
+            found = self._arenas[frame, storage] = Memory(self._bounds(frame, storage))
         return found
 
-    def _is_whole(self, frame: Frame, storage: str) -> bool:
-        """Whether accesses of the storage count as those of whole buffers; see `Memory`."""
-        return False
+    def _bounds(self, frame: Frame, storage: str) -> list[Int]:
+        """Where buffers of a storage begin and end."""
+        bounds: set[Int] = set()
+        for version in frame.place.source.versions:
+            if version.shared and version.storage == storage:
+                whole = self.regions.at(version.spot, frame.place.where)
+                bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
+        return sorted(bounds)
 
     def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
         where = frame.place.where
@@ -172,9 +175,8 @@ class Sweep:
         life = self.life(frame, touch.version)
         content = life.content if touch.peer is None else self.content(life, frame, touch)
         offset = life.offset
-        lo, hi = (0, content.size) if content.memory.whole else (region.lo, region.hi)
         entry = ByteAccess(
-            offset + lo, offset + hi, region, content, node, frame, item, touch.write
+            offset + region.lo, offset + region.hi, region, content, node, frame, item, touch.write
         )
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
@@ -262,9 +264,7 @@ class Sweep:
         # Else there is one buffer, or one that is registered: another run's writes race with it.
         if new.content.memory.arena and not new.free:
             for content, start in cell.live.items():
-                if content is not new.content and content.memory.whole:
-                    content.lose(0, content.size)
-                elif content is not new.content:
+                if content is not new.content:
                     content.lose(new.lo - start, new.hi - start)
             if not new.content.freed:
                 cell.live[new.content] = offset

@@ -34,8 +34,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from interlace.ir.ops import Collective
-from interlace.ir.types import Where
-from interlace.verify.happens_before.source import Item, LoweredProgram
+from interlace.ir.types import Index, Others, Where
+from interlace.verify.happens_before.source import LoweredProgram
 from interlace.verify.report import Symmetry
 from interlace.verify.symmetry.turning import turning
 
@@ -63,6 +63,8 @@ class Turns:
     """The teams in which some turn changes a rank's place."""
     _turns: Sequence[Map]
     """The turn of each folded team, on `among`."""
+    _steps: dict[int, tuple[int, Map]] = field(default_factory=dict[int, tuple[int, Map]])
+    """By rank: one that is nearer to the rank that stands for both, and the map from there."""
     _carry: dict[int, Map] = field(default_factory=dict[int, Map])
     _back: dict[int, Map] = field(default_factory=dict[int, Map])
 
@@ -77,14 +79,20 @@ class Turns:
 
     def carry(self, rank: int) -> Map:
         """A map that takes the rank which stands for this one to it, on `among`."""
+        path = [rank]
+        while path[-1] not in self._carry:
+            path.append(self._steps[path[-1]][0])
+        while len(path) > 1:
+            carried, (at, (_, step)) = self._carry[path.pop()], (path[-1], self._steps[path[-1]])
+            self._carry[at] = {one: step[to] for one, to in carried.items()}
         return self._carry[rank]
 
-    def back(self, rank: int, other: int) -> int:
-        """Where `other` is taken by the map that takes `rank` to the one that stands for it."""
+    def back(self, rank: int) -> Map:
+        """The map that takes this rank to the one that stands for it, on `among`."""
         found = self._back.get(rank)
         if found is None:
             found = self._back[rank] = {to: at for at, to in self.carry(rank).items()}
-        return found[other]
+        return found
 
     def told(self) -> Symmetry:
         """What a report says of it."""
@@ -96,16 +104,16 @@ class Turns:
         return tuple(sorted({*self.first.values()}))
 
     def spread(self) -> None:
-        """Finds the map to each rank of `among`."""
+        """Finds the way to each rank of `among`."""
+        maps = [*self._turns, *({to: at for at, to in turn.items()} for turn in self._turns)]
         for rank in self.visited:
             self._carry[rank] = {one: one for one in self.among}
             reached = [rank]
             for at in reached:  # grows while it is walked
-                for turn in self._turns:
-                    if turn[at] not in self._carry:
-                        carried = self._carry[at]
-                        self._carry[turn[at]] = {one: turn[to] for one, to in carried.items()}
-                        reached.append(turn[at])
+                for step in maps:
+                    if step[at] not in self._steps and step[at] not in self._carry:
+                        self._steps[step[at]] = at, step
+                        reached.append(step[at])
 
 
 class _Finder:
@@ -137,7 +145,7 @@ class _Finder:
             }
         if not turns:
             return None
-        counted = {name for source in sources for name in _counted(source)}
+        counted = {name for source in sources for name, _ in _ends(source)}
         few = frozenset(
             name for name in turns if name not in counted and self.is_level(name, turns[name][1])
         )
@@ -217,32 +225,28 @@ class _Finder:
         return first
 
 
-def _items(source: LoweredProgram) -> Iterator[Item]:
-    for item in source.items:
-        yield item
-        yield from item.members
-
-
 def _told_apart(source: LoweredProgram) -> Iterator[str]:
     """The teams whose ranks a Program tells apart."""
     for table in source.program.tables:
         if len({*table.values}) > 1:
             yield table.team
-    for item in _items(source):
-        order, op = item.ordering, item.op
-        signals = [level for level in (order.raises, order.expects) if level is not None]
-        for end in (*order.messages, *signals, *item.touches):
-            if isinstance(end.peer, int) and end.team is not None:
-                yield end.team
-        if isinstance(op, Collective) and op.root is not None:
-            yield op.team
+    for team, peer in _ends(source):
+        if isinstance(peer, int):
+            yield team
+    for item in source.items:
+        for one in (item, *item.members):
+            if isinstance(one.op, Collective) and one.op.root is not None:
+                yield one.op.team
 
 
-def _counted(source: LoweredProgram) -> Iterator[str]:
-    """The teams of which a rank has to do with single others."""
-    for item in _items(source):
-        order = item.ordering
-        signals = [level for level in (order.raises, order.expects) if level is not None]
-        for end in (*order.messages, *signals, *item.touches):
-            if end.peer is not None and end.team is not None:
-                yield end.team
+def _ends(source: LoweredProgram) -> set[tuple[str, Index | Others]]:
+    """The single ranks that a rank has to do with, by team."""
+    found: set[tuple[str, Index | Others]] = set()
+    for item in source.items:
+        for one in (item, *item.members):
+            order = one.ordering
+            signals = (order.raises, order.expects)
+            for end in (*order.messages, *one.touches, *(s for s in signals if s is not None)):
+                if end.peer is not None and end.team is not None:
+                    found.add((end.team, end.peer))
+    return found

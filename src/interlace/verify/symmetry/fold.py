@@ -9,26 +9,28 @@ a verdict of unsound and what is said of a fault never come from a fold.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from interlace.ir.ops import Collective, Recv, Send
 from interlace.ir.order import Signal, Slot
+from interlace.ir.sizes import Int
 from interlace.ir.types import Where
-from interlace.verify.accesses.memory import ByteAccess
+from interlace.verify.accesses.memory import ByteAccess, Memory
 from interlace.verify.accesses.regions import Regions
-from interlace.verify.accesses.sweep import AccessFault, Sweep
+from interlace.verify.accesses.sweep import AccessFault, BufferLife, Sweep
 from interlace.verify.accesses.unwritten import Unwritten
 from interlace.verify.deadlock import launched_in_a_circle
 from interlace.verify.explain import Explainer
 from interlace.verify.happens_before.graph import Frame, IssuedOp
-from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
+from interlace.verify.happens_before.source import Item, LoweredProgram, Touch, Version
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import Matcher, facts_of, shared_names
 from interlace.verify.scales import takes_blocks
 from interlace.verify.symmetry.automorphisms import Turns
 from interlace.verify.symmetry.order import FoldedBuilder, Unfit
-from interlace.verify.symmetry.turning import arenas
 
 
 def certified(sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> bool:
@@ -42,7 +44,8 @@ def certified(sources: Sequence[LoweredProgram], regions: Regions, turns: Turns)
         explainer = Explainer(sources, Unwritten(sweep))
         if launched_in_a_circle(builder)[1]:
             return False
-        if in_place([builder.everywhere[rank] for rank in turns.among], regions, explainer):
+        among = [builder.everywhere[rank] for rank in turns.among]
+        if in_place(among, regions, explainer, turns.visited):
             return False
         _Agreement(builder, explainer).run()
         if shared_names(builder, explainer):
@@ -58,6 +61,13 @@ class FoldedSweep(Sweep):
     """The walk over the memories of the ranks that stand for others; ends at the first fault.
 
     What a peer does there is done by that rank from which the peer's own place leads here.
+
+    Note [Buffers that share a storage]
+        They are compared by the hulls of their boxes, which do not turn with the rank. So here
+        every access of one has to come after all accesses of the one that had some of its bytes
+        before, which then is touched no more. Then no two of them conflict, and nothing is read
+        that another has overwritten. (The last access on each chain comes after the others there,
+        and the first before them.)
     """
 
     def __init__(self, builder: FoldedBuilder) -> None:
@@ -65,11 +75,35 @@ class FoldedSweep(Sweep):
             builder.graph, builder.regions, lambda frame, at: builder.slot(frame.place, at)
         )
         self.builder, self.folded = builder, builder.graph
-        moving = builder.turns.moving
-        self.whole = {place.source: arenas(place.source, moving) for place in builder.places}
+        self._storages: dict[tuple[Frame, str], _Storage] = {}
+        self._tenants: dict[BufferLife, _Tenant] = {}
 
-    def _is_whole(self, frame: Frame, storage: str) -> bool:
-        return storage in self.whole[frame.place.source]
+    def _memory(self, frame: Frame, version: Version) -> Memory:
+        return Memory()
+
+    def _occupy(self, node: int, frame: Frame, life: BufferLife) -> None:
+        """Sees that what had the bytes before is done with them before this node."""
+        tenant = self._tenants.get(life)
+        if tenant is None:
+            key = frame, life.version.storage
+            storage = self._storages.get(key)
+            if storage is None:
+                storage = self._storages[key] = _Storage(self._bounds(*key))
+            tenant = self._tenants[life] = storage.let(life)
+        chain = self.graph.chain[node]
+        if tenant.gone:
+            raise Unfit("a buffer is used after another has taken its bytes")
+        if chain not in tenant.last and not all(
+            self.graph.before(done, node) for done in tenant.after
+        ):
+            raise Unfit("buffers that share a storage, in no order")
+        tenant.last[chain] = node
+
+    def _free(self, node: int, frame: Frame, item: Item) -> None:
+        life = self.life(frame, item.version)
+        if life.version.shared and life.content.size > 0:
+            self._occupy(node, frame, life)
+        super()._free(node, frame, item)
 
     def _fault(self, kind: str, first: ByteAccess | None, second: ByteAccess) -> None:
         self.faults[kind,] = [AccessFault(kind, first, second)]
@@ -78,6 +112,10 @@ class FoldedSweep(Sweep):
     def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
         life = self.life(frame, touch.version)
         if touch.peer is None or touch.team is None or life.slot is None:
+            if life.version.shared and item.does(touch, frame.place.where):
+                region = self.regions.at(touch.spot, frame.place.where)
+                if region.lo < region.hi:
+                    self._occupy(node, frame, life)
             super()._touch(node, frame, item, touch)
             return
         builder, place = self.builder, frame.place
@@ -88,7 +126,7 @@ class FoldedSweep(Sweep):
                     life, self._entry(node, frame, item, touch, place.where, place.rank)
                 )
         target = place.where.member(touch.team).ranks[place.where.index(touch.peer)]
-        owner, rank = builder.first(target), builder.turns.back(target, place.rank)
+        owner, rank = builder.first(target), builder.turns.back(target)[place.rank]
         entry = self._entry(node, frame, item, touch, builder.everywhere[rank].where, rank)
         if entry.region.lo < entry.region.hi:
             assert entry.content.rank == owner
@@ -106,6 +144,37 @@ class FoldedSweep(Sweep):
         content = self._copy(slot, life.take, owner, life.version, life.content.size)
         at = self.folded.copy(node, rank)
         return ByteAccess(region.lo, region.hi, region, content, at, frame, item, touch.write)
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """A buffer that shares its storage."""
+
+    after: Sequence[int]
+    """The last accesses of those that had its bytes before."""
+    last: dict[int, int] = field(default_factory=dict[int, int])
+    """By chain: its own."""
+    gone: bool = False
+    """Whether another has some of its bytes now."""
+
+
+class _Storage:
+    """Who has each cell of a storage."""
+
+    def __init__(self, bounds: Sequence[Int]) -> None:
+        self.bounds = bounds
+        self.last: list[_Tenant | None] = [None] * (len(bounds) - 1)
+
+    def let(self, life: BufferLife) -> _Tenant:
+        """Gives a buffer its bytes."""
+        first = bisect_left(self.bounds, life.offset)
+        end = bisect_left(self.bounds, life.offset + life.content.size)
+        before = {one for cell in range(first, end) if (one := self.last[cell]) is not None}
+        for one in before:
+            one.gone = True
+        tenant = _Tenant(sorted({node for one in before for node in one.last.values()}))
+        self.last[first:end] = [tenant] * (end - first)
+        return tenant
 
 
 class _Agreement:
@@ -176,7 +245,7 @@ class _Agreement:
         """The signal as the rank that stands for its reader reads it."""
         name, team, writer, reader = signal
         first, turns = self.builder.first(reader), self.builder.turns
-        return name, self.builder.key(first, team.name), turns.back(reader, writer), first
+        return name, self.builder.key(first, team.name), turns.back(reader)[writer], first
 
     def registered(self) -> None:
         """Parameters that peers reach: alike on all ranks of a team."""

@@ -142,9 +142,9 @@ class _Carrier(dict[int, Carried]):
         }
 
     def __missing__(self, rank: int) -> Carried:
-        ranks, carry = self.chains.keys(), self.turns.carry(rank)
+        ranks, carry, leads_back = self.chains, self.turns.carry(rank), self.turns.back(rank)
         to = [chain for one in ranks for chain in self.chains[carry[one]]]
-        back = [chain for one in ranks for chain in self.chains[self.turns.back(rank, one)]]
+        back = [chain for one in ranks for chain in self.chains[leads_back[one]]]
         pick = itemgetter(*back) if len(back) > 1 else tuple[int, ...]
         made = self[rank] = Carried(tuple(to), tuple(back), pick)
         return made
@@ -207,7 +207,7 @@ class FoldedBuilder(GraphBuilder):
         team, sender, receiver = channel
         rank = sender if sends else receiver
         first = self.first(rank)
-        here = [self.turns.back(rank, one) for one in (sender, receiver)]
+        here = [self.turns.back(rank)[one] for one in (sender, receiver)]
         found = self.meetings.channels.get((self.key(first, team.name), here[0], here[1]))
         return [] if found is None else found[0 if sends else 1]
 
@@ -256,7 +256,7 @@ class FoldedBuilder(GraphBuilder):
         for signal, run, value, at in met.awaited:
             name, team, writer, reader = signal
             first = self.first(writer)
-            here = name, self.key(first, team.name), first, self.turns.back(writer, reader)
+            here = name, self.key(first, team.name), first, self.turns.back(writer)[reader]
             raised = met.raised.get((here, run), ())
             notify = next((one for reached, one in raised if reached >= value), None)
             if notify is None:

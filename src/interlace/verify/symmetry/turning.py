@@ -11,18 +11,19 @@ Note [Turning views]
     not move, so a buffer with both does not turn.
 
     A renaming keeps which boxes meet, and which cover another. It does not keep the hulls of boxes;
-    buffers that share a storage are compared by those, so there a fold takes the hull of the whole
-    buffer for any access of it, which is the same on all ranks: it may call a schedule faulty that
-    is not, and then all ranks are looked at.
+    by those only buffers that share a storage are compared: Note [Buffers that share a storage] in
+    fold.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from interlace.ir.program import Program
-from interlace.ir.types import Index, RankIndex
+from interlace.ir.sizes import Int
+from interlace.ir.types import Buffer, Dim, Index, RankIndex
 from interlace.ir.view import (
     AsStrided,
     Cast,
@@ -34,11 +35,12 @@ from interlace.ir.view import (
     Slice,
     View,
 )
+from interlace.verify.accesses.regions import Spot
 from interlace.verify.happens_before.source import LoweredProgram, Version
 
 Level = tuple[str, int]
 """A team whose rank counts the chunk, and how many there are."""
-Storage = tuple[object, ...]
+Place = tuple[object, ...]
 """A buffer, or a take of a slot."""
 
 
@@ -54,83 +56,64 @@ class Cut:
 def turning(sources: Sequence[LoweredProgram], moving: Collection[str]) -> frozenset[str]:
     """The teams among the moving ones by which some buffer does not turn: Note [Turning views]."""
     stuck: set[str] = set()
-    for spots in _by_storage(sources).values():
-        geometries = {(version.buffer.shape, version.buffer.dtype) for version, _, _ in spots}
-        plain = all(version.buffer.strides is None for version, _, _ in spots)
-        views = {(version.buffer.shape, view): program for version, view, program in spots}
-        cuts = [_cuts(view, len(shape), program) for (shape, view), program in views.items()]
-        for at in range(max(map(len, cuts), default=0)):
-            stuck |= _unlike([cut[at] for cut in cuts if at < len(cut)], moving)
-        by = {one.team for _, view, _ in spots for one in _indices(view)}
-        if not plain or len(geometries) > 1 or any(map(_is_opaque, views)):
-            stuck |= by & {*moving}
+    seen: set[tuple[int, frozenset[int]]] = set()
+    for spots, source in _by_place(sources, moving):
+        key = source.number, frozenset([spot.key for spot in spots])
+        if key in seen:
+            continue
+        seen.add(key)
+        buffers = {(spot.buffer.shape, spot.buffer.dtype) for spot in spots}
+        views = {spot.key: spot.view for spot in spots}.values()
+        by = {team for spot in spots for team in _teams(spot)} & {*moving}
+        plain = all(spot.buffer.strides is None for spot in spots)
+        cuts = [_cuts(view, spots[0].buffer, source.program) for view in views]
+        if not plain or len(buffers) > 1 or None in cuts:
+            stuck |= by
+            continue
+        for dim in zip(*(cut for cut in cuts if cut is not None), strict=True):
+            stuck |= _unlike(dim, moving)
     return frozenset(stuck)
 
 
-def arenas(source: LoweredProgram, moving: Collection[str]) -> set[str]:
-    """The shared storages of a Program in which some view depends on a rank of these teams."""
-    return {
-        version.storage
-        for version, view, _ in _spots(source)
-        if version.shared and any(one.team in moving for one in _indices(view))
-    }
-
-
-def _spots(source: LoweredProgram) -> Iterator[tuple[Version, View, Program]]:
+def _spots(source: LoweredProgram) -> Iterator[tuple[Version, Spot]]:
     """Every view that a Program touches, with its buffer."""
-    known: set[tuple[int, View]] = set()
+    known: set[int] = set()
     for item in (*source.items, source.exit):
         for one in (item, *item.members):
             for touch in one.touches:
-                key = touch.version, touch.spot.view
-                if key not in known:
-                    known.add(key)
-                    yield source.versions[touch.version], touch.spot.view, source.program
+                if id(touch.spot) not in known:
+                    known.add(id(touch.spot))
+                    yield source.versions[touch.version], touch.spot
 
 
-def _by_storage(
-    sources: Sequence[LoweredProgram],
-) -> dict[Storage, list[tuple[Version, View, Program]]]:
-    found: dict[Storage, list[tuple[Version, View, Program]]] = {}
+def _by_place(
+    sources: Sequence[LoweredProgram], moving: Collection[str]
+) -> Iterator[tuple[list[Spot], LoweredProgram]]:
+    """The views of each buffer that has some which depend on a rank of these teams."""
+    found: dict[Place, tuple[list[Spot], LoweredProgram]] = {}
+    depend: set[Place] = set()
     for source in sources:
         take: dict[int, int] = {}
         """Of each symmetric version: which take of its slot it is."""
-        count: dict[Storage, int] = {}
+        count: dict[Place, int] = {}
         for item in source.sequence:
             if item.ordering.takes is not None and item.version >= 0:
                 version = source.versions[item.version]
                 slot = version.buffer.team, version.storage
                 take[id(version)] = count[slot] = count.get(slot, -1) + 1
-        for version, view, program in _spots(source):
-            key: Storage = (source.number, id(version))
+        for version, spot in _spots(source):
+            place: Place = (source.number, id(version))
             if version.symmetric or version.registered:
-                key = version.buffer.team, version.storage, take.get(id(version), -1)
-            found.setdefault(key, []).append((version, view, program))
-    return found
+                place = version.buffer.team, version.storage, take.get(id(version), -1)
+            found.setdefault(place, ([], source))[0].append(spot)
+            if spot.by_rank and any(team in moving for team in _teams(spot)):
+                depend.add(place)
+    return (found[place] for place in depend)
 
 
-def _indices(view: View) -> Iterator[RankIndex]:
-    """The ranks that a view's chunks are counted from."""
-    for step in view.steps:
-        if isinstance(step, Chunk) and isinstance(step.index, RankIndex):
-            yield step.index
-
-
-def _is_opaque(key: tuple[object, View]) -> bool:
-    """Whether what a view takes is known for no dimension: a chunk by rank of other dimensions than
-    the buffer's, or any box at all."""
-    reshaped = False
-    for step in key[1].steps:
-        match step:
-            case Reshape():
-                reshaped = True
-            case AsStrided():
-                return True
-            case Chunk(index=RankIndex()) if reshaped:
-                return True
-            case _:
-                pass
-    return False
+def _teams(spot: Spot) -> Iterator[str]:
+    """The teams whose ranks a view's chunks are counted from."""
+    return (index.team for index in spot.by_rank if isinstance(index, RankIndex))
 
 
 def _unlike(cuts: Sequence[Cut], moving: Collection[str]) -> set[str]:
@@ -145,42 +128,108 @@ def _unlike(cuts: Sequence[Cut], moving: Collection[str]) -> set[str]:
     return set()
 
 
-def _cuts(view: View, num_dims: int, program: Program) -> list[Cut]:
-    """What a view takes of each dimension of its buffer."""
-    cuts = [Cut() for _ in range(num_dims)]
-    dims: list[int] | None = [*range(num_dims)]
-    """The dimension of the buffer that each of the view's is; None once that is not known."""
+@dataclass(slots=True)
+class Axis:
+    """What one dimension of a view is of its buffer's."""
 
-    def narrow(at: int) -> None:
-        for cut in cuts if dims is None else [cuts[dims[at]]]:
-            cut.narrowed = True
+    size: Dim
+    of: tuple[int, ...]
+    """The buffer's dimensions that it runs over."""
+    lead: int | None
+    """The one of them whose chunks its chunks are; None: chunks of it are of none."""
+    unit: int = 1
+    """Elements of it for one of the leading dimension."""
+
+
+def _cuts(view: View, buffer: Buffer, program: Program) -> list[Cut] | None:
+    """What a view takes of each dimension of its buffer; None where a chunk by rank is of none."""
+    cuts = [Cut() for _ in buffer.shape]
+    axes = [Axis(size, (dim,), dim) for dim, size in enumerate(buffer.shape)]
+
+    def narrow(axis: Axis) -> None:
+        for dim in axis.of:
+            cuts[dim].narrowed = True
 
     for step in view.steps:
         match step:
             case Chunk(index=index, parts=parts, dim=dim):
-                level = _level(index, parts, program)
-                if level is None or dims is None or cuts[dims[dim]].narrowed:
-                    narrow(dim)
+                axis, level = axes[dim], _level(index, parts, program)
+                size = axis.size // level[1] if level and isinstance(axis.size, int) else None
+                whole = axis.lead is not None and not any(cuts[at].narrowed for at in axis.of)
+                if level is None:
+                    if isinstance(index, RankIndex):
+                        return None
+                    narrow(axis)
+                elif not whole or (axis.unit > 1 and (size is None or size % axis.unit)):
+                    return None
                 else:
-                    cuts[dims[dim]].levels += (level,)
-            case Slice(dim=dim):
-                narrow(dim)
+                    assert axis.lead is not None
+                    cuts[axis.lead].levels += (level,)
+                axes[dim] = replace(axis, size=-1 if size is None else size)
+            case Slice(dim=dim, start=start, stop=stop):
+                narrow(axes[dim])
+                known = isinstance(start, int) and isinstance(stop, int)
+                axes[dim] = replace(axes[dim], size=stop - start if known else -1)
             case Select(dim=dim):
-                narrow(dim)
-                if dims is not None:
-                    del dims[dim]
+                narrow(axes[dim])
+                del axes[dim]
             case Permute(dims=order):
-                dims = None if dims is None else [dims[at] for at in order]
-            case Reshape():
-                dims = None
-            case AsStrided():
-                dims = None
-                narrow(0)
+                axes = [axes[at] for at in order]
+            case Reshape(sizes=sizes):
+                axes = _reshaped(axes, sizes)
             case Expand(sizes=sizes):
-                dims = dims if dims is not None and len(sizes) == len(dims) else None
+                more = len(sizes) - len(axes)
+                new = [Axis(1, (), None) for _ in range(more)]
+                axes = [
+                    axis if size == -1 else replace(axis, size=size)
+                    for axis, size in zip([*new, *axes], sizes, strict=True)
+                ]
             case Cast():
-                pass
+                axes[-1] = replace(axes[-1], size=-1)
+            case AsStrided():
+                return None
     return cuts
+
+
+def _reshaped(axes: Sequence[Axis], sizes: Sequence[Int]) -> list[Axis]:
+    """The axes after a view of other sizes: runs of old and new ones that hold as many elements
+    match. Of several new ones for an old one, the first has its chunks; the one new of several old
+    ones has those of the first. Where sizes are not known, nothing is."""
+    every = tuple(dim for axis in axes for dim in axis.of)
+    old = [axis.size for axis in axes]
+    if not all(isinstance(size, int) and size >= 0 for size in old):
+        return [Axis(-1, every, None) for _ in sizes]
+    total, known = prod(old), prod([size for size in sizes if size != -1])
+    if not isinstance(known, int) or not total:
+        return [Axis(-1, every, None) for _ in sizes]
+    new = [size if size != -1 else total // known for size in sizes]
+    found: list[Axis] = []
+    left = [axis for axis in axes if axis.size != 1]
+    ones = tuple(dim for axis in axes if axis.size == 1 for dim in axis.of)
+    at = 0
+    while at < len(new):
+        if new[at] == 1:
+            found.append(Axis(1, ones, None))
+            at += 1
+            continue
+        run, count, group, end = [left.pop(0)], new[at], [new[at]], at + 1
+        while prod([axis.size for axis in run]) != count:
+            if prod([axis.size for axis in run]) < count:
+                run.append(left.pop(0))
+            else:
+                group.append(new[end])
+                count *= new[end]
+                end += 1
+        of = tuple(dim for axis in run for dim in axis.of)
+        lead, unit = run[0].lead, run[0].unit * prod([axis.size for axis in run[1:]])
+        if len(run) > 1 and len(group) > 1:
+            lead = None
+        if len(group) > 1 and run[0].unit > 1:
+            lead = None
+        found.append(Axis(group[0], of, lead, unit if len(group) == 1 else 1))
+        found += [Axis(size, of, None) for size in group[1:]]
+        at = end
+    return found
 
 
 def _level(index: Index, parts: int | str, program: Program) -> Level | None:
