@@ -8,8 +8,10 @@ True
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -69,8 +71,29 @@ def check(
     ProgramError where the rules of a Program are broken. A schedule that is unsound is no error:
     see `Report.sound`.
     """
-    listed = together(programs, "interlace.check")
-    again = partial(_check, runs=max(runs, 1), in_order=in_order, unroll=unroll)
+    with _no_collections():
+        listed = together(programs, "interlace.check")
+        return _check_class(listed, max(runs, 1), in_order, unroll)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Nothing of the graph is garbage before the end, and what collections find takes longer than
+    the check: each looks through millions of nodes and edges."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _check_class(
+    listed: Sequence[Program], runs: int, in_order: bool, unroll: bool
+) -> Report:
+    """A check of a class of sizes, where Programs have named ones."""
+    again = partial(_check, runs=runs, in_order=in_order, unroll=unroll)
     named = {pair for program in listed for pair in program.sizes.values.items()}
     if len(named) > len(dict(named)):
         return again([program.at(program.sizes.values) for program in listed])

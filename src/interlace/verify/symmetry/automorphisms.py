@@ -33,9 +33,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from interlace.ir.ops import Collective
+from interlace.ir.ops import Collective, MessageEnd, SignalLevel
 from interlace.ir.types import Index, Others, Where
-from interlace.verify.happens_before.source import LoweredProgram
+from interlace.verify.happens_before.source import LoweredProgram, Touch
 from interlace.verify.report import Symmetry
 from interlace.verify.symmetry.turning import turning
 
@@ -126,7 +126,8 @@ class _Finder:
             self.groups.setdefault(group[0], []).append(group[1])
 
     def run(self, sources: Sequence[LoweredProgram]) -> Turns | None:
-        told = {name for source in sources for name in _told_apart(source)}
+        ends = {source.number: _ends(source) for source in sources}
+        told = {name for s in sources for name in _told_apart(s, ends[s.number])}
         turns: dict[str, tuple[Map, dict[str, int]]] = {}
         for name, groups in self.groups.items():
             if name not in told and max(map(len, groups)) > 1:
@@ -145,7 +146,7 @@ class _Finder:
             }
         if not turns:
             return None
-        counted = {name for source in sources for name, _ in _ends(source)}
+        counted = {name for found in ends.values() for name, _ in found}
         few = frozenset(
             name for name in turns if name not in counted and self.is_level(name, turns[name][1])
         )
@@ -225,12 +226,16 @@ class _Finder:
         return first
 
 
-def _told_apart(source: LoweredProgram) -> Iterator[str]:
+Ends = set[tuple[str, Index | Others]]
+"""Other ranks, by team."""
+
+
+def _told_apart(source: LoweredProgram, ends: Ends) -> Iterator[str]:
     """The teams whose ranks a Program tells apart."""
     for table in source.program.tables:
         if len({*table.values}) > 1:
             yield table.team
-    for team, peer in _ends(source):
+    for team, peer in ends:
         if isinstance(peer, int):
             yield team
     for item in source.items:
@@ -239,14 +244,18 @@ def _told_apart(source: LoweredProgram) -> Iterator[str]:
                 yield one.op.team
 
 
-def _ends(source: LoweredProgram) -> set[tuple[str, Index | Others]]:
-    """The single ranks that a rank has to do with, by team."""
-    found: set[tuple[str, Index | Others]] = set()
+def _ends(source: LoweredProgram) -> Ends:
+    """The single ranks that a rank has to do with."""
+    found: Ends = set()
+    seen: set[int] = set()
     for item in source.items:
         for one in (item, *item.members):
             order = one.ordering
-            signals = (order.raises, order.expects)
-            for end in (*order.messages, *one.touches, *(s for s in signals if s is not None)):
-                if end.peer is not None and end.team is not None:
-                    found.add((end.team, end.peer))
+            ends: list[MessageEnd | SignalLevel | Touch] = []
+            if id(order) not in seen:  # ops that are alike have one
+                seen.add(id(order))
+                ends += [*order.messages]
+                ends += [level for level in (order.raises, order.expects) if level is not None]
+            ends += [touch for touch in one.touches if touch.peer is not None]
+            found |= {(end.team, end.peer) for end in ends if end.team and end.peer is not None}
     return found

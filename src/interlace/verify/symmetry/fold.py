@@ -17,7 +17,6 @@ from itertools import pairwise
 from interlace.ir.ops import Collective, Recv, Send
 from interlace.ir.order import Signal, Slot
 from interlace.ir.sizes import Int
-from interlace.ir.types import Where
 from interlace.verify.accesses.memory import ByteAccess, Memory
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.accesses.sweep import AccessFault, BufferLife, Sweep
@@ -118,32 +117,25 @@ class FoldedSweep(Sweep):
                     self._occupy(node, frame, life)
             super()._touch(node, frame, item, touch)
             return
-        builder, place = self.builder, frame.place
+        builder, place, where = self.builder, frame.place, frame.place.where
         if life.alloc >= 0 or life.version.free >= 0:
-            region = self.regions.at(touch.spot, place.where)
+            region = self.regions.at(touch.spot, where)
             if region.lo < region.hi:
-                self._check_life(
-                    life, self._entry(node, frame, item, touch, place.where, place.rank)
+                own = ByteAccess(
+                    region.lo, region.hi, region, life.content, node, frame, item, touch.write
                 )
-        target = place.where.member(touch.team).ranks[place.where.index(touch.peer)]
+                self._check_life(life, own)
+        target = where.member(touch.team).ranks[where.index(touch.peer)]
         owner, rank = builder.first(target), builder.turns.back(target)[place.rank]
-        entry = self._entry(node, frame, item, touch, builder.everywhere[rank].where, rank)
-        if entry.region.lo < entry.region.hi:
-            assert entry.content.rank == owner
-            self._compare(entry, 0)
-
-    def _entry(
-        self, node: int, frame: Frame, item: Item, touch: Touch, where: Where, rank: int
-    ) -> ByteAccess:
-        """An access of a peer's memory by an op as it is on a rank."""
-        assert touch.peer is not None
-        assert touch.team is not None
-        life, region = self.life(frame, touch.version), self.regions.at(touch.spot, where)
-        owner = where.member(touch.team).ranks[where.index(touch.peer)]
-        slot = self.builder.meetings.slot(where, life.version.buffer)
-        content = self._copy(slot, life.take, owner, life.version, life.content.size)
-        at = self.folded.copy(node, rank)
-        return ByteAccess(region.lo, region.hi, region, content, at, frame, item, touch.write)
+        there = builder.everywhere[rank].where
+        region = self.regions.at(touch.spot, there)
+        if region.lo < region.hi:
+            slot = builder.meetings.slot(there, life.version.buffer)
+            content = self._copy(slot, life.take, owner, life.version, life.content.size)
+            at = self.folded.copy(node, rank)
+            self._compare(
+                ByteAccess(region.lo, region.hi, region, content, at, frame, item, touch.write), 0
+            )
 
 
 @dataclass(slots=True, eq=False)
