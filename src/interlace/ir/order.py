@@ -152,9 +152,7 @@ class Meetings(Generic[T]):
     Ops are added rank by rank, in the order of each list, run by run.
     """
 
-    def __init__(
-        self, folded: Collection[str] = (), among: Collection[int] | None = None
-    ) -> None:
+    def __init__(self, folded: Collection[str] = (), among: Collection[int] | None = None) -> None:
         """Of the teams named in `folded` one rank stands for all: what it does with a peer at some
         distance, each of them does with the peer at that distance. Of each team only the ranks
         `among` these count; None: all."""

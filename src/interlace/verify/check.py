@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -77,7 +77,7 @@ def check(
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def _no_collections() -> Generator[None]:
     """Nothing of the graph is garbage before the end, and what collections find takes longer than
     the check: each looks through millions of nodes and edges."""
     enabled = gc.isenabled()

@@ -225,7 +225,9 @@ class StageText:
         each, keys = dims.dim // dims.heads, (self.weights["qkv"][1] - q) // 2
         kinds = [f"bf16[1, {s}, {n // each}, {each}]" for n in (q, keys, keys)]
         outs = ", ".join(f"{p}_{i} := {kind}" for p, kind in zip(parts, kinds, strict=True))
-        flat = ", ".join(f"{p}_{i}.view({s}, {n})" for p, n in zip(parts, (q, keys, keys)))
+        flat = ", ".join(
+            f"{p}_{i}.view({s}, {n})" for p, n in zip(parts, (q, keys, keys), strict=True)
+        )
         lines = [
             *self._gathered(dy, f"dyf_{i}"),
             _mm(f"dyf_{i}", turned("down"), f"da_{i}", act),

@@ -75,7 +75,9 @@ class Turns:
         wheres = {w.rank: w for s in sources for w in s.program.wheres(s.ranks)}
         if len(homes) < sum(len(source.ranks) for source in sources):
             return None  # a rank runs two Programs
-        return _Finder(homes, wheres).run(sources)
+        finder = _Finder(homes, wheres)
+        everyone = {rank for groups in finder.groups.values() for group in groups for rank in group}
+        return finder.run(sources) if everyone <= homes.keys() else None
 
     def carry(self, rank: int) -> Map:
         """A map that takes the rank which stands for this one to it, on `among`."""
@@ -84,14 +86,17 @@ class Turns:
             path.append(self._steps[path[-1]][0])
         while len(path) > 1:
             carried, (at, (_, step)) = self._carry[path.pop()], (path[-1], self._steps[path[-1]])
-            self._carry[at] = {one: step[to] for one, to in carried.items()}
+            self._carry[at] = dict(
+                zip(carried, map(step.__getitem__, carried.values()), strict=True)
+            )
         return self._carry[rank]
 
     def back(self, rank: int) -> Map:
         """The map that takes this rank to the one that stands for it, on `among`."""
         found = self._back.get(rank)
         if found is None:
-            found = self._back[rank] = {to: at for at, to in self.carry(rank).items()}
+            carried = self.carry(rank)
+            found = self._back[rank] = dict(zip(carried.values(), carried, strict=True))
         return found
 
     def told(self) -> Symmetry:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import itemgetter
 
 from interlace.ir.order import Channel, Meetings, Queue, Slot, TeamKey
@@ -55,9 +56,7 @@ class Carried:
 class FoldedGraph(HappensBefore):
     """Nodes of ranks that stand for others: Note [Edges from other ranks]."""
 
-    afar: dict[int, list[tuple[int, int]]] = field(
-        default_factory=dict[int, list[tuple[int, int]]]
-    )
+    afar: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
     """Node -> what it comes after on other ranks: the node, and the rank."""
     carried: Mapping[int, Carried] = field(default_factory=dict[int, Carried])
     """By rank."""
@@ -142,33 +141,34 @@ class _Carrier(dict[int, Carried]):
         }
 
     def __missing__(self, rank: int) -> Carried:
-        ranks, carry, leads_back = self.chains, self.turns.carry(rank), self.turns.back(rank)
-        to = [chain for one in ranks for chain in self.chains[carry[one]]]
-        back = [chain for one in ranks for chain in self.chains[leads_back[one]]]
+        to, back = (self.renamed(by) for by in (self.turns.carry(rank), self.turns.back(rank)))
         pick = itemgetter(*back) if len(back) > 1 else tuple[int, ...]
-        made = self[rank] = Carried(tuple(to), tuple(back), pick)
+        made = self[rank] = Carried(to, back, pick)
         return made
+
+    def renamed(self, by: Mapping[int, int]) -> Base:
+        """What each chain becomes by a map of the ranks."""
+        ranks = map(by.__getitem__, self.chains)
+        return tuple(chain.from_iterable(map(self.chains.__getitem__, ranks)))
 
 
 class FoldedBuilder(GraphBuilder):
     """Builds a FoldedGraph; raises Unfit where ops do not match one to one."""
 
-    def __init__(
-        self, sources: Sequence[LoweredProgram], regions: Regions, turns: Turns
-    ) -> None:
+    def __init__(self, sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> None:
         self.regions, self.turns = regions, turns
         everywhere = {place.rank: place for place in places_of(sources)}
-        chain, among = 0, list[RankPlace]()
-        for rank in turns.among:
-            among.append(everywhere[rank])
-            among[-1].chain = chain
-            chain += len(among[-1].source.streams)
+        among = [everywhere[rank] for rank in turns.among]
+        num_chains = 0
+        for place in among:
+            place.chain = num_chains
+            num_chains += len(place.source.streams)
         self.everywhere = everywhere
         self.places = [everywhere[rank] for rank in turns.visited]
         self.ranks = {place.rank for place in self.places}
         self.meetings = Meetings[IssuedOp](among=frozenset(turns.among))
         self.num_runs = 0
-        self.graph: FoldedGraph = FoldedGraph(chain)
+        self.graph: FoldedGraph = FoldedGraph(num_chains)
         self.graph.carried = _Carrier(turns, among)
         self.heights = [0] * self.graph.num_chains
         self.exits: dict[int, int] = {}

@@ -132,7 +132,8 @@ def _unlike(cuts: Sequence[Cut], moving: Collection[str]) -> set[str]:
 class Axis:
     """What one dimension of a view is of its buffer's."""
 
-    size: Dim
+    size: int
+    """Of an axis whose size is not a number: -1."""
     of: tuple[int, ...]
     """The buffer's dimensions that it runs over."""
     lead: int | None
@@ -144,7 +145,7 @@ class Axis:
 def _cuts(view: View, buffer: Buffer, program: Program) -> list[Cut] | None:
     """What a view takes of each dimension of its buffer; None where a chunk by rank is of none."""
     cuts = [Cut() for _ in buffer.shape]
-    axes = [Axis(size, (dim,), dim) for dim, size in enumerate(buffer.shape)]
+    axes = [Axis(_number(size), (dim,), dim) for dim, size in enumerate(buffer.shape)]
 
     def narrow(axis: Axis) -> None:
         for dim in axis.of:
@@ -154,22 +155,22 @@ def _cuts(view: View, buffer: Buffer, program: Program) -> list[Cut] | None:
         match step:
             case Chunk(index=index, parts=parts, dim=dim):
                 axis, level = axes[dim], _level(index, parts, program)
-                size = axis.size // level[1] if level and isinstance(axis.size, int) else None
+                size = axis.size // level[1] if level and axis.size >= 0 else -1
                 whole = axis.lead is not None and not any(cuts[at].narrowed for at in axis.of)
                 if level is None:
                     if isinstance(index, RankIndex):
                         return None
                     narrow(axis)
-                elif not whole or (axis.unit > 1 and (size is None or size % axis.unit)):
+                elif not whole or (axis.unit > 1 and (size < 0 or size % axis.unit)):
                     return None
                 else:
                     assert axis.lead is not None
                     cuts[axis.lead].levels += (level,)
-                axes[dim] = replace(axis, size=-1 if size is None else size)
+                axes[dim] = replace(axis, size=size)
             case Slice(dim=dim, start=start, stop=stop):
                 narrow(axes[dim])
-                known = isinstance(start, int) and isinstance(stop, int)
-                axes[dim] = replace(axes[dim], size=stop - start if known else -1)
+                ends = _number(start), _number(stop)
+                axes[dim] = replace(axes[dim], size=-1 if -1 in ends else ends[1] - ends[0])
             case Select(dim=dim):
                 narrow(axes[dim])
                 del axes[dim]
@@ -181,7 +182,7 @@ def _cuts(view: View, buffer: Buffer, program: Program) -> list[Cut] | None:
                 more = len(sizes) - len(axes)
                 new = [Axis(1, (), None) for _ in range(more)]
                 axes = [
-                    axis if size == -1 else replace(axis, size=size)
+                    axis if size == -1 else replace(axis, size=_number(size))
                     for axis, size in zip([*new, *axes], sizes, strict=True)
                 ]
             case Cast():
@@ -196,13 +197,12 @@ def _reshaped(axes: Sequence[Axis], sizes: Sequence[Int]) -> list[Axis]:
     match. Of several new ones for an old one, the first has its chunks; the one new of several old
     ones has those of the first. Where sizes are not known, nothing is."""
     every = tuple(dim for axis in axes for dim in axis.of)
-    old = [axis.size for axis in axes]
-    if not all(isinstance(size, int) and size >= 0 for size in old):
+    asked = [size if isinstance(size, int) else None for size in sizes]
+    total = prod([axis.size for axis in axes])
+    known = prod([size for size in asked if size is not None and size != -1])
+    if None in asked or total < 1 or any(axis.size < 0 for axis in axes):
         return [Axis(-1, every, None) for _ in sizes]
-    total, known = prod(old), prod([size for size in sizes if size != -1])
-    if not isinstance(known, int) or not total:
-        return [Axis(-1, every, None) for _ in sizes]
-    new = [size if size != -1 else total // known for size in sizes]
+    new = [total // known if size == -1 else size for size in asked if size is not None]
     found: list[Axis] = []
     left = [axis for axis in axes if axis.size != 1]
     ones = tuple(dim for axis in axes if axis.size == 1 for dim in axis.of)
@@ -230,6 +230,10 @@ def _reshaped(axes: Sequence[Axis], sizes: Sequence[Int]) -> list[Axis]:
         found += [Axis(size, of, None) for size in group[1:]]
         at = end
     return found
+
+
+def _number(size: Dim) -> int:
+    return size if isinstance(size, int) else -1
 
 
 def _level(index: Index, parts: int | str, program: Program) -> Level | None:
