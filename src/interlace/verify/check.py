@@ -89,9 +89,7 @@ def _no_collections() -> Generator[None]:
             gc.enable()
 
 
-def _check_class(
-    listed: Sequence[Program], runs: int, in_order: bool, unroll: bool
-) -> Report:
+def _check_class(listed: Sequence[Program], runs: int, in_order: bool, unroll: bool) -> Report:
     """A check of a class of sizes, where Programs have named ones."""
     again = partial(_check, runs=runs, in_order=in_order, unroll=unroll)
     named = {pair for program in listed for pair in program.sizes.values.items()}

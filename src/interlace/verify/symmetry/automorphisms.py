@@ -71,6 +71,9 @@ class Turns:
     @classmethod
     def of(cls, sources: Sequence[LoweredProgram]) -> Turns | None:
         """What can be folded of a set that runs together; None where that is nothing."""
+        for source in sources:
+            if any(source.program.team(name).size > MOST for name, _ in _ends(source)):
+                return None
         homes = {rank: source for source in sources for rank in source.ranks}
         wheres = {w.rank: w for s in sources for w in s.program.wheres(s.ranks)}
         if len(homes) < sum(len(source.ranks) for source in sources):
