@@ -30,7 +30,9 @@ from interlace.verify import check
 HEAD = ("pass", "ranks", "ops", "rounds", "least_ms", "median_ms", "most_ms")
 BARS_MS = {
     "validate": 5000,
-    "check": 500,
+    "check": 100,
+    "check, 8 times as many ops": 1500,
+    "check, 1,024 ranks": 5000,
     "check, a Program for each rank": 500,
     "check, runs unrolled": 1500,
     "check, a deadlock": 2000,
@@ -140,6 +142,9 @@ class Work:
 def works(size: int) -> list[Work]:
     """All passes, over Programs of about `size` ops: of all ranks, where each has its own."""
     deep = layers(max(2, size * 27 // 10_000))
+    deeper = layers(max(2, size * 213 // 10_000))
+    wide = layers(1, max(16, size * 1024 // 10_000))
+    num_ranks = len(wide.world)
     ranks = [deep.instantiate(rank) for rank in range(8)]
     faulty = lacking_a_notify(deep)
     long, two, many = chain(size // 2), two_streams(size // 4), reductions(size)
@@ -147,6 +152,8 @@ def works(size: int) -> list[Work]:
     return [
         Work("validate", 8, len(many.ops), lambda: validate(many)),
         Work("check", 8, whole, lambda: check(deep)),
+        Work("check, 8 times as many ops", 8, 8 * len(deeper.ops), lambda: check(deeper)),
+        Work("check, 1,024 ranks", num_ranks, num_ranks * len(wide.ops), lambda: check(wide)),
         Work("check, a Program for each rank", 8, whole, lambda: check(ranks)),
         Work("check, runs unrolled", 8, whole, lambda: check(deep, runs=3, unroll=True)),
         Work("check, a deadlock", 8, whole - 8, lambda: check(faulty)),

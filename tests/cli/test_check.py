@@ -37,7 +37,8 @@ def run(*args: str) -> tuple[int, str, str]:
 
 
 def test_sound(write) -> None:
-    assert run("check", write(SOUND)) == (0, "sound (2 ranks, 24 ops, _ ms)\n", "")
+    said = "sound (2 ranks by symmetry of tp: 1 visited, 24 ops, _ ms)\n"
+    assert run("check", write(SOUND)) == (0, said, "")
 
 
 def test_unsound_shows_the_counterexample_and_the_fix(write) -> None:
@@ -65,15 +66,16 @@ def test_json_is_a_report(write) -> None:
 @pytest.mark.parametrize(("world", "ops"), [(2, 24), (4, 48), (6, 72)])
 def test_a_larger_world_holds_copies(write, world: int, ops: int) -> None:
     code, out, _ = run("check", write(SOUND), "--world", str(world))
-    assert (code, out) == (0, f"sound ({world} ranks, {ops} ops, _ ms)\n")
+    teams = "tp" if world == 2 else "copies and tp"
+    said = f"sound ({world} ranks by symmetry of {teams}: 1 visited, {ops} ops, _ ms)\n"
+    assert (code, out) == (0, said)
 
 
 @pytest.mark.parametrize(("size", "ranks"), [("tp=3", 3), ("tp=7", 7), ("dp=2,tp=4", 8)])
 def test_mesh_sizes_teams_and_adds_axes(write, size: str, ranks: int) -> None:
-    assert (
-        run("check", write(RING), "--mesh", size)[1]
-        == f"sound ({ranks} ranks, {ranks} ops, _ ms)\n"
-    )
+    teams = " and ".join(re.findall(r"[a-z]+", size))
+    said = f"sound ({ranks} ranks by symmetry of {teams}: 1 visited, {ranks} ops, _ ms)\n"
+    assert run("check", write(RING), "--mesh", size)[1] == said
 
 
 def test_mesh_resizes_chunks_of_the_team(write) -> None:

@@ -216,7 +216,7 @@ def test_explain_a_hand_written_schedule(tmp_path: Path) -> None:
         *("3.000", "ms", "2.000", "ms", "1.50x  it is faster"),
     ]
     assert lines[3] == "decompose (site 7): why not"
-    assert lines[-1].startswith("sound (2 ranks, 24 ops")
+    assert lines[-1].startswith("sound (2 ranks by symmetry of tp: 1 visited, 24 ops")
     data = json.loads(run("explain", str(path), "--json"))
     assert data["verdict"] == "sound"
     assert data["programs"][0]["sites"][0]["predicted_ms"] == 2.0

@@ -298,7 +298,9 @@ MESH = """def both(dp: Team[[0, 2], [1, 3]], tp: Team[[0, 1], [2, 3]], x: f32[4]
 def on_a_mesh(how: str) -> Outcome:
     """Runs whose two axes span hosts; rank 3 does not come to the second, or stalls in it."""
     me, stalls = dist.get_rank(), threading.Event()
-    made = {name: [dist.new_group(ranks) for ranks in of] for name, of in MESH_GROUPS.items()}
+    made: dict[str, list[Any]] = {
+        name: [dist.new_group(ranks) for ranks in of] for name, of in MESH_GROUPS.items()
+    }
     groups = {name: made[name][place[me]] for name, place in MESH_PLACES.items()}
 
     def before(rank: int, index: int, op: object) -> None:

@@ -207,7 +207,7 @@ def stages_that_list_their_teams_in_another_order() -> Outcome:
     main: {second}
     return y
 """)
-    given = dict(zip("ab", groups, strict=True))
+    given: Any = dict(zip("ab", groups, strict=True))
     executor = Executor(stage, groups=given, options=Options(time_out_s=10))
 
     def runs() -> list[float]:

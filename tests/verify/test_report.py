@@ -113,7 +113,8 @@ def test_json_has_a_stable_shape() -> None:
     data = json.loads(json.dumps(report.to_json()))
     assert data["schema"] == SCHEMA == 1
     assert set(data) == {
-        "schema", "sound", "num_ranks", "num_ops", "seconds", "num_left_out", "sizes", "findings",
+        "schema", "sound", "num_ranks", "num_ops", "num_visited", "symmetry", "seconds",
+        "num_left_out", "sizes", "findings",
     }  # fmt: skip
     assert data["sound"] is False
     assert (data["num_ranks"], data["num_ops"]) == (4, 84)

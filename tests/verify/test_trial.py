@@ -28,7 +28,7 @@ def parsed(text: str) -> list[Program]:
     programs = parse_set(text, file="trial")
     for program in programs:
         validate(program)
-    return programs
+    return list(programs)
 
 
 def kinds(report: Report) -> set[str]:

@@ -180,6 +180,7 @@ def calibrate_work(given: CalibrationSettings, ranks: Ranks, tell: Tell) -> Row 
         text = Path(found["calibration"]).read_text() if found["calibration"] else ""
         (text, *_) = [note["text"] for note in ranks.exchange({"text": text})]
         if ranks.me and text and any(ranks.me == members[0] for members in ranks.hosts):
-            Path(links.calibration).write_text(text)
-            return found | {"calibration": links.calibration}
+            path = str(links.calibration)
+            Path(path).write_text(text)
+            return found | {"calibration": path}
     return None if ranks.me else found

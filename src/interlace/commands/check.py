@@ -1,7 +1,7 @@
 """`interlace check FILE`: whether a schedule can go wrong, and how.
 
 $ interlace check ring.ilc --world 8
-sound (8 ranks, 168 ops, 12 ms)
+sound (8 ranks by symmetry of tp: 1 visited, 168 ops, 2 ms)
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def check(
     json: Json = False,
 ) -> None:
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
+
+    Ranks that are proved to do the same at their places are visited once; the first line says so.
 
     Ends with code 0 if the schedule is sound, with 1 and the counterexample if it is not, with 2 if
     it cannot be read, and with 70 for a fault of Interlace.

@@ -37,7 +37,8 @@ ops, and must agree with it on hundreds of random programs in every test run.
 
 Reading order: happens_before/ (the order), accesses/ (races and lifetimes), in_place.py (one op
 alone), scales.py (FP8), deadlock.py, matching.py, explain.py, uneven.py and report.py (findings),
-fixing/ (fixes), check.py; then oracle/. reuse.py (takes of slots that may share memory).
+fixing/ (fixes), symmetry/ (few ranks stand for all), check.py; then oracle/. reuse.py (takes of
+slots that may share memory).
 """
 
 from interlace.verify.check import check

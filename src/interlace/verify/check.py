@@ -8,8 +8,10 @@ True
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -31,6 +33,8 @@ from interlace.verify.in_place import in_place
 from interlace.verify.matching import disagreements, mismatches, shared_names
 from interlace.verify.report import Report
 from interlace.verify.scales import scales
+from interlace.verify.symmetry.automorphisms import Turns
+from interlace.verify.symmetry.fold import certified
 from interlace.verify.uneven import Uneven
 
 T = TypeVar("T")
@@ -52,6 +56,8 @@ def check(
     """Checks Programs that run together, over `runs` runs in a row that no barrier joins.
 
     An SPMD Program stands for all of its ranks; a sequence is a set that covers disjoint ranks.
+    Of ranks that do the same at their places one is visited, and the report names these teams; if
+    anything is found, or ranks cannot be proved alike, all are (semantics.md).
     `in_order` checks the twin that runs all ops of a rank on one stream, in list order. `unroll`
     visits all runs even where the first stands for all of them (build.py says when); the verdict
     does not depend on it.
@@ -65,8 +71,27 @@ def check(
     ProgramError where the rules of a Program are broken. A schedule that is unsound is no error:
     see `Report.sound`.
     """
-    listed = together(programs, "interlace.check")
-    again = partial(_check, runs=max(runs, 1), in_order=in_order, unroll=unroll)
+    with _no_collections():
+        listed = together(programs, "interlace.check")
+        return _check_class(listed, max(runs, 1), in_order, unroll)
+
+
+@contextmanager
+def _no_collections() -> Generator[None]:
+    """Nothing of the graph is garbage before the end, and what collections find takes longer than
+    the check: each looks through millions of nodes and edges."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _check_class(listed: Sequence[Program], runs: int, in_order: bool, unroll: bool) -> Report:
+    """A check of a class of sizes, where Programs have named ones."""
+    again = partial(_check, runs=runs, in_order=in_order, unroll=unroll)
     named = {pair for program in listed for pair in program.sizes.values.items()}
     if len(named) > len(dict(named)):
         return again([program.at(program.sizes.values) for program in listed])
@@ -92,6 +117,11 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
     began = time.perf_counter()
     regions = Regions()
     sources = [lower(program, regions, in_order, k) for k, program in enumerate(together)]
+    turns = None if unroll else Turns.of(sources)
+    if turns is not None and certified(sources, regions, turns):
+        num_ops = sum(len(source.items) * len(source.ranks) for source in sources)
+        seconds = time.perf_counter() - began
+        return Report((), num_ops, len(turns.first), seconds, symmetry=turns.told())
     _refuse_too_many_pairs(sources)
     builder = GraphBuilder(sources, regions)
     graph = builder.build(runs, unroll)
@@ -109,7 +139,7 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
     uneven = Uneven(builder, explainer)
     agreed = mismatches(builder, explainer)
     findings += disagreements(builder, explainer)
-    findings += in_place(builder, explainer)
+    findings += in_place(builder.places, regions, explainer)
     findings += scales(builder, sweep, explainer)
     agreed += deadlocks(builder, explainer)
     findings += [uneven.explained(finding) for finding in agreed]

@@ -297,22 +297,7 @@ def launch_order(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     would wait for each other: NCCL does so with those of a team; kernels of two teams may hold
     what the other needs.
     """
-    graph, spans = builder.graph, defaultdict[int, list[tuple[int, int]]](list)
-    queues = [mine for queue, mine in builder.meetings.queues.items() if _by_nccl(queue[1])]
-    ends = [at for both in builder.meetings.channels.values() for end in both for at in end]
-    ends = [at for at in ends if isinstance(op := at.item.op, Send | Recv) and _by_nccl(op.backend)]
-    if (len(queues) < 2 and not ends) or len(graph.order) < len(graph.preds):
-        return []
-    ends += [at for members in queues for mine in members.values() for at in mine]
-    for at in ends:
-        spans[at.frame.place.rank].append((at.begin, at.end))
-    blocks = dict(graph.blocks)
-    for mine in spans.values():
-        for (_, end), (begin, _) in pairwise(sorted(set(mine))):
-            blocks[begin] = [*blocks.get(begin, ()), end]
-    serial = replace(graph, blocks=blocks)
-    stuck = {*range(len(graph.preds))} - {*serial.sequence()}
-    steps = next(_circles(serial, stuck), list[CycleLink]())
+    steps = next(_circles(*launched_in_a_circle(builder)), list[CycleLink]())
     launched = [step.other for step in steps if step.part[0].place is step.other[0].place]
     if not launched:
         return []
@@ -331,6 +316,26 @@ def launch_order(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
             tuple(sorted({frame.place.rank for frame, _ in launched})),
         )
     ]
+
+
+def launched_in_a_circle(builder: GraphBuilder) -> tuple[HappensBefore, set[int]]:
+    """The graph if each rank ran its collectives and messages one after another, as listed; and
+    the nodes that could not finish then."""
+    graph, spans = builder.graph, defaultdict[int, list[tuple[int, int]]](list)
+    queues = [mine for queue, mine in builder.meetings.queues.items() if _by_nccl(queue[1])]
+    ends = [at for both in builder.meetings.channels.values() for end in both for at in end]
+    ends = [at for at in ends if isinstance(op := at.item.op, Send | Recv) and _by_nccl(op.backend)]
+    if (len(queues) < 2 and not ends) or len(graph.order) < len(graph.preds):
+        return graph, set()
+    ends += [at for members in queues for mine in members.values() for at in mine]
+    for at in ends:
+        spans[at.frame.place.rank].append((at.begin, at.end))
+    blocks = dict(graph.blocks)
+    for mine in spans.values():
+        for (_, end), (begin, _) in pairwise(sorted(set(mine))):
+            blocks[begin] = [*blocks.get(begin, ()), end]
+    serial = replace(graph, blocks=blocks)
+    return serial, {*range(len(graph.preds))} - {*serial.sequence()}
 
 
 def _by_nccl(backend: str | None) -> bool:

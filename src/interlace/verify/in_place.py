@@ -14,7 +14,7 @@ which the sweep finds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from interlace.ir.box import Box
 from interlace.ir.operators import is_pointwise
@@ -26,7 +26,6 @@ from interlace.ir.view import View
 from interlace.options import BACKENDS
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 from interlace.verify.report import Finding
@@ -44,15 +43,24 @@ Operand = tuple[Box, Int]
 """A box of a buffer, and where the buffer begins in its storage, in bytes."""
 
 
-def in_place(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
-    """A finding of kind `in-place` for each op whose operands share bytes as they may not."""
+def in_place(
+    places: Sequence[RankPlace],
+    regions: Regions,
+    explainer: Explainer,
+    visited: Collection[int] | None = None,
+) -> list[Finding]:
+    """A finding of kind `in-place` for each op whose operands share bytes as they may not.
+
+    Where the ranks that were `visited` stand for all, what lies in a rank's own part of a whole is
+    compared on all ranks, the rest on those.
+    """
     placed: dict[LoweredProgram, list[RankPlace]] = {}
-    for place in builder.places:
+    for place in places:
         placed.setdefault(place.source, []).append(place)
     return [
         finding
-        for source, places in placed.items()
-        for finding in _Finder(source, places, explainer, builder.regions).run()
+        for source, mine in placed.items()
+        for finding in _Finder(source, mine, explainer, regions, visited).run()
     ]
 
 
@@ -65,9 +73,11 @@ class _Finder:
         places: Sequence[RankPlace],
         explainer: Explainer,
         regions: Regions,
+        visited: Collection[int] | None,
     ) -> None:
         self.source = source
         self.places = places
+        self.visited = [one for one in places if visited is None or one.rank in visited]
         self.explainer = explainer
         self.regions = regions
         self.compiled = {region.name: region for region in source.program.regions}
@@ -140,7 +150,8 @@ class _Finder:
             alike = form != "own" and not any(
                 t.spot.by_rank or t.peer is not None or t.root_only for t in touches
             )
-            places = self.places[:1] if alike else self.places
+            places = self.places if form == "own" else self.visited
+            places = places[:1] if alike else places
             broken = [p.rank for p in places if self.broken(p.where, item, write, other, form)]
             if alike and broken:
                 broken = [place.rank for place in self.places]

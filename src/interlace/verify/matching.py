@@ -28,7 +28,7 @@ Difference = tuple[str, tuple[int, str], tuple[int, str]]
 
 def mismatches(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     """All findings of disagreement, and the remarks on signals that nobody awaits."""
-    matcher = _Matcher(builder, explainer)
+    matcher = Matcher(builder, explainer)
     matcher.collectives()
     matcher.messages()
     matcher.slots()
@@ -36,7 +36,9 @@ def mismatches(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     return matcher.findings
 
 
-class _Matcher:
+class Matcher:
+    """Compares what ranks say of what they meet in."""
+
     def __init__(self, builder: GraphBuilder, explainer: Explainer) -> None:
         self.builder = builder
         self.meetings = builder.meetings
@@ -341,7 +343,7 @@ def disagreements(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
         for number, version in enumerate(frame.place.source.versions):
             if version.registered:
                 slot = builder.slot(frame.place, number)
-                registered.setdefault(slot, {})[rank] = _facts(frame, version, builder.regions)
+                registered.setdefault(slot, {})[rank] = facts_of(frame, version, builder.regions)
     findings: list[Finding] = []
     for (team, name), has in registered.items():
         first, wanted = next(iter(has.items()))
@@ -372,7 +374,7 @@ def disagreements(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     return findings
 
 
-def _facts(frame: Frame, version: Version, regions: Regions) -> tuple[str, str]:
+def facts_of(frame: Frame, version: Version, regions: Regions) -> tuple[str, str]:
     """The kind of a parameter, and how its elements lie."""
     box = regions.at(version.spot, frame.place.where).box
     text = f"{box.dtype}{list(box.sizes)}"

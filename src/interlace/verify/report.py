@@ -142,6 +142,25 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Symmetry:
+    """Which ranks a check looked at for all: those of the folded teams do the same at their places.
+
+    That they do is proved before it is used; semantics.md says how.
+    """
+
+    visited: tuple[int, ...]
+    """The ranks that stand for all."""
+    folded: tuple[str, ...]
+    """The teams of which one rank stands for all."""
+    few: tuple[str, ...] = ()
+    """Those of them between two ranks of which order was worked out, and not between all."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The symmetry as plain data."""
+        return {each.name: list(getattr(self, each.name)) for each in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The outcome of a check."""
 
@@ -154,6 +173,13 @@ class Report:
     """Further faults that were found and are not listed; the search for races ends at 10,000."""
     sizes: SizeClass = FIXED
     """The sizes that it holds for, where Programs have named ones."""
+    symmetry: Symmetry | None = field(default=None, compare=False)
+    """Which ranks were looked at for all; None: every rank was."""
+
+    @property
+    def num_visited(self) -> int:
+        """The ranks that were looked at."""
+        return self.num_ranks if self.symmetry is None else len(self.symmetry.visited)
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -181,6 +207,8 @@ class Report:
             "sound": self.sound,
             "num_ranks": self.num_ranks,
             "num_ops": self.num_ops,
+            "num_visited": self.num_visited,
+            "symmetry": None if self.symmetry is None else self.symmetry.to_json(),
             "seconds": self.seconds,
             "num_left_out": self.num_left_out,
             "sizes": list(self.sizes.assumptions()),
@@ -188,7 +216,11 @@ class Report:
         }
 
     def __str__(self) -> str:
-        size = f"{self.num_ranks} ranks, {self.num_ops} ops, {self.seconds * 1e3:.0f} ms"
+        ranks = f"{self.num_ranks:,} ranks"
+        if self.symmetry is not None:
+            folded = " and ".join(filter(None, self.symmetry.folded))
+            ranks += f" by symmetry of {folded}: {self.num_visited:,} visited"
+        size = f"{ranks}, {self.num_ops} ops, {self.seconds * 1e3:.0f} ms"
         errors = len(self.errors) + self.num_left_out
         verdict = f"unsound: {errors} fault{'s' if errors != 1 else ''}" if errors else "sound"
         if errors >= MAX_FAULTS:

@@ -16,7 +16,7 @@ Note [What a message has]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from interlace.verify.accesses.sweep import Sweep
 from interlace.verify.explain import Explainer
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import Part
-from interlace.verify.happens_before.source import Item, Touch
+from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 from interlace.verify.report import Finding
 
 QUANTIZES = ("float8_rows", "float8_across", "float8_pair")
@@ -77,8 +77,7 @@ def scales(builder: GraphBuilder, sweep: Sweep, explainer: Explainer) -> list[Fi
     Where accesses race, what a block has is chance: there is no such finding then.
     """
     sources = {id(place.source): place.source for place in builder.places}.values()
-    steps = (step for source in sources for op in source.program.ops for step in op.steps)
-    if sweep.faults or not any(isinstance(op, Call) and _name(op) in BLOCKS for op in steps):
+    if sweep.faults or not takes_blocks(sources):
         return []
     found: dict[tuple[int, int], dict[int, tuple[Part, ScaleBlock]]] = {}
     for part, block in _Walk(builder, sweep).run():
@@ -86,6 +85,12 @@ def scales(builder: GraphBuilder, sweep: Sweep, explainer: Explainer) -> list[Fi
         of_op = found.setdefault((place.source.number, item.place), {})
         of_op.setdefault(place.rank, (part, block))
     return [_finding(explainer, dict(sorted(by_rank.items()))) for by_rank in found.values()]
+
+
+def takes_blocks(sources: Iterable[LoweredProgram]) -> bool:
+    """Whether some call multiplies rows of FP8 in blocks."""
+    steps = (step for source in sources for op in source.program.ops for step in op.steps)
+    return any(isinstance(op, Call) and _name(op) in BLOCKS for op in steps)
 
 
 class _Walk:

@@ -55,6 +55,10 @@ class Regions:
 
     def __init__(self) -> None:
         self._keys: dict[object, int] = {}
+        self._spots: dict[
+            tuple[Table, ...],
+            dict[tuple[object, ...], tuple[int, tuple[RankIndex | TableEntry, ...]]],
+        ] = {}
         self._found: dict[tuple[Int, ...], ByteRegion] = {}
         self._interned: dict[tuple[Box, Box], ByteRegion] = {}
         self._overlaps: dict[tuple[ByteRegion, ByteRegion], bool] = {}
@@ -62,13 +66,23 @@ class Regions:
 
     def spot(self, view: View, buffer: Buffer, tables: tuple[Table, ...]) -> Spot:
         """The view, ready to be resolved on any rank."""
+        geometry = (buffer.shape, buffer.strides, buffer.dtype, view.steps)
+        alike = self._spots.setdefault(tables, {})
+        found = alike.get(geometry)
+        if found is None:
+            found = alike[geometry] = self._new_spot(view, buffer, tables)
+        return Spot(view, buffer, *found)
+
+    def _new_spot(
+        self, view: View, buffer: Buffer, tables: tuple[Table, ...]
+    ) -> tuple[int, tuple[RankIndex | TableEntry, ...]]:
         by_rank = varying(view, buffer)
         named = any(isinstance(value, TableEntry) for value in by_rank) or any(
             isinstance(step, Chunk) and isinstance(step.parts, str) for step in view.steps
         )
         identity = (buffer.shape, buffer.strides, buffer.dtype, view.steps, tables if named else ())
         key = self._keys.setdefault(identity, len(self._keys))
-        return Spot(view, buffer, key, by_rank)
+        return key, by_rank
 
     def at(self, spot: Spot, where: Where) -> ByteRegion:
         """The region of a spot on one rank."""

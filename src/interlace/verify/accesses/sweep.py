@@ -120,7 +120,7 @@ class Sweep:
             slot = self.slot(frame, number)
             content = self._copy(slot, take, rank, version, size)
             return BufferLife(version, content, 0, [], slot, take, alloc)
-        memory = self._arena(frame, version.storage) if version.shared else Memory()
+        memory = self._memory(frame, version)
         content = Content(buffer.name, size, memory, buffer.kind == "input", rank, {})
         return BufferLife(version, content, buffer.offset if version.shared else 0, [])
 
@@ -146,16 +146,24 @@ class Sweep:
         rank = where.member(touch.team).ranks[where.index(touch.peer)]
         return self._copy(life.slot, life.take, rank, life.version, life.content.size)
 
+    def _memory(self, frame: Frame, version: Version) -> Memory:
+        """Where the bytes of a buffer are that no peer reaches."""
+        return self._arena(frame, version.storage) if version.shared else Memory()
+
     def _arena(self, frame: Frame, storage: str) -> Memory:
         found = self._arenas.get((frame, storage))
         if found is None:
-            bounds: set[Int] = set()
-            for version in frame.place.source.versions:
-                if version.shared and version.storage == storage:
-                    whole = self.regions.at(version.spot, frame.place.where)
-                    bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
-            found = self._arenas[frame, storage] = Memory(sorted(bounds))
+            found = self._arenas[frame, storage] = Memory(self._bounds(frame, storage))
         return found
+
+    def _bounds(self, frame: Frame, storage: str) -> list[Int]:
+        """Where buffers of a storage begin and end."""
+        bounds: set[Int] = set()
+        for version in frame.place.source.versions:
+            if version.shared and version.storage == storage:
+                whole = self.regions.at(version.spot, frame.place.where)
+                bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
+        return sorted(bounds)
 
     def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
         where = frame.place.where
@@ -172,12 +180,17 @@ class Sweep:
         )
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
+        self._compare(entry, offset)
+
+    def _compare(self, entry: ByteAccess, offset: Int) -> None:
+        """Compares an access with those of the same memory, and keeps it."""
+        content, region = entry.content, entry.region
         for cell in content.memory.within(entry.lo, entry.hi):
-            if touch.write:
+            if entry.write:
                 self._write(cell, entry, offset)
             else:
                 self._read(cell, entry)
-        if touch.write:
+        if entry.write:
             if not entry.by_caller:
                 content.write(region)
         elif not content.full and not content.holds(region, self.regions):

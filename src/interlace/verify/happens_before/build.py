@@ -30,7 +30,7 @@ class GraphBuilder:
 
     def __init__(self, sources: Sequence[LoweredProgram], regions: Regions) -> None:
         self.regions = regions
-        self.places = _places(sources)
+        self.places = places_of(sources)
         self.ranks = {place.rank for place in self.places}
         self.meetings = Meetings[IssuedOp]()
         self.num_runs = 0
@@ -304,7 +304,8 @@ class _FrameBuilder:
         self.put(end, item)
 
 
-def _places(sources: Sequence[LoweredProgram]) -> list[RankPlace]:
+def places_of(sources: Sequence[LoweredProgram]) -> list[RankPlace]:
+    """The ranks of all Programs, each with chains of its own."""
     places: list[RankPlace] = []
     chain = 0
     seen: dict[int, LoweredProgram] = {}

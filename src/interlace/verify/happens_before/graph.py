@@ -94,6 +94,10 @@ class Clock(NamedTuple):
     since: dict[int, int]
 
 
+Arrival = tuple[Clock, int, int]
+"""A node that another comes after: its clock, its chain and its position there."""
+
+
 @dataclass(slots=True, eq=False)
 class HappensBefore:
     """Nodes by number, each with its predecessors and the op that it is a point of."""
@@ -144,7 +148,15 @@ class HappensBefore:
             known = self.clocks[before[-1]] if before else start
             alone = len(before) == 1 and self.chain[before[-1]] == self.chain[node]
             shares = not before or alone or node in self.after_meeting
-            self.clocks[node] = known if shares else self._joined(before)
+            self.clocks[node] = known if shares else self._joined(self._arrivals(before))
+
+    def _arrivals(self, before: list[int]) -> list[Arrival]:
+        """What a node after these comes to know."""
+        return [
+            (clock, self.chain[node], self.pos[node])
+            for node in before
+            if (clock := self.clocks[node]) is not None
+        ]
 
     def sequence(self) -> list[int]:
         """The nodes that can finish, in an order in which they can."""
@@ -164,14 +176,13 @@ class HappensBefore:
                     order.append(other)
         return order
 
-    def _joined(self, before: list[int]) -> Clock:
+    def _joined(self, arrivals: list[Arrival]) -> Clock:
         """The clock after several nodes: their clocks, and the nodes themselves."""
-        clocks = {id(clock): clock for node in before if (clock := self.clocks[node]) is not None}
+        clocks = {id(clock): clock for clock, _, _ in arrivals}
         bases = {id(clock.base): clock.base for clock in clocks.values()}
         base = self._joined_base(list(bases.values()))
         since: dict[int, int] = {}
-        for node in before:
-            chain, position = self.chain[node], self.pos[node]
+        for _, chain, position in arrivals:
             if chain >= 0 and position > base[chain] and position > since.get(chain, 0):
                 since[chain] = position
         for clock in clocks.values():

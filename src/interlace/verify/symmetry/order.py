@@ -1,0 +1,313 @@
+"""The happens-before graph of the ranks that stand for all others.
+
+Note [Edges from other ranks]
+    A node stands for the same op on every rank that its rank stands for. What comes before it on
+    another rank is the node of the rank that stands for that one, and the other rank: its clock
+    there is the clock here with the chains renamed, as the map that carries the one rank to the
+    other renames the ranks (automorphisms.py). A clock has a place for each rank of `Turns.among`.
+
+Note [A circle of nodes is a circle of ops]
+    Follow a circle of nodes from an op: it leads to the same op on a rank that some map of finite
+    order carries this one to. Follow it as often as that order, and it leads back to the op itself.
+    So all nodes have an order exactly if all ops of all ranks have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
+
+from interlace.ir.order import Channel, Meetings, Queue, Slot, TeamKey
+from interlace.verify.accesses.regions import Regions
+from interlace.verify.happens_before.build import GraphBuilder, places_of
+from interlace.verify.happens_before.graph import (
+    Arrival,
+    Clock,
+    Frame,
+    HappensBefore,
+    IssuedOp,
+    RankPlace,
+)
+from interlace.verify.happens_before.source import LoweredProgram
+from interlace.verify.symmetry.automorphisms import Turns
+
+Base = tuple[int, ...]
+
+
+class Unfit(Exception):
+    """Something is not as it has to be for a fold: all ranks have to be looked at."""
+
+
+@dataclass(slots=True, eq=False)
+class Carried:
+    """How the map that carries a rank's representative to it renames chains."""
+
+    to: Base
+    """The chain that each becomes."""
+    back: Base
+    """The chain that becomes each."""
+    rename: Callable[[Base], Base]
+    """Positions of chains, under the new names."""
+
+
+@dataclass(slots=True, eq=False)
+class FoldedGraph(HappensBefore):
+    """Nodes of ranks that stand for others: Note [Edges from other ranks]."""
+
+    afar: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
+    """Node -> what it comes after on other ranks: the node, and the rank."""
+    carried: Mapping[int, Carried] = field(default_factory=dict[int, Carried])
+    """By rank."""
+    copies: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """Of a node on a rank that another stands for: a node that is compared with others alone."""
+    originals: dict[int, tuple[int, Carried]] = field(
+        default_factory=dict[int, tuple[int, Carried]]
+    )
+    """By such a node: what it is a copy of."""
+    renamed: dict[tuple[int, int], Base] = field(default_factory=dict[tuple[int, int], Base])
+    """By the id of a base (which `held` keeps alive) and rank."""
+    held: list[Base] = field(default_factory=list[Base])
+
+    def awaited(self, node: int) -> list[int]:
+        before = HappensBefore.awaited(self, node)
+        if node in self.afar:
+            return [*before, *(other for other, _ in self.afar[node])]
+        return before
+
+    def solve(self) -> None:
+        """Fills `order` and `clocks`. Raises Unfit where something cannot finish."""
+        self.order, self.clocks = self.sequence(), [None] * len(self.preds)
+        if len(self.order) < len(self.preds):
+            raise Unfit("something waits in a circle")
+        start = Clock((0,) * self.num_chains, {})
+        for node in self.order:
+            before, afar = self.preds[node], self.afar.get(node, ())
+            known = self.clocks[before[-1]] if before else start
+            alone = len(before) == 1 and self.chain[before[-1]] == self.chain[node]
+            if node in self.after_meeting or (not afar and (not before or alone)):
+                self.clocks[node] = known
+                continue
+            arrivals = HappensBefore._arrivals(self, before)
+            arrivals += [self.arrival(other, rank) for other, rank in afar]
+            self.clocks[node] = self._joined(arrivals)
+
+    def arrival(self, node: int, rank: int) -> Arrival:
+        """A node, as it is on a rank that its own stands for."""
+        clock, chain, position = self.clocks[node], self.chain[node], self.pos[node]
+        assert clock is not None
+        carried = self.carried[rank]
+        base = self.renamed.get((id(clock.base), rank))
+        if base is None:
+            base = carried.rename(clock.base)
+            self.renamed[id(clock.base), rank] = base
+            self.held += [clock.base, base]
+        since = {carried.to[one]: reached for one, reached in clock.since.items()}
+        return Clock(base, since), carried.to[chain] if chain >= 0 else -1, position
+
+    def copy(self, node: int, rank: int) -> int:
+        """A node for an op of this node's rank as it is on another."""
+        if self.carried[rank].to[self.chain[node]] == self.chain[node]:
+            return node
+        made = self.copies.get((node, rank))
+        if made is None:
+            made = self.copies[node, rank] = self.add()
+            carried = self.carried[rank]
+            self.chain[made], self.pos[made] = carried.to[self.chain[node]], self.pos[node]
+            self.originals[made] = node, carried
+        return made
+
+    def before(self, one: int, other: int) -> bool:
+        at = self.chain[one]
+        if self.chain[other] == at:
+            return self.pos[one] < self.pos[self.begins.get(other, other)]
+        if other in self.originals:
+            other, carried = self.originals[other]
+            at = carried.back[at]
+        clock = self.clocks[self.begins.get(other, other)]
+        assert clock is not None
+        return clock.since.get(at, clock.base[at]) >= self.pos[one]
+
+
+class _Carrier(dict[int, Carried]):
+    """Makes the renaming for each rank when it is first asked for."""
+
+    def __init__(self, turns: Turns, among: Sequence[RankPlace]) -> None:
+        self.turns = turns
+        self.chains = {
+            place.rank: range(place.chain, place.chain + len(place.source.streams))
+            for place in among
+        }
+
+    def __missing__(self, rank: int) -> Carried:
+        to, back = (self.renamed(by) for by in (self.turns.carry(rank), self.turns.back(rank)))
+        pick = itemgetter(*back) if len(back) > 1 else tuple[int, ...]
+        made = self[rank] = Carried(to, back, pick)
+        return made
+
+    def renamed(self, by: Mapping[int, int]) -> Base:
+        """What each chain becomes by a map of the ranks."""
+        ranks = map(by.__getitem__, self.chains)
+        return tuple(chain.from_iterable(map(self.chains.__getitem__, ranks)))
+
+
+class FoldedBuilder(GraphBuilder):
+    """Builds a FoldedGraph; raises Unfit where ops do not match one to one."""
+
+    def __init__(self, sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> None:
+        self.regions, self.turns = regions, turns
+        everywhere = {place.rank: place for place in places_of(sources)}
+        among = [everywhere[rank] for rank in turns.among]
+        num_chains = 0
+        for place in among:
+            place.chain = num_chains
+            num_chains += len(place.source.streams)
+        self.everywhere = everywhere
+        self.places = [everywhere[rank] for rank in turns.visited]
+        self.ranks = {place.rank for place in self.places}
+        self.meetings = Meetings[IssuedOp](among=frozenset(turns.among))
+        self.num_runs = 0
+        self.graph: FoldedGraph = FoldedGraph(num_chains)
+        self.graph.carried = _Carrier(turns, among)
+        self.heights = [0] * self.graph.num_chains
+        self.exits: dict[int, int] = {}
+
+    def build(self, runs: int = 1, unroll: bool = False) -> FoldedGraph:
+        """The solved graph of one run, which stands for all."""
+        self._run()
+        if not self._balanced():
+            raise Unfit("what one rank does has no other end")
+        self._match()
+        self.graph.solve()
+        return self.graph
+
+    def first(self, rank: int) -> int:
+        """The rank that stands for another."""
+        return self.turns.first[rank]
+
+    def key(self, rank: int, team: str) -> TeamKey:
+        """The instance of a team that a rank is in, among those between which order is sought."""
+        return self.meetings.team(self.everywhere[rank].where, team)
+
+    def queue(self, queue: Queue, rank: int) -> list[IssuedOp]:
+        """What stands for the collectives of a member of the queue's team."""
+        first = self.first(rank)
+        found = self.meetings.queues.get((self.key(first, queue[0].name), queue[1]), {})
+        return found.get(first, [])
+
+    def takes(self, slot: Slot, rank: int) -> list[IssuedOp]:
+        """What stands for the takes of a slot by a member of its team."""
+        first = self.first(rank)
+        found = self.meetings.taken.get((self.key(first, slot[0].name), slot[1]), {})
+        return found.get(first, [])
+
+    def ends(self, channel: Channel, sends: bool) -> list[IssuedOp]:
+        """What stands for the sends or the receives of a channel."""
+        team, sender, receiver = channel
+        rank = sender if sends else receiver
+        first = self.first(rank)
+        here = [self.turns.back(rank)[one] for one in (sender, receiver)]
+        found = self.meetings.channels.get((self.key(first, team.name), here[0], here[1]))
+        return [] if found is None else found[0 if sends else 1]
+
+    def _balanced(self) -> bool:
+        met = self.meetings
+        for queue, members in [*met.queues.items()]:
+            counts = {len(self.queue(queue, rank)) for rank in queue[0].ranks}
+            if counts != {len(mine) for mine in members.values()} or len(counts) > 1:
+                return False
+        for slot, members in [*met.taken.items()]:
+            counts = {len(self.takes(slot, rank)) for rank in slot[0].ranks}
+            if counts != {len(mine) for mine in members.values()} or len(counts) > 1:
+                return False
+            for rank, taken in members.items():
+                if any((slot, n, rank) not in met.freed for n in range(len(taken))):
+                    return False
+        return all(
+            len(self.ends(channel, True)) == len(self.ends(channel, False))
+            for channel in [*met.channels]
+        )
+
+    def _link(self, node: int, other: int, rank: int) -> None:
+        """Puts a node after another, as that is on a rank."""
+        if self.first(rank) == rank:
+            self.graph.preds[node].append(other)
+        else:
+            self.graph.afar.setdefault(node, []).append((other, rank))
+
+    def _match(self) -> None:
+        met = self.meetings
+        for queue, members in [*met.queues.items()]:
+            standing = {rank: self.queue(queue, rank) for rank in queue[0].ranks}
+            for k in range(len(next(iter(members.values())))):
+                self._gather(k, standing, {rank: mine[k] for rank, mine in members.items()})
+        for channel in [*met.channels]:
+            self._pass(channel)
+        for slot, members in [*met.taken.items()]:
+            for n in range(2, len(next(iter(members.values())))):
+                meeting = self.graph.add()
+                for rank in slot[0].ranks:
+                    first = self.first(rank)
+                    own = self.key(first, slot[0].name), slot[1]
+                    self._link(meeting, met.freed[own, n - 2, first].end, rank)
+                for taken in members.values():
+                    self.graph.preds[taken[n].end].append(meeting)
+        for signal, run, value, at in met.awaited:
+            name, team, writer, reader = signal
+            first = self.first(writer)
+            here = name, self.key(first, team.name), first, self.turns.back(writer)[reader]
+            raised = met.raised.get((here, run), ())
+            notify = next((one for reached, one in raised if reached >= value), None)
+            if notify is None:
+                raise Unfit("a signal that nobody raises")
+            self._link(at.end, notify.end, writer)
+
+    def _gather(
+        self, k: int, standing: dict[int, list[IssuedOp]], come: dict[int, IssuedOp]
+    ) -> None:
+        """The k-th collective of a queue, of which all members come."""
+        graph = self.graph
+        meeting, others = graph.add(), list[int]()
+        gives: dict[int, bool] = {}
+        for rank, mine in standing.items():
+            at = mine[k]
+            if at.begin not in gives:
+                gives[at.begin] = self._has_part(at, False)
+            if gives[at.begin]:
+                self._link(meeting, at.begin, rank)
+            else:
+                others.append(at.begin)
+        if others:
+            graph.blocks[meeting] = others
+        for at in come.values():
+            if any(gives.values()) and self._has_part(at, True):
+                graph.preds[at.end].append(meeting)
+                if gives[at.begin]:
+                    graph.after_meeting.add(at.end)
+            else:
+                graph.blocks[at.end] = [meeting]
+
+    def _pass(self, channel: Channel) -> None:
+        """The messages from a rank to another, one of which is visited."""
+        graph, (_, sender, receiver) = self.graph, channel
+        sends, receives = self.ends(channel, True), self.ends(channel, False)
+        for send, recv in zip(sends, receives, strict=True):
+            if receiver in self.ranks:
+                if self._has_part(send, False):
+                    self._link(recv.end, send.begin, sender)
+                else:
+                    graph.blocks.setdefault(recv.end, []).append(send.begin)
+            if sender in self.ranks:
+                graph.blocks.setdefault(send.end, []).append(recv.begin)
+
+    def matched(self) -> Iterator[tuple[IssuedOp, int, IssuedOp, int]]:
+        """Each message: the send, the rank that it is on, the receive, and its rank."""
+        for channel in [*self.meetings.channels]:
+            sends, receives = self.ends(channel, True), self.ends(channel, False)
+            for send, recv in zip(sends, receives, strict=True):
+                yield send, channel[1], recv, channel[2]
+
+    def on(self, at: IssuedOp, rank: int) -> IssuedOp:
+        """An op as it is on a rank that its own stands for."""
+        return at._replace(frame=Frame(self.everywhere[rank], at.frame.run, at.frame.nodes))

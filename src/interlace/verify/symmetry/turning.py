@@ -1,0 +1,249 @@
+"""Whether what a Program touches of its buffers turns with the rank.
+
+    turning(sources, {"tp"})     # whether one rank's memory shows what every rank's does
+
+Note [Turning views]
+    Where ranks of a team stand for each other, each works in other bytes: rank 0 in `full[0]`, rank
+    1 in `full[1]`. Rank 1's memory is rank 0's with the chunks renamed, if every view of the buffer
+    is one whose bytes the renaming moves along: a chunk at a distance from the rank (and a part of
+    it), as many as the team has ranks; or all that there is along that dimension. Chunks of chunks
+    (`x[hosts.rank][tp.rank]`) are renamed level by level. What a fixed chunk or a slice takes does
+    not move, so a buffer with both does not turn.
+
+    A renaming keeps which boxes meet, and which cover another. It does not keep the hulls of boxes;
+    by those only buffers that share a storage are compared: Note [Buffers that share a storage] in
+    fold.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from interlace.ir.program import Program
+from interlace.ir.sizes import Int
+from interlace.ir.types import Buffer, Dim, Index, RankIndex
+from interlace.ir.view import (
+    AsStrided,
+    Cast,
+    Chunk,
+    Expand,
+    Permute,
+    Reshape,
+    Select,
+    Slice,
+    View,
+)
+from interlace.verify.accesses.regions import Spot
+from interlace.verify.happens_before.source import LoweredProgram, Version
+
+Level = tuple[str, int]
+"""A team whose rank counts the chunk, and how many there are."""
+Place = tuple[object, ...]
+"""A buffer, or a take of a slot."""
+
+
+@dataclass(slots=True)
+class Cut:
+    """What a view takes of one dimension of its buffer: a chunk of a chunk, and maybe less."""
+
+    levels: tuple[Level, ...] = ()
+    narrowed: bool = False
+    """Whether it takes less than the whole of its chunk."""
+
+
+def turning(sources: Sequence[LoweredProgram], moving: Collection[str]) -> frozenset[str]:
+    """The teams among the moving ones by which some buffer does not turn: Note [Turning views]."""
+    stuck: set[str] = set()
+    seen: set[tuple[int, frozenset[int]]] = set()
+    for spots, source in _by_place(sources, moving):
+        key = source.number, frozenset([spot.key for spot in spots])
+        if key in seen:
+            continue
+        seen.add(key)
+        buffers = {(spot.buffer.shape, spot.buffer.dtype) for spot in spots}
+        views = {spot.key: spot.view for spot in spots}.values()
+        by = {team for spot in spots for team in _teams(spot)} & {*moving}
+        plain = all(spot.buffer.strides is None for spot in spots)
+        cuts = [_cuts(view, spots[0].buffer, source.program) for view in views]
+        if not plain or len(buffers) > 1 or None in cuts:
+            stuck |= by
+            continue
+        for dim in zip(*(cut for cut in cuts if cut is not None), strict=True):
+            stuck |= _unlike(dim, moving)
+    return frozenset(stuck)
+
+
+def _spots(source: LoweredProgram) -> Iterator[tuple[Version, Spot]]:
+    """Every view that a Program touches, with its buffer."""
+    known: set[int] = set()
+    for item in (*source.items, source.exit):
+        for one in (item, *item.members):
+            for touch in one.touches:
+                if id(touch.spot) not in known:
+                    known.add(id(touch.spot))
+                    yield source.versions[touch.version], touch.spot
+
+
+def _by_place(
+    sources: Sequence[LoweredProgram], moving: Collection[str]
+) -> Iterator[tuple[list[Spot], LoweredProgram]]:
+    """The views of each buffer that has some which depend on a rank of these teams."""
+    found: dict[Place, tuple[list[Spot], LoweredProgram]] = {}
+    depend: set[Place] = set()
+    for source in sources:
+        take: dict[int, int] = {}
+        """Of each symmetric version: which take of its slot it is."""
+        count: dict[Place, int] = {}
+        for item in source.sequence:
+            if item.ordering.takes is not None and item.version >= 0:
+                version = source.versions[item.version]
+                slot = version.buffer.team, version.storage
+                take[id(version)] = count[slot] = count.get(slot, -1) + 1
+        for version, spot in _spots(source):
+            place: Place = (source.number, id(version))
+            if version.symmetric or version.registered:
+                place = version.buffer.team, version.storage, take.get(id(version), -1)
+            found.setdefault(place, ([], source))[0].append(spot)
+            if spot.by_rank and any(team in moving for team in _teams(spot)):
+                depend.add(place)
+    return (found[place] for place in depend)
+
+
+def _teams(spot: Spot) -> Iterator[str]:
+    """The teams whose ranks a view's chunks are counted from."""
+    return (index.team for index in spot.by_rank if isinstance(index, RankIndex))
+
+
+def _unlike(cuts: Sequence[Cut], moving: Collection[str]) -> set[str]:
+    """The moving teams by which one dimension does not turn."""
+    chain = max((cut.levels for cut in cuts), key=len, default=())
+    while chain and chain[-1][0] not in moving:
+        chain = chain[:-1]
+    for cut in cuts:
+        depth = min(len(cut.levels), len(chain))
+        if cut.levels[:depth] != chain[:depth] or (depth < len(chain) and cut.narrowed):
+            return {name for one in cuts for name, _ in one.levels} & {*moving}
+    return set()
+
+
+@dataclass(slots=True)
+class Axis:
+    """What one dimension of a view is of its buffer's."""
+
+    size: int
+    """Of an axis whose size is not a number: -1."""
+    of: tuple[int, ...]
+    """The buffer's dimensions that it runs over."""
+    lead: int | None
+    """The one of them whose chunks its chunks are; None: chunks of it are of none."""
+    unit: int = 1
+    """Elements of it for one of the leading dimension."""
+
+
+def _cuts(view: View, buffer: Buffer, program: Program) -> list[Cut] | None:
+    """What a view takes of each dimension of its buffer; None where a chunk by rank is of none."""
+    cuts = [Cut() for _ in buffer.shape]
+    axes = [Axis(_number(size), (dim,), dim) for dim, size in enumerate(buffer.shape)]
+
+    def narrow(axis: Axis) -> None:
+        for dim in axis.of:
+            cuts[dim].narrowed = True
+
+    for step in view.steps:
+        match step:
+            case Chunk(index=index, parts=parts, dim=dim):
+                axis, level = axes[dim], _level(index, parts, program)
+                size = axis.size // level[1] if level and axis.size >= 0 else -1
+                whole = axis.lead is not None and not any(cuts[at].narrowed for at in axis.of)
+                if level is None:
+                    if isinstance(index, RankIndex):
+                        return None
+                    narrow(axis)
+                elif not whole or (axis.unit > 1 and (size < 0 or size % axis.unit)):
+                    return None
+                else:
+                    assert axis.lead is not None
+                    cuts[axis.lead].levels += (level,)
+                axes[dim] = replace(axis, size=size)
+            case Slice(dim=dim, start=start, stop=stop):
+                narrow(axes[dim])
+                ends = _number(start), _number(stop)
+                axes[dim] = replace(axes[dim], size=-1 if -1 in ends else ends[1] - ends[0])
+            case Select(dim=dim):
+                narrow(axes[dim])
+                del axes[dim]
+            case Permute(dims=order):
+                axes = [axes[at] for at in order]
+            case Reshape(sizes=sizes):
+                axes = _reshaped(axes, sizes)
+            case Expand(sizes=sizes):
+                more = len(sizes) - len(axes)
+                new = [Axis(1, (), None) for _ in range(more)]
+                axes = [
+                    axis if size == -1 else replace(axis, size=_number(size))
+                    for axis, size in zip([*new, *axes], sizes, strict=True)
+                ]
+            case Cast():
+                axes[-1] = replace(axes[-1], size=-1)
+            case AsStrided():
+                return None
+    return cuts
+
+
+def _reshaped(axes: Sequence[Axis], sizes: Sequence[Int]) -> list[Axis]:
+    """The axes after a view of other sizes: runs of old and new ones that hold as many elements
+    match. Of several new ones for an old one, the first has its chunks; the one new of several old
+    ones has those of the first. Where sizes are not known, nothing is."""
+    every = tuple(dim for axis in axes for dim in axis.of)
+    asked = [size if isinstance(size, int) else None for size in sizes]
+    total = prod([axis.size for axis in axes])
+    known = prod([size for size in asked if size is not None and size != -1])
+    if None in asked or total < 1 or any(axis.size < 0 for axis in axes):
+        return [Axis(-1, every, None) for _ in sizes]
+    new = [total // known if size == -1 else size for size in asked if size is not None]
+    found: list[Axis] = []
+    left = [axis for axis in axes if axis.size != 1]
+    ones = tuple(dim for axis in axes if axis.size == 1 for dim in axis.of)
+    at = 0
+    while at < len(new):
+        if new[at] == 1:
+            found.append(Axis(1, ones, None))
+            at += 1
+            continue
+        run, count, group, end = [left.pop(0)], new[at], [new[at]], at + 1
+        while prod([axis.size for axis in run]) != count:
+            if prod([axis.size for axis in run]) < count:
+                run.append(left.pop(0))
+            else:
+                group.append(new[end])
+                count *= new[end]
+                end += 1
+        of = tuple(dim for axis in run for dim in axis.of)
+        lead, unit = run[0].lead, run[0].unit * prod([axis.size for axis in run[1:]])
+        if len(run) > 1 and len(group) > 1:
+            lead = None
+        if len(group) > 1 and run[0].unit > 1:
+            lead = None
+        found.append(Axis(group[0], of, lead, unit if len(group) == 1 else 1))
+        found += [Axis(size, of, None) for size in group[1:]]
+        at = end
+    return found
+
+
+def _number(size: Dim) -> int:
+    return size if isinstance(size, int) else -1
+
+
+def _level(index: Index, parts: int | str, program: Program) -> Level | None:
+    """The level of a chunk by rank, one of as many as the team has ranks; None for any other."""
+    if not isinstance(index, RankIndex):
+        return None
+    count = parts
+    if isinstance(count, str):
+        values = next(table.values for table in program.tables if table.name == count)
+        if len({*values}) > 1:
+            return None
+        count = len(values)
+    return (index.team, count) if count == program.team(index.team).size else None

@@ -1,0 +1,312 @@
+"""A fold's verdict is that of all ranks: on random programs, the schedules that the passes make and
+what is left of them without an op, at worlds of 2 to 8, on meshes, and for pipelines.
+
+`check(..., unroll=True)` folds nothing and unrolls three runs: the slow twin.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.passes.samples import KINDS, STRATEGIES
+from tests.verify.random_programs import Draw
+from tests.verify.random_sets import mutilate
+
+from interlace.bench.transformer.step import StepSettings, step_of
+from interlace.commands.files import on_mesh
+from interlace.errors import InterlaceError
+from interlace.ir import Collective, Expect, Program, Team, View, Wait, parse, parse_set
+from interlace.passes import run_pipeline
+from interlace.verify import Report, check
+from interlace.verify.accesses.regions import Regions
+from interlace.verify.happens_before.graph import HappensBefore
+from interlace.verify.happens_before.source import lower
+from interlace.verify.symmetry.automorphisms import Turns
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+
+
+def compared(programs: Sequence[Program]) -> Report:
+    """The report, once it is seen that all ranks, visited, have the same verdict."""
+    report, whole = check(programs), check(programs, unroll=True)
+    text = "\n".join(map(str, programs))
+    assert report.sound == whole.sound, f"{text}\n{report}\n{whole}"
+    assert report.kinds() == whole.kinds(), text
+    assert (report.num_ranks, report.num_ops) == (whole.num_ranks, whole.num_ops)
+    if report.symmetry is not None:
+        assert report.sound
+        assert not whole.findings, f"a fold left out\n{text}\n{whole}"
+    return report
+
+
+def can_fold(programs: Sequence[Program]) -> bool:
+    return Turns.of([lower(p, Regions(), number=k) for k, p in enumerate(programs)]) is not None
+
+
+def beside(program: Program, copies: int, rng: random.Random) -> Program:
+    """A random Program on a mesh of two axes, with a few collectives along the second."""
+    (tp, *others), size = program.teams, len(program.world)
+    moved = [
+        replace(
+            team,
+            groups=tuple(
+                tuple(copy * size + rank for rank in group)
+                for copy in range(copies)
+                for group in team.groups or ()
+            ),
+        )
+        for team in others
+    ]
+    ops = list(program.ops)
+    for _ in range(rng.randint(0, 2)):
+        x = View("x")
+        op = Collective(kind="all_reduce", src=x, dst=x, team="dp", reduce="sum", stream="main")
+        ops.insert(rng.randint(0, len(ops)), op)
+    return program.replace(teams=(Team("dp", copies), tp, *moved), ops=tuple(ops))
+
+
+def random_programs(seed: int, wanted: int, most: int) -> Iterator[list[Program]]:
+    """Random SPMD programs that can be folded: until as many were sound."""
+    rng, sound = random.Random(seed), 0
+    for _ in range(most):
+        if sound == wanted:
+            return
+        try:
+            program = Draw(rng, rng.choice((2, 3, 4, 5, 8))).program(rng.randint(2, 5))
+            if rng.random() < 0.2:
+                program = mutilate(program, rng)
+            if rng.random() < 0.4:
+                program = beside(program, rng.choice((2, 3, 4)), rng)
+            if not can_fold([program]):
+                continue
+            sound += check(program).symmetry is not None
+        except InterlaceError:
+            continue
+        yield [program]
+
+
+@pytest.mark.timeout(300)
+def test_random_programs(seed: int) -> None:
+    met = [compared(programs).symmetry is not None for programs in random_programs(seed, 8, 300)]
+    assert 3 < sum(met) < len(met)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_programs_20000(seed: int) -> None:
+    met = [compared(one).symmetry is not None for one in random_programs(seed, 20_000, 20_000)]
+    assert 200 < sum(met) < len(met)
+
+
+def mutants(program: Program, rng: random.Random, count: int) -> Iterator[Program]:
+    """The Program without one of its ops."""
+    places = [i for i, op in enumerate(program.ops) if not op.declares()]
+    for i in rng.sample(places, min(count, len(places))):
+        yield program.replace(ops=(*program.ops[:i], *program.ops[i + 1 :]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedules_and_their_mutants(kind: str, seed: int) -> None:
+    rng, unsound = random.Random(seed), 0
+    for name in rng.sample([*STRATEGIES], 4):
+        world = rng.randint(2, 8)
+        pipeline = f"find_sites,decompose{{{STRATEGIES[name]}}},schedule,plan_memory,insert_sync"
+        program = run_pipeline(KINDS[kind](world, "even", "f32", 0, 8).program, pipeline)
+        told_apart = name == "broadcast"  # its roots tell the ranks apart
+        assert compared([program]).num_visited == (world if told_apart else 1), f"{name}\n{program}"
+        for mutant in mutants(program, rng, 3):
+            unsound += not compared([mutant]).sound
+    assert unsound
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world", range(2, 9))
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_schedules_and_all_mutants(kind: str, world: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for name, strategy in STRATEGIES.items():
+        pipeline = f"find_sites,decompose{{{strategy}}},schedule,plan_memory,insert_sync"
+        program = run_pipeline(KINDS[kind](world, "even", "f32", 0, 8).program, pipeline)
+        assert compared([program]).num_visited == (world if name == "broadcast" else 1)
+        for mutant in mutants(program, rng, len(program.ops)):
+            compared([mutant])
+
+
+def goldens() -> list[Path]:
+    return [path for path in sorted(GOLDEN.rglob("*.ilc")) if path.parent.name != "passes"]
+
+
+def test_golden_files_on_other_worlds(seed: int) -> None:
+    rng, met = random.Random(seed), 0
+    for path in goldens():
+        programs = list(parse_set(path.read_text(), file=path.name))
+        axes = [team for team in programs[0].teams if team.groups is None]
+        if len(programs) == 1 and len(axes) == 1:
+            try:
+                programs = on_mesh(programs, world=None, mesh={axes[0].name: rng.randint(2, 8)})
+            except InterlaceError:
+                pass  # its views do not fit
+        try:
+            met += compared(programs).symmetry is not None
+            compared([*programs[:-1], *mutants(programs[-1], rng, 1)])
+        except InterlaceError:
+            continue
+    assert met
+
+
+AT_SOME_WORLDS = {
+    "what is two behind is two ahead of four alone": (
+        "main: copy(x, g[tp.rank])",
+        "main: notify(there, to=tp.rank + 2)",
+        "main: expect(there, tp.rank + 2)",
+        "main: get(g[tp.rank + 2], peer=tp.rank + 2)",
+        "main: barrier(team=tp)",
+    ),
+    "three behind is itself of three": (
+        "main: copy(x, g[tp.rank])",
+        "main: get(g[tp.rank + 3], y, peer=tp.rank + 3)",
+        "main: barrier(team=tp)",
+    ),
+    "four rows on is the same row of two or four": (
+        "main: barrier(team=tp)",
+        "main: record(a)",
+        "side: wait(a)",
+        "main: put(x, g[tp.rank], peer=tp.rank + 1)",
+        "side: put(x, g[tp.rank + 4], peer=tp.rank + 1)",
+        "side: record(b)",
+        "main: wait(b)",
+        "main: barrier(team=tp)",
+    ),
+}
+
+
+@pytest.mark.parametrize("lines", AT_SOME_WORLDS.values(), ids=AT_SOME_WORLDS)
+def test_faults_that_come_with_some_worlds(lines: Sequence[str]) -> None:
+    verdicts: set[bool] = set()
+    for world in range(2, 9):
+        body = "".join(f"    {line}\n" for line in lines)
+        program = parse(
+            f"def f(tp: Team[{world}], x: f32[2], y: f32[2]):\n"
+            f"    g = alloc(f32[{2 * world}], symmetric=tp)\n{body}    main: free(g)\n"
+        )
+        verdicts.add(compared([program]).sound)
+    assert verdicts == {True, False}
+
+
+ALONG_TWO = """
+def f(dp: Team[{dp}], tp: Team[4], x: f32[2], y: f32[2], z: f32[{dp}, 2], w: f32[8]):
+    full = alloc(f32[8], symmetric=tp)
+    main: copy(x, full[tp.rank])
+    main: notify(ready, to=tp.others)
+    main: expect(ready, tp.rank + 1)
+    main: get(full[tp.rank + 1], y, peer=tp.rank + 1)
+    main: record(a)
+    dps: wait(a)
+    dps: all_reduce(y, y, reduce="sum", team=dp)
+    dps: all_gather(y, z, team=dp)
+    dps: record(b)
+    main: wait(b)
+    main: copy(z[dp.rank].view(2), x)
+    main: barrier(team=tp)
+    main: free(full)
+"""
+
+
+def along_two(dp: int, leave_out: str = "") -> list[Program]:
+    lines = ALONG_TWO.format(dp=dp).splitlines()
+    text = "\n".join(line for line in lines if not leave_out or leave_out not in line)
+    return [parse(text.replace("tp.others", "tp.rank - 1"))]
+
+
+@pytest.mark.parametrize("dp", [2, 3, 5])
+def test_two_ranks_stand_for_a_team_without_single_peers(dp: int) -> None:
+    report = compared(along_two(dp))
+    assert report.symmetry is not None
+    assert (report.symmetry.visited, report.symmetry.folded) == ((0,), ("dp", "tp"))
+    assert report.symmetry.few == ("dp",)
+    for line in ("wait(a)", "wait(b)", "record(b)", "notify", "expect", "free(full)"):
+        assert not compared(along_two(dp, line)).sound
+
+
+def test_1024_ranks_are_no_more_nodes_than_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = HappensBefore.add
+    monkeypatch.setattr(HappensBefore, "add", lambda graph: made.append(1) or real(graph))
+    counts: list[int] = []
+    for dp in (2, 256):
+        made.clear()
+        report = check(along_two(dp))
+        assert (report.num_ranks, report.num_visited) == (4 * dp, 1)
+        counts.append(len(made))
+    ring = (
+        "def f(tp: Team[{0}], x: f32[2], y: f32[2]):\n"
+        "    main: group(send(x, peer=tp.rank + 1), recv(y, peer=tp.rank - 1))\n"
+    )
+    for ranks in (8, 1024):
+        made.clear()
+        assert check(parse(ring.format(ranks))).num_visited == 1
+        counts.append(len(made))
+    assert counts[0] == counts[1] > counts[2] == counts[3]
+
+
+TOLD_APART = {
+    "a root": "main: broadcast(x, x, root=1, team=tp)",
+    "a number as a peer": "main: barrier(team=tp)\n    main: get(g[0], y, peer=0)",
+    "an uneven table": "main: copy(x, g[0:2])\n    main: all_gather(g[0:r[tp.rank]], w, splits=r)",
+    "a fixed row beside rows by rank": "main: copy(x, g[1])\n    main: copy(g[tp.rank], y)",
+}
+
+
+@pytest.mark.parametrize("line", TOLD_APART.values(), ids=TOLD_APART)
+def test_ranks_that_are_told_apart_are_all_visited(line: str) -> None:
+    table = "    r = table(tp, 2, 1, 1)\n" if "splits" in line else ""
+    program = parse(
+        f"def f(tp: Team[3], x: f32[2], y: f32[2], w: f32[4]):\n{table}"
+        "    g = alloc(f32[6], symmetric=tp)\n    main: copy(x, g[0])\n"
+        f"    main: copy(x, g[1])\n    main: copy(x, g[2])\n    main: barrier(team=tp)\n"
+        f"    {line}\n    main: barrier(team=tp)\n    main: free(g)\n"
+    )
+    report = compared([program.replace(teams=(Team("tp", 3),))])
+    assert (report.num_visited, report.symmetry) == (3, None)
+    beside = compared([program.replace(teams=(Team("dp", 4), Team("tp", 3)))])
+    assert beside.symmetry is not None or not report.sound
+    if beside.symmetry is not None:
+        assert (beside.symmetry.visited, beside.symmetry.folded) == ((0, 1, 2), ("dp",))
+
+
+def test_a_pipeline_is_visited_by_stage() -> None:
+    text = (GOLDEN / "two_stages.ilc").read_text()
+    report = compared([*parse_set(text)])
+    assert report.symmetry is not None
+    assert report.symmetry.visited == (0, 2)
+    lines = text.splitlines()
+    without = [*parse_set("\n".join(line for line in lines if "record(second)" not in line))]
+    assert not compared(without).sound
+
+
+def test_the_step_of_a_model(seed: int) -> None:
+    settings = StepSettings(model="tiny", tp=2, pp=2, dp=3, microbatches=2, sequence=32)
+    programs = step_of(settings)
+    report = compared(programs)
+    assert report.symmetry is not None
+    assert (report.num_ranks, report.symmetry.visited) == (12, (0, 6))
+    stage, rng = programs[1], random.Random(seed)
+    i = rng.choice([i for i, op in enumerate(stage.ops) if isinstance(op, Wait | Expect)])
+    compared([programs[0], stage.replace(ops=(*stage.ops[:i], *stage.ops[i + 1 :]))])
+
+
+def test_the_report_says_what_was_visited() -> None:
+    report = check(along_two(256))
+    assert str(report).startswith("sound (1,024 ranks by symmetry of dp and tp: 1 visited, ")
+    told = json.loads(json.dumps(report.to_json()))
+    assert (told["num_ranks"], told["num_visited"]) == (1024, 1)
+    assert told["symmetry"] == {"visited": [0], "folded": ["dp", "tp"], "few": ["dp"]}
+    whole = check(along_two(2), unroll=True)
+    assert str(whole).startswith("sound (8 ranks, ")
+    assert (whole.to_json()["num_visited"], whole.to_json()["symmetry"]) == (8, None)
