@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import release_teams as release
     from interlace.comm.teams import reset_teams as reset
     from interlace.cost import simulate
+    from interlace.external.pipelining import check_pipelining
     from interlace.frontend.compile import compile
     from interlace.frontend.insight import explain, report
     from interlace.frontend.schedules import export
@@ -27,6 +28,7 @@ __all__ = [
     "InterlaceError",
     "Options",
     "check",
+    "check_pipelining",
     "compile",
     "errors",
     "explain",
@@ -47,6 +49,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Executor": ("interlace.runtime", "Executor"),
     "check": ("interlace.verify", "check"),
+    "check_pipelining": ("interlace.external.pipelining", "check_pipelining"),
     "compile": ("interlace.frontend.compile", "compile"),
     "explain": ("interlace.frontend.insight", "explain"),
     "export": ("interlace.frontend.schedules", "export"),
