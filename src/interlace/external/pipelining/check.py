@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
+from interlace.external.pipelining.actions import Action
 from interlace.external.pipelining.csv_file import read_csv
 from interlace.external.pipelining.live import Taken, take
-from interlace.external.pipelining.lowering import Lowered, add_messages
+from interlace.external.pipelining.lowering import add_messages
 from interlace.external.pipelining.matching import exchanges
 from interlace.external.pipelining.programs import RankPrograms, to_programs
 from interlace.external.pipelining.report import MAX_FINDINGS, MODELS, Finding, PipeliningReport
@@ -26,6 +27,8 @@ from interlace.verify import check
 
 MAX_COUNTED = 10_000
 """After so many findings no more are looked for."""
+BROKEN = frozenset({"order", "missing", "duplicate", "placement", "unmatched"})
+"""Kinds with which a step does not come to its end, whatever the queues are."""
 
 
 def check_pipelining(schedule: object) -> PipeliningReport:
@@ -66,20 +69,20 @@ def _found(taken: Taken) -> tuple[Iterator[Finding], str, PipelineOrder, Layout]
         sequences = [_listed(plan) for plan in taken.plans]
         order = PipelineOrder(tuple(tuple(p.action for p in row) for row in sequences))
         layout = Layout.of(order)
-        found = chain(faults(order, layout, sequences, False), _by_model(taken.plans, layout))
-        return found, taken.form, order, layout
+        own = list(islice(faults(order, layout, sequences, False), MAX_COUNTED))
+        return chain(own, _by_model(taken.plans, layout, own)), taken.form, order, layout
     order = taken.order
     layout = Layout.of(order)
     remarks = (Finding("format", remark, level="remark") for remark in order.remarks)
     if order.has_messages or layout.num_ranks == 1:
         sequences = [list(order.placed(rank)) for rank in range(layout.num_ranks)]
-        own = faults(order, layout, sequences, False)
-        found = chain(own, _by_model(plan_of(sequences), layout), remarks)
-        return found, "compute_comms", order, layout
-    lowered = add_messages(order, layout)
-    own = faults(order, layout, lowered.sequences, True)
-    models = _stuck(lowered) if lowered.stuck else _by_model(plan_of(lowered.sequences), layout)
-    return chain(own, models, remarks), "compute_only", order, layout
+        form, stuck = "compute_comms", ()
+    else:
+        lowered = add_messages(order, layout)
+        sequences, form, stuck = lowered.sequences, "compute_only", lowered.stuck
+    own = list(islice(faults(order, layout, sequences, form == "compute_only"), MAX_COUNTED))
+    models = _stuck(stuck) if stuck else _by_model(plan_of(sequences), layout, own)
+    return chain(own, models, remarks), form, order, layout
 
 
 def _listed(plan: Sequence[Step]) -> list[Placed]:
@@ -97,9 +100,17 @@ def _num_microbatches(order: PipelineOrder) -> int:
     return len(seen - {None})
 
 
-def _by_model(plans: Sequence[Sequence[Step]], layout: Layout) -> Iterator[Finding]:
+def _by_model(
+    plans: Sequence[Sequence[Step]], layout: Layout, own: Sequence[Finding]
+) -> Iterator[Finding]:
+    """Messages that go wrong, and deadlocks. Of a schedule whose runtime stops before, or whose
+    messages lack an end, what would wait for what is no news."""
+    broken = any(finding.kind in BROKEN for finding in own)
     for model in MODELS:
-        yield from exchanges(plans, layout, model)
+        found = list(exchanges(plans, layout, model))
+        yield from found
+        if broken or any(finding.kind in BROKEN for finding in found):
+            continue
         made = to_programs(plans, layout, model)
         for finding in check(made.programs).errors:
             if finding.kind != "mismatch":  # matching.py names the messages
@@ -139,13 +150,13 @@ def _stands(at: tuple[int, int], made: RankPrograms) -> bool:
     return at[0] < len(made.origins) and at[1] < len(made.origins[at[0]])
 
 
-def _stuck(lowered: Lowered) -> Iterator[Finding]:
+def _stuck(stuck: Sequence[tuple[Placed, Action]]) -> Iterator[Finding]:
     """A compute-only schedule that torch refuses: no rank can go on."""
-    waits = [f"{placed} needs `{source}`" for placed, source in lowered.stuck]
+    waits = [f"{placed} needs `{source}`" for placed, source in stuck]
     yield Finding(
         "deadlock",
         f"no rank can go on, so torch cannot add messages: {'; '.join(waits[:16])}",
-        tuple(placed for placed, _ in lowered.stuck[:16]),
+        tuple(placed for placed, _ in stuck[:16]),
         "order the computations so that each comes after the one whose result it takes",
     )
 

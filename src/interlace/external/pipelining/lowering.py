@@ -26,7 +26,7 @@ from interlace.external.pipelining.schedule import Key, Layout, PipelineOrder, P
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The schedule with its messages, and, if no rank could go on, where each one stopped."""
+    """The schedule with its messages. If no rank could go on, these end where each one stopped."""
 
     sequences: list[list[Placed]]
     stuck: tuple[tuple[Placed, Action], ...] = ()
@@ -39,6 +39,9 @@ def add_messages(order: PipelineOrder, layout: Layout) -> Lowered:
     while lowering.round():
         pass
     stuck = [found for rank in range(len(order.cells)) if (found := lowering.missing(rank))]
+    for rank, sequence in enumerate(lowering.sequences):
+        first = lowering.next[rank]
+        sequence += [placed for placed in order.placed(rank) if (placed.index or 0) >= first]
     return Lowered(lowering.sequences, tuple(stuck))
 
 

@@ -71,8 +71,8 @@ class _Writer:
     origins: list[tuple[Placed, ...]] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
     """Buffers that hold something by now."""
-    computed: int = 0
-    """Computations so far, and how many of them each queue is behind."""
+    length: int = 0
+    """Ops of stream `compute` so far, and how many of them each queue is behind."""
     behind: dict[str, int] = field(default_factory=dict)
     recorded: int = 0
     pending: dict[Placed, str] = field(default_factory=dict)
@@ -89,6 +89,7 @@ class _Writer:
                 for placed in step.actions:
                     event = self.pending.pop(placed, None)
                     if event is not None:
+                        self.length += 1
                         self.add(Wait(event=event, stream=COMPUTE_STREAM), placed)
         return self
 
@@ -110,7 +111,7 @@ class _Writer:
 
     def compute(self, placed: Placed) -> None:
         """A computation: from what it takes, if that is there, to a buffer of its own."""
-        self.computed += 1
+        self.length += 1
         taken = [name for name in self.inputs(placed.action) if name in self.made] or ["x"]
         name = _name(placed.action)
         fresh = () if name in self.made else (Buffer(name, DType.f32, (1,), "fresh"),)
@@ -183,14 +184,14 @@ class _Writer:
         return Recv(dst=View(name), peer=peer, team=team, stream=queue, loc=loc)
 
     def follow(self, queue: str) -> None:
-        """Puts a queue behind the computations that were issued so far."""
-        if self.behind.get(queue, 0) == self.computed:
+        """Puts a queue behind what stream `compute` holds so far."""
+        if self.behind.get(queue, 0) == self.length:
             return
-        event = f"computed_{self.computed}"
-        if self.recorded != self.computed:
+        event = f"compute_{self.length}"
+        if self.recorded != self.length:
             self.add(Record(event=event, stream=COMPUTE_STREAM))
-            self.recorded = self.computed
-        self.behind[queue] = self.computed
+            self.recorded = self.length
+        self.behind[queue] = self.length
         self.add(Wait(event=event, stream=queue))
 
     def record(self, queue: str, messages: Sequence[Placed], awaited: set[Placed]) -> None:

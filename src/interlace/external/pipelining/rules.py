@@ -53,7 +53,7 @@ def _placement(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
             elif owner != rank:
                 yield Finding(
                     "placement",
-                    f"{placed}: stage {action.stage} is on rank {owner}, which computes it first",
+                    f"{placed}: stage {action.stage} is on rank {owner}, which computes most of it",
                     (placed,),
                     f"move the action to rank {owner}",
                 )

@@ -10,6 +10,7 @@ Three forms, one after another: the cells of a file (`PipelineOrder`), the place
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -93,12 +94,13 @@ class Layout:
 
     @classmethod
     def of(cls, order: PipelineOrder) -> Layout:
-        """The first rank that computes a stage is its rank."""
-        rank_of: dict[int, int] = {}
+        """The rank of a stage is the one with most of its computations."""
+        counts: dict[int, Counter[int]] = defaultdict(Counter)
         for rank in range(len(order.cells)):
             for placed in order.placed(rank):
                 if placed.action.kind in COMPUTE:
-                    rank_of.setdefault(placed.action.stage, rank)
+                    counts[placed.action.stage][rank] += 1
+        rank_of = {stage: ranks.most_common(1)[0][0] for stage, ranks in counts.items()}
         return cls(rank_of, len(order.cells))
 
     @property
