@@ -42,7 +42,9 @@ def test_sound(check, text: str, form: str) -> None:
 def test_unsound(check) -> None:
     code, out, _ = check(CROSSED)
     assert (code, out.startswith("unsound: ")) == (1, True)
-    assert "the gradient of microbatch 0 from stage 1 arrives as the gradient of microbatch 1" in out
+    assert (
+        "the gradient of microbatch 0 from stage 1 arrives as the gradient of microbatch 1" in out
+    )
     assert "fix: issue the receives in the order of the sends" in out
 
 

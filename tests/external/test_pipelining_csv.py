@@ -1,4 +1,4 @@
-"""Files of pipeline schedules: tokens, tolerance, and errors that name row, column, token and fix."""
+"""Files of pipeline schedules: tokens, layouts, and errors that name place, token and fix."""
 
 from __future__ import annotations
 
@@ -151,10 +151,10 @@ def test_missing_file(tmp_path: Path) -> None:
     ids=["cells", "ranks", "characters", "field"],
 )
 def test_what_is_too_large_is_refused_at_once(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ParseError):
         parse_csv(text)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("token", ["999999999F0", "0F999999999", "0SEND_F999999999"])
@@ -201,16 +201,15 @@ def survive(count: int, seed: int, folder: Path) -> None:
     for _ in range(count):
         text = malformed(rng)
         path.write_bytes(text.encode())
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             report = check_pipelining(path)
             str(report)
             report.to_json()
             outcome = "sound" if report.sound else "unsound"
         except InterlaceError as error:
-            outcome = type(error).__name__
-            assert len(str(error)) < 1000
-        assert time.perf_counter() - began < 5, text
+            outcome = type(error).__name__ if len(str(error)) < 1000 else "endless"
+        assert time.process_time() - began < 5, text
         kinds[outcome] = kinds.get(outcome, 0) + 1
     assert set(kinds) <= {"sound", "unsound", "ParseError"}
     assert min(kinds["unsound"], kinds["ParseError"]) > count // 10, kinds

@@ -111,7 +111,7 @@ FILES = {
     "in order all the same": (1, ("3RECV_F2", "3RECV_F3", "3F2", "3F3"), True, False),
     "forward before its receive": (1, ("1F2", "1RECV_F2"), False, True),
 }
-"""A rank, tokens in another order, whether that is right, and whether torch's runtime refuses it."""
+"""A rank, tokens in another order, whether that is right, and whether torch's runtime raises."""
 
 
 @pytest.mark.slow

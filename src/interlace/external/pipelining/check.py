@@ -17,7 +17,7 @@ from interlace.external.pipelining.actions import Action
 from interlace.external.pipelining.csv_file import read_csv
 from interlace.external.pipelining.live import Taken, take
 from interlace.external.pipelining.lowering import add_messages
-from interlace.external.pipelining.matching import exchanges
+from interlace.external.pipelining.matching import exchanges, is_mixed
 from interlace.external.pipelining.programs import RankPrograms, to_programs
 from interlace.external.pipelining.report import MAX_FINDINGS, MODELS, Finding, PipeliningReport
 from interlace.external.pipelining.rules import faults
@@ -103,18 +103,26 @@ def _num_microbatches(order: PipelineOrder) -> int:
 def _by_model(
     plans: Sequence[Sequence[Step]], layout: Layout, own: Sequence[Finding]
 ) -> Iterator[Finding]:
-    """Messages that go wrong, and deadlocks. Of a schedule whose runtime stops before, or whose
-    messages lack an end, what would wait for what is no news."""
+    """Messages that go wrong, and deadlocks.
+
+    Of a schedule whose runtime stops before, or whose messages lack an end, what would wait for
+    what is no news. Without batches, the models differ in the order of queues alone, and each has
+    all the order of the next: what does not deadlock in one does not in those behind it.
+    """
     broken = any(finding.kind in BROKEN for finding in own)
+    batches = any(is_mixed(step) for plan in plans for step in plan if step.what == "issue")
+    proved = False
     for model in MODELS:
         found = list(exchanges(plans, layout, model))
         yield from found
-        if broken or any(finding.kind in BROKEN for finding in found):
+        if broken or proved or any(finding.kind in BROKEN for finding in found):
             continue
         made = to_programs(plans, layout, model)
-        for finding in check(made.programs).errors:
+        errors = check(made.programs).errors
+        for finding in errors:
             if finding.kind != "mismatch":  # matching.py names the messages
                 yield _in_words(finding, made, model)
+        proved = not errors and not batches
 
 
 def _in_words(finding: OpFinding, made: RankPrograms, model: str) -> Finding:

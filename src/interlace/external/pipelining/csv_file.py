@@ -24,9 +24,9 @@ from interlace.external.pipelining.schedule import PipelineOrder
 from interlace.ir.text.load import unreadable
 
 MAX_CHARACTERS = 1 << 24
-MAX_CELLS = 1 << 18
-"""Actions of all ranks together, with blank cells: 8 ranks with 32,768 each."""
-MAX_RANKS = 1 << 12
+MAX_CELLS = 1 << 16
+"""Actions of all ranks together, with blank cells: 8 ranks with 8,192 each."""
+MAX_RANKS = 1 << 10
 
 
 def read_csv(path: str | os.PathLike[str]) -> PipelineOrder:

@@ -28,8 +28,9 @@ def faults(
     """
     yield from _placement(order, layout)
     yield from _coverage(order, layout)
+    waits = any(placed.action.kind in WAITS for sequence in sequences for placed in sequence)
     for sequence in sequences:
-        yield from _RankRules(layout, sequence, lowered).findings()
+        yield from _RankRules(layout, sequence, lowered, waits).findings()
     if not lowered:
         yield from _reductions(order, layout)
         yield from _unshards(order)
@@ -148,8 +149,10 @@ def _span(what: str, low: int, high: int) -> str:
 class _RankRules:
     """One walk along what a rank does, with what is there at each place."""
 
-    def __init__(self, layout: Layout, sequence: Sequence[Placed], lowered: bool) -> None:
-        self.layout, self.sequence, self.lowered = layout, sequence, lowered
+    def __init__(
+        self, layout: Layout, sequence: Sequence[Placed], lowered: bool, waits: bool
+    ) -> None:
+        self.layout, self.sequence, self.lowered, self.waits = layout, sequence, lowered, waits
         self.places: dict[Key, Placed] = {}
         """The first place of each action of this rank, for what comes too late."""
         for placed in sequence:
@@ -159,7 +162,6 @@ class _RankRules:
         """Receives that no computation has taken yet."""
         self.sent: dict[Key, Placed] = {}
         """Sends that are not awaited yet."""
-        self.waits = any(placed.action.kind in WAITS for placed in sequence)
         self.losses = -1
 
     def findings(self) -> Iterator[Finding]:
