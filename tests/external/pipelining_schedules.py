@@ -37,7 +37,8 @@ def make(
     ]
     if name in SINGLE:
         return kind(stages[0], microbatches)
-    return kind(stages, microbatches, defer_pp_recv=defer)
+    options = {"defer_pp_recv": True} if defer else {}  # torch 2.11 has no such option
+    return kind(stages, microbatches, **options)
 
 
 def tokens(schedule: Any) -> list[list[str]]:

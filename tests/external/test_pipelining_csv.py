@@ -176,7 +176,7 @@ def malformed(rng: random.Random) -> str:
     """A file made of pieces of tokens, or one that was right before some of it changed."""
     if rng.random() < 0.4:
         return "".join(rng.choice(PIECES) for _ in range(rng.randrange(60)))
-    cells = [line.split(",") for line in TWO.splitlines()]
+    cells = [list[str](line.split(",")) for line in TWO.splitlines()]
     for _ in range(rng.randrange(1, 5)):
         row = rng.choice(cells)
         k = rng.randrange(len(row) + 1)
