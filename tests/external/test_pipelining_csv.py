@@ -126,6 +126,13 @@ def test_blank_cells_are_steps_of_a_compute_only_file(tmp_path: Path) -> None:
     assert (report.sound, report.form, report.findings) == (True, "compute_only", ())
 
 
+def test_other_actions_of_a_compute_only_file_get_a_remark(tmp_path: Path) -> None:
+    (tmp_path / "two.csv").write_text("0F0,0B0,0REDUCE_GRAD\n1F0,1B0\n")
+    report = check_pipelining(str(tmp_path / "two.csv"))
+    assert (report.sound, report.form) == (True, "compute_only")
+    assert ["`0REDUCE_GRAD`" in finding.message for finding in report.findings] == [True]
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\n\n", b",,\n,\n", b"\xff\xfe0\x00F\x000\x00", b"\x00", b'"0F0']
 )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
-from interlace.external.pipelining.actions import Action
+from interlace.external.pipelining.actions import COMPUTE, Action
 from interlace.external.pipelining.csv_file import read_csv
 from interlace.external.pipelining.live import Taken, take
 from interlace.external.pipelining.lowering import add_messages
@@ -80,9 +80,19 @@ def _found(taken: Taken) -> tuple[Iterator[Finding], str, PipelineOrder, Layout]
     else:
         lowered = add_messages(order, layout)
         sequences, form, stuck = lowered.sequences, "compute_only", lowered.stuck
+        remarks = chain(remarks, _beside_computations(order))
     own = list(islice(faults(order, layout, sequences, form == "compute_only"), MAX_COUNTED))
     models = _stuck(stuck) if stuck else _by_model(plan_of(sequences), layout, own)
     return chain(own, models, remarks), form, order, layout
+
+
+def _beside_computations(order: PipelineOrder) -> Iterator[Finding]:
+    """A remark on the first action of a compute-only schedule that is no computation."""
+    every = (placed for rank in range(len(order.cells)) for placed in order.placed(rank))
+    placed = next((placed for placed in every if placed.action.kind not in COMPUTE), None)
+    if placed is not None:
+        message = f"{placed}: torch's loader refuses it in a schedule without messages"
+        yield Finding("format", message, (placed,), "remove it: torch adds it", level="remark")
 
 
 def _listed(plan: Sequence[Step]) -> list[Placed]:
