@@ -23,6 +23,7 @@ WITHOUT_TORCH = (
     "interlace.verify",
     "interlace.cost",
     "interlace.passes",
+    "interlace.external.pipelining",
 )
 
 MAX_LINES = 500

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import reset_teams as reset
     from interlace.cost import simulate
     from interlace.external.graphs.check import check_graph
+    from interlace.external.pipelining import check_pipelining
     from interlace.frontend.compile import compile
     from interlace.frontend.insight import explain, report
     from interlace.frontend.schedules import export
@@ -29,6 +30,7 @@ __all__ = [
     "Options",
     "check",
     "check_graph",
+    "check_pipelining",
     "compile",
     "errors",
     "explain",
@@ -50,6 +52,7 @@ _LAZY = {
     "Executor": ("interlace.runtime", "Executor"),
     "check": ("interlace.verify", "check"),
     "check_graph": ("interlace.external.graphs.check", "check_graph"),
+    "check_pipelining": ("interlace.external.pipelining", "check_pipelining"),
     "compile": ("interlace.frontend.compile", "compile"),
     "explain": ("interlace.frontend.insight", "explain"),
     "export": ("interlace.frontend.schedules", "export"),

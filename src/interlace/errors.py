@@ -18,7 +18,7 @@ class InterlaceError(Exception):
 
 
 class ParseError(InterlaceError):
-    """The text of a Program is malformed; the message shows the line and its neighbours."""
+    """The text of a Program, or a file of another tool, is malformed; the message shows where."""
 
 
 class ProgramError(InterlaceError):

@@ -2,29 +2,34 @@
 
 $ interlace check ring.ilc --world 8
 sound (8 ranks by symmetry of tp: 1 visited, 168 ops, 2 ms)
+$ interlace check --pipelining schedule.csv
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from interlace.commands.files import on_mesh, parse_mesh, read_programs
-from interlace.commands.options import Json, Mesh, Schedule
+from interlace.commands.options import Json, Mesh
 from interlace.commands.output import UNSOUND, command, print_json, say
-from interlace.errors import ProgramError
+from interlace.errors import InputError, ProgramError
 
 if TYPE_CHECKING:
+    from interlace.external.pipelining import PipeliningReport
     from interlace.ir import Program
-    from interlace.verify import Finding
+    from interlace.verify import Finding, Report
 
 
 @command
 def check(
-    file: Schedule,
+    file: Annotated[
+        Path | None, typer.Argument(help="A schedule, or - for standard input.")
+    ] = None,
     world: Annotated[
         int | None, typer.Option(help="Ranks in all: a multiple of the Program's own.")
     ] = None,
@@ -36,21 +41,40 @@ def check(
         list[str] | None,
         typer.Option(help="An operator of your own that may be called, or a namespace; repeat it."),
     ] = None,
+    pipelining: Annotated[
+        Path | None,
+        typer.Option(help="Instead of FILE: CSV that torch's pipeline schedules dump, or -."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
 
     Ranks that are proved to do the same at their places are visited once; the first line says so.
 
+    With --pipelining, check a schedule of torch.distributed.pipelining instead of FILE.
+
     Ends with code 0 if the schedule is sound, with 1 and the counterexample if it is not, with 2 if
     it cannot be read, and with 70 for a fault of Interlace.
     """
+    from interlace.external.pipelining import check_pipelining
     from interlace.verify import check as verify
 
+    if pipelining is not None:
+        if file is not None or world is not None or mesh or in_order or operators:
+            raise InputError("--pipelining takes --json and no other option, and no FILE")
+        _tell(check_pipelining(pipelining), json)
+        return
+    if file is None:
+        raise InputError("FILE is missing: name a schedule, or give --pipelining FILE.csv")
     programs = on_mesh(read_programs(file), world=world, mesh=parse_mesh(mesh))
     remarks = look_up(programs, operators or ())
     report = verify(programs, in_order=in_order)
     report = dataclasses.replace(report, findings=(*report.findings, *remarks))
+    _tell(report, json)
+
+
+def _tell(report: Report | PipeliningReport, json: bool) -> None:
+    """Prints a report, and ends with the code of its verdict."""
     if json:
         print_json(report.to_json())
     else:

@@ -1,0 +1,79 @@
+"""`interlace check --pipelining`: verdicts, codes and JSON of torch's pipeline schedules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.schedules import SOUND
+from typer.testing import CliRunner
+
+from interlace.cli import app
+
+RIGHT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n" + (
+    "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
+)
+CROSSED = RIGHT.replace("0RECV_B0,0B0,0RECV_B1,0B1", "0RECV_B1,0RECV_B0,0B0,0B1")
+COMPUTE_ONLY = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+
+
+@pytest.fixture
+def check(tmp_path: Path):
+    def check(text: str, *more: str) -> tuple[int, str, str]:
+        (tmp_path / "pp.csv").write_text(text)
+        options = ["check", "--pipelining", str(tmp_path / "pp.csv"), *more]
+        done = CliRunner().invoke(app, options)
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return done.exit_code, done.stdout, done.stderr
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("text", "form"), [(COMPUTE_ONLY, "compute_only"), (RIGHT, "compute_comms")]
+)
+def test_sound(check, text: str, form: str) -> None:
+    code, out, _ = check(text)
+    assert (code, out.startswith(f"sound ({form}: 2 ranks, 2 stages, 2 microbatches,")) == (0, True)
+    assert out.count("\n  sound ") == 3
+
+
+def test_unsound(check) -> None:
+    code, out, _ = check(CROSSED)
+    assert (code, out.startswith("unsound: ")) == (1, True)
+    assert (
+        "the gradient of microbatch 0 from stage 1 arrives as the gradient of microbatch 1" in out
+    )
+    assert "fix: issue the receives in the order of the sends" in out
+
+
+def test_json(check) -> None:
+    code, out, _ = check(CROSSED, "--json")
+    report = json.loads(out)
+    assert (code, report["sound"], report["num_ranks"]) == (1, False, 2)
+    assert [model["name"] for model in report["models"]] == ["rank", "pair", "direction"]
+    tokens = [place["token"] for place in report["findings"][0]["places"]]
+    assert tokens == ["1SEND_B0", "0RECV_B1"]
+
+
+def test_malformed(check) -> None:
+    code, out, error = check("0F0,0B0junk\n")
+    assert (code, out) == (2, "")
+    assert "ParseError: pp.csv, row 1 (rank 0), column 2: '0B0junk'" in error
+    code, out, _ = check("0F0,0B0junk\n", "--json")
+    assert (code, json.loads(out)["error"]["type"]) == (2, "ParseError")
+
+
+def test_standard_input() -> None:
+    done = CliRunner().invoke(app, ["check", "--pipelining", "-"], input=RIGHT)
+    assert (done.exit_code, done.stdout.startswith("sound ")) == (0, True)
+
+
+def test_usage(check, tmp_path: Path) -> None:
+    (tmp_path / "sound.ilc").write_text(SOUND)
+    for more in ([str(tmp_path / "sound.ilc")], ["--world", "4"], ["--in-order"]):
+        code, _, error = check(RIGHT, *more)
+        assert (code, "no other option" in error) == (2, True)
+    done = CliRunner().invoke(app, ["check"])
+    assert (done.exit_code, "FILE is missing" in done.stderr) == (2, True)
