@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import release_teams as release
     from interlace.comm.teams import reset_teams as reset
     from interlace.cost import simulate
+    from interlace.external.recorded import check_recorded
     from interlace.frontend.compile import compile
     from interlace.frontend.insight import explain, report
     from interlace.frontend.schedules import export
@@ -27,6 +28,7 @@ __all__ = [
     "InterlaceError",
     "Options",
     "check",
+    "check_recorded",
     "compile",
     "errors",
     "explain",
@@ -47,6 +49,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Executor": ("interlace.runtime", "Executor"),
     "check": ("interlace.verify", "check"),
+    "check_recorded": ("interlace.external.recorded", "check_recorded"),
     "compile": ("interlace.frontend.compile", "compile"),
     "explain": ("interlace.frontend.insight", "explain"),
     "export": ("interlace.frontend.schedules", "export"),
