@@ -157,7 +157,7 @@ def _sorted_out(
     calls: dict[GroupKey, dict[int, dict[int, Call]]] = defaultdict(dict)
     channels: dict[Channel, tuple[list[Entry], list[Entry]]] = {}
     for dump in dumps:
-        for entry in dump.entries:
+        for entry in _latest(dump.entries):
             if entry.peer is None:
                 mine = calls[entry.group].setdefault(dump.rank, {})
                 before = mine.get(entry.seq)
@@ -169,6 +169,23 @@ def _sorted_out(
             ends = channels.setdefault((entry.group, *way), ([], []))
             ends[0 if sends else 1].append(entry)
     return calls, channels
+
+
+def _latest(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries without those of groups that were destroyed and made again under one name: their
+    numbers begin anew. (Calls of NCCL that are being coalesced have one number.)"""
+    last: dict[tuple[GroupKey, bool], int] = {}
+    kept: list[Entry] = []
+    again: set[tuple[GroupKey, bool]] = set()
+    for entry in reversed(entries):
+        key = (entry.group, entry.is_message)
+        before = last.get(key, entry.seq + 1)
+        if before < entry.seq or (before == entry.seq and entry.backend == "gloo"):
+            again.add(key)
+        last[key] = entry.seq
+        if key not in again:
+            kept.append(entry)
+    return kept[::-1]
 
 
 # Collectives

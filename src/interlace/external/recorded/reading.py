@@ -135,7 +135,7 @@ class _Reader:
     def __init__(self, file: str) -> None:
         self.file = file
         self.at = "the dump"
-        self.texts: dict[str, tuple[str, str]] = {}
+        self.locs: dict[tuple[str, str, int], Loc] = {("", "", 0): NOWHERE}
 
     def refuse(self, what: str) -> NoReturn:
         raise RecordingError(
@@ -275,7 +275,8 @@ class _Reader:
         side = "output" if label in OUTPUTS else "input"
         sizes = self.sizes(plain.get(f"{side}_sizes") or [])
         types = self.items(plain.get(f"{side}_dtypes") or [], f"{side}_dtypes", MAX_TENSORS)
-        dtype = " ".join(sorted({self.text(one, "a dtype") for one in types}))
+        texts = {self.text(one, "a dtype") for one in types}
+        dtype = texts.pop() if len(texts) == 1 else " ".join(sorted(texts))
         compared = label in INPUTS or label in OUTPUTS
         return Content(label, elements(sizes) if compared else None, dtype), sizes
 
@@ -298,16 +299,20 @@ class _Reader:
 
     def loc(self, plain: object) -> Loc:
         """The source line that issued the op: the first that is not torch's own."""
-        found = NOWHERE
+        found = ("", "", 0)
         for frame in self.items(plain, "frames", MAX_FRAMES):
             about = self.mapping(frame, "a frame")
             file = self.text(about.get("filename", ""), "filename")
-            if found is NOWHERE or "/torch/" not in file:
-                name = shown(self.text(about.get("name", ""), "name"))
-                found = Loc(name, shown(file), self.number(about.get("line", 0), "line", 1 << 31))
-            if "/torch/" not in file:
+            own = "/torch/" not in file
+            if own or not found[1]:
+                name = self.text(about.get("name", ""), "name")
+                found = (name, file, self.number(about.get("line", 0), "line", 1 << 31))
+            if own:
                 break
-        return found
+        if found not in self.locs:
+            name, file, line = found
+            self.locs[found] = Loc(shown(name), shown(file), line)
+        return self.locs[found]
 
     # Plain values
 
