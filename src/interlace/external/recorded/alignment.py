@@ -68,6 +68,8 @@ class Aligned:
     world: tuple[int, ...]
     open: list[Open] = field(default_factory=list[Open])
     channels: list[OpenChannel] = field(default_factory=list[OpenChannel])
+    lone: list[Entry] = field(default_factory=list[Entry])
+    """What a rank issued last, in a group of which no dump says the ranks, and no other knows."""
     assumed: list[str] = field(default_factory=list[str])
 
     @property
@@ -142,8 +144,11 @@ def _resolve(dumps: Sequence[Dump], aligned: Aligned) -> dict[GroupKey, tuple[in
             f"group {group}: the dumps do not say which ranks it has; taken to be "
             f"{ranks_in_words(sorted(ranks))}"
         )
+    last = {id(dump.last) for dump in dumps}
     for entry in unknown:
         entry.group = made[entry.group.name]
+        if len(entry.group.ranks or ()) == 1 and id(entry) in last:
+            aligned.lone.append(entry)
     return {group: group.ranks or () for group in keys.values()}
 
 

@@ -57,6 +57,7 @@ class Explainer:
         here = [one for one in self.aligned.channels if not self.is_absent(one)]
         found += [self.unmatched(one) for one in here if _lacks(one)]
         found += self.absent(alike)
+        found += [self.lone(entry) for entry in self.aligned.lone]
         if not cycles:
             found += self.launch_order()
         explained = bool(found)
@@ -213,6 +214,17 @@ class Explainer:
         fix = ELSEWHERE.format(ranks=ranks_in_words(free)) if free else ""
         return RecordedFinding(
             "missing", message, tuple(ops), fix, tuple(waiting), tuple(missing), not free
+        )
+
+    def lone(self, entry: Entry) -> RecordedFinding:
+        return RecordedFinding(
+            "unknown-group",
+            f"rank {entry.rank} alone recorded {entry.text}, and nothing after it; no dump says "
+            "which ranks the group has: if it has others, they did not issue it",
+            (self.issued(entry, "may wait here"),),
+            "dump with interlace.save_recording(folder), which keeps the ranks of each group (gloo "
+            "does not record them)",
+            (entry.rank,),
         )
 
     def awaits_absent(self, found: Open) -> bool:
