@@ -2,20 +2,22 @@
 
 $ interlace check ring.ilc --world 8
 sound (8 ranks, 168 ops, 12 ms)
+$ interlace check --recorded dumps
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from interlace.commands.files import on_mesh, parse_mesh, read_programs
-from interlace.commands.options import Json, Mesh, Schedule
+from interlace.commands.options import Json, Mesh
 from interlace.commands.output import UNSOUND, command, print_json, say
-from interlace.errors import ProgramError
+from interlace.errors import InputError, ProgramError
 
 if TYPE_CHECKING:
     from interlace.ir import Program
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 @command
 def check(
-    file: Schedule,
+    file: Annotated[
+        Path | None, typer.Argument(help="A schedule, or - for standard input.")
+    ] = None,
     world: Annotated[
         int | None, typer.Option(help="Ranks in all: a multiple of the Program's own.")
     ] = None,
@@ -36,15 +40,28 @@ def check(
         list[str] | None,
         typer.Option(help="An operator of your own that may be called, or a namespace; repeat it."),
     ] = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(help="Instead of FILE: a folder of what the ranks of a run had recorded."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
+
+    With --recorded, say instead why a run hung: a JSON dump of torch's flight recorder a rank.
 
     Ends with code 0 if the schedule is sound, with 1 and the counterexample if it is not, with 2 if
     it cannot be read, and with 70 for a fault of Interlace.
     """
     from interlace.verify import check as verify
 
+    if recorded is not None:
+        if file is not None or world is not None or mesh or in_order or operators:
+            raise InputError("--recorded takes --json and no other option, and no FILE")
+        check_recorded(recorded, json)
+        return
+    if file is None:
+        raise InputError("FILE is missing: name a schedule, or give --recorded DIR")
     programs = on_mesh(read_programs(file), world=world, mesh=parse_mesh(mesh))
     remarks = look_up(programs, operators or ())
     report = verify(programs, in_order=in_order)
@@ -54,6 +71,19 @@ def check(
     else:
         say(str(report))
     if not report.sound:
+        raise typer.Exit(UNSOUND)
+
+
+def check_recorded(folder: Path, json: bool) -> None:
+    """Says why a run hung; ends with code 1 if there is something to say."""
+    import interlace
+
+    found = interlace.check_recorded(folder)
+    if json:
+        print_json(found.to_json())
+    else:
+        say(str(found))
+    if not found.complete:
         raise typer.Exit(UNSOUND)
 
 
