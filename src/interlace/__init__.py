@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import release_teams as release
     from interlace.comm.teams import reset_teams as reset
     from interlace.cost import simulate
-    from interlace.external.recorded import check_recorded
+    from interlace.external.recorded import check_recorded, save_recording
     from interlace.frontend.compile import compile
     from interlace.frontend.insight import explain, report
     from interlace.frontend.schedules import export
@@ -41,6 +41,7 @@ __all__ = [
     "release",
     "report",
     "reset",
+    "save_recording",
     "simulate",
     "synchronize",
 ]
@@ -61,6 +62,7 @@ _LAZY = {
     "release": ("interlace.comm.teams", "release_teams"),
     "report": ("interlace.frontend.insight", "report"),
     "reset": ("interlace.comm.teams", "reset_teams"),
+    "save_recording": ("interlace.external.recorded", "save_recording"),
     "simulate": ("interlace.cost", "simulate"),
     "synchronize": ("interlace.runtime", "synchronize"),
 }

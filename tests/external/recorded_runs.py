@@ -35,7 +35,9 @@ class Run:
         self.groups[name] = (desc, list(ranks))
         return name
 
-    def each(self, kind: str, size: Sequence[int] = (4,), group: str = DEFAULT, **more: Any) -> None:
+    def each(
+        self, kind: str, size: Sequence[int] = (4,), group: str = DEFAULT, **more: Any
+    ) -> None:
         for rank in self.groups[group][1]:
             self.call(rank, kind, size, group, **more)
 
@@ -63,7 +65,11 @@ class Run:
         self.message(rank, "recv", source, size, **more)
 
     def batch(
-        self, rank: int, messages: Sequence[tuple[str, int]], size: Sequence[int] = (4,), **more: Any
+        self,
+        rank: int,
+        messages: Sequence[tuple[str, int]],
+        size: Sequence[int] = (4,),
+        **more: Any,
     ) -> None:
         """`batch_isend_irecv`: the messages, and the marker that ends them."""
         group = more.get("group", DEFAULT)
@@ -139,7 +145,9 @@ class Run:
             for seq in sorted({seq for mine in calls.values() for seq in mine}):
                 met = [mine.get(seq, []) for mine in calls.values()]
                 looks = {
-                    json.dumps([[e["profiling_name"], e["input_sizes"], e["input_dtypes"]] for e in c])
+                    json.dumps(
+                        [[e["profiling_name"], e["input_sizes"], e["input_dtypes"]] for e in c]
+                    )
                     for c in met
                 }
                 if len(looks) > 1 and not all("all_to_all" in look for look in looks):

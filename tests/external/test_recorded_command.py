@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.external.recorded_runs import Run
 from typer.testing import CliRunner
 
 from interlace.cli import app
-from tests.external.recorded_runs import Run
 
 
 def run(*args: str) -> tuple[int, str, str]:

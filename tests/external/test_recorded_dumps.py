@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.external.recorded_runs import Run
 
 import interlace
 from interlace.external.recorded import KINDS, RecordedFinding, RecordedReport
-from tests.external.recorded_runs import Run
 
 Make = Callable[[bool], Run]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import time
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.external.recorded_runs import Run
 
 from interlace.errors import InterlaceError, RecordingError
 from interlace.external.recorded import reading
 from interlace.external.recorded.alignment import align
 from interlace.external.recorded.check import explained
 from interlace.external.recorded.reading import parse_dump
-from tests.external.recorded_runs import Run
 
 MAX_S = 2.0
 """For one damaged dump, on a busy machine."""
@@ -79,7 +80,7 @@ def somewhere(rng: random.Random, plain: Any) -> tuple[Any, Any]:
 
 
 def replace(rng: random.Random, holder: Any, key: Any) -> None:
-    holder[key] = rng.choice(VALUES)
+    holder[key] = copy.deepcopy(rng.choice(VALUES))
 
 
 def remove(rng: random.Random, holder: Any, key: Any) -> None:
@@ -88,7 +89,7 @@ def remove(rng: random.Random, holder: Any, key: Any) -> None:
 
 def repeat(rng: random.Random, holder: Any, key: Any) -> None:
     if isinstance(holder, list):
-        holder[key:key] = [holder[key]] * rng.choice((1, 2, 50))
+        holder[key:key] = [copy.deepcopy(holder[key]) for _ in range(rng.choice((1, 2, 50)))]
 
 
 def swap(rng: random.Random, holder: Any, key: Any) -> None:
@@ -120,8 +121,8 @@ def survive(count: int, seed: int) -> tuple[int, int]:
 
 
 def test_damaged_dumps(seed: int) -> None:
-    refused, reported = survive(3_000, seed)
-    assert refused > 500 and reported > 500
+    refused, reported = survive(2_000, seed)
+    assert refused > 400 and reported > 400
 
 
 @pytest.mark.slow

@@ -3,8 +3,9 @@
     report = check_recorded("dumps")     # also: interlace check --recorded dumps
     print(report)
 
-Reading order: entries.py (what a rank records), reading.py (the files), alignment.py (the ranks
-side by side), programs.py (what is open, for the verifier), explain.py and report.py (the verdict
+saving.py writes such files. Reading order: entries.py (what a rank records), reading.py (the files), alignment.py (the ranks
+side by side), programs.py (what is open, for the verifier),
+flights.py (Interlace's own flight logs), explain.py and report.py (the verdict
 in the run's words), check.py.
 """
 
@@ -15,5 +16,13 @@ from interlace.external.recorded.report import (
     RecordedOp,
     RecordedReport,
 )
+from interlace.external.recorded.saving import save_recording
 
-__all__ = ["KINDS", "RecordedFinding", "RecordedOp", "RecordedReport", "check_recorded"]
+__all__ = [
+    "KINDS",
+    "RecordedFinding",
+    "RecordedOp",
+    "RecordedReport",
+    "check_recorded",
+    "save_recording",
+]

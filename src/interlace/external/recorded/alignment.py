@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from interlace.external.recorded.entries import Call, Content, Dump, Entry, GroupKey
+from interlace.external.recorded.words import ranks_in_words
 
 MAX_SHIFT = 8
 """Calls that a rank may have left out, or made too many of, for that to be recognised."""
@@ -356,19 +357,3 @@ def _match(
 
 def _message(entry: Entry) -> tuple[Content, ...]:
     return (entry.content._replace(label="message"),)
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Ranks in words, with runs of them as `0 to 7`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    said = [
-        str(a) if a == b else f"{a} and {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs
-    ]
-    if len(said) > 12:
-        said = [*said[:12], "..."]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(said)}"

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from interlace.external.recorded.alignment import Aligned, align
 from interlace.external.recorded.explain import Explainer
+from interlace.external.recorded.flights import stalled
 from interlace.external.recorded.programs import programs_of
 from interlace.external.recorded.reading import read_folder
-from interlace.external.recorded.report import RecordedReport
+from interlace.external.recorded.report import RecordedReport, in_order
 from interlace.verify import check
 
 
@@ -37,10 +38,12 @@ def explained(aligned: Aligned, began: float) -> RecordedReport:
     """The report of dumps that were laid side by side."""
     recorded = programs_of(aligned)
     verdict = check(recorded.programs, runs=1) if recorded.programs else None
-    findings = Explainer(aligned, recorded, verdict).findings()
+    logs = [log for dump in aligned.dumps.values() for log in dump.flights]
+    own, assumed = stalled(logs, aligned.absent)
+    findings = in_order([*own, *Explainer(aligned, recorded, verdict).findings()])
     return RecordedReport(
         tuple(findings),
-        tuple(aligned.assumed),
+        (*aligned.assumed, *assumed),
         len(aligned.world),
         sum(len(dump.entries) for dump in aligned.dumps.values()),
         recorded,

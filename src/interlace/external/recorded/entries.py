@@ -12,9 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.ops import Loc
+
+if TYPE_CHECKING:
+    from interlace.external.recorded.flights import FlightLog
 
 LABELS = {
     **dict.fromkeys(("_all_gather_base", "all_gather_single", "all_gather"), "all_gather"),
@@ -180,6 +183,10 @@ class Dump:
     """Whether the first record is the first op of the run: nothing is missing before it."""
     gaps: bool
     """Whether records are missing in between: the dump was asked for active ops alone."""
+    host: Loc = NOWHERE
+    """Where the rank's main thread was, if the dump says so."""
+    flights: tuple[FlightLog, ...] = ()
+    """Where the rank's Executors were."""
 
     @cached_property
     def last(self) -> Entry | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from interlace.external.recorded.alignment import Aligned, Open, OpenChannel, ranks_in_words
+from interlace.external.recorded.alignment import Aligned, Open, OpenChannel
 from interlace.external.recorded.entries import Call, Entry
 from interlace.external.recorded.programs import Recorded, Step
-from interlace.external.recorded.report import KINDS, RecordedFinding, RecordedOp
+from interlace.external.recorded.report import RecordedFinding, RecordedOp
+from interlace.external.recorded.words import ranks_in_words, times
 from interlace.verify.report import Finding, OpRef, Report
 
 NUM_SHOWN = 4
@@ -46,7 +47,7 @@ class Explainer:
             self.waits[program.world[0]] = list(first.values())
 
     def findings(self) -> list[RecordedFinding]:
-        """All of them: those that explain others first."""
+        """All of them."""
         found: list[RecordedFinding] = []
         found += [self.mismatch(one) for one in self.aligned.open if one.differs]
         found += [self.crossed(one) for one in self.aligned.channels if one.differs]
@@ -65,15 +66,12 @@ class Explainer:
         found += [self.unfinished(one, explained) for one in level]
         done = [one for one in here if not one.differs and not _lacks(one)]
         found += [self.undelivered(one, explained) for one in done]
-        order = list(KINDS)
-        return sorted(found, key=lambda one: (one.follows, order.index(one.kind)))
+        return found
 
     # Ops as they are shown
 
     def issued(self, entry: Entry, role: str) -> RecordedOp:
-        return RecordedOp(
-            entry.rank, entry.text, role, entry.record, entry.state, str(entry.loc)
-        )
+        return RecordedOp(entry.rank, entry.text, role, entry.record, entry.state, str(entry.loc))
 
     def called(self, call: Call, role: str) -> RecordedOp:
         return RecordedOp(
@@ -93,9 +91,11 @@ class Explainer:
         dump = self.aligned.dumps.get(rank)
         if dump is None:
             return [RecordedOp(rank, "no dump", "is not known to have issued it")]
+        at = f"; its host is at {dump.host}" if str(dump.host) else ""
         if dump.last is None:
-            return [RecordedOp(rank, "no record", "has issued nothing at all")]
-        return [self.issued(dump.last, "issued this last, and waits for nothing that it issued")]
+            return [RecordedOp(rank, "no record", f"has issued nothing at all{at}")]
+        role = f"issued this last, and waits for nothing that it issued{at}"
+        return [self.issued(dump.last, role)]
 
     # Disagreement
 
@@ -114,7 +114,7 @@ class Explainer:
             more = "" if shift > 0 else " more than its peers"
             later = f"{abs(shift)} {'later' if shift > 0 else 'earlier'}"
             message += (
-                f"; rank {rank} {what} {_times(abs(shift), 'call')}{more}: from there on its "
+                f"; rank {rank} {what} {times(abs(shift), 'call')}{more}: from there on its "
                 f"calls are those that its peers issue {later}"
             )
             fix = f"issue on rank {rank} what its peers issue at number {found.seq}, or on no rank"
@@ -124,7 +124,9 @@ class Explainer:
         if not others:
             calls = [(call, "issued") for call in list(found.calls.values())[:NUM_SHOWN]]
         ops = [self.called(call, role) for call, role in calls]
-        waiting = tuple(rank for rank in found.calls if found.calls[rank].first.state != "completed")
+        waiting = tuple(
+            rank for rank in found.calls if found.calls[rank].first.state != "completed"
+        )
         return RecordedFinding("mismatch", message, tuple(ops), fix, waiting, tuple(others))
 
     def crossed(self, found: OpenChannel) -> RecordedFinding:
@@ -183,7 +185,9 @@ class Explainer:
             f"{ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} there"
         )
         if found.num_behind:
-            message += f" ({_times(found.num_behind, 'further number')} of the group issued behind it)"
+            message += (
+                f" ({times(found.num_behind, 'further number')} of the group issued behind it)"
+            )
         if found.silent:
             message += f"; of {ranks_in_words(found.silent)} it is not known"
         return self._missing(
@@ -325,7 +329,3 @@ def _lacks(found: OpenChannel) -> bool:
     both = min(len(found.sends), len(found.recvs))
     left = (*found.sends[both:], *found.recvs[both:])
     return not found.differs and bool(left) and not left[0].ended
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"

@@ -173,8 +173,11 @@ class _Writer:
         for entries, team in self.batches():
             self.issued(entries, team)
         if self.expected:
-            waiting = {op.stream: step for op, step in zip(self.ops, self.steps, strict=True)
-                       if step.entry is not None and step.entry.state != "completed"}
+            waiting = {
+                op.stream: step
+                for op, step in zip(self.ops, self.steps, strict=True)
+                if step.entry is not None and step.entry.state != "completed"
+            }
             for stream, step in waiting.items():
                 self.add(HostSync(stream=stream), Step(f"its host may wait for {step.text}"))
         for number, (entry, team) in enumerate(self.expected):
@@ -262,4 +265,3 @@ class _Writer:
 
 def _as_issued_by(entry: Entry, rank: int) -> str:
     return f"{entry.text}, which rank {rank} has not issued"
-

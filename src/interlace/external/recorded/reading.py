@@ -31,6 +31,7 @@ from interlace.external.recorded.entries import (
     is_marker,
     shown,
 )
+from interlace.external.recorded.flights import DONE, NOT_BEGUN, FlightLog, flight_log
 from interlace.ir.ops import Loc
 
 MAX_FILE_BYTES = 1 << 26
@@ -43,6 +44,7 @@ MAX_RANK = 1 << 16
 MAX_DIMS = 64
 MAX_COUNT = 1 << 62
 """Sizes, numbers and records are counted with 64 bits."""
+MAX_FLIGHTS = 1 << 12
 MAX_FRAMES = 1 << 16
 MAX_TENSORS = 1 << 16
 """Tensors of one op: lists of a gather hold one for each rank."""
@@ -52,7 +54,7 @@ STATES = ("scheduled", "started", "completed")
 TO_JSON = (
     "fix: write it as JSON from the run itself "
     "(torch._C._distributed_c10d._dump_fr_trace_json(), or _dump_nccl_trace_json()), or convert a "
-    "pickle that you trust: python -c \"import json, pickle, sys; json.dump(pickle.load(open("
+    'pickle that you trust: python -c "import json, pickle, sys; json.dump(pickle.load(open('
     "sys.argv[1], 'rb')), open(sys.argv[1] + '.json', 'w'))\" FILE"
 )
 
@@ -80,7 +82,9 @@ def read_folder(folder: Path) -> Dumps:
             "trace_rank_3 or trace_rank_3.json"
         )
     if sum(path.stat().st_size for path in named) > MAX_FOLDER_BYTES:
-        raise RecordingError(f"the files of {folder} have more than {MAX_FOLDER_BYTES} bytes in all")
+        raise RecordingError(
+            f"the files of {folder} have more than {MAX_FOLDER_BYTES} bytes in all"
+        )
     dumps: dict[int, Dump] = {}
     for path in named:
         dump = read_file(path)
@@ -160,6 +164,9 @@ class _Reader:
         for index, record in enumerate(records):
             self.at = f"entry {index}"
             self.entry(self.mapping(record, "it"), rank, groups, numbers, batches)
+        self.at = "host"
+        host = self.loc(plain.get("host") or [])
+        logs = self.items(plain.get("interlace") or [], "interlace", MAX_FLIGHTS)
         self.at = "pg_status"
         idle = self.idle(plain.get("pg_status") or {})
         return Dump(
@@ -169,7 +176,26 @@ class _Reader:
             groups=tuple(groups.values()),
             begins=numbers[0] == 0 if numbers else idle,
             gaps=bool(numbers) and numbers[-1] - numbers[0] + 1 > len(numbers),
+            host=host,
+            flights=tuple(self.flight(log, rank) for log in logs),
         )
+
+    def flight(self, log: object, rank: int) -> FlightLog:
+        """Where the streams of an Executor are."""
+        self.at = "a flight log"
+        plain = self.mapping(log, "it")
+        streams: dict[str, tuple[int, float]] = {}
+        for name, stands in self.mapping(plain.get("streams"), "streams").items():
+            pair = self.items(stands, "a stream", 2)
+            if len(pair) != 2 or not isinstance(pair[1], int | float):
+                self.refuse("a stream does not say where it is and for how long")
+            at = pair[0] if pair[0] in (NOT_BEGUN, DONE) else self.number(pair[0], "an op")
+            streams[name] = int(str(at)), float(pair[1])
+        text = self.text(self.get(plain, "program"), "program")
+        try:
+            return flight_log(rank, text, streams)
+        except RecordingError as error:
+            self.refuse(str(error))
 
     def groups(self, config: object) -> dict[str, GroupKey]:
         """The process groups by name. A rank of gloo has none."""

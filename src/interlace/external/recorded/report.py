@@ -10,6 +10,7 @@ wait for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ KINDS: dict[str, str] = {
     "mismatch": "members of a collective, or the two ends of a message, that disagree",
     "cycle": "ranks that wait for each other",
     "launch-order": "collectives of two groups that ranks launched in opposite order",
+    "stalled": "Interlace's own Programs, under way on some ranks and held up on others",
     "missing": "an op that ranks wait for, and that another rank did not issue",
     "no-dump": "a rank that left no dump",
     "unknown-group": "an op of which it is not known who should have issued it",
@@ -141,3 +143,9 @@ class RecordedReport:
         if self.assumed:
             parts.append("\n".join(["assumed:", *(f"  {one}" for one in self.assumed)]))
         return "\n\n".join(parts)
+
+
+def in_order(findings: Iterable[RecordedFinding]) -> list[RecordedFinding]:
+    """Those that explain others first."""
+    order = list(KINDS)
+    return sorted(findings, key=lambda one: (one.follows, order.index(one.kind)))
