@@ -45,14 +45,18 @@ def test_the_verdict_and_its_code(tmp_path: Path) -> None:
     made = hung()
     made.call(1, "broadcast", [4], line=11)
     code, out, _ = run("--recorded", str(made.write(tmp_path / "good")))
-    assert code == 0 and out.startswith("nothing to report")
+    assert code == 0
+    assert out.startswith("nothing to report")
 
 
 def test_json(tmp_path: Path) -> None:
     code, out, _ = run("--recorded", str(hung().write(tmp_path)), "--json")
     found = json.loads(out)
-    assert code == 1 and found["schema"] == 1 and not found["complete"]
-    assert found["findings"][0]["kind"] == "missing" and found["findings"][0]["missing"] == [1]
+    assert code == 1
+    assert found["schema"] == 1
+    assert not found["complete"]
+    assert found["findings"][0]["kind"] == "missing"
+    assert found["findings"][0]["missing"] == [1]
 
 
 def test_a_pickle_is_refused_and_how_to_get_json_is_said(tmp_path: Path) -> None:
@@ -64,13 +68,16 @@ def test_a_pickle_is_refused_and_how_to_get_json_is_said(tmp_path: Path) -> None
     folder.mkdir()
     (folder / "nccl_trace_rank_0").write_bytes(pickle.dumps(Harm(), protocol=2))
     code, _, err = run("--recorded", str(folder))
-    assert code == 2 and "RecordingError" in err and "is a pickle" in err
-    assert "_dump_fr_trace_json" in err and "json.dump(pickle.load(" in err
+    assert code == 2
+    assert "RecordingError" in err
+    assert "is a pickle" in err
+    assert "_dump_fr_trace_json" in err
+    assert "json.dump(pickle.load(" in err
     assert not (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize(
-    "name,text,says",
+    ("name", "text", "says"),
     [
         ("other.txt", "", "holds no dump"),
         ("trace_0", "", "is not JSON"),
@@ -92,7 +99,9 @@ def test_a_pickle_is_refused_and_how_to_get_json_is_said(tmp_path: Path) -> None
 def test_what_cannot_be_read(name: str, text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     code, _, err = run("--recorded", str(tmp_path))
-    assert code == 2 and says in err and "RecordingError" in err, err
+    assert code == 2
+    assert says in err
+    assert "RecordingError" in err
 
 
 def test_a_file_under_another_rank_s_name(tmp_path: Path) -> None:
@@ -102,23 +111,28 @@ def test_a_file_under_another_rank_s_name(tmp_path: Path) -> None:
     made.write(tmp_path)
     (tmp_path / "trace_rank_0.json").rename(tmp_path / "trace_rank_7.json")
     code, _, err = run("--recorded", str(tmp_path))
-    assert code == 2 and "name the file after the rank that wrote it" in err
+    assert code == 2
+    assert "name the file after the rank that wrote it" in err
 
 
 def test_two_files_of_one_rank(tmp_path: Path) -> None:
     hung().write(tmp_path)
     (tmp_path / "old_1.json").write_bytes((tmp_path / "trace_rank_1.json").read_bytes())
     code, _, err = run("--recorded", str(tmp_path))
-    assert code == 2 and "are both dumps of rank 1" in err
+    assert code == 2
+    assert "are both dumps of rank 1" in err
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     code, _, err = run("--recorded", str(tmp_path / "none"))
-    assert code == 2 and "cannot read" in err
+    assert code == 2
+    assert "cannot read" in err
 
 
 def test_other_options_beside_it(tmp_path: Path) -> None:
     code, _, err = run("--recorded", str(tmp_path), "--world", "2")
-    assert code == 2 and "--recorded takes --json and no other option" in err
+    assert code == 2
+    assert "--recorded takes --json and no other option" in err
     code, _, err = run()
-    assert code == 2 and "FILE is missing" in err
+    assert code == 2
+    assert "FILE is missing" in err

@@ -239,14 +239,19 @@ PAIRS: list[tuple[Make, str, tuple[int, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize("make,kind,missing,says", PAIRS, ids=[make.__name__ for make, *_ in PAIRS])
+@pytest.mark.parametrize(
+    ("make", "kind", "missing", "says"), PAIRS, ids=[make.__name__ for make, *_ in PAIRS]
+)
 def test_each_fault_is_found_and_its_twin_is_not(
     make: Make, kind: str, missing: tuple[int, ...], says: str, tmp_path: Path
 ) -> None:
     report = interlace.check_recorded(make(True).write(tmp_path / "bad"))
     finding = only(report, kind)
-    assert set(finding.missing) >= set(missing) and says in finding.message, report
-    assert finding.ops and finding.kind in KINDS and finding.fix
+    assert set(finding.missing) >= set(missing), report
+    assert says in finding.message
+    assert finding.ops
+    assert finding.kind in KINDS
+    assert finding.fix
     fixed = interlace.check_recorded(make(False).write(tmp_path / "good"))
     assert fixed.complete, fixed
     assert "nothing to report" in str(fixed)
@@ -257,9 +262,12 @@ def test_a_finding_names_record_state_and_source_line(tmp_path: Path) -> None:
     finding = only(report, "missing")
     waits, last = finding.ops[0], finding.ops[-1]
     assert (waits.rank, waits.record, waits.state) == (0, 1, "scheduled")
-    assert waits.loc == "step (train.py:21)" and "group 0 (default_pg)" in waits.text
-    assert last.rank == 1 and last.text.startswith("all_gather [4] Float, number 1 of group 0")
-    assert "issued this last" in last.role and finding.waiting == (0, 2, 3)
+    assert waits.loc == "step (train.py:21)"
+    assert "group 0 (default_pg)" in waits.text
+    assert last.rank == 1
+    assert last.text.startswith("all_gather [4] Float, number 1 of group 0")
+    assert "issued this last" in last.role
+    assert finding.waiting == (0, 2, 3)
     assert report.to_json()["findings"][0]["ops"][0]["loc"] == waits.loc
 
 
@@ -273,7 +281,9 @@ def test_the_circle_of_a_host_that_waits(tmp_path: Path) -> None:
     assert "all_to_all [64] Float, number 11 of group mesh_shard" in said
     assert "allreduce_coalesced [128] Float, number 1 of group" in said
     shard = next(one for one in report.findings if one.kind == "missing" and "11" in one.message)
-    assert shard.missing == (6, 7) and len(shard.waiting) == 62 and shard.follows
+    assert shard.missing == (6, 7)
+    assert len(shard.waiting) == 62
+    assert shard.follows
     assert interlace.check_recorded(host_sync(False).write(tmp_path / "good")).complete
 
 
@@ -294,11 +304,13 @@ def test_a_rank_without_a_dump(tmp_path: Path) -> None:
     """pytorch #196968: the rank that raised is in destroy_process_group() and writes no dump."""
     run = rank_left_behind(True)
     finding = only(interlace.check_recorded(run.write(tmp_path / "bad", without=[1])), "no-dump")
-    assert finding.missing == (1,) and finding.waiting == (0, 2, 3)
+    assert finding.missing == (1,)
+    assert finding.waiting == (0, 2, 3)
     assert "destroy_process_group" in finding.fix
     done = rank_left_behind(False).write(tmp_path / "good", without=[1])
     report = interlace.check_recorded(done)
-    assert report.complete and any("rank 1 left no dump" in one for one in report.assumed)
+    assert report.complete
+    assert any("rank 1 left no dump" in one for one in report.assumed)
 
 
 def test_the_receiver_left_no_dump(tmp_path: Path) -> None:
@@ -319,7 +331,8 @@ def test_what_a_wrapped_buffer_leaves_open_is_said(tmp_path: Path) -> None:
     run.first = {1: 5}
     report = interlace.check_recorded(run.write(tmp_path / "two"))
     finding = only(report, "missing")
-    assert finding.missing == (2,) and "of rank 1 it is not known" in finding.message
+    assert finding.missing == (2,)
+    assert "of rank 1 it is not known" in finding.message
     assert any("not known how far it came" in one for one in report.assumed)
 
 
@@ -332,7 +345,8 @@ def test_messages_of_wrapped_buffers_are_matched_by_what_has_not_ended(tmp_path:
     assert interlace.check_recorded(run.write(tmp_path / "good")).complete
     run.send(0, 1, [99])
     finding = only(interlace.check_recorded(run.write(tmp_path / "bad")), "missing")
-    assert finding.missing == (1,) and "send [99]" in finding.message
+    assert finding.missing == (1,)
+    assert "send [99]" in finding.message
 
 
 def test_global_ranks_of_groups_that_share_a_name(tmp_path: Path) -> None:
@@ -378,4 +392,5 @@ def test_dumps_that_hold_active_ops_alone(tmp_path: Path) -> None:
         run.entries[rank] = [one for one in run.entries[rank] if one["state"] != "completed"]
     report = interlace.check_recorded(run.write(tmp_path))
     assert not report.complete
-    assert "number 8" in report.findings[0].message and 3 in report.findings[0].missing, report
+    assert "number 8" in report.findings[0].message, report
+    assert 3 in report.findings[0].missing

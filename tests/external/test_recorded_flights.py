@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.external.test_recorded_gloo import sleep_until_saved
+from tests.support.pool import Pool
 
 import interlace
 from interlace import Executor, parse
 from interlace.errors import RecordingError
 from interlace.external.recorded.flights import FlightLog, flight_log, stalled
-from tests.external.test_recorded_gloo import sleep_until_saved
-from tests.support.pool import Pool
 
 GATHER = """
 def gather(tp: Team[3], x: f32[2, 4], y: out[f32[6, 4]]):
@@ -56,7 +56,9 @@ def hold_up(folder: str, rank: int, op: int) -> None:
         time.sleep(0.2)  # the op behind the event waits by now
         interlace.save_recording(folder)
 
-    executor = Executor(parse(GATHER), groups={"tp": dist.group.WORLD}, before_op=slow).prepare()
+    world = dist.group.WORLD
+    assert world is not None
+    executor = Executor(parse(GATHER), groups={"tp": world}, before_op=slow).prepare()
     thread = threading.Thread(target=save)
     thread.start()
     if op < 0 and me == rank:
@@ -81,7 +83,8 @@ def test_the_rank_that_holds_up_the_others_is_named(
     if op < 0:
         assert f"rank {victim} did not begin Program gather" in finding.message
     else:
-        assert "copy(x, full[" in finding.ops[0].text and finding.ops[0].rank == victim
+        assert "copy(x, full[" in finding.ops[0].text
+        assert finding.ops[0].rank == victim
         assert "waits for nothing" in finding.ops[0].role
         assert f"notify(ready, to=tp.others)` of rank {victim}" in said
     assert any("the same run" in one for one in report.assumed)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._C._distributed_c10d as bound
 import torch.distributed as dist
 from tests.support.pool import Pool
 
@@ -18,6 +19,7 @@ import interlace
 
 Case = Callable[[int, list[dist.ProcessGroup]], None]
 TIME_OUT_S = 0.7
+DUMP = "_dump_fr_trace_json"
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,12 @@ def fresh() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+def made(limit: timedelta, desc: str) -> dist.ProcessGroup:
+    group = dist.new_group(timeout=limit, group_desc=desc)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def reduces(group: dist.ProcessGroup, size: int = 4, dtype: torch.dtype = torch.float32) -> None:
@@ -74,16 +82,14 @@ def sound(rank: int, groups: list[dist.ProcessGroup]) -> None:
 
 def record(name: str, folder: str) -> None:
     """Runs a case until it ends or its time is out, and dumps."""
-    from torch._C._distributed_c10d import _dump_fr_trace_json
-
     rank = dist.get_rank()
     limit = timedelta(seconds=TIME_OUT_S)
-    groups = [dist.new_group(timeout=limit, group_desc=desc) for desc in ("tp", "dp")]
+    groups = [made(limit, desc) for desc in ("tp", "dp")]
     with contextlib.suppress(RuntimeError):
         CASES[name](rank, groups)
     raw = Path(folder, "raw")
     raw.mkdir(exist_ok=True)
-    (raw / f"fr_trace_{rank}").write_bytes(_dump_fr_trace_json())
+    (raw / f"fr_trace_{rank}").write_bytes(getattr(bound, DUMP)())
     interlace.save_recording(Path(folder, "saved"))
 
 
@@ -122,7 +128,7 @@ def test_a_real_run_that_ends(fresh: Pool, tmp_path: Path) -> None:
 
 def watch(folder: str) -> None:
     """A rank whose host sleeps while its peers wait; each is recorded from a thread."""
-    group = dist.new_group(timeout=timedelta(seconds=60))
+    group = made(timedelta(seconds=60), "tp")
     timer = threading.Timer(0.3, interlace.save_recording, [folder])
     timer.start()
     if dist.get_rank() == 1:
@@ -145,7 +151,8 @@ def test_a_thread_records_while_the_run_hangs(fresh: Pool, tmp_path: Path) -> No
     assert finding.missing == (1,)
     assert finding.waiting == (0, 2)
     last = finding.ops[-1]
-    assert last.rank == 1 and "its host is at sleep_until_saved (" in last.role, last
+    assert last.rank == 1
+    assert "its host is at sleep_until_saved (" in last.role
 
 
 def test_nothing_is_saved_without_a_process_group(tmp_path: Path) -> None:

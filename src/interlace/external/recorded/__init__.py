@@ -3,10 +3,9 @@
     report = check_recorded("dumps")     # also: interlace check --recorded dumps
     print(report)
 
-saving.py writes such files. Reading order: entries.py (what a rank records), reading.py (the files), alignment.py (the ranks
-side by side), programs.py (what is open, for the verifier),
-flights.py (Interlace's own flight logs), explain.py and report.py (the verdict
-in the run's words), check.py.
+Reading order: entries.py (what a rank records), reading.py (the files), alignment.py (the ranks
+side by side), programs.py (what is open, for the verifier), flights.py (Interlace's own flight
+logs), explain.py and report.py (the verdict in the run's words), check.py; saving.py writes files.
 """
 
 from interlace.external.recorded.check import check_recorded

@@ -241,8 +241,8 @@ class _Numbers:
         unsure = [rank for rank in self.silent if rank in self.aligned.dumps]
         if numbers and unsure:
             self.aligned.assumed.append(
-                f"group {self.group}: {ranks_in_words(unsure)} recorded nothing of it since its dump "
-                "begins, so it is not known how far it came"
+                f"group {self.group}: {ranks_in_words(unsure)} recorded nothing of it since its "
+                "dump begins, so it is not known how far it came"
             )
 
     def at(self, seq: int) -> tuple[dict[int, Call], tuple[int, ...]]:

@@ -38,7 +38,7 @@ class Explainer:
     def __init__(self, aligned: Aligned, recorded: Recorded, verdict: Report | None) -> None:
         self.aligned, self.recorded, self.verdict = aligned, recorded, verdict
         self.waits: dict[int, list[Entry]] = {}
-        """For each rank, the ops that it issued and that had not ended, the first of each stream."""
+        """For each rank, what it issued and what had not ended: the first op of each stream."""
         for program, steps in zip(recorded.programs, recorded.steps, strict=True):
             first: dict[str, Entry] = {}
             for op, step in zip(program.ops, steps, strict=True):
@@ -117,9 +117,10 @@ class Explainer:
                 f"; rank {rank} {what} {times(abs(shift), 'call')}{more}: from there on its "
                 f"calls are those that its peers issue {later}"
             )
-            fix = f"issue on rank {rank} what its peers issue at number {found.seq}, or on no rank"
+            here, there = f"rank {rank}", "its peers"
             if shift < 0:
-                fix = f"issue on its peers what rank {rank} issues at number {found.seq}, or on no rank"
+                here, there = there, here
+            fix = f"issue on {here} what {there} issue at number {found.seq}, or on no rank"
         calls = [(found.calls[rank], "issued") for rank in (*most[:1], *others[:NUM_SHOWN])]
         if not others:
             calls = [(call, "issued") for call in list(found.calls.values())[:NUM_SHOWN]]
@@ -256,7 +257,8 @@ class Explainer:
         for waits, ranks in same.items():
             if not waits:
                 self.aligned.assumed.append(
-                    f"{ranks_in_words(ranks)} left no dump; nothing that others recorded waits there"
+                    f"{ranks_in_words(ranks)} left no dump; nothing that others recorded waits "
+                    "there"
                 )
                 continue
             waiting = tuple(sorted({op.rank for op in waits}))
