@@ -30,6 +30,10 @@ class Run:
         self.entries: dict[int, list[Plain]] = {rank: [] for rank in range(world)}
         self.numbers: dict[tuple[int, str, str], int] = defaultdict(int)
         self.first: dict[int, int] = {}
+        """The record with which the dump of a rank begins."""
+        self.markers: dict[tuple[int, str, int], Plain] = {}
+        """What ends a batch of messages. The recorder writes it as a collective, and sets the state
+        of it alone."""
 
     def group(self, name: str, ranks: Iterable[int], desc: str = "undefined") -> str:
         self.groups[name] = (desc, list(ranks))
@@ -75,7 +79,8 @@ class Run:
         group = more.get("group", DEFAULT)
         for place, (way, peer) in enumerate(messages):
             self.message(rank, way, peer, size, coalesced=place > 0, **more)
-        self.add(rank, group, "coalesced", [], [], "", True, 0)
+        marker = self.add(rank, group, "coalesced", [], [], "", False, 0)
+        self.markers[rank, group, marker["p2p_seq_id"]] = marker
 
     def message(
         self,
@@ -158,44 +163,42 @@ class Run:
 
     def _numbered(self, rank: int, group: str) -> dict[int, list[Plain]]:
         found: dict[int, list[Plain]] = defaultdict(list)
+        markers = list(map(id, self.markers.values()))
         for entry in self.entries[rank]:
-            if entry["process_group"][0] == group and not entry["is_p2p"]:
+            mine = entry["process_group"][0] == group and not entry["is_p2p"]
+            if mine and id(entry) not in markers:
                 found[entry["collective_seq_id"]].append(entry)
         return found
 
     def _settle_messages(self) -> None:
         """Runs the messages of all ranks: one by one between two ranks, batches at once."""
-        queues: dict[tuple[int, str, str], list[list[Plain]]] = defaultdict(list)
+        queues: dict[tuple[int, str, str], dict[int, list[Plain]]] = defaultdict(dict)
         for rank, entries in self.entries.items():
-            batch: list[Plain] = []
             for entry in (one for one in entries if one["is_p2p"]):
-                batch.append(entry)
                 group, number = entry["process_group"][0], entry["p2p_seq_id"]
-                mine = [e for e in entries if e["is_p2p"] and e["process_group"][0] == group]
-                last = [e for e in mine if e["p2p_seq_id"] == number][-1]
-                if entry is last:
-                    ends = sorted(self._ends(batch[0])) if len(batch) == 1 else ["all"]
-                    queues[rank, group, str(ends)].append(batch)
-                    batch = []
-        moved = True
-        while moved:
-            heads = [queue[0] for queue in queues.values() if queue]
+                single = (rank, group, number) not in self.markers
+                ends = str(sorted(self._ends(entry))) if single else "all"
+                queues[rank, group, ends].setdefault(number, []).append(entry)
+        while True:
+            heads = [next(iter(queue.values())) for queue in queues.values() if queue]
             open_ends = [
                 (e["process_group"][0], *self._ends(e), e["profiling_name"].split(":")[1][:4])
                 for head in heads
                 for e in head
-                if "coalesced" not in e["profiling_name"]
             ]
-            moved = False
-            for queue in queues.values():
-                if queue and all(self._met(entry, open_ends) for entry in queue[0]):
-                    moved = True
-                    for entry in queue[0]:
-                        entry["state"] = "done"
-            for queue in queues.values():
-                if queue and queue[0][0]["state"] == "done":
-                    for entry in queue.pop(0):
-                        entry.update(state="completed", retired=True)
+            met = [
+                key
+                for key, queue in queues.items()
+                if queue and all(self._met(e, open_ends) for e in next(iter(queue.values())))
+            ]
+            if not met:
+                break
+            for rank, group, ends in met:
+                queue = queues[rank, group, ends]
+                number = next(iter(queue))
+                (first, *_) = queue.pop(number)
+                ended = self.markers.get((rank, group, number), first)
+                ended.update(state="completed", retired=True)
 
     def _ends(self, entry: Plain) -> tuple[int, int]:
         name = entry["profiling_name"].split(":")[1].split(" ")[1]
@@ -204,8 +207,6 @@ class Run:
         return source, target
 
     def _met(self, entry: Plain, open_ends: list[tuple[str, int, int, str]]) -> bool:
-        if "coalesced" in entry["profiling_name"]:
-            return True
         other = "recv" if "send" in entry["profiling_name"] else "send"
         return (entry["process_group"][0], *self._ends(entry), other) in open_ends
 

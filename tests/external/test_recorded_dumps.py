@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.external.recorded_runs import Run
 
 import interlace
 from interlace.external.recorded import KINDS, RecordedFinding, RecordedReport
+from interlace.ir.checks.validate import validate
 
 Make = Callable[[bool], Run]
 
@@ -373,8 +375,6 @@ def test_the_programs_say_what_the_report_says(tmp_path: Path) -> None:
         programs = list(report.recorded.programs)
         for program in programs:
             assert interlace.parse(str(program)) == program
-            from interlace.ir.checks.validate import validate
-
             validate(program)
         kinds = interlace.check(programs, runs=1).kinds()
         if make not in (exchanged_messages, uneven_all_to_all, coalesced_calls):
@@ -394,3 +394,79 @@ def test_dumps_that_hold_active_ops_alone(tmp_path: Path) -> None:
     assert not report.complete
     assert "number 8" in report.findings[0].message, report
     assert 3 in report.findings[0].missing
+
+
+# -- what NCCL really wrote: torch 2.11, two H100s, 64 MB a call ---------------------------------
+
+NCCL = Path(__file__).parent / "nccl"
+WRITTEN = {
+    "miss": ("missing", "rank 1 did not issue all_reduce [16777216] Float, number 2 of group 0"),
+    "order": ("cycle", "ranks 0 and 1 wait for each other: each waits in an op"),
+    "cross": ("cycle", "ranks 0 and 1 wait for each other"),
+    "batch": ("missing", "rank 1 did not receive what rank 0 waits to send"),
+    "size": ("mismatch", "disagree on the size of number 2: rank 1 against rank 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_runs_that_hung_on_nccl(name: str) -> None:
+    kind, says = WRITTEN[name]
+    report = interlace.check_recorded(NCCL / name)
+    assert report.kinds() == {kind}, report
+    assert any(says in one.message for one in report.findings), report
+    assert not report.assumed
+
+
+def test_a_run_that_ended_on_nccl() -> None:
+    """With a batch of messages, coalesced reductions, and every usual collective."""
+    report = interlace.check_recorded(NCCL / "sound")
+    assert report.complete, report
+    assert report.num_ops == 26
+
+
+# -- groups that were made again, and two libraries in one process -------------------------------
+
+
+def test_a_group_that_was_destroyed_and_made_again(tmp_path: Path) -> None:
+    """Its numbers begin anew; what was before is past."""
+    old, new = rank_left_behind(True), rank_left_behind(False)
+    old.settle()
+    new.settle()
+    for rank in range(4):
+        again = [dict(entry) for entry in new.entries[rank]]
+        new.entries[rank] = [*old.entries[rank], *again]
+        for number, entry in enumerate(new.entries[rank]):
+            entry["record_id"] = number
+    new.settle = lambda: None  # type: ignore[method-assign]
+    assert interlace.check_recorded(new.write(tmp_path / "good")).complete
+    for rank in range(4):  # the other way round: the second time a rank is left behind
+        last = new.entries[rank]
+        new.entries[rank] = [*last[len(old.entries[rank]) :], *last[: len(old.entries[rank])]]
+        for number, entry in enumerate(new.entries[rank]):
+            entry["record_id"] = number
+    assert only(interlace.check_recorded(new.write(tmp_path / "bad")), "missing").missing == (1,)
+
+
+def test_records_of_two_libraries_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that NCCL and gloo both serve has two numberings: that of gloo is kept apart."""
+    from interlace.external.recorded import saving
+
+    nccl, gloo = Run(1), Run(1, "gloo")
+    for run, kind in (nccl, "all_reduce"), (gloo, "barrier"):
+        for _ in range(2):
+            run.call(0, kind)
+    for number, entry in enumerate([*nccl.entries[0], *gloo.entries[0]]):
+        entry["time_created_ns"] = (0, 20, 10, 30)[number]
+    bound = {"_dump_nccl_trace_json": nccl, "_dump_fr_trace_json": gloo}
+    for name, run in bound.items():
+        text = json.dumps(run.dump(0))
+        monkeypatch.setattr(f"torch._C._distributed_c10d.{name}", lambda t=text: t, raising=False)
+    config = dict(nccl.dump(0)["pg_config"])
+    entries = saving._entries(config)
+    assert [(one["record_id"], *one["process_group"]) for one in entries] == [
+        (0, "0", "default_pg"),
+        (1, "0/gloo", "default_pg"),
+        (2, "0", "default_pg"),
+        (3, "0/gloo", "default_pg"),
+    ]
+    assert config["0/gloo"]["ranks"] == config["0"]["ranks"]

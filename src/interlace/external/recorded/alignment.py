@@ -179,16 +179,20 @@ def _sorted_out(
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:
     """The entries without those of groups that were destroyed and made again under one name: their
-    numbers begin anew. (Calls of NCCL that are being coalesced have one number.)"""
-    last: dict[tuple[GroupKey, bool], int] = {}
-    kept: list[Entry] = []
+    numbers begin anew. Calls that NCCL is still coalescing have one number, and come last."""
+    later: dict[tuple[GroupKey, bool], Entry] = {}
     again: set[tuple[GroupKey, bool]] = set()
+    counted: set[tuple[GroupKey, bool]] = set()
+    kept: list[Entry] = []
     for entry in reversed(entries):
         key = (entry.group, entry.is_message)
-        before = last.get(key, entry.seq + 1)
-        if before < entry.seq or (before == entry.seq and entry.backend == "gloo"):
+        after = later.setdefault(key, entry)
+        if after.seq != entry.seq:
+            counted.add(key)
+        alone = entry.batch is None and (entry.backend == "gloo" or key in counted)
+        if after.seq < entry.seq or (after is not entry and after.seq == entry.seq and alone):
             again.add(key)
-        last[key] = entry.seq
+        later[key] = entry
         if key not in again:
             kept.append(entry)
     return kept[::-1]
@@ -228,7 +232,7 @@ class _Numbers:
         at: int | None = None
         for seq in numbers:
             met, missing = self.at(seq)
-            waits = missing and any(call.first.state != "completed" for call in met.values())
+            waits = missing and any(call.first.may_wait for call in met.values())
             if self.differs(met, missing) or waits:
                 at = seq
                 break
@@ -327,19 +331,19 @@ def _match(
     _, source, target = channel
     ends = [aligned.dumps.get(rank) for rank in (source, target)]
     if None in ends:
-        either = [one for one in (*sends, *recvs) if not one.ended]
+        either = [one for one in (*sends, *recvs) if one.may_wait]
         if either:
             aligned.channels.append(
                 OpenChannel(
                     channel,
-                    tuple(one for one in sends if not one.ended),
-                    tuple(one for one in recvs if not one.ended),
+                    tuple(one for one in sends if one.may_wait),
+                    tuple(one for one in recvs if one.may_wait),
                 )
             )
         return
     if not all(dump is not None and dump.begins and not dump.gaps for dump in ends):
-        sends = [one for one in sends if not one.ended]
-        recvs = [one for one in recvs if not one.ended]
+        sends = [one for one in sends if one.may_wait]
+        recvs = [one for one in recvs if one.may_wait]
         said = (
             f"messages from rank {source} to rank {target}: the begin of a dump is lost, so those "
             "that had not ended were matched in order"
@@ -349,7 +353,8 @@ def _match(
     for place in range(max(len(sends), len(recvs))):
         pair = [*sends[place : place + 1], *recvs[place : place + 1]]
         differs = unlike([_message(one) for one in pair]) if len(pair) == 2 else ""
-        if differs or not all(one.ended for one in pair):
+        waits = not all(one.ended for one in pair) if len(pair) == 2 else pair[0].may_wait
+        if differs or waits:
             left = OpenChannel(channel, tuple(sends[place:]), tuple(recvs[place:]), differs)
             aligned.channels.append(left)
             return

@@ -88,7 +88,10 @@ class Entry:
     """Of the inputs; of the outputs where the peers must agree on these."""
     state: str
     ended: bool
-    """Known to have ended: it is waited for no more."""
+    """Recorded as ended."""
+    retired: bool = False
+    """The library's own watchdog has seen that it ended, or that its time was over. An op that the
+    host is still about to launch is recorded as completed, and not as retired."""
     loc: Loc = NOWHERE
     """The source line that issued it, where the dump holds stacks."""
     peer: int | None = None
@@ -103,6 +106,11 @@ class Entry:
     @property
     def is_message(self) -> bool:
         return self.peer is not None
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether its rank may wait in it. (gloo records nothing as completed.)"""
+        return self.state != "completed" or not self.retired
 
     @property
     def text(self) -> str:
@@ -142,28 +150,43 @@ class Batches:
     """The entries of a rank in order, in which coalesced ones know the marker that ends them.
 
     The recorder follows the marker alone, so its members have its state. A marker whose members
-    were not recorded stands for them; one of messages alone says nothing.
+    were not recorded stands for them.
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._open: dict[tuple[str, bool], list[Entry]] = {}
-        """What a marker that comes next would end, for each group: its collectives or messages."""
+        """The collectives, and the messages, of the latest number of each group."""
+        self._last: dict[str, bool] = {}
+        """Whether what a group had last was a message."""
 
-    def add(self, entry: Entry, p2p: bool) -> None:
+    def add(self, entry: Entry) -> None:
+        """The next entry; no marker."""
+        p2p = entry.is_message
         members = self._open.setdefault((entry.group.name, p2p), [])
         if members and members[0].seq != entry.seq:
             members.clear()
-        if not is_marker(entry.name):
-            members.append(entry)
-            self.entries.append(entry)
-            return
-        for member in members:
-            member.batch = entry.record
-            member.state, member.ended = entry.state, entry.ended
-        if not members and not p2p:
-            self.entries.append(entry)
-        members.clear()
+        members.append(entry)
+        self._last[entry.group.name] = p2p
+        self.entries.append(entry)
+
+    def end(self, marker: Entry, p2p_seq: int) -> None:
+        """A marker, whose `seq` is that of the collectives: recorders write it as a collective
+        even where it ends messages alone, and then with the number of the collective before."""
+        name = marker.group.name
+        p2p = self._last.get(name, False)
+        calls, messages = (self._open.get((name, kind), []) for kind in (False, True))
+        calls = [one for one in calls if one.seq == marker.seq]
+        messages = [one for one in messages if p2p and one.seq == p2p_seq]
+        if messages:  # a collective before them, unless its state shows that it is one of them
+            calls = [one for one in calls if one.state == "scheduled"]
+        for member in (*calls, *messages):
+            member.batch = marker.record
+            member.state, member.ended = marker.state, marker.ended
+            member.retired = marker.retired
+        if not calls and not messages:
+            self.add(marker)
+        self._open[name, False], self._open[name, True] = [], []
 
 
 def is_marker(name: str) -> bool:

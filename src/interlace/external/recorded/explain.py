@@ -26,6 +26,10 @@ HOSTS = (
     "issue the ops of these groups in one order on all ranks, and let no host wait for one "
     "(synchronize, .item(), .tolist()) before it has issued what peers need to go on"
 )
+UNEXPLAINED = (
+    "the dumps show no fault of order: look at the ranks where it is only scheduled (their GPU is "
+    "busy with what comes before it), and at the network and the library's log"
+)
 CROSSED = (
     "let one rank receive first, or issue the messages together (torch.distributed."
     "batch_isend_irecv)"
@@ -42,7 +46,7 @@ class Explainer:
         for program, steps in zip(recorded.programs, recorded.steps, strict=True):
             first: dict[str, Entry] = {}
             for op, step in zip(program.ops, steps, strict=True):
-                if step.entry is not None and step.entry.state != "completed":
+                if step.entry is not None and step.entry.may_wait:
                     first.setdefault(op.stream, step.entry)
             self.waits[program.world[0]] = list(first.values())
 
@@ -125,9 +129,7 @@ class Explainer:
         if not others:
             calls = [(call, "issued") for call in list(found.calls.values())[:NUM_SHOWN]]
         ops = [self.called(call, role) for call, role in calls]
-        waiting = tuple(
-            rank for rank in found.calls if found.calls[rank].first.state != "completed"
-        )
+        waiting = tuple(rank for rank in found.calls if found.calls[rank].first.may_wait)
         return RecordedFinding("mismatch", message, tuple(ops), fix, waiting, tuple(others))
 
     def crossed(self, found: OpenChannel) -> RecordedFinding:
@@ -165,7 +167,7 @@ class Explainer:
                 role = "has not issued this, for which a peer waits"
                 ops[ref.rank, step.text] = RecordedOp(ref.rank, step.text, role)
             elif step.entry is not None:
-                ops[ref.rank, step.text] = self.issued(step.entry, "waits here")
+                ops[ref.rank, step.text] = self.issued(step.entry, _role(step.entry))
         ranks = sorted({op.rank for op in ops.values()})
         message = f"{ranks_in_words(ranks)} wait for each other"
         if hosts:
@@ -180,7 +182,7 @@ class Explainer:
 
     def missing(self, found: Open) -> RecordedFinding:
         call = next(iter(found.calls.values()))
-        waiting = [rank for rank, one in found.calls.items() if one.first.state != "completed"]
+        waiting = [rank for rank, one in found.calls.items() if one.first.may_wait]
         message = (
             f"{ranks_in_words(found.missing)} did not issue {call.text}; "
             f"{ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} there"
@@ -309,10 +311,7 @@ class Explainer:
         call = next(iter((late or found.calls).values()))
         said = ", ".join(f"{state} on {ranks_in_words(on)}" for state, on in states.items())
         message = f"all known members issued {call.text}, and it had not ended: {said}"
-        fix = (
-            "the dumps show no fault of order: look at the ranks where it is only scheduled (their "
-            "GPU is busy with what comes before it), and at the network and the library's log"
-        )
+        fix = "" if explained else UNEXPLAINED
         first = {call.first.state: call for call in reversed(late.values())}
         ops = tuple(self.called(call, "had not ended") for call in first.values())
         return RecordedFinding("unfinished", message, ops, fix, tuple(late), (), explained)
@@ -321,13 +320,20 @@ class Explainer:
         pair = [one for one in (found.sends[0], found.recvs[0]) if not one.ended]
         message = f"both ends issued {pair[0].text}, and it had not ended"
         ops = tuple(self.issued(one, "had not ended") for one in pair)
-        fix = "the dumps show no fault of order: look at what comes before it on the two ranks"
+        fix = "" if explained else UNEXPLAINED
         waiting = tuple(one.rank for one in pair)
         return RecordedFinding("unfinished", message, ops, fix, waiting, (), explained)
+
+
+def _role(entry: Entry) -> str:
+    """What an op does in a circle."""
+    if entry.state == "completed":
+        return "comes first here; recorded as completed, although its peer's end waits"
+    return "waits here"
 
 
 def _lacks(found: OpenChannel) -> bool:
     """Whether one end has more messages than the other, and waits for the first of them."""
     both = min(len(found.sends), len(found.recvs))
     left = (*found.sends[both:], *found.recvs[both:])
-    return not found.differs and bool(left) and not left[0].ended
+    return not found.differs and bool(left) and left[0].may_wait

@@ -176,7 +176,7 @@ class _Writer:
             waiting = {
                 op.stream: step
                 for op, step in zip(self.ops, self.steps, strict=True)
-                if step.entry is not None and step.entry.state != "completed"
+                if step.entry is not None and step.entry.may_wait
             }
             for stream, step in waiting.items():
                 self.add(HostSync(stream=stream), Step(f"its host may wait for {step.text}"))

@@ -260,25 +260,31 @@ class _Reader:
         state = self.text(self.get(plain, "state"), "state")
         if state not in STATES:
             self.refuse(f"state {state!r} is none of {', '.join(STATES)}")
+        retired = plain.get("retired") is True
+        marker = is_marker(called)
+        numbered = "p2p_seq_id" if p2p and not marker else "collective_seq_id"
         content, sizes = self.content(plain, called)
         entry = Entry(
             rank=rank,
             record=numbers[-1],
             group=group,
-            seq=self.number(self.get(plain, "p2p_seq_id" if p2p else "collective_seq_id"), "seq"),
+            seq=self.number(self.get(plain, numbered), numbered),
             name=called,
             content=content,
             sizes=sizes,
             state=state,
             # gloo never says that an op has completed; there, a retired one has ended.
-            ended=state == "completed" or (backend == "gloo" and plain.get("retired") is True),
+            ended=state == "completed" or (backend == "gloo" and retired),
+            retired=retired,
             loc=self.loc(plain.get("frames") or []),
             peer=self.peer(sent, rank, group) if sent and p2p else None,
             backend="gloo" if backend == "gloo" else None,
             moved=self.moved(plain) if content.label == "all_to_all" else None,
         )
-        if is_marker(called) or not p2p or entry.is_message:
-            batches.add(entry, p2p)
+        if marker:
+            batches.end(entry, self.number(plain.get("p2p_seq_id", 0), "p2p_seq_id"))
+        elif not p2p or entry.is_message:
+            batches.add(entry)
 
     def peer(self, sent: re.Match[str], rank: int, group: GroupKey) -> int:
         """The other end of a message, from its places in the group."""
