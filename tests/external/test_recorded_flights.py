@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -114,3 +116,28 @@ def test_a_rank_without_a_flight_log() -> None:
 def test_a_log_that_does_not_fit_its_program(streams: dict[str, int]) -> None:
     with pytest.raises(RecordingError):
         log(0, **streams)
+
+
+def test_ranks_that_run_other_programs_under_one_name() -> None:
+    """Whatever they are, there is a verdict or a RecordingError."""
+    texts = [
+        GATHER,
+        GATHER.replace("[3]", "[2]").replace("f32[6", "f32[4").replace("rank + 2", "rank + 1"),
+        "def gather(tp: Team[3]):\n    main: barrier(team=tp)\n    comm: barrier(team=tp)\n",
+        "def gather(dp: Team[3]):\n    main: barrier(team=dp)\n    comm: barrier(team=dp)\n",
+        "def gather(tp: Team[1]):\n    main: barrier(team=tp)\n    comm: barrier(team=tp)\n",
+    ]
+    reported = 0
+    for first, second in itertools.product(texts, texts):
+        logs = [
+            flight_log(rank, str(parse(text).instantiate(rank % 2)), AT)
+            for rank, text in ((0, first), (1, second))
+            if "Team[1]" not in text or rank == 0
+        ]
+        with contextlib.suppress(RecordingError):
+            findings, _ = stalled(logs, ())
+            reported += len(findings)
+    assert reported > 5
+
+
+AT = {"main": (0, 1.0), "comm": (1, 1.0)}

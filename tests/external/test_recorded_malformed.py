@@ -19,6 +19,7 @@ from interlace.external.recorded import reading
 from interlace.external.recorded.alignment import align
 from interlace.external.recorded.check import explained
 from interlace.external.recorded.reading import parse_dump
+from interlace.ir.text.parser import parse
 
 MAX_S = 2.0
 """For one damaged dump, on a busy machine."""
@@ -28,6 +29,16 @@ VALUES: list[Any] = [
     *("[0]", "[[", "[0,0]", "[-1]", "nccl:_coalesced", "Float", "completed", "\x1b[31m", "\ud800"),
     *([], {}, [[]], [[[]]], [{}], {"": {}}, [0] * 100, [[1 << 61] * 3], "x" * 5000, float("nan")),
 ]
+
+
+EDITS = [("[2]", "[3]"), ("0", "1"), ("main", "comm"), ("x", "y"), ("(s", "(t"), (":", "")]
+"""Of the text of a Program."""
+PROGRAM = """
+def own(tp: Team[2], x: f32[4]):
+    main: barrier(team=tp)
+    main: notify(s, to=tp.others)
+    comm: expect(s, tp.rank + 1)
+"""
 
 
 def sample() -> list[dict[str, Any]]:
@@ -45,7 +56,13 @@ def sample() -> list[dict[str, Any]]:
         run.call(rank, "reduce_scatter", [9], out=[3])
     run.call(2, "all_reduce", [4], tp)
     run.settle()
-    return [run.dump(rank) for rank in range(3)]
+    dumps = [run.dump(rank) for rank in range(3)]
+    dumps[1]["host"] = [{"name": "load", "filename": "data.py", "line": 8}]
+    for rank in range(2):
+        streams = {"main": [rank, 2.5], "comm": [-1 - rank, 0]}
+        text = str(parse(PROGRAM).instantiate(rank))
+        dumps[rank]["interlace"] = [{"rank": rank, "program": text, "streams": streams}]
+    return dumps
 
 
 def damaged(rng: random.Random, dumps: list[dict[str, Any]]) -> list[bytes]:
@@ -55,6 +72,9 @@ def damaged(rng: random.Random, dumps: list[dict[str, Any]]) -> list[bytes]:
     plain = json.loads(texts[victim])
     for _ in range(rng.randint(1, 4)):
         holder, key = somewhere(rng, plain)
+        if key == "program" and isinstance(holder[key], str):
+            holder[key] = holder[key].replace(*rng.choice(EDITS))
+            continue
         rng.choice((replace, replace, remove, repeat, swap))(rng, holder, key)
     text = json.dumps(plain).encode()
     if rng.random() < 0.2:
@@ -165,6 +185,39 @@ def test_large_values_are_refused_in_bounded_time_and_memory(name: str) -> None:
     assert len(str(refused.value)) < 1000
     assert seconds < 3
     assert peak < 64 * len(text) + (1 << 24)
+
+
+def many(count: int, group: Callable[[int], str], seq: Callable[[int], int]) -> bytes:
+    """A rank's dump with very many entries."""
+    entries = [
+        {
+            "record_id": k,
+            "process_group": [group(k), ""],
+            "profiling_name": "nccl:all_reduce",
+            "state": "scheduled",
+            "collective_seq_id": seq(k),
+        }
+        for k in range(count)
+    ]
+    config = {group(k): {"ranks": "[0, 1]", "desc": ""} for k in range(count)}
+    return json.dumps({"version": "2", "pg_config": config, "entries": entries}).encode()
+
+
+@pytest.mark.parametrize(
+    ("group", "seq"),
+    [(str, lambda _: 1), (lambda _: "0", lambda _: 1), (lambda _: "0", lambda k: k)],
+    ids=["groups", "one number", "numbers"],
+)
+def test_very_many_entries_take_bounded_time(
+    group: Callable[[int], str], seq: Callable[[int], int]
+) -> None:
+    data = many(5_000, group, seq)
+    began = time.process_time()
+    read = [parse_dump(data, "trace_0", 0), parse_dump(b'{"version": "2"}', "trace_1", 1)]
+    report = explained(align(read), time.perf_counter())
+    assert not report.complete
+    assert len(str(report)) < 200_000
+    assert time.process_time() - began < 5
 
 
 def test_files_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,12 @@ from dataclasses import dataclass, field
 from interlace.external.recorded.entries import Call, Content, Dump, Entry, GroupKey
 from interlace.external.recorded.words import ranks_in_words
 
+MAX_OPEN = 1024
+"""Groups, and pairs of ranks with messages, whose open ops are looked at."""
 MAX_SHIFT = 8
 """Calls that a rank may have left out, or made too many of, for that to be recognised."""
+MAX_COMPARED = 256
+"""Calls that are looked at for that."""
 NUM_ALIKE = 3
 """Calls that must agree with those of the peers, moved by so many."""
 
@@ -102,6 +106,13 @@ def align(dumps: Sequence[Dump]) -> Aligned:
         _Numbers(group, members[group], calls.get(group, {}), aligned).find()
     for channel, (sends, recvs) in channels.items():
         _match(channel, sends, recvs, aligned)
+    for what, found in ("groups", aligned.open), ("pairs of ranks", aligned.channels):
+        if len(found) > MAX_OPEN:
+            aligned.assumed.append(
+                f"{len(found) - MAX_OPEN:,} further {what} have ops that are open, and were left "
+                "out"
+            )
+            del found[MAX_OPEN:]
     return aligned
 
 
@@ -160,20 +171,25 @@ def _sorted_out(
     dict[Channel, tuple[list[Entry], list[Entry]]],
 ]:
     """Collectives by group, rank and number; sends and receives by channel."""
-    calls: dict[GroupKey, dict[int, dict[int, Call]]] = defaultdict(dict)
+    issued: dict[GroupKey, dict[int, dict[int, list[Entry]]]] = defaultdict(dict)
     channels: dict[Channel, tuple[list[Entry], list[Entry]]] = {}
     for dump in dumps:
         for entry in _latest(dump.entries):
             if entry.peer is None:
-                mine = calls[entry.group].setdefault(dump.rank, {})
-                before = mine.get(entry.seq)
-                joined = (*before.entries, entry) if before is not None else (entry,)
-                mine[entry.seq] = Call(joined)
+                mine = issued[entry.group].setdefault(dump.rank, {})
+                mine.setdefault(entry.seq, []).append(entry)
                 continue
             sends = entry.content.label == "send"
             way = (entry.rank, entry.peer) if sends else (entry.peer, entry.rank)
             ends = channels.setdefault((entry.group, *way), ([], []))
             ends[0 if sends else 1].append(entry)
+    calls = {
+        group: {
+            rank: {seq: Call(tuple(same)) for seq, same in mine.items()}
+            for rank, mine in by_rank.items()
+        }
+        for group, by_rank in issued.items()
+    }
     return calls, channels
 
 
@@ -292,13 +308,15 @@ class _Numbers:
         whose = {rank for rank, call in met.items() if call.contents == usual}
         sample = self.calls[min(whose)]
         found: dict[int, int] = {}
+        first = numbers.index(seq)
+        numbers = numbers[first : first + MAX_COMPARED]
         for rank in met.keys() - whose:
             mine = self.calls[rank]
             for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
                 pairs = [
                     (mine[at].contents, sample[at + shift].contents)
                     for at in numbers
-                    if at >= seq and shift and at in mine and at + shift in sample
+                    if shift and at in mine and at + shift in sample
                 ]
                 if len(pairs) >= NUM_ALIKE and all(not unlike(set(pair)) for pair in pairs):
                     found[rank] = shift

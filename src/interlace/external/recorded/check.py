@@ -16,7 +16,7 @@ from interlace.external.recorded.explain import Explainer
 from interlace.external.recorded.flights import stalled
 from interlace.external.recorded.programs import programs_of
 from interlace.external.recorded.reading import read_folder
-from interlace.external.recorded.report import RecordedReport, in_order
+from interlace.external.recorded.report import MAX_FINDINGS, RecordedReport, in_order
 from interlace.verify import check
 
 
@@ -42,11 +42,12 @@ def explained(aligned: Aligned, began: float) -> RecordedReport:
     own, assumed = stalled(logs, aligned.absent)
     findings = in_order([*own, *Explainer(aligned, recorded, verdict).findings()])
     return RecordedReport(
-        tuple(findings),
+        tuple(findings[:MAX_FINDINGS]),
         (*aligned.assumed, *assumed),
         len(aligned.world),
         sum(len(dump.entries) for dump in aligned.dumps.values()),
         recorded,
+        max(0, len(findings) - MAX_FINDINGS),
         verdict,
         time.perf_counter() - began,
     )

@@ -17,6 +17,7 @@ from interlace.errors import InterlaceError, RecordingError
 from interlace.external.recorded.entries import shown
 from interlace.external.recorded.report import RecordedFinding, RecordedOp
 from interlace.external.recorded.words import ranks_in_words
+from interlace.ir.checks.validate import validate
 from interlace.ir.program import Program
 from interlace.ir.text.parser import parse
 from interlace.ir.text.printer import print_op
@@ -45,7 +46,7 @@ def flight_log(rank: int, text: str, streams: Mapping[str, tuple[int, float]]) -
     """A flight log from what its file says. Raises RecordingError."""
     try:
         program = parse(text, file="<flight log>")
-        known = program.streams()
+        known = validate(program).streams()
     except InterlaceError as error:
         raise RecordingError(shown(str(error))) from None
     for name, (op, _) in streams.items():

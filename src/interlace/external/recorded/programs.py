@@ -66,7 +66,7 @@ def programs_of(aligned: Aligned) -> Recorded:
         ranks = group.ranks or ()
         for rank in ranks:
             writer = writers.setdefault(rank, _Writer(rank))
-            writer.teams.append(Team(name, len(ranks), (ranks,)))
+            writer.teams[name] = Team(name, len(ranks), (ranks,))
     for found in aligned.open:
         _collectives(found, names[found.group], aligned, writers)
     for channel in aligned.channels:
@@ -152,7 +152,7 @@ class _Writer:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.teams: list[Team] = []
+        self.teams: dict[str, Team] = {}
         self.params: list[Buffer] = []
         self.recorded: list[tuple[Entry, str]] = []
         self.assumed: list[tuple[Entry, str]] = []
@@ -185,7 +185,7 @@ class _Writer:
             self.add(self.op(entry, team, f"not issued {number}"), step)
         return Program(
             name=f"rank {self.rank}",
-            teams=tuple(self.teams),
+            teams=tuple(self.teams.values()),
             params=tuple(self.params),
             ops=tuple(self.ops),
             results=(),
@@ -228,7 +228,7 @@ class _Writer:
         row = COLLECTIVES[kind]
         src = dst = None
         if row.reads != "none":
-            size = next(one.size for one in self.teams if one.name == team)
+            size = self.teams[team].size
             count = size if entry.content.elements is None else entry.content.elements
             count = min(count, MAX_ELEMENTS)
             src = self.buffer(entry.content, count * (size if row.scales == "scatter" else 1))
@@ -246,9 +246,10 @@ class _Writer:
         )
 
     def message(self, entry: Entry, team: str, stream: str) -> Send | Recv:
-        ranks = next(one.groups[0] for one in self.teams if one.name == team and one.groups)
+        groups = self.teams[team].groups
         assert entry.peer is not None, "a message has a peer"
-        peer = ranks.index(entry.peer)
+        assert groups is not None, "a process group names its ranks"
+        peer = groups[0].index(entry.peer)
         view = self.buffer(entry.content, min(entry.content.elements or 0, MAX_ELEMENTS))
         loc, backend = entry.loc, entry.backend
         if entry.content.label == "send":

@@ -17,6 +17,8 @@ from typing import Any
 from interlace.external.recorded.programs import Recorded
 from interlace.verify.report import Report
 
+MAX_FINDINGS = 100
+"""More findings than these are counted and not listed."""
 SCHEMA = 1
 """Version of the JSON that `RecordedReport.to_json` gives."""
 KINDS: dict[str, str] = {
@@ -108,6 +110,8 @@ class RecordedReport:
     """Records of all ranks."""
     recorded: Recorded = field(repr=False)
     """The Programs of what was open, for `interlace.check` and to be read."""
+    num_left_out: int = 0
+    """Further findings, which are not listed."""
     verdict: Report | None = field(default=None, repr=False)
     """What the verifier says of the Programs; None where nothing was open."""
     seconds: float = field(default=0.0, compare=False)
@@ -129,6 +133,7 @@ class RecordedReport:
             "num_ranks": self.num_ranks,
             "num_ops": self.num_ops,
             "seconds": self.seconds,
+            "num_left_out": self.num_left_out,
             "assumed": list(self.assumed),
             "findings": [finding.to_json() for finding in self.findings],
         }
@@ -140,6 +145,8 @@ class RecordedReport:
         if self.complete:
             verdict = "nothing to report: all that was recorded fits together and had ended"
         parts = [f"{verdict} ({size})", *map(str, self.findings)]
+        if self.num_left_out:
+            parts.append(f"... and {self.num_left_out} more findings")
         if self.assumed:
             parts.append("\n".join(["assumed:", *(f"  {one}" for one in self.assumed)]))
         return "\n\n".join(parts)
