@@ -14,12 +14,12 @@ import torch
 import torch._C._distributed_c10d as bound
 import torch.distributed as dist
 from tests.support.pool import Pool
+from torch.distributed import distributed_c10d as c10d
 
 import interlace
 
 Case = Callable[[int, list[dist.ProcessGroup]], None]
-TIME_OUT_S = 0.7
-DUMP = "_dump_fr_trace_json"
+TIME_OUT_S = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,17 @@ def fresh() -> Iterator[Pool]:
     pool.close()
 
 
-def made(limit: timedelta, desc: str) -> dist.ProcessGroup:
-    group = dist.new_group(timeout=limit, group_desc=desc)
+def made(desc: str) -> dist.ProcessGroup:
+    group = dist.new_group(timeout=timedelta(seconds=60), group_desc=desc)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def about_to_hang(groups: list[dist.ProcessGroup]) -> None:
+    """All ranks have come this far; from here on what waits ends soon."""
+    dist.barrier()
+    for group in groups:
+        c10d._set_pg_timeout(timedelta(seconds=TIME_OUT_S), group)
 
 
 def reduces(group: dist.ProcessGroup, size: int = 4, dtype: torch.dtype = torch.float32) -> None:
@@ -42,11 +49,13 @@ def reduces(group: dist.ProcessGroup, size: int = 4, dtype: torch.dtype = torch.
 
 def left_behind(rank: int, groups: list[dist.ProcessGroup]) -> None:
     reduces(groups[0], 8)
+    about_to_hang(groups)
     if rank != 1:
         dist.broadcast(torch.ones(3), 0, group=groups[0])
 
 
 def opposite_order(rank: int, groups: list[dist.ProcessGroup]) -> None:
+    about_to_hang(groups)
     for group in groups if rank else groups[::-1]:
         reduces(group, 16)
 
@@ -59,6 +68,7 @@ def another_dtype(rank: int, groups: list[dist.ProcessGroup]) -> None:
 
 def another_kind(rank: int, groups: list[dist.ProcessGroup]) -> None:
     reduces(groups[0])
+    about_to_hang(groups)
     if rank == 2:
         dist.barrier(group=groups[0])
     else:
@@ -80,16 +90,22 @@ def sound(rank: int, groups: list[dist.ProcessGroup]) -> None:
         dist.gather(x, parts if dist.get_rank(group) == 0 else None, 0, group=group)
 
 
+def dump() -> bytes:
+    return getattr(bound, "_dump_fr_trace_json")()  # noqa: B009
+
+
 def record(name: str, folder: str) -> None:
     """Runs a case until it ends or its time is out, and dumps."""
     rank = dist.get_rank()
-    limit = timedelta(seconds=TIME_OUT_S)
-    groups = [made(limit, desc) for desc in ("tp", "dp")]
+    groups = [made(desc) for desc in ("tp", "dp")]
     with contextlib.suppress(RuntimeError):
         CASES[name](rank, groups)
+    deadline = time.monotonic() + 10
+    while b'"retired":false' in dump() and time.monotonic() < deadline:
+        time.sleep(0.01)  # another thread says that an op has ended
     raw = Path(folder, "raw")
     raw.mkdir(exist_ok=True)
-    (raw / f"fr_trace_{rank}").write_bytes(getattr(bound, DUMP)())
+    (raw / f"fr_trace_{rank}").write_bytes(dump())
     interlace.save_recording(Path(folder, "saved"))
 
 
@@ -128,7 +144,7 @@ def test_a_real_run_that_ends(fresh: Pool, tmp_path: Path) -> None:
 
 def watch(folder: str) -> None:
     """A rank whose host sleeps while its peers wait; each is recorded from a thread."""
-    group = made(timedelta(seconds=60), "tp")
+    group = made("tp")
     timer = threading.Timer(0.3, interlace.save_recording, [folder])
     timer.start()
     if dist.get_rank() == 1:
