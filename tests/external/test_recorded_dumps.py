@@ -198,6 +198,17 @@ def left_out_a_call(fault: bool) -> Run:
     return run
 
 
+def one_call_too_many(fault: bool) -> Run:
+    """The other way round: from there on the rank is one behind its peers."""
+    run = Run(4)
+    for k in range(8):
+        for rank in range(4):
+            if fault and rank == 2 and k == 3:
+                run.call(rank, "broadcast", [5])
+            run.call(rank, "all_reduce", [10 * k + 1])
+    return run
+
+
 def coalesced_calls(fault: bool) -> Run:
     """Calls that are coalesced, one more on one rank."""
     run = Run(2)
@@ -236,6 +247,7 @@ PAIRS: list[tuple[Make, str, tuple[int, ...], str]] = [
     (uneven_all_to_all, "mismatch", (), "disagree on the size"),
     (wrapped, "missing", (1,), "rank 1 did not issue reduce_scatter [3] Float, number 101"),
     (left_out_a_call, "mismatch", (2,), "rank 2 left out 1 call"),
+    (one_call_too_many, "mismatch", (2,), "rank 2 made 1 call more than its peers"),
     (coalesced_calls, "mismatch", (1,), "disagree on the kind"),
     (not_ended, "unfinished", (), "scheduled on rank 2"),
 ]

@@ -316,7 +316,7 @@ class _Numbers:
                 pairs = [
                     (mine[at].contents, sample[at + shift].contents)
                     for at in numbers
-                    if shift and at in mine and at + shift in sample
+                    if shift and at in mine and at + shift >= seq and at + shift in sample
                 ]
                 if len(pairs) >= NUM_ALIKE and all(not unlike(set(pair)) for pair in pairs):
                     found[rank] = shift

@@ -121,10 +121,10 @@ class Explainer:
                 f"; rank {rank} {what} {times(abs(shift), 'call')}{more}: from there on its "
                 f"calls are those that its peers issue {later}"
             )
-            here, there = f"rank {rank}", "its peers"
+            here, there = f"rank {rank}", "its peers issue"
             if shift < 0:
-                here, there = there, here
-            fix = f"issue on {here} what {there} issue at number {found.seq}, or on no rank"
+                here, there = "its peers", f"rank {rank} issues"
+            fix = f"issue on {here} what {there} at number {found.seq}, or on no rank"
         calls = [(found.calls[rank], "issued") for rank in (*most[:1], *others[:NUM_SHOWN])]
         if not others:
             calls = [(call, "issued") for call in list(found.calls.values())[:NUM_SHOWN]]
