@@ -156,6 +156,17 @@ def test_very_many_damaged_dumps(seed: int) -> None:
     assert reported > 20_000
 
 
+@pytest.mark.parametrize(
+    "stands", ["[0, 1e999]", f"[0, {10**400}]", "[-1.0, 1]", "[0, NaN]", "[0]"]
+)
+def test_a_stream_of_a_flight_log_that_is_nowhere(stands: str) -> None:
+    (dump, *_) = sample()
+    text = json.dumps(dump).replace('"main": [0, 2.5]', f'"main": {stands}')
+    assert stands in text
+    with pytest.raises(RecordingError, match="a flight log"):
+        parse_dump(text.encode(), "trace_0", 0)
+
+
 LARGE: dict[str, Callable[[], str]] = {
     "lists in lists": lambda: "[" * 3_000_000,
     "objects in objects": lambda: '{"entries":' * 500_000,

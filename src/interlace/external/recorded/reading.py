@@ -31,7 +31,7 @@ from interlace.external.recorded.entries import (
     is_marker,
     shown,
 )
-from interlace.external.recorded.flights import DONE, NOT_BEGUN, FlightLog, flight_log
+from interlace.external.recorded.flights import DONE, FlightLog, flight_log
 from interlace.ir.ops import Loc
 
 MAX_FILE_BYTES = 1 << 26
@@ -46,6 +46,7 @@ MAX_COUNT = 1 << 62
 """Sizes, numbers and records are counted with 64 bits."""
 MAX_FLIGHTS = 1 << 12
 MAX_FRAMES = 1 << 16
+MAX_SECONDS = 1e9
 MAX_TENSORS = 1 << 16
 """Tensors of one op: lists of a gather hold one for each rank."""
 NUMBER = re.compile(r"(\d{1,9})$")
@@ -187,10 +188,11 @@ class _Reader:
         streams: dict[str, tuple[int, float]] = {}
         for name, stands in self.mapping(plain.get("streams"), "streams").items():
             pair = self.items(stands, "a stream", 2)
-            if len(pair) != 2 or not isinstance(pair[1], int | float):
+            at, held = pair if len(pair) == 2 else (None, None)
+            if not isinstance(held, int | float) or not 0 <= held < MAX_SECONDS:
                 self.refuse("a stream does not say where it is and for how long")
-            at = pair[0] if pair[0] in (NOT_BEGUN, DONE) else self.number(pair[0], "an op")
-            streams[name] = int(str(at)), float(pair[1])
+            at = self.number(at, "an op", least=DONE)
+            streams[name] = at, float(held)
         text = self.text(self.get(plain, "program"), "program")
         try:
             return flight_log(rank, text, streams)
@@ -366,9 +368,9 @@ class _Reader:
             self.refuse(f"{what} holds more than {most} items")
         return found
 
-    def number(self, plain: object, what: str, below: int = MAX_COUNT) -> int:
-        if not isinstance(plain, int) or isinstance(plain, bool) or not 0 <= plain < below:
-            self.refuse(f"{what} is not a number from 0 to {below - 1}")
+    def number(self, plain: object, what: str, below: int = MAX_COUNT, least: int = 0) -> int:
+        if not isinstance(plain, int) or isinstance(plain, bool) or not least <= plain < below:
+            self.refuse(f"{what} is not a number from {least} to {below - 1}")
         return plain
 
     def text(self, plain: object, what: str) -> str:
