@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from interlace.cost import simulate
     from interlace.external.graphs.check import check_graph
     from interlace.external.pipelining import check_pipelining
+    from interlace.external.recorded import check_recorded, save_recording
     from interlace.frontend.compile import compile
     from interlace.frontend.insight import explain, report
     from interlace.frontend.schedules import export
@@ -31,6 +32,7 @@ __all__ = [
     "check",
     "check_graph",
     "check_pipelining",
+    "check_recorded",
     "compile",
     "errors",
     "explain",
@@ -43,6 +45,7 @@ __all__ = [
     "release",
     "report",
     "reset",
+    "save_recording",
     "simulate",
     "synchronize",
 ]
@@ -53,6 +56,7 @@ _LAZY = {
     "check": ("interlace.verify", "check"),
     "check_graph": ("interlace.external.graphs.check", "check_graph"),
     "check_pipelining": ("interlace.external.pipelining", "check_pipelining"),
+    "check_recorded": ("interlace.external.recorded", "check_recorded"),
     "compile": ("interlace.frontend.compile", "compile"),
     "explain": ("interlace.frontend.insight", "explain"),
     "export": ("interlace.frontend.schedules", "export"),
@@ -64,6 +68,7 @@ _LAZY = {
     "release": ("interlace.comm.teams", "release_teams"),
     "report": ("interlace.frontend.insight", "report"),
     "reset": ("interlace.comm.teams", "reset_teams"),
+    "save_recording": ("interlace.external.recorded", "save_recording"),
     "simulate": ("interlace.cost", "simulate"),
     "synchronize": ("interlace.runtime", "synchronize"),
 }

@@ -25,6 +25,10 @@ class ProgramError(InterlaceError):
     """A Program breaks a structural rule (unknown name, wrong shape, view out of bounds, ...)."""
 
 
+class RecordingError(InterlaceError):
+    """What a run recorded cannot be read: a file of a folder is missing, malformed or too large."""
+
+
 class SizeError(InterlaceError):
     """A question about named sizes has different answers within a class of sizes."""
 

@@ -3,6 +3,7 @@
 $ interlace check ring.ilc --world 8
 sound (8 ranks by symmetry of tp: 1 visited, 168 ops, 2 ms)
 $ interlace check --pipelining schedule.csv
+$ interlace check --recorded dumps
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from interlace.errors import InputError, ProgramError
 
 if TYPE_CHECKING:
     from interlace.external.pipelining import PipeliningReport
+    from interlace.external.recorded.report import RecordedReport
     from interlace.ir import Program
     from interlace.verify import Finding, Report
 
@@ -45,41 +47,53 @@ def check(
         Path | None,
         typer.Option(help="Instead of FILE: CSV that torch's pipeline schedules dump, or -."),
     ] = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(help="Instead of FILE: a folder of what the ranks of a run had recorded."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
 
     Ranks that are proved to do the same at their places are visited once; the first line says so.
 
-    With --pipelining, check a schedule of torch.distributed.pipelining instead of FILE.
+    With --pipelining, check a schedule of torch.distributed.pipelining instead of FILE. With
+    --recorded, say instead why a run hung: a JSON dump of torch's flight recorder a rank.
 
     Ends with code 0 if the schedule is sound, with 1 and the counterexample if it is not, with 2 if
     it cannot be read, and with 70 for a fault of Interlace.
     """
-    from interlace.external.pipelining import check_pipelining
-    from interlace.verify import check as verify
+    import interlace
 
-    if pipelining is not None:
-        if file is not None or world is not None or mesh or in_order or operators:
-            raise InputError("--pipelining takes --json and no other option, and no FILE")
-        _tell(check_pipelining(pipelining), json)
+    if pipelining is not None or recorded is not None:
+        name = "--pipelining" if recorded is None else "--recorded"
+        both = pipelining is not None and recorded is not None
+        if both or file is not None or world is not None or mesh or in_order or operators:
+            raise InputError(f"{name} takes --json and no other option, and no FILE")
+        if recorded is not None:
+            found = interlace.check_recorded(recorded)
+            _tell(found, found.complete, json)
+        elif pipelining is not None:
+            checked = interlace.check_pipelining(pipelining)
+            _tell(checked, checked.sound, json)
         return
     if file is None:
-        raise InputError("FILE is missing: name a schedule, or give --pipelining FILE.csv")
+        told = "name a schedule, or give --pipelining FILE.csv or --recorded DIR"
+        raise InputError(f"FILE is missing: {told}")
     programs = on_mesh(read_programs(file), world=world, mesh=parse_mesh(mesh))
     remarks = look_up(programs, operators or ())
-    report = verify(programs, in_order=in_order)
+    report = interlace.check(programs, in_order=in_order)
     report = dataclasses.replace(report, findings=(*report.findings, *remarks))
-    _tell(report, json)
+    _tell(report, report.sound, json)
 
 
-def _tell(report: Report | PipeliningReport, json: bool) -> None:
+def _tell(report: Report | PipeliningReport | RecordedReport, well: bool, json: bool) -> None:
     """Prints a report, and ends with the code of its verdict."""
     if json:
         print_json(report.to_json())
     else:
         say(str(report))
-    if not report.sound:
+    if not well:
         raise typer.Exit(UNSOUND)
 
 
