@@ -258,7 +258,7 @@ with LayerWise(muon, model, mesh) as optimizer:
 assert len(inner.state) == 8 and all(s["momentum_buffer"].to_local().shape == (128, 256)
                                      for s in inner.state.values())
 """,
-    'options=Options(schedules="schedules")': """
+    'options=Options(schedules="mine")': """
 assert {path.name.split("-")[0] for path in paths} == {"forward", "backward"}
 assert "a file of the option schedules" in edited.explain()
 """,
