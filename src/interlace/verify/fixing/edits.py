@@ -124,8 +124,8 @@ def _on_ranks(programs: Sequence[Program], program: Program) -> str:
 
 def line_numbers(program: Program, texts: dict[int, str] | None = None) -> list[int]:
     """The line of every op and of the return: in the file, or in the printed text of a Program
-    that is no file's as it stands (passes that move and divide ops leave each its line), whose ops of one line `texts` then
-    has by index."""
+    that is no file's as it stands (passes that move and divide ops leave each its line). Of what is
+    printed for this, `texts` gets the ops of one line, by index."""
     known = [
         op.loc.text or (op.loc.file, 0 if op.loc.module else op.loc.line) for op in program.ops
     ]

@@ -133,9 +133,9 @@ class _Orders:
             return
         pairs = list(self.races())
         known = {(one, other) for one, other, _ in verdict.races}
-        wrong = any(pair not in known for pair in pairs)
+        # What stands beside an Alloc that a deadlock keeps from coming races in no state.
+        wrong = any(pair not in known and verdict.stuck.isdisjoint(pair) for pair in pairs)
         if kinds & {"deadlock", "mismatch"}:
-            # What stands beside an Alloc that a deadlock keeps from coming races in no state.
             if wrong and not (verdict.untaken or kinds & LIFETIME):
                 yield Disagreement(FALSE_ALARM, "race")
             return
