@@ -31,6 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): how long the test may take")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What random sets of Programs were tried, and their seed: also where all went well."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "fuzz":
+                terminalreporter.write_line(f"fuzz: {value}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """An empty cache folder: what was calibrated on this machine is no part of a test."""

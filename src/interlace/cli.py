@@ -20,6 +20,7 @@ from interlace.commands.check import check
 from interlace.commands.demo import demo
 from interlace.commands.doctor import doctor
 from interlace.commands.explain import explain
+from interlace.commands.fuzz import fuzz
 from interlace.commands.run import run
 from interlace.commands.schedules import opt, show, simulate
 
@@ -50,7 +51,7 @@ def options(
     """Hide communication under computation, by schedules that can be read and are proved sound."""
 
 
-for function in (demo, run, check, opt, show, simulate, explain, calibrate, doctor):
+for function in (demo, run, check, opt, show, simulate, explain, calibrate, fuzz, doctor):
     app.command(no_args_is_help=False)(function)
 app.add_typer(bench)
 

@@ -22,7 +22,6 @@ from tests.runtime.programs import world_group
 from tests.support.held_back import held_back
 from tests.support.interpreter import Deadlock, LifetimeFault, run_ranks
 from tests.support.pool import Pool
-from tests.verify.random_programs import Draw
 
 from interlace.ir import (
     Buffer,
@@ -40,6 +39,7 @@ from interlace.ir import (
 from interlace.options import Backend, Options
 from interlace.runtime import Executor
 from interlace.verify import Report, check
+from interlace.verify.fuzz.draw import Draw
 
 RUNS = 10
 """Of each Program, in a row."""

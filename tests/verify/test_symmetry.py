@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 from tests.passes.samples import KINDS, STRATEGIES
-from tests.verify.random_programs import Draw
-from tests.verify.random_sets import mutilate
 
 from interlace.bench.transformer.step import StepSettings, step_of
 from interlace.commands.files import on_mesh
@@ -24,6 +22,8 @@ from interlace.ir import Collective, Expect, Program, Team, View, Wait, parse, p
 from interlace.passes import run_pipeline
 from interlace.verify import Report, check
 from interlace.verify.accesses.regions import Regions
+from interlace.verify.fuzz.draw import Draw
+from interlace.verify.fuzz.sets import mutilate
 from interlace.verify.happens_before.graph import HappensBefore
 from interlace.verify.happens_before.source import lower
 from interlace.verify.symmetry.automorphisms import Turns

@@ -33,12 +33,12 @@ What is not
     spins while the one it waits for finds no room.
 
 `oracle.explore` runs small programs in every interleaving, shares nothing with `check` but the
-ops, and must agree with it on hundreds of random programs in every test run.
+ops, and must agree with it on thousands of random programs in every test run (fuzz/).
 
 Reading order: happens_before/ (the order), accesses/ (races and lifetimes), in_place.py (one op
 alone), scales.py (FP8), deadlock.py, matching.py, explain.py, uneven.py and report.py (findings),
-fixing/ (fixes), symmetry/ (few ranks stand for all), check.py; then oracle/. reuse.py (takes of
-slots that may share memory).
+fixing/ (fixes), symmetry/ (few ranks stand for all), check.py; then oracle/ and fuzz/. reuse.py
+(takes of slots that may share memory).
 """
 
 from interlace.verify.check import check

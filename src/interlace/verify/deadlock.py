@@ -271,7 +271,8 @@ def _queued(item: Item, before: Item) -> str:
 def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
     """Which op has to move, where no edit is known to open the circle."""
     links = [(part, other) for part, other, why in steps if why != MEETS]
-    if any(item.ordering.takes for link in links for _, item in link):
+    takes = [item.ordering.takes for link in links for _, item in link]
+    if any(buffer is not None and buffer.kind == "symmetric" for buffer in takes):
         return "free the buffer that held the slot before this take of it, on every rank"
     said: list[str] = []
     for (frame, item), (_, other) in segments(links):

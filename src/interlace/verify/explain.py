@@ -32,12 +32,15 @@ class Explainer:
         self.edges = Edges(sources)
         self.unwritten = unwritten
         self._lines: dict[int, list[int]] = {}
+        self._texts: dict[tuple[int, int], str] = {}
 
     def line(self, source: LoweredProgram, index: int) -> int:
         """The line of an op or, after the last, of the return; the begin has that of the first."""
         lines = self._lines.get(source.number)
         if lines is None:
-            lines = self._lines[source.number] = line_numbers(source.program)
+            texts: dict[int, str] = {}
+            lines = self._lines[source.number] = line_numbers(source.program, texts)
+            self._texts.update({(source.number, i): text for i, text in texts.items()})
         return lines[max(index, 0)]
 
     def ref(
@@ -78,7 +81,11 @@ class Explainer:
             return BEGINS
         if index == len(source.program.ops):
             return "return"
-        return print_op(source.program.ops[index], source.program)
+        text = self._texts.get((source.number, index))
+        if text is None:
+            text = print_op(source.program.ops[index], source.program)
+            self._texts[source.number, index] = text
+        return text
 
     def flaw(self, place: RankPlace, flaw: Flaw) -> Finding:
         """A fault of list order, which every rank of the Program has."""

@@ -122,9 +122,10 @@ def _on_ranks(programs: Sequence[Program], program: Program) -> str:
     return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def line_numbers(program: Program) -> list[int]:
+def line_numbers(program: Program, texts: dict[int, str] | None = None) -> list[int]:
     """The line of every op and of the return: in the file, or in the printed text of a Program
-    that is no file's as it stands (passes that move and divide ops leave each its line)."""
+    that is no file's as it stands (passes that move and divide ops leave each its line). Of what is
+    printed for this, `texts` gets the ops of one line, by index."""
     known = [
         op.loc.text or (op.loc.file, 0 if op.loc.module else op.loc.line) for op in program.ops
     ]
@@ -135,6 +136,12 @@ def line_numbers(program: Program) -> list[int]:
     found: dict[int, int] = {}
     end = 0
     for end, line in enumerate(print_lines(program), 1):
-        if line.tag[0] == "op":
-            found.setdefault(line.tag[1], end)
+        family, index = line.tag
+        if family != "op":
+            continue
+        first = found.setdefault(index, end) == end
+        if texts is not None and first:
+            texts[index] = line.text.strip()
+        elif texts is not None:  # as one line it is another
+            texts.pop(index, None)
     return [*(found[i] for i in range(len(program.ops))), end + (program.results is None)]

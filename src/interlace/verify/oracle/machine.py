@@ -1,9 +1,9 @@
 """The slow twin of `check`: a machine that does what semantics.md says, in every order.
 
-It knows no graph and no clocks. Its state is which moves are done; script.py says what each
-move awaits. Two conflicting acts race if both can be under way in one and the same state. A state
-where nothing can go, and not all is done, is a deadlock. For races the machine is the weak one,
-where nothing waits for more than it has to; for deadlocks a second machine, the strong one.
+It knows no clocks and walks no schedule. Its state is which moves are done; script.py says what
+each move awaits. Two conflicting acts race if both can be under way in one and the same state. A
+state where nothing can go, and not all is done, is a deadlock. For races the machine is the weak
+one, where nothing waits for more than it has to; for deadlocks the strong one.
 
     verdict = explore(program, runs=2)
     assert verdict.race == ("race" in check(program, runs=2).kinds())
@@ -20,7 +20,12 @@ Why it need not visit every state
     reaches B's begin without A's end has, up to there, not B's end either; so with both ends held
     back B begins, likewise A, and in the state where that stops both have begun and neither has
     ended. (So it is where a signal may be raised by one of several, and no chain of edges says
-    which.) So one run for each act that conflicts with another answers it for all orders.
+    which.)
+
+    A move is never done without another if the other is that move, or is missed by all moves of
+    one of the clauses that it awaits. The largest sets of which this holds say, for every move at
+    once, what can be held back: `OracleMachine.needed` finds them, and the tests compare them with
+    a machine that does hold back each move in turn, and both with a visit of every state.
 
     What a read finds: without a race, it is the same in every order, and one order tells.
 """
@@ -28,59 +33,90 @@ Why it need not visit every state
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import pairwise
 
 from interlace.ir.ops import Alloc, Free
 from interlace.ir.program import Program
-from interlace.verify.oracle.script import Act, Key, OracleTouch, Script
+from interlace.verify.oracle.script import Act, Clause, Key, OracleTouch, Place, Script, Storage
+
+Use = tuple[Place, Storage]
+"""An op of a rank, and the memory that it touches."""
+Race = tuple[Place, Place, Storage]
 
 
 @dataclass(frozen=True, slots=True)
 class OracleVerdict:
-    """What can happen."""
+    """What can happen.
 
-    deadlock: bool
-    race: bool
-    uninitialized: bool = False
-    """Told of programs that never race: then it is the same in every order."""
-    use_after_free: bool = False
-    """Likewise."""
-    use_before_alloc: bool = False
-    """Likewise: a use, or a Free, before the slot is taken."""
-    num_states: int = 0
-    """States where the machine stopped."""
-    complete: bool = True
-    """False: there were more such states than the limit, and no race was found in those seen."""
+    What a read finds, and what is there when it is used, is told of memory that nothing races for:
+    it is the same in every order.
+    """
+
+    stuck: frozenset[Place]
+    """The ops that may wait forever, and what comes behind them."""
+    races: frozenset[Race]
+    """Two ops, each way round, and the memory that they race for."""
+    unwritten: frozenset[Use]
+    freed: frozenset[Use]
+    untaken: frozenset[Use]
+    """Uses, and Frees, before the slot is taken."""
+    signal: bool
+    """A signal whose values do not grow in every order."""
+    listed: frozenset[str]
+    """What the lists alone show: `event`, `leak`, `double-free`, `bad-free`."""
+    num_moves: int
+
+    @property
+    def deadlock(self) -> bool:
+        """Whether an op may wait forever."""
+        return bool(self.stuck)
+
+    @property
+    def race(self) -> bool:
+        """Whether two accesses of the same bytes, one of them a write, have no order."""
+        return bool(self.races)
+
+    @property
+    def uninitialized(self) -> bool:
+        """Whether a read finds bytes that nothing wrote."""
+        return bool(self.unwritten)
+
+    @property
+    def use_after_free(self) -> bool:
+        """Whether something is used once it is freed."""
+        return bool(self.freed)
+
+    @property
+    def use_before_alloc(self) -> bool:
+        """Whether something is used, or freed, before its slot is taken."""
+        return bool(self.untaken)
 
 
-def explore(
-    programs: Program | Sequence[Program], *, runs: int = 2, limit: int = 100_000
-) -> OracleVerdict:
-    """Decides `runs` unjoined runs, or stops after `limit` states."""
-    programs = [programs] if isinstance(programs, Program) else programs
-    strong = OracleMachine(Script(programs, runs, strong=True))
-    deadlock = len(strong.go()) < strong.num_moves
-    script = Script(programs, runs, strong=False)
-    machine = OracleMachine(script)
-    order = machine.go()
-    reached, complete, race = dict[Act, frozenset[int]](), True, False
-    for pair in conflicts(script.acts):
-        if len(reached) > limit:
-            complete = False
-            break
-        for act in pair:
-            if act not in reached:
-                reached[act] = frozenset(machine.go(held=act.ended))
-        first, second = pair
-        race = second.began in reached[first] and first.began in reached[second]
-        if race:
-            break
-    states = len(reached) + 2
-    if race or not complete:
-        return OracleVerdict(deadlock, race, num_states=states, complete=complete)
-    found = OracleMemory()
+def explore(programs: Program | Sequence[Program], *, runs: int = 2) -> OracleVerdict:
+    """Decides `runs` unjoined runs."""
+    script = Script([programs] if isinstance(programs, Program) else programs, runs)
+    weak = OracleMachine(script, strong=False)
+    order = OracleMachine(script, strong=True).go()
+    stuck = frozenset[Place]()
+    if len(order) < weak.num_moves:
+        done = {*order}
+        stuck = frozenset(act.place for act in script.acts if act.ended not in done)
+        order = weak.go()  # else what awaits all is one of the orders of what awaits less
+    needed = weak.needed(order)
+    signal = any(
+        other <= value or not needed[then.began] >> first.ended & 1
+        for raised in script.raised.values()
+        for (value, first), (other, then) in pairwise(raised)
+    )
+    races, raced = set[Race](), set[Key]()
+    begun = [script.acts[move // 2] for move in order if not move % 2]
+    for one, other, touch in conflicts(begun, needed):
+        races.add((one.place, other.place, touch.storage))
+        races.add((other.place, one.place, touch.storage))
+        raced.add(touch.memory)
+    found = OracleMemory(raced)
     for move in order:
         act = script.acts[move // 2]
         if move == act.began:
@@ -88,47 +124,71 @@ def explore(
         else:
             found.end(act)
     return OracleVerdict(
-        deadlock, race, found.uninitialized, found.after_free, found.before_alloc, states
+        stuck,
+        frozenset(races),
+        frozenset(found.unwritten),
+        frozenset(found.after_free),
+        frozenset(found.before_alloc),
+        signal,
+        frozenset(script.faults),
+        weak.num_moves,
     )
 
 
-def conflicts(acts: Sequence[Act]) -> Iterator[tuple[Act, Act]]:
-    """Every two acts that touch the same bytes, at least one of them to write."""
-    touches: defaultdict[Key, list[tuple[Act, OracleTouch]]] = defaultdict(list)
-    for act in acts:
+def conflicts(
+    begun: Sequence[Act], needed: Sequence[int] | None = None
+) -> Iterator[tuple[Act, Act, OracleTouch]]:
+    """Every two acts that touch the same bytes, at least one of them to write, and what one of the
+    two does there. `begun` has the acts in an order in which they can begin: so none of them needs
+    the end of a later one to begin; with `needed`, those are left out that need the earlier end.
+    """
+    writes: defaultdict[Key, int] = defaultdict(int)
+    touched: defaultdict[Key, int] = defaultdict(int)
+    """Of each memory, the ends of the acts so far that write it, or touch it, as bits."""
+    before: defaultdict[Key, list[tuple[Act, OracleTouch]]] = defaultdict(list)
+    for act in begun:
+        known = 0 if needed is None else needed[act.began]
         for touch in act.touches:
-            touches[touch.memory].append((act, touch))
-    seen: set[tuple[Act, Act]] = set()
-    for found in touches.values():
-        for (act, touch), (other, another) in combinations(found, 2):
-            pair = (act, other)
-            if act is not other and pair not in seen and touch.conflicts(another):
-                seen.add(pair)
-                yield pair
+            memory = touch.memory
+            beside = (touched if touch.write else writes)[memory] & ~known
+            if not beside:
+                continue
+            for other, another in before[memory]:
+                if beside >> other.ended & 1 and touch.conflicts(another):
+                    yield other, act, touch
+        end = 1 << act.ended
+        for touch in act.touches:
+            touched[touch.memory] |= end
+            if touch.write:
+                writes[touch.memory] |= end
+            before[touch.memory].append((act, touch))
 
 
 class OracleMachine:
     """Goes on until nothing can."""
 
-    def __init__(self, script: Script) -> None:
-        self.num_moves = 2 * len(script.acts)
-        self.clauses: list[int] = []
-        """The move that awaits each clause."""
-        self.counts = [0] * self.num_moves
-        """How many clauses each move awaits."""
-        self.helps: list[list[int]] = [[] for _ in range(self.num_moves)]
-        """The clauses that hold once a move is done."""
+    def __init__(self, script: Script, *, strong: bool) -> None:
+        self.awaits: list[list[Clause]] = []
+        """Of each move, the clauses that must hold."""
         for act in script.acts:
-            for move, clauses in ((act.began, act.begin), (act.ended, [*act.end, (act.began,)])):
-                self.counts[move] = len(clauses)
-                for clause in clauses:
-                    for other in clause:
-                        self.helps[other].append(len(self.clauses))
-                    self.clauses.append(move)
+            self.awaits += act.awaits(strong)
+        self.num_moves = len(self.awaits)
+        self.choice = any(len(raised) > 1 for raised in script.raised.values())
+        """Whether a move may await one of several."""
 
     def go(self, held: int = -1) -> list[int]:
         """The moves that are done in the end, in an order, where one move is held back."""
-        counts, holds = list(self.counts), bytearray(len(self.clauses))
+        counts = [len(clauses) for clauses in self.awaits]
+        helps: list[list[int]] = [[] for _ in self.awaits]
+        choices: defaultdict[int, list[list[int]]] = defaultdict(list)
+        for move, clauses in enumerate(self.awaits):
+            for clause in clauses:
+                if len(clause) == 1:
+                    helps[clause[0]].append(move)
+                    continue
+                holds = [move]  # emptied once the clause holds
+                for other in clause:
+                    choices[other].append(holds)
         able = [move for move, count in enumerate(counts) if count == 0]
         done: list[int] = []
         while able:
@@ -136,20 +196,43 @@ class OracleMachine:
             if move == held:
                 continue
             done.append(move)
-            for clause in self.helps[move]:
-                if not holds[clause]:
-                    holds[clause] = 1
-                    counts[self.clauses[clause]] -= 1
-                    if counts[self.clauses[clause]] == 0:
-                        able.append(self.clauses[clause])
+            helped = helps[move]
+            if move in choices:
+                helped += [holds.pop() for holds in choices[move] if holds]
+            for other in helped:
+                counts[other] -= 1
+                if counts[other] == 0:
+                    able.append(other)
         return done
+
+    def needed(self, order: Sequence[int]) -> list[int]:
+        """For each move the bits of those without which it is never done, itself among them: all of
+        them where it is never done at all. `order` has the moves that are done in the end."""
+        every = (1 << self.num_moves) - 1
+        found = [every] * self.num_moves
+        changed = True
+        while changed:
+            changed = False
+            for move in order:
+                bits = 1 << move
+                for clause in self.awaits[move]:
+                    missed = found[clause[0]]
+                    for other in clause[1:]:
+                        missed &= found[other]
+                    bits |= missed
+                if bits != found[move]:
+                    found[move] = bits
+                    changed = self.choice  # of one each, all were known
+        return found
 
 
 class OracleMemory:
     """What memory holds, and what was taken and freed, along one order."""
 
-    def __init__(self) -> None:
-        self.uninitialized = self.after_free = self.before_alloc = False
+    def __init__(self, raced: Container[Key] = ()) -> None:
+        self.raced = raced
+        """Memories of which nothing is told, since the next order may have it otherwise."""
+        self.unwritten, self.after_free, self.before_alloc = set[Use](), set[Use](), set[Use]()
         self.held: defaultdict[Key, dict[Key, int]] = defaultdict(dict)
         """The bytes of each memory that were last written through each name."""
         self.taken: set[Key] = set()
@@ -158,26 +241,31 @@ class OracleMemory:
     def begin(self, act: Act) -> None:
         """Reads what an act reads, and looks at whether what it uses is there."""
         for touch in act.touches:
-            if touch.memory[0] == "life":
+            if touch.memory in self.raced:
+                continue
+            if touch.life:
                 self.look(act, touch)
             elif not touch.write:
                 given = -1 if touch.name == ("input",) else 0
                 held = self.held[touch.memory].get(touch.name, given)
-                self.uninitialized = self.uninitialized or touch.bytes & ~held != 0
+                if touch.bytes & ~held:
+                    self.unwritten.add((act.place, touch.storage))
 
     def look(self, act: Act, touch: OracleTouch) -> None:
         if isinstance(act.op, Alloc):
             return
-        self.after_free = self.after_free or touch.memory in self.freed
+        if touch.memory in self.freed:
+            self.after_free.add((act.place, touch.storage))
         slot = touch.name == ("symmetric",)  # no stream has to get to the Alloc of others
-        self.before_alloc = self.before_alloc or (slot and touch.memory not in self.taken)
+        if slot and touch.memory not in self.taken:
+            self.before_alloc.add((act.place, touch.storage))
 
     def end(self, act: Act) -> None:
         """Writes what an act writes."""
         for touch in act.empties:
             self.held[touch.memory][touch.name] = 0
         for touch in act.touches:
-            if touch.memory[0] == "life":
+            if touch.life:
                 if isinstance(act.op, Alloc):
                     self.taken.add(touch.memory)
                 elif isinstance(act.op, Free):

@@ -3,13 +3,17 @@
 An act is an op on one rank in one run, or the begin or the end of a run there. It begins and it
 ends: two moves, and it may touch its memory between them. What a move awaits is written down here
 from semantics.md alone, rule by rule, for either of the page's two extremes.
+
+    script = Script([program], runs=2)
+    script.acts[0].touches, script.acts[0].begin
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple, cast
 
 from interlace.errors import UnsupportedError
 from interlace.ir.ops import (
@@ -37,33 +41,34 @@ from interlace.ir.ops import (
 )
 from interlace.ir.program import Program
 from interlace.ir.sizes import number, numbers
-from interlace.ir.types import Buffer, Index, Others
-from interlace.ir.view import AsStrided, Box, View
+from interlace.ir.types import Buffer, DType, Index, Others, Where
+from interlace.ir.view import AsStrided, View
 
+Storage = tuple[int, str]
+"""A rank, and the name of a storage there."""
 Clause = tuple[int, ...]
 """Moves, one of which has to be done first; none: the move that awaits it is never done."""
 Key = tuple[Hashable, ...]
+Place = tuple[int, int]
+"""A rank, and the index of an op in its list: -1 for the begin of a run, after the last its end."""
 
 
-def bytes_of(box: Box, hull: bool = False) -> int:
-    """The bytes of a box as the bits of an integer; with `hull`, also those between them."""
-    if box.numel == 0:
+@lru_cache(1 << 14)
+def bytes_of(sizes: tuple[int, ...], strides: tuple[int, ...], item: int) -> int:
+    """The bytes of a box from its first on, as the bits of an integer."""
+    if 0 in sizes:
         return 0
-    item = box.dtype.itemsize
     found = (1 << item) - 1
-    for size, stride in zip(numbers(box.sizes), numbers(box.strides), strict=True):
+    for size, stride in zip(sizes, strides, strict=True):
         have = 1
         while have < size:  # twice as many in each round
             more = min(have, size - have)
             found |= found << (more * stride * item)
             have += more
-    if hull:
-        found = (1 << found.bit_length()) - 1
-    return found << (number(box.offset) * item)
+    return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OracleTouch:
+class OracleTouch(NamedTuple):
     """One access: which bytes of which memory, and through which name."""
 
     memory: Key
@@ -79,57 +84,87 @@ class OracleTouch:
     marks: bool = False
     """No access, but the begin or the end of the name's life, or what the caller may do."""
 
+    @property
+    def storage(self) -> Storage:
+        """Whose memory it is, and what it is called there."""
+        return cast("Storage", self.memory[-2:])
+
+    @property
+    def life(self) -> bool:
+        """Whether it is a use, the take or the Free of a name, and of no bytes."""
+        return self.memory[0] == "life"
+
     def conflicts(self, other: OracleTouch) -> bool:
-        if self.memory != other.memory or not (self.write or other.write):
+        """Whether the two, of one memory, share bytes of which at least one writes."""
+        if not (self.write or other.write):
             return False
         if self.name == other.name:
             return self.covers & other.covers != 0
         return self.hull & other.hull != 0
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+class Extent(NamedTuple):
+    """The bytes of one access, whichever the run."""
+
+    buffer: Buffer
+    owner: int
+    """The rank whose memory it is."""
+    bytes: int
+    covers: int
+    hull: int
+    write: bool
+
+
 class Act:
     """An op (None: the begin or the end of a run), its touches, and what its moves await."""
 
-    number: int
-    run: int
-    op: Op | None
-    touches: list[OracleTouch] = dataclasses.field(default_factory=list[OracleTouch])
-    empties: list[OracleTouch] = dataclasses.field(default_factory=list[OracleTouch])
-    """Outputs that hold nothing from here on."""
-    begin: list[Clause] = dataclasses.field(default_factory=list[Clause])
-    end: list[Clause] = dataclasses.field(default_factory=list[Clause])
-    gives: bool = True
-    """Whether a collective has anything to contribute."""
+    __slots__ = (
+        *("begin", "began", "empties", "end", "ended", "gives", "may_begin", "may_end"),
+        *("number", "op", "place", "run", "touches"),
+    )
 
-    @property
-    def began(self) -> int:
-        return 2 * self.number
+    def __init__(
+        self, number: int, place: Place, run: int, op: Op | None, begin: list[Clause]
+    ) -> None:
+        self.number, self.place, self.run, self.op = number, place, run, op
+        self.began, self.ended = 2 * number, 2 * number + 1
+        self.touches: Sequence[OracleTouch] = ()
+        self.empties: Sequence[OracleTouch] = ()
+        """Outputs that hold nothing from here on."""
+        self.begin = begin
+        self.end: list[Clause] = []
+        self.may_begin: list[Clause] = []
+        """What it awaits in addition if everything waits for all that it may wait for."""
+        self.may_end: list[Clause] = []
+        self.gives = True
+        """Whether a collective has anything to contribute."""
 
-    @property
-    def ended(self) -> int:
-        return 2 * self.number + 1
+    def awaits(self, strong: bool) -> tuple[list[Clause], list[Clause]]:
+        """What its begin and its end await; `strong`: at the extreme that deadlocks are told of."""
+        begin, end = self.begin, [*self.end, (self.began,)]
+        return ([*begin, *self.may_begin], [*end, *self.may_end]) if strong else (begin, end)
 
 
 class Script:
     """All acts of `runs` unjoined runs of a set of Programs.
 
-    `strong`: a collective waits for all members, a send for its receive, and the parts of a Fused
-    are done one after another. Otherwise nothing waits for more than it has to.
+    At one extreme nothing waits for more than it has to; at the other a collective waits for all
+    members, a send for its receive, and the parts of a Fused are done one after another.
     """
 
-    def __init__(self, programs: Iterable[Program], runs: int, *, strong: bool) -> None:
-        self.strong = strong
+    def __init__(self, programs: Iterable[Program], runs: int) -> None:
         self.acts: list[Act] = []
         self.lists: defaultdict[Key, list[Act]] = defaultdict(list)
         """In the order listed, over all runs: a rank's collectives of one queue, the sends and the
         receives between two ranks, and a rank's takes of a slot."""
         self.frees: dict[Key, Act] = {}
-        self.raised: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)
+        self.raised: defaultdict[Key, list[tuple[int, Act]]] = defaultdict(list)
+        self.faults: set[str] = set()
+        """What each rank's list alone shows to be wrong, by the names that reports give it."""
         ranks = [
-            _Rank(self, program.instantiate(rank), rank)
+            _Rank(self, program, where)
             for program in programs
-            for rank in (program.world if program.rank is None else (program.rank,))
+            for where in program.wheres(program.world if program.rank is None else (program.rank,))
         ]
         for rank in ranks:
             for run in range(runs):
@@ -142,39 +177,57 @@ class Script:
 class _Rank:
     """Lists the acts of one rank, and then has them meet those of others."""
 
-    def __init__(self, script: Script, program: Program, rank: int) -> None:
-        self.script, self.program, self.rank = script, program, rank
-        self.box, self.buffers = program.boxes(rank), program.buffers()
-        self.places = program.where(rank).members
+    def __init__(self, script: Script, program: Program, where: Where) -> None:
+        self.script, self.program, self.where = script, program, where
+        self.rank, self.places = where.rank, where.members
+        self.buffers = program.buffers()
         self.acts: list[Act] = []
-        self.takes: dict[Key, int] = {}
+        self.run = 0
+        self.takes: dict[tuple[int, str], int] = {}
+        self.extents: dict[int, list[Extent]] = {}
+        """By the id of an op (which the Program keeps alive)."""
+        self.names: dict[tuple[str, int], tuple[Key, Key]] = {}
+        """Of this run: by buffer and rank, the memory and the buffer's name in it."""
+        freed = {op.buffer for op in program.ops if isinstance(op, Free)}
+        self.mortal = freed | {b.name for b in self.buffers.values() if b.kind == "symmetric"}
+        """Buffers that are not always there."""
+        params = program.params
+        self.registered = [self.whole(b) for b in params if b.registered]
+        self.outputs = [self.whole(b) for b in params if b.kind == "output"]
+        results = [view for result in program.returned() for view in views_in(result)]
+        results += [View(b.name) for b in params if b.kind == "output"]
+        self.results = [e for v in dict.fromkeys(results) for e in self.extent(Access(v), False)]
 
     # One run of this rank by itself
 
     def add_run(self, run: int) -> None:
-        self.run = run
-        params = self.program.params
+        self.run, self.index = run, -1
+        self.names = {}
+        self.held: dict[str, bool] = {}
         start = self.act(None, [(self.acts[-1].ended,)] if self.acts else [])
-        start.touches = [touch for b in params if b.registered for touch in self.whole(b)]
-        outputs = [b for b in params if b.kind == "output"]
-        start.empties = [touch for b in outputs for touch in self.whole(b)]
+        start.touches = callers = [self.touch(extent, marks=True) for extent in self.registered]
+        start.empties = [self.touch(extent, marks=True) for extent in self.outputs]
         lanes: dict[str, Act] = {}
         self.host, self.events = start, dict[str, Act]()
-        for op in self.program.ops:
+        for index, op in enumerate(self.program.ops):
+            self.index = index
+            for buffer in op.declares():
+                self.held[buffer.name] = True
             if isinstance(op, Alloc) and op.buffer.kind != "symmetric":
                 continue  # takes effect when it is issued, and no stream gets to it
             before = lanes.get(op.stream, start)
             lanes[op.stream] = self.add(op, [(self.host.ended,), (before.ended,)])
             if isinstance(op, HostSync):
                 self.host = lanes[op.stream]
+        self.index = len(self.program.ops)
         over = self.act(None, [(self.host.ended,), *((act.ended,) for act in lanes.values())])
-        results = [view for result in self.program.returned() for view in views_in(result)]
-        results += [View(b.name) for b in params if b.kind == "output"]
-        over.touches = [touch for view in results for touch in self.touch(Access(view), False)]
-        over.touches += start.touches
+        over.touches = [*self.touches(self.results), *callers]
+        if any(held and self.buffers[name].kind == "symmetric" for name, held in self.held.items()):
+            self.script.faults.add("leak")
 
     def act(self, op: Op | None, begin: list[Clause]) -> Act:
-        act = Act(len(self.script.acts), self.run, op, begin=begin)
+        place = self.rank, self.index
+        act = Act(len(self.script.acts), place, self.run, op, begin)
         self.script.acts.append(act)
         self.acts.append(act)
         return act
@@ -185,29 +238,37 @@ class _Rank:
             case Group():
                 act.end += [(self.add(item, [(act.began,)]).ended,) for item in op.ops]
             case Fused():
-                last = act.began
-                for part in op.parts:
-                    last = last if self.script.strong else act.began
-                    for member in part:
-                        last = self.add(member, [(last,)]).ended
-                    act.end.append((last,))
+                self.add_parts(act, op)
             case Record():
                 self.events[op.event] = act
-            case Wait():  # without a Record, it is another finding's
+            case Wait():
                 found = self.events.get(op.event)
-                act.begin += [(found.ended,)] if found is not None else []
+                if found is None:
+                    self.script.faults.add("event")
+                else:
+                    begin.append((found.ended,))
+            case HostSync():
+                pass
             case _:
-                reads, writes = op.reads(), op.writes()
-                if isinstance(op, Collective):  # what is given to one that does not use it
-                    reads = reads if self.takes_part(op, KINDS[op.kind].reads) else ()
-                    writes = writes if self.takes_part(op, KINDS[op.kind].writes) else ()
-                act.touches = [touch for a in reads for touch in self.touch(a, False)]
-                act.touches += [touch for a in writes for touch in self.touch(a, True)]
+                extents = self.extents.get(id(op))
+                if extents is None:
+                    extents = self.extents[id(op)] = self.extents_of(op)
+                act.touches = self.touches(extents)
                 self.enlist(act, op)
         return act
 
-    def takes_part(self, op: Collective, who: str) -> bool:
-        return who == "all" or (who == "root" and self.places[op.team].index == op.root)
+    def add_parts(self, act: Act, op: Fused) -> None:
+        """The parts of a Fused: beside each other, or one after another."""
+        end_of_part = act.began
+        for part in op.parts:
+            last = act.began
+            for k, member in enumerate(part):
+                one = self.add(member, [(last,)])
+                if k == 0:
+                    one.may_begin.append((end_of_part,))
+                last = one.ended
+            end_of_part = last
+            act.end.append((last,))
 
     def enlist(self, act: Act, op: Op) -> None:
         """Writes down what others, or later acts, look for."""
@@ -215,35 +276,40 @@ class _Rank:
         match op:
             case Collective():
                 script.lists[*self.queue(op), self.rank].append(act)
-                member = self.places[op.team]
                 from_root = op.kind in ("broadcast", "scatter")
-                act.gives = op.src is None or self.box(op.src).numel > 0
-                act.gives = act.gives and (not from_root or member.index == op.root)
+                act.gives = op.src is None or self.has_elements(op.src)
+                act.gives = act.gives and (not from_root or self.is_root(op))
             case Send() | Recv():
                 script.lists[self.channel(op)].append(act)
             case Alloc(buffer=buffer):
                 takes = script.lists[*self.slot(buffer), self.rank]
                 self.takes[self.run, buffer.name] = len(takes)
                 takes.append(act)
-                act.touches = [self.life(buffer)]
+                act.touches = [self.life(buffer, True)]
             case Free(buffer=name):
-                buffer = self.buffers[name]
-                act.touches = [self.life(buffer)]
-                if buffer.kind == "symmetric":
-                    number = self.takes.get((self.run, name), 0)
-                    script.frees[*self.slot(buffer), self.rank, number] = act
-                else:  # the bytes are others' only after it
-                    act.touches += self.whole(buffer)
+                self.free(act, self.buffers[name])
             case Notify():
                 for reader in self.peers(op.peer, op.team):
                     key = (op.signal, *self.team(op.team), self.rank, reader, self.run)
-                    script.raised[key].append((op.value, act.ended))
-            case Call() | Copy() | Put() | Get() | Expect() | HostSync():
+                    script.raised[key].append((op.value, act))
+            case Call() | Copy() | Put() | Get() | Expect():
                 pass
             case _:
                 raise UnsupportedError(
                     f"the oracle knows no op {type(op).__name__}: add a case to oracle/script.py"
                 )
+
+    def free(self, act: Act, buffer: Buffer) -> None:
+        held = self.held.get(buffer.name)
+        if not held:
+            self.script.faults.add("bad-free" if held is None else "double-free")
+        self.held[buffer.name] = False
+        act.touches = [self.life(buffer, True)]
+        if buffer.kind == "symmetric":
+            number = self.takes.get((self.run, buffer.name), 0)
+            self.script.frees[*self.slot(buffer), self.rank, number] = act
+        else:  # the bytes are others' only after it
+            act.touches.append(self.touch(self.whole(buffer), marks=True))
 
     # Names of what ranks share
 
@@ -254,8 +320,10 @@ class _Rank:
         ranks = self.places[team].ranks
         if isinstance(peer, Others):
             return [rank for rank in ranks if rank != self.rank]
-        assert isinstance(peer, int)
-        return [ranks[peer]]
+        return [ranks[self.where.index(peer)]]
+
+    def is_root(self, op: Collective) -> bool:
+        return op.root is not None and self.places[op.team].index == self.where.index(op.root)
 
     def queue(self, op: Collective) -> Key:
         return ("collectives", *self.team(op.team), op.backend)
@@ -265,7 +333,7 @@ class _Rank:
         (peer,) = self.peers(op.peer, op.team)
         sends = isinstance(op, Send)
         ends = (self.rank, peer) if sends else (peer, self.rank)
-        return ("messages", *self.team(op.team), op.backend, ends, sends != other)
+        return ("messages", *self.team(op.team), ends, sends != other)
 
     def slot(self, buffer: Buffer) -> Key:
         assert buffer.team is not None
@@ -273,46 +341,77 @@ class _Rank:
 
     # Memory
 
+    def has_elements(self, view: View) -> bool:
+        return 0 not in view.box(self.buffers[view.buffer], self.where).sizes
+
+    def extents_of(self, op: Op) -> list[Extent]:
+        """What an op reads and writes."""
+        reads, writes = op.reads(), op.writes()
+        if isinstance(op, Collective):  # what is given to one that does not use it
+            kind, root = KINDS[op.kind], self.is_root(op)
+            reads = reads if kind.reads == "all" or (root and kind.reads == "root") else ()
+            writes = writes if kind.writes == "all" or (root and kind.writes == "root") else ()
+        found = [extent for access in reads for extent in self.extent(access, False)]
+        return found + [extent for access in writes for extent in self.extent(access, True)]
+
+    def extent(self, access: Access, write: bool) -> list[Extent]:
+        """The bytes of an access; none where there is no element."""
+        view = access.view
+        if view == RNG:
+            return [Extent(_RANDOM, self.rank, 1, 1, 1, write)]
+        buffer = self.buffers[view.buffer]
+        box = view.box(buffer, self.where)
+        item = box.dtype.itemsize
+        exact = bytes_of(numbers(box.sizes), numbers(box.strides), item)
+        if not exact:
+            return []
+        exact <<= number(box.offset) * item
+        covers, hull = exact, _filled(exact)
+        if any(isinstance(step, AsStrided) for step in view.steps):
+            covers = hull = self.whole(buffer).hull
+        owner, at = self.rank, number(buffer.offset)
+        if access.peer is not None and access.team is not None:
+            (owner,) = self.peers(access.peer, access.team)
+        return [Extent(buffer, owner, exact << at, covers << at, hull << at, write)]
+
+    def whole(self, buffer: Buffer) -> Extent:
+        """The whole buffer, as the caller may touch a parameter out of a run."""
+        found = self.extent(Access(View(buffer.name)), True)
+        return found[0] if found else Extent(buffer, self.rank, 0, 0, 0, True)
+
+    def touches(self, extents: Sequence[Extent]) -> list[OracleTouch]:
+        """Accesses in this run, and that each is a use of a name of this rank's."""
+        found = [self.touch(extent) for extent in extents]
+        buffers = [extent.buffer for extent in extents if extent.buffer.name in self.mortal]
+        return found + [self.life(buffer, False) for buffer in buffers] if buffers else found
+
+    def touch(self, extent: Extent, marks: bool = False) -> OracleTouch:
+        buffer, owner, exact, covers, hull, write = extent
+        key = (buffer.name, owner)
+        named = self.names.get(key)
+        if named is None or buffer.kind == "symmetric":  # which may be used before it is taken
+            named = self.names[key] = self.memory(buffer, owner)
+        return OracleTouch(*named, exact, covers, hull, write, marks)
+
     def memory(self, buffer: Buffer, owner: int) -> tuple[Key, Key]:
         """Where a buffer of some rank lies, and its name there."""
         if buffer.kind == "symmetric":
             number = self.takes.get((self.run, buffer.name), 0)
-            return (*self.slot(buffer), owner, number % 2), (buffer.name, number)
+            _, *team, storage = self.slot(buffer)
+            return ("slot", *team, number % 2, owner, storage), (buffer.name, number)
+        if buffer is _RANDOM:
+            return ("rng", owner, buffer.name), ("input",)
         if buffer.kind in ("input", "output"):
             return ("param", owner, buffer.name), (buffer.kind,)
         if buffer.storage is not None:
             return ("arena", owner, buffer.storage), (buffer.name, self.run)
         return ("own", owner, buffer.name), (self.run,)
 
-    def touch(self, access: Access, write: bool) -> list[OracleTouch]:
-        """An access, and that it is a use of a name of this rank's."""
-        view = access.view
-        if view == RNG:
-            return [OracleTouch(("rng", self.rank), ("input",), 1, 1, 1, write)]
-        buffer, box = self.buffers[view.buffer], self.box(view)
-        if box.numel == 0:
-            return []
-        owner = self.rank
-        if access.peer is not None and access.team is not None:
-            (owner,) = self.peers(access.peer, access.team)
-        exact, hull = bytes_of(box), bytes_of(box, hull=True)
-        covers = exact
-        if exact and any(isinstance(step, AsStrided) for step in view.steps):
-            covers = hull = bytes_of(self.box(View(buffer.name)), hull=True)
-        at = number(buffer.offset)
-        memory, name = self.memory(buffer, owner)
-        found = OracleTouch(memory, name, exact << at, covers << at, hull << at, write)
-        return [found, dataclasses.replace(self.life(buffer), write=False)]
-
-    def whole(self, buffer: Buffer) -> list[OracleTouch]:
-        """A touch of the whole buffer, as the caller may touch a parameter out of a run."""
-        found = self.touch(Access(View(buffer.name)), True)[:1]
-        return [dataclasses.replace(touch, marks=True) for touch in found]
-
-    def life(self, buffer: Buffer) -> OracleTouch:
+    def life(self, buffer: Buffer, write: bool) -> OracleTouch:
         """What a use and a Free of a buffer, or a use and the take of a slot, conflict in."""
-        memory = ("life", self.rank, self.run, buffer.name)
-        return OracleTouch(memory, (buffer.kind,), 0, 1, 1, True, marks=True)
+        storage = buffer.storage or buffer.name
+        memory = ("life", self.run, buffer.name, self.rank, storage)
+        return OracleTouch(memory, (buffer.kind,), 0, 1, 1, write, marks=True)
 
     # Meeting others
 
@@ -323,8 +422,9 @@ class _Rank:
                 self.meet_collective(act, op)
             case Send() | Recv() as op:
                 place = self.script.lists[self.channel(op)].index(act)
-                if self.script.strong or (isinstance(op, Recv) and self.box(op.dst).numel > 0):
-                    act.end.append(self.began(self.channel(op, other=True), place))
+                has_to = isinstance(op, Recv) and self.has_elements(op.dst)
+                awaits = act.end if has_to else act.may_end
+                awaits.append(self.began(self.channel(op, other=True), place))
             case Alloc(buffer=buffer):
                 number = self.takes[self.run, buffer.name] - 2
                 for rank in self.places[buffer.team or ""].ranks if number >= 0 else ():
@@ -334,7 +434,7 @@ class _Rank:
                 for writer in self.peers(op.peer, op.team):
                     key = (op.signal, *self.team(op.team), writer, self.rank, self.run)
                     raised = self.script.raised.get(key, [])
-                    act.begin.append(tuple(end for value, end in raised if value >= op.value))
+                    act.begin.append(tuple(by.ended for value, by in raised if value >= op.value))
             case _:
                 pass
 
@@ -349,14 +449,25 @@ class _Rank:
         place = mine.index(act)
         if place > 0:
             act.begin.append((mine[place - 1].ended,))
-        root = op.root
+        root = None if op.root is None else self.where.index(op.root)
         from_root = op.kind in ("broadcast", "scatter")
         to_root = op.kind in ("gather", "reduce")
         needs = (member.index == root) if to_root else not (from_root and member.index == root)
-        needs = needs and not (op.dst is not None and self.box(op.dst).numel == 0)
+        needs = needs and not (op.dst is not None and not self.has_elements(op.dst))
         for index, rank in enumerate(member.ranks):
+            if rank == self.rank:
+                continue
             theirs = self.script.lists.get((*queue, rank), [])
             gives = index == root or not from_root
             gives = theirs[place].gives if place < len(theirs) else gives
-            if rank != self.rank and (self.script.strong or (needs and gives)):
-                act.end.append(self.began((*queue, rank), place))
+            awaits = act.end if needs and gives else act.may_end
+            awaits.append(self.began((*queue, rank), place))
+
+
+def _filled(found: int) -> int:
+    """The bits from the first that is set to the last."""
+    return (1 << found.bit_length()) - (found & -found)
+
+
+_RANDOM = Buffer(RNG.buffer, DType.u8, (1,), "input")
+"""The state of the random numbers of a rank."""

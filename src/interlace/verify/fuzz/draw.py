@@ -3,14 +3,15 @@
 A Program is drawn op by op. Whoever draws an op that touches what another stream (or rank) touched
 before adds, most of the time, the event or the signal that orders the two; what is forgotten makes
 races, and what is then mutilated on one rank makes deadlocks. Every op of the IR takes part.
+
+    program = Draw(random.Random(7)).program(num_steps=4)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-
-from tests.verify.random_collectives import draw_collective, draw_in_flight, uneven
+from collections.abc import Callable
 
 from interlace.ir import (
     Alloc,
@@ -42,6 +43,7 @@ from interlace.ir import (
     Where,
 )
 from interlace.ir.sizes import numbers
+from interlace.verify.fuzz.collectives import draw_collective, draw_in_flight, uneven
 
 ROWS = 2
 
@@ -53,21 +55,29 @@ class Draw:
         self.rng = rng
         self.size = size or rng.choice((2, 2, 2, 3))
         self.width = rng.choice((2, 2, 3, 4))
-        ranks = tuple(range(self.size))
-        self.teams = [Team("tp", self.size)]
-        if rng.random() < 0.4:
-            self.teams.append(Team("aux", self.size, (ranks[::-1],)))
+        self.slot_teams = ["tp"]
+        """Teams whose ranks may share slots."""
+        self.teams = self.draw_teams(tuple(range(self.size)))
         self.rows_of_all = ROWS * self.size
-        self.tables = [uneven(team, self.rows_of_all, rng) for team in self.teams]
+        self.tables = [uneven(team, ROWS * team.size, rng) for team in self.teams]
         self.streams = ("main", "comm", "side")[: rng.choice((1, 2, 2, 2, 3))]
-        self.care = rng.choice((1.0, 1.0, 0.9, 0.7))
+        self.care = self.care_taken()
         self.ops: list[Op] = []
         self.last: dict[str, dict[str, bool]] = {}  # buffer -> stream -> whether it wrote
         self.live: list[Buffer] = []
+        self.where = Where.of(0, tuple(self.teams), tuple(self.tables))
         self.reached: set[str] = set()  # registered, and touched by peers
         self.num_events = 0
         self.num_signals = 0
         self.num_names = 0
+
+    def draw_teams(self, ranks: tuple[int, ...]) -> list[Team]:
+        aux = Team("aux", self.size, (ranks[::-1],))
+        return [Team("tp", self.size), *([aux] if self.rng.random() < 0.4 else [])]
+
+    def care_taken(self) -> float:
+        """How often what is needed for the order is not forgotten."""
+        return self.rng.choice((1.0, 1.0, 0.9, 0.7))
 
     def program(self, num_steps: int) -> Program:
         x = Buffer("x", DType.i16, (ROWS, self.width), "input")
@@ -78,26 +88,13 @@ class Draw:
         if self.rng.random() < 0.25:
             params.append(Buffer("w", DType.i16, (ROWS * self.size, self.width), "input", "tp"))
             self.live.append(params[-1])
-        steps = (
-            (self.compute, 5),
-            (self.collective, 3),
-            (self.in_flight, 3),
-            (self.alloc, 3),
-            (self.exchange, 2),
-            (self.group, 1),
-            (self.fused, 1.5),
-            (self.one_sided, 5),
-            (self.free, 2),
-            (self.host_sync, 0.5),
-            (self.stray, 0.5),
-        )
         whole = View("y")
         if self.rng.random() < 0.8:
             self.add(Copy(src=View("x").expand(ROWS, self.width), dst=whole.chunk(0, self.size)))
             for i in range(1, self.size):
                 self.add(Copy(src=View("x"), dst=whole.chunk(i, self.size)))
-        for _ in range(num_steps):
-            (step,) = self.rng.choices([s for s, _ in steps], [w for _, w in steps])
+        steps = self.steps()
+        for step in self.rng.choices([*steps], [*steps.values()], k=num_steps):
             step()
         for buffer in [b for b in self.live if b.kind == "symmetric"]:
             if self.rng.random() < 0.95:
@@ -110,6 +107,22 @@ class Draw:
             ops=tuple(self.ops),
             results=(View("y"),),
         )
+
+    def steps(self) -> dict[Callable[[], None], float]:
+        """What may come next, and how often it does."""
+        return {
+            self.compute: 5,
+            self.collective: 3,
+            self.in_flight: 3,
+            self.alloc: 3,
+            self.exchange: 2,
+            self.group: 1,
+            self.fused: 1.5,
+            self.one_sided: 5,
+            self.free: 2,
+            self.host_sync: 0.5,
+            self.stray: 0.5,
+        }
 
     def used_tables(self) -> tuple[Table, ...]:
         used = {op.splits for op in self.ops if isinstance(op, Collective)}
@@ -190,9 +203,11 @@ class Draw:
         return tuple(found)
 
     def sizes(self, view: View) -> tuple[int, ...]:
+        """On rank 0; a chunk by a table may have others elsewhere."""
         buffer = next(b for b in self.live if b.name == view.buffer)
-        where = Where.of(0, tuple(self.teams), tuple(self.tables))
-        return numbers(view.box(buffer, where).sizes)
+        if not view.steps:
+            return numbers(tuple(map(self.where.dim, buffer.shape)))
+        return numbers(view.box(buffer, self.where).sizes)
 
     def some(self, symmetric: bool = True) -> Buffer:
         found = [b for b in self.live if symmetric or b.kind != "symmetric"]
@@ -324,7 +339,7 @@ class Draw:
         shape = self.rng.choice(((ROWS, self.width), (ROWS * self.size, self.width)))
         storage, offset, team = None, 0, None
         if kind == "symmetric":
-            shape, team = (ROWS * self.size, self.width), "tp"
+            shape, team = (ROWS * self.size, self.width), self.rng.choice(self.slot_teams)
             storage = self.rng.choice((None, "slot"))
         elif kind == "local" and self.rng.random() < 0.7:
             storage, offset = "arena", self.rng.choice((0, 0, 2, 4, 6, 8))
@@ -369,21 +384,25 @@ class Draw:
 
     def announce(self, source: str, sink: str, to: RankIndex, awaited: RankIndex) -> None:
         """`source` tells a peer (or all) that it is here, and `sink` awaits the same of another."""
-        signal = self.name("s") if self.rng.random() < 0.7 else "s"
+        signal, team = self.name("s") if self.rng.random() < 0.7 else "s", to.team
         if signal == "s":
             self.num_signals += 1
         value = 1 if signal != "s" else self.num_signals
-        peer = Others("tp") if self.rng.random() < 0.2 else to
+        peer, other = to, awaited
+        if self.rng.random() < 0.2:
+            peer = Others(team)
+            other = Others(team) if self.rng.random() < 0.3 else awaited
         if self.rng.random() < max(self.care, 0.8):
-            for kind, other, stream in ((Notify, peer, source), (Expect, awaited, sink)):
-                op = kind(signal=signal, peer=other, team="tp", value=value, stream=stream)
+            for kind, whose, stream in ((Notify, peer, source), (Expect, other, sink)):
+                op = kind(signal=signal, peer=whose, team=team, value=value, stream=stream)
                 self.ops.append(op)
 
     def one_sided(self) -> None:
         """Write, notify, expect and get; or put, notify, expect and read."""
         buffer = self.reachable()
+        team = buffer.team or "tp"
         view, k = View(buffer.name), self.rng.choice((1, -1))
-        mine, right, left = RankIndex("tp"), RankIndex("tp", k), RankIndex("tp", -k)
+        mine, right, left = RankIndex(team), RankIndex(team, k), RankIndex(team, -k)
         source, sink = self.stream(), self.stream()
         cut = self.columns(view)[0].steps[-1] if self.rng.random() < 0.25 else None
 
@@ -396,11 +415,11 @@ class Draw:
             self.add(Copy(src=src, dst=view.chunk(mine, self.size), stream=source))
             self.announce(source, sink, left, right)
             src = part(view.chunk(right, self.size))
-            self.add(Get(src=src, peer=right, team="tp", stream=sink))
+            self.add(Get(src=src, peer=right, team=team, stream=sink))
         else:
             src, dst = self.rows(self.some()), self.rows(self.some())
             target = part(view.chunk(mine, self.size))
-            self.add(Put(src=part(src), dst=target, peer=right, team="tp", stream=source))
+            self.add(Put(src=part(src), dst=target, peer=right, team=team, stream=source))
             self.announce(source, sink, right, left)
             self.add(Copy(src=view.chunk(left, self.size), dst=dst, stream=sink))
 

@@ -1,13 +1,15 @@
-"""Random sets of Programs: one SPMD Program for all ranks, or one of whose ranks was mutilated."""
+"""Random sets of Programs: one SPMD Program for all ranks, or one of whose ranks was mutilated.
+
+programs, runs = drawn(seed=7, number=3)    # always the same
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 
-from tests.verify.random_programs import Draw
-
-from interlace.ir import Alloc, Call, Free, Fused, Program
+from interlace.ir import Alloc, Call, Free, Fused, Op, Program
+from interlace.verify.fuzz.wide import PAIR, WideDraw
 
 
 def mutilate(program: Program, rng: random.Random) -> Program:
@@ -50,13 +52,46 @@ def mutilate(program: Program, rng: random.Random) -> Program:
 
 def random_set(rng: random.Random, num_steps: int = 5) -> list[Program]:
     """One SPMD Program, or the same ranks as a set with one of them mutilated."""
-    program = Draw(rng).program(num_steps)
+    program = WideDraw(rng).program(num_steps)
     if rng.random() < 0.3:
         program = mutilate(program, rng)
-    if rng.random() < 0.6:
+    partial = any(team.name == PAIR for team in program.teams)
+    if rng.random() < 0.6 and not partial:
         return [program]
-    programs = [program.instantiate(rank) for rank in program.world]
+    programs = [_on_rank(program, rank) for rank in program.world]
+    if partial and rng.random() < 0.6:
+        return programs
     k = rng.randrange(len(programs))
     for _ in range(rng.choice((1, 1, 2))):
         programs[k] = mutilate(programs[k], rng)
     return programs
+
+
+def _on_rank(program: Program, rank: int) -> Program:
+    """The Program of one rank, without the ops of a team that it is not in."""
+    outside = [team.name for team in program.teams if not _has(team.groups, rank)]
+    if outside:
+        kept = tuple(op for op in program.ops if not _team(op) & {*outside})
+        program = program.replace(ops=kept)
+    return program.instantiate(rank)
+
+
+def _has(groups: tuple[tuple[int, ...], ...] | None, rank: int) -> bool:
+    return groups is None or any(rank in group for group in groups)
+
+
+def _team(op: Op) -> set[str]:
+    """The teams that an op, or a member of it, names."""
+    members = (op, *getattr(op, "ops", ()), *getattr(op, "members", ()))
+    return {str(getattr(member, "team", "")) for member in members}
+
+
+STEPS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)
+"""Of how many steps a Program is drawn: small ones find most, and cost least."""
+RUNS = (1, 1, 2, 2, 2, 3)
+
+
+def drawn(seed: int, number: int) -> tuple[list[Program], int]:
+    """The set of that number of a campaign, and in how many runs it is to be checked."""
+    rng = random.Random(seed << 32 | number)
+    return random_set(rng, rng.choice(STEPS)), rng.choice(RUNS)

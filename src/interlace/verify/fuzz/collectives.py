@@ -25,7 +25,7 @@ from interlace.ir import (
 if TYPE_CHECKING:
     import random
 
-    from tests.verify.random_programs import Draw
+    from interlace.verify.fuzz.draw import Draw
 
 
 def uneven(team: Team, rows: int, rng: random.Random) -> Table:
@@ -41,6 +41,10 @@ def draw_collective(draw: Draw, slot: View | None = None) -> Collective:
     name = rng.choice([*KINDS, "all_gather", "all_reduce"])
     kind = KINDS[name]
     wide = [View(b.name) for b in draw.live if b.shape[0] == draw.rows_of_all]
+    if team.size < draw.size:  # as many rows as its ranks have together
+        first = rng.choice((0, draw.rows_of_all - 2 * team.size))
+        wide = [view.slice(0, first, first + 2 * team.size) for view in wide]
+        slot = None if slot is None else slot.slice(0, first, first + 2 * team.size)
     src, dst = rng.choice(wide), rng.choice(wide)
     if slot is not None:
         src, dst = rng.choice(((slot, dst), (src, slot), (src, slot)))
@@ -50,6 +54,8 @@ def draw_collective(draw: Draw, slot: View | None = None) -> Collective:
     def part(view: View) -> View:
         if splits is not None:
             return view.chunk(RankIndex(team.name), splits)
+        if team.size < draw.size:
+            return view.slice(0, 0, 2)
         return draw.rows_in(view) if view == slot or rng.random() < 0.5 else draw.rows(draw.some())
 
     small = name != "all_to_all" and rng.random() < 0.6
@@ -77,12 +83,12 @@ def draw_in_flight(draw: Draw, slot: Buffer) -> None:
     """A collective on what peers reach, and a Get, a Put or a use that meets it there."""
     rng, whole = draw.rng, View(slot.name)
     k = rng.choice((1, -1))
-    op = draw_collective(draw, whole)
+    op, team = draw_collective(draw, whole), slot.team or "tp"
     draw.add(op)
     sink = draw.stream() if rng.random() < 0.6 else op.stream
     between = rng.random()
     if between < 0.3:  # the peer's end
-        draw.announce(op.stream, sink, RankIndex("tp", -k), RankIndex("tp", k))
+        draw.announce(op.stream, sink, RankIndex(team, -k), RankIndex(team, k))
     elif between < 0.45:
         draw.add(Collective(kind="barrier", team=op.team, stream=op.stream))
     elif between < 0.6:
@@ -91,13 +97,15 @@ def draw_in_flight(draw: Draw, slot: Buffer) -> None:
         draw.order(op.stream, sink)
     views = [v for v in (op.src, op.dst) if v is not None and v.buffer == slot.name]
     there = draw.rows_in(rng.choice(views) if views and op.splits is None else whole)
-    here, peer = draw.rows(draw.some()), RankIndex("tp", k)
+    if draw.sizes(there)[0] > 2:
+        there = there.slice(0, 0, 2)
+    here, peer = draw.rows(draw.some()), RankIndex(team, k)
     then = rng.random()
     after: Op
     if then < 0.35:
-        after = Get(src=there, dst=here, peer=peer, team="tp", stream=sink)
+        after = Get(src=there, dst=here, peer=peer, team=team, stream=sink)
     elif then < 0.6:
-        after = Put(src=here, dst=there, peer=peer, team="tp", stream=sink)
+        after = Put(src=here, dst=there, peer=peer, team=team, stream=sink)
     elif then < 0.85:
         after = Copy(src=there, dst=here, stream=sink)
     else:
@@ -107,4 +115,4 @@ def draw_in_flight(draw: Draw, slot: Buffer) -> None:
     else:
         draw.ops.append(after)
     if rng.random() < 0.3:  # I am done with what is yours
-        draw.announce(sink, draw.stream(), RankIndex("tp", k), RankIndex("tp", -k))
+        draw.announce(sink, draw.stream(), RankIndex(team, k), RankIndex(team, -k))

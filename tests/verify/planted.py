@@ -1,0 +1,151 @@
+"""Faults to plant in the checker, and for each a small set of Programs that shows it.
+
+python -m tests.verify.planted 7           # finds a set for each with seed 7, and writes the files
+
+Each stands for a rule of semantics.md that the checker would lack. The campaign has to find all of
+them; the sets that it found are in tests/golden/fuzz, made small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.verify.schedules import GOLDEN
+
+from interlace.ir.order import Awaited, Meetings
+from interlace.verify.accesses.memory import Cell, Content
+from interlace.verify.accesses.regions import ByteRegion, Regions
+from interlace.verify.accesses.sweep import Sweep
+from interlace.verify.fuzz import campaign as campaigns
+from interlace.verify.happens_before.build import GraphBuilder, _FrameBuilder
+from interlace.verify.happens_before.graph import HappensBefore
+from interlace.verify.happens_before.source import Item, _Lowering
+
+FOLDER = GOLDEN / "fuzz"
+ORDER, BIND, ENTER = _FrameBuilder.order, _Lowering.bind, _FrameBuilder.run
+RESOLVE, MEET = Regions._resolve, GraphBuilder._meet
+
+
+def always(*_: object) -> bool:
+    return True
+
+
+def never(*_: object) -> bool:
+    return False
+
+
+def nothing(*_: object) -> None:
+    return None
+
+
+def host_goes_on(self: _FrameBuilder, node: int, item: Item) -> None:
+    ORDER(self, node, item)
+    self.host = -1
+    self.host_seen = [-1] * len(self.host_seen)
+
+
+def first_record(self: _Lowering, item: Item) -> None:
+    known = self.records.get(item.ordering.records or "", -1)
+    BIND(self, item)
+    if known >= 0:
+        self.records[item.ordering.records or ""] = known
+
+
+def last_notify(self: Meetings[Any]) -> Iterator[Awaited[Any]]:
+    for signal, at_run, value, at in self.awaited:
+        raised = self.raised.get((signal, at_run), ())
+        enough = [source for reached, source in raised if reached >= value]
+        most = max((v for v, _ in raised), default=0)
+        yield Awaited(signal, value, at, enough[-1] if enough else None, most)
+
+
+def by_hull(self: Sweep, one: Any, other: Any, boxes: bool) -> bool:
+    return one.lo < other.hi and other.lo < one.hi
+
+
+def as_it_is(self: Regions, spot: Any, where: Any) -> ByteRegion:
+    found = RESOLVE(self, spot, where)
+    if not found.strided:
+        return found
+    lo, hi = found.exact.hull
+    return ByteRegion(found.exact, found.exact, lo, hi, False, False)
+
+
+def without_callers(self: _FrameBuilder) -> None:
+    enter, leave = self.place.source.enter, self.place.source.exit
+    touches = leave.touches
+    if enter is not None:
+        enter.touches = ()
+        leave.touches = tuple(touch for touch in touches if not touch.write)
+    ENTER(self)
+
+
+def not_in_turn(self: GraphBuilder, queue: Any, k: int, come: Any) -> None:
+    for at in come.values():
+        before = self.meetings.queues[queue][at.frame.place.rank][k - 1].end if k else -1
+        if before in self.graph.preds[at.begin][1:]:
+            self.graph.preds[at.begin].remove(before)
+    MEET(self, queue, k, come)
+
+
+PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "everyone contributes and needs": (GraphBuilder, "_has_part", always),
+    "nobody contributes": (GraphBuilder, "_has_part", never),
+    "no slot comes back": (GraphBuilder, "_await_frees", nothing),
+    "messages order nothing": (GraphBuilder, "_deliver", nothing),
+    "one run stands for all": (GraphBuilder, "_balanced", always),
+    "collectives do not queue": (GraphBuilder, "_meet", not_in_turn),
+    "nothing blocks": (HappensBefore, "awaited", lambda self, node: self.preds[node]),
+    "the host does not wait": (_FrameBuilder, "order", host_goes_on),
+    "callers touch nothing": (_FrameBuilder, "run", without_callers),
+    "an event stays where it was first": (_Lowering, "bind", first_record),
+    "the last notify counts": (Meetings, "levels", last_notify),
+    "boxes meet as hulls do": (Sweep, "_meet", by_hull),
+    "as_strided is what it is": (Regions, "_resolve", as_it_is),
+    "what others write is no loss": (Content, "lose", nothing),
+    "what is written is written": (Content, "holds", always),
+    "any write covers": (Cell, "covers", always),
+    "all do what the root does": (Item, "does", always),
+}
+"""By what the checker then takes for granted: the place, and what stands there instead."""
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Within it, the checker has the fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*PLANTED[name])
+        yield
+
+
+def path_of(name: str) -> Path:
+    return FOLDER / f"{name.replace(' ', '_')}.ilc"
+
+
+def search(name: str, seed: int, most: int = 20_000) -> str:
+    """The text of the smallest of the sets that show it, of the first part in which any does."""
+    with planted(name), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(campaigns, "SLOWEST", 3)
+        for start in range(0, most, 250):
+            done = campaigns.part(seed, start, 250)
+            if done["found"]:
+                best = min(done["found"], key=lambda one: one["num_ops"])
+                print(
+                    f"{name}: {sum(done['counts'].values())} from {start} on, {best['num_ops']} ops"
+                )
+                return f"# planted: {name}\n{best['text']}"
+    return ""
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for fault in sys.argv[2:] or PLANTED:
+        if text := search(fault, int(sys.argv[1])):
+            path_of(fault).write_text(text)
+        else:
+            print("not found:", fault)

@@ -1,0 +1,182 @@
+"""The checker against the exhaustive oracle: no fault missed, no false alarm.
+
+interlace fuzz --programs 100000        # as many as one has patience for
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tests.verify.orders import shuffled
+from tests.verify.planted import FOLDER, PLANTED, planted
+
+from interlace.ir import Program, parse_set, print_set
+from interlace.verify import Report, check
+from interlace.verify.fuzz import Plan, Tally, compare, drawn, keep, run
+from interlace.verify.fuzz import campaign as campaigns
+from interlace.verify.fuzz.compare import header
+from interlace.verify.fuzz.shrink import MAX_OPS
+from interlace.verify.happens_before.build import GraphBuilder
+
+PROGRAMS = 4_000
+"""Of each `make test`; a machine with time to spare does millions by the command."""
+KEPT = sorted(FOLDER.glob("*.ilc"))
+SORTS = (
+    "sound",
+    "race",
+    "deadlock",
+    "uninitialized",
+    "use-after-free",
+    "leak",
+    "event",
+    "mismatch",
+)
+MET = (
+    *("Call", "Copy", "Fused", "Send", "Recv", "Group", "Put", "Get", "Notify", "Expect"),
+    *("Alloc", "Free", "Record", "Wait", "HostSync", "Send in Group", "Expect in Fused"),
+    *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "gather"),
+    *("scatter", "reduce", "barrier", "registered", "table", "SPMD", "set"),
+    *("2 ranks", "3 ranks", "1 runs", "2 runs", "3 runs", "1 teams", "2 teams", "3 teams"),
+    *("1 streams", "2 streams", "3 streams"),
+)
+
+
+@pytest.mark.timeout(600)
+def test_random_programs(seed: int, record_property: Callable[[str, object], None]) -> None:
+    tally = run(Plan(PROGRAMS, seed))
+    record_property("fuzz", str(tally))
+    assert not tally.counts, "\n\n".join(found.text for found in tally.found)
+    for sort in SORTS:
+        assert tally.kinds[sort] >= 20, f"only {tally.kinds[sort]} of {sort}"
+    for sort in MET:
+        assert tally.met[sort] >= 20, f"only {tally.met[sort]} with {sort}"
+
+
+def check_in_all_ways(programs: Sequence[Program], runs: int) -> None:
+    """Unrolled, walked in other orders and one after another, the checker says the same."""
+    report = check(programs, runs=runs)
+    kinds = report.kinds()
+
+    def shown(other: Report) -> str:
+        return f"{runs} runs of\n{print_set(programs)}\n{report}\n{other}"
+
+    in_full = check(programs, runs=runs, unroll=True)
+    unrolled = in_full.kinds()
+    # After a deadlock, a later run may read what a stuck rank never wrote: a consequence, no cause.
+    later = {"uninitialized"} if "deadlock" in kinds else set[str]()
+    assert kinds <= unrolled <= kinds | later, shown(in_full)
+    for seed, unroll, found in ((0, False, kinds), (1, True, unrolled)):
+        with shuffled(seed):
+            other = check(programs, runs=runs, unroll=unroll)
+        assert other.kinds() == found, shown(other)
+    if report.sound:  # one after another, ranks may only wait for what a peer lists later
+        in_order = check(programs, runs=runs, in_order=True)
+        assert in_order.kinds() <= {"deadlock", "uninitialized"}, shown(in_order)
+
+
+def test_in_whatever_order_the_checker_walks(seed: int) -> None:
+    for number in range(200):
+        check_in_all_ways(*drawn(seed, number))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_sets_that_show_a_fault_of_a_checker(path: Path) -> None:
+    """Of this one once, or of one that lacks a rule (planted.py): the two agree now."""
+    text = path.read_text()
+    facts, programs = header(text), parse_set(text, file=path.name)
+    assert sum(len(program.ops) for program in programs) <= MAX_OPS
+    runs = int(facts["runs"])
+    for unroll in (False, True):
+        found = compare(programs, runs, unroll=unroll).disagreements
+        assert not found, f"{found}\n{text}"
+    check_in_all_ways(programs, runs)
+    if "planted" in facts:
+        with planted(facts["planted"]):
+            found = [d for k in (0, 1) for d in compare(programs, runs, unroll=k > 0).disagreements]
+        assert found, text
+
+
+def test_each_fault_that_is_planted_has_its_set() -> None:
+    assert {header(path.read_text()).get("planted") for path in KEPT} >= {*PLANTED}
+
+
+# What the campaign does when something is wrong
+
+
+def fails(*_: object) -> None:
+    raise ValueError("planted")
+
+
+@pytest.mark.parametrize(
+    ("sort", "fault"),
+    [
+        ("false alarm", PLANTED["nobody contributes"]),
+        ("miss", PLANTED["what is written is written"]),
+        ("crash", (GraphBuilder, "_deliver", fails)),
+    ],
+)
+def test_a_planted_fault_is_found_and_made_small(
+    sort: str, fault: tuple[object, str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(*fault)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        patch.setattr(campaigns, "SLOWEST", 1)
+        tally = run(Plan(80, seed=2))
+    assert tally.counts[sort] >= 3
+    kept = dict(zip(keep(tally, tmp_path), tally.found, strict=True))
+    path, found = next((path, found) for path, found in kept.items() if found.sort == sort)
+    text = path.read_text()
+    assert found.num_ops <= MAX_OPS, text
+    programs, runs = parse_set(text), int(header(text)["runs"])
+    assert not compare(programs, runs).disagreements, text
+    with monkeypatch.context() as patch:
+        patch.setattr(*fault)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        again = compare(programs, runs, unroll=found.number % campaigns.UNROLLED == 0)
+    assert sort in {each.sort for each in again.disagreements}, text
+
+
+def test_a_seed_means_the_same_in_any_number_of_processes(seed: int) -> None:
+    def facts(tally: Tally) -> tuple[object, ...]:
+        return tally.programs, tally.ops, tally.kinds, tally.met, tally.passed_over
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(campaigns, "PART", 40)
+        one, two = (run(Plan(100, seed, jobs)) for jobs in (1, 2))
+    assert facts(one) == facts(two)
+    assert one.programs == 100
+
+
+def test_it_needs_nothing_but_python(seed: int) -> None:
+    """As on a machine where neither torch nor what the command line needs is installed."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1))\n"
+        "for name in ('torch', 'typer', 'rich', 'numpy'): sys.modules[name] = None\n"
+        "import runpy; runpy.run_module('interlace.verify.fuzz', run_name='__main__')\n"
+    )
+    src = str(Path(campaigns.__file__).parents[3])
+    words = [src, "--programs", "60", "--seed", str(seed), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["programs"], found["seed"], found["misses"]) == (60, seed, 0)
+    assert f"seed {seed}" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_programs_for_half_an_hour(seed: int) -> None:
+    tally = run(Plan(10**9, seed, seconds=1800))
+    print(tally)
+    assert not tally.counts, "\n\n".join(found.text for found in tally.found)
+    rng = random.Random(seed)
+    for _ in range(2_000):
+        check_in_all_ways(*drawn(seed, rng.getrandbits(30)))
