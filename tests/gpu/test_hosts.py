@@ -106,5 +106,5 @@ def test_a_rank_that_calls_another_program_is_told_before_data_moves(
 ) -> None:
     for error, text, soon, after in pairs(4).run(astray, seed, time_out_s=100.0):
         assert error == "AgreementError", text
-        assert "rank 1 called 'two'" in text
+        assert "rank 1 on host interlace-a called 'two'" in text
         assert (soon, after) == ("True", "True")

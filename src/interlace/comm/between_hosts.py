@@ -136,7 +136,12 @@ class HostsControl(Control):
         self._gathers = contacts.gathers
         if not (contacts.sources or contacts.targets):
             return
-        gloo = self._gloo()
+        try:
+            self._post(self._gloo(), contacts)
+        except RuntimeError as error:  # a connection is closed
+            raise self._cause(error) from error
+
+    def _post(self, gloo: Any, contacts: Contacts) -> None:
         for peer in contacts.targets:
             given = torch.frombuffer(bytearray(self._head()), dtype=torch.uint8)
             sent = self._given.setdefault(peer, deque())
