@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.external.pipelining_oracle import plays_right, split
 from tests.external.pipelining_schedules import MULTI, SINGLE, make, tokens
 
 from interlace import check_pipelining
-from interlace.errors import SoundnessError, UnsupportedError
+from interlace.errors import ParseError, SoundnessError, UnsupportedError
 from interlace.external.pipelining import KINDS, MODELS
 from interlace.external.pipelining.live import take
 from interlace.external.pipelining.lowering import add_messages
@@ -208,6 +209,38 @@ def test_planted_mutants_are_flagged(mutant: str, zero_bubble: Rows) -> None:
     assert not any(report.verdicts.values())
 
 
+@pytest.mark.parametrize(
+    "row", ["0F0 0B0 0W0", "0F0 0W0 0B0", "0F0 0B0 0F1 0I1 0W0 0W1"], ids=lambda row: row
+)
+def test_weights_beside_a_full_backward(row: str) -> None:
+    """torch refuses the W: a B leaves nothing to it."""
+    report = check_pipelining([row.split()])
+    assert report.kinds() == {"duplicate"}, report
+    assert "`0W0`" in report.errors[0].message
+    assert check_pipelining([row.replace(" 0W0", "").split()]).sound
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_forwards_alone_are_one_finding(messages: bool) -> None:
+    """torch refuses a schedule without backwards; eval() runs the forwards of one with them."""
+    rows = [[f"0F{m}", f"0SEND_F{m}", f"1RECV_F{m}", f"1F{m}"] for m in range(8)]
+    kept = slice(0, 2) if messages else slice(0, 1)
+    first = [token for row in rows for token in row[kept]]
+    second = [token for row in rows for token in row[2 if messages else 3 :]]
+    report = check_pipelining([first, second])
+    assert [finding.kind for finding in report.findings] == ["missing"], report
+    assert "eval()" in report.findings[0].fix
+
+
+@pytest.mark.parametrize(
+    ("tokens", "form"),
+    [("0F0 0B0", "compute_only"), ("0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD", "compute_comms")],
+)
+def test_one_rank(tokens: str, form: str) -> None:
+    report = check_pipelining([tokens.split()])
+    assert (report.sound, report.form, report.findings) == (True, form, ())
+
+
 WITH_WAITS = [
     "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0WAIT_SEND_F0 0RECV_B1 0B1 0WAIT_SEND_F1 "
     "0REDUCE_GRAD 0WAIT_REDUCE_GRAD",
@@ -316,6 +349,27 @@ def test_objects_that_are_no_schedule() -> None:
     for thing in (3, object(), Own(stage, 2)):
         with pytest.raises(UnsupportedError, match="is no schedule"):
             check_pipelining(thing)
+
+
+def test_rows_that_are_no_actions() -> None:
+    for rows in (["0F0,0B0"], [1], [None]):
+        with pytest.raises(ParseError, match=r"rank 0: its actions are a .*fix: give a list"):
+            check_pipelining(rows)
+    with pytest.raises(ParseError, match=r"rank 1 action 1 '1B0x': 'x' stands behind"):
+        check_pipelining([["0F0", "0B0"], ["1F0", "1B0x"]])
+    for by_rank in ({}, {0: ["0F0", "0B0"], 2: ["1F0", "1B0"]}, {"0": ["0F0"]}):
+        with pytest.raises(UnsupportedError, match="numbered from 0, without gaps"):
+            check_pipelining(by_rank)
+    assert not check_pipelining([]).sound
+
+
+def test_many_ranks_that_wait_take_no_time() -> None:
+    """Ranks that wait for a computation far behind are not looked at in each turn."""
+    rows = [[None] * 16_000 + ["0F0", "0B0"], *([f"{k}F0", f"{k}B0"] for k in range(1, 500))]
+    order = PipelineOrder.of(rows)
+    began = time.process_time()
+    assert not add_messages(order, Layout.of(order)).stuck
+    assert time.process_time() - began < 5
 
 
 # Against the oracle

@@ -136,3 +136,22 @@ def test_other_options_beside_it(tmp_path: Path) -> None:
     code, _, err = run()
     assert code == 2
     assert "FILE is missing" in err
+
+
+def test_pickles_that_were_converted_where_they_lie(tmp_path: Path) -> None:
+    """As the fix of the refusal says: each has its JSON beside it, and is left alone."""
+    hung().write(tmp_path)
+    for path in list(tmp_path.iterdir()):
+        plain = json.loads(path.read_text())
+        path.with_suffix("").write_bytes(pickle.dumps(plain))
+    code, out, error = run("--recorded", str(tmp_path))
+    assert (code, out.startswith("1 fault (2 ranks")) == (1, True), error
+    (tmp_path / "trace_rank_1.json").unlink()
+    code, _, error = run("--recorded", str(tmp_path))
+    assert (code, "trace_rank_1 is a pickle" in error) == (2, True)
+
+
+def test_dumps_without_a_record_do_not_show_that_all_is_well(tmp_path: Path) -> None:
+    code, out, _ = run("--recorded", str(Run(2).write(tmp_path)))
+    assert code == 0
+    assert "assumed:\n  no dump holds a record: nothing was issued, or the recorder was off" in out

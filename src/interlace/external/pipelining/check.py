@@ -74,7 +74,7 @@ def _found(taken: Taken) -> tuple[Iterator[Finding], str, PipelineOrder, Layout]
     order = taken.order
     layout = Layout.of(order)
     remarks = (Finding("format", remark, level="remark") for remark in order.remarks)
-    if order.has_messages or layout.num_ranks == 1:
+    if order.is_lowered:
         sequences = [list(order.placed(rank)) for rank in range(layout.num_ranks)]
         form, stuck = "compute_comms", ()
     else:

@@ -35,7 +35,9 @@ def take(schedule: object) -> Taken:
     """
     if isinstance(schedule, Mapping):
         by_rank = cast("Mapping[int, Iterable[object]]", schedule)
-        return Taken(PipelineOrder.of([by_rank[rank] for rank in sorted(by_rank)]))
+        if not by_rank or set(by_rank) != set(range(len(by_rank))):
+            raise UnsupportedError("the ranks of a mapping are numbered from 0, without gaps")
+        return Taken(PipelineOrder.of([by_rank[rank] for rank in range(len(by_rank))]))
     if isinstance(schedule, list | tuple):
         return Taken(PipelineOrder.of(cast("list[Iterable[object]]", schedule)))
     live: Any = schedule

@@ -52,14 +52,20 @@ class _Lowering:
         self.sequences: list[list[Placed]] = [[] for _ in order.cells]
         self.ready: list[set[Key]] = [set() for _ in order.cells]
         """Inputs that are there, by rank: the computation that takes one."""
+        self.active = set(range(len(order.cells)))
+        """Ranks that are not known to wait for an input, or to be at their end."""
 
     def round(self) -> bool:
         """One turn of every rank; whether any went on."""
         moved = False
         for rank, cells in enumerate(self.order.cells):
+            if rank not in self.active:
+                continue
             if self.next[rank] < len(cells) and self.missing(rank) is None:
                 self.take(rank)
                 moved = True
+            else:
+                self.active.discard(rank)
         return moved
 
     def missing(self, rank: int) -> tuple[Placed, Action] | None:
@@ -96,6 +102,7 @@ class _Lowering:
             self.sequences[rank].append(Placed(rank, None, send))
             self.sequences[peer].append(Placed(peer, None, receive))
         self.ready[peer].add(("F" if forward else "B", receive.stage, action.microbatch))
+        self.active.add(peer)
 
 
 def _input(action: Action) -> Key:

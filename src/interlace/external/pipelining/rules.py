@@ -97,6 +97,14 @@ def _coverage(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
             (),
             "number the microbatches from 0, without gaps",
         )
+    if seen["F"] and not any(seen[kind] for kind in ("B", "I", "W")):
+        yield Finding(
+            "missing",
+            "no stage computes a backward: torch refuses a schedule of forwards alone",
+            (),
+            "add the backwards; for inference, call eval() of the schedule of a training step",
+        )
+        return
     for stage in sorted(layout.rank_of):
         yield from _of_stage(stage, layout.rank_of[stage], every, seen)
 
@@ -116,6 +124,14 @@ def _of_stage(
             yield Finding(
                 "duplicate",
                 f"{both[0]} and {both[1]} do the same backward",
+                tuple(both),
+                "keep B, or I and W",
+            )
+        elif both[0].action.kind == "B" and microbatch in done["W"]:
+            both.append(done["W"][microbatch])
+            yield Finding(
+                "duplicate",
+                f"{both[0]} does the work of {both[1]} as well, and there is no I for that",
                 tuple(both),
                 "keep B, or I and W",
             )

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from interlace.errors import ParseError
 from interlace.external.pipelining.actions import (
     COMPUTE,
     RECEIVES,
@@ -62,14 +63,19 @@ class PipelineOrder:
 
     @classmethod
     def of(cls, rows: Iterable[Iterable[object]], **known: int | None) -> PipelineOrder:
-        """The order from tokens, or from anything that prints as one, such as torch's actions."""
-        return cls(
-            tuple(
-                tuple([None if cell is None else parse_action(str(cell)) for cell in row])
-                for row in rows
-            ),
-            **known,  # type: ignore[arg-type]
-        )
+        """The order from tokens, or from anything that prints as one, such as torch's actions.
+
+        Raises ParseError, which names rank, action, token and fix.
+        """
+        cells: list[tuple[Action | None, ...]] = []
+        for row in rows:
+            if isinstance(row, str) or not isinstance(row, Iterable):
+                raise ParseError(
+                    f"rank {len(cells)}: its actions are a {type(row).__name__}; fix: give a list "
+                    "with one token for each action, such as ['0F0', '0B0']"
+                )
+            cells.append(tuple([_cell(cell, len(cells), k) for k, cell in enumerate(row)]))
+        return cls(tuple(cells), **known)  # type: ignore[arg-type]
 
     @property
     def has_messages(self) -> bool:
@@ -77,12 +83,27 @@ class PipelineOrder:
         kinds = {*SENDS, *RECEIVES}
         return any(cell is not None and cell.kind in kinds for row in self.cells for cell in row)
 
+    @property
+    def is_lowered(self) -> bool:
+        """Whether torch has added what it adds: messages, or what it adds on one rank alone."""
+        if len(self.cells) > 1:
+            return self.has_messages
+        every = (placed for rank in range(len(self.cells)) for placed in self.placed(rank))
+        return any(placed.action.kind not in COMPUTE for placed in every)
+
     def placed(self, rank: int) -> Iterator[Placed]:
         """What a rank does, with the parts of an `OVERLAP_F_B` one after another."""
         for index, cell in enumerate(self.cells[rank]):
             if cell is not None:
                 for leaf in cell.leaves():
                     yield Placed(rank, index, leaf)
+
+
+def _cell(cell: object, rank: int, index: int) -> Action | None:
+    try:
+        return None if cell is None else parse_action(str(cell))
+    except ParseError as error:
+        raise ParseError(f"rank {rank} action {index} {str(cell)[:60]!r}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

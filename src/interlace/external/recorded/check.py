@@ -31,6 +31,11 @@ def check_recorded(folder: str | os.PathLike[str]) -> RecordedReport:
     aligned = align(dumps)
     if dumps.left_out:
         aligned.assumed.append(f"not named after a rank, so not read: {', '.join(dumps.left_out)}")
+    if not any(dump.entries or dump.flights for dump in dumps):
+        aligned.assumed.append(
+            "no dump holds a record: nothing was issued, or the recorder was off "
+            "(TORCH_FR_BUFFER_SIZE=0)"
+        )
     return explained(aligned, began)
 
 

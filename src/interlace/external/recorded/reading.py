@@ -52,6 +52,8 @@ MAX_TENSORS = 1 << 16
 NUMBER = re.compile(r"(\d{1,9})$")
 ENDS = re.compile(r"(send|recv) (\d{1,9})(->|<-)(\d{1,9})")
 STATES = ("scheduled", "started", "completed")
+PICKLE = b"\x80"
+"""The first byte of a pickle."""
 TO_JSON = (
     "fix: write it as JSON from the run itself "
     "(torch._C._distributed_c10d._dump_fr_trace_json(), or _dump_nccl_trace_json()), or convert a "
@@ -75,7 +77,12 @@ def read_folder(folder: Path) -> Dumps:
         raise RecordingError(
             f"cannot read {folder} ({error.strerror}): name the folder that holds the dumps"
         ) from error
-    files = [path for path in found if not path.name.startswith(".")]
+    converted = {path.name.removesuffix(".json") for path in found if path.suffix == ".json"}
+    files = [
+        path
+        for path in found
+        if not path.name.startswith(".") and not (path.name in converted and _is_pickle(path))
+    ]
     named = [path for path in files if _rank_of(path) is not None or path.suffix == ".json"]
     if not named:
         raise RecordingError(
@@ -100,6 +107,15 @@ def read_folder(folder: Path) -> Dumps:
     return result
 
 
+def _is_pickle(path: Path) -> bool:
+    """Whether a file is a pickle: one that was converted has its JSON beside it."""
+    try:
+        with path.open("rb") as file:
+            return file.read(1) == PICKLE
+    except OSError:
+        return False
+
+
 def read_file(path: Path) -> Dump:
     """One dump. Raises RecordingError."""
     try:
@@ -114,7 +130,7 @@ def read_file(path: Path) -> Dump:
 
 def parse_dump(data: bytes, file: str, rank: int | None = None) -> Dump:
     """A dump from the bytes of its file; `rank` is that of the file's name."""
-    if data[:1] == b"\x80":
+    if data[:1] == PICKLE:
         raise RecordingError(
             f"{file} is a pickle, and reading a pickle runs what is in it, so it was not read: "
             f"{TO_JSON}"
