@@ -123,3 +123,18 @@ def test_files_with_tokens_in_another_order(
     rows = reordered(tokens(make("LoopedBFS", 2, 4)), rank, listed)
     configuration = Configuration("LoopedBFS", 2, 4)
     agree(pool, seed, configuration, sound, rows, tmp_path, refused)
+
+
+@pytest.mark.slow
+def test_gradients_without_a_reduction_are_sums(pool: Pool, seed: int, tmp_path: Path) -> None:
+    """Which the check remarks on: with `scale_grads=False` they are meant to be."""
+    rows = [
+        [token for token in row if "REDUCE" not in token]
+        for row in tokens(make("Interleaved1F1B", 2, 4))
+    ]
+    path = tmp_path / "schedule.csv"
+    path.write_text("\n".join(map(",".join, rows)) + "\n")
+    assert "sums over the 4 microbatches" in check_pipelining(path).findings[0].message
+    configuration = Configuration("Interleaved1F1B", 2, 4, csv=str(path))
+    errors = pool(2).run(run_pipeline, configuration, seed, time_out_s=120)
+    assert errors == [pytest.approx(3)] * 2  # four times what they should be

@@ -220,6 +220,14 @@ def test_weights_beside_a_full_backward(row: str) -> None:
     assert check_pipelining([row.replace(" 0W0", "").split()]).sound
 
 
+def test_no_reduction_at_all_gets_a_remark(zero_bubble: Rows) -> None:
+    rows = [[token for token in row if "REDUCE" not in token] for row in zero_bubble]
+    report = check_pipelining(rows)
+    assert report.sound
+    assert [finding.kind for finding in report.findings] == ["reduce-grad"], report
+    assert "sums over the 4 microbatches" in report.findings[0].message
+
+
 @pytest.mark.parametrize("messages", [False, True])
 def test_forwards_alone_are_one_finding(messages: bool) -> None:
     """torch refuses a schedule without backwards; eval() runs the forwards of one with them."""
@@ -228,7 +236,7 @@ def test_forwards_alone_are_one_finding(messages: bool) -> None:
     first = [token for row in rows for token in row[kept]]
     second = [token for row in rows for token in row[2 if messages else 3 :]]
     report = check_pipelining([first, second])
-    assert [finding.kind for finding in report.findings] == ["missing"], report
+    assert [finding.kind for finding in report.errors] == ["missing"], report
     assert "eval()" in report.findings[0].fix
 
 

@@ -77,6 +77,7 @@ def _found(taken: Taken) -> tuple[Iterator[Finding], str, PipelineOrder, Layout]
     if order.is_lowered:
         sequences = [list(order.placed(rank)) for rank in range(layout.num_ranks)]
         form, stuck = "compute_comms", ()
+        remarks = chain(remarks, _unreduced(order))
     else:
         lowered = add_messages(order, layout)
         sequences, form, stuck = lowered.sequences, "compute_only", lowered.stuck
@@ -84,6 +85,22 @@ def _found(taken: Taken) -> tuple[Iterator[Finding], str, PipelineOrder, Layout]
     own = list(islice(faults(order, layout, sequences, form == "compute_only"), MAX_COUNTED))
     models = _stuck(stuck) if stuck else _by_model(plan_of(sequences), layout, own)
     return chain(own, models, remarks), form, order, layout
+
+
+def _unreduced(order: PipelineOrder) -> Iterator[Finding]:
+    """A remark on a schedule that is run as it is, and in which no gradient is ever scaled."""
+    kinds = {cell.kind for row in order.cells for cell in row if cell is not None}
+    count = _num_microbatches(order)
+    if "REDUCE_GRAD" not in kinds and count > 1:
+        yield Finding(
+            "reduce-grad",
+            f"no stage has REDUCE_GRAD: gradients are sums over the {count} microbatches, neither "
+            "divided by their number nor reduced between data-parallel ranks",
+            (),
+            "put a REDUCE_GRAD behind the last backward of each stage, unless that is meant "
+            "(scale_grads=False)",
+            level="remark",
+        )
 
 
 def _beside_computations(order: PipelineOrder) -> Iterator[Finding]:
