@@ -398,7 +398,7 @@ def mutated(rows: Rows, rng: random.Random) -> Rows:
         case "d":
             del row[k]
         case "x":
-            row.insert(other, row[k])
+            row.insert(other, re.sub(r"(?<=\d)B(?=\d+$)", rng.choice("BIW"), row[k]))
         case "s":
             row[k] = re.sub(r"^\d+", str(rng.randrange(6)), row[k])
         case _:

@@ -350,6 +350,25 @@ def test_what_a_wrapped_buffer_leaves_open_is_said(tmp_path: Path) -> None:
     assert any("not known how far it came" in one for one in report.assumed)
 
 
+def test_a_wrapped_buffer_that_begins_within_a_batch(tmp_path: Path) -> None:
+    """What is left of the batch, be it its marker alone, is no call that peers do not have."""
+    run = Run(2)
+    for rank in range(2):
+        for k in range(2):
+            run.call(rank, "all_reduce", [k + 1], coalesced=k > 0)
+        run.add(rank, "0", "coalesced", [], [], "", False, 0)
+        run.batch(rank, [("send", 1 - rank), ("recv", 1 - rank)])
+        run.call(rank, "all_gather", [4], out=[8])
+    run.settle()
+    for first in range(1, 7):
+        run.first = {0: first}
+        report = interlace.check_recorded(run.write(tmp_path / str(first)))
+        assert report.complete, (first, report)
+    run.call(1, "broadcast", [4])
+    finding = only(interlace.check_recorded(run.write(tmp_path / "bad")), "missing")
+    assert finding.missing == (0,)
+
+
 def test_messages_of_wrapped_buffers_are_matched_by_what_has_not_ended(tmp_path: Path) -> None:
     run = Run(2)
     for _ in range(50):

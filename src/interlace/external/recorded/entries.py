@@ -170,9 +170,13 @@ class Batches:
         self._last[entry.group.name] = p2p
         self.entries.append(entry)
 
-    def end(self, marker: Entry, p2p_seq: int) -> None:
+    def end(self, marker: Entry, p2p_seq: int, begins: bool) -> None:
         """A marker, whose `seq` is that of the collectives: recorders write it as a collective
-        even where it ends messages alone, and then with the number of the collective before."""
+        even where it ends messages alone, and then with the number of the collective before.
+
+        Where a dump does not begin with the first record, it may begin within a batch. What is left
+        of that is no call: its peers issued more.
+        """
         name = marker.group.name
         p2p = self._last.get(name, False)
         calls, messages = (self._open.get((name, kind), []) for kind in (False, True))
@@ -184,8 +188,11 @@ class Batches:
             member.batch = marker.record
             member.state, member.ended = marker.state, marker.ended
             member.retired = marker.retired
-        if not calls and not messages:
+        if not calls and not messages and (begins or name in self._last):
             self.add(marker)
+        if calls and not begins and marker.ended and self.entries[0] is calls[0]:
+            left_over = set(map(id, calls))
+            self.entries = [one for one in self.entries if id(one) not in left_over]
         self._open[name, False], self._open[name, True] = [], []
 
 

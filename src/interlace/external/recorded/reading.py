@@ -300,7 +300,8 @@ class _Reader:
             moved=self.moved(plain) if content.label == "all_to_all" else None,
         )
         if marker:
-            batches.end(entry, self.number(plain.get("p2p_seq_id", 0), "p2p_seq_id"))
+            p2p_seq = self.number(plain.get("p2p_seq_id", 0), "p2p_seq_id")
+            batches.end(entry, p2p_seq, begins=numbers[0] == 0)
         elif not p2p or entry.is_message:
             batches.add(entry)
 
