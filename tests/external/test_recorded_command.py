@@ -151,6 +151,12 @@ def test_pickles_that_were_converted_where_they_lie(tmp_path: Path) -> None:
     assert (code, "trace_rank_1 is a pickle" in error) == (2, True)
 
 
+def test_a_log_whose_name_ends_in_a_number(tmp_path: Path) -> None:
+    (hung().write(tmp_path) / "stderr_0").write_text("Traceback")
+    code, _, error = run("--recorded", str(tmp_path))
+    assert (code, "stderr_0 is not JSON" in error, "move it elsewhere" in error) == (2, True, True)
+
+
 def test_dumps_without_a_record_do_not_show_that_all_is_well(tmp_path: Path) -> None:
     code, out, _ = run("--recorded", str(Run(2).write(tmp_path)))
     assert code == 0

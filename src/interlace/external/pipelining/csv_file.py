@@ -15,7 +15,6 @@ import csv
 import io
 import os
 import sys
-from functools import lru_cache
 from pathlib import Path
 
 from interlace.errors import ParseError
@@ -69,7 +68,6 @@ def parse_csv(text: str, file: str = "schedule.csv") -> PipelineOrder:
 
 
 def _rows(text: str, file: str) -> list[tuple[Action | None, ...]]:
-    parse = lru_cache(1 << 16)(parse_action)  # ranks repeat tokens seldom, blanks often
     rows: list[tuple[Action | None, ...]] = []
     cells = 0
     reader = csv.reader(io.StringIO(text, newline=""))
@@ -81,9 +79,7 @@ def _rows(text: str, file: str) -> list[tuple[Action | None, ...]]:
                     f"{file} holds more than {MAX_RANKS:,} ranks or {MAX_CELLS:,} actions: check a "
                     "schedule of fewer microbatches"
                 )
-            rows.append(
-                tuple([_cell(parse, cell, len(rows), k, file) for k, cell in enumerate(row)])
-            )
+            rows.append(tuple([_cell(cell, len(rows), k, file) for k, cell in enumerate(row)]))
     except csv.Error as error:
         raise ParseError(
             f"{file}, line {reader.line_num}: {error}; fix: write plain CSV"
@@ -91,9 +87,9 @@ def _rows(text: str, file: str) -> list[tuple[Action | None, ...]]:
     return rows
 
 
-def _cell(parse, cell: str, row: int, column: int, file: str) -> Action | None:  # type: ignore[no-untyped-def]
+def _cell(cell: str, row: int, column: int, file: str) -> Action | None:
     try:
-        return parse(cell)
+        return parse_action(cell)
     except ParseError as error:
         shown = cell.strip()
         shown = shown if len(shown) <= 60 else f"{shown[:60]}..."

@@ -217,7 +217,7 @@ class _RankRules:
             return  # a duplicate, which is reported as such
         before = {"B": ("F",), "I": ("F",), "W": ("I",)}.get(kind, ())
         for needed in before:
-            yield from self.after(placed, (needed, stage, microbatch), "computes")
+            yield from self.after(placed, (needed, stage, microbatch))
         source = self.layout.source(placed.action)
         if source is not None and source[1] in self.layout.rank_of:
             yield from self.input(placed, source)
@@ -258,7 +258,7 @@ class _RankRules:
                 f"add `{token}` before it",
             )
 
-    def after(self, placed: Placed, needed: Key, verb: str) -> Iterator[Finding]:
+    def after(self, placed: Placed, needed: Key) -> Iterator[Finding]:
         if needed not in self.done:
             late = self.places.get(needed)
             if late is not None:

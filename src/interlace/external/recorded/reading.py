@@ -140,7 +140,9 @@ def parse_dump(data: bytes, file: str, rank: int | None = None) -> Dump:
     except RecursionError:
         raise RecordingError(f"{file} is nested too deeply to be a dump") from None
     except ValueError as error:  # not UTF-8, or not JSON, or a number of too many digits
-        raise RecordingError(f"{file} is not JSON ({error}). {TO_JSON}") from None
+        raise RecordingError(
+            f"{file} is not JSON ({error}). {TO_JSON}. If it is no dump, move it elsewhere"
+        ) from None
     return _Reader(file).dump(plain, rank)
 
 
