@@ -280,6 +280,73 @@ def test_ranks_that_are_told_apart_are_all_visited(line: str) -> None:
         assert (beside.symmetry.visited, beside.symmetry.folded) == ((0, 1, 2), ("dp",))
 
 
+BY_ANOTHER_TEAM = {
+    "a peer": """
+        g = alloc(f32[2], symmetric=tp)
+        main: put(x, g, peer=dp.rank, team=tp)
+        main: barrier(team=tp)
+        main: copy(g, y)
+        main: free(g)
+    """,
+    "an entry of a table": """
+        r = table(tp, 1, 2)
+        g = alloc(f32[2])
+        main: copy(x.chunk(dp.rank, 2), g.chunk(0, 2))
+        main: copy(g[0:r[dp.rank]], y[0:r[dp.rank]])
+        main: free(g)
+    """,
+    "the size of a buffer": """
+        r = table(tp, 2, 4)
+        g = alloc(f32[r[dp.rank]])
+        main: copy(x, g.chunk(0, 1)[0:2])
+        main: copy(g.chunk(0, 1), y[0:r[dp.rank]])
+        main: free(g)
+    """,
+}
+
+
+@pytest.mark.parametrize("body", BY_ANOTHER_TEAM.values(), ids=BY_ANOTHER_TEAM)
+def test_what_the_rank_in_another_team_says(body: str) -> None:
+    head = "def f(dp: Team[2], tp: Team[2], x: f32[2], y: f32[4]):\n"
+    body = body.replace("y)", "y[0:2])")
+    lines = "\n".join(f"    {line.strip()}" for line in body.strip().splitlines())
+    assert not compared([parse(f"{head}{lines}\n")]).sound
+
+
+def test_a_root_that_is_the_rank_in_another_team() -> None:
+    """One turn of dp takes the root of tp elsewhere, so neither is folded."""
+    text = "def f(dp: Team[2], tp: Team[2], x: f32[2]):\n    main: broadcast(x, x, root={}, team=tp)\n"
+    report = compared([parse(text.format("dp.rank"))])
+    assert (report.num_visited, report.symmetry) == (4, None)
+    assert compared([parse(text.format("0"))]).num_visited == 2
+
+
+CHUNKS_OF_TWO_TEAMS = """
+def first(tp: Team[2], pp: Team[[0, 2], [1, 3]], x: f32[2], y: out[f32[2]]):
+    ranks(0, 1)
+    g = alloc(f32[4])
+    main: copy(x, g[pp.rank])
+    main: copy(g[tp.rank], y)
+    main: free(g)
+    return ()
+
+def second(tp: Team[2], pp: Team[[0, 2], [1, 3]], x: f32[2], y: out[f32[2]]):
+    ranks(2, 3)
+    g = alloc(f32[4])
+    main: copy(x, g[pp.rank + 1])
+    main: copy(g[tp.rank], y)
+    main: free(g)
+    return ()
+"""
+
+
+def test_chunks_by_a_team_that_no_turn_moves() -> None:
+    """A stage's place in the pipeline says which half it writes: a fixed chunk in each Program."""
+    assert not compared([*parse_set(CHUNKS_OF_TWO_TEAMS)]).sound
+    alike = CHUNKS_OF_TWO_TEAMS.replace("copy(g[tp.rank]", "copy(g[pp.rank]")
+    assert compared([*parse_set(alike.replace("pp.rank + 1", "pp.rank"))]).symmetry is not None
+
+
 def test_a_pipeline_is_visited_by_stage() -> None:
     text = (GOLDEN / "two_stages.ilc").read_text()
     report = compared([*parse_set(text)])

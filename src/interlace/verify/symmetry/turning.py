@@ -75,7 +75,7 @@ def turning(sources: Sequence[LoweredProgram], moving: Collection[str]) -> froze
     return frozenset(stuck)
 
 
-def _spots(source: LoweredProgram) -> Iterator[tuple[Version, Spot]]:
+def spots_of(source: LoweredProgram) -> Iterator[tuple[Version, Spot]]:
     """Every view that a Program touches, with its buffer."""
     known: set[int] = set()
     for item in (*source.items, source.exit):
@@ -101,7 +101,7 @@ def _by_place(
                 version = source.versions[item.version]
                 slot = version.buffer.team, version.storage
                 take[id(version)] = count[slot] = count.get(slot, -1) + 1
-        for version, spot in _spots(source):
+        for version, spot in spots_of(source):
             place: Place = (source.number, id(version))
             if version.symmetric or version.registered:
                 place = version.buffer.team, version.storage, take.get(id(version), -1)
@@ -118,9 +118,10 @@ def _teams(spot: Spot) -> Iterator[str]:
 
 def _unlike(cuts: Sequence[Cut], moving: Collection[str]) -> set[str]:
     """The moving teams by which one dimension does not turn."""
-    chain = max((cut.levels for cut in cuts), key=len, default=())
-    while chain and chain[-1][0] not in moving:
-        chain = chain[:-1]
+    chain: tuple[Level, ...] = ()
+    for cut in cuts:  # the longest that ends at a moving team
+        ends = [depth for depth, (team, _) in enumerate(cut.levels, 1) if team in moving]
+        chain = max(chain, cut.levels[: max(ends, default=0)], key=len)
     for cut in cuts:
         depth = min(len(cut.levels), len(chain))
         if cut.levels[:depth] != chain[:depth] or (depth < len(chain) and cut.narrowed):
