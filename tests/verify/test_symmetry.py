@@ -315,7 +315,9 @@ def test_what_the_rank_in_another_team_says(body: str) -> None:
 
 def test_a_root_that_is_the_rank_in_another_team() -> None:
     """One turn of dp takes the root of tp elsewhere, so neither is folded."""
-    text = "def f(dp: Team[2], tp: Team[2], x: f32[2]):\n    main: broadcast(x, x, root={}, team=tp)\n"
+    text = (
+        "def f(dp: Team[2], tp: Team[2], x: f32[2]):\n    main: broadcast(x, x, root={}, team=tp)\n"
+    )
     report = compared([parse(text.format("dp.rank"))])
     assert (report.num_visited, report.symmetry) == (4, None)
     assert compared([parse(text.format("0"))]).num_visited == 2
