@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.fsdp  # registers its operators
 from tests.external.graphs_support import AOT, C10D, Maker, fake_world, traced
 from torch import fx
 
@@ -150,6 +151,25 @@ def test_one_wait_is_for_all_of_a_coalesced_collective() -> None:
         results[-1].meta["val"] = begun.meta["val"][index]
     g.call(C10D.wait_tensor.default, results[0])
     assert check_graph(g.done(g.call(AOT.neg.default, results[1]))).sound
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_fsdp_copies_into_its_gathered_tensor(early: bool) -> None:
+    """Its schema does not say that it fills its argument, of which both results are views."""
+    g = Maker()
+    full = g.call(AOT.neg.default, g.input("full", 8))
+    copy_in = torch.ops.fsdp.all_gather_copy_in.default
+    both = g.graph.call_function(copy_in, ([g.input("x", 4)], full, [4], 4, 0))
+    both.meta["val"] = (full.meta["val"][:4], full.meta["val"])
+    part, whole = (g.graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    for index, node in enumerate((part, whole)):
+        node.meta["val"] = both.meta["val"][index]
+    gathered = g.call(C10D.all_gather_into_tensor_out.default, part, 2, "0", out=whole)
+    results = [g.call(AOT.neg.default, full)] if early else []
+    g.call(C10D.wait_tensor.default, gathered)
+    results.append(g.call(AOT.abs.default, full))
+    report = check_graph(g.done(*results))
+    assert report.kinds() == ({"unwaited"} if early else set())
 
 
 def two(order: str, groups: str = "00", wait_between: bool = False) -> fx.GraphModule:
