@@ -17,7 +17,7 @@ from tests.passes.samples import KINDS, STRATEGIES
 
 from interlace.bench.transformer.step import StepSettings, step_of
 from interlace.commands.files import on_mesh
-from interlace.errors import InterlaceError
+from interlace.errors import InterlaceError, ProgramError, TeamError
 from interlace.ir import Collective, Expect, Program, Team, View, Wait, parse, parse_set
 from interlace.passes import run_pipeline
 from interlace.verify import Report, check
@@ -285,7 +285,7 @@ BY_ANOTHER_TEAM = {
         g = alloc(f32[2], symmetric=tp)
         main: put(x, g, peer=dp.rank, team=tp)
         main: barrier(team=tp)
-        main: copy(g, y)
+        main: copy(g, y[0:2])
         main: free(g)
     """,
     "an entry of a table": """
@@ -308,7 +308,6 @@ BY_ANOTHER_TEAM = {
 @pytest.mark.parametrize("body", BY_ANOTHER_TEAM.values(), ids=BY_ANOTHER_TEAM)
 def test_what_the_rank_in_another_team_says(body: str) -> None:
     head = "def f(dp: Team[2], tp: Team[2], x: f32[2], y: f32[4]):\n"
-    body = body.replace("y)", "y[0:2])")
     lines = "\n".join(f"    {line.strip()}" for line in body.strip().splitlines())
     assert not compared([parse(f"{head}{lines}\n")]).sound
 
@@ -321,6 +320,27 @@ def test_a_root_that_is_the_rank_in_another_team() -> None:
     report = compared([parse(text.format("dp.rank"))])
     assert (report.num_visited, report.symmetry) == (4, None)
     assert compared([parse(text.format("0"))]).num_visited == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "main: put(x, g, peer=dp.rank, team=tp)",
+        "main: get(g, x, peer=2, team=tp)",
+        "main: get(g, x, peer=-1, team=tp)",
+        "main: copy(x[0:r[dp.rank]], g[0:r[dp.rank]])",
+    ],
+)
+def test_ranks_that_there_are_not(line: str) -> None:
+    """The last of dp's three ranks has none in tp: an error, though the visited one has."""
+    text = (
+        "def f(dp: Team[3], tp: Team[2], x: f32[2]):\n    r = table(tp, 1, 1)\n"
+        f"    g = alloc(f32[2], symmetric=tp)\n    main: copy(x, g)\n    {line}\n"
+        "    main: free(g)\n"
+    )
+    for unroll in (False, True):
+        with pytest.raises((ProgramError, TeamError)):
+            check(parse(text), unroll=unroll)
 
 
 CHUNKS_OF_TWO_TEAMS = """

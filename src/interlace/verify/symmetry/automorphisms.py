@@ -241,13 +241,15 @@ Ends = set[tuple[str, Index | Others]]
 
 def _told_apart(source: LoweredProgram, ends: Ends) -> Iterator[str]:
     """The teams whose ranks a Program tells apart."""
-    uneven = {table.name: table.team for table in source.program.tables if len({*table.values}) > 1}
-    yield from uneven.values()
+    teams = {table.name: table.team for table in source.program.tables}
+    uneven = {table.name for table in source.program.tables if len({*table.values}) > 1}
+    yield from map(teams.__getitem__, sorted(uneven))
     spots = (spot for _, spot in spots_of(source))
     for spot in (*(version.spot for version in source.versions), *spots):
         for entry in spot.by_rank:
-            if isinstance(entry, TableEntry) and entry.table in uneven:
-                yield from _counted_from(entry.index)
+            if isinstance(entry, TableEntry) and not isinstance(entry.index, int):
+                if entry.table in uneven or entry.index.team != teams.get(entry.table):
+                    yield entry.index.team
     for team, peer in ends:
         if isinstance(peer, int) or peer.team != team:  # one counted from another team's rank
             yield team

@@ -125,7 +125,7 @@ class FoldedSweep(Sweep):
                     region.lo, region.hi, region, life.content, node, frame, item, touch.write
                 )
                 self._check_life(life, own)
-        target = where.member(touch.team).ranks[where.index(touch.peer)]
+        target = where.peer(touch.team, touch.peer)
         owner, rank = builder.first(target), builder.turns.back(target)[place.rank]
         there = builder.everywhere[rank].where
         region = self.regions.at(touch.spot, there)
