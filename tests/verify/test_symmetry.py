@@ -369,6 +369,44 @@ def test_chunks_by_a_team_that_no_turn_moves() -> None:
     assert compared([*parse_set(alike.replace("pp.rank + 1", "pp.rank"))]).symmetry is not None
 
 
+STAGES = """
+def first(tp: Team[2], pp: Team[[0, 2], [1, 3]], x: f32[4]):
+    ranks(0, 1)
+    {0}
+    return ()
+
+def second(tp: Team[2], pp: Team[[0, 2], [1, 3]], x: f32[4]):
+    ranks(2, 3)
+    {1}
+    return ()
+"""
+
+
+def stages(first: str, second: str) -> list[Program]:
+    return [*parse_set(STAGES.format(*(body.replace("; ", "\n    ") for body in (first, second))))]
+
+
+def test_roots_of_which_the_second_is_another() -> None:
+    """Collectives that are alike but for the root are compared one by one."""
+    twice = "main: broadcast(x, x, root={}, team=pp); main: broadcast(x, x, root={}, team=pp)"
+    assert compared(stages(twice.format(0, 0), twice.format(0, 1))).kinds() == {"mismatch"}
+    assert compared(stages(twice.format(0, 1), twice.format(0, 1))).symmetry is not None
+
+
+def test_a_slot_that_one_stage_cuts_by_a_table() -> None:
+    slot = "g = alloc(f32[4], symmetric=pp); main: copy(x{0}, g{0}); main: barrier(team=pp)"
+    even, named = (f"{slot}; main: free(g)".format(f".chunk(tp.rank, {n})") for n in ("2", "r"))
+    report = compared(stages(even, f"r = table(tp, 2, 2); {named}"))
+    assert report.sound
+
+
+def test_one_element_as_another_type() -> None:
+    first = "main: copy(x.chunk(tp.rank, 2), g.chunk(tp.rank, 2))"
+    cast = "main: copy(x.select(0, 0).cast(i32), g.select(0, 0).cast(i32))"
+    body = f"g = alloc(f32[4]); {first}; {cast}; main: free(g)"
+    assert compared(stages(body, body)).sound
+
+
 def test_a_pipeline_is_visited_by_stage() -> None:
     text = (GOLDEN / "two_stages.ilc").read_text()
     report = compared([*parse_set(text)])

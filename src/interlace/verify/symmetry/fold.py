@@ -262,4 +262,4 @@ def _said(at: IssuedOp) -> tuple[object, ...]:
     op = at.item.op
     assert isinstance(op, Collective)
     spots = tuple((touch.spot.key, touch.write) for touch in at.item.touches)
-    return at.source.number, op.kind, op.reduce, op.splits, spots
+    return at.source.number, op.kind, op.reduce, op.root, op.splits, spots
