@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from interlace.bench.transformer.step import StepSettings, step_of
 from interlace.commands.files import on_mesh
 from interlace.errors import InterlaceError, ProgramError, TeamError
 from interlace.ir import Collective, Expect, Program, Team, View, Wait, parse, parse_set
+from interlace.ir.checks.validate import validate
 from interlace.passes import run_pipeline
 from interlace.verify import Report, check
 from interlace.verify.accesses.regions import Regions
@@ -70,6 +72,17 @@ def beside(program: Program, copies: int, rng: random.Random) -> Program:
     return program.replace(teams=(Team("dp", copies), tp, *moved), ops=tuple(ops))
 
 
+def by_another_team(program: Program, rng: random.Random) -> Program:
+    """The Program with one place where it goes by the rank in another team."""
+    parts = re.split(r"\b\w+(?=\.rank\b)", str(program))
+    names = re.findall(r"\b\w+(?=\.rank\b)", str(program))
+    if not names:
+        return program
+    names[rng.randrange(len(names))] = rng.choice(program.teams).name
+    text = "".join(map("".join, zip(parts, [*names, ""], strict=True)))
+    return validate(parse(text))
+
+
 def random_programs(seed: int, wanted: int, most: int) -> Iterator[list[Program]]:
     """Random SPMD programs that can be folded: until as many were sound."""
     rng, sound = random.Random(seed), 0
@@ -82,6 +95,8 @@ def random_programs(seed: int, wanted: int, most: int) -> Iterator[list[Program]
                 program = mutilate(program, rng)
             if rng.random() < 0.4:
                 program = beside(program, rng.choice((2, 3, 4)), rng)
+            if rng.random() < 0.3:
+                program = by_another_team(program, rng)
             if not can_fold([program]):
                 continue
             sound += check(program).symmetry is not None
