@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.fsdp  # registers its operators
 from tests.external.graphs_support import AOT, C10D, Maker, fake_world, traced
 from torch import fx
 
 from interlace import check_graph
 from interlace.errors import SoundnessError, TeamError
+from interlace.external.graphs.check import Order
 
 
 def every_form(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -123,6 +126,50 @@ def test_a_wait_on_another_stream() -> None:
     g.call(C10D.wait_tensor.default, begun, stream=1)
     report = check_graph(g.done(g.call(AOT.neg.default, begun)))
     assert report.kinds() == {"unwaited", "freed-early"}
+
+
+@pytest.mark.parametrize("order", ["listed", "any"])
+@pytest.mark.parametrize("stream", [0, 1])
+def test_a_second_wait_is_for_nothing(stream: int, order: Order) -> None:
+    """Torch forgets what was waited for, so that another stream has to wait for the first."""
+    g = Maker()
+    begun = g.call(C10D.all_reduce.default, g.input("x"), "sum", "0")
+    first = g.call(C10D.wait_tensor.default, begun)
+    second = g.call(C10D.wait_tensor.default, begun, stream=stream)
+    gm = g.done(first, g.call(AOT.neg.default, second, stream=stream))
+    report = check_graph(gm, order=order, results="later")
+    assert report.kinds() == ({"unwaited"} if stream else set())
+
+
+def test_one_wait_is_for_all_of_a_coalesced_collective() -> None:
+    """Its results have one work: whichever is waited for, all are there."""
+    g = Maker()
+    begun = g.call(C10D.all_reduce_coalesced_.default, [g.input("x"), g.input("y")], "sum", "0")
+    results = []
+    for index in range(2):
+        results.append(g.graph.call_function(operator.getitem, (begun, index)))
+        results[-1].meta["val"] = begun.meta["val"][index]
+    g.call(C10D.wait_tensor.default, results[0])
+    assert check_graph(g.done(g.call(AOT.neg.default, results[1]))).sound
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_fsdp_copies_into_its_gathered_tensor(early: bool) -> None:
+    """Its schema does not say that it fills its argument, of which both results are views."""
+    g = Maker()
+    full = g.call(AOT.neg.default, g.input("full", 8))
+    copy_in = torch.ops.fsdp.all_gather_copy_in.default
+    both = g.graph.call_function(copy_in, ([g.input("x", 4)], full, [4], 4, 0))
+    both.meta["val"] = (full.meta["val"][:4], full.meta["val"])
+    part, whole = (g.graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    for index, node in enumerate((part, whole)):
+        node.meta["val"] = both.meta["val"][index]
+    gathered = g.call(C10D.all_gather_into_tensor_out.default, part, 2, "0", out=whole)
+    results = [g.call(AOT.neg.default, full)] if early else []
+    g.call(C10D.wait_tensor.default, gathered)
+    results.append(g.call(AOT.abs.default, full))
+    report = check_graph(g.done(*results))
+    assert report.kinds() == ({"unwaited"} if early else set())
 
 
 def two(order: str, groups: str = "00", wait_between: bool = False) -> fx.GraphModule:

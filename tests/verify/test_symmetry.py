@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from tests.passes.samples import KINDS, STRATEGIES
 
 from interlace.bench.transformer.step import StepSettings, step_of
 from interlace.commands.files import on_mesh
-from interlace.errors import InterlaceError
+from interlace.errors import InterlaceError, ProgramError, TeamError
 from interlace.ir import Collective, Expect, Program, Team, View, Wait, parse, parse_set
+from interlace.ir.checks.validate import validate
 from interlace.passes import run_pipeline
 from interlace.verify import Report, check
 from interlace.verify.accesses.regions import Regions
@@ -70,6 +72,17 @@ def beside(program: Program, copies: int, rng: random.Random) -> Program:
     return program.replace(teams=(Team("dp", copies), tp, *moved), ops=tuple(ops))
 
 
+def by_another_team(program: Program, rng: random.Random) -> Program:
+    """The Program with one place where it goes by the rank in another team."""
+    parts = re.split(r"\b\w+(?=\.rank\b)", str(program))
+    names = re.findall(r"\b\w+(?=\.rank\b)", str(program))
+    if not names:
+        return program
+    names[rng.randrange(len(names))] = rng.choice(program.teams).name
+    text = "".join(map("".join, zip(parts, [*names, ""], strict=True)))
+    return validate(parse(text))
+
+
 def random_programs(seed: int, wanted: int, most: int) -> Iterator[list[Program]]:
     """Random SPMD programs that can be folded: until as many were sound."""
     rng, sound = random.Random(seed), 0
@@ -82,6 +95,8 @@ def random_programs(seed: int, wanted: int, most: int) -> Iterator[list[Program]
                 program = mutilate(program, rng)
             if rng.random() < 0.4:
                 program = beside(program, rng.choice((2, 3, 4)), rng)
+            if rng.random() < 0.3:
+                program = by_another_team(program, rng)
             if not can_fold([program]):
                 continue
             sound += check(program).symmetry is not None
@@ -278,6 +293,133 @@ def test_ranks_that_are_told_apart_are_all_visited(line: str) -> None:
     assert beside.symmetry is not None or not report.sound
     if beside.symmetry is not None:
         assert (beside.symmetry.visited, beside.symmetry.folded) == ((0, 1, 2), ("dp",))
+
+
+BY_ANOTHER_TEAM = {
+    "a peer": """
+        g = alloc(f32[2], symmetric=tp)
+        main: put(x, g, peer=dp.rank, team=tp)
+        main: barrier(team=tp)
+        main: copy(g, y[0:2])
+        main: free(g)
+    """,
+    "an entry of a table": """
+        r = table(tp, 1, 2)
+        g = alloc(f32[2])
+        main: copy(x.chunk(dp.rank, 2), g.chunk(0, 2))
+        main: copy(g[0:r[dp.rank]], y[0:r[dp.rank]])
+        main: free(g)
+    """,
+    "the size of a buffer": """
+        r = table(tp, 2, 4)
+        g = alloc(f32[r[dp.rank]])
+        main: copy(x, g.chunk(0, 1)[0:2])
+        main: copy(g.chunk(0, 1), y[0:r[dp.rank]])
+        main: free(g)
+    """,
+}
+
+
+@pytest.mark.parametrize("body", BY_ANOTHER_TEAM.values(), ids=BY_ANOTHER_TEAM)
+def test_what_the_rank_in_another_team_says(body: str) -> None:
+    head = "def f(dp: Team[2], tp: Team[2], x: f32[2], y: f32[4]):\n"
+    lines = "\n".join(f"    {line.strip()}" for line in body.strip().splitlines())
+    assert not compared([parse(f"{head}{lines}\n")]).sound
+
+
+def test_a_root_that_is_the_rank_in_another_team() -> None:
+    """One turn of dp takes the root of tp elsewhere, so neither is folded."""
+    text = (
+        "def f(dp: Team[2], tp: Team[2], x: f32[2]):\n    main: broadcast(x, x, root={}, team=tp)\n"
+    )
+    report = compared([parse(text.format("dp.rank"))])
+    assert (report.num_visited, report.symmetry) == (4, None)
+    assert compared([parse(text.format("0"))]).num_visited == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "main: put(x, g, peer=dp.rank, team=tp)",
+        "main: get(g, x, peer=2, team=tp)",
+        "main: get(g, x, peer=-1, team=tp)",
+        "main: copy(x[0:r[dp.rank]], g[0:r[dp.rank]])",
+    ],
+)
+def test_ranks_that_there_are_not(line: str) -> None:
+    """The last of dp's three ranks has none in tp: an error, though the visited one has."""
+    text = (
+        "def f(dp: Team[3], tp: Team[2], x: f32[2]):\n    r = table(tp, 1, 1)\n"
+        f"    g = alloc(f32[2], symmetric=tp)\n    main: copy(x, g)\n    {line}\n"
+        "    main: free(g)\n"
+    )
+    for unroll in (False, True):
+        with pytest.raises((ProgramError, TeamError)):
+            check(parse(text), unroll=unroll)
+
+
+CHUNKS_OF_TWO_TEAMS = """
+def first(tp: Team[2], pp: Team[[0, 2], [1, 3]], x: f32[2], y: out[f32[2]]):
+    ranks(0, 1)
+    g = alloc(f32[4])
+    main: copy(x, g[pp.rank])
+    main: copy(g[tp.rank], y)
+    main: free(g)
+    return ()
+
+def second(tp: Team[2], pp: Team[[0, 2], [1, 3]], x: f32[2], y: out[f32[2]]):
+    ranks(2, 3)
+    g = alloc(f32[4])
+    main: copy(x, g[pp.rank + 1])
+    main: copy(g[tp.rank], y)
+    main: free(g)
+    return ()
+"""
+
+
+def test_chunks_by_a_team_that_no_turn_moves() -> None:
+    """A stage's place in the pipeline says which half it writes: a fixed chunk in each Program."""
+    assert not compared([*parse_set(CHUNKS_OF_TWO_TEAMS)]).sound
+    alike = CHUNKS_OF_TWO_TEAMS.replace("copy(g[tp.rank]", "copy(g[pp.rank]")
+    assert compared([*parse_set(alike.replace("pp.rank + 1", "pp.rank"))]).symmetry is not None
+
+
+STAGES = """
+def first(tp: Team[2], pp: Team[[0, 2], [1, 3]], x: f32[4]):
+    ranks(0, 1)
+    {0}
+    return ()
+
+def second(tp: Team[2], pp: Team[[0, 2], [1, 3]], x: f32[4]):
+    ranks(2, 3)
+    {1}
+    return ()
+"""
+
+
+def stages(first: str, second: str) -> list[Program]:
+    return [*parse_set(STAGES.format(*(body.replace("; ", "\n    ") for body in (first, second))))]
+
+
+def test_roots_of_which_the_second_is_another() -> None:
+    """Collectives that are alike but for the root are compared one by one."""
+    twice = "main: broadcast(x, x, root={}, team=pp); main: broadcast(x, x, root={}, team=pp)"
+    assert compared(stages(twice.format(0, 0), twice.format(0, 1))).kinds() == {"mismatch"}
+    assert compared(stages(twice.format(0, 1), twice.format(0, 1))).symmetry is not None
+
+
+def test_a_slot_that_one_stage_cuts_by_a_table() -> None:
+    slot = "g = alloc(f32[4], symmetric=pp); main: copy(x{0}, g{0}); main: barrier(team=pp)"
+    even, named = (f"{slot}; main: free(g)".format(f".chunk(tp.rank, {n})") for n in ("2", "r"))
+    report = compared(stages(even, f"r = table(tp, 2, 2); {named}"))
+    assert report.sound
+
+
+def test_one_element_as_another_type() -> None:
+    first = "main: copy(x.chunk(tp.rank, 2), g.chunk(tp.rank, 2))"
+    cast = "main: copy(x.select(0, 0).cast(i32), g.select(0, 0).cast(i32))"
+    body = f"g = alloc(f32[4]); {first}; {cast}; main: free(g)"
+    assert compared(stages(body, body)).sound
 
 
 def test_a_pipeline_is_visited_by_stage() -> None:

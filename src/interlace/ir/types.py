@@ -277,6 +277,13 @@ class Where:
         member = self.member(index.team)
         return (member.index + index.offset) % len(member.ranks)
 
+    def peer(self, team: str, index: Index) -> int:
+        """The global rank of the member of a team with this index."""
+        ranks, at = self.member(team).ranks, self.index(index)
+        if not 0 <= at < len(ranks):
+            raise TeamError(f"team {team} has {len(ranks)} ranks, and no rank {at}")
+        return ranks[at]
+
     def dim(self, dim: Dim) -> Int:
         """The size that `dim` stands for on this rank."""
         if isinstance(dim, int | Size):

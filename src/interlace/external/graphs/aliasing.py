@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from interlace.errors import ProgramError
-from interlace.external.graphs.targets import VIEWS
+from interlace.external.graphs.targets import FILLED, VIEWS
 from interlace.external.graphs.tensors import TensorRef
 from interlace.external.graphs.values import tensors_in
 
@@ -44,6 +44,8 @@ def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx
 
 def written_arguments(op: OpOverload, bound: Bound) -> list[TensorRef]:
     """The tensors that the operator writes."""
+    if op._schema.name in FILLED:
+        return tensors_in(bound[FILLED[op._schema.name]])
     return [
         tensor
         for argument in op._schema.arguments
@@ -57,6 +59,8 @@ def aliases(op: OpOverload, bound: Bound) -> list[list[TensorRef]]:
     schema = op._schema
     if schema.name in VIEWS:
         return [tensors_in(bound[schema.arguments[0].name])]
+    if schema.name in FILLED:
+        return [tensors_in(bound[FILLED[schema.name]]) for _ in schema.returns]
     found: list[list[TensorRef]] = []
     for result in schema.returns:
         if result.alias_info is None:

@@ -36,7 +36,9 @@ class Communication:
     def __init__(self, walker: Walker) -> None:
         self.walker = walker
         self.begun: dict[int, list[int]] = defaultdict(list)
-        """By storage: the steps that began something which fills or reads it."""
+        """By storage: the steps that began something there which nothing has waited for since."""
+        self.waits: dict[int, int] = {}
+        """By storage: the last step that waited for it."""
         self.touched: dict[int, list[Storage]] = {}
         """By step that began something: the storages that it touches."""
         self.waited: set[int] = set()
@@ -155,18 +157,20 @@ class Communication:
         return f"queue{self._num_queues}"
 
     def _finish(self, call: Call, bound: dict[str, Any], argument: str) -> Value:
-        """The current stream waits for what fills these tensors."""
-        tensors = tensors_in(bound[argument])
-        found = {begun for tensor in tensors for begun in self.begun[tensor.storage.number]}
-        finishes = tuple(sorted(found))
+        """The current stream waits for what fills these tensors, and torch forgets that it did: it
+        waits for nothing a second time, whatever the stream."""
+        storages = {tensor.storage.number for tensor in tensors_in(bound[argument])}
+        finishes = tuple(sorted({b for one in storages for b in self.begun.pop(one, ())}))
         for begun in set(finishes) - self.waited:
             self._free[call.stream].append(self.queues[begun])
         self.waited.update(finishes)
         for begun in finishes:
             for storage in self.touched[begun]:
                 storage.last_use = max(storage.last_use, call.place.number)
-        step = Step("finish", call.place, call.stream, after=call.after, finishes=finishes)
+        after = call.after | {self.waits[one] for one in storages if one in self.waits}
+        step = Step("finish", call.place, call.stream, after=after, finishes=finishes)
         number = self.walker.add(step)
+        self.waits.update(dict.fromkeys(storages, number))
         return Value(bound[argument], frozenset((number,)))
 
     def _wait_for(self, call: Call, value: Value) -> Value:

@@ -89,6 +89,8 @@ STREAM_OPS = frozenset(
 )
 VIEWS = frozenset({"aten::_unsafe_view", "_c10d_functional::_wrap_tensor_autograd"})
 """Operators whose result shares the storage of their first argument, unlike their schema says."""
+FILLED = {"fsdp::all_gather_copy_in": "all_gather_output"}
+"""Operators that write this argument and give views of it, unlike their schema says."""
 MAYBE_COPIES = frozenset(
     f"aten::{name}" for name in ("reshape", "contiguous", "to", "flatten", "reshape_as", "ravel")
 )

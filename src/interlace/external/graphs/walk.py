@@ -243,6 +243,8 @@ class Walker:
         if shared and all(shared) and not writes:
             return Value(self._views(call, shared), call.after)
         makes: list[Storage] = []
+        if name in targets.FILLED:
+            return self.note(call, reads, writes, makes, self._views(call, shared))
         many = len(results) != 1
         value = _meta_value(call.node)
         parts: list[Any] = []

@@ -143,7 +143,7 @@ class Sweep:
         where = frame.place.where
         if touch.peer is None or touch.team is None or life.slot is None:
             return life.content
-        rank = where.member(touch.team).ranks[where.index(touch.peer)]
+        rank = where.peer(touch.team, touch.peer)
         return self._copy(life.slot, life.take, rank, life.version, life.content.size)
 
     def _memory(self, frame: Frame, version: Version) -> Memory:

@@ -8,8 +8,9 @@ Note [A turn is an automorphism]
     For a team T, let a turn take each rank in T to the next one of its instance of T, and leave the
     others where they are. Say that it takes each rank to one that runs the same Program, and each
     instance of each team U to an instance of U, all by one number of places c(U); and that c(U) is
-    0 where a Program tells the ranks of U apart: by a number as a peer, by a root, by a table of
-    different entries. Then it maps an op to the same op, a peer at some distance to the peer of
+    0 where a Program tells the ranks of U apart: by a number or a rank of another team as a peer,
+    by a root, by a table of different entries; and where it is by U's rank that such a peer, root
+    or entry is found. Then it maps an op to the same op, a peer at some distance to the peer of
     the image at that distance, an event or a meeting to the image's: each edge of semantics.md to
     an edge. So what comes before what, and what waits in a circle, is the same for a rank and its
     image. Turns of several teams compose.
@@ -34,10 +35,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from interlace.ir.ops import Collective, MessageEnd, SignalLevel
-from interlace.ir.types import Index, Others, Where
+from interlace.ir.types import Index, Others, TableEntry, Where
 from interlace.verify.happens_before.source import LoweredProgram, Touch
 from interlace.verify.report import Symmetry
-from interlace.verify.symmetry.turning import turning
+from interlace.verify.symmetry.turning import spots_of, turning
 
 MOST = 2048
 """Ranks among which order is worked out, at most: each knows how far each of them has come."""
@@ -240,16 +241,30 @@ Ends = set[tuple[str, Index | Others]]
 
 def _told_apart(source: LoweredProgram, ends: Ends) -> Iterator[str]:
     """The teams whose ranks a Program tells apart."""
-    for table in source.program.tables:
-        if len({*table.values}) > 1:
-            yield table.team
+    teams = {table.name: table.team for table in source.program.tables}
+    uneven = {table.name for table in source.program.tables if len({*table.values}) > 1}
+    yield from map(teams.__getitem__, sorted(uneven))
+    spots = (spot for _, spot in spots_of(source))
+    for spot in (*(version.spot for version in source.versions), *spots):
+        for entry in spot.by_rank:
+            if isinstance(entry, TableEntry) and not isinstance(entry.index, int):
+                if entry.table in uneven or entry.index.team != teams.get(entry.table):
+                    yield entry.index.team
     for team, peer in ends:
-        if isinstance(peer, int):
+        if isinstance(peer, int) or peer.team != team:  # one counted from another team's rank
             yield team
+            yield from _counted_from(peer)
     for item in source.items:
         for one in (item, *item.members):
             if isinstance(one.op, Collective) and one.op.root is not None:
                 yield one.op.team
+                yield from _counted_from(one.op.root)
+
+
+def _counted_from(index: Index | Others) -> Iterator[str]:
+    """The team of a rank that is no number."""
+    if not isinstance(index, int):
+        yield index.team
 
 
 def _ends(source: LoweredProgram) -> Ends:

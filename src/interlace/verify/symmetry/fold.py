@@ -125,7 +125,7 @@ class FoldedSweep(Sweep):
                     region.lo, region.hi, region, life.content, node, frame, item, touch.write
                 )
                 self._check_life(life, own)
-        target = where.member(touch.team).ranks[where.index(touch.peer)]
+        target = where.peer(touch.team, touch.peer)
         owner, rank = builder.first(target), builder.turns.back(target)[place.rank]
         there = builder.everywhere[rank].where
         region = self.regions.at(touch.spot, there)
@@ -262,4 +262,4 @@ def _said(at: IssuedOp) -> tuple[object, ...]:
     op = at.item.op
     assert isinstance(op, Collective)
     spots = tuple((touch.spot.key, touch.write) for touch in at.item.touches)
-    return at.source.number, op.kind, op.reduce, op.splits, spots
+    return at.source.number, op.kind, op.reduce, op.root, op.splits, spots

@@ -56,17 +56,16 @@ class Cut:
 def turning(sources: Sequence[LoweredProgram], moving: Collection[str]) -> frozenset[str]:
     """The teams among the moving ones by which some buffer does not turn: Note [Turning views]."""
     stuck: set[str] = set()
-    seen: set[tuple[int, frozenset[int]]] = set()
-    for spots, source in _by_place(sources, moving):
-        key = source.number, frozenset([spot.key for spot in spots])
-        if key in seen:
+    seen: set[frozenset[tuple[int, int]]] = set()
+    for used in _by_place(sources, moving):
+        views = {(source.number, spot.key): (spot, source) for spot, source in used}
+        if (key := frozenset(views)) in seen:
             continue
         seen.add(key)
-        buffers = {(spot.buffer.shape, spot.buffer.dtype) for spot in spots}
-        views = {spot.key: spot.view for spot in spots}.values()
-        by = {team for spot in spots for team in _teams(spot)} & {*moving}
-        plain = all(spot.buffer.strides is None for spot in spots)
-        cuts = [_cuts(view, spots[0].buffer, source.program) for view in views]
+        buffers = {(spot.buffer.shape, spot.buffer.dtype) for spot, _ in used}
+        by = {team for spot, _ in used for team in _teams(spot)} & {*moving}
+        plain = all(spot.buffer.strides is None for spot, _ in used)
+        cuts = [_cuts(spot.view, spot.buffer, source.program) for spot, source in views.values()]
         if not plain or len(buffers) > 1 or None in cuts:
             stuck |= by
             continue
@@ -75,7 +74,7 @@ def turning(sources: Sequence[LoweredProgram], moving: Collection[str]) -> froze
     return frozenset(stuck)
 
 
-def _spots(source: LoweredProgram) -> Iterator[tuple[Version, Spot]]:
+def spots_of(source: LoweredProgram) -> Iterator[tuple[Version, Spot]]:
     """Every view that a Program touches, with its buffer."""
     known: set[int] = set()
     for item in (*source.items, source.exit):
@@ -88,9 +87,9 @@ def _spots(source: LoweredProgram) -> Iterator[tuple[Version, Spot]]:
 
 def _by_place(
     sources: Sequence[LoweredProgram], moving: Collection[str]
-) -> Iterator[tuple[list[Spot], LoweredProgram]]:
+) -> Iterator[list[tuple[Spot, LoweredProgram]]]:
     """The views of each buffer that has some which depend on a rank of these teams."""
-    found: dict[Place, tuple[list[Spot], LoweredProgram]] = {}
+    found: dict[Place, list[tuple[Spot, LoweredProgram]]] = {}
     depend: set[Place] = set()
     for source in sources:
         take: dict[int, int] = {}
@@ -101,11 +100,11 @@ def _by_place(
                 version = source.versions[item.version]
                 slot = version.buffer.team, version.storage
                 take[id(version)] = count[slot] = count.get(slot, -1) + 1
-        for version, spot in _spots(source):
+        for version, spot in spots_of(source):
             place: Place = (source.number, id(version))
             if version.symmetric or version.registered:
                 place = version.buffer.team, version.storage, take.get(id(version), -1)
-            found.setdefault(place, ([], source))[0].append(spot)
+            found.setdefault(place, []).append((spot, source))
             if spot.by_rank and any(team in moving for team in _teams(spot)):
                 depend.add(place)
     return (found[place] for place in depend)
@@ -118,9 +117,10 @@ def _teams(spot: Spot) -> Iterator[str]:
 
 def _unlike(cuts: Sequence[Cut], moving: Collection[str]) -> set[str]:
     """The moving teams by which one dimension does not turn."""
-    chain = max((cut.levels for cut in cuts), key=len, default=())
-    while chain and chain[-1][0] not in moving:
-        chain = chain[:-1]
+    chain: tuple[Level, ...] = ()
+    for cut in cuts:  # the longest that ends at a moving team
+        ends = [depth for depth, (team, _) in enumerate(cut.levels, 1) if team in moving]
+        chain = max(chain, cut.levels[: max(ends, default=0)], key=len)
     for cut in cuts:
         depth = min(len(cut.levels), len(chain))
         if cut.levels[:depth] != chain[:depth] or (depth < len(chain) and cut.narrowed):
@@ -186,7 +186,7 @@ def _cuts(view: View, buffer: Buffer, program: Program) -> list[Cut] | None:
                     for axis, size in zip([*new, *axes], sizes, strict=True)
                 ]
             case Cast():
-                axes[-1] = replace(axes[-1], size=-1)
+                axes[-1:] = [replace(axis, size=-1) for axis in axes[-1:]]
             case AsStrided():
                 return None
     return cuts
