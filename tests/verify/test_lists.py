@@ -1,0 +1,69 @@
+"""What the list of ops alone shows, wherever an op stands: in a Group, in a Fused, at the return.
+
+Each of these was missing from the tests when the checker's own code was mutated (survivors.md).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from interlace.ir import parse
+from interlace.verify import Finding, check
+
+HEAD = "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    "
+
+
+def found(body: str, kind: str) -> Finding:
+    """The one finding of that kind."""
+    report = check(parse(HEAD + body.replace("; ", "\n    ") + "\n"))
+    (finding,) = [each for each in report.errors if each.kind == kind]
+    return finding
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "group(send(t, peer=tp.rank + 1), recv(y, peer=tp.rank + 1))",
+        'fused(part(call("aten.neg.out", t, out=y)))',
+        "free(t)",
+        "copy(t, y)",
+    ],
+)
+def test_a_use_before_the_line_that_allocates_names_both_ops(op: str) -> None:
+    finding = found(f"main: {op}; t = alloc(f32[4]); main: copy(x, y)", "use-before-alloc")
+    assert [ref.at[1] for ref in finding.ops] == [0, 1]
+
+
+def test_a_result_in_the_arena() -> None:
+    finding = found("main: copy(x, y); t = alloc(f32[4]); main: copy(x, t); return t", "result")
+    assert "arena" in finding.message
+    assert "= empty(f32[4])" in finding.fix
+
+
+def test_an_output_of_which_a_part_is_returned_is_written_all_the_same() -> None:
+    finding = found("main: copy(x[0:2], y[0:2]); return y[0:2]", "uninitialized")
+    assert finding.ops[-1].buffer == "y"
+    whole = parse(HEAD + "main: copy(x, y)\n    return y[0:2]\n")
+    assert check(whole).sound
+
+
+def test_a_wait_that_comes_before_its_record_names_the_record() -> None:
+    finding = found("main: copy(x, y); main: record(g); side: wait(e); main: record(e)", "event")
+    assert [ref.at[1] for ref in finding.ops] == [2, 3]
+    assert "e" in finding.message
+    alone = found("main: copy(x, y); main: record(g); side: wait(e)", "event")
+    assert [ref.at[1] for ref in alone.ops] == [2]
+
+
+def test_a_second_free_names_the_first() -> None:
+    body = "t = alloc(f32[4]); main: copy(x, y); main: free(t); main: free(t)"
+    finding = found(body, "double-free")
+    assert [ref.at[1] for ref in finding.ops] == [2, 3]
+    assert [ref.role for ref in finding.ops] == ["frees it first", "frees it again"]
+
+
+def test_a_slot_that_is_not_freed_is_named() -> None:
+    finding = found("big = alloc(f32[4], symmetric=tp); main: copy(x, y)", "leak")
+    assert finding.ops[0].buffer == "big"
+    assert "big" in finding.message
+    assert "big" in finding.fix
