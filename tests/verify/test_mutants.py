@@ -185,7 +185,7 @@ def test_what_is_called_sound_runs_with_delays(way: str, pool: Pool, seed: int) 
             continue
         expected = outcome(mutant, seed)
         if expected.said in ("equal", "another function"):
-            program: Program = mutant.programs[0]
+            program: Program = next(iter(mutant.programs))
             found = pool(2).run(run_with_delays, str(program), str(made.serial), seed)
             assert {*found} <= {expected.said, "equal"}, f"{found}, {expected}: {mutant}"
             assert expected.said in found, f"{found}, {expected}: {mutant}"
