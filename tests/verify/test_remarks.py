@@ -59,6 +59,9 @@ def test_messages_that_nccl_runs_one_after_another() -> None:
     send, recv = "send(x, peer=a.rank + 1{})", "recv(y, peer=a.rank - 1{})"
     split = "main: " + send, "comm: " + recv
     assert remarks(messages(*(each.format("") for each in split))) == ["launch-order"]
+    assert remarks(messages(*(each.format(', backend="nccl"') for each in split))) == [
+        "launch-order"
+    ]
     assert remarks(messages(*(each.format(', backend="gloo"') for each in split))) == []
     group = f"main: group({send.format('')}, {recv.format('')})"
     assert remarks(messages(group, "main: copy(x, z)")) == []
