@@ -149,7 +149,8 @@ def test_all_schedules_with_one_fault(
     record_property("fuzz", str(sweep))
     assert not sweep.wrong, "\n\n".join(sweep.wrong)
     for sort in SORTS:
-        assert sweep.of(sort, "flagged") >= 3 or (sort, world) == ("team", 2), (sort, sweep.counts)
+        if sort != "team" or (world > 2 and world % 2 == 0):  # else there is no other team
+            assert sweep.of(sort, "flagged") >= 3, (sort, sweep.counts)
 
 
 def run_with_delays(text: str, serial: str, seed: int) -> str:
