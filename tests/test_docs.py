@@ -259,7 +259,7 @@ assert len(inner.state) == 8 and all(s["momentum_buffer"].to_local().shape == (1
                                      for s in inner.state.values())
 """,
     'options=Options(schedules="mine")': """
-assert {path.name.split("-")[0] for path in paths} == {"forward", "backward"}
+assert {path.name.split("-")[0] for path in Path("mine").iterdir()} == {"forward", "backward"}
 assert "a file of the option schedules" in edited.explain()
 """,
     "program = interlace.load(": """
