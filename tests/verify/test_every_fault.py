@@ -1,0 +1,157 @@
+"""Every fault is told, once and with its own words, also where another one could hide it.
+
+Each of these was missing from the tests when the checker's own code was mutated (survivors.md).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from interlace.ir import parse
+from interlace.verify import Finding, Report, check
+
+HEAD = "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    "
+TWO = "def f(tp: Team[2], x: f32[4], y: out[f32[4]], z: out[f32[4]]):\n    "
+MATRIX = "def f(tp: Team[2], x: f32[4, 4], y: out[f32[4, 4]]):\n    "
+
+
+def checked(body: str, head: str = HEAD) -> Report:
+    return check(parse(head + body.replace("; ", "\n    ") + "\n"))
+
+
+def kinds(report: Report) -> dict[str, int]:
+    return dict(Counter(finding.kind for finding in report.findings))
+
+
+def of_kind(report: Report, kind: str) -> Finding:
+    (finding,) = [each for each in report.findings if each.kind == kind]
+    return finding
+
+
+# Accesses
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("0:2", "2:4"), ("2:4", "0:2")], ids=["left", "right"]
+)
+def test_a_write_between_the_columns_of_another_does_not_stand_for_it(
+    first: str, second: str
+) -> None:
+    """The second does not touch what the first writes, though their hulls meet."""
+    report = checked(
+        f"t = empty(f32[4, 4]); main: copy(x[:, {first}], t[:, {first}]); side: copy(x[:, "
+        f"{second}], t[:, {second}]); side: copy(t[:, {first}], y[:, {first}]); "
+        f"side: copy(t[:, {second}], y[:, {second}])",
+        MATRIX,
+    )
+    assert kinds(report) == {"race": 1}
+    assert [op.at[1] for op in report.errors[0].ops] == [1, 3]
+
+
+@pytest.mark.parametrize("early", ["main", "side"])
+def test_of_two_races_in_a_buffer_neither_is_told_as_a_read_of_nothing(early: str) -> None:
+    writes = "main: copy(x[0:2], t[0:2]); main: copy(x[2:4], t[2:4])"
+    reads = "side: copy(t[0:2], y[0:2]); side: copy(t[2:4], y[2:4])"
+    order = (writes, reads) if early == "main" else (reads, writes)
+    assert kinds(checked(f"t = empty(f32[4]); {'; '.join(order)}")) == {"race": 2}
+
+
+@pytest.mark.parametrize(("t", "u"), [(0, 16), (32, 16), (0, 32)])
+def test_a_race_in_a_storage_hides_no_read_beside_it(t: int, u: int) -> None:
+    report = checked(
+        f't = alloc(f32[4], storage="s", offset={t}); u = alloc(f32[4], storage="s", offset={u}); '
+        "main: copy(x, u); side: copy(u, y); third: copy(t, z)",
+        TWO,
+    )
+    assert kinds(report) == {"race": 1, "uninitialized": 1}
+    assert "nothing wrote" in of_kind(report, "uninitialized").message
+
+
+def test_what_a_buffer_loses_to_another_away_from_the_start_of_their_storage() -> None:
+    body = (
+        't = alloc(f32[4], storage="s", offset=64); u = alloc(f32[2], storage="s", offset=64); '
+        "main: copy(x, t); main: copy(x[0:2], u); "
+    )
+    assert checked(body + "main: copy(t[2:4], y[0:2]); main: copy(u, y[2:4])").sound
+    report = checked(body + "main: copy(t[0:2], y[0:2]); main: copy(u, y[2:4])")
+    assert kinds(report) == {"uninitialized": 1}
+    message = "t is read after its bytes were overwritten through another buffer"
+    assert report.errors[0].message == message
+
+
+def test_a_read_of_what_nothing_wrote_is_not_told_as_overwritten() -> None:
+    finding = of_kind(checked("t = empty(f32[4]); main: copy(t, y)"), "uninitialized")
+    assert finding.message.startswith("t is read, and nothing wrote")
+
+
+def test_whose_copy_of_a_slot_is_raced_for() -> None:
+    report = checked(
+        "t = alloc(f32[4], symmetric=tp); main: copy(x, t); "
+        "main: get(t, y, peer=tp.rank + 1); main: free(t)"
+    )
+    roles = {(op.rank, op.role) for op in of_kind(report, "race").ops}
+    assert roles in ({(0, "writes t"), (1, "reads t of rank 0")},
+                     {(1, "writes t"), (0, "reads t of rank 1")})  # fmt: skip
+
+
+# Deadlocks
+
+
+def test_each_op_that_waits_for_what_never_comes() -> None:
+    """The second expect of main is behind the first; the one of side is not."""
+    report = checked(
+        "main: expect(s, tp.rank + 1); main: expect(u, tp.rank + 1); "
+        "side: expect(v, tp.rank + 1); third: copy(x, y)"
+    )
+    assert kinds(report) == {"deadlock": 2}
+    assert {finding.ops[0].at[1] for finding in report.errors} == {0, 2}
+    for finding in report.errors:
+        assert finding.ranks == (0, 1)
+        assert finding.words.startswith(f"add what line {finding.ops[0].line} waits for: ")
+        assert finding.fix != finding.words
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_each_circle_up_to_four(count: int) -> None:
+    circles = [
+        f"c{i}: expect(s{i}, tp.rank + 1); c{i}: notify(s{i}, to=tp.rank + 1)" for i in range(count)
+    ]
+    report = checked("main: copy(x, y); " + "; ".join(circles))
+    assert kinds(report) == {"deadlock": min(count, 4)}
+
+
+def roles(body: str) -> set[str]:
+    """Why each op of the one circle waits."""
+    finding = of_kind(checked(body), "deadlock")
+    assert len(finding.ops) == len({(op.rank, op.role) for op in finding.ops})
+    return {op.role.partition(": ")[2] for op in finding.ops}
+
+
+def test_a_circle_through_an_event() -> None:
+    assert roles(
+        "main: expect(s, tp.rank + 1); main: record(e); side: wait(e); "
+        "side: notify(s, to=tp.rank + 1); third: copy(x, y)"
+    ) == {
+        "its notify raises the signal",
+        "the event is recorded there",
+        "it comes earlier on stream main",
+        "it comes earlier on stream side",
+    }
+
+
+def test_a_circle_through_the_host() -> None:
+    told = roles(
+        "main: expect(s, tp.rank + 1); main: host_sync(); side: notify(s, to=tp.rank + 1); "
+        "side: copy(x, y)"
+    )
+    assert "the host issues nothing more until that stream has come there" in told
+
+
+def test_a_remark_on_launches_names_what_is_launched_first() -> None:
+    finding = of_kind(
+        checked("main: send(x, peer=tp.rank + 1); side: recv(y, peer=tp.rank - 1)"), "launch-order"
+    )
+    assert {op.role for op in finding.ops} == {"is launched first"}
+    assert finding.ranks == (0, 1)
