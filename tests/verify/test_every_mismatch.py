@@ -1,0 +1,255 @@
+"""Every disagreement of ranks is told, once and with its own words: what the mutants of
+`verify/matching.py` showed to be missing from the tests (survivors.md)."""
+
+from __future__ import annotations
+
+import pytest
+
+from interlace.ir import parse
+from interlace.verify import Finding, check
+
+IN = "x: f32[4], y: out[f32[4]]"
+TABLES = "rows = table(tp, 2, 3, 4); own = table(tp, 6, 9, 12); other = table(tp, 2, 3, 5); "
+CUT = "x: f32[9, 2], y: out[f32[own[tp.rank], 2]]"
+MERGED = "x: f32[own[tp.rank], 2], y: out[f32[9, 2]]"
+UNEVEN = TABLES + "main: all_to_all(x, y, team=tp, splits=rows)"
+
+
+def found(*ranks: tuple[str, str], kind: str = "mismatch", teams: str = "") -> list[Finding]:
+    """The findings of that kind, if each rank of a team has these parameters and these ops; ranks
+    that have the same run one text."""
+    size = len(ranks) if len(ranks) > 1 else 2
+    head = teams or f"tp: Team[{size}]"
+    programs = [
+        parse(f"def f({head}, {params}):\n    " + body.replace("; ", "\n    ") + "\n")
+        for params, body in ranks
+    ]
+    if len(ranks) > 1:
+        programs = [program.instantiate(rank) for rank, program in enumerate(programs)]
+    return [each for each in check(programs).findings if each.kind == kind]
+
+
+def told(finding: Finding) -> tuple[str, list[tuple[int, str]]]:
+    """What is said after the colon, and each rank's role."""
+    what = finding.message.partition(": ")[2]
+    return what, [(op.rank, op.role) for op in finding.ops]
+
+
+# Sizes and shapes of collectives
+
+SIZES: dict[str, tuple[str, str, str]] = {
+    "all_reduce": ("f32[4]", "f32[8]", 'all_reduce(x, y, reduce="sum", team=tp)'),
+    "reduce": ("f32[4]", "f32[8]", 'reduce(x, y, reduce="sum", root=0, team=tp)'),
+    "broadcast": ("f32[8]", "f32[4]", "broadcast(x, y, root=1, team=tp)"),
+    "scatter": ("f32[8]", "f32[3]", "scatter(x, y, root=0, team=tp)"),
+    "reduce_scatter": ("f32[8]", "f32[3]", 'reduce_scatter(x, y, reduce="sum", team=tp)'),
+    "all_gather": ("f32[3]", "f32[8]", "all_gather(x, y, team=tp)"),
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_what_goes_in_is_as_much_as_what_comes_out(kind: str) -> None:
+    src, dst, op = SIZES[kind]
+    (finding,) = found(*[(f"x: {src}, y: out[{dst}]", f"main: {op}")] * 2)
+    what, ((_, given), (_, wanted)) = told(finding)
+    assert what == "its members disagree on the size"
+    assert given.endswith("elements in")
+    assert wanted.endswith("elements out")
+
+
+def test_only_the_root_of_a_broadcast_gives() -> None:
+    body = "main: broadcast(x, y, root=1, team=tp)"
+    big, fits = ("x: f32[8], y: out[f32[4]]", body), (IN, body)
+    assert found(big, fits) == []
+    (finding,) = found(fits, big)
+    assert told(finding) == (
+        "its members disagree on the size",
+        [(1, "has size of 8 elements in"), (1, "has size of 4 elements out")],
+    )
+
+
+def test_the_element_type_of_a_member_without_a_destination() -> None:
+    (finding,) = found(
+        ("x: f32[4], y: out[f32[8]]", "main: gather(x, y, root=0, team=tp)"),
+        ("x: i32[4]", "main: gather(x, None, root=0, team=tp)"),
+    )
+    what, roles = told(finding)
+    assert what == "its members disagree on the element type"
+    assert roles == [(0, "has element type f32"), (1, "has element type i32")]
+
+
+@pytest.mark.parametrize(
+    ("one", "two"), [("4, 2", "4, 3"), ("4, 2, 3", "4, 3, 2"), ("4, 6", "8, 3")]
+)
+def test_shapes_are_told_in_full(one: str, two: str) -> None:
+    body = "main: all_to_all(x, y, team=tp)"
+    sides = [(f"x: f32[{shape}], y: out[f32[{shape}]]", body) for shape in (one, two)]
+    (finding,) = found(*sides)
+    assert told(finding) == (
+        "its members disagree on the source shape",
+        [(0, f"has source shape [{one}]"), (1, f"has source shape [{two}]")],
+    )
+
+
+def test_the_shape_of_destinations() -> None:
+    body = "main: broadcast(x, y, root=0, team=tp)"
+    (finding,) = found((IN, body), ("x: f32[4], y: out[f32[8]]", body))
+    assert told(finding)[0] == "its members disagree on the destination shape"
+
+
+# Uneven parts
+
+
+@pytest.mark.parametrize("params", [CUT, MERGED], ids=["cut", "merged"])
+def test_uneven_parts_of_an_all_to_all_are_on_one_side(params: str) -> None:
+    assert found(*[(params, UNEVEN)] * 3) == []
+
+
+def test_the_side_that_is_cut() -> None:
+    (finding,) = found((MERGED, UNEVEN), (MERGED, UNEVEN), (CUT, UNEVEN))
+    assert told(finding) == (
+        "its members disagree on the cut side",
+        [(0, "has cut side destination"), (2, "has cut side source")],
+    )
+
+
+def test_tables_of_uneven_parts() -> None:
+    other = UNEVEN.replace("splits=rows", "splits=other").replace("6, 9, 12", "6, 9, 15")
+    cut = "x: f32[10, 2], y: out[f32[own[tp.rank], 2]]"
+    (finding,) = found((CUT, UNEVEN), (CUT, UNEVEN), (cut, other))
+    assert told(finding)[0] == "its members disagree on the splits"
+
+
+def test_rows_of_uneven_shapes_are_a_star() -> None:
+    body = TABLES + "main: all_gather(x, y, team=tp, splits=rows)"
+    two, three = (f"x: f32[rows[tp.rank], {n}], y: out[f32[9, {n}]]" for n in (2, 3))
+    (finding,) = found((two, body), (two, body), (three, body))
+    assert told(finding)[1] == [(0, "has source shape ['*', 2]"), (2, "has source shape ['*', 3]")]
+
+
+# One fault does not hide another, nor is it told twice
+
+
+def test_only_the_first_collective_of_a_team_that_disagrees() -> None:
+    bodies = ['main: all_reduce(x, y, reduce="{}", team=tp)'.format(r) for r in ("sum", "max")]
+    (finding,) = found(*((IN, f"{body}; {body}") for body in bodies))
+    assert finding.message.startswith("collective 1 of team tp")
+    assert finding.ranks == (0, 1)
+    assert [op.role for op in finding.ops] == ["has reduction sum", "has reduction max"]
+
+
+def test_the_same_line_agrees_in_one_team_and_not_in_another() -> None:
+    teams = "tp: Team[[0, 1], [2, 3], [4, 5]], pp: Team[[0, 2, 4], [1, 5, 3]]"
+    findings = found((IN, "main: broadcast(x, y, root=pp.rank, team=tp)"), teams=teams)
+    assert [told(finding)[0] for finding in findings] == ["its members disagree on the root"] * 2
+    assert [finding.ranks for finding in findings] == [(2, 3), (4, 5)]
+
+
+def test_messages_of_two_lines_both_ways() -> None:
+    send, recv = "{}: send({}, peer={})", "{}: recv({}, peer={})"
+    findings = found(
+        (IN, "; ".join([send.format("main", "x", 1), send.format("main", "x[0:2]", 1),
+                        recv.format("side", "y[0:2]", 1), recv.format("side", "y", 1)])),
+        (IN, "; ".join([recv.format("main", "y[0:2]", 0), recv.format("main", "y", 0),
+                        send.format("side", "x", 0), send.format("side", "x[0:2]", 0)])),
+    )  # fmt: skip
+    assert len(findings) == 4
+    assert told(findings[0]) == (
+        "its ends disagree on the size",
+        [(0, "sends size 4"), (1, "receives size 2")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("send", "recv", "what"),
+    [("x, peer=1", "h, peer=0", "element type"),
+     ('x, peer=1, backend="gloo"', 'y, peer=0, backend="nccl"', "backend")],
+)  # fmt: skip
+def test_what_the_ends_of_a_message_disagree_on(send: str, recv: str, what: str) -> None:
+    params = f"{IN}, h: out[i32[4]]"
+    (finding,) = found((params, f"main: send({send})"), (params, f"main: recv({recv})"))
+    assert told(finding)[0] == f"its ends disagree on the {what}"
+    assert finding.ops[0].role.startswith(f"sends {what} ")
+
+
+def test_messages_without_another_end() -> None:
+    several = found(
+        (IN, "main: send(x, peer=1); main: send(x, peer=1); side: recv(y, peer=1)"),
+        (IN, "main: recv(y, peer=0); side: send(x, peer=0); side: send(x, peer=0)"),
+    )
+    assert [[op.role for op in each.ops] for each in several] == [["has no other end"]] * 2
+    ring = "def f(tp: Team[3], x: f32[4], y: out[f32[4]]):\n    main: send(x, peer=tp.rank + 1)\n"
+    report = check(parse(ring + "    main: copy(x, y)\n"))
+    assert [finding.kind for finding in report.errors].count("mismatch") == 1, "one for all ranks"
+
+
+def test_slots_of_two_names() -> None:
+    body = "a = alloc({0}, symmetric=tp); c = alloc({0}, symmetric=tp); main: copy(x, y); "
+    body += "main: free(a); main: free(c)"
+    findings = found((IN, body.format("f32[4]")), (IN, body.format("f32[8]")))
+    assert [each.message.split()[1] for each in findings] == ["a", "c"]
+
+
+def test_members_that_name_different_backends() -> None:
+    body = 'main: all_reduce(x, y, reduce="sum", team=tp, backend="{}"); main: barrier(team=pp)'
+    findings = found(
+        (IN, body.format("gloo")),
+        (IN, body.format("nccl")),
+        teams="tp: Team[2], pp: Team[[0, 1]]",
+    )
+    assert len(findings) == 2
+    for finding in findings:
+        assert "collective of team tp in a run" in finding.message
+        assert finding.message.count("which issues more on backend") == 1
+        assert finding.words == "name the same backend on every rank of team tp"
+
+
+# Signals
+
+
+def test_two_signals_that_grow_in_no_order() -> None:
+    body = "main: notify({0}, to=tp.rank + 1, value=1); side: notify({0}, to=tp.rank + 1, value=2)"
+    awaited = "main: expect({0}, tp.rank + 1, value=2)"
+    parts = [part.format(name) for part in (body, awaited) for name in "su"]
+    findings = found((IN, "; ".join([*parts, "main: copy(x, y)"])), kind="signal")
+    assert sorted(each.message for each in findings) == [
+        f"two notifies raise signal {name} in no order" for name in "su"
+    ]
+    for finding in findings:
+        assert finding.ranks == (0,)
+        assert [op.role for op in finding.ops] == ["raises it to 1", "raises it to 2"]
+        assert finding.words.startswith("raise a signal on one stream alone")
+        assert finding.fix != finding.words
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_notifies_that_never_come_may_be_in_order_all_the_same(ordered: bool) -> None:
+    event = "main: record(e); side: wait(e); " if ordered else "side: expect(never, tp.rank + 1); "
+    body = (
+        "main: expect(never, tp.rank + 1); main: notify(s, to=tp.rank + 1, value=1); "
+        f"{event}side: notify(s, to=tp.rank + 1, value=2); main: copy(x, y)"
+    )
+    assert len(found((IN, body), kind="signal")) == (not ordered)
+
+
+def test_signals_that_nobody_awaits_are_remarked_on_each() -> None:
+    body = "main: notify(s, to=tp.rank + 1); main: notify(u, to=tp.rank + 1); main: copy(x, y)"
+    findings = found((IN, body), kind="unexpected-notify")
+    assert [each.message for each in findings] == [
+        f"rank 1 never awaits signal {name} of rank 0" for name in "su"
+    ]
+    for finding, name in zip(findings, "su", strict=True):
+        assert (finding.level, finding.ranks) == ("remark", (0,))
+        assert finding.fix == "expect it where it is needed, or take the notify out"
+        assert [op.role for op in finding.ops] == [f"raises {name}"]
+
+
+def test_two_names_that_teams_share() -> None:
+    uses = [f"notify({name}, to={team}.others, team={team})" for name in "nm" for team in "ab"]
+    waits = [f"expect({name}, {team}.others, team={team})" for name in "nm" for team in "ab"]
+    body = "; ".join(f"main: {op}" for op in [*uses, *waits, "copy(x, y)"])
+    findings = found((IN, body), kind="shared-name", teams="a: Team[2], b: Team[[0, 1]]")
+    assert [each.message.split()[1] for each in findings] == ["n", "m"]
+    for finding in findings:
+        assert finding.ranks == (0,)
+        assert [op.role.split()[-1] for op in finding.ops] == ["a", "b"]
