@@ -41,9 +41,9 @@ def test_a_write_between_the_columns_of_another_does_not_stand_for_it(
 ) -> None:
     """The second does not touch what the first writes, though their hulls meet."""
     report = checked(
-        f"t = empty(f32[4, 4]); main: record(e); side: wait(e); main: copy(x[:, {first}], t[:, {first}]); side: copy(x[:, "
-        f"{second}], t[:, {second}]); side: copy(t[:, {first}], y[:, {first}]); "
-        f"side: copy(t[:, {second}], y[:, {second}])",
+        "t = empty(f32[4, 4]); main: record(e); side: wait(e); "
+        f"main: copy(x[:, {first}], t[:, {first}]); side: copy(x[:, {second}], t[:, {second}]); "
+        f"side: copy(t[:, {first}], y[:, {first}]); side: copy(t[:, {second}], y[:, {second}])",
         MATRIX,
     )
     assert kinds(report) == {"race": 1}
@@ -155,3 +155,70 @@ def test_a_remark_on_launches_names_what_is_launched_first() -> None:
     )
     assert {op.role for op in finding.ops} == {"is launched first"}
     assert finding.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "count"),
+    [
+        ("main: copy(x, y); side: copy(x, a)", {"race": 3, "use-before-alloc": 1}),
+        ("main: copy(x, y); main: copy(x, a)", {"use-before-alloc": 2}),
+        ("main: expect(s, tp.rank + 1); side: copy(x, a)", {"deadlock": 1, "use-before-alloc": 2}),
+    ],
+    ids=["unordered", "before", "never"],
+)
+def test_a_use_listed_before_its_slot_is_taken(before: str, count: dict[str, int]) -> None:
+    """Where the take never comes, the list alone has an order."""
+    more = "; main: copy(x, y)" if "expect" in before else ""
+    report = checked(
+        f"{before}; a = alloc(f32[4], symmetric=tp); main: copy(x, a){more}; main: free(a)"
+    )
+    assert kinds(report) == count
+
+
+def steps(body: str) -> list[tuple[int, int, str]]:
+    """The links of the one circle: the rank, the line, and what it waits for."""
+    ops = of_kind(checked(body), "deadlock").ops
+    return [(op.rank, op.line, op.role.partition("waits for ")[2]) for op in ops]
+
+
+def test_links_along_a_stream_are_one() -> None:
+    told = steps(
+        "main: copy(x, y); p: expect(a, tp.rank + 1); p: expect(z, tp.rank + 1); p: notify(z, "
+        "to=tp.rank + 1); p: notify(b, to=tp.rank + 1); q: expect(b, tp.rank + 1); "
+        "q: notify(a, to=tp.rank + 1)"
+    )
+    assert [line for _, line, _ in told] == [8, 7, 6, 3]
+    assert told[0][2] == f"rank {told[0][0]}, line 7: it comes earlier on stream q"
+    assert told[2][2] == f"rank {told[2][0]}, line 3: it comes earlier on stream p"
+
+
+def test_a_circle_through_the_parts_of_a_fused_op() -> None:
+    first = "main: fused(part(expect(s, tp.rank + 1), call({0})), part(notify(s, to=tp.rank + 1)))"
+    neg = '"aten.neg.out", x, out=y'
+    assert roles(first.format(neg)) == {
+        "the parts of a fused op are begun in the order listed",
+        "it comes earlier on stream main",
+        "its notify raises the signal",
+    }
+    later = f"main: fused(part(expect(s, tp.rank + 1)), part(call({neg})))"
+    assert roles(f"{later}; main: notify(s, to=tp.rank + 1)") == {
+        "it is part of the same op",
+        "it comes earlier on stream main",
+        "its notify raises the signal",
+    }
+
+
+def test_a_rank_that_sends_to_itself_and_has_not_come_to_the_receive() -> None:
+    told = steps("main: copy(x, y); main: send(x, peer=tp.rank); main: recv(y, peer=tp.rank)")
+    assert sorted(told) == [
+        (0, 3, "rank 0, line 4: it cannot end before rank 0 is there"),
+        (0, 4, "rank 0, line 3: it comes earlier on stream main"),
+    ]
+
+
+def test_no_remark_on_launches_where_ops_never_come() -> None:
+    report = checked(
+        "main: expect(never, tp.rank + 1); main: send(x, peer=tp.rank + 1); "
+        "side: recv(y, peer=tp.rank - 1)"
+    )
+    assert kinds(report) == {"deadlock": 1}

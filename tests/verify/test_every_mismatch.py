@@ -131,7 +131,7 @@ def test_rows_of_uneven_shapes_are_a_star() -> None:
 
 
 def test_only_the_first_collective_of_a_team_that_disagrees() -> None:
-    bodies = ['main: all_reduce(x, y, reduce="{}", team=tp)'.format(r) for r in ("sum", "max")]
+    bodies = [f'main: all_reduce(x, y, reduce="{r}", team=tp)' for r in ("sum", "max")]
     (finding,) = found(*((IN, f"{body}; {body}") for body in bodies))
     assert finding.message.startswith("collective 1 of team tp")
     assert finding.ranks == (0, 1)
@@ -253,3 +253,53 @@ def test_two_names_that_teams_share() -> None:
     for finding in findings:
         assert finding.ranks == (0,)
         assert [op.role.split()[-1] for op in finding.ops] == ["a", "b"]
+
+
+def test_values_that_do_not_grow_beside_those_in_no_order() -> None:
+    down = "main: notify(s, to=tp.rank + 1, value=2); side: notify(s, to=tp.rank + 1, value=1)"
+    (finding,) = found(
+        (IN, f"{down}; main: copy(x, y); main: expect(s, tp.rank + 1)"), kind="signal"
+    )
+    assert finding.message == "signal s from rank 0 to rank 1 does not grow"
+    assert finding.words == "give the later notify a larger value"
+    ordered = "main: notify(s, to=tp.rank + 1, value=1); main: notify(s, to=tp.rank + 1, value=2)"
+    body = f"{ordered}; side: notify(s, to=tp.rank + 1, value=3); main: copy(x, y)"
+    (finding,) = found((IN, f"{body}; main: expect(s, tp.rank + 1)"), kind="signal")
+    assert [op.role for op in finding.ops] == ["raises it to 2", "raises it to 3"]
+
+
+def test_a_fault_of_two_ranks_is_told_once_and_hides_none_of_another_distance() -> None:
+    groups = [
+        f"main: group(send({src}, peer=tp.rank + {n}), recv({dst}, peer=tp.rank - {n}))"
+        for n, src, dst in ((1, "x", "y[0:2]"), (2, "x[0:1]", "y[2:4]"))
+    ]
+    findings = found((IN, "; ".join(groups)), teams="tp: Team[4]")
+    assert [[op.role for op in each.ops] for each in findings] == [
+        ["sends size 4", "receives size 2"],
+        ["sends size 1", "receives size 2"],
+    ]
+
+
+# Registered parameters
+
+
+@pytest.mark.parametrize("second", ["b: f32[8].registered(tp), ", ""], ids=["larger", "none"])
+def test_the_second_registered_parameter_disagrees(second: str) -> None:
+    alike = "a: f32[4].registered(tp), "
+    (finding,) = found(
+        (f"{alike}b: f32[4].registered(tp), {IN}", "main: copy(x, y)"),
+        (f"{alike}{second}{IN}", "main: copy(x, y)"),
+    )
+    assert finding.message.startswith("rank 0 registers b with team tp, and ")
+    assert finding.ranks == (0, 1)
+    (op,) = finding.ops
+    assert (op.role, op.buffer) == ("registers the input b: f32[4]", "b")
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "count"),
+    [("f32[4, 1]", "f32[4, 1].strides(1, 7)", 0), ("f32[2]", "f32[2].strides(3)", 1)],
+)
+def test_strides_matter_where_there_is_a_second_element(one: str, two: str, count: int) -> None:
+    sides = [(f"a: {kind}.registered(tp), {IN}", "main: copy(x, y)") for kind in (one, two)]
+    assert len(found(*sides)) == count
