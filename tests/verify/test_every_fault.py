@@ -222,3 +222,24 @@ def test_no_remark_on_launches_where_ops_never_come() -> None:
         "side: recv(y, peer=tp.rank - 1)"
     )
     assert kinds(report) == {"deadlock": 1}
+
+
+SHARED = 't = alloc(f32[4], storage="s"); u = alloc(f32[4], storage="s"); '
+
+
+def test_a_free_stands_for_the_uses_before_it() -> None:
+    """What races with them races with the Free, and is told once for each op."""
+    later = "side: copy(x, y); " * 6 + "side: copy(x, u); side: copy(u, y)"
+    report = checked(f"{SHARED}main: copy(x, t); main: free(t); {later}")
+    assert kinds(report) == {"race": 2}
+    assert all(finding.ops[0].text == "main: free(t)" for finding in report.errors)
+
+
+def test_a_free_that_awaits_no_use_of_a_chain_is_told_once_for_the_chain() -> None:
+    report = checked(
+        f"{SHARED}main: copy(x, t); main: record(e); side: wait(e); side: copy(x[0:2], t[0:2]); "
+        "side: copy(x[2:4], t[2:4]); " + "main: copy(x, y); " * 3 + "main: free(t); "
+        "main: copy(x, y)"
+    )
+    assert kinds(report) == {"race": 1}
+    assert [op.line for op in report.errors[0].ops] == [8, 12]
