@@ -30,7 +30,7 @@ demo: setup  ## train a small tensor-parallel model through a verified, overlapp
 	@"$(BIN)/interlace" demo $(ARGS)
 
 test: setup  ## run the tests
-	@"$(BIN)/python" -m pytest -m "not slow" -n $(JOBS) --maxprocesses=4 $(ARGS)
+	@"$(BIN)/python" -m pytest -m "not slow" -n $(JOBS) --maxprocesses=4 --dist loadgroup $(ARGS)
 
 test-slow: setup  ## run the tests that `make test` leaves out as well
 	@"$(BIN)/python" -m pytest $(ARGS)

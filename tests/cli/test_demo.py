@@ -37,7 +37,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     return run(folder, "--steps", "3", "--layers", "1"), folder
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("demo")]  # one demo for all
 
 
 def test_the_three_ways_agree(demo: tuple[dict[str, Any], Path]) -> None:

@@ -31,7 +31,7 @@ from interlace.passes.pipeline import lower
 from interlace.runtime import Executor
 from interlace.strategies import StrategyName
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = [pytest.mark.timeout(110), pytest.mark.xdist_group("hierarchy")]
 SERVE = ("serial", "pipeline", "shift", "ring", "broadcast", "hierarchical")
 K, N = 16, 24
 

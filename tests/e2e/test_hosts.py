@@ -36,7 +36,7 @@ APART = {
     3: "team tp spans hosts (ranks 0 and 2 on interlace-a, rank 1 on interlace-b)",
     4: "team tp spans hosts (ranks 0 and 2 on interlace-a, ranks 1 and 3 on interlace-b)",
 }
-pytestmark = pytest.mark.timeout(110)
+pytestmark = [pytest.mark.timeout(110), pytest.mark.xdist_group("hosts")]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,8 @@ def test_a_step_on_a_mesh_of_which_one_axis_spans_hosts(
         assert ("peer/get" in told) == (across == "dp"), "tp shares memory where it is on one host"
 
 
-@pytest.mark.parametrize("across", [pytest.param("dp", marks=pytest.mark.slow), "tp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("across", ["dp", "tp"])
 def test_a_step_on_two_hosts_has_the_bits_of_one_host(
     pool: HostsPool, across: str, seed: int
 ) -> None:
