@@ -3,9 +3,9 @@
     report = interlace.check_graph(gm)         # an SPMD graph
     report = interlace.check_graph([gm0, gm1]) # the graphs of two ranks
 
-Reading order: targets.py (what orders anything), tensors.py (storages and boxes), steps.py (what a
-graph does), walk.py with sync.py and communication.py (nodes to steps), emitter.py, listed.py and
-reordered.py (steps to a Program), ranks.py, findings.py and remarks.py (what is told), check.py.
+Reading order: steps.py (what a graph does), reading/ (nodes to steps), emitter.py, listed.py and
+reordered.py (steps to a Program), ranks.py, findings.py, remarks.py and wording.py (what is told),
+check.py.
 """
 
 from interlace.external.graphs.check import check_graph

@@ -19,10 +19,10 @@ from interlace.errors import OptionError, ProgramError, UnsupportedError
 from interlace.external.graphs.findings import KINDS, Told
 from interlace.external.graphs.listed import listed
 from interlace.external.graphs.ranks import groups_of, mismatches, teams_of
+from interlace.external.graphs.reading.walk import walk
 from interlace.external.graphs.remarks import plain_findings
 from interlace.external.graphs.reordered import reordered
 from interlace.external.graphs.steps import Trace
-from interlace.external.graphs.walk import walk
 from interlace.ir.types import Team
 from interlace.verify import Finding, Report, check
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.external.graphs.emitter import Emitter, Origin
+from interlace.external.graphs.reading.tensors import Storage
 from interlace.external.graphs.steps import MAIN, Step, Trace
-from interlace.external.graphs.tensors import Storage
 from interlace.external.graphs.wording import at_place, reference, stream_words
 from interlace.verify.report import Finding, OpRef
 

@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from interlace.external.graphs.emitter import Emitter, Origin
+from interlace.external.graphs.reading.sync import EVERY, HOST
+from interlace.external.graphs.reading.tensors import Storage
 from interlace.external.graphs.steps import MAIN, Step, Trace
-from interlace.external.graphs.sync import EVERY, HOST
-from interlace.external.graphs.tensors import Storage
 from interlace.ir.ops import Free, HostSync
 from interlace.ir.types import Team
 

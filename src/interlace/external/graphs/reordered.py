@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from interlace.errors import UnsupportedError
 from interlace.external.graphs.emitter import Emitter, Origin
+from interlace.external.graphs.reading.sync import EVERY, HOST
 from interlace.external.graphs.steps import MAIN, Step, Trace
-from interlace.external.graphs.sync import EVERY, HOST
 from interlace.ir.types import Team
 
 MAX_STEPS = 20_000

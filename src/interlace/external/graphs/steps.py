@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from interlace.external.graphs.tensors import Storage, TensorRef
+from interlace.external.graphs.reading.tensors import Storage, TensorRef
 from interlace.ir.view import View
 
 MAIN = "main"

@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx
 
 from interlace.errors import ProgramError
+from interlace.external.graphs.reading.targets import operator_name, overload
 from interlace.external.graphs.steps import MAIN, Place
-from interlace.external.graphs.targets import operator_name, overload
 
 MAX_TEXT = 120
 _FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in [^\n]*(?:\n([^\n]*))?')

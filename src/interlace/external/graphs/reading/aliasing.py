@@ -11,9 +11,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from interlace.errors import ProgramError
-from interlace.external.graphs.targets import FILLED, VIEWS
-from interlace.external.graphs.tensors import TensorRef
-from interlace.external.graphs.values import tensors_in
+from interlace.external.graphs.reading.targets import FILLED, VIEWS
+from interlace.external.graphs.reading.tensors import TensorRef
+from interlace.external.graphs.reading.values import tensors_in
 
 Bound = dict[str, Any]
 """Arguments by the name that the schema has for them."""

@@ -14,19 +14,18 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from interlace.errors import ProgramError, UnsupportedError
-from interlace.external.graphs import naming, targets
-from interlace.external.graphs.aliasing import aliases, bind, written_arguments
-from interlace.external.graphs.communication import Communication
-from interlace.external.graphs.steps import MAIN, Place, Step, Trace
-from interlace.external.graphs.sync import Syncs
-from interlace.external.graphs.tensors import (
+from interlace.external.graphs.reading import naming, targets
+from interlace.external.graphs.reading.aliasing import aliases, bind, written_arguments
+from interlace.external.graphs.reading.communication import Communication
+from interlace.external.graphs.reading.sync import Syncs
+from interlace.external.graphs.reading.tensors import (
     Storage,
     TensorRef,
     facts_of,
     made_bytes,
     tensor_view,
 )
-from interlace.external.graphs.values import (
+from interlace.external.graphs.reading.values import (
     MAX_DEPTH,
     Lasting,
     Value,
@@ -35,6 +34,7 @@ from interlace.external.graphs.values import (
     mapped,
     tensors_in,
 )
+from interlace.external.graphs.steps import MAIN, Place, Step, Trace
 
 MAX_NODES = 200_000
 """Nodes of a graph, those of inlined subgraphs counted each time."""

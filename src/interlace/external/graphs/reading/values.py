@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from interlace.errors import ProgramError
-from interlace.external.graphs.tensors import TensorRef
+from interlace.external.graphs.reading.tensors import TensorRef
 
 MAX_DEPTH = 50
 """Structures within structures, and subgraphs within subgraphs."""

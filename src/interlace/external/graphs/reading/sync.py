@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from interlace.external.graphs.naming import stream_index, stream_name
+from interlace.external.graphs.reading.naming import stream_index, stream_name
+from interlace.external.graphs.reading.values import Value, tensors_in
 from interlace.external.graphs.steps import Place, Step
-from interlace.external.graphs.values import Value, tensors_in
 
 if TYPE_CHECKING:
-    from interlace.external.graphs.walk import Call, Walker
+    from interlace.external.graphs.reading.walk import Call, Walker
 
 HOST = "host"
 EVERY = "*"

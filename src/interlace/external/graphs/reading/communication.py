@@ -17,14 +17,14 @@ from torch import fx
 from torch._ops import OpOverload
 
 from interlace.errors import ProgramError
-from interlace.external.graphs import targets
-from interlace.external.graphs.aliasing import aliases
+from interlace.external.graphs.reading import targets
+from interlace.external.graphs.reading.aliasing import aliases
+from interlace.external.graphs.reading.tensors import Storage, TensorRef
+from interlace.external.graphs.reading.values import Value, tensors_in
 from interlace.external.graphs.steps import Issue, Step
-from interlace.external.graphs.tensors import Storage, TensorRef
-from interlace.external.graphs.values import Value, tensors_in
 
 if TYPE_CHECKING:
-    from interlace.external.graphs.walk import Call, Walker
+    from interlace.external.graphs.reading.walk import Call, Walker
 
 NEVER = 1 << 60
 _AGREED = ("reduce_op", "group_size", "src", "gather_dim", "shard_dim")
