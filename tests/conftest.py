@@ -40,15 +40,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty cache folder: what was calibrated on this machine is no part of a test."""
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty cache folder: what was calibrated on this machine is no part of a test. And short
+    time-outs of DNS: torch's TCPStore looks up the name of every address that connects to it, and
+    where a name server loses a question, that takes 5 s."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("RES_OPTIONS", "timeout:1")
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def server_of_forks(request: pytest.FixtureRequest, no_calibration: None) -> None:
+def server_of_forks(request: pytest.FixtureRequest, surroundings: None) -> None:
     """Loads what ranks need before a test starts any, where there is a test that does."""
     if any("pool" in getattr(item, "fixturenames", ()) for item in request.session.items):
         preload()

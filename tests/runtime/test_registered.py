@@ -219,6 +219,7 @@ def moved() -> list[str]:
         with pytest.raises(InterlaceError) as caught:
             executor.run([torch.ones(ROWS, K)])
         told.append(str(caught.value))
+        executor.reset()
     return told
 
 

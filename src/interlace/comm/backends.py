@@ -45,7 +45,8 @@ MARGIN_S = 300.0
 CUT_TAG = (1 << 30) + 8
 """The tag of a message that nobody sends."""
 LOOK_S = 0.05
-CLONE_S = 5.0
+CLONE_S = 12.0
+"""Longer than the store's server takes to look up a name where DNS loses one question (5 s)."""
 _MEND = {
     "gloo": "this torch was built without gloo; install torch from pip's index, which has it",
     "nccl": "this torch has no NCCL; install a CUDA build of torch, or choose gloo or peer",

@@ -65,7 +65,7 @@ def turning(sources: Sequence[LoweredProgram], moving: Collection[str]) -> froze
         buffers = {(spot.buffer.shape, spot.buffer.dtype) for spot, _ in used}
         by = {team for spot, _ in used for team in _teams(spot)} & {*moving}
         plain = all(spot.buffer.strides is None for spot, _ in used)
-        cuts = [_cuts(spot.view, spot.buffer, source.program) for spot, source in views.values()]
+        cuts = [_cuts_of(spot, source.program) for spot, source in views.values()]
         if not plain or len(buffers) > 1 or None in cuts:
             stuck |= by
             continue
@@ -140,6 +140,13 @@ class Axis:
     """The one of them whose chunks its chunks are; None: chunks of it are of none."""
     unit: int = 1
     """Elements of it for one of the leading dimension."""
+
+
+def _cuts_of(spot: Spot, program: Program) -> list[Cut] | None:
+    try:
+        return _cuts(spot.view, spot.buffer, program)
+    except (IndexError, ValueError):  # a step that does not fit: where all ranks are visited,
+        return None  # this is a ProgramError
 
 
 def _cuts(view: View, buffer: Buffer, program: Program) -> list[Cut] | None:
