@@ -345,7 +345,7 @@ class Chooser:
                 continue
             counts = {self.chunks}
             if not self.chunks and row.cut == "slices":
-                counts = {2, DEFAULT_SLICES}
+                counts = {2, DEFAULT_SLICES, *([2 * DEFAULT_SLICES] if apart else ())}
             elif not self.chunks and row.transport == "hosts":
                 ranks = len(site.layout.rows)
                 counts = {parts(values, site, row, n * ranks) for n in (1, 2, MOST_PIECES)}
