@@ -1,6 +1,6 @@
 """`check`: whether a set of Programs can go wrong in any order that their ranks allow.
 
->>> report = check(interlace.ir.parse(text))
+>>> report = check(interlace.load("step.ilc"))
 >>> report.sound
 True
 """
@@ -67,9 +67,10 @@ def check(
     are unsound, or cannot be said to be sound for a class, it is about the sizes that decisions
     were made for.
 
-    Raises OptionError for what is no Program, such as a path (`interlace.load` reads a file), and
-    ProgramError where the rules of a Program are broken. A schedule that is unsound is no error:
-    see `Report.sound`.
+    Programs are taken to be valid, as `interlace.load` and `interlace.compile` give them: of one
+    that breaks a structural rule (`validate`) the report may say anything, or ProgramError is
+    raised. Raises OptionError for what is no Program, such as a path (`interlace.load` reads a
+    file). A schedule that is unsound is no error: see `Report.sound`.
     """
     with _no_collections():
         listed = together(programs, "interlace.check")

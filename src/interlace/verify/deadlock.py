@@ -265,7 +265,7 @@ def _queued(item: Item, before: Item) -> str:
     here, there = item.ordering.meets, before.ordering.meets
     if here and there and here[0] == there[0]:
         return f"collectives of team {here[0]} run in the order in which they are issued"
-    return ""
+    return MEETS  # the other end of its message: what a rank sends itself, in another run, too
 
 
 def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
