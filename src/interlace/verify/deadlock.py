@@ -18,7 +18,6 @@ from interlace.verify.explain import Explainer
 from interlace.verify.fixing.proposals import cycle, never, segments
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import HappensBefore, Part
-from interlace.verify.happens_before.source import Item
 from interlace.verify.report import Finding, OpRef
 
 MAX_CYCLES = 4
@@ -228,8 +227,6 @@ def _why(part: Part, earlier: Part) -> str:
     """Why an op waits for another."""
     (frame, item), (other_frame, other) = part, earlier
     here, there = item.ordering, other.ordering
-    if frame is other_frame and item.turn < other.turn and here.messages and there.messages:
-        return MEETS  # of one rank with itself
     if frame.place is not other_frame.place:
         if here.expects and there.raises:
             return "its notify raises the signal"
@@ -237,7 +234,7 @@ def _why(part: Part, earlier: Part) -> str:
     if frame is not other_frame:
         if here.takes and there.frees is not None:
             return "the slot comes back with its free"
-        return "the run before has to end" if other.ends_run else _queued(item, other)
+        return "the run before has to end" if other.ends_run else MEETS
     if item is other:
         return STREAM  # the end of an op after its begin
     same = item.index == other.index
@@ -258,14 +255,9 @@ def _why(part: Part, earlier: Part) -> str:
         return "the parts of a fused op are begun in the order listed"
     if same:
         return "it is part of the same op"
-    return _queued(item, other)
-
-
-def _queued(item: Item, before: Item) -> str:
-    here, there = item.ordering.meets, before.ordering.meets
-    if here and there and here[0] == there[0]:
-        return f"collectives of team {here[0]} run in the order in which they are issued"
-    return MEETS  # the other end of its message: what a rank sends itself, in another run, too
+    if here.meets and there.meets:
+        return f"collectives of team {here.meets[0]} run in the order in which they are issued"
+    return MEETS  # a message of a rank to itself
 
 
 def _advice(steps: list[CycleLink], explainer: Explainer) -> str:

@@ -1,0 +1,241 @@
+"""How a deadlock's circle is searched for and told, where `test_lists` and `test_every_fault` have
+no schedule for it: slots and runs, messages of a rank to itself, several circles in one knot."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from interlace.ir import parse_set
+from interlace.verify import Report, check, deadlock
+from interlace.verify.deadlock import STREAM, CycleLink
+
+HEAD = "x: f32[4], y: out[f32[4]], z: out[f32[4]]"
+PEER_REACHES_Y = "x: f32[4], y: out[f32[4].registered(tp)], z: f32[4]"
+SLOTS = "; ".join(f'{name} = alloc(f32[4], symmetric=tp, storage="q")' for name in "ab")
+
+
+def checked(*bodies: str, team: str = "Team[2]", head: str = HEAD) -> Report:
+    """Of one body for all ranks, or one for each."""
+    text = ""
+    for rank, body in enumerate(bodies):
+        lines = ([f"rank({rank})"] if len(bodies) > 1 else []) + body.split("; ")
+        text += f"def r{rank}(tp: {team}, {head}):\n    " + "\n    ".join(lines) + "\n\n"
+    return check(parse_set(text))
+
+
+def told(report: Report) -> list[tuple[int, int, str]]:
+    """The links of the first circle, from its least rank and line: rank, line, why."""
+    first = next(found for found in report.errors if found.kind == "deadlock")
+    links = [(op.rank, op.line, op.role.removeprefix("waits for ")) for op in first.ops]
+    at = links.index(min(links))
+    return links[at:] + links[:at]
+
+
+def test_a_slot_that_comes_back_with_a_free_of_a_peer() -> None:
+    report = checked(
+        f'{SLOTS}; c = alloc(f32[4], symmetric=tp, storage="q", stream="side"); '
+        "side: notify(go, to=tp.rank + 1); main: copy(x, y); main: copy(x, z); "
+        "main: expect(go, tp.rank + 1); main: free(a); main: free(b); side: free(c)"
+    )
+    assert told(report) == [
+        (0, 4, "rank 1, line 9: the slot comes back with its free"),
+        (1, 9, "rank 1, line 8: it comes earlier on stream main"),
+        (1, 8, "rank 0, line 5: its notify raises the signal"),
+        (0, 5, "rank 0, line 4: it comes earlier on stream side"),
+    ]
+
+
+RECEIVES = "main: recv(y, peer=0); main: recv(z, peer=0); main: notify(back, to=0)"
+"""Rank 0 sends one message a run: the second is that of its next run."""
+
+
+def test_a_slot_that_comes_back_with_a_free_of_the_run_before() -> None:
+    report = checked(
+        f"main: copy(x, y); main: copy(x, z); {SLOTS}; main: send(x, peer=1); "
+        "side: expect(back, 1); side: free(a); main: free(b)",
+        f"main: copy(x, y); {SLOTS}; main: free(a); main: free(b); {RECEIVES}",
+    )
+    assert told(report) == [
+        (0, 5, "rank 0, line 9: the slot comes back with its free"),
+        (0, 9, "rank 0, line 8: it comes earlier on stream side"),
+        (0, 8, "rank 1, line 21: its notify raises the signal"),
+        (1, 21, "rank 1, line 20: it comes earlier on stream main"),
+        (1, 20, "rank 0, line 7: it cannot end before rank 0 is there"),
+        (0, 7, "rank 0, line 5: it comes earlier on stream main"),
+    ]
+
+
+def test_a_run_that_cannot_begin_before_the_last_has_ended() -> None:
+    sends = "main: copy(x, y); comm: send(x, peer=1); side: expect(back, 1)"
+    assert told(checked(f"main: copy(x, z); {sends}", RECEIVES)) == [
+        (0, 5, "rank 0, line 7: the run before has to end"),
+        (0, 7, "rank 0, line 6: the run ends after it"),
+        (0, 6, "rank 1, line 12: its notify raises the signal"),
+        (1, 12, "rank 1, line 11: it comes earlier on stream main"),
+        (1, 11, "rank 0, line 5: it cannot end before rank 0 is there"),
+    ]
+    reached = checked(sends, RECEIVES, head=PEER_REACHES_Y)  # so that its begin is an op
+    assert told(reached) == [
+        (0, 3, "rank 0, line 6: the run before has to end"),
+        (0, 6, "rank 0, line 5: the run ends after it"),
+        (0, 5, "rank 1, line 11: its notify raises the signal"),
+        (1, 11, "rank 1, line 10: it comes earlier on stream main"),
+        (1, 10, "rank 0, line 4: it cannot end before rank 0 is there"),
+        (0, 4, "rank 0, line 3: the run begins before it"),
+    ]
+
+
+def test_a_message_of_a_rank_to_itself() -> None:
+    later = checked(
+        "main: copy(x, z); main: expect(s, tp.rank + 1); main: send(x, peer=tp.rank); "
+        "side: recv(y, peer=tp.rank); side: notify(s, to=tp.rank + 1)"
+    )
+    assert (0, 5, "rank 0, line 4: it cannot end before rank 0 is there") in told(later)
+    next_run = checked(
+        "main: send(x, peer=tp.rank); comm: recv(y, peer=tp.rank); comm: recv(z, peer=tp.rank)"
+    )
+    assert told(next_run) == [
+        (0, 2, "rank 0, line 5: the run before has to end"),
+        (0, 5, "rank 0, line 4: the run ends after it"),
+        (0, 4, "rank 0, line 2: it cannot end before rank 0 is there"),
+    ]
+
+
+def test_a_meeting_that_one_member_has_come_to() -> None:
+    """Rank 0 has: it is no part of the circle."""
+    meets = 'main: copy(x, z); main: all_reduce(x, y, reduce="sum")'
+    report = checked(
+        meets,
+        f"{meets}; main: notify(s, to=2)",
+        f"main: expect(s, 1); {meets}",
+        team="Team[3]",
+    )
+    assert {(rank, why.partition(": ")[2]) for rank, _, why in told(report)} == {
+        (1, "it cannot end before rank 2 is there"),
+        (1, "it comes earlier on stream main"),
+        (2, "its notify raises the signal"),
+        (2, "it comes earlier on stream main"),
+    }
+
+
+def test_circles_within_a_run_come_first() -> None:
+    """Those of the first two ranks span runs, that of the others does not."""
+    crossed = "main: copy(x, y); main: copy(x, z); main: expect(s, {0}); main: notify(s, to={0})"
+    report = checked(
+        "main: copy(x, y); main: copy(x, z); comm: send(x, peer=1); side: expect(back, 1)",
+        RECEIVES,
+        crossed.format("tp.rank + 1"),
+        crossed.format("tp.rank + 1"),
+        team="Team[[0, 1], [2, 3]]",
+    )
+    circles = [found.ranks for found in report.errors if found.kind == "deadlock"]
+    assert circles[0] == (2, 3)
+    assert {*circles[1:]} == {(0, 1)}
+
+
+# The search, on graphs that are drawn
+
+Edges = dict[int, list[tuple[int, bool]]]
+"""Of each node, the nodes that it waits for, and whether by the order of a stream."""
+
+
+def links(edges: Edges, looked_at: list[int]) -> Any:
+    def of(graph: object, node: int, inside: set[int]) -> list[tuple[int, CycleLink]]:
+        looked_at.append(node)
+        found: list[tuple[int, CycleLink]] = []
+        for other, by_stream in edges[node]:
+            part: Any = node
+            to: Any = other
+            found.append((other, CycleLink(part, to, STREAM if by_stream else "why")))
+        return found
+
+    return of
+
+
+def cheapest(edges: Edges, start: int, count: int) -> int | None:
+    """The least number of links that are no stream's in a circle through a node (Floyd)."""
+    far = 10**6
+    cost = [[far] * count for _ in range(count)]
+    for node, others in edges.items():
+        for other, by_stream in others:
+            cost[node][other] = min(cost[node][other], int(not by_stream))
+    for middle in range(count):
+        for one in range(count):
+            for two in range(count):
+                if middle != start:
+                    cost[one][two] = min(cost[one][two], cost[one][middle] + cost[middle][two])
+    return None if cost[start][start] >= far else cost[start][start]
+
+
+def test_the_cheapest_circle_through_a_node(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    met: dict[bool, int] = defaultdict(int)
+    for _ in range(300):
+        count = draw.randint(2, 9)
+        edges: Edges = {
+            node: [
+                (draw.randrange(count), draw.random() < 0.5) for _ in range(draw.choice((1, 2, 4)))
+            ]
+            for node in range(count)
+        }
+        looked_at: list[int] = []
+        monkeypatch.setattr(deadlock, "_links", links(edges, looked_at))
+        limit, graph = draw.choice((1, 2, 3, 1 << 60)), SimpleNamespace()
+        found, steps = deadlock._cycle_through(graph, 0, set(range(count)), limit)  # pyright: ignore
+        least = cheapest(edges, 0, count)
+        if found:
+            assert [link.other for link in found] == [link.part for link in found[1:] + found[:1]]
+            assert sum(link.why != STREAM for link in found) == least
+        else:
+            assert least is None or least >= limit
+        assert len(looked_at) == len({*looked_at}), "no node is looked at twice"
+        assert steps == sum(len(edges[node]) for node in looked_at)
+        met[bool(found)] += 1
+    assert min(met[True], met[False]) >= 20
+
+
+def test_no_node_is_looked_at_that_costs_as_much_as_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    edges: Edges = {0: [(1, True)], 1: [(2, False)], 2: [(0, True)]}
+    looked_at: list[int] = []
+    monkeypatch.setattr(deadlock, "_links", links(edges, looked_at))
+    graph: Any = SimpleNamespace()
+    assert deadlock._cycle_through(graph, 0, {0, 1, 2}, 1) == ([], 2)  # pyright: ignore[reportPrivateUsage]
+    assert looked_at == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "length"), [(0, 3), (4, 3), (5, 2)], ids=["none", "spent", "one left"]
+)
+def test_a_shorter_circle_is_searched_for_while_the_budget_lasts(
+    budget: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To find the circle of three through node 0 takes 4 steps; that of two is through node 2. Node
+    1 is a meeting, from which no search begins."""
+    edges: Edges = {0: [(2, False)], 1: [], 2: [(3, False)], 3: [(0, False), (2, False)]}
+    monkeypatch.setattr(deadlock, "_links", links(edges, []))
+    monkeypatch.setattr(deadlock, "SEARCH_BUDGET", budget)
+    graph: Any = SimpleNamespace(part={node: node if node != 1 else None for node in edges})
+    found = deadlock._shortest_cycle(graph, [3, 2, 1, 0])  # pyright: ignore[reportPrivateUsage]
+    assert len(found) == length
+
+
+def test_the_budget_is_for_all_searches_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 2 steps: with 4 there are two."""
+    spent: list[int] = []
+
+    def search(graph: object, node: int, inside: set[int], limit: int) -> tuple[list[Any], int]:
+        spent.append(node)
+        return ([CycleLink(node, node + 10, "why")] if node == 0 else []), 2  # pyright: ignore
+
+    monkeypatch.setattr(deadlock, "_cycle_through", search)
+    monkeypatch.setattr(deadlock, "SEARCH_BUDGET", 4)
+    graph: Any = SimpleNamespace(part={node: node for node in range(6)})
+    deadlock._shortest_cycle(graph, [*range(6)])  # pyright: ignore[reportPrivateUsage]
+    assert spent == [0, 1]
