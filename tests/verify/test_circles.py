@@ -199,15 +199,22 @@ def test_the_cheapest_circle_through_a_node(seed: int, monkeypatch: pytest.Monke
     assert min(met[True], met[False]) >= 20
 
 
+@pytest.mark.parametrize(
+    ("edges", "limit", "wanted"),
+    [
+        ({0: [(1, True)], 1: [(2, False)], 2: [(0, True)]}, 1, [0, 1]),
+        ({0: [(1, False), (2, False)], 1: [(0, True)], 2: []}, 9, [0, 1]),
+    ],
+    ids=["given", "of a circle that was found"],
+)
 def test_no_node_is_looked_at_that_costs_as_much_as_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
+    edges: Edges, limit: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edges: Edges = {0: [(1, True)], 1: [(2, False)], 2: [(0, True)]}
     looked_at: list[int] = []
     monkeypatch.setattr(deadlock, "_links", links(edges, looked_at))
     graph: Any = SimpleNamespace()
-    assert deadlock._cycle_through(graph, 0, {0, 1, 2}, 1) == ([], 2)  # pyright: ignore[reportPrivateUsage]
-    assert looked_at == [0, 1]
+    deadlock._cycle_through(graph, 0, {0, 1, 2}, limit)  # pyright: ignore[reportPrivateUsage]
+    assert looked_at == wanted
 
 
 @pytest.mark.parametrize(

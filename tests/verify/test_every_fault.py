@@ -11,9 +11,11 @@ import pytest
 
 from interlace.ir import parse
 from interlace.verify import Finding, Report, check
+from interlace.verify.accesses import sweep
 
 HEAD = "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    "
 TWO = "def f(tp: Team[2], x: f32[4], y: out[f32[4]], z: out[f32[4]]):\n    "
+FOUR = HEAD.replace("Team[2]", "Team[4]")
 MATRIX = "def f(tp: Team[2], x: f32[4, 4], y: out[f32[4, 4]]):\n    "
 
 
@@ -243,3 +245,32 @@ def test_a_free_that_awaits_no_use_of_a_chain_is_told_once_for_the_chain() -> No
     )
     assert kinds(report) == {"race": 1}
     assert [op.line for op in report.errors[0].ops] == [8, 12]
+
+
+# Limits
+
+
+def test_so_many_repeats_of_a_fault_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "MAX_REPEATS", 2)
+    report = checked("main: copy(x, y); side: copy(x, y)", FOUR)
+    assert [finding.ranks for finding in report.errors] == [(0, 1)]
+
+
+def test_a_read_of_nothing_is_told_after_many_that_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 3 alone nothing is written; on the others the read races with the write."""
+    monkeypatch.setattr(sweep, "MAX_REPEATS", 2)
+    report = checked(
+        "own = table(tp, 4, 4, 4, 0); t = empty(f32[4]); main: copy(t, y); "
+        "side: copy(x[0:own[tp.rank]], t[0:own[tp.rank]])",
+        FOUR,
+    )
+    assert kinds(report) == {"race": 1, "uninitialized": 1}
+    assert of_kind(report, "race").ranks == (0, 1)
+    assert of_kind(report, "uninitialized").ranks == (3,)
+
+
+def test_after_so_many_faults_accesses_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "; ".join(f"s{number}: copy(x, y)" for number in range(4))
+    assert kinds(checked(body)) == {"race": 6}
+    monkeypatch.setattr(sweep, "MAX_FAULTS", 3)
+    assert kinds(checked(body)) == {"race": 3}

@@ -127,6 +127,16 @@ def test_rows_of_uneven_shapes_are_a_star() -> None:
     assert told(finding)[1] == [(0, "has source shape ['*', 2]"), (2, "has source shape ['*', 3]")]
 
 
+def test_the_rows_of_the_side_that_holds_all_parts() -> None:
+    body = TABLES + "main: all_gather(x, y, team=tp, splits=rows)"
+    nine, eight = ((f"x: f32[rows[tp.rank], 2], y: out[f32[{n}, 2]]", body) for n in (9, 8))
+    (finding,) = found(nine, nine, eight)
+    assert told(finding) == (
+        "its members disagree on the destination shape",
+        [(0, "has destination shape [9, 2]"), (2, "has destination shape [8, 2]")],
+    )
+
+
 # One fault does not hide another, nor is it told twice
 
 
@@ -183,6 +193,17 @@ def test_messages_without_another_end() -> None:
     assert [finding.kind for finding in report.errors].count("mismatch") == 1, "one for all ranks"
 
 
+def test_a_message_told_before_hides_none_of_another_count() -> None:
+    """Rank 1 repeats what rank 0 sends to rank 2; rank 2 sends both to itself."""
+    body = "main: send(x, peer=2); main: send(x, peer=tp.rank); main: copy(x, y)"
+    findings = found((IN, body), teams="tp: Team[3]")
+    assert [each.message for each in findings] == [
+        "team tp: rank 0 sends 1 message to rank 2 in a run, which receives 0",
+        "team tp: rank 0 sends 1 message to rank 0 in a run, which receives 0",
+        "team tp: rank 2 sends 2 messages to rank 2 in a run, which receives 0",
+    ]
+
+
 def test_slots_of_two_names() -> None:
     body = "a = alloc({0}, symmetric=tp); c = alloc({0}, symmetric=tp); main: copy(x, y); "
     body += "main: free(a); main: free(c)"
@@ -202,6 +223,24 @@ def test_members_that_name_different_backends() -> None:
         assert "collective of team tp in a run" in finding.message
         assert finding.message.count("which issues more on backend") == 1
         assert finding.words == "name the same backend on every rank of team tp"
+
+
+@pytest.mark.parametrize(
+    ("both", "second"),
+    [("", 'main: barrier(team=pp, backend="gloo"); '),
+     ('main: barrier(team=tp, backend="gloo"); ', "")],
+    ids=["another team", "equally many"],
+)  # fmt: skip
+def test_what_is_issued_on_another_backend_and_explains_nothing(both: str, second: str) -> None:
+    """Rank 1 issues more on it for another team, or as many as rank 0."""
+    findings = found(
+        (IN, f"{both}main: barrier(team=tp); main: copy(x, y)"),
+        (IN, f"{both}{second}main: copy(x, y)"),
+        teams="tp: Team[2], pp: Team[[0, 1]]",
+    )
+    (finding,) = [each for each in findings if "of team tp in a run" in each.message]
+    assert finding.message == "rank 0 issues 1 collective of team tp in a run, rank 1 issues 0"
+    assert "issue it on rank 1 too, or " in finding.words
 
 
 # Signals

@@ -378,3 +378,17 @@ def second(pipe: Team[[0, 1]], x: f32[4], y: out[f32[4]]):
     ops = "send(x, peer=0, team=pipe)", "recv(y, peer=0, team=pipe)"
     assert check(parse_set(text.format(*ops[::-1]))).sound
     assert check(parse_set(text.format(*ops))).kinds() == {"deadlock"}
+
+
+@pytest.mark.parametrize(("one", "two", "sound"), [(3, 1, True), (1, 1, False), (3, 3, False)])
+def test_a_table_of_one_name_in_two_programs(one: int, two: int, sound: bool) -> None:
+    """On the other stream each rank writes the rows from there on, beside those of its chunk."""
+    text = """
+def {0}(tp: Team[[0, 1]], x: f32[4], y: out[f32[4]]):
+    ranks({1})
+    rows = table(tp, {2})
+    main: copy(x.chunk(0, rows), y.chunk(0, rows))
+    side: copy(x[{3}:4], y[{3}:4])
+"""
+    first, second = text.format("a", 0, "3, 1", one), text.format("b", 1, "1, 3", two)
+    assert check(parse_set(first + second)).sound == sound

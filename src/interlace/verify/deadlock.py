@@ -228,11 +228,11 @@ def _why(part: Part, earlier: Part) -> str:
     (frame, item), (other_frame, other) = part, earlier
     here, there = item.ordering, other.ordering
     if frame.place is not other_frame.place:
-        if here.expects and there.raises:
+        if here.expects:
             return "its notify raises the signal"
         return "the slot comes back with its free" if here.takes else MEETS
     if frame is not other_frame:
-        if here.takes and there.frees is not None:
+        if there.frees is not None:
             return "the slot comes back with its free"
         return "the run before has to end" if other.ends_run else MEETS
     if item is other:
@@ -241,21 +241,21 @@ def _why(part: Part, earlier: Part) -> str:
     members = same and not any(one.is_group or one.is_fused for one in (item, other))
     if item.stream == other.stream and other.turn < item.turn and (members or not same):
         return STREAM
-    if here.waits is not None and item.record == other.place:
+    if item.record == other.place:
         return "the event is recorded there"
     if there.holds_host and other.turn < item.turn:
         return "the host issues nothing more until that stream has come there"
-    if here.takes and there.frees is not None:
-        return "the slot comes back with its free"
     if item.ends_run:
         return "the run ends after it"
+    if there.frees is not None:
+        return "the slot comes back with its free"
     if other.begins_run:
         return "the run begins before it"
     if members:
         return "the parts of a fused op are begun in the order listed"
     if same:
         return "it is part of the same op"
-    if here.meets and there.meets:
+    if here.meets:
         return f"collectives of team {here.meets[0]} run in the order in which they are issued"
     return MEETS  # a message of a rank to itself
 
@@ -271,17 +271,14 @@ def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
         line, first = (explainer.line(frame.place.source, one.index) for one in (item, other))
         if item.index != other.index:
             one, two = f"line {line}", f"line {first}"
-        elif item.op is not None and other.op is not None:
-            program = frame.place.source.program
-            texts = (print_op(op, program).partition(": ")[2] for op in (item.op, other.op))
-            one, two = (f"`{text}` of line {line}" for text in texts)
         else:
-            continue
+            program = frame.place.source.program
+            ops = [op for op in (item.op, other.op) if op is not None]
+            texts = (print_op(op, program).partition(": ")[2] for op in ops)
+            one, two = (f"`{text}` of line {line}" for text in texts)
         said.append(
             f"{one}, which a peer waits for, comes only after {two}, which waits for a peer"
         )
-    if not said:
-        return "let an op of the circle go before what it waits for"
     return f"{'; '.join(dict.fromkeys(said))}: issue first what a peer waits for"
 
 
