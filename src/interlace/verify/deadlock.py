@@ -218,7 +218,7 @@ def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
     if len(ranks) > 1:
         listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
         message = f"ranks {listed} wait for each other, in a circle"
-    fixes = cycle(explainer.edges, [(part, other) for part, other, _ in steps])
+    fixes = cycle([(part, other) for part, other, _ in steps])
     words = _advice(steps, explainer)
     return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), fixes)
 

@@ -223,7 +223,7 @@ def _uses(source: LoweredProgram, version: int) -> list[int]:
 # Deadlocks
 
 
-def cycle(edges: Edges, links: Sequence[tuple[Part, Part]]) -> tuple[Fix, ...]:
+def cycle(links: Sequence[tuple[Part, Part]]) -> tuple[Fix, ...]:
     """Opens a cycle of waits: in each pair the first cannot go before the other has."""
     moves: list[tuple[Edit, Edit]] = []
     found: list[Fix] = []
