@@ -258,7 +258,7 @@ def main() -> int:
     if given.vanish:
         return vanishing(given)
     code = 0
-    for ranks in given.ranks:
+    for ranks in given.ranks[-1:] if given.command else given.ranks:
         with tempfile.TemporaryDirectory() as folder:
             verdict = Path(folder) / "verdict"
             own = [str(Path(__file__)), *sys.argv[1:], "--seed", str(given.seed)]
