@@ -138,6 +138,66 @@ def test_circles_within_a_run_come_first() -> None:
     assert {*circles[1:]} == {(0, 1)}
 
 
+REDUCE = 'main: all_reduce(x, y, reduce="sum", team=tp)'
+SLOT = 'a = alloc(f32[4], symmetric=tp, storage="q"); main: copy(x, y)'
+
+NEVER: list[tuple[tuple[str, ...], str, list[tuple[int, int, str]]]] = [
+    (
+        (f"{REDUCE}; {REDUCE}", f"{REDUCE}; main: copy(x, z)", f"{REDUCE}; {REDUCE}"),
+        "Team[3]",
+        [
+            (rank, line, "rank 1 to issue a collective of team tp: it issues 1 in a run, and this "
+             "rank 2")
+            for rank, line in ((0, 4), (2, 14))
+        ],
+    ),
+    (
+        ("main: send(x, peer=1); main: send(x, peer=1)", "main: recv(y, peer=0)"),
+        "Team[2]",
+        [(0, 4, "rank 1 to receive message 4 of team tp from rank 0 to rank 1, which it never "
+          "does")],
+    ),
+    (
+        ("main: send(x, peer=1)", "main: recv(y, peer=0); main: recv(y, peer=0)"),
+        "Team[2]",
+        [(1, 8, "rank 0 to send message 4 of team tp from rank 0 to rank 1, which it never does")],
+    ),
+    (
+        (f"{SLOT}; main: free(a)", SLOT, SLOT),
+        "Team[3]",
+        [
+            (rank, line, "rank 2 to free take 1 of slot q, which it never does")
+            for rank, line in ((0, 3), (1, 9), (2, 14))
+        ],
+    ),
+    (
+        ("main: copy(x, y); main: notify(s, to=tp.rank + 1, value=2); "
+         "main: expect(s, tp.rank + 1, value=3)",),
+        "Team[2]",
+        [(0, 4, "rank 1 to raise signal s to 3, and it raises it to 2 at most")],
+    ),
+    (
+        ("main: copy(x, y); main: expect(s, tp.rank + 1)",),
+        "Team[2]",
+        [(0, 3, "rank 1 to raise signal s to 1, and it never raises it")],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bodies", "team", "wanted"), NEVER)
+def test_what_never_comes_is_named(
+    bodies: tuple[str, ...], team: str, wanted: list[tuple[int, int, str]]
+) -> None:
+    found = [each for each in checked(*bodies, team=team).errors if each.kind == "deadlock"]
+    assert [each.message for each in found] == [
+        f"an op waits forever, for {why}" for _, _, why in wanted
+    ]
+    assert [
+        (op.rank, op.line, op.role.removeprefix("waits for "))
+        for op in (each.ops[0] for each in found)
+    ] == wanted
+
+
 # The search, on graphs that are drawn
 
 Edges = dict[int, list[tuple[int, bool]]]

@@ -8,6 +8,10 @@ from tests.verify.orders import shuffled
 from interlace.errors import ProgramError, TeamError
 from interlace.ir import parse, parse_set
 from interlace.verify import check
+from interlace.verify.accesses.regions import Regions
+from interlace.verify.happens_before import graph as graph_module
+from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.happens_before.source import lower
 
 
 def kinds(body: str, head: str = "x: f32[4], y: out[f32[4]]", **options: object) -> frozenset[str]:
@@ -289,6 +293,11 @@ RULES: list[tuple[str, str, set[str]]] = [
      "main: copy(x, y)\n main: expect(n, tp.rank + 1, value=1)\n"
      "main: notify(n, to=tp.rank + 1, value=1)\n side: notify(n, to=tp.rank + 1, value=2)",
      {"deadlock", "signal"}),
+    ("a wait for nothing keeps nothing from being looked at",
+     "main: wait(e)\n main: copy(x, y)\n side: copy(x, y)", {"event", "race"}),
+    ("what a rank knew before another's broadcast, it knows after it",
+     "t = alloc(f32[4])\n side: copy(x, t)\n side: record(e)\n main: wait(e)\n"
+     "main: broadcast(x, y, root=0, team=tp)\n main: copy(t, y)", set()),
     ("signals count within a run", "main: copy(x, y)\n main: notify(n, to=tp.others, value=1)\n"
      "main: expect(n, tp.others, value=2)", {"deadlock"}),
 ]  # fmt: skip
@@ -320,6 +329,68 @@ def test_a_fault_among_hundreds_that_a_race_hides() -> None:
 @pytest.mark.parametrize(("body", "found"), [r[1:] for r in RULES], ids=[r[0] for r in RULES])
 def test_rule(body: str, found: set[str]) -> None:
     assert kinds(body) == found
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_rules_where_clocks_hold_few_chains_apart(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there are many: MAX_SINCE in graph.py."""
+    monkeypatch.setattr(graph_module, "MAX_SINCE", most)
+    head = "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n"
+    for name, body, found in RULES:
+        lines = "".join(f"    {line.strip()}\n" for line in body.strip().splitlines())
+        assert check(parse(head + lines)).kinds() == found, name
+
+
+REDUCE = 'main: all_reduce(x, y, reduce="sum", team=tp)'
+TAKE, TAKE_AGAIN = (f'{name} = alloc(f32[4], symmetric=tp, storage="q")' for name in "ab")
+BALANCED: dict[str, tuple[int, str, str]] = {
+    "a collective": (1, REDUCE, REDUCE),
+    "two, of which one rank lacks one": (3, f"{REDUCE}; {REDUCE}", REDUCE),
+    "one that a rank alone issues": (3, "main: copy(x, y)", REDUCE),
+    "a message": (1, "main: send(x, peer=1)", "main: recv(y, peer=0)"),
+    "one end too many": (
+        3,
+        "main: send(x, peer=1); main: send(x, peer=1)",
+        "main: recv(y, peer=0)",
+    ),
+    "a slot": (1, f"{TAKE}; main: free(a)", f"{TAKE}; main: copy(x, y); main: free(a)"),
+    "a slot that one rank keeps": (3, f"{TAKE}; main: free(a)", f"{TAKE}; main: copy(x, y)"),
+    "the second take": (
+        3,
+        f"{TAKE}; main: free(a); {TAKE_AGAIN}; main: free(b)",
+        f"{TAKE}; main: free(a); {TAKE_AGAIN}",
+    ),
+    "a take more": (
+        3,
+        f"{TAKE}; main: free(a); {TAKE_AGAIN}; main: free(b)",
+        f"{TAKE}; main: free(a)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("runs", "one", "two"), BALANCED.values(), ids=BALANCED)
+def test_one_run_stands_for_all_where_each_is_balanced(runs: int, one: str, two: str) -> None:
+    head = "def f{0}(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    rank({0})\n    "
+    bodies = [head.format(k) + body.replace("; ", "\n    ") for k, body in enumerate((one, two))]
+    programs, regions = parse_set("\n\n".join(bodies) + "\n"), Regions()
+    sources = [lower(program, regions, False, k) for k, program in enumerate(programs)]
+    for unroll in (False, True):
+        builder = GraphBuilder(sources, regions)
+        graph = builder.build(3, unroll)
+        assert builder.num_runs == (3 if unroll else runs)
+        assert len(graph.frames) == 2 * builder.num_runs
+
+
+def test_members_of_a_collective_share_one_clock() -> None:
+    regions = Regions()
+    program = parse(f"def f(tp: Team[4], x: f32[4], y: out[f32[4]]):\n    {REDUCE}\n")
+    builder = GraphBuilder([lower(program, regions)], regions)
+    graph = builder.build(1)
+    (members,) = builder.meetings.queues.values()
+    assert len({id(graph.clocks[at.end]) for (at,) in members.values()}) == 1
+    assert len(members) == 4
 
 
 def test_two_runs_do_not_show_a_slot_that_never_comes_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,8 @@ from tests.support.line_count import per_op
 from interlace.errors import ProgramError
 from interlace.ir import parse
 from interlace.verify import check
-from interlace.verify.happens_before.graph import HappensBefore
+from interlace.verify.happens_before import graph as graph_module
+from interlace.verify.happens_before.graph import Clock, HappensBefore
 
 ROUND = (
     "    main: record(a{0})\n    comm: wait(a{0})\n"
@@ -110,3 +112,130 @@ def f(tp: Team[60000], x: f32[4], y: out[f32[4]]):
 """
     with pytest.raises(ProgramError, match="check the schedule on fewer ranks"):
         check(parse(text.strip()))
+
+
+# Clocks of more chains than they hold apart from their base, with few chains: MAX_SINCE is lowered
+
+
+def drawn(rng: random.Random, num_chains: int) -> HappensBefore:
+    """A graph of ops, and of collectives in which some chains meet."""
+    graph, tails = HappensBefore(num_chains), [-1] * num_chains
+
+    def op(chain: int, *others: int) -> int:
+        node, tail = graph.add(), tails[chain]
+        graph.preds[node] = [*([tail] if tail >= 0 else []), *others]
+        graph.chain[node], graph.pos[node] = chain, graph.pos[tail] + 1 if tail >= 0 else 1
+        tails[chain] = node
+        return node
+
+    for _ in range(rng.randint(5, 25)):
+        count = len(graph.preds)
+        if rng.random() < 0.7:
+            others = rng.sample(range(count), min(count, rng.choice((0, 0, 1, 2))))
+            op(rng.randrange(num_chains), *others)
+            continue
+        chains = rng.sample(range(num_chains), rng.randint(1, num_chains))
+        begins = [op(chain) for chain in chains]
+        meeting = graph.add()
+        graph.preds[meeting] = rng.sample(begins, rng.randint(1, len(begins)))
+        for chain, begin in zip(chains, begins, strict=True):
+            end = op(chain, meeting)
+            graph.begins[end] = begin
+            if begin in graph.preds[meeting]:
+                graph.after_meeting.add(end)
+    return graph
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 128])
+def test_clocks_tell_what_the_edges_do(
+    most: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_module, "MAX_SINCE", most)
+    rng = random.Random(seed)
+    for _ in range(60):
+        graph = drawn(rng, rng.randint(2, 6))
+        graph.solve()
+        earlier: list[set[int]] = []  # nodes are numbered in an order in which they can finish
+        for before in graph.preds:
+            earlier.append(set(before).union(*(earlier[other] for other in before)))
+        placed = [node for node, chain in enumerate(graph.chain) if chain >= 0]
+        for one in placed:
+            for other in placed:
+                begin = graph.begins.get(other, other)
+                assert graph.before(one, other) == (one in earlier[begin])
+
+
+@pytest.mark.parametrize(
+    ("num_chains", "moved", "since"),
+    [(2, 1, 0), (2, 2, 0), (3, 1, 1), (3, 2, 2), (3, 3, 0), (5, 3, 0)],
+)
+def test_a_clock_holds_few_chains_of_many_apart(
+    num_chains: int, moved: int, since: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_module, "MAX_SINCE", 2)
+    graph, start = HappensBefore(num_chains), Clock((0,) * num_chains, {})
+    clock = graph._joined([(start, chain, 7) for chain in range(moved)])  # pyright: ignore
+    assert len(clock.since) == since
+    known = [clock.since.get(chain, at) for chain, at in enumerate(clock.base)]
+    assert known == [7] * moved + [0] * (num_chains - moved)
+    made_anew = clock.base is not start.base
+    assert made_anew == (moved > since)
+    assert bool(graph.made_from) == (made_anew and num_chains > 2)
+    if graph.made_from:
+        assert graph._joined_base([start.base, clock.base]) is clock.base  # pyright: ignore
+
+
+def test_a_position_that_others_know_too_is_not_held_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_module, "MAX_SINCE", 2)
+    graph, base = HappensBefore(4), (5, 5, 0, 0)
+    known = Clock(base, {0: 6, 2: 1})
+    arrivals = [(known, 1, 5), (Clock(base, {0: 7, 1: 5, 3: 0}), 2, 1), (known, -1, 9)]
+    clock = graph._joined(arrivals)  # pyright: ignore[reportPrivateUsage]
+    assert clock.base is base
+    assert clock.since == {0: 7, 2: 1}
+
+
+def test_a_base_that_includes_the_others_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_module, "MAX_SINCE", 2)
+    graph = HappensBefore(4)
+    make, join = graph._new_base, graph._joined_base  # pyright: ignore[reportPrivateUsage]
+    start = make([0, 0, 0, 0])
+    one = make([1, 0, 0, 0], start)
+    two = make([1, 2, 0, 0], one)
+    three = make([1, 2, 3, 0], two)
+    other = make([0, 0, 0, 4], start)
+    for bases in ([one, two], [one, three], [two, three], [one, two, three]):
+        assert join([*bases]) is bases[-1]
+        assert join([*bases[::-1]]) is bases[-1]
+    assert join([three]) is three
+    pair = join([two, other])
+    assert pair == (1, 2, 0, 4)
+    assert join([pair, two]) is join([other, pair]) is join([one, pair]) is pair
+    last = make([0, 3, 0, 0])
+    triple = join([two, last, other])
+    assert triple == (1, 3, 0, 4)
+    assert all(join([triple, each]) is join([each, triple]) is triple for each in (two, last, one))
+    assert join([last, one, three, other]) == (1, 3, 3, 4)
+    assert join([three, other, one]) == (1, 2, 3, 4)
+    assert join([other, one, three]) == (1, 2, 3, 4)
+
+
+def test_ops_that_learn_nothing_of_others_share_a_clock() -> None:
+    """One on its stream, then a collective, then two more; the other stream's end never comes."""
+    graph = HappensBefore(2)
+    first, begin, end, after, last, meeting, lost = (graph.add() for _ in range(7))
+    for at, node in enumerate((first, begin, end, after, last)):
+        graph.chain[node], graph.pos[node] = 0, at + 1
+        graph.preds[node] = [node - 1] if at else []
+    graph.preds[end].append(meeting)
+    graph.preds[meeting] = [begin]
+    graph.after_meeting.add(end)
+    graph.chain[lost], graph.pos[lost], graph.never[lost] = 1, 1, "nothing"
+    graph.solve()
+    clocks = graph.clocks
+    assert clocks[begin] is clocks[first]
+    assert clocks[end] is not clocks[begin]
+    assert clocks[end] is clocks[after] is clocks[last] is clocks[meeting]
+    assert clocks[lost] is None
+    assert not graph.before(first, lost)
+    assert not graph.before(lost, last)
