@@ -86,8 +86,8 @@ class GraphBuilder:
 
     def _match(self) -> None:
         """Adds the edges between ranks, which need all ops to be known."""
-        for queue, _, come in self.meetings.collectives():
-            self._meet(queue, come)
+        for queue, k, come in self.meetings.collectives():
+            self._meet(queue, k, come)
         for delivery in self.meetings.deliveries():
             self._deliver(delivery)
         for retake in self.meetings.retakes():
@@ -95,8 +95,8 @@ class GraphBuilder:
         for awaited in self.meetings.levels():
             self._await_signal(awaited)
 
-    def _meet(self, queue: Queue, come: Mapping[int, IssuedOp]) -> None:
-        """A collective of a queue: Note [Meetings] in graph.py."""
+    def _meet(self, queue: Queue, k: int, come: Mapping[int, IssuedOp]) -> None:
+        """The k-th collective of a queue: Note [Meetings] in graph.py."""
         graph, team = self.graph, queue[0]
         meeting = graph.add()
         others: list[int] = []

@@ -50,8 +50,6 @@ Map = dict[int, int]
 class Turns:
     """The maps, and which rank stands for each."""
 
-    homes: Mapping[int, LoweredProgram]
-    wheres: Mapping[int, Where]
     folded: tuple[str, ...]
     """The teams that are turned."""
     few: frozenset[str]
@@ -60,8 +58,6 @@ class Turns:
     """By rank: the rank that stands for it."""
     among: tuple[int, ...]
     """The ranks between which order is worked out: of the teams in `few`, the first two."""
-    moving: frozenset[str]
-    """The teams in which some turn changes a rank's place."""
     _turns: Sequence[Map]
     """The turn of each folded team, on `among`."""
     _steps: dict[int, tuple[int, Map]] = field(default_factory=dict[int, tuple[int, Map]])
@@ -168,10 +164,7 @@ class _Finder:
             return None
         on_few = [self.swap(name) if name in few else turn for name, (turn, _) in turns.items()]
         first = self.stand([turn for turn, _ in turns.values()], among)
-        moving = frozenset(
-            name for _, shifts in turns.values() for name, by in shifts.items() if by
-        )
-        made = Turns(self.homes, self.wheres, tuple(turns), few, first, among, moving, on_few)
+        made = Turns(tuple(turns), few, first, among, on_few)
         made.spread()
         return made
 
