@@ -280,7 +280,8 @@ def noting(driver: FakeDriver, engines: list[CudaEngine]) -> Callable[..., Any]:
                 tuple(values.items[place].data_ptr() for place in places)
                 for places in (reads, writes)
             )
-            driver.log.append(("call", lane.handle, op.fn, read, written))
+            stream = lane.handle or MAIN  # of a graph's main stream the eager lanes know nothing
+            driver.log.append(("call", stream, op.fn, read, written))
             run()
 
         return noted
