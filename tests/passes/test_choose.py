@@ -118,6 +118,18 @@ def test_candidates_are_those_that_the_machine_can_run() -> None:
     assert "the GPUs have no such kernel; peer copies instead" in site.reason
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_link_between_hosts_is_fed_in_finer_slices(kind: str) -> None:
+    """Which are not tried where all ranks are on one host."""
+    text = SIZES[kind].replace("Team[4]", "Team[4].on([0], [1], [2], [3])")
+    link = Link(latency_s=2e-4, bandwidth=3e6, shared=True)
+    machine = default_machine("cpu").replace(between=(("gloo", link),))
+    assert "pipeline x8" in labels(parse(text), machine)
+    assert "pipeline x8" not in labels(parse(SIZES[kind]), machine)
+    (site,) = decomposed(parse(text), machine, "strategy=auto").sites
+    assert (site.strategy, site.chunks) == ("pipeline", 8)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f64", "c64"])
 def test_the_exchange_kernel_reduces_real_numbers(dtype: str) -> None:
     text = SIZES["matmul_reduce_scatter"].replace("bf16", dtype).replace("8192, 7168", "64, 7168")
