@@ -159,7 +159,8 @@ class _Orders:
         mean the first listed, where the oracle may go on with a later one (semantics.md)."""
         stuck, told = self.verdict.stuck, "deadlock" in self.kinds
         named = [self.place(op) for found in self.of("deadlock") for op in self.on_streams(found)]
-        wrong = any(at not in stuck for at in named) and not self.verdict.signal
+        unordered = self.verdict.signal and "signal" in self.kinds
+        wrong = any(at not in stuck for at in named) and not unordered
         yield from _differ("deadlock", stuck and not told, wrong)
 
     def of(self, kind: str) -> list[Finding]:
