@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import threading
 import time
 from pathlib import Path
@@ -37,6 +38,14 @@ def gather(tp: Team[3], x: f32[2, 4], y: out[f32[6, 4]]):
     main: free(full)
 """
 
+OTHERS = [
+    "def met(tp: Team[3]):\n    main: barrier(team=tp)\n",
+    GATHER.replace("4]", "5]"),
+    "def wide(tp: Team[3]):\n" + "".join(f"    s{k}: barrier(team=tp)\n" for k in range(12)),
+]
+"""Of Executors on the same team that do not run: one ran, one has the name of the one that does,
+one has more streams than a team tells of."""
+ALL = (*OTHERS, GATHER)
 
 EXPECT = 5
 
@@ -60,6 +69,8 @@ def hold_up(folder: str, rank: int, op: int) -> None:
 
     world = dist.group.WORLD
     assert world is not None
+    others = [Executor(parse(text), groups={"tp": world}).prepare() for text in OTHERS]
+    others[0].run([])
     executor = Executor(parse(GATHER), groups={"tp": world}, before_op=slow).prepare()
     thread = threading.Thread(target=save)
     thread.start()
@@ -68,7 +79,8 @@ def hold_up(folder: str, rank: int, op: int) -> None:
         sleep_until_saved(folder)
     executor.run([torch.ones(2, 4)])
     thread.join()
-    executor.close()
+    for each in (executor, *others):
+        each.close()
 
 
 @pytest.mark.parametrize("op", [1, -1])
@@ -77,6 +89,12 @@ def test_the_rank_that_holds_up_the_others_is_named(
 ) -> None:
     victim = seed % 3
     pool(3).run(hold_up, str(tmp_path), victim, op)
+    for file in tmp_path.iterdir():
+        logs = json.loads(file.read_text())["interlace"]
+        stands = {log["program"]: {at for at, _ in log["streams"].values()} for log in logs}
+        *idle, _ = (stands.pop(str(parse(text).instantiate(logs[0]["rank"]))) for text in ALL)
+        assert idle == [{-2}, {-1}, {-1}]
+        assert all(max(at) < 0 for at in stands.values()), "Executors that earlier tests left"
     report = interlace.check_recorded(tmp_path)
     (finding,) = (one for one in report.findings if one.kind == "stalled")
     assert finding.missing == (victim,)
@@ -93,14 +111,37 @@ def test_the_rank_that_holds_up_the_others_is_named(
 
 
 def log(rank: int, **streams: int) -> FlightLog:
-    text = str(parse(GATHER).instantiate(rank))
-    return flight_log(rank, text, {name: (op, 2.0) for name, op in streams.items()})
+    return log_of(GATHER, rank, **streams)
+
+
+def log_of(text: str, rank: int, **streams: int) -> FlightLog:
+    program = str(parse(text).instantiate(rank))
+    return flight_log(rank, program, {name: (op, 2.0) for name, op in streams.items()})
 
 
 def test_runs_that_ended_and_runs_that_did_not_begin_are_no_fault() -> None:
     for at in (-1, -2):
         findings, _ = stalled([log(rank, main=at, comm=at) for rank in range(3)], ())
         assert not findings
+
+
+def test_of_programs_of_one_name_the_one_that_runs_counts() -> None:
+    """And of those that do not, the one that is like it."""
+    other = GATHER.replace("4]", "5]")
+    logs = [
+        log(0, main=10, comm=7),
+        log_of(other, 0, main=-2, comm=-2),
+        log_of(other, 1, main=-2, comm=-2),
+        log(1, main=-1, comm=-1),
+        log(2, main=10, comm=5),
+        log(2, main=-1, comm=-1),
+    ]
+    for _ in range(6):
+        logs = logs[1:] + logs[:1]
+        (finding,) = stalled(logs, ())[0]
+        assert finding.missing == (1,)
+        assert finding.waiting == (0, 2)
+        assert "rank 1 did not begin" in finding.message
 
 
 def test_a_rank_without_a_flight_log() -> None:

@@ -41,6 +41,11 @@ class FlightLog:
     def under_way(self) -> bool:
         return any(op >= 0 for op, _ in self.streams.values())
 
+    def is_like(self, other: FlightLog) -> bool:
+        """Whether this may be another rank's part of the same Program."""
+        mine, its = self.program, other.program
+        return mine.params == its.params and mine.streams() == its.streams()
+
 
 def flight_log(rank: int, text: str, streams: Mapping[str, tuple[int, float]]) -> FlightLog:
     """A flight log from what its file says. Raises RecordingError."""
@@ -73,14 +78,20 @@ def stalled(
     logs: Sequence[FlightLog], absent: Sequence[int]
 ) -> tuple[list[RecordedFinding], list[str]]:
     """The Programs that are under way on some rank: who holds up whom."""
-    named: dict[str, dict[int, FlightLog]] = defaultdict(dict)
+    named: dict[str, list[FlightLog]] = defaultdict(list)
     for log in logs:
-        named[log.program.name][log.rank] = log
+        named[log.program.name].append(log)
     findings: list[RecordedFinding] = []
     assumed: list[str] = []
-    for name, by_rank in named.items():
-        if not any(log.under_way for log in by_rank.values()):
+    for name, same_name in named.items():
+        running = [log for log in same_name if log.under_way]
+        if not running:
             continue
+        # Programs of one rank may share a name: the last of these counts.
+        by_rank = {
+            log.rank: log
+            for log in sorted(same_name, key=lambda log: (log.under_way, log.is_like(running[0])))
+        }
         assumed.append(f"Program {shown(name)}: all ranks are taken to be in the same run of it")
         try:
             findings += _Stalled(name, by_rank, absent).findings()
