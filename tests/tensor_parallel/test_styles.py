@@ -29,6 +29,7 @@ from interlace.tensor_parallel import (
 )
 
 HEADS, SHARED_HEADS, WIDTH, VOCABULARY = 24, 12, 48, 36
+MOST_UNITS = 1 << 12
 
 
 def rotated(x: Tensor, rope: Tensor) -> Tensor:
@@ -141,17 +142,16 @@ def trained(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def farther(
-    found: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str, Tensor]
-) -> list[str]:
-    """What is further from the exact values than torch's layers' are, roundings aside."""
-    assert found.keys() == theirs.keys() == exact.keys()
+def off(found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
+    """What is further from the exact values than sums in another order can be: in 300 draws errors
+    were 87 units at most, in float64 13. One value in bfloat16 is 60,000 units off in float32."""
+    assert found.keys() == exact.keys()
     wrong = []
     for name, right in exact.items():
-        errors = [(t[name].double() - right).norm() for t in (found, theirs)]
         unit = torch.finfo(found[name].dtype).eps * max(1, right.norm())
-        if errors[0] > errors[1] + 2 * unit:
-            wrong.append(f"{name}: off by {errors[0]}, torch's by {errors[1]}")
+        units = (found[name].double() - right).norm() / unit
+        if units > MOST_UNITS:
+            wrong.append(f"{name}: off by {units} units of {found[name].dtype}")
     return wrong
 
 
@@ -175,14 +175,15 @@ def compared(layout: str, seed: int) -> list[str]:
     theirs: Any = parallelize_module(copy.deepcopy(model), mesh, plan_of(f"torch {layout}"))
     if tied:  # which torch's styles have parted
         theirs.head.weight = theirs.embedding.weight
-    expected = trained(theirs, batches)
-    for plan in (plan_of(layout), plan_of(layout, True), plan_of(f"torch {layout}")):
-        ours: Any = copy.deepcopy(model)
-        parallelize(ours, mesh, plan)
-        assert list(ours.state_dict()) == keys
-        assert placements(ours) == placements(theirs)
-        assert (ours.head.weight is ours.embedding.weight) == tied
-        wrong += farther(trained(ours, batches), expected, exact)
+    wrong += off(trained(theirs, batches), exact)
+    for dtype in (torch.float32, torch.float64):
+        for plan in (plan_of(layout), plan_of(layout, True), plan_of(f"torch {layout}")):
+            ours: Any = copy.deepcopy(model).to(dtype)
+            parallelize(ours, mesh, plan)
+            assert list(ours.state_dict()) == keys
+            assert placements(ours) == placements(theirs)
+            assert (ours.head.weight is ours.embedding.weight) == tied
+            wrong += off(trained(ours, batches), exact)
     return wrong
 
 
