@@ -101,7 +101,7 @@ def words() -> list[tuple[int, int, int]]:
         executor.run(given(number))
         entered = control.cells[ENTERED]
         assert control.cells[PROGRESS] == stamp(entered, DONE)
-        assert progress_of(control.cells, 1)[0][0] == -2
+        assert progress_of(control.cells, 1, entered)[0][0] == -2
         found.append((entered, control.cells[EXITED], control.run))
     return found
 

@@ -338,9 +338,11 @@ class Control:
         return data.decode(errors="replace")
 
 
-def progress_of(cells: Sequence[int], streams: int) -> list[tuple[int, float]]:
-    """The op that each of the first streams is at in the run entered last, and for how many
-    seconds; as op -1 before its first, -2 after its last."""
+def progress_of(cells: Sequence[int], streams: int, of_run: int) -> list[tuple[int, float]]:
+    """The op that each of the first streams is at in run `of_run` (0: none yet), and for how many
+    seconds; as op -1 before its first, -2 after its last and once another run was entered."""
+    if not of_run or of_run != cells[ENTERED]:
+        return [(-2 if of_run else -1, 0.0)] * streams
     now, found = time.monotonic_ns(), list[tuple[int, float]]()
     for at in range(PROGRESS, PROGRESS + 2 * streams, 2):
         run, op = divmod(cells[at], 1 << VALUE_BITS)

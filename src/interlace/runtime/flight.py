@@ -2,7 +2,7 @@
 when its ops ran, as a Timeline.
 
 log = Flight(program, rank)
-log.follow(lambda: [(12, 0.5)])      # what tells where the streams are
+log.follow(lambda run: [(12, 0.5)])  # what tells where the streams are
 print(log.text(12), log.tail())
 """
 
@@ -29,18 +29,20 @@ class Flight:
         self._order: dict[str, list[int]] = {name: [] for name in program.streams()}
         for index, op in enumerate(program.ops):
             self._order[op.stream].append(index)
-        self._progress: Callable[[], Sequence[tuple[int, float]]] = lambda: (
+        self._progress: Callable[[int], Sequence[tuple[int, float]]] = lambda _: (
             [(-1, 0.0)] * len(self._order)
         )
+        self.run = 0
+        """The run of its team that the Executor entered last."""
 
-    def follow(self, progress: Callable[[], Sequence[tuple[int, float]]]) -> None:
-        """From now on `progress` gives, for each stream of the Program, the op that it began last
-        and how many seconds ago; op -1 before its first, -2 after its last."""
+    def follow(self, progress: Callable[[int], Sequence[tuple[int, float]]]) -> None:
+        """From now on `progress` gives for `run`, for each stream of the Program, the op that it
+        began last and how many seconds ago; op -1 before its first, -2 after its last."""
         self._progress = progress
 
     @property
     def stands(self) -> Mapping[str, tuple[int, float]]:
-        return dict(zip(self._order, self._progress(), strict=True))
+        return dict(zip(self._order, self._progress(self.run), strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """Where the streams are, as plain data: `interlace check --recorded` reads it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -66,9 +67,8 @@ class CpuEngine(Engine):
         if own:
             self._entered.append(LocalProgress(len(streams)))
         self._cells: Any = self._entered[-1].cells if self._entered else []
-        self._run, self._num_streams = 0, len(streams)
         if self._entered:
-            self._flight.follow(self._progress)
+            self._flight.follow(partial(progress_of, self._cells, len(streams)))
         self._first, *self._others = self._bind(context) or [Stream("")]
         self._uses, self._end = resources.uses, context.values.end
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
@@ -167,12 +167,6 @@ class CpuEngine(Engine):
 
         return tell
 
-    def _progress(self) -> Sequence[tuple[int, float]]:
-        """Where the streams are. A team's cells tell of the Executor that entered last."""
-        if self._run and self._cells[ENTERED] == self._run:
-            return progress_of(self._cells, self._num_streams)
-        return [(-2 if self._run else -1, 0.0)] * self._num_streams
-
     def _watched(self, index: int, op: Op, run: Thunk) -> Thunk:
         """A step with what tests and traces want around it."""
         before_op, trace, rank = self.context.before_op, self.context.options.trace, self._rank
@@ -216,8 +210,8 @@ class CpuEngine(Engine):
                 self._grad(False)
             if self._entered:
                 for entered in self._entered:
-                    self._run = entered.enter(tag, name, text)
-                mark = self._run << VALUE_BITS
+                    self._flight.run = entered.enter(tag, name, text)
+                mark = self._flight.run << VALUE_BITS
                 for control, contacts in self._apart:
                     control.begin(contacts)
                 for buffer, slot in self._takes:
