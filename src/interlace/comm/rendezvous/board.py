@@ -103,7 +103,10 @@ class Board:
         return self.ask(lambda: int(self._store.add(f"{self._prefix}/{topic}", 1)))
 
     def read(self, topic: str) -> Note | None:
-        return self._get(f"{self._prefix}/{topic}")
+        return self.read_all([topic])[0]
+
+    def read_all(self, topics: Iterable[str]) -> list[Note | None]:
+        return self._get([f"{self._prefix}/{topic}" for topic in topics])
 
     def first(self, topic: str, mine: Any) -> Any:
         """Of all that ranks leave there, what was the first: this, or another's."""
@@ -123,7 +126,7 @@ class Board:
 
     def word(self, rank: int) -> str:
         try:
-            note = self._get(_process(rank))
+            (note,) = self._get([_process(rank)])
         except InterlaceError:
             return ""
         return "" if note is None or precedes(note) else note.get("word", "")
@@ -132,9 +135,10 @@ class Board:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
-            for rank in ranks:
-                if rank not in self.lives and (life := self._life(rank)) is not None:
-                    self.lives[rank] = life
+            new = [rank for rank in ranks if rank not in self.lives]
+            for rank, note in zip(new, self._get([_process(r) for r in new]), strict=True):
+                if note is not None and not precedes(note):
+                    self.lives[rank] = PeerProcess.of(*note["process"])
         if now >= self.next_probe:
             self.next_probe = now + PROBE_EVERY_S
             unknown = [r for r in ranks if r not in self.lives or not self.lives[r].seen]
@@ -143,10 +147,6 @@ class Board:
                 if call.is_back(SLICE_S) and call.result():
                     self._gone.add(rank)
         return self._gone | {rank for rank, life in self.lives.items() if not life.alive()}
-
-    def _life(self, rank: int) -> PeerProcess | None:
-        note = self._get(_process(rank))
-        return None if note is None or precedes(note) else PeerProcess.of(*note["process"])
 
     def named(self, ranks: Sequence[int]) -> str:
         """The ranks, with their hosts where these are several."""
@@ -211,10 +211,10 @@ class Board:
         found: dict[int, Note] = {}
 
         def missing() -> list[int]:
-            over = any(map(self.is_over, meetings))  # a note is left before its verdict
-            for rank, topic in topics.items():
-                if rank not in found and (note := self.read(topic)) is not None:
-                    found[rank] = note
+            awaited = [rank for rank in topics if rank not in found]
+            keys = [f"{self._prefix}/{topics[rank]}" for rank in awaited]
+            over, notes = self._look(keys, meetings)
+            found.update((r, n) for r, n in zip(awaited, notes, strict=True) if n is not None)
             return [] if over else [rank for rank in topics if rank not in found]
 
         what = repr(_purpose(next(iter(topics.values())))) if topics else ""
@@ -265,9 +265,10 @@ class Board:
         here = frozenset(ranks)
         over = [topic for there, left in self._past if there <= here for topic in left]
         self._past = [past for past in self._past if not past[0] <= here] + [(here, [*topics])]
-        with contextlib.suppress(InterlaceError):  # a store that cannot: it stays there
-            for topic in over:
-                self.ask(lambda topic=topic: self._store.delete_key(f"{self._prefix}/{topic}"))
+        keys = [f"{self._prefix}/{topic}" for topic in over]
+        if keys:
+            with contextlib.suppress(InterlaceError):  # a store that cannot: it stays there
+                self.ask(lambda: [self._store.delete_key(key) for key in keys])
 
     def round(self, topic: str, after: int) -> int:
         """The number of the first round of a topic, after that one, that is not over."""
@@ -310,9 +311,22 @@ class Board:
         text = json.dumps(note)
         self.ask(lambda: self._store.set(key, text))
 
-    def _get(self, key: str) -> Note | None:
-        text = self.ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-        return None if text is None else json.loads(text)
+    def _get(self, keys: Sequence[str]) -> list[Note | None]:
+        return self._look(keys)[1] if keys else []
+
+    def _look(
+        self, keys: Sequence[str], meetings: Sequence[str] = ()
+    ) -> tuple[bool, list[Note | None]]:
+        """In one question: whether a meeting is over, and the notes under keys. In this order, for
+        a note is left before its verdict."""
+        store, verdicts = self._store, [[f"{self._prefix}/{m}/verdict"] for m in meetings]
+
+        def question() -> tuple[bool, list[bytes | None]]:
+            over = any(map(store.check, verdicts))
+            return over, [store.get(key) if store.check([key]) else None for key in keys]
+
+        over, texts = self.ask(question)
+        return over, [None if text is None else json.loads(text) for text in texts]
 
     def ask(self, question: Callable[[], Any]) -> Any:
         """The store's answer. Its process may be stopped, and no time-out of its own ends that."""
@@ -389,7 +403,8 @@ class Party:
     def look(self, board: Board) -> None:
         """Hears the others, and tells them what has been heard."""
         me, others = str(board.rank), [rank for rank in self.ranks if rank != board.rank]
-        heard = {rank: board.read(f"{self.topic}/{rank}") for rank in others}
+        notes = board.read_all([f"{self.topic}/{rank}" for rank in others])
+        heard = dict(zip(others, notes, strict=True))
         words = {str(rank): note["word"] for rank, note in heard.items() if note} | {me: self.word}
         if words != self.told.get("heard"):
             self.told = {"word": self.word, "heard": words, "host": self.host}
