@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -165,18 +166,21 @@ def test_a_failure_between_two_looks_is_heard_as_itself(
     boards: list[Board], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The note comes when it has been looked for, and its verdict when that is looked for next."""
-    is_over = boards[0].is_over
-    problem = SharedMemoryError("no room")
+    problem, store = SharedMemoryError("no room"), boards[0].store
 
-    def late(topic: str) -> bool:
-        monkeypatch.undo()
-        with pytest.raises(SharedMemoryError):
-            boards[1].exchange("tea", {}, 20.0, problem=problem)
-        return is_over(topic)
+    asked: list[str] = []
 
-    monkeypatch.setattr(boards[0], "is_over", late)
+    def check(keys: list[str]) -> bool:
+        if keys == ["interlace/tea/verdict"] and not asked:
+            asked.extend(keys)
+            with pytest.raises(SharedMemoryError):
+                boards[1].exchange("tea", {}, 20.0, problem=problem)
+        return store.check(keys)
+
+    monkeypatch.setattr(boards[0], "store", mock.Mock(wraps=store, check=check))
     with pytest.raises(SharedMemoryError, match="rank 1: no room"):
         boards[0].exchange("tea", {}, 20.0)
+    assert asked
 
 
 @pytest.mark.parametrize("ago_s", [0.0, 1e6])

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -216,14 +216,14 @@ def test_a_rank_that_one_team_has_seen_come_is_not_given_up_in_another() -> None
     one, two = ["A/1", [0, 1], "A", 1], ["B/1", [1, 2], "B", 1]
     notes = [{"name": "p", "teams": teams} for teams in ([one], [one, two], [two])]
     missed, decided, late = (threading.Event() for _ in range(3))
-    read, decide = boards[1].read, boards[0].decide
+    decide = boards[0].decide
 
-    def reads(topic: str) -> Any:
-        note = read(topic)
-        if topic == "B/1/2" and note is None and not missed.is_set():
+    def check(keys: list[str]) -> bool:
+        there = store.check(keys)
+        if keys == ["interlace/B/1/2"] and not there and not missed.is_set():
             missed.set()
             assert decided.wait(10)
-        return note
+        return there
 
     def decides(topic: str, why: str = "") -> None:
         if topic == "B/1":
@@ -235,7 +235,7 @@ def test_a_rank_that_one_team_has_seen_come_is_not_given_up_in_another() -> None
     for rank, place in ((0, "A/1"), (1, "A/1"), (1, "B/1")):
         boards[rank].post(f"{place}/{rank}", notes[rank])
     with (
-        mock.patch.object(boards[1], "read", reads),
+        mock.patch.object(boards[1], "store", mock.Mock(wraps=store, check=check)),
         mock.patch.object(boards[0], "decide", decides),
         ThreadPoolExecutor(3) as threads,
     ):

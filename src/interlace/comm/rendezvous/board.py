@@ -75,7 +75,7 @@ class Board:
         prefix: str = "interlace",
         limit_s: float = STORE_S,
     ) -> None:
-        self._store = store
+        self.store = store
         self.ranks, self.rank = tuple(ranks), rank
         self.me = self.ranks.index(rank) if rank in self.ranks else 0
         self._prefix = prefix
@@ -100,7 +100,7 @@ class Board:
 
     def count(self, topic: str) -> int:
         """One more than the last time this was asked, by anybody."""
-        return self.ask(lambda: int(self._store.add(f"{self._prefix}/{topic}", 1)))
+        return self.ask(lambda: int(self.store.add(f"{self._prefix}/{topic}", 1)))
 
     def read(self, topic: str) -> Note | None:
         return self.read_all([topic])[0]
@@ -111,7 +111,7 @@ class Board:
     def first(self, topic: str, mine: Any) -> Any:
         """Of all that ranks leave there, what was the first: this, or another's."""
         key, text = f"{self._prefix}/{topic}", json.dumps(mine)
-        return json.loads(self.ask(lambda: self._store.compare_set(key, "", text)))
+        return json.loads(self.ask(lambda: self.store.compare_set(key, "", text)))
 
     def announce(self) -> None:
         self._left_word = False
@@ -122,7 +122,7 @@ class Board:
         why = str(error) or type(error).__name__
         note = {"process": identity(), **moment(), "word": why}
         self._left_word, text = True, json.dumps(note)
-        Errand(lambda: self._store.set(_process(self.rank), text)).is_back(WORD_S)
+        Errand(lambda: self.store.set(_process(self.rank), text)).is_back(WORD_S)
 
     def word(self, rank: int) -> str:
         try:
@@ -268,7 +268,7 @@ class Board:
         keys = [f"{self._prefix}/{topic}" for topic in over]
         if keys:
             with contextlib.suppress(InterlaceError):  # a store that cannot: it stays there
-                self.ask(lambda: [self._store.delete_key(key) for key in keys])
+                self.ask(lambda: [self.store.delete_key(key) for key in keys])
 
     def round(self, topic: str, after: int) -> int:
         """The number of the first round of a topic, after that one, that is not over."""
@@ -284,7 +284,7 @@ class Board:
         return f"{topic}/{number}", [f"{topic}/{n}/verdict" for n in range(before, number) if n]
 
     def is_over(self, topic: str) -> bool:
-        return self.ask(lambda: self._store.check([f"{self._prefix}/{topic}/verdict"]))
+        return self.ask(lambda: self.store.check([f"{self._prefix}/{topic}/verdict"]))
 
     def decide(self, topic: str, why: str = "") -> None:
         """Says that all came, or why this rank gives up; raises if the first verdict is that one
@@ -309,7 +309,7 @@ class Board:
 
     def _set(self, key: str, note: Note) -> None:
         text = json.dumps(note)
-        self.ask(lambda: self._store.set(key, text))
+        self.ask(lambda: self.store.set(key, text))
 
     def _get(self, keys: Sequence[str]) -> list[Note | None]:
         return self._look(keys)[1] if keys else []
@@ -319,7 +319,7 @@ class Board:
     ) -> tuple[bool, list[Note | None]]:
         """In one question: whether a meeting is over, and the notes under keys. In this order, for
         a note is left before its verdict."""
-        store, verdicts = self._store, [[f"{self._prefix}/{m}/verdict"] for m in meetings]
+        store, verdicts = self.store, [[f"{self._prefix}/{m}/verdict"] for m in meetings]
 
         def question() -> tuple[bool, list[bytes | None]]:
             over = any(map(store.check, verdicts))
