@@ -29,6 +29,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -38,6 +39,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -238,7 +240,10 @@ class Pool:
         from torch.distributed import TCPStore
 
         preload()
-        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # torch's own socket would take IPv4 for IPv6, and ask a name server who connects.
+        own = socket.create_server(("127.0.0.1", 0))
+        address, facts = own.getsockname(), {"master_listen_fd": own.detach()}
+        return TCPStore(*address, is_master=True, wait_for_workers=False, **facts)
 
     def _target(self, rank: int) -> tuple[Any, ...]:
         """What a rank's process does, and its first arguments."""
@@ -303,6 +308,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+@lru_cache
+def _client(address: str, port: int) -> Any:
+    """One for the life of a rank: as it connects, torch asks a name server."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(address, port)
+
+
 def _join(task: Task, port: int) -> None:
     import torch
     import torch.distributed as dist
@@ -311,7 +324,9 @@ def _join(task: Task, port: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     limit, address = timedelta(seconds=60), os.environ.get("MASTER_ADDR", "127.0.0.1")
-    store = dist.PrefixStore(task.prefix, dist.TCPStore(address, port, timeout=limit))
+    client = _client(address, port)
+    client.set_timeout(limit)
+    store = dist.PrefixStore(task.prefix, client)
     backend, own = "gloo", None
     if task.device == "cuda":
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast objects
