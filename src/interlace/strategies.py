@@ -23,7 +23,7 @@ from typing import Literal
 
 StrategyName = Literal[
     "auto", "serial", "pipeline", "broadcast", "shift",
-    "ring", "peer", "fused", "hierarchical", "exchange",
+    "ring", "peer", "fused", "hierarchical", "exchange", "copies",
 ]  # fmt: skip
 """The names of the rows below, and what `Options.strategy` takes beside them, for type checkers."""
 
@@ -59,8 +59,9 @@ class Strategy:
     """How a site is overlapped.
 
     `fused` is `peer` with puts, of which the pass `fuse` then puts a matmul's chunks in one kernel;
-    `exchange` is serial, but its collective is the backend `peer`. To add a strategy that moves
-    bytes as another does, add a row.
+    `exchange` is serial, but its collective is the backend `peer`, and `copies` is serial, but its
+    collective is gets of shards, and puts of what is summed. To add a strategy that moves bytes as
+    another does, add a row.
     """
 
     name: str
@@ -81,6 +82,8 @@ class Strategy:
     """Whether it needs a kernel on a GPU."""
     outdone: bool = False
     """Whether peer memory leaves no use for it on GPUs that have that."""
+    amid: bool = False
+    """Whether it gains only amid computation that is not the site's: `auto` looks at it there."""
 
 
 NEAR_FIRST = Path(chunk=Offset(0, 1), to=Offset(0, -1), source=Offset(0, 1))
@@ -135,6 +138,17 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             OWNERS,
         ),
         Strategy("exchange", "whole", "collectives", _RANK_ORDER, peers=True, kernel=True),
+        Strategy(
+            "copies",
+            "whole",
+            "get",
+            _RANK_ORDER,
+            NEAR_FIRST,
+            OWNERS,
+            alone="it gathers and reduces",
+            peers=True,
+            amid=True,
+        ),
     )
 }
 """By name and, for `peer`, protocol."""

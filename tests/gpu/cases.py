@@ -50,6 +50,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fused": {"strategy": "fused"},
     "beside": {"strategy": "fused"},
     "exchange": {"strategy": "exchange"},
+    "copies": {"strategy": "copies"},
 }
 """Options of each. `beside`: own rows are cut as large ones are, and summed beside the kernel; so
 are all-reduces, which go in slabs."""

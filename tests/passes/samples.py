@@ -134,6 +134,7 @@ STRATEGIES = {
     "fused": "strategy=fused",
     "fused-pieces": "strategy=fused,chunks=12",
     "exchange": "strategy=exchange",
+    "copies": "strategy=copies",
 }
 
 

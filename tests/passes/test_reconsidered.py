@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import random
 
-from interlace.ir import parse
+import pytest
+from tests.passes.spellings import as_sample
+from tests.passes.test_decompose import assert_overlaps
+
+from interlace.ir import Collective, parse
 from interlace.options import Options
-from interlace.passes import lower, pipeline
+from interlace.passes import lower, pipeline, run_pipeline
 from interlace.runtime.machine import default_machine
 from interlace.verify import check
 
@@ -30,15 +35,87 @@ def layer(
 def test_what_lies_under_other_computation_stays_whole(
     other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other matmul hides the gather, whose own matmul is faster in one piece."""
+    """The other matmul hides the gather, whose own matmul is faster in one piece; copies leave the
+    other its SMs, unless something else is to move the bytes."""
     serial = parse(GATHER + (OTHER if other else "    return y\n"))
     machine, options = default_machine("h200"), Options(regions="inductor")
     program = lower(serial, options, machine)
     assert check(program).sound
     (site,) = program.sites
-    assert (site.strategy == "serial") is other
+    assert (site.strategy == "copies") is other
     assert ("the whole schedule" in site.reason) is other
+    (by_nccl,) = lower(serial, dataclasses.replace(options, transport="nccl"), machine).sites
+    assert by_nccl.strategy != "copies"
     monkeypatch.setattr(pipeline, "MOST_OPS", 0)
     (alone,) = lower(serial, options, machine).sites
-    assert alone.strategy != "serial"
+    assert alone.strategy not in ("serial", "copies")
     assert alone.serial_ms == site.serial_ms
+
+
+PLAIN = """
+def sums(tp: Team[4], x: bf16[2048, 4096], a: bf16[16384, 8192], b: bf16[8192, 4096]):
+    y = empty(bf16[{rows}, 4096])
+    z = empty(bf16[16384, 4096])
+    main: {op}
+    main: call("aten.mm.out", a, b, out=z)
+    return y, z
+"""
+OPS = {
+    "all_gather": (2048, 8192, "all_gather(x, y, team=tp)"),
+    "reduce_scatter": (8192, 2048, 'reduce_scatter(x, y, reduce="sum", team=tp)'),
+    "all_reduce": (8192, 8192, 'all_reduce(x, y, reduce="sum", team=tp)'),
+}
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_collective_without_matmuls_goes_by_copies_beside_one(kind: str) -> None:
+    given, rows, op = OPS[kind]
+    serial = parse(PLAIN.format(rows=rows, op=op).replace("x: bf16[2048", f"x: bf16[{given}"))
+    made = lower(serial, Options(regions="inductor"), default_machine("h200"))
+    (site,) = made.sites
+    assert (site.kind, site.strategy) == (kind, "copies")
+    assert not any(isinstance(op, Collective) for op in made.ops)
+    assert check(made).sound
+    kept = parse(PLAIN.format(rows=rows, op=op[:-1] + ', backend="nccl")'))
+    (named,) = lower(kept, Options(regions="inductor"), default_machine("h200")).sites
+    assert named.strategy == "serial", "it names what moves it"
+
+
+@pytest.mark.parametrize("kind", [*OPS, "uneven"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_copies_give_what_the_collective_gives(kind: str, ranks: int, seed: int) -> None:
+    """Of collectives without matmuls, by the reference interpreter in drawn orders."""
+    n, each = 2 * ranks, random.Random(seed).choices(range(4), k=ranks)
+    text = {
+        "all_gather": f"""
+def plain(tp: Team[{ranks}], x: f32[2, 1, 3]):
+    y = empty(f32[{ranks}, 2, 1, 3])
+    main: all_gather(x, y, team=tp)
+    return y
+""",
+        "reduce_scatter": f"""
+def plain(tp: Team[{ranks}], x: f32[{n}, 1, 3]):
+    y = empty(f32[1, 2, 1, 3])
+    main: reduce_scatter(x.view({ranks}, 2, 1, 3), y, reduce="sum", team=tp)
+    return y
+""",
+        "all_reduce": f"""
+def plain(tp: Team[{ranks}], x: f32[5, 3]):
+    y = empty(f32[5, 3])
+    main: all_reduce(x, y, reduce="sum", team=tp)
+    return y
+""",
+        "uneven": f"""
+def plain(tp: Team[{ranks}], x: f32[rows[tp.rank], 2, 3]):
+    rows = table(tp, {", ".join(map(str, each))})
+    y = empty(f32[{sum(each)}, 2, 3])
+    main: all_gather(x, y, team=tp, splits=rows)
+    return y
+""",
+    }[kind]
+    sample = as_sample(parse(text), seed)
+    options = "find_sites,decompose{strategy=copies},schedule,plan_memory,insert_sync"
+    made = run_pipeline(sample.program, options)
+    assert made.sites[0].strategy == ("copies" if kind != "uneven" or sum(each) else "serial")
+    check(made).raise_if_unsound()
+    assert_overlaps(made, sample, seed)

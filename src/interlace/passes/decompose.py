@@ -26,7 +26,8 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
-from interlace.passes.strategies.write import refusal, write
+from interlace.passes.strategies.whole import unmovable
+from interlace.passes.strategies.write import refusal, write, write_whole
 from interlace.strategies import names, strategy
 
 
@@ -41,6 +42,8 @@ class Decompose:
     """Slices of `pipeline`, pieces of `fused` and `hierarchical`; 0 lets the strategy choose."""
     sites: tuple[int, ...] | None = None
     """The sites to work on; None: all."""
+    copied: tuple[int, ...] = ()
+    """Of these, the ones that have the strategy `copies`, whatever the others have."""
     machine: Machine | None = field(default=None, metadata={"text": False})
     known: dict[object, Choice] = field(
         default_factory=dict[object, Choice], compare=False, repr=False, metadata={"text": False}
@@ -79,19 +82,23 @@ class Decompose:
             if number is None or (self.sites is not None and number not in self.sites):
                 continue
             site = known.get(number) or program.site(number)
-            if found.site is None:
+            collective = program.ops[found.collective]
+            assert isinstance(collective, Collective)
+            if number in self.copied or (found.site is None and self.strategy == "copies"):
+                choice = self._copies(values, collective)
+            elif found.site is None:
                 changed[number] = dataclasses.replace(site, reason=found.reason or site.reason)
                 continue
-            choice = self._choose(choose, values, found)
+            else:
+                choice = self._choose(choose, values, found)
             changed[number] = choice.on(site)
             if choice.remark:
                 remarks.append(Remark(self.name, choice.remark, number))
             if choice.row is not None and choice.row.cut == "whole":
-                serial = program.ops[found.collective]
-                assert isinstance(serial, Collective)
                 changed[number] = dataclasses.replace(changed[number], chunks=None)
-                written[found.collective] = [dataclasses.replace(serial, backend="peer")]
-            elif choice.row is not None:
+                whole = write_whole(values, taken, collective, choice.row, number)
+                written[found.collective] = whole
+            elif choice.row is not None and found.site is not None:
                 anchors[len(blocks)] = found.collective
                 blocks.append(list(found.site.ops))
                 overlapped.append(found.site)
@@ -103,6 +110,14 @@ class Decompose:
         tables, teams = tuple(taken.tables), tuple(taken.teams)
         made = program.replace(ops=ops, sites=sites, tables=tables, teams=teams)
         return made.remarked(remarks)
+
+    def _copies(self, values: Dataflow, op: Collective) -> Choice:
+        """Copies of a collective as a whole, whether or not matmuls are at it."""
+        text = unmovable(values, op)
+        if text:
+            text = f"copies cannot serve it: {text}"
+            return Choice(reason=text, remark=text)
+        return Choice(strategy("copies", None), reason="requested")
 
     def _choose(self, choose: Chooser, values: Dataflow, found: FoundSite) -> Choice:
         assert found.site is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from interlace.cost import Machine, run_after_run
@@ -28,6 +28,7 @@ from interlace.ir import (
     Recv,
     Remark,
     Send,
+    Site,
     validate,
 )
 from interlace.ir.size_class import deciding
@@ -150,7 +151,8 @@ def lower(program: Program, options: Options, machine: Machine | None = None) ->
     passes = lowering(options, machine)
     made = run_pipeline(program, passes)
     if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
-        made = _reconsidered(program, made, passes, machine)
+        copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
+        made = _reconsidered(program, made, passes, machine, copies)
     by_hand = Send | Recv | Group | Notify | Expect | Put | Get
     if any(isinstance(op, by_hand) for op in program.ops):
         if not prove(made).sound and prove(program).sound:
@@ -165,14 +167,16 @@ MOST_OPS = 400
 
 
 def _reconsidered(
-    program: Program, made: Program, passes: Sequence[Pass], machine: Machine
+    program: Program, made: Program, passes: Sequence[Pass], machine: Machine, copies: bool
 ) -> Program:
-    """The overlapped Program, with sites made serial again where that is predicted to end sooner.
+    """The overlapped Program, with sites serial, or moved by copies as a whole, where that is
+    predicted to end sooner.
 
     `decompose` looks at a site alone, and there chunks win. In the whole schedule one collective
     may lie under computation that depends on none of it, and then cutting the matmuls gains
-    nothing. Sites that are alike change together. (The peer kernel of `exchange` is predicted to
-    gain more, and was measured to take more: it holds SMs that the matmuls under way need.)
+    nothing; copies leave that computation its SMs. Sites that are alike change together. (The peer
+    kernel of `exchange` is predicted to gain more, and was measured to take more: it holds SMs that
+    the matmuls under way need.)
     """
     if len(made.ops) > MOST_OPS or made.sizes.sizes:
         return made
@@ -181,24 +185,29 @@ def _reconsidered(
         timeline, host = run_after_run(lowered, machine)
         return max(timeline.makespan_s, host)
 
-    best, found, settled = took(made), made, set[int]()
-    alike: dict[object, set[int]] = {}
+    def changed(item: Pass, ways: Mapping[int, str]) -> Pass:
+        if not isinstance(item, Decompose):
+            return item
+        rest = tuple([site.id for site in made.sites if ways.get(site.id) != "serial"])
+        copied = tuple([number for number, way in ways.items() if way == "copies"])
+        return dataclasses.replace(item, sites=rest, copied=copied)
+
+    best, found = took(made), made
+    ways: dict[int, str] = {}
+    alike: dict[Site, list[int]] = {}
     for site in made.sites:
-        if site.strategy != "serial":
-            alike.setdefault(dataclasses.replace(site, id=0, module=""), set()).add(site.id)
-    for ids in alike.values():
-        rest = tuple([site.id for site in made.sites if site.id not in settled | ids])
-        other = run_pipeline(
-            program,
-            [dataclasses.replace(p, sites=rest) if isinstance(p, Decompose) else p for p in passes],
-        )
-        if (now := took(other)) < SOONER * best:
-            best, found, settled = now, other, settled | ids
+        alike.setdefault(dataclasses.replace(site, id=0, module=""), []).append(site.id)
+    for like, ids in alike.items():
+        for way in (["serial"] if like.strategy != "serial" else []) + ["copies"] * copies:
+            trial = {**ways, **dict.fromkeys(ids, way)}
+            other = run_pipeline(program, [changed(item, trial) for item in passes])
+            if (now := took(other)) < SOONER * best:
+                best, found, ways = now, other, trial
     reason = f"the whole schedule is predicted to end sooner so ({machine.name})"
     alone = {site.id: site.serial_ms for site in made.sites}
     sites = [
         dataclasses.replace(s, reason=reason, serial_ms=alone[s.id], predicted_ms=alone[s.id])
-        if s.id in settled
+        if s.id in ways
         else s
         for s in found.sites
     ]

@@ -52,7 +52,11 @@ if TYPE_CHECKING:
 
 OURS = ("compile", "layers")
 FLOAT8 = "layers-fp8"
-WAYS = ("eager", "inductor", "inductor-overlap", "async-tp", *OURS, FLOAT8, "ideal")
+GRAPH = "compile-graph"
+WAYS = (
+    *("eager", "inductor", "inductor-overlap", "inductor-graph", "async-tp"),
+    *(*OURS, GRAPH, FLOAT8, "ideal"),
+)
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
 LIMIT = 8.0
@@ -67,6 +71,7 @@ OVERLAP_PASSES = {
     "aten_distributed_optimizations.enable_overlap_scheduling": True,
 }
 """Settings of Inductor: its own passes that overlap, some of which a torch may lack."""
+CUDA_GRAPHS = {"triton.cudagraphs": True}
 
 
 @dataclass(slots=True)
@@ -214,8 +219,10 @@ class Candidates:
         match name:
             case "inductor":
                 return self._compiled(eager)
-            case "inductor-overlap" | "async-tp" if not self.ranks.cuda:
+            case "inductor-overlap" | "inductor-graph" | "async-tp" if not self.ranks.cuda:
                 raise UnsupportedError(f"{name} needs GPUs")
+            case "inductor-graph":
+                return self._compiled(eager, CUDA_GRAPHS)
             case "inductor-overlap":
                 known = OVERLAP_PASSES.keys() & inductor_config.get_config_copy()
                 return self._compiled(eager, {name: OVERLAP_PASSES[name] for name in known})
@@ -225,6 +232,8 @@ class Candidates:
                 return self._compiled(eager, ASYNC_TP)
             case "compile":
                 return self._compiled(eager, ours, backend=registered())
+            case "compile-graph":
+                return self._compiled(eager, {**ours, "graph": True}, backend=registered())
             case "layers" | "layers-fp8":
                 return self._layers(name, ours)
             case "ideal":

@@ -337,8 +337,10 @@ class Chooser:
         for row in STRATEGIES.values():
             # On GPUs the default `get` leaves `put` in; a requested `put` leaves `get` out.
             other = row.name == "peer" and row.transport != self.protocol
-            if not _serves(row, self._machine, apart) or (
-                other and (not gpu or self.protocol == "put")
+            if (
+                row.amid
+                or not _serves(row, self._machine, apart)
+                or (other and (not gpu or self.protocol == "put"))
             ):
                 continue
             if refusal(values, site, row):

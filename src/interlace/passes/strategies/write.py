@@ -37,6 +37,7 @@ from interlace.passes.strategies.pieces import (
     unfusable,
 )
 from interlace.passes.strategies.scatters import Combine, Scatter, Slabs
+from interlace.passes.strategies.whole import by_copies, unmovable
 from interlace.strategies import Strategy
 
 EXCHANGED = (
@@ -75,6 +76,8 @@ def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
         return row.alone
     if row.cut == "slices" and slices(values, site, 0) < 2:
         return "each rank has a single row"
+    if row.name == "copies":
+        return unmovable(values, op)
     if op.reduce not in (None, "sum") and row.transport != "collectives":
         return f"it adds up, and the collective takes the {op.reduce}"
     if row.name == "exchange" and op.reduce is not None and op.src is not None:
@@ -89,8 +92,9 @@ def write(
     """The ops of a site, overlapped by the strategy of this row."""
     op = collective_of(values, site)
     if row.cut == "whole":
-        serial = (values.program.ops[i] for i in site.ops)
-        return [replace(one, backend="peer") if one is op else one for one in serial]
+        listed = [values.program.ops[i] for i in site.ops]
+        at = next(i for i, one in enumerate(listed) if one is op)
+        return [*listed[:at], *write_whole(values, names, op, row, number), *listed[at + 1 :]]
     emitter = Emitter(names, values.program.team(op.team), op, number)
     writer = _Writer(values, emitter, row, chunks)
     if isinstance(site, GatherSite):
@@ -100,6 +104,15 @@ def write(
     else:
         writer.scatter(site, op)
     return emitter.ops
+
+
+def write_whole(
+    values: Dataflow, names: Names, op: Collective, row: Strategy, number: int | None
+) -> list[Op]:
+    """The ops in place of a collective that a strategy leaves in one piece."""
+    if row.name == "copies":
+        return by_copies(values, names, op, number)
+    return [replace(op, backend="peer")]
 
 
 class _Writer:
