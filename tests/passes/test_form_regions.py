@@ -34,9 +34,13 @@ def neg(source: str, name: str, more: str = "") -> str:
 
 CASES = {
     "a chain": (neg("x", "a") + neg("a", "b") + "    return b", ["region_0"]),
-    "calls that share an input alone": (
-        neg("x", "a") + neg("x", "b") + "    return a, b",
-        ["aten.neg.default"] * 2,
+    "calls that read the same": (neg("x", "a") + neg("x", "b") + "    return a, b", ["region_0"]),
+    "calls that share a small input alone": (
+        '    main: call("aten.sum.dim_IntList", x, (0,), True, out=(s := f32[1, 4]))\n'
+        '    main: call("aten.mm.default", y, y, out=(m := f32[4, 4]))\n'
+        '    main: call("aten.add.Tensor", m, s, out=(a := f32[4, 4]))\n'
+        '    main: call("aten.add.Tensor", x, s, out=(b := f32[4, 4]))\n    return a, b',
+        ["aten.sum.dim_IntList", "aten.mm.default", "aten.add.Tensor", "aten.add.Tensor"],
     ),
     "two chains in turns": (
         neg("x", "a") + neg("y", "b") + neg("a", "c") + neg("b", "d") + "    return c, d",
@@ -114,6 +118,17 @@ def test_a_region_begins_where_communication_arrives() -> None:
         access.view.buffer for op in program.ops if isinstance(op, Call) for access in op.reads()
     ]
     assert reads == ["x", "b", "g"], "the first does not wait for what arrives"
+
+
+def test_all_that_waits_for_the_same_is_one_region() -> None:
+    program = formed(
+        "    g = empty(f32[4, 4])\n    main: all_reduce(y, g, reduce='sum', team=tp)\n"
+        + '    main: call("aten.mul.Tensor", x, g, out=(a := f32[4, 4]))\n'
+        + '    main: call("aten.sum.dim_IntList", a, (0,), True, out=(s := f32[1, 4]))\n'
+        + neg("g", "b")
+        + "    return s, b"
+    )
+    assert calls(program) == ["region_0"]
 
 
 def test_what_is_needed_later_is_a_result() -> None:

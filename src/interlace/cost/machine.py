@@ -350,7 +350,7 @@ H200 = Machine(
             Link(
                 latency_s=15e-6,
                 bandwidth=300e9,
-                steals=0.25,
+                steals=0.7,
                 curves=(
                     ("all_gather", NCCL_GATHER),
                     ("reduce_scatter", NCCL_SCATTER),

@@ -52,6 +52,7 @@ class Operator:
 MATMUL_NAMES = {
     "mm": Operator(kind="matmul", into="aten.mm.out", cut=True),
     "addmm": Operator(kind="matmul", into="aten.addmm.out", lhs=1, rows=(0,), cut=True),
+    "addmm_": Operator(kind="matmul", lhs=1),
     "bmm": Operator(kind="matmul", into="aten.bmm.out", batched=True, cut=True),
     "baddbmm": Operator(
         kind="matmul", into="aten.baddbmm.out", lhs=1, rows=(0,), batched=True, cut=True

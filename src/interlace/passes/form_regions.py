@@ -1,16 +1,18 @@
-"""form_regions: small calls that follow one another, and feed one another, become one region.
+"""form_regions: small calls that follow one another, and share data, become one region.
 
 A chain of pointwise operators costs a launch and a trip through memory each; a region runs as one:
 
     t0 = aten.mul.Tensor(i0, 2.0); t1 = aten.add.Tensor(t0, i1); return t1
 
-Left alone are matmuls, attention, calls of a site, and calls that draw random numbers, write in
-place or have several results. A region begins where communication arrives, so that none waits for
-more than its calls did. The same chain in two layers is one region.
+They share what one makes and another reads, and what both read, where that is as large as what they
+make: then it is read once. Left alone are matmuls, attention, calls of a site, and calls that draw
+random numbers, write in place or have several results. A region begins where communication arrives,
+so that none waits for more than its calls did. The same chain in two layers is one region.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -81,18 +83,21 @@ def _runs(program: Program) -> Iterator[list[Op]]:
     }
     run: list[Op] = []
     made: set[str] = set()
+    awaited: set[str] = set()
+    """What has arrived, and the run's first call waits for."""
     for op in program.ops:
         together = bool(run) and _small(op) and _small(run[-1]) and op.stream == run[-1].stream
         if isinstance(op, Call) and together:
             views = op.views()
             inside = [view for view in views if view.buffer in made]
-            together = not any(view.buffer in arrived for view in views) and all(
+            together = all(view.buffer not in arrived - awaited for view in views) and all(
                 _as_node(step) is not None for view in inside for step in view.steps
             )
         if not together:
             if run:
                 yield run
             run, made = [], set()
+            awaited = arrived.intersection(access.view.buffer for access in op.reads())
         run.append(op)
         if isinstance(op, Call):
             made.update(buffer.name for buffer in op.fresh)
@@ -107,6 +112,7 @@ class _Former:
         self.regions = {region.name: region for region in program.regions}
         self.known = {repr((r.inputs, r.body, r.outputs)): r.name for r in program.regions}
         """Regions by their text: 2 and 2.0 are equal, and mean other things to an operator."""
+        self.buffers = program.buffers()
         self.readers: dict[str, int] = {}
         for op in program.ops:
             for name in {access.view.buffer for access in (*op.reads(), *op.writes())}:
@@ -116,15 +122,43 @@ class _Former:
                 self.readers[view.buffer] = self.readers.get(view.buffer, 0) + 1
 
     def form(self, run: list[Op]) -> list[Op]:
-        """The run with every group of calls that feed one another as a region."""
+        """The run with every group of calls that share data as a region."""
         calls = [op for op in run if isinstance(op, Call) and _small(op)]
         if len(calls) != len(run):
             return run
         formed: list[Op] = []
-        for group in _connected(calls):
+        for group in self.connected(calls):
             call = self.region(group) if len(group) > 1 else None
             formed += [call] if call is not None else group
         return formed
+
+    def connected(self, calls: Sequence[Call]) -> list[list[Call]]:
+        """The calls in groups that share no data with one another, each in order."""
+        group: dict[str, int] = {}  # of what is made and read: the first call of its group
+        made = {call.fresh[0].name for call in calls}
+        for i, call in enumerate(calls):
+            (own,) = call.fresh
+            read = {view.buffer for view in call.views()}
+            shared = {name for name in read if name in made or self.alike(name, own)} | {own.name}
+            joined = {group[name] for name in shared if name in group}
+            first = min(joined, default=i)
+            if len(joined) > 1:
+                group |= {name: first for name, other in group.items() if other in joined}
+            group |= dict.fromkeys(shared, first)
+        groups: dict[int, list[Call]] = {}
+        for call in calls:
+            groups.setdefault(group[call.fresh[0].name], []).append(call)
+        return [groups[first] for first in sorted(groups)]
+
+    def alike(self, name: str, made: Buffer) -> bool:
+        """Whether a buffer has as many elements as one that is made."""
+        shapes = self.buffers[name].shape, made.shape
+        sizes = [[size for size in shape if isinstance(size, int)] for shape in shapes]
+        return (
+            all(map(len, sizes))
+            and math.prod(sizes[0]) == math.prod(sizes[1])
+            and all(len(known) == len(shape) for known, shape in zip(sizes, shapes, strict=True))
+        )
 
     def region(self, calls: list[Call]) -> Call | None:
         """A call of the region of these calls; None where nobody would see what it computes."""
@@ -226,18 +260,3 @@ def _operator(step: Step) -> tuple[str, tuple[Arg, ...]] | None:
             return "aten.as_strided.default", (sizes, strides, offset)
         case Chunk() | Slice():
             return None
-
-
-def _connected(calls: Sequence[Call]) -> list[list[Call]]:
-    """The calls in groups that pass no value to one another, each in order."""
-    group: dict[str, int] = {}  # of each result: the first call of its group
-    for i, call in enumerate(calls):
-        joined = {group[view.buffer] for view in call.views() if view.buffer in group}
-        first = min(joined, default=i)
-        if len(joined) > 1:
-            group |= {name: first for name, other in group.items() if other in joined}
-        group[call.fresh[0].name] = first
-    groups: dict[int, list[Call]] = {}
-    for call in calls:
-        groups.setdefault(group[call.fresh[0].name], []).append(call)
-    return [groups[first] for first in sorted(groups)]

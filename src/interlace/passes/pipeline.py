@@ -33,6 +33,7 @@ from interlace.ir import (
 )
 from interlace.ir.size_class import deciding
 from interlace.options import Options
+from interlace.passes.accumulate import Accumulate
 from interlace.passes.decompose import Decompose
 from interlace.passes.find_sites import FindSites
 from interlace.passes.form_regions import FormRegions
@@ -63,6 +64,7 @@ PASSES: dict[str, type[Pass]] = {
         FindSites,
         PlaceResharding,
         Decompose,
+        Accumulate,
         FormRegions,
         Schedule,
         PlanMemory,
@@ -132,7 +134,7 @@ def lowering(options: Options, machine: Machine | None = None) -> tuple[Pass, ..
     if options.overlap:
         found.insert(1, PlaceResharding(position=options.resharding))
     if options.regions == "inductor":  # eager ones gain nothing
-        found.append(FormRegions())
+        found += [Accumulate(), FormRegions()]
     if not options.overlap:
         return *found, PlanMemory(), InsertSync()
     found += [Schedule(), PlanMemory(), InsertSync(), TakeTurns()]

@@ -233,7 +233,8 @@ class Candidates:
             case "compile":
                 return self._compiled(eager, ours, backend=registered())
             case "compile-graph":
-                return self._compiled(eager, {**ours, "graph": True}, backend=registered())
+                how = {**ours, "graph": True, "static_outputs": True}
+                return self._compiled(eager, how, backend=registered())
             case "layers" | "layers-fp8":
                 return self._layers(name, ours)
             case "ideal":

@@ -33,6 +33,7 @@ QUICK: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "aten.mm.out": torch.mm,
         "aten.addmm.out": torch.addmm,
+        "aten.addmm_.default": torch.Tensor.addmm_,
         "aten.bmm.out": torch.bmm,
         "aten.add.out": torch.add,
     }

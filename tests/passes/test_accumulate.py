@@ -1,0 +1,168 @@
+"""accumulate: which sums matmuls do themselves, and that the results stay."""
+
+from __future__ import annotations
+
+import pytest
+from tests.passes.spellings import as_sample
+from tests.passes.test_decompose import assert_overlaps
+
+from interlace.cost import default_machine
+from interlace.ir import Call, Program, parse, validate
+from interlace.options import Options
+from interlace.passes import lower, run_pipeline
+from interlace.passes.accumulate import Accumulate
+from interlace.verify import check
+
+HEAD = """
+def p(
+    tp: Team[{ranks}], x: f32[8, 4], y: f32[8, 4], w: f32[4, 6], v: f32[4, 6], r: f32[8, 6]
+):"""
+MM = """
+    s = alloc(f32[8, 6])
+    t = alloc(f32[8, 6])
+    main: call("aten.mm.out", x, v, out=s)
+    main: call("aten.mm.out", y, w, out=t)
+"""
+
+
+def summed(body: str, ranks: int = 1) -> Program:
+    """The Program of these statements after the pass."""
+    program = parse(HEAD.format(ranks=ranks) + body)
+    validate(program)
+    made = Accumulate().run(program)
+    validate(made)
+    check(made).raise_if_unsound()
+    return made
+
+
+def calls(program: Program) -> list[str]:
+    return [op.fn.split(".")[1] for op in program.ops if isinstance(op, Call)]
+
+
+SUM = '    main: call("aten.add.Tensor", s, t, out=(z := f32[8, 6]))\n'
+OWN = '    main: call("aten.neg.default", z, out=(n := f32[8, 6]))\n    return n\n'
+CASES = {
+    "two matmuls": (MM + SUM + OWN, ["mm", "addmm_", "neg"]),
+    "three": (
+        MM
+        + SUM
+        + """    u = alloc(f32[8, 6])
+    main: call("aten.mm.out", y, v, out=u)
+    main: call("aten.add.Tensor", u.view(2, 4, 6), z.view(2, 4, 6), out=(q := f32[2, 4, 6]))
+    main: call("aten.neg.default", q.view(48), out=(n := f32[48]))
+    return n
+""",
+        ["mm", "addmm_", "addmm_", "neg"],
+    ),
+    "into memory that is there": (
+        """
+    z = alloc(f32[2, 8, 6])"""
+        + MM
+        + """    main: call("aten.add.out", s, t, out=z.select(0, 1))
+    main: call("aten.add.out", r, r, out=z.select(0, 0))
+    main: call("aten.neg.default", z, out=(n := f32[2, 8, 6]))
+    return n
+""",
+        ["mm", "addmm_", "add", "neg"],
+    ),
+    "a region before it": (
+        MM.replace('call("aten.mm.out", x, v, out=s)', 'call("aten.neg.out", r, out=s)')
+        + SUM
+        + OWN,
+        ["neg", "addmm_", "neg"],
+    ),
+    "with a factor": (
+        MM + SUM.replace("s, t", "s, t, alpha=2") + OWN,
+        ["mm", "mm", "add", "neg"],
+    ),
+    "a result of the Program": (MM + SUM + "    return z\n", ["mm", "mm", "add"]),
+    "a part is needed later": (
+        MM
+        + SUM
+        + OWN.replace("n\n", "n, t2\n").replace(
+            "    return", '    main: call("aten.neg.default", t, out=(t2 := f32[8, 6]))\n    return'
+        ),
+        ["mm", "mm", "add", "neg", "neg"],
+    ),
+    "both are needed later": (
+        MM
+        + SUM
+        + OWN.replace("n\n", "n, t2\n").replace(
+            "    return",
+            '    main: call("aten.mul.Tensor", t, s, out=(t2 := f32[8, 6]))\n    return',
+        ),
+        ["mm", "mm", "add", "neg", "mul"],
+    ),
+    "an argument": (
+        MM.replace("s = alloc", "s = empty")
+        + SUM.replace("s, t", "r, t")
+        + OWN.replace("return n", "return n, s"),
+        ["mm", "mm", "add", "neg"],
+    ),
+    "itself": (MM + SUM.replace("s, t", "t, t") + OWN, ["mm", "mm", "add", "neg"]),
+    "other sizes": (
+        MM.replace("s = alloc(f32[8, 6])", "s = alloc(f32[1, 6])").replace(
+            'call("aten.mm.out", x, v, out=s)', 'call("aten.neg.out", r[0:1], out=s)'
+        )
+        + SUM
+        + OWN,
+        ["neg", "mm", "add", "neg"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
+def test_which_sums_matmuls_do(body: str, expected: list[str], seed: int) -> None:
+    made = summed(body)
+    assert calls(made) == expected
+    assert_overlaps(made, as_sample(parse(HEAD.format(ranks=1) + body), seed), seed)
+
+
+def test_memory_that_is_used_meanwhile_or_is_a_slot_taken_later_is_left() -> None:
+    body, _ = CASES["into memory that is there"]
+    alloc, add = "    z = alloc(f32[2, 8, 6])\n", '    main: call("aten.add.out", s'
+    late = body.replace(alloc, "").replace(add, alloc + add)
+    assert calls(summed(late)) == ["mm", "addmm_", "add", "neg"], "it is declared sooner"
+    slot = late.replace("z = alloc(f32[2, 8, 6]", "z = alloc(f32[2, 8, 6], symmetric=tp")
+    slot = slot.replace("    return", "    main: free(z)\n    return")
+    left = ["mm", "mm", "add", "add", "neg"]
+    assert calls(summed(slot)) == left
+    second = '    main: call("aten.mm.out", y'
+    used = body.replace(second, "    main: copy(r, z.select(0, 1))\n" + second)
+    assert calls(summed(used)) == left
+
+
+GRADIENTS = """
+def backward(
+    tp: Team[{ranks}], a: f32[{rows}, 4], b: f32[{rows}, 4], c: f32[{rows}, 4],
+    v: f32[4, 6], w: f32[4, 6], x: f32[4, 6]
+):
+    s = alloc(f32[{rows}, 6])
+    t = alloc(f32[{rows}, 6])
+    u = alloc(f32[{rows}, 6])
+    out = empty(f32[2, 6])
+    main: call("aten.mm.out", a, v, out=s)
+    main: call("aten.mm.out", b, w, out=t)
+    main: call("aten.add.Tensor", s, t, out=(st := f32[{rows}, 6]))
+    main: call("aten.mm.out", c, x, out=u)
+    main: call("aten.add.Tensor", st, u, out=(stu := f32[{rows}, 6]))
+    main: reduce_scatter(stu, out, reduce="sum", team=tp)
+    return out
+"""
+
+
+@pytest.mark.parametrize("strategy", ["serial", "shift", "ring", "peer", "copies"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_of_shared_inputs(strategy: str, ranks: int, seed: int) -> None:
+    """What q, k and v give their input, reduced: chunk by chunk or as a whole."""
+    sample = as_sample(parse(GRADIENTS.format(ranks=ranks, rows=2 * ranks)), seed)
+    options = Options(strategy=strategy, regions="inductor", overlap=strategy != "serial")
+    made = lower(sample.program, options, default_machine("cpu"))
+    assert made.sites[0].strategy == strategy
+    found = calls(made)
+    assert found.count("addmm_") == 2 * found.count("mm") > 0
+    assert found.count("add") == (ranks if strategy == "ring" else 1) - 1
+    check(made).raise_if_unsound()
+    assert_overlaps(made, sample, seed)
+    plain = run_pipeline(sample.program, "find_sites,decompose{strategy=serial}")
+    assert "addmm_" not in calls(plain), "regions=inductor asks for it"
