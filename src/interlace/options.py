@@ -57,8 +57,8 @@ class Options:
         in_order: run the overlapped Program one op after another: the twin that results are
             compared with.
         strategy: how sites are overlapped: `serial`, `pipeline`, `broadcast`, `shift`, `ring`,
-            `peer`, `fused`, `hierarchical` or `exchange`; `auto` asks the cost model, with `serial`
-            always a candidate.
+            `peer`, `fused`, `hierarchical`, `exchange` or `copies`; `auto` asks the cost model,
+            with `serial` always a candidate.
         protocol: one-sided protocol of the `peer` strategy: `get` (pull) or `put` (push).
         chunks: chunks a site is cut into by `pipeline` and `hierarchical`, and by `fused` before a
             reduction; 0 lets the strategy choose.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tests.passes.spellings import as_sample
 from tests.passes.test_decompose import assert_overlaps
@@ -64,6 +66,15 @@ CASES = {
     return n
 """,
         ["mm", "addmm_", "add", "neg"],
+    ),
+    "matmuls that make their results": (
+        """
+    main: call("aten.mm.default", x, v, out=(s := f32[8, 6]))
+    main: call("aten.mm.default", y, w, out=(t := f32[8, 6]))
+"""
+        + SUM
+        + OWN,
+        ["mm", "addmm_", "neg"],
     ),
     "a region before it": (
         MM.replace('call("aten.mm.out", x, v, out=s)', 'call("aten.neg.out", r, out=s)')
@@ -132,6 +143,7 @@ def test_memory_that_is_used_meanwhile_or_is_a_slot_taken_later_is_left() -> Non
     assert calls(summed(used)) == left
 
 
+WAYS = ["serial", "shift", "ring", "peer", "copies"]
 GRADIENTS = """
 def backward(
     tp: Team[{ranks}], a: f32[{rows}, 4], b: f32[{rows}, 4], c: f32[{rows}, 4],
@@ -151,12 +163,18 @@ def backward(
 """
 
 
-@pytest.mark.parametrize("strategy", ["serial", "shift", "ring", "peer", "copies"])
+@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gradients_of_shared_inputs(strategy: str, ranks: int, seed: int) -> None:
+@pytest.mark.parametrize("declared", [False, True])
+def test_gradients_of_shared_inputs(declared: bool, strategy: str, ranks: int, seed: int) -> None:
     """What q, k and v give their input, reduced: chunk by chunk or as a whole."""
-    sample = as_sample(parse(GRADIENTS.format(ranks=ranks, rows=2 * ranks)), seed)
-    options = Options(strategy=strategy, regions="inductor", overlap=strategy != "serial")
+    gradients = GRADIENTS.format(ranks=ranks, rows=2 * ranks)
+    if not declared:
+        gradients = re.sub(r"    [stu] = alloc.*\n", "", gradients)
+        made = rf"mm.default\1out=(\2 := f32[{2 * ranks}, 6]))"
+        gradients = re.sub(r"mm.out(.*)out=([stu])\)", made, gradients)
+    sample = as_sample(parse(gradients), seed)
+    options = Options.from_dict({"strategy": strategy, "regions": "inductor"})
     made = lower(sample.program, options, default_machine("cpu"))
     assert made.sites[0].strategy == strategy
     found = calls(made)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.runtime.cuda.graphs.captured import giver
+from interlace.runtime.cuda.graphs.captured import GraphPair, giver
 
 
 def five() -> list[torch.Tensor]:
@@ -72,6 +72,21 @@ def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
             assert mine.dtype == other.dtype
             assert mine.stride() == other.stride()
             assert mine.data_ptr() != other.data_ptr() or not mine.numel()
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_an_input_that_is_a_result_is_the_callers(static: bool) -> None:
+    """As backward saves them; a view of one is copied."""
+    x, y, *_ = five()
+    pair = GraphPair([x, y], 2, frozenset({1}), frozenset(), frozenset())
+    tensors = pair.tensors([x, y])
+    pair.keep((*tensors, tensors[0][:1]), tensors, [], static)
+    given = [x, torch.randn(2, 3)]
+    first, second, part = pair.gives[0](given)
+    assert first is x
+    assert second is given[1]
+    assert torch.equal(part, x[:1])
+    assert part.data_ptr() != x.data_ptr()
 
 
 def test_what_is_copied_is_not_kept_alive() -> None:

@@ -364,7 +364,7 @@ def judge_transformer(rows: Sequence[Row]) -> list[BarVerdict]:
     ways = {row["way"]: row for row in rows if not row["error"] and row["dtype"] == "bf16"}
     plain = ways.get("inductor", {})
     found: list[BarVerdict] = []
-    for way in ("compile", "layers"):
+    for way in ("compile", "compile-graph", "layers"):
         row = ways.get(way, {})
         sizes = [row.get(name) for name in ("world", "sequence", "batch", "layers")]
         if row.get("model") not in LAYER_BARS or sizes != [4, 8192, 1, 1]:

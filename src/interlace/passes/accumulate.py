@@ -19,8 +19,10 @@ from interlace.ir import Alloc, Buffer, Call, Op, Program, Reshape, View, views_
 from interlace.ir.program import map_values
 from interlace.ir.sizes import Int
 from interlace.passes.overlaps import representatives
+from interlace.passes.sites.cone import made_by, result_of
 
 SUMS = ("aten.add.Tensor", "aten.add.out")
+MADE = ("aten.mm.default", "aten.mm.out")
 INTO = "aten.addmm_.default"
 MATMULS = ("aten.mm.out", "aten.addmm.out", INTO)
 
@@ -105,9 +107,9 @@ class _Rewrite:
         if matmul is None or not self.passing(added, i) or not self.passing(old, i):
             return None
         made, maker = self.ops[matmul], self.last(old.buffer, i)
-        if not (isinstance(made, Call) and made.fn == "aten.mm.out" and not made.kwargs):
+        if not (isinstance(made, Call) and made.fn in MADE and not made.kwargs):
             return None
-        if made.outs != (View(added.buffer),) or maker is None or maker > matmul:
+        if result_of(made) != View(added.buffer) or maker is None or maker > matmul:
             return None
         boxes = self.box(old), self.box(added), self.box(op.outs[0]) if op.outs else None
         if boxes[0].sizes != boxes[1].sizes or boxes[0].dtype != boxes[1].dtype:
@@ -137,10 +139,9 @@ class _Rewrite:
             self.move(name, found.out, i)
         made = self.ops[found.matmul]
         assert isinstance(made, Call)
-        into = found.out or self.matrix(name, self.box(made.outs[0]).sizes)
-        added = dataclasses.replace(
-            made, fn=INTO, args=(into, *made.args), outs=(into,), mutates=True
-        )
+        into = found.out or self.matrix(name, self.box(made_by(made)).sizes)
+        args = (into, *made.args)
+        added = dataclasses.replace(made, fn=INTO, args=args, outs=(into,), fresh=(), mutates=True)
         self.put(found.matmul, added)
         self.put(i, None)
 

@@ -20,7 +20,7 @@ import torch
 from interlace.bench.race.ways import Racer, close, free, prepare, time_ways
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
-from interlace.bench.timing import LAUNCHES, race
+from interlace.bench.timing import race
 from interlace.bench.transformer.candidates import FLOAT8, LIMIT, OURS, WAYS, Candidates
 from interlace.bench.transformer.models import MODELS, flops
 from interlace.commands.explain import strategy_of
@@ -129,13 +129,9 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Row | None:
         tell({"event": "step", "doing": f"{name}: compiling"})
         racers[name], memory[name] = _prepared(trained, name)
     tell({"event": "step", "doing": "timing"})
-    launches = 3, LAUNCHES[1]
-    time_ways(
-        racers.values(),
-        lambda runs, sets: race(ranks, runs, sets, settings.seconds, launches=launches),
-    )
+    time_ways(racers.values(), lambda runs, sets: race(ranks, runs, sets, settings.seconds))
     times = {
-        name: Stages(*ranks.maximum(trained.laps[name].medians() if not racer.problem else NONE))
+        name: slowest(ranks, trained.laps[name].medians() if not racer.problem else NONE)
         for name, racer in racers.items()
     }
     offs = ranks.maximum([racer.off for racer in racers.values()])
@@ -200,6 +196,13 @@ def _beside_serial(runs: Mapping[str, Sequence[Run]]) -> list[Run]:
 
 
 NONE = [math.nan] * 3
+
+
+def slowest(ranks: Ranks, mine: list[float]) -> Stages:
+    """The stages of the rank that takes longest for all of them: where one waits for the others in
+    a stage, the others take longer in another."""
+    every = [note["stages"] for note in ranks.exchange({"stages": mine})]
+    return Stages(*max(every, key=sum))
 
 
 def _prepared(trained: Candidates, name: str) -> tuple[Racer, float]:

@@ -231,9 +231,10 @@ def transformer(
     """Time forward, backward and step of transformer layers, ours against torch's ways.
 
     Tensor parallel, with sequence parallelism, on all ranks. The ways, in turn on equal weights:
-    eager DTensor; inductor (torch.compile, NCCL) and inductor-overlap (its overlap passes);
-    async-tp; compile and layers (ours: the backend of torch.compile, and interlace.nn.functional);
-    layers-fp8 (the same with a recipe); ideal (no communication).
+    eager DTensor; inductor (torch.compile, NCCL), inductor-overlap (its overlap passes) and
+    inductor-graph (CUDA graphs); async-tp; compile, compile-graph and layers (ours: the backend of
+    torch.compile, the same in CUDA graphs, and interlace.nn.functional); layers-fp8 (the same with
+    a recipe); ideal (no communication).
     """
     from interlace.bench.bars import judge_transformer
     from interlace.bench.ranks import run

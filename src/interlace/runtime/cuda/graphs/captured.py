@@ -65,9 +65,9 @@ def giver(
     kept: Sequence[torch.Tensor],
     others: Sequence[torch.Tensor] | None = None,
 ) -> Give:
-    """The results of a replay: the caller's `outs`, by number; what is `kept`; and copies of the
-    rest, which no replay writes again. With `others`, what lies in none of these is given as it
-    is."""
+    """The results of a replay: the caller's tensors, by number, that are whole results (`outs`,
+    inputs among them); what is `kept`; and copies of the rest, which no replay writes again. With
+    `others`, what lies in none of these is given as it is."""
     storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
     gives = [_give(item, outs, kept, storages) for item in results]
     if gives and all(isinstance(give, operator.itemgetter) for give in gives):
@@ -187,8 +187,8 @@ class GraphPair:
         static: bool,
     ) -> None:
         """Takes the results of a graph that was captured with these `tensors`: `giver`."""
-        outs = [(i, tensor) for i, tensor in enumerate(tensors) if i >= self._num_inputs]
-        self.gives.append(giver(results, outs, kept, tensors if static else None))
+        whole = list(enumerate(tensors))
+        self.gives.append(giver(results, whole, kept, tensors if static else None))
 
     def bring(self, driver: Driver, stream: int, given: Sequence[torch.Tensor]) -> None:
         """Copies what comes at any address to where the graphs read it."""
