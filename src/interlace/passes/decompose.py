@@ -26,7 +26,7 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
-from interlace.passes.strategies.whole import unmovable
+from interlace.passes.strategies.whole import lifted, unmovable
 from interlace.passes.strategies.write import refusal, write, write_whole
 from interlace.strategies import names, strategy
 
@@ -77,6 +77,7 @@ class Decompose:
         written: dict[int, list[Op]] = {}
         overlapped: list[MatmulSite] = []
         anchors: dict[int, int] = {}
+        slots: dict[str, str] = {}
         for found in analyse(values, before, done):
             number = program.ops[found.collective].site
             if number is None or (self.sites is not None and number not in self.sites):
@@ -96,8 +97,9 @@ class Decompose:
                 remarks.append(Remark(self.name, choice.remark, number))
             if choice.row is not None and choice.row.cut == "whole":
                 changed[number] = dataclasses.replace(changed[number], chunks=None)
-                whole = write_whole(values, taken, collective, choice.row, number)
-                written[found.collective] = whole
+                made, raised = write_whole(values, taken, collective, choice.row, number)
+                written[found.collective] = made
+                slots |= raised
             elif choice.row is not None and found.site is not None:
                 anchors[len(blocks)] = found.collective
                 blocks.append(list(found.site.ops))
@@ -106,10 +108,11 @@ class Decompose:
                     values, taken, found.site, choice.row, choice.chunks, number
                 )
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
+        ops = tuple(lifted(ops, slots)) if slots else ops
         sites = tuple(changed.get(site.id, site) for site in program.sites)
         tables, teams = tuple(taken.tables), tuple(taken.teams)
-        made = program.replace(ops=ops, sites=sites, tables=tables, teams=teams)
-        return made.remarked(remarks)
+        result = program.replace(ops=ops, sites=sites, tables=tables, teams=teams)
+        return result.remarked(remarks)
 
     def _copies(self, values: Dataflow, op: Collective) -> Choice:
         """Copies of a collective as a whole, whether or not matmuls are at it."""

@@ -2,25 +2,34 @@
 
 On GPUs copy engines move the bytes, so the matmuls under way keep all their SMs, of which a
 collective of NCCL takes some 24: a matmul that has every SM takes a third longer beside one.
-Shards are fetched by those who gather them; what is summed is put into a slot of its owner, which
-adds up.
 
     why = unmovable(values, op)                    # "" where copies serve this collective
     ops = by_copies(values, names, op, number=1)   # in place of the collective
+    ops = lifted([...], {"y": "tp"})               # with all others: `y` is a slot of its team now
+
+Note [Where a gathered tensor lies]
+    Each rank puts its part into the gathered tensors of all, which are slots of the team: `lifts`.
+    One that leaves the Program cannot be a slot. Its parts are fetched, from a slot with the shard.
+
+Note [Own parts]
+    A copy from one place of a GPU to another is a kernel, and has to wait until a matmul that has
+    all SMs ends. So the rank's own part is copied on the stream that computes, before the matmul.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from interlace.ir import Collective, Op, Slice, View
+from interlace.ir import Alloc, Collective, Copy, Free, Op, Slice, View
 from interlace.passes.sites.rows import balanced_sizes
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter, Names, Place
 from interlace.passes.strategies.gathers import Gather
 from interlace.passes.strategies.scatters import Scatter
-from interlace.strategies import STRATEGIES
+from interlace.strategies import NEAR_FIRST, STRATEGIES
 
 FETCH, BRING = STRATEGIES["peer", "get"], STRATEGIES["peer", "put"]
 KINDS = "all_gather", "reduce_scatter", "all_reduce"
@@ -67,18 +76,68 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
     )
     common: dict[str, Any] = {"sizes": sizes, "width": width, "dtype": dst.dtype}
 
-    def copied(index: Place, shard: View, within: Slice | None = None) -> None:
+    def own(src: View, dst: View) -> None:
+        """Note [Own parts]."""
+        e.ops.append(Copy(src=src, dst=dst, loc=op.loc))
+
+    def lies(index: Place, shard: View, within: Slice | None = None) -> None:
         """What is summed lies there already; only the rank's own part goes to the others'."""
         if index == e.rank:
-            e.copy(e.part(x, e.rank, sizes), shard)
+            own(e.part(x, e.rank, sizes), shard)
 
+    mine = e.part(y, e.rank, sizes)
     if op.kind == "reduce_scatter":
-        Scatter(e, BRING, op.src.buffer, x, y, **common).run(copied)
-        return e.ops
-    gather, mine = Gather(e, FETCH, x, y, **common).show()
-    if op.kind == "all_gather":
-        e.copy(x, mine)
+        Scatter(e, BRING, op.src.buffer, x, y, **common).run(lies)
+    elif lifts(values, op):
+        if op.kind == "all_gather":
+            own(x, mine)
+        else:
+            Scatter(e, BRING, op.src.buffer, x, mine, **common).run(lies)
+        src = x if op.kind == "all_gather" else mine
+        arrived = e.names.new(f"{op.dst.buffer}_arrived")
+        for step in e.steps(NEAR_FIRST):
+            e.put(src, mine, step.to, arrived)
+        for step in e.steps(NEAR_FIRST):
+            e.expect(arrived, step.source)
     else:
-        Scatter(e, BRING, op.src.buffer, x, mine, **common).run(copied)
-    gather.run(lambda index, rows, within=None: None)
+        gather, shown = Gather(e, FETCH, x, y, **common, in_place=True).show()
+        if op.kind == "all_gather":
+            own(x, shown)
+        else:
+            Scatter(e, BRING, op.src.buffer, x, shown, **common).run(lies)
+        dataclasses.replace(gather, whole=False).run(lambda index, rows, within=None: None)
+        at = next(i for i, one in enumerate(e.ops) if isinstance(one, Free))
+        e.ops.insert(at, Copy(src=x if op.kind == "all_gather" else shown, dst=mine, loc=op.loc))
     return e.ops
+
+
+def lifts(values: Dataflow, op: Collective) -> bool:
+    """Whether what is gathered can lie in a slot: Note [Where a gathered tensor lies]."""
+    if op.kind not in ("all_gather", "all_reduce") or op.dst is None or not op.dst.covers_buffer:
+        return False
+    buffer = values.buffers[op.dst.buffer]
+    return (
+        buffer.kind in ("local", "fresh")
+        and buffer.strides is None
+        and buffer.name in values.allocs
+        and buffer.name not in values.returned
+    )
+
+
+def lifted(ops: Sequence[Op], slots: Mapping[str, str]) -> list[Op]:
+    """The ops with these buffers as slots of their teams, freed behind their last use."""
+    last = {
+        access.view.buffer: i
+        for i, op in enumerate(ops)
+        for access in (*op.reads(), *op.writes())
+        if access.view.buffer in slots
+    }
+    made: list[Op] = []
+    for i, op in enumerate(ops):
+        if isinstance(op, Alloc) and op.buffer.name in slots:
+            team = slots[op.buffer.name]
+            buffer = dataclasses.replace(op.buffer, kind="symmetric", team=team, storage=None)
+            op = dataclasses.replace(op, buffer=buffer)
+        made.append(op)
+        made += [Free(buffer=name, site=op.site) for name, at in last.items() if at == i]
+    return made

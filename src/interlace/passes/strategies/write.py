@@ -37,7 +37,7 @@ from interlace.passes.strategies.pieces import (
     unfusable,
 )
 from interlace.passes.strategies.scatters import Combine, Scatter, Slabs
-from interlace.passes.strategies.whole import by_copies, unmovable
+from interlace.passes.strategies.whole import by_copies, lifted, lifts, unmovable
 from interlace.strategies import Strategy
 
 EXCHANGED = (
@@ -94,7 +94,8 @@ def write(
     if row.cut == "whole":
         listed = [values.program.ops[i] for i in site.ops]
         at = next(i for i, one in enumerate(listed) if one is op)
-        return [*listed[:at], *write_whole(values, names, op, row, number), *listed[at + 1 :]]
+        made, slots = write_whole(values, names, op, row, number)
+        return lifted([*listed[:at], *made, *listed[at + 1 :]], slots)
     emitter = Emitter(names, values.program.team(op.team), op, number)
     writer = _Writer(values, emitter, row, chunks)
     if isinstance(site, GatherSite):
@@ -108,11 +109,13 @@ def write(
 
 def write_whole(
     values: Dataflow, names: Names, op: Collective, row: Strategy, number: int | None
-) -> list[Op]:
-    """The ops in place of a collective that a strategy leaves in one piece."""
-    if row.name == "copies":
-        return by_copies(values, names, op, number)
-    return [replace(op, backend="peer")]
+) -> tuple[list[Op], dict[str, str]]:
+    """The ops in place of a collective that a strategy leaves in one piece, and which buffers
+    become slots of their teams (`lifted`)."""
+    if row.name != "copies":
+        return [replace(op, backend="peer")], {}
+    slots = {op.dst.buffer: op.team} if op.dst is not None and lifts(values, op) else {}
+    return by_copies(values, names, op, number), slots
 
 
 class _Writer:
