@@ -162,9 +162,12 @@ def lower(program: Program, options: Options, machine: Machine | None = None) ->
     return made
 
 
-SOONER = {"serial": 0.999, "copies": 1.01}
-"""A schedule that takes more than this share of another is no better. Copies leave matmuls whole:
-four chunks of one were measured to take up to 9 % longer, which no prediction says."""
+SOONER = 0.999
+"""A schedule that takes more than this share of another is no better,"""
+WHOLE = 1.01
+"""or this, where copies leave matmuls whole that chunks cut, each with a kernel of its own: four of
+these were measured to take up to 9 % longer than one, which no prediction says."""
+CUT = ("pipeline", "peer")
 MOST_OPS = 400
 """Of a lowered Program, some three layers: in longer ones each trial takes a second and more."""
 
@@ -206,7 +209,8 @@ def _reconsidered(
                 continue
             trial = {**ways, **dict.fromkeys(ids, way)}
             other = run_pipeline(program, [changed(item, trial) for item in passes])
-            if (now := took(other)) < SOONER[way] * best:
+            least = WHOLE if way == "copies" and like.strategy in CUT else SOONER
+            if (now := took(other)) < least * best:
                 best, found, ways = now, other, trial
             if any(site.id in ids and site.strategy == "copies" for site in other.sites):
                 break  # a collective's kernel beside a matmul gains nothing over copies
