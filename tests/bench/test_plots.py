@@ -65,14 +65,14 @@ def test_the_table_of_the_readme_is_of_one_run():
     assert HEADLINE.findall(text) == [rows[way] for way in ("sequential", "async-tp", "auto")]
 
 
-def test_layers_are_over_the_ideal():
+def test_layers_are_over_the_ideal_of_the_last_run_with_all_ways():
     rows = read(RESULTS / "transformer.csv")
-    times = {
-        row["way"]: float(row["forward_ms"]) + float(row["backward_ms"])
-        for row in rows
-        if (row["model"], row["world"], row["how"]) == ("llama3-70b", "4", "measured")
-        and not row["error"]
-    }
+    runs: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if (row["model"], row["world"], row["how"]) == ("llama3-70b", "4", "measured"):
+            both = float(row["forward_ms"] or "nan") + float(row["backward_ms"] or "nan")
+            runs.setdefault(row["commit"], {})[row["way"]] = both
+    times = [times for times in runs.values() if {"inductor", "async-tp", "compile"} <= {*times}][-1]
     found = layers_over_ideal(rows)[4]["layer llama3-70b, 8192 tokens"]
     ways = {OURS: "compile", "async-TP": "async-tp", "NCCL, then matmul": "inductor"}
     assert found == pytest.approx(

@@ -145,13 +145,18 @@ def _faster_mode(times: Times) -> dict[str, float]:
 
 
 def layers_over_ideal(rows: Sequence[Row]) -> dict[int, Lines]:
-    """The latest measured layers: forward and backward over the same without communication."""
-    columns: dict[int, Lines] = {}
+    """Forward and backward of layers over the same without communication: of the latest measured
+    run that timed all ways."""
+    runs: dict[tuple[int, str, str], dict[str, float]] = {}
     for row in rows:
         if row["way"] in LAYER_WAYS and row["how"] == "measured" and not row["error"]:
             line = f"layer {row['model']}, {int(row['batch']) * int(row['sequence'])} tokens"
-            found = columns.setdefault(int(row["world"]), {}).setdefault(line, {})
+            found = runs.setdefault((int(row["world"]), line, row["commit"]), {})
             found[LAYER_WAYS[row["way"]]] = 1 / (1 - number(row["exposed_share"]))
+    columns: dict[int, Lines] = {}
+    for (world, line, _), found in runs.items():
+        if len(found) == len(LAYER_WAYS):
+            columns.setdefault(world, {})[line] = found
     return columns
 
 

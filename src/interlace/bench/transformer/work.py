@@ -199,10 +199,10 @@ NONE = [math.nan] * 3
 
 
 def slowest(ranks: Ranks, mine: list[float]) -> Stages:
-    """The stages of the rank that takes longest for all of them: where one waits for the others in
-    a stage, the others take longer in another."""
-    every = [note["stages"] for note in ranks.exchange({"stages": mine})]
-    return Stages(*max(every, key=sum))
+    """The stages of the rank whose forward and backward take longest. The others are done sooner,
+    and wait for it in the step, where the gradients of norms are summed."""
+    every = [Stages(*note["stages"]) for note in ranks.exchange({"stages": mine})]
+    return max(every, key=lambda stages: stages.both)
 
 
 def _prepared(trained: Candidates, name: str) -> tuple[Racer, float]:
