@@ -110,6 +110,18 @@ CASES = {
         + OWN.replace("return n", "return n, s"),
         ["mm", "mm", "add", "neg"],
     ),
+    "a factor of the matmul": (
+        """
+    s = alloc(f32[8, 8])
+    t = alloc(f32[8, 8])
+    main: call("aten.mm.out", r, r.permute(1, 0), out=s)
+    main: call("aten.mm.out", s, s, out=t)
+    main: call("aten.add.Tensor", s, t, out=(z := f32[8, 8]))
+    main: call("aten.neg.default", z, out=(n := f32[8, 8]))
+    return n
+""",
+        ["mm", "mm", "add", "neg"],
+    ),
     "itself": (MM + SUM.replace("s, t", "t, t") + OWN, ["mm", "mm", "add", "neg"]),
     "other sizes": (
         MM.replace("s = alloc(f32[8, 6])", "s = alloc(f32[1, 6])").replace(

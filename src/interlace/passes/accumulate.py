@@ -109,8 +109,8 @@ class _Rewrite:
         made, maker = self.ops[matmul], self.last(old.buffer, i)
         if not (isinstance(made, Call) and made.fn in MADE and not made.kwargs):
             return None
-        if result_of(made) != View(added.buffer) or maker is None or maker > matmul:
-            return None
+        if result_of(made) != View(added.buffer) or maker is None or maker >= matmul:
+            return None  # equal: what it is added to is a factor of the matmul, too
         boxes = self.box(old), self.box(added), self.box(op.outs[0]) if op.outs else None
         if boxes[0].sizes != boxes[1].sizes or boxes[0].dtype != boxes[1].dtype:
             return None
