@@ -72,7 +72,9 @@ def test_layers_are_over_the_ideal_of_the_last_run_with_all_ways():
         if (row["model"], row["world"], row["how"]) == ("llama3-70b", "4", "measured"):
             both = float(row["forward_ms"] or "nan") + float(row["backward_ms"] or "nan")
             runs.setdefault(row["commit"], {})[row["way"]] = both
-    times = [times for times in runs.values() if {"inductor", "async-tp", "compile"} <= {*times}][-1]
+    times = [times for times in runs.values() if {"inductor", "async-tp", "compile"} <= {*times}][
+        -1
+    ]
     found = layers_over_ideal(rows)[4]["layer llama3-70b, 8192 tokens"]
     ways = {OURS: "compile", "async-TP": "async-tp", "NCCL, then matmul": "inductor"}
     assert found == pytest.approx(

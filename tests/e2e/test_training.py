@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from tests.support.pool import Pool
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -39,6 +39,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "shift": {"strategy": "shift"},
     "pipeline": {"strategy": "pipeline", "chunks": 2},
     "broadcast": {"strategy": "broadcast"},
+    "copies": {"strategy": "copies"},
 }
 
 
@@ -97,19 +98,50 @@ class Integers(nn.Module):
         return x
 
 
-def train_integers(options: dict[str, Any] | None, steps: int, seed: int) -> Trace:
-    """Steps on fresh integers for the input and every weight."""
-    world = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    generator = torch.Generator().manual_seed(seed)
-    model = Integers()
-    rows = Shard(0)
+class Shared(nn.Module):
+    """Three maps of one gathered input, as of attention: its gradient is the sum of theirs."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.maps = nn.ModuleList(nn.Linear(8, 16, bias=False) for _ in range(3))
+        self.down = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = DTensor.from_local(x, self.mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+        a, b, c = (map(full) for map in self.maps)
+        return self.down((a + b.relu() + c).to_local())
+
+
+def shared(mesh: DeviceMesh) -> nn.Module:
+    plan = {f"maps.{i}": ColwiseParallel(use_local_output=False) for i in range(3)}
+    return parallelize_module(
+        Shared(mesh), mesh, {**plan, "down": RowwiseParallel(output_layouts=Shard(0))}
+    )
+
+
+def feed_forwards(mesh: DeviceMesh) -> nn.Module:
+    model, rows = Integers(), Shard(0)
     for layer in model.layers:
         parallelize_module(
             layer,
             mesh,
             {"0": ColwiseParallel(input_layouts=rows), "2": RowwiseParallel(output_layouts=rows)},
         )
+    return model
+
+
+def train_integers(
+    options: dict[str, Any] | None,
+    steps: int,
+    seed: int,
+    made: Callable[[DeviceMesh], nn.Module] = feed_forwards,
+) -> Trace:
+    """Steps on fresh integers for the input and every weight."""
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    generator = torch.Generator().manual_seed(seed)
+    model = made(mesh)
     forward = compiled(model, options)
     trace: Trace = []
     for _ in range(steps):
@@ -202,6 +234,25 @@ def test_integers_equal_serial(pool: Pool, ranks: int, seed: int) -> None:
     args = (train_integers, STEPS, seed)
     for rank, found in enumerate(pool(ranks).run(compare_strategies, *args, time_out_s=280.0)):
         assert found == {name: [] for name in STRATEGIES}, f"rank {rank}"
+
+
+def accumulated(seed: int) -> dict[str, list[str]]:
+    """On one rank: how gradients that matmuls add up differ from eager ones."""
+    eager = train_integers(None, 2, seed, shared)
+    found: dict[str, list[str]] = {}
+    for name in ("serial", "peer", "copies"):
+        options = {"strategy": name, "regions": "inductor"}
+        with interlace.frontend.capture() as captured:
+            found[name] = different(eager, train_integers(options, 2, seed, shared))
+        if sum("addmm_" in str(program) for program in captured.programs) != 1:
+            found[name].append("backward, and no other Program, has sums for matmuls to do")
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_gradients_that_matmuls_add_up(pool: Pool, seed: int) -> None:
+    for rank, found in enumerate(pool(2).run(accumulated, seed, time_out_s=180.0)):
+        assert found == {"serial": [], "peer": [], "copies": []}, f"rank {rank}"
 
 
 @pytest.mark.timeout(300)
