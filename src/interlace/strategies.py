@@ -145,7 +145,6 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             _RANK_ORDER,
             NEAR_FIRST,
             OWNERS,
-            alone="it gathers and reduces",
             peers=True,
             amid=True,
         ),

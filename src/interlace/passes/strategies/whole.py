@@ -39,7 +39,7 @@ def unmovable(values: Dataflow, op: Collective) -> str:
     """Why `copies` cannot serve a collective; empty where it can."""
     team = values.program.team(op.team)
     if op.kind not in KINDS or op.src is None or op.dst is None:
-        return f"copies gather and reduce, and this is a {op.kind}"
+        return f"copies gather and reduce, and do no {op.kind}"
     if team.size < 2:
         return f"team {team.name} has one rank"
     if team.hosts is not None:
