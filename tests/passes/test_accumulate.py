@@ -76,11 +76,62 @@ CASES = {
         + OWN,
         ["mm", "addmm_", "neg"],
     ),
-    "a region before it": (
+    "what is no matmul's": (
         MM.replace('call("aten.mm.out", x, v, out=s)', 'call("aten.neg.out", r, out=s)')
         + SUM
         + OWN,
-        ["neg", "addmm_", "neg"],
+        ["neg", "mm", "add", "neg"],
+    ),
+    "what may be the caller's memory": (
+        """
+    t = alloc(f32[8, 6])
+    main: call("aten._unsafe_view.default", r, (8, 6), out=(s := f32[8, 6]))
+    main: call("aten.mm.out", y, w, out=t)
+"""
+        + SUM
+        + OWN,
+        ["_unsafe_view", "mm", "add", "neg"],
+    ),
+    "memory that is used again while the sum is needed": (
+        MM
+        + SUM
+        + """
+    main: call("aten.mm.out", y, v, out=s)
+    main: call("aten.mul.Tensor", s, z, out=(n := f32[8, 6]))
+    return n
+""",
+        ["mm", "mm", "add", "mm", "mul"],
+    ),
+    "a result that is written again": (
+        """
+    main: call("aten.mm.default", x, v, out=(s := f32[8, 6]))
+    main: call("aten.mm.default", y, w, out=(t := f32[8, 6]))
+"""
+        + SUM
+        + """    main: call("aten.neg.out", z, out=t)
+    return t
+""",
+        ["mm", "mm", "add", "neg"],
+    ),
+    "a matrix of other sizes": (
+        """
+    s = alloc(f32[8, 6])
+    t = alloc(f32[4, 12])
+    o = empty(f32[8, 6])
+    main: call("aten.mm.out", x, v, out=s)
+    main: call("aten.mm.out", x[0:4], r.view(4, 12), out=t)
+    main: call("aten.add.out", s, t.view(8, 6), out=o)
+    return o
+""",
+        ["mm", "mm", "add"],
+    ),
+    "memory that is given back": (
+        MM + SUM + OWN.replace("    return", "    main: free(z)\n    return"),
+        ["mm", "mm", "add", "neg"],
+    ),
+    "shared storage": (
+        MM.replace("s = alloc(f32[8, 6])", 's = alloc(f32[8, 6], storage="a")') + SUM + OWN,
+        ["mm", "mm", "add", "neg"],
     ),
     "with a factor": (
         MM + SUM.replace("s, t", "s, t, alpha=2") + OWN,
@@ -156,6 +207,53 @@ def test_memory_that_is_used_meanwhile_or_is_a_slot_taken_later_is_left() -> Non
 
 
 WAYS = ["serial", "shift", "ring", "peer", "copies"]
+UNEVEN = """
+def p(tp: Team[2], y: f32[rows[tp.rank], 4], w: f32[4, 6], v: f32[4, 6]):
+    rows = table(tp, 2, 5)
+    main: call("aten.mm.default", y, v, out=(s := f32[rows[tp.rank], 6]))
+    main: call("aten.mm.default", y, w, out=(t := f32[rows[tp.rank], 6]))
+    main: call("aten.add.Tensor", s, t, out=(z := f32[rows[tp.rank], 6]))
+    main: call("aten.neg.default", z, out=(n := f32[rows[tp.rank], 6]))
+    return n
+"""
+BY_HAND = """
+def p(tp: Team[2], x: f32[8, 4], v: f32[4, 6], w: f32[4, 6]):
+    o = alloc(f32[8, 6], symmetric=tp)
+    g = empty(f32[8, 6])
+    s = alloc(f32[8, 6])
+    t = alloc(f32[8, 6])
+    main: call("aten.zeros.out", (8, 6), out=o)
+    main: notify(a, to=tp.rank + 1)
+    main: expect(a, tp.rank + 1)
+    main: get(o, g, peer=tp.rank + 1)
+    main: notify(b, to=tp.rank + 1)
+    main: call("aten.mm.out", x, v, out=s)
+    main: call("aten.mm.out", x, w, out=t)
+    main: expect(b, tp.rank + 1)
+    main: call("aten.add.out", s, t, out=o)
+    main: call("aten.neg.default", o, out=(n := f32[8, 6]))
+    main: free(o)
+    return g, n
+"""
+
+
+@pytest.mark.parametrize("text", [UNEVEN, BY_HAND])
+def test_sizes_of_ranks_and_signals_between_are_left(text: str) -> None:
+    program = parse(text)
+    check(program).raise_if_unsound()
+    assert Accumulate().run(program) == program
+
+
+def test_other_streams_are_left() -> None:
+    text = HEAD.format(ranks=1) + MM.replace(
+        'main: call("aten.mm.out", y', 'side: call("aten.mm.out", y'
+    )
+    text = text.replace("    side:", "    main: record(e)\n    side: wait(e)\n    side:")
+    program = parse(text + "    side: record(f)\n    main: wait(f)\n" + SUM + OWN)
+    check(program).raise_if_unsound()
+    assert Accumulate().run(program) == program
+
+
 GRADIENTS = """
 def backward(
     tp: Team[{ranks}], a: f32[{rows}, 4], b: f32[{rows}, 4], c: f32[{rows}, 4],

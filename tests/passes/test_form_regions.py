@@ -131,6 +131,17 @@ def test_all_that_waits_for_the_same_is_one_region() -> None:
     assert calls(program) == ["region_0"]
 
 
+def test_what_waits_holds_up_nothing_that_only_reads_the_same() -> None:
+    program = formed(
+        "    g = empty(f32[4, 4])\n    main: all_reduce(y, g, reduce='sum', team=tp)\n"
+        + '    main: call("aten.mul.Tensor", x, g, out=(a := f32[4, 4]))\n'
+        + '    main: call("aten.sub.Tensor", a, x, out=(c := f32[4, 4]))\n'
+        + neg("x", "b")
+        + "    return c, b"
+    )
+    assert calls(program) == ["region_0", "aten.neg.default"]
+
+
 def test_what_is_needed_later_is_a_result() -> None:
     program = formed(neg("x", "a") + neg("a", "b") + neg("b", "c") + "    return c, a.view(16)")
     (call,) = (op for op in program.ops if isinstance(op, Call))

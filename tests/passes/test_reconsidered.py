@@ -9,7 +9,7 @@ import pytest
 from tests.passes.spellings import as_sample
 from tests.passes.test_decompose import assert_overlaps
 
-from interlace.ir import Collective, parse
+from interlace.ir import Collective, Put, parse
 from interlace.options import Options
 from interlace.passes import lower, pipeline, run_pipeline
 from interlace.runtime.machine import default_machine
@@ -119,3 +119,70 @@ def plain(tp: Team[{ranks}], x: f32[rows[tp.rank], 2, 3]):
     assert made.sites[0].strategy == ("copies" if kind != "uneven" or sum(each) else "serial")
     check(made).raise_if_unsound()
     assert_overlaps(made, sample, seed)
+
+
+TWICE = """
+def twice(tp: Team[2], x: f32[2, 3], w: f32[2, 3]):
+    y = alloc(f32[4, 3])
+    main: all_gather(x, y, team=tp)
+    main: call("aten.neg.default", y, out=(m := f32[4, 3]))
+    main: all_gather(w, y, team=tp)
+    main: call("aten.neg.default", y, out=(n := f32[4, 3]))
+    return m, n
+"""
+BEFORE = """
+def before(tp: Team[2], x: f32[2, 3], w: f32[4, 3]):
+    y = alloc(f32[4, 3])
+    main: call("aten.neg.out", w, out=y)
+    main: call("aten.neg.default", y, out=(m := f32[4, 3]))
+    main: all_gather(x, y, team=tp)
+    main: call("aten.neg.default", y, out=(n := f32[4, 3]))
+    return m, n
+"""
+WITHIN = """
+def within(tp: Team[2], x: f32[4, 3]):
+    y = alloc(f32[4, 3])
+    main: call("aten.neg.out", x, out=y)
+    main: all_reduce(y, y, reduce="sum", team=tp)
+    main: call("aten.neg.default", y, out=(n := f32[4, 3]))
+    main: free(y)
+    return n
+"""
+VECTOR = """
+def vector(tp: Team[2], x: f32[7], w: f32[8]):
+    y = empty(f32[7])
+    z = alloc(f32[8])
+    main: all_reduce(x, y, reduce="sum", team=tp)
+    main: all_reduce(w, z, reduce="sum", team=tp)
+    main: call("aten.neg.default", z, out=(n := f32[8]))
+    return y, n
+"""
+
+
+@pytest.mark.parametrize("text", [TWICE, BEFORE, WITHIN, VECTOR])
+def test_copies_into_buffers_with_other_writers_and_of_vectors(text: str, seed: int) -> None:
+    sample = as_sample(parse(text), seed)
+    for options in (Options(strategy="copies"), Options(strategy="copies", regions="inductor")):
+        made = lower(sample.program, options)
+        assert {site.strategy for site in made.sites} == {"copies"}
+        check(made).raise_if_unsound()
+        assert_overlaps(made, sample, seed)
+
+
+def test_every_rank_sums_a_part_of_a_vector() -> None:
+    made = run_pipeline(parse(VECTOR), "find_sites,decompose{strategy=copies}")
+    puts = [op for op in made.ops if isinstance(op, Put)]
+    sizes = [made.boxes(rank)(op.src).numel for op in puts for rank in (0, 1)]
+    assert sorted(sizes) == [3, 4, *[4] * (len(sizes) - 2)]
+
+
+def test_copies_of_what_is_refused_change_nothing() -> None:
+    """What names its backend stays as `decompose` left it, and so does a site that was overlapped
+    before."""
+    named = GATHER.replace("team=tp)", 'team=tp, backend="nccl")') + "    return y\n"
+    machine, options = default_machine("h200"), Options(regions="inductor")
+    (site,) = lower(parse(named), options, machine).sites
+    assert "the whole schedule" not in site.reason
+    done = lower(parse(GATHER + OTHER), dataclasses.replace(options, strategy="peer"), machine)
+    (again,) = lower(done, options, machine).sites
+    assert (again.strategy, again.reason) == ("peer", "requested")

@@ -384,4 +384,4 @@ H200 = Machine(
 """Four H200s with 18 NVLinks a pair: gathers of 16 to 1024 MB and copies of 2 to 16 MB were
 measured, the rest is like what is published of such machines; so are links between hosts, where
 each GPU has an interface of 400 Gb/s. What NCCL steals is the time by which matmuls ended later
-beside its gathers (four H100s: by 0.8 to 0.9 of the gather's own time), and fits `pipeline` best."""
+beside its gathers (four H100s: 0.8 to 0.9 of the gather's own time), and fits `pipeline` best."""

@@ -7,7 +7,7 @@ A chain of pointwise operators costs a launch and a trip through memory each; a 
 They share what one makes and another reads, and what both read, where that is as large as what they
 make: then it is read once. Left alone are matmuls, attention, calls of a site, and calls that draw
 random numbers, write in place or have several results. A region begins where communication arrives,
-so that none waits for more than its calls did. The same chain in two layers is one region.
+so that no call waits for what it does not need of it. The same chain in two layers is one region.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FormRegions:
     def run(self, program: Program) -> Program:
         """The same Program, with chains of small calls as calls of regions."""
         former = _Former(program)
-        ops = [op for run in _runs(program) for op in former.form(run)]
+        ops = [op for run in _runs(program, former.arrived) for op in former.form(run)]
         return program.replace(ops=tuple(ops), regions=tuple(former.regions.values()))
 
 
@@ -73,14 +73,8 @@ def _is_fixed(value: Arg) -> bool:
     return all(map(_is_fixed, value)) if isinstance(value, tuple) else not isinstance(value, Size)
 
 
-def _runs(program: Program) -> Iterator[list[Op]]:
+def _runs(program: Program, arrived: set[str]) -> Iterator[list[Op]]:
     """The list in pieces: runs of small calls on one stream, and single other ops."""
-    arrived = {
-        access.view.buffer
-        for op in program.ops
-        if not isinstance(op, Call | Alloc)
-        for access in op.writes()
-    }
     run: list[Op] = []
     made: set[str] = set()
     awaited: set[str] = set()
@@ -113,6 +107,13 @@ class _Former:
         self.known = {repr((r.inputs, r.body, r.outputs)): r.name for r in program.regions}
         """Regions by their text: 2 and 2.0 are equal, and mean other things to an operator."""
         self.buffers = program.buffers()
+        self.arrived = {
+            access.view.buffer
+            for op in program.ops
+            if not isinstance(op, Call | Alloc)
+            for access in op.writes()
+        }
+        """Buffers that communication, or a copy, fills."""
         self.readers: dict[str, int] = {}
         for op in program.ops:
             for name in {access.view.buffer for access in (*op.reads(), *op.writes())}:
@@ -134,12 +135,16 @@ class _Former:
 
     def connected(self, calls: Sequence[Call]) -> list[list[Call]]:
         """The calls in groups that share no data with one another, each in order."""
-        group: dict[str, int] = {}  # of what is made and read: the first call of its group
-        made = {call.fresh[0].name for call in calls}
+        group: dict[object, int] = {}  # of what is made and read: the first call of its group
+        made: dict[str, bool] = {}
+        """By result, whether it waits for what arrives: those that do not are not held up."""
         for i, call in enumerate(calls):
             (own,) = call.fresh
             read = {view.buffer for view in call.views()}
-            shared = {name for name in read if name in made or self.alike(name, own)} | {own.name}
+            waits = any(made.get(name, name in self.arrived) for name in read)
+            made[own.name] = waits
+            shared: set[object] = {own.name, *(name for name in read if name in made)}
+            shared |= {(name, waits) for name in read - {*made} if self.alike(name, own)}
             joined = {group[name] for name in shared if name in group}
             first = min(joined, default=i)
             if len(joined) > 1:

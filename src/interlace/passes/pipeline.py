@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
@@ -165,8 +166,9 @@ def lower(program: Program, options: Options, machine: Machine | None = None) ->
 SOONER = 0.999
 """A schedule that takes more than this share of another is no better,"""
 WHOLE = 1.01
-"""or this, where copies leave matmuls whole that chunks cut, each with a kernel of its own: four of
-these were measured to take up to 9 % longer than one, which no prediction says."""
+"""or this, where copies leave matmuls whole that `CUT` cuts, each piece with a kernel of its own:
+four of these were measured to take up to 9 % longer than one; or where the other has a collective's
+kernel beside matmuls, which hold up each other. No prediction says either."""
 CUT = ("pipeline", "peer")
 MOST_OPS = 400
 """Of a lowered Program, some three layers: in longer ones each trial takes a second and more."""
@@ -198,27 +200,43 @@ def _reconsidered(
         copied = tuple([number for number, way in ways.items() if way == "copies"])
         return dataclasses.replace(item, sites=rest, copied=copied)
 
-    best, found = took(made), made
-    ways: dict[int, str] = {}
+    best = least = took(made)
+    found, ways = made, dict[int, str]()
+    why: dict[int, str] = {}
+    by_hand = {site.id for site in program.sites if site.strategy != "serial"}
     alike: dict[Site, list[int]] = {}
     for site in made.sites:
-        alike.setdefault(dataclasses.replace(site, id=0, module=""), []).append(site.id)
+        if site.id not in by_hand:
+            alike.setdefault(dataclasses.replace(site, id=0, module=""), []).append(site.id)
     for like, ids in alike.items():
-        for way in ("copies", "serial"):
-            if way == like.strategy or (way == "copies" and not copies):
-                continue
+        tried: dict[str, tuple[float, Program, dict[int, str]]] = {}
+        for way in ("copies", "serial") if copies else ("serial",):
             trial = {**ways, **dict.fromkeys(ids, way)}
-            other = run_pipeline(program, [changed(item, trial) for item in passes])
-            least = WHOLE if way == "copies" and like.strategy in CUT else SOONER
-            if (now := took(other)) < least * best:
-                best, found, ways = now, other, trial
-            if any(site.id in ids and site.strategy == "copies" for site in other.sites):
-                break  # a collective's kernel beside a matmul gains nothing over copies
-    reason = f"the whole schedule is predicted to end sooner so ({machine.name})"
+            if like.strategy != way:
+                other = run_pipeline(program, [changed(item, trial) for item in passes])
+                if all(site.strategy == way for site in other.sites if site.id in ids):
+                    tried[way] = took(other), other, trial
+        by_copies, by_kernel = (
+            tried[w][0] if w in tried else math.inf for w in ("copies", "serial")
+        )
+        kernel = by_kernel < SOONER * best
+        if by_copies < SOONER * min(best, by_kernel):
+            way = "copies"
+        elif by_copies < WHOLE * min(least, by_kernel) and (kernel or like.strategy in CUT):
+            way = "copies"  # about as good
+        elif kernel:
+            way = "serial"
+        else:
+            continue
+        reason = "sooner so" if tried[way][0] < SOONER * best else "as soon with whole matmuls"
+        best, found, ways = tried[way]
+        least = min(least, best)
+        text = f"the whole schedule is predicted to end {reason} ({machine.name})"
+        why |= dict.fromkeys(ids, text)
     alone = {site.id: site.serial_ms for site in made.sites}
     sites = [
-        dataclasses.replace(s, reason=reason, serial_ms=alone[s.id], predicted_ms=alone[s.id])
-        if s.id in ways
+        dataclasses.replace(s, reason=why[s.id], serial_ms=alone[s.id], predicted_ms=alone[s.id])
+        if s.id in why
         else s
         for s in found.sites
     ]

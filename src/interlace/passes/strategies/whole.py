@@ -27,11 +27,10 @@ from interlace.ir import Alloc, Collective, Copy, Free, Op, Slice, View
 from interlace.passes.sites.rows import balanced_sizes
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter, Names, Place
-from interlace.passes.strategies.gathers import Gather
 from interlace.passes.strategies.scatters import Scatter
 from interlace.strategies import NEAR_FIRST, STRATEGIES
 
-FETCH, BRING = STRATEGIES["peer", "get"], STRATEGIES["peer", "put"]
+BRING = STRATEGIES["peer", "put"]
 KINDS = "all_gather", "reduce_scatter", "all_reduce"
 
 
@@ -49,7 +48,9 @@ def unmovable(values: Dataflow, op: Collective) -> str:
     if op.reduce not in (None, "sum"):
         return f"it adds up, and the collective takes the {op.reduce}"
     src, dst = values.box(op.src), values.box(op.dst)
-    if not (max(src, dst, key=lambda box: box.numel).numel and src.sizes and dst.sizes):
+    if not (src.sizes and dst.sizes):
+        return "it is of scalars"
+    if not max(src.numel, dst.numel):
         return "it moves nothing"
     if not (src.contiguous and dst.contiguous):
         return "its tensors do not lie in one piece"
@@ -60,6 +61,7 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
     """The ops that do what a collective does."""
     e = Emitter(names, values.program.team(op.team), op, number)
     assert op.src is not None and op.dst is not None  # noqa: PT018
+    name, summed = op.dst.buffer, op.src.buffer
     src, dst = values.box(op.src), values.box(op.dst)
     shard = src if op.kind == "all_gather" else dst
     width = shard.sizes[-1]
@@ -67,6 +69,8 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
         width = math.prod(shard.sizes[1:])
         sizes = next(table.values for table in values.program.tables if table.name == op.splits)
     elif op.kind == "all_reduce":
+        if shard.numel // width < e.size:  # such as a vector
+            width = 1 if shard.numel % e.size else shard.numel // e.size
         sizes = balanced_sizes(shard.numel // width, e.size)
     else:
         sizes = (shard.numel // width,) * e.size
@@ -85,29 +89,35 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
         if index == e.rank:
             own(e.part(x, e.rank, sizes), shard)
 
+    def shard_into(out: View) -> None:
+        """The rank's own part of what is gathered."""
+        if op.kind == "all_gather":
+            own(x, out)
+        else:
+            Scatter(e, BRING, summed, x, out, **common).run(lies)
+
     mine = e.part(y, e.rank, sizes)
     if op.kind == "reduce_scatter":
-        Scatter(e, BRING, op.src.buffer, x, y, **common).run(lies)
+        Scatter(e, BRING, summed, x, y, **common).run(lies)
     elif lifts(values, op):
-        if op.kind == "all_gather":
-            own(x, mine)
-        else:
-            Scatter(e, BRING, op.src.buffer, x, mine, **common).run(lies)
-        src = x if op.kind == "all_gather" else mine
-        arrived = e.names.new(f"{op.dst.buffer}_arrived")
+        shard_into(mine)
+        arrived = e.names.new(f"{name}_arrived")
         for step in e.steps(NEAR_FIRST):
-            e.put(src, mine, step.to, arrived)
+            e.put(x if op.kind == "all_gather" else mine, mine, step.to, arrived)
         for step in e.steps(NEAR_FIRST):
             e.expect(arrived, step.source)
     else:
-        gather, shown = Gather(e, FETCH, x, y, **common, in_place=True).show()
-        if op.kind == "all_gather":
-            own(x, shown)
-        else:
-            Scatter(e, BRING, op.src.buffer, x, shown, **common).run(lies)
-        dataclasses.replace(gather, whole=False).run(lambda index, rows, within=None: None)
-        at = next(i for i, one in enumerate(e.ops) if isinstance(one, Free))
-        e.ops.insert(at, Copy(src=x if op.kind == "all_gather" else shown, dst=mine, loc=op.loc))
+        rows = max(sizes)
+        slot = e.alloc(f"{name}_shard", dst.dtype, (rows, width), "symmetric")
+        shown = e.head(slot, sizes, e.rank, rows)
+        shard_into(shown)
+        ready = e.names.new(f"{slot.buffer}_ready")
+        e.notify(ready, e.team.others)
+        own(shown, mine)
+        for step in e.steps(NEAR_FIRST):
+            theirs = e.head(slot, sizes, step.chunk, rows)
+            e.get(theirs, step.source, e.part(y, step.chunk, sizes), ready)
+        e.free(slot)
     return e.ops
 
 
@@ -116,11 +126,14 @@ def lifts(values: Dataflow, op: Collective) -> bool:
     if op.kind not in ("all_gather", "all_reduce") or op.dst is None or not op.dst.covers_buffer:
         return False
     buffer = values.buffers[op.dst.buffer]
+    made, used = values.makers[buffer.name], values.users.get(buffer.name, [])
     return (
         buffer.kind in ("local", "fresh")
-        and buffer.strides is None
+        and (buffer.strides, buffer.storage) == (None, None)
         and buffer.name in values.allocs
         and buffer.name not in values.returned
+        and len(made) == 1
+        and min(used, default=made[0]) >= made[0]
     )
 
 
@@ -134,6 +147,8 @@ def lifted(ops: Sequence[Op], slots: Mapping[str, str]) -> list[Op]:
     }
     made: list[Op] = []
     for i, op in enumerate(ops):
+        if isinstance(op, Free) and op.buffer in slots:
+            continue
         if isinstance(op, Alloc) and op.buffer.name in slots:
             team = slots[op.buffer.name]
             buffer = dataclasses.replace(op.buffer, kind="symmetric", team=team, storage=None)
