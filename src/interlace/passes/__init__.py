@@ -4,6 +4,7 @@ pipeline.py           what a pass is; pipelines as text, and the one that lowers
 find_sites.py         every collective becomes a Site, by meaning and not by spelling
 place_resharding.py   gathers stand where fewer bytes move
 decompose.py          a site becomes chunks, by a strategy
+accumulate.py         sums of matmuls that a matmul adds up itself
 form_regions.py       pointwise operators that run as one
 schedule.py           order and streams
 plan_memory.py        Alloc and Free, storage reused

@@ -1,7 +1,7 @@
 """How a site is written with a strategy (a row of `interlace/strategies.py`), and which it gets.
 
 write.py       a site with a strategy: what is declared, and which rows are computed when
-gathers.py, scatters.py: how chunks travel
+gathers.py, scatters.py: how chunks travel;  whole.py: a collective in one piece, by copies
 chunks.py      chunks, slices and the computation on them;  pieces.py: how finely a site is cut
 emitter.py     names, tables and views of what is written
 choose.py      which strategy a site gets: measured, or predicted by playing it alone
