@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 from tests.passes.spellings import as_sample
 from tests.passes.test_decompose import assert_overlaps
 
-from interlace.ir import Collective, Put, parse
+from interlace.ir import Collective, Program, Put, parse
 from interlace.options import Options
 from interlace.passes import lower, pipeline, run_pipeline
+from interlace.passes.decompose import Decompose
 from interlace.runtime.machine import default_machine
 from interlace.verify import check
 
@@ -44,10 +46,10 @@ def test_what_lies_under_other_computation_stays_whole(
     (site,) = program.sites
     assert (site.strategy == "copies") is other
     assert ("the whole schedule" in site.reason) is other
-    (by_nccl,) = lower(serial, dataclasses.replace(options, transport="nccl"), machine).sites
-    assert by_nccl.strategy != "copies"
+    by_nccl = dataclasses.replace(options, transport="nccl")
+    assert lower(serial, by_nccl, machine).sites[0].strategy != "copies"
     monkeypatch.setattr(pipeline, "MOST_OPS", 0)
-    (alone,) = lower(serial, options, machine).sites
+    (alone,) = lower(serial, by_nccl, machine).sites
     assert alone.strategy not in ("serial", "copies")
     assert alone.serial_ms == site.serial_ms
 
@@ -67,8 +69,13 @@ OPS = {
 }
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
-def test_a_collective_without_matmuls_goes_by_copies_beside_one(kind: str) -> None:
+def test_a_collective_without_matmuls_goes_by_copies_beside_one(
+    kind: str, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if long:
+        monkeypatch.setattr(pipeline, "MOST_OPS", 0)
     given, rows, op = OPS[kind]
     serial = parse(PLAIN.format(rows=rows, op=op).replace("x: bf16[2048", f"x: bf16[{given}"))
     made = lower(serial, Options(regions="inductor"), default_machine("h200"))
@@ -79,6 +86,30 @@ def test_a_collective_without_matmuls_goes_by_copies_beside_one(kind: str) -> No
     kept = parse(PLAIN.format(rows=rows, op=op[:-1] + ', backend="nccl")'))
     (named,) = lower(kept, Options(regions="inductor"), default_machine("h200")).sites
     assert named.strategy == "serial", "it names what moves it"
+
+
+def test_long_programs_try_serial_sites_together_and_cut_ones_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two trials, however many sites there are."""
+    tried: list[tuple[int, ...]] = []
+    run = pipeline.run_pipeline
+
+    def counted(program: Program, passes: Any) -> Program:
+        tried.extend(item.copied for item in passes if isinstance(item, Decompose))
+        return run(program, passes)
+
+    other = "    main: all_gather(v, f, team=tp)\n    main: all_gather(v, g, team=tp)\n"
+    text = GATHER.replace("a: bf16", "v: bf16[2048, 4096], a: bf16") + other
+    text = text.replace(
+        "    y =", "    f = alloc(bf16[8192, 4096])\n    g = alloc(bf16[8192, 4096])\n    y ="
+    )
+    serial = parse(text + OTHER)
+    monkeypatch.setattr(pipeline, "MOST_OPS", 0)
+    monkeypatch.setattr(pipeline, "run_pipeline", counted)
+    sites = lower(serial, Options(regions="inductor"), default_machine("h200")).sites
+    assert [site.strategy for site in sites][1:] == ["copies", "copies"]
+    assert tried in ([(), (2, 3)], [(), (1,), (1, 2, 3)], [(), (1,), (2, 3)])
 
 
 @pytest.mark.parametrize("kind", [*OPS, "uneven"])

@@ -171,7 +171,8 @@ four of these were measured to take up to 9 % longer than one; or where the othe
 kernel beside matmuls, which hold up each other. No prediction says either."""
 CUT = ("pipeline", "peer")
 MOST_OPS = 400
-"""Of a lowered Program, some three layers: in longer ones each trial takes a second and more."""
+"""Of a lowered Program, some three layers: in longer ones, where each trial takes a second and
+more, there are two, of all serial sites and of all that are cut."""
 
 
 def _reconsidered(
@@ -186,7 +187,7 @@ def _reconsidered(
     kernel of `exchange` is predicted to gain more, and was measured to take more: it holds SMs that
     the matmuls under way need.)
     """
-    if len(made.ops) > MOST_OPS or made.sizes.sizes:
+    if made.sizes.sizes:
         return made
 
     def took(lowered: Program) -> float:
@@ -204,17 +205,22 @@ def _reconsidered(
     found, ways = made, dict[int, str]()
     why: dict[int, str] = {}
     by_hand = {site.id for site in program.sites if site.strategy != "serial"}
-    alike: dict[Site, list[int]] = {}
+    alike: dict[object, list[Site]] = {}
     for site in made.sites:
-        if site.id not in by_hand:
-            alike.setdefault(dataclasses.replace(site, id=0, module=""), []).append(site.id)
-    for like, ids in alike.items():
+        same: object = dataclasses.replace(site, id=0, module="")
+        if long := len(made.ops) > MOST_OPS:
+            same = "cut" if site.strategy in CUT else site.strategy
+        if site.id not in by_hand and (not long or same in ("cut", "serial")):
+            alike.setdefault(same, []).append(site)
+    possible = ["copies"] * copies + ["serial"] * (len(made.ops) <= MOST_OPS)
+    for group in alike.values():
+        ids, now = {site.id for site in group}, group[0].strategy
         tried: dict[str, tuple[float, Program, dict[int, str]]] = {}
-        for way in ("copies", "serial") if copies else ("serial",):
+        for way in possible:
             trial = {**ways, **dict.fromkeys(ids, way)}
-            if like.strategy != way:
+            if now != way:
                 other = run_pipeline(program, [changed(item, trial) for item in passes])
-                if all(site.strategy == way for site in other.sites if site.id in ids):
+                if any(site.strategy == way for site in other.sites if site.id in ids):
                     tried[way] = took(other), other, trial
         by_copies, by_kernel = (
             tried[w][0] if w in tried else math.inf for w in ("copies", "serial")
@@ -222,7 +228,7 @@ def _reconsidered(
         kernel = by_kernel < SOONER * best
         if by_copies < SOONER * min(best, by_kernel):
             way = "copies"
-        elif by_copies < WHOLE * min(least, by_kernel) and (kernel or like.strategy in CUT):
+        elif by_copies < WHOLE * min(least, by_kernel) and (kernel or now in CUT):
             way = "copies"  # about as good
         elif kernel:
             way = "serial"
@@ -232,7 +238,7 @@ def _reconsidered(
         best, found, ways = tried[way]
         least = min(least, best)
         text = f"the whole schedule is predicted to end {reason} ({machine.name})"
-        why |= dict.fromkeys(ids, text)
+        why |= {site.id: text for site in found.sites if site.id in ids and site.strategy == way}
     alone = {site.id: site.serial_ms for site in made.sites}
     sites = [
         dataclasses.replace(s, reason=why[s.id], serial_ms=alone[s.id], predicted_ms=alone[s.id])
