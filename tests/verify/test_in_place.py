@@ -81,6 +81,15 @@ ALLOWED = {
     "bytes of an arena beside one another": (
         ARENA.format(144) + 'main: call("aten.mm.out", a, y, out=b)'
     ),
+    "two arenas": (
+        'a = alloc(f32[6, 6], storage="s")\n b = alloc(f32[6, 6], storage="t")\n'
+        'c = alloc(f32[6, 6], storage="s")\n d = alloc(f32[6, 6], storage="t")\n'
+        'main: copy(x, a)\n main: call("aten.mm.out", a, y, out=b)'
+    ),
+    "an all-gather of fewer rows than columns": (
+        "main: all_gather(x.slice(0, 0, 3)[tp.rank], x.slice(0, 0, 3), team=tp)"
+    ),
+    "an all-gather of single elements": "main: all_gather(v[dp.rank], v, team=dp)",
     "the same bytes of an arena": ARENA.format(0) + 'main: call("aten.neg.out", a, out=b)',
 }  # fmt: skip
 
@@ -95,6 +104,10 @@ REFUSED = {
     "a copy to the next rows": ("main: copy(x.slice(0, 0, 5), x.slice(0, 1, 6))", (0, 5), "view"),
     "a copy of the same bytes in another order": (
         "main: copy(x.permute(1, 0), x)", (0, 5), "view",
+    ),
+    "a copy of two rows and two columns in another order": (
+        "main: copy(x[0:2].slice(1, 0, 2).permute(1, 0), x[0:2].slice(1, 0, 2))",
+        (0, 5), "view",
     ),
     "a copy to another type": ("main: copy(v.cast(i32), v)", (0, 5), "view"),
     "a matmul": ('main: call("aten.mm.out", x, y, out=x)', (0, 5), "a copy of x"),
@@ -145,6 +158,10 @@ REFUSED = {
     "a gather on a backend unknown": (
         "main: gather(x[tp.rank], x, root=1, team=tp)", (1, 4), 'backend="gloo"',
     ),
+    "a second gather, whose root has another part": (
+        'main: gather(x.slice(0, 0, 2), x, root=0, team=tp, backend="gloo")\n'
+        'main: gather(x.slice(0, 0, 2), x, root=1, team=tp, backend="gloo")', (1, 4), "own part",
+    ),
     "a scatter by NCCL": (
         'main: scatter(x, x[tp.rank], root=0, team=tp, backend="nccl")', (0, 3), 'backend="peer"',
     ),
@@ -175,6 +192,59 @@ def test_a_form_that_is_wrong_is_refused(body: str, ends: tuple[int, ...], fix: 
     assert finding.ranks == wanted, report
     assert fix in finding.fix, report
     assert "share" in finding.message or "twice" in finding.message
+
+
+TOLD = {
+    "a call": (
+        'main: call("aten.mm.out", x, y, out=x)',
+        "aten.mm.out reads x and writes x, which share bytes",
+        "a copy of x, or write to a buffer that does not share bytes with it, or call `aten.mm_` "
+        "with mutates=True if it exists",
+        (0, 144),
+    ),
+    "a copy": (
+        "main: copy(x.slice(0, 0, 5), x.slice(0, 1, 6))",
+        "copy reads x[0:5] and writes x[1:6], which share bytes, and are not one and the same view",
+        "or give it just the same view to read and to write",
+        (24, 144),
+    ),
+    "a whole": (
+        "main: all_gather(x[tp.rank + 1], x, team=tp)",
+        "all_gather reads x[tp.rank + 1] and writes x, which share bytes, and not as this rank's "
+        "own part lies in the whole",
+        "or let x[tp.rank + 1] be this rank's own part of x",
+        (0, 144),
+    ),
+    "a part": (
+        'main: reduce_scatter(x, x.slice(0, 0, 3), reduce="sum", team=dp)',
+        "reduce_scatter reads x and writes x[0:3], which share bytes, and not as this rank's own "
+        "part lies in the whole",
+        "or let x[0:3] be this rank's own part of x",
+        (0, 72),
+    ),
+    "a backend": (
+        'main: scatter(x, x[tp.rank], root=0, team=tp, backend="nccl")',
+        "scatter reads x and writes x[tp.rank], which share bytes",
+        'or name a backend that works in place: backend="gloo" or backend="peer"',
+        (0, 48),
+    ),
+    "twice": (
+        'main: call("aten.split_copy.Tensor_out", x.slice(0, 0, 4), 2, out=(y[0:2], y[0:2]))',
+        "aten.split_copy.Tensor_out writes y[0:2] and y[0:2], twice the same bytes",
+        "write each to bytes of its own",
+        (0, 48),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "message", "fix", "extent"), TOLD.values(), ids=TOLD)
+def test_what_a_finding_says(body: str, message: str, fix: str, extent: tuple[int, int]) -> None:
+    (finding,) = (finding for finding in checked(body).errors if finding.kind == "in-place")
+    assert finding.message == message
+    assert finding.fix.endswith(fix), finding.fix
+    (op,) = finding.ops
+    assert message.partition(" ")[2].startswith(f"{op.role}, ")
+    assert (op.buffer, op.bytes) == ("y" if "twice" in message else "x", extent)
 
 
 def test_a_message_to_oneself_is_two_ops_that_race() -> None:
