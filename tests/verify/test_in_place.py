@@ -267,6 +267,13 @@ def test_a_member_of_a_fused_op_is_an_op_of_its_own() -> None:
     assert checked("z = empty(f32[6, 6])\n" + body.format("z")).sound
 
 
+def test_the_own_part_of_a_class_of_sizes() -> None:
+    text = "def f(tp: Team[3], S: Size[6], x: f32[S, 6]):\n    main: all_gather(x[tp.rank], x, team=tp)"
+    report = check(parse(text))
+    assert report.sound, report
+    assert report.sizes.holds({"S": 12})
+
+
 def test_a_set_of_programs_is_checked_on_each_of_its_ranks() -> None:
     program = parse(text("main: all_gather(x.slice(0, 0, 2), x, team=tp)"))
     report = check([program.instantiate(rank) for rank in program.world])
