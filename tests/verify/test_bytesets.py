@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from interlace.errors import ProgramError
 from interlace.ir import Box, Buffer, DType, View, Where
 from interlace.ir.sizes import number, numbers
+from interlace.verify.accesses import bytesets
 from interlace.verify.accesses.bytesets import covered, first_left
 
 DTYPES = (DType.f32, DType.bf16, DType.i8)
@@ -56,6 +59,32 @@ def view_box(rng: random.Random) -> Box:
     return view.box(buffer, where)
 
 
+def meshed_box(rng: random.Random) -> Box:
+    """Long dimensions that run into each other, by strides of which few divide another."""
+    dims = rng.randint(1, 2)
+    sizes = tuple(rng.randint(1, 12) for _ in range(dims))
+    strides = tuple(rng.choice((1, 2, 3, 4, 6, 8, 9, 12)) for _ in range(dims))
+    return Box(rng.randint(0, 24), sizes, strides, DType.i8)
+
+
+@pytest.mark.parametrize("most", [512, 4, 0])
+def test_meshed_boxes_agree_with_sets(
+    seed: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there are few bricks, and runs of bytes are counted instead."""
+    monkeypatch.setattr(bytesets, "MAX_BRICKS", most)
+    rng = random.Random(seed)
+    seen = {True: 0, False: 0}
+    for _ in range(600):
+        one, parts = meshed_box(rng), [meshed_box(rng) for _ in range(rng.randint(1, 5))]
+        left = bytes_of(one).difference(*map(bytes_of, parts))
+        assert covered(one, parts) == (not left), (one, parts)
+        first = first_left(one, parts)
+        assert first is None or first == min(left), (one, parts)
+        seen[not left] += 1
+    assert min(seen.values()) > 40
+
+
 def test_overlaps_and_covered_agree_with_sets(seed: int) -> None:
     rng = random.Random(seed)
     seen = {True: 0, False: 0}
@@ -102,3 +131,22 @@ def test_nor_do_columns_of_rows_whose_lengths_do_not_divide_each_other() -> None
     assert first_left(whole, [evens, thirds, column(6, 1)]) == 5 * 4
     assert not covered(thirds, [evens])
     assert first_left(thirds, [evens]) == 3 * 4
+
+
+def test_of_more_runs_than_are_counted_a_box_covers_itself_alone() -> None:
+    """Steps of 4 and of 6 run into each other where another box has steps of 3."""
+    mesh, thirds = Box(0, (200_000, 4), (60, 6), DType.i8), Box(0, (100, 3), (11, 3), DType.i8)
+    target = Box(0, (200_000, 4, 3), (60, 4, 6), DType.i8)
+    assert covered(target, [thirds, target])
+    assert not covered(target, [thirds, mesh])
+    assert first_left(target, [thirds, mesh]) is None
+
+
+def test_two_steps_may_divide_one_place() -> None:
+    """Steps of 4 and 6, with one of 3 before them: both divide 12, and the first goes beyond."""
+    target = Box(0, (4, 2), (4, 6), DType.i8)
+    parts = [Box(0, (12,), (1,), DType.i8), Box(14, (1,), (1,), DType.i8)]
+    parts.append(Box(0, (2,), (3,), DType.i8))
+    assert first_left(target, parts) == 12
+    assert not covered(target, parts)
+    assert covered(target, [*parts, Box(12, (7,), (1,), DType.i8)])

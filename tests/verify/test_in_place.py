@@ -268,7 +268,8 @@ def test_a_member_of_a_fused_op_is_an_op_of_its_own() -> None:
 
 
 def test_the_own_part_of_a_class_of_sizes() -> None:
-    text = "def f(tp: Team[3], S: Size[6], x: f32[S, 6]):\n    main: all_gather(x[tp.rank], x, team=tp)"
+    text = "def f(tp: Team[3], S: Size[6], x: f32[S, 6]):\n"
+    text += "    main: all_gather(x[tp.rank], x, team=tp)"
     report = check(parse(text))
     assert report.sound, report
     assert report.sizes.holds({"S": 12})
