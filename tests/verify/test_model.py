@@ -300,6 +300,45 @@ RULES: list[tuple[str, str, set[str]]] = [
      "main: broadcast(x, y, root=0, team=tp)\n main: copy(t, y)", set()),
     ("signals count within a run", "main: copy(x, y)\n main: notify(n, to=tp.others, value=1)\n"
      "main: expect(n, tp.others, value=2)", {"deadlock"}),
+    ("as_strided writes no more than it has",
+     f"{NEW} main: copy(x[0:2], t.as_strided((2,), (1,), 0))\n main: copy(t, y)",
+     {"uninitialized"}),
+    ("a part that is written again after it was lost",
+     f"{SHARED} main: copy(x, a)\n main: copy(x, b)\n main: copy(x[0:2], a[0:2])\n"
+     "main: copy(a[0:2], y[0:2])\n main: copy(x[2:4], y[2:4])", set()),
+    ("the first byte alone is lost",
+     "a = alloc(i8[4], storage=\"s\")\n b = alloc(i8[1], storage=\"s\")\n"
+     "main: call(\"aten.full.out\", (4,), 1, out=a)\n"
+     "main: call(\"aten.full.out\", (1,), 1, out=b)\n"
+     "main: call(\"aten.add.out\", x, a, out=y)", {"uninitialized"}),
+    ("what was never written, beside what was lost",
+     "a = alloc(f32[4], storage=\"s\")\n b = alloc(f32[1], storage=\"s\")\n"
+     "main: copy(x[0:2], a[0:2])\n main: copy(x[0:1], b)\n main: copy(a[2:4], y[0:2])\n"
+     "main: copy(x[2:4], y[2:4])", {"uninitialized"}),
+    ("the part that was written and lost",
+     "a = alloc(f32[4], storage=\"s\")\n b = alloc(f32[1], storage=\"s\")\n"
+     "main: copy(x[0:2], a[0:2])\n main: copy(x[0:1], b)\n main: copy(a[0:2], y[0:2])\n"
+     "main: copy(x[2:4], y[2:4])", {"uninitialized"}),
+    ("bytes that race hide no read of those before them",
+     f"{NEW} main: copy(x[2:4], t[2:4])\n comm: copy(x[2:4], t[2:4])\n"
+     "side: copy(t[0:2], y[0:2])\n side: copy(x[2:4], y[2:4])", {"race", "uninitialized"}),
+    ("an element between those of a column",
+     "t = empty(f32[2, 2])\n main: copy(x[0:2].view(2, 1), t.slice(1, 0, 1))\n"
+     "comm: copy(x[0:1].view(1, 1), t[0:1].slice(1, 1, 2))\n main: copy(x, y)", set()),
+    ("columns in a storage that another buffer uses too",
+     "t = alloc(f32[2, 2], storage=\"s\")\n b = alloc(f32[2], storage=\"s\", offset=16)\n"
+     "main: copy(x[0:2].view(2, 1), t.slice(1, 0, 1))\n"
+     "comm: copy(x[0:2].view(2, 1), t.slice(1, 1, 2))\n main: copy(x[0:2], b)\n"
+     "main: copy(x, y)", set()),
+    ("other parts of two buffers, the same of their storage",
+     "a = alloc(f32[4], storage=\"s\")\n b = alloc(f32[4], storage=\"s\", offset=8)\n"
+     "main: copy(x[2:4], a[2:4])\n comm: copy(x[0:2], b[0:2])\n main: copy(x, y)", {"race"}),
+    ("a part between the elements of a column stands for no other buffer there",
+     "a = alloc(f32[2, 3], storage=\"s\")\n b = alloc(f32[2], storage=\"s\", offset=8)\n"
+     "comm: copy(x[0:2], b)\n comm: record(e)\n main: wait(e)\n"
+     f"main: copy(x[0:2], a.view(6)[2:4])\n {LATE}"
+     "side: copy(x[0:2].view(2, 1), a.slice(1, 1, 2))\n"
+     "main: copy(x, y)", {"race"}),
 ]  # fmt: skip
 
 
