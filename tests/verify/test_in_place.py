@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from interlace.ir import parse
+from interlace.ir import parse, parse_set
 from interlace.verify import Report, check
 
 HEAD = """def f(dp: Team[2], tp: Team[3], x: f32[6, 6], y: f32[6, 6], v: f32[6]):
@@ -279,3 +279,20 @@ def test_a_set_of_programs_is_checked_on_each_of_its_ranks() -> None:
     program = parse(text("main: all_gather(x.slice(0, 0, 2), x, team=tp)"))
     report = check([program.instantiate(rank) for rank in program.world])
     assert {rank for finding in report.errors for rank in finding.ranks} == {1, 2, 4, 5}
+
+
+def test_a_rank_on_its_own_beside_ranks_that_turn_is_looked_at() -> None:
+    text = """
+def first(tp: Team[[0, 1]], x: f32[4], y: out[f32[8]]):
+    ranks(0, 1)
+    main: all_gather(x, y, team=tp)
+
+
+def second(tp: Team[[0, 1]], x: f32[4]):
+    ranks(2)
+    main: copy(x[0:2], x[{}:{}])
+"""
+    assert (report := check(parse_set(text.format(2, 4)))).sound, report
+    assert report.symmetry is not None
+    (finding,) = check(parse_set(text.format(1, 3))).errors
+    assert (finding.kind, finding.ranks) == ("in-place", (2,))
