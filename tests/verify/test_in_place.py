@@ -138,6 +138,10 @@ REFUSED = {
         'main: call("aten._foreach_add_.Scalar", (v, v), 1, out=(v, v), mutates=True)',
         (0, 5), "of its own",
     ),
+    "an output given twice, behind an empty one": (
+        'main: call("aten.split_with_sizes_copy.out", x, (0, 0, 2, 2, 2), '
+        "out=(y[0:0], y[0:0], y[0:2], y[0:2], y[2:4]))", (0, 5), "of its own",
+    ),
     "an all-to-all": ("main: all_to_all(x, x, team=tp)", (0, 5), "a copy of x"),
     "an all-reduce, moved": (
         'main: all_reduce(x.slice(0, 0, 5), x.slice(0, 1, 6), reduce="sum", team=tp)',

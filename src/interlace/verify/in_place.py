@@ -109,7 +109,7 @@ class _Finder:
         storage, op = self.storage, item.op
         touches = [touch for touch in item.touches if touch.spot.view != RNG]
         writes = [touch for touch in touches if touch.write]
-        for twice in _twice(op)[:1]:  # its two writes are one touch
+        for twice in _twice(op):  # its two writes are one touch
             write = next(touch for touch in writes if touch.spot.view == twice)
             yield write, write, ""
         for i, write in enumerate(writes):
