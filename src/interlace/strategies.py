@@ -59,9 +59,8 @@ class Strategy:
     """How a site is overlapped.
 
     `fused` is `peer` with puts, of which the pass `fuse` then puts a matmul's chunks in one kernel;
-    `exchange` is serial, but its collective is the backend `peer`, and `copies` is serial, but its
-    collective is gets of shards, and puts of what is summed. To add a strategy that moves bytes as
-    another does, add a row.
+    `exchange` and `copies` are serial, but the collective of one is the backend `peer`, and that of
+    the other is one-sided copies. To add a strategy that moves bytes as another does, add a row.
     """
 
     name: str
@@ -138,16 +137,7 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             OWNERS,
         ),
         Strategy("exchange", "whole", "collectives", _RANK_ORDER, peers=True, kernel=True),
-        Strategy(
-            "copies",
-            "whole",
-            "get",
-            _RANK_ORDER,
-            NEAR_FIRST,
-            OWNERS,
-            peers=True,
-            amid=True,
-        ),
+        Strategy("copies", "whole", "put", _RANK_ORDER, peers=True, amid=True),
     )
 }
 """By name and, for `peer`, protocol."""

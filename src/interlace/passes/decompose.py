@@ -43,7 +43,8 @@ class Decompose:
     sites: tuple[int, ...] | None = None
     """The sites to work on; None: all."""
     copied: tuple[int, ...] = ()
-    """Of these, the ones that have the strategy `copies`, whatever the others have."""
+    """Of these, the ones that have the strategy `copies` if it serves them, whatever the others
+    have."""
     machine: Machine | None = field(default=None, metadata={"text": False})
     known: dict[object, Choice] = field(
         default_factory=dict[object, Choice], compare=False, repr=False, metadata={"text": False}
@@ -85,7 +86,8 @@ class Decompose:
             site = known.get(number) or program.site(number)
             collective = program.ops[found.collective]
             assert isinstance(collective, Collective)
-            if number in self.copied or (found.site is None and self.strategy == "copies"):
+            copied = number in self.copied and not unmovable(values, collective)
+            if copied or (found.site is None and self.strategy == "copies"):
                 choice = self._copies(values, collective)
             elif found.site is None:
                 changed[number] = dataclasses.replace(site, reason=found.reason or site.reason)

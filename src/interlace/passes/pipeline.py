@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
-from interlace.cost import Machine, run_after_run
+from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import (
     Expect,
@@ -29,7 +28,6 @@ from interlace.ir import (
     Recv,
     Remark,
     Send,
-    Site,
     validate,
 )
 from interlace.ir.size_class import deciding
@@ -42,6 +40,7 @@ from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.place_resharding import PlaceResharding
 from interlace.passes.plan_memory import PlanMemory
+from interlace.passes.reconsider import Ways, reconsidered
 from interlace.passes.schedule import Schedule
 from interlace.passes.take_turns import TakeTurns
 from interlace.verify import check as prove
@@ -155,98 +154,24 @@ def lower(program: Program, options: Options, machine: Machine | None = None) ->
     made = run_pipeline(program, passes)
     if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
         copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
-        made = _reconsidered(program, made, passes, machine, copies)
+        numbers = [site.id for site in made.sites]
+
+        def lowered(ways: Ways) -> Program:
+            rest = tuple([number for number in numbers if ways.get(number) != "serial"])
+            copied = tuple([number for number, way in ways.items() if way == "copies"])
+            how = {"sites": rest, "copied": copied}
+            return run_pipeline(
+                program,
+                [dataclasses.replace(p, **how) if isinstance(p, Decompose) else p for p in passes],
+            )
+
+        done = {site.id for site in program.sites if site.strategy != "serial"}
+        made = reconsidered(made, lowered, machine, done, copies)
     by_hand = Send | Recv | Group | Notify | Expect | Put | Get
     if any(isinstance(op, by_hand) for op in program.ops):
         if not prove(made).sound and prove(program).sound:
             return program.remarked([Remark("lower", "left as written: it would be unsound")])
     return made
-
-
-SOONER = 0.999
-"""A schedule that takes more than this share of another is no better,"""
-WHOLE = 1.01
-"""or this, where copies leave matmuls whole that `CUT` cuts, each piece with a kernel of its own:
-four of these were measured to take up to 9 % longer than one; or where the other has a collective's
-kernel beside matmuls, which hold up each other. No prediction says either."""
-CUT = ("pipeline", "peer")
-MOST_OPS = 400
-"""Of a lowered Program, some three layers: in longer ones, where each trial takes a second and
-more, there are two, of all serial sites and of all that are cut."""
-
-
-def _reconsidered(
-    program: Program, made: Program, passes: Sequence[Pass], machine: Machine, copies: bool
-) -> Program:
-    """The overlapped Program, with sites serial, or moved by copies as a whole, where that is
-    predicted to end sooner.
-
-    `decompose` looks at a site alone, and there chunks win. In the whole schedule one collective
-    may lie under computation that depends on none of it, and then cutting the matmuls gains
-    nothing; copies leave that computation its SMs. Sites that are alike change together. (The peer
-    kernel of `exchange` is predicted to gain more, and was measured to take more: it holds SMs that
-    the matmuls under way need.)
-    """
-    if made.sizes.sizes:
-        return made
-
-    def took(lowered: Program) -> float:
-        timeline, host = run_after_run(lowered, machine)
-        return max(timeline.makespan_s, host)
-
-    def changed(item: Pass, ways: Mapping[int, str]) -> Pass:
-        if not isinstance(item, Decompose):
-            return item
-        rest = tuple([site.id for site in made.sites if ways.get(site.id) != "serial"])
-        copied = tuple([number for number, way in ways.items() if way == "copies"])
-        return dataclasses.replace(item, sites=rest, copied=copied)
-
-    best = least = took(made)
-    found, ways = made, dict[int, str]()
-    why: dict[int, str] = {}
-    by_hand = {site.id for site in program.sites if site.strategy != "serial"}
-    alike: dict[object, list[Site]] = {}
-    for site in made.sites:
-        same: object = dataclasses.replace(site, id=0, module="")
-        if long := len(made.ops) > MOST_OPS:
-            same = "cut" if site.strategy in CUT else site.strategy
-        if site.id not in by_hand and (not long or same in ("cut", "serial")):
-            alike.setdefault(same, []).append(site)
-    possible = ["copies"] * copies + ["serial"] * (len(made.ops) <= MOST_OPS)
-    for group in alike.values():
-        ids, now = {site.id for site in group}, group[0].strategy
-        tried: dict[str, tuple[float, Program, dict[int, str]]] = {}
-        for way in possible:
-            trial = {**ways, **dict.fromkeys(ids, way)}
-            if now != way:
-                other = run_pipeline(program, [changed(item, trial) for item in passes])
-                if any(site.strategy == way for site in other.sites if site.id in ids):
-                    tried[way] = took(other), other, trial
-        by_copies, by_kernel = (
-            tried[w][0] if w in tried else math.inf for w in ("copies", "serial")
-        )
-        kernel = by_kernel < SOONER * best
-        if by_copies < SOONER * min(best, by_kernel):
-            way = "copies"
-        elif by_copies < WHOLE * min(least, by_kernel) and (kernel or now in CUT):
-            way = "copies"  # about as good
-        elif kernel:
-            way = "serial"
-        else:
-            continue
-        reason = "sooner so" if tried[way][0] < SOONER * best else "as soon with whole matmuls"
-        best, found, ways = tried[way]
-        least = min(least, best)
-        text = f"the whole schedule is predicted to end {reason} ({machine.name})"
-        why |= {site.id: text for site in found.sites if site.id in ids and site.strategy == way}
-    alone = {site.id: site.serial_ms for site in made.sites}
-    sites = [
-        dataclasses.replace(s, reason=why[s.id], serial_ms=alone[s.id], predicted_ms=alone[s.id])
-        if s.id in why
-        else s
-        for s in found.sites
-    ]
-    return found.replace(sites=tuple(sites))
 
 
 def spell(item: Pass) -> str:

@@ -52,10 +52,9 @@ if TYPE_CHECKING:
 
 OURS = ("compile", "layers")
 FLOAT8 = "layers-fp8"
-GRAPH = "compile-graph"
 WAYS = (
     *("eager", "inductor", "inductor-overlap", "inductor-graph", "async-tp"),
-    *(*OURS, GRAPH, FLOAT8, "ideal"),
+    *(*OURS, "compile-graph", FLOAT8, "ideal"),
 )
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3

@@ -1,0 +1,107 @@
+"""reconsider: sites once more, in the whole schedule: serial, or moved by copies as a whole.
+
+`decompose` looks at a site alone, and there chunks win. In the whole schedule one collective may
+lie under computation that depends on none of it, and then cutting the matmuls gains nothing; copies
+leave that computation its SMs. (The peer kernel of `exchange` is predicted to gain more, and was
+measured to take more: it holds SMs that the matmuls under way need.)
+
+    made = reconsidered(made, lowered, machine)   # lowered({3: "copies"}): with site 3 by copies
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from interlace.cost import Machine, run_after_run
+from interlace.ir import Program, Site
+
+SOONER = 0.999
+"""A schedule that takes more than this share of another is no better,"""
+WHOLE = 1.01
+"""or this, where copies leave matmuls whole that `CUT` cuts, each piece with a kernel of its own:
+four of these were measured to take up to 9 % longer than one; or where the other has a collective's
+kernel beside matmuls, which hold up each other. No prediction says either."""
+CUT = ("pipeline", "peer")
+MOST_OPS = 400
+"""Of a lowered Program, some three layers: in longer ones, where each trial takes a second and
+more, there are two, of all serial sites and of all that are cut."""
+
+Ways = Mapping[int, str]
+"""By site, `serial` or `copies`; other sites have the strategies that `decompose` chooses."""
+
+
+def reconsidered(
+    made: Program,
+    lowered: Callable[[Ways], Program],
+    machine: Machine,
+    done: Collection[int] = (),
+    copies: bool = True,
+) -> Program:
+    """The Program `made`, or one that is `lowered` otherwise and predicted to end sooner.
+
+    Sites that are alike change together; those that were `done` before stay. `copies`: whether
+    they may be used.
+    """
+    if made.sizes.sizes:
+        return made
+
+    def took(program: Program) -> float:
+        timeline, host = run_after_run(program, machine)
+        return max(timeline.makespan_s, host)
+
+    best = least = took(made)
+    found, ways = made, dict[int, str]()
+    why: dict[int, str] = {}
+    long = len(made.ops) > MOST_OPS
+    possible = ["copies"] * copies + ["serial"] * (not long)
+    for group in _groups([site for site in made.sites if site.id not in done], long):
+        ids, now = {site.id for site in group}, group[0].strategy
+        seconds: dict[str, float] = {"copies": math.inf, "serial": math.inf}
+        trials: dict[str, tuple[Program, dict[int, str]]] = {}
+        for way in possible:
+            trial = {**ways, **dict.fromkeys(ids, way)}
+            if now != way:
+                other = lowered(trial)
+                if any(site.strategy == way for site in other.sites if site.id in ids):
+                    seconds[way], trials[way] = took(other), (other, trial)
+        way = _better(now, best, least, seconds["copies"], seconds["serial"])
+        if not way:
+            continue
+        reason = "sooner so" if seconds[way] < SOONER * best else "as soon with whole matmuls"
+        best, (found, ways) = seconds[way], trials[way]
+        least = min(least, best)
+        text = f"the whole schedule is predicted to end {reason} ({machine.name})"
+        why |= {site.id: text for site in found.sites if site.id in ids and site.strategy == way}
+    alone = {site.id: site.serial_ms for site in made.sites}
+    sites = [
+        dataclasses.replace(s, reason=why[s.id], serial_ms=alone[s.id], predicted_ms=alone[s.id])
+        if s.id in why
+        else s
+        for s in found.sites
+    ]
+    return found.replace(sites=tuple(sites))
+
+
+def _groups(sites: list[Site], long: bool) -> Iterator[list[Site]]:
+    """Sites that are alike; in a `long` Program those that are serial, and those that are cut."""
+    if long:
+        parts = [[s for s in sites if s.strategy in which] for which in (("serial",), CUT)]
+        yield from filter(None, parts)
+        return
+    alike: dict[Site, list[Site]] = {}
+    for site in sites:
+        alike.setdefault(dataclasses.replace(site, id=0, module=""), []).append(site)
+    yield from alike.values()
+
+
+def _better(now: str, best: float, least: float, copies: float, serial: float) -> str:
+    """Which of two ways to take in place of what takes `best`; empty: none. `least` is the shortest
+    time seen, so that what is gained by `WHOLE` is not paid for twice."""
+    if copies < SOONER * min(best, serial):
+        return "copies"
+    sooner = serial < SOONER * best
+    if copies < WHOLE * min(least, serial) and (sooner or now in CUT):
+        return "copies"
+    return "serial" if sooner else ""
