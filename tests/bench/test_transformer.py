@@ -33,7 +33,7 @@ def bench(*args: str, code: int = 0) -> Any:
     return done
 
 
-WAYS = ("eager", "compile", "layers", "layers-fp8", "async-tp")
+WAYS = ("eager", "compile", "layers", "layers-fp8", "compile-fp8", "async-tp")
 
 
 def raced(profile: str) -> Any:
@@ -99,16 +99,16 @@ def test_a_large_layer_is_predicted_without_gpus(tmp_path: Path) -> None:
     report = json.loads(bench("--model", "llama3-70b", *given, "--check").stdout)
     rows = {row["way"]: row for row in report["rows"]}
     both = {way: row["forward_ms"] + row["backward_ms"] for way, row in rows.items()}
-    assert both["ideal"] < both["compile"] < both["serial"]
+    assert both["compile-fp8"] < both["ideal"] < both["compile"] < both["serial"]
     assert rows["serial"]["exposed_ms"] == pytest.approx(both["serial"] - both["ideal"])
     assert rows["compile"]["speedup"] == pytest.approx(both["serial"] / both["compile"])
     assert {row["how"] for row in rows.values()} == {"predicted"}
     assert {site["program"] for site in report["sites"]} == {"forward", "backward"}
     assert {bar["bar"] for bar in report["bars"]} == {
-        *("over compiled with NCCL", "time over the ideal")
+        *("over compiled with NCCL", "time over the ideal", "FP8 over ours in bf16")
     }
     assert all(bar["passed"] for bar in report["bars"])
-    assert len(read(tmp_path / "transformer.csv")) == 3
+    assert len(read(tmp_path / "transformer.csv")) == 4
     drawn = page.read_text()
     assert f"<b>{both['serial'] / both['compile']:.2f}x</b> as fast as serial, predicted" in drawn
     assert "<td>compile: backward serial predicted</td>" in drawn

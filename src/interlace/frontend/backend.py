@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
 from torch._dynamo.source import AttrSource, LocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._guards import ChainedSource, TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -202,6 +204,14 @@ class Backend:
 
 backend = Backend()
 """What `torch.compile(backend="interlace")` calls; see Note [Backward is compiled with forward]."""
+
+
+@torch._dynamo.assume_constant_result
+def compiles_here() -> bool:
+    """Whether TorchDynamo, which traces the caller, does so for this backend."""
+    asked: Any = InstructionTranslator.current_tx().output.compiler_fn
+    asked = innermost_backend(asked)
+    return getattr(asked, "compiler_fn", asked) is backend
 
 
 @contextlib.contextmanager

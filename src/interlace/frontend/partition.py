@@ -43,6 +43,8 @@ MOVEMENT = {
 }
 """What may stand between a gather and the matmul that it feeds."""
 
+TRANSPOSES = ("interlace.float8_across.default", "interlace.float8_turn.default")
+
 NUMBER = re.compile(r"_\d+$")
 
 GATHER_REGION = 1 << 30
@@ -70,6 +72,7 @@ class Partition:
         mark_checkpoints(joint.graph)
         keep_overwritten(joint.graph)
         self.mark(joint.graph)
+        stay_in_backward(joint.graph)
         own_opaque_outputs(joint.graph, given["num_fwd_outputs"])
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **given)
         opaque_last(forward.graph, backward.graph, given["num_fwd_outputs"])
@@ -91,8 +94,7 @@ class Partition:
         marked = [item for item, wish in zip(found, wanted, strict=True) if wish]
         for node, moved in marked:
             for other in (node, *moved):
-                other.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-                other.meta["ac_graph_id"] = GATHER_REGION
+                _again(other)
         return [node for node, _ in marked]
 
     def _wanted(self, gather: fx.Node, moved: list[fx.Node]) -> bool:
@@ -131,6 +133,16 @@ def keep_overwritten(graph: fx.Graph) -> None:
             for reader in {user for view in views for user in view.users} - views - {write}:
                 if reader.op == "call_function":
                     reader.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def stay_in_backward(graph: fx.Graph) -> None:
+    """Leaves FP8 transposes to backward where its code makes them, of what forward has.
+
+    torch would have forward make and keep what no tangent has a part in: a byte for each weight.
+    """
+    for node in graph.nodes:
+        if str(node.target) in TRANSPOSES and not _forward(node) and "recompute" not in node.meta:
+            _again(node)
 
 
 def own_opaque_outputs(graph: fx.Graph, num_fwd_outputs: int) -> None:
@@ -186,6 +198,12 @@ def _opaque(node: fx.Node) -> Any:
 
 def _forward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_forward"
+
+
+def _again(node: fx.Node) -> None:
+    """Has backward do it."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = GATHER_REGION
 
 
 def _moved(gather: fx.Node) -> list[fx.Node]:

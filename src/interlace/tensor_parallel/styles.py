@@ -13,7 +13,8 @@ which they inherit. So the gradient of an input that is the same on all ranks is
 DTensor, for each layer; `OverlapColwiseGroup` does that once for several.
 
 Note [In a graph]: what torch.compile traces is torch's own as well, without a break of the graph,
-and `backend="interlace"` overlaps it. A layer that has a recipe breaks the graph: FP8 runs as ever.
+and `backend="interlace"` overlaps it. A layer that has a recipe is traced by that backend alone:
+Note [In our own graphs] in nn/parallel/traced.py.
 """
 
 from __future__ import annotations

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from interlace.bench.transformer.work import TransformerSettings
 
 OURS = ("compile", "layers")
-FLOAT8 = "layers-fp8"
+FLOAT8 = ("layers-fp8", "compile-fp8", "compile-fp8-graph")
 WAYS = (
     *("eager", "inductor", "inductor-overlap", "inductor-graph", "async-tp"),
-    *(*OURS, "compile-graph", FLOAT8, "ideal"),
+    *(*OURS, "compile-graph", *FLOAT8, "ideal"),
 )
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
@@ -71,6 +71,8 @@ OVERLAP_PASSES = {
 }
 """Settings of Inductor: its own passes that overlap, some of which a torch may lack."""
 CUDA_GRAPHS = {"triton.cudagraphs": True}
+IN_GRAPHS: dict[str, Any] = {"graph": True, "static_outputs": True}
+"""Options of ours for CUDA graphs."""
 
 
 @dataclass(slots=True)
@@ -195,12 +197,12 @@ class Candidates:
             if name in OURS:
                 self.bound[name] = captured.bound if name == "compile" else kept(self._group)
             known = self._known
-            if name == FLOAT8:
-                known = self._layers(name, {"strategy": "serial"}).results(*self.sets[0])
+            if name in FLOAT8:
+                known = self._layers({"strategy": "serial"}, Recipe()).results(*self.sets[0])
 
             def off() -> float:
                 found = training.results(*self.sets[0])
-                off = 0.0 if name == "ideal" else self._off(found, known, name == FLOAT8)
+                off = 0.0 if name == "ideal" else self._off(found, known, name in FLOAT8)
                 if math.isfinite(off):  # else the optimizer would spoil the weights of all ways
                     training.step(laps, *self.sets[0])
                 laps.marks.clear()
@@ -232,10 +234,12 @@ class Candidates:
             case "compile":
                 return self._compiled(eager, ours, backend=registered())
             case "compile-graph":
-                how = {**ours, "graph": True, "static_outputs": True}
-                return self._compiled(eager, how, backend=registered())
+                return self._compiled(eager, ours | IN_GRAPHS, backend=registered())
             case "layers" | "layers-fp8":
-                return self._layers(name, ours)
+                return self._layers(ours, Recipe() if name in FLOAT8 else None)
+            case "compile-fp8" | "compile-fp8-graph":
+                how = ours | (IN_GRAPHS if name.endswith("graph") else {})
+                return self._compiled(self._layers({}, Recipe()), how, backend=registered())
             case "ideal":
                 x = self.sets[0][0]
                 full = torch.cat([x.detach()] * self.ranks.size, 1)
@@ -247,9 +251,9 @@ class Candidates:
         run = torch.compile(training.forward, dynamic=False, options=options or None, **how)
         return dataclasses.replace(training, forward=run)
 
-    def _layers(self, name: str, options: dict[str, Any]) -> Training:
+    def _layers(self, options: dict[str, Any], recipe: Recipe | None) -> Training:
         copied = [weight for key, weight in self._shards.items() if "norm" in key]
-        maps = Overlapped(self._group, options, Recipe() if name == FLOAT8 else None)
+        maps = Overlapped(self._group, options, recipe)
         return self._local(maps, lambda: self._sum(copied))
 
     def _local(self, maps: Plain, summed: Callable[[], None] = lambda: None) -> Training:

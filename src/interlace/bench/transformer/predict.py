@@ -21,10 +21,18 @@ from torch.testing._internal.distributed import fake_pg
 
 from interlace.bench.rows import Row, facts
 from interlace.bench.sites import DTYPES
-from interlace.bench.transformer.models import MODELS, LayerDims, parallelized
+from interlace.bench.transformer.models import (
+    MODELS,
+    LayerDims,
+    Overlapped,
+    on_shards,
+    parallelized,
+    shards_of,
+)
 from interlace.bench.transformer.work import Stages, TransformerSettings, rows_of, told_of
 from interlace.cost import Machine, run_after_run
 from interlace.cost.machine import Link
+from interlace.float8 import Recipe
 from interlace.frontend.compile import Compiled
 from interlace.ir import Program
 from interlace.options import Options, Regions
@@ -43,17 +51,20 @@ def predict(settings: TransformerSettings, machine: Machine, world: int) -> Row:
     options = Options(strategy=settings.strategy, regions=regions)
     serial = Options(overlap=False, regions=regions)
     links = tuple((name, Link(latency_s=0.0, bandwidth=math.inf)) for name, _ in machine.links)
+    traced = _programs(settings, dims, options, machine, world, None)
     ways = {
-        "serial": (serial, machine),
-        "compile": (options, machine),
-        "ideal": (serial, machine.replace(links=links)),
+        "serial": (traced, serial, machine),
+        "compile": (traced, options, machine),
+        "ideal": (traced, serial, machine.replace(links=links)),
     }
-    traced = _programs(settings, dims, options, machine, world)
+    if dims.fits_float8(world):
+        float8 = _programs(settings, dims, options, machine, world, Recipe())
+        ways["compile-fp8"] = float8, options, machine
     step = _step_s(settings, dims, machine, world)
     times: dict[str, Stages] = {}
     runs: dict[str, list[Run]] = {}
-    for way, (how, place) in ways.items():
-        lowered = [lower(program, how, place) for program in traced]
+    for way, (programs, how, place) in ways.items():
+        lowered = [lower(program, how, place) for program in programs]
         played = [run_after_run(program, place) for program in lowered]
         timelines = [timeline for timeline, _ in played]
         forward, backward = (max(timeline.makespan_s, host) for timeline, host in played)
@@ -70,7 +81,12 @@ def predict(settings: TransformerSettings, machine: Machine, world: int) -> Row:
 
 
 def _programs(
-    settings: TransformerSettings, dims: LayerDims, options: Options, machine: Machine, world: int
+    settings: TransformerSettings,
+    dims: LayerDims,
+    options: Options,
+    machine: Machine,
+    world: int,
+    recipe: Recipe | None,
 ) -> tuple[Program, ...]:
     """The serial Programs of forward and backward, as rank 0 traces them."""
     dtype = DTYPES[settings.dtype]
@@ -78,6 +94,9 @@ def _programs(
         mesh = DeviceMesh("cpu", list(range(world)), mesh_dim_names=("tp",))
         with FakeTensorMode():
             layers = parallelized(dims, settings.layers, settings.sequence, dtype, mesh)
+            if recipe is not None:
+                maps = Overlapped(mesh.get_group(), {}, recipe)
+                layers = on_shards(shards_of(layers), layers, dims, world, maps)
             x = torch.empty(settings.batch, settings.sequence // world, dims.dim, dtype=dtype)
         return Compiled(layers, mesh, options).trace(x.requires_grad_(), machine=machine)
 

@@ -84,7 +84,7 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
     dims, nan = MODELS[settings.model], Stages(math.nan, math.nan, math.nan)
     sizes = {"layers": settings.layers, "batch": settings.batch, "sequence": settings.sequence}
     tokens, work = settings.batch * settings.sequence / world, 3 * flops(dims, **sizes) / world
-    ideals = {way: nan if way == FLOAT8 else times.get("ideal", nan) for way in times}
+    ideals = {way: nan if way in FLOAT8 else times.get("ideal", nan) for way in times}
     base = [time.both for way, time in times.items() if way.startswith(("inductor", "serial"))]
     best = min((each for each in base if not math.isnan(each)), default=math.nan)
     return [

@@ -233,8 +233,9 @@ def transformer(
     Tensor parallel, with sequence parallelism, on all ranks. The ways, in turn on equal weights:
     eager DTensor; inductor (torch.compile, NCCL), inductor-overlap (its overlap passes) and
     inductor-graph (CUDA graphs); async-tp; compile, compile-graph and layers (ours: the backend of
-    torch.compile, the same in CUDA graphs, and interlace.nn.functional); layers-fp8 (the same with
-    a recipe); ideal (no communication).
+    torch.compile, the same in CUDA graphs, and interlace.nn.functional); layers-fp8, compile-fp8
+    and compile-fp8-graph (interlace.nn.functional with a recipe, and that compiled by our backend);
+    ideal (no communication).
     """
     from interlace.bench.bars import judge_transformer
     from interlace.bench.ranks import run

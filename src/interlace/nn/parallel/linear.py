@@ -28,9 +28,9 @@ from interlace.float8.data import ALIGNMENT
 from interlace.float8.linear import linear as float8_linear
 from interlace.float8.recipe import Recipe
 from interlace.frontend.backend import options_from
-from interlace.nn.autograd import eager
 from interlace.nn.groups import group_of
 from interlace.nn.parallel.sharded import Communication, applied
+from interlace.nn.parallel.traced import graph_or_eager
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
 from interlace.options import Options
 
@@ -39,7 +39,7 @@ Given = Options | Mapping[str, Any] | None
 """Options as a caller gives them."""
 
 
-@eager
+@graph_or_eager
 def all_gather_linear(
     x: Tensor,
     weights: Tensor | Sequence[Tensor],
@@ -74,7 +74,7 @@ def all_gather_linear(
     return _columns("all_gather", x, weights, biases, group, dim, overlap, options, recipe)
 
 
-@eager
+@graph_or_eager
 def replicated_linear(
     x: Tensor,
     weights: Tensor | Sequence[Tensor],
@@ -126,7 +126,7 @@ def _columns(
     return tuple(made) if many else made[0]
 
 
-@eager
+@graph_or_eager
 def linear_reduce_scatter(
     x: Tensor,
     weight: Tensor,
@@ -165,7 +165,7 @@ def linear_reduce_scatter(
     return _shaped(y, shape[0] // ranks, shape, dim)
 
 
-@eager
+@graph_or_eager
 def linear_all_reduce(
     x: Tensor,
     weight: Tensor,
@@ -202,7 +202,8 @@ def _communication(
     collective: str, group: Any, options: Given, overlap: bool, recipe: Recipe | None
 ) -> Communication | None:
     """How a call communicates; None where one rank has all."""
-    chosen = _options(_given(options), overlap)
+    in_graph = torch.compiler.is_compiling()  # Note [In our own graphs] in traced.py
+    chosen = DEFAULT if in_graph else _options(_given(options), overlap)
     if group is None:
         raise InputError("`group` is None: give a process group or a mesh of one dimension")
     if not isinstance(recipe, Recipe | None):
@@ -282,7 +283,8 @@ def _checked(
     target = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     tensors: list[Any] = [*weights, *biases]
     facts = [t if t is None else (type(t), t.shape, t.dtype, t.device) for t in [x, *tensors]]
-    _check(len(weights), target, recipe is not None, *facts)
+    check = _check.__wrapped__ if torch.compiler.is_compiling() else _check
+    check(len(weights), target, recipe is not None, *facts)
     if target is not None:
         x = x.to(_cast(x.dtype, target))
         tensors = [t if t is None else t.to(_cast(t.dtype, target)) for t in tensors]

@@ -29,6 +29,7 @@ from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.groups import size_of
 from interlace.nn.parallel.programs import programs
 from interlace.nn.parallel.text import LinearLayer
+from interlace.nn.parallel.traced import traced
 from interlace.optim.grad_accumulator import GradAccumulator
 from interlace.options import Options
 
@@ -98,6 +99,8 @@ def applied(
 
     (There a Function takes as long, and saves what requires gradients although they are off.)
     """
+    if torch.compiler.is_compiling():  # Note [In our own graphs] in traced.py
+        return traced(via.collective, via.group, via.recipe, len(accumulators), tensors)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         _refuse_transforms(tensors)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):

@@ -1,0 +1,199 @@
+"""Linear layers over a group in our own graphs, on real processes: their bits, sites and gathers;
+other backends break the graph there."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Pool
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import EagerAndRecordGraphs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import interlace
+from interlace.float8 import ROW_WISE, Recipe
+from interlace.frontend import backend, capture
+from interlace.frontend.binding import Bound
+from interlace.ir import Call
+from interlace.nn.functional import (
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    replicated_linear,
+)
+from interlace.tensor_parallel import OverlapColwise, OverlapRowwise, parallelize
+
+KINDS = {
+    "all_gather": (all_gather_linear, "all_gather_matmul", "matmul_reduce_scatter"),
+    "reduce_scatter": (linear_reduce_scatter, "matmul_reduce_scatter", "all_gather_matmul"),
+    "all_reduce": (linear_all_reduce, "matmul_all_reduce", ""),
+    "copy": (replicated_linear, "", "matmul_all_reduce"),
+}
+RECIPES = {
+    "none": None,
+    "shard": Recipe(),
+    "team": Recipe(scale="team"),
+    "kept": Recipe(keep_transposes=True),
+    "rows": ROW_WISE,
+}
+OPTIONS: Any = {"time_out_s": 30.0}
+Given = tuple[Tensor, list[Tensor], list[Any]]
+
+
+def drawn(kind: str, seed: int) -> Given:
+    """x, weights and biases that a kind takes, and want gradients."""
+    rng, ranks, rank = random.Random(seed), dist.get_world_size(), dist.get_rank()
+    count = rng.choice((1, 2)) if kind in ("all_gather", "copy") else 1
+    biased, rows = rng.random() < 0.5, 16 * rng.randint(1, 4)
+    torch.manual_seed(seed + (rank if kind != "copy" else 0))
+    x = torch.randn(rows * (ranks if "reduce" in kind else 1), 64).bfloat16()
+    torch.manual_seed(seed if kind == "reduce_scatter" else seed + rank)
+    ws = [torch.randn(48, 64).bfloat16().requires_grad_() for _ in range(count)]
+    torch.manual_seed(seed)
+    bs = [torch.randn(48).bfloat16().requires_grad_() if biased else None for _ in range(count)]
+    return x.requires_grad_(), ws, bs
+
+
+def layer(kind: str, given: Given, **how: Any) -> list[Tensor]:
+    """The outputs of the kind's layer."""
+    x, ws, bs = given
+    function: Any = KINDS[kind][0]
+    if kind in ("all_gather", "copy"):
+        return list(function(x, ws, bs, group=dist.group.WORLD, **how))
+    return [function(x, ws[0], bs[0], group=dist.group.WORLD, **how)]
+
+
+def results(call: Any, given: Given, seed: int) -> list[Tensor]:
+    """Outputs, and the gradients of an upstream gradient that ranks do not share."""
+    x, ws, bs = given
+    ys = call(given)
+    torch.manual_seed(seed + dist.get_rank())
+    torch.autograd.backward(ys, [torch.randn(y.shape).to(y.dtype) for y in ys])
+    grads = [t.grad for t in (x, *ws, *bs) if t is not None]
+    return [*(y.detach() for y in ys), *(g for g in grads if g is not None)]
+
+
+def calls(bound: Bound, name: str) -> int:
+    return sum(isinstance(op, Call) and op.fn.startswith(name) for op in bound.serial.ops)
+
+
+def traced(kind: str, seed: int) -> list[str]:
+    """What differs between layers in a graph and layers without overlap, by recipe."""
+    wrong: list[str] = []
+    for name, recipe in RECIPES.items():
+        if recipe is not None and kind == "copy" and name == "team":
+            continue
+        want = results(
+            lambda g, r=recipe: layer(kind, g, recipe=r, overlap=False), drawn(kind, seed), seed
+        )
+        torch.compiler.reset()
+        with capture() as captured:
+            run = torch.compile(
+                lambda g, r=recipe: layer(kind, g, recipe=r),
+                backend=backend,
+                fullgraph=True,
+                options=OPTIONS,
+            )
+            found = results(run, drawn(kind, seed), seed)
+        wrong += [
+            f"{name}: result {i}"
+            for i, (a, b) in enumerate(zip(found, want, strict=True))
+            if not torch.equal(a, b)
+        ]
+        forward, backward = (graph.bound[0] for graph in captured.graphs)
+        for bound, site in zip((forward, backward), KINDS[kind][1:], strict=True):
+            kinds = [each.kind for each in bound.program.sites]
+            if site and site not in kinds and not (name == "rows" and kind == "reduce_scatter"):
+                wrong.append(f"{name}: {bound.program.name} has {kinds}")
+        made = calls(forward, "interlace.float8_across"), calls(backward, "interlace.float8_across")
+        if recipe is not None and (made[0] or not made[1]) and name != "kept":
+            wrong.append(f"{name}: transposes of weights are made in forward and backward: {made}")
+        if name == "kept" and made[1]:
+            wrong.append(f"{name}: kept transposes are made again")
+    return wrong
+
+
+@pytest.mark.strict
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_has_the_bits_and_the_sites(pool: Pool, kind: str, seed: int) -> None:
+    for wrong in pool(2).run(traced, kind, seed, time_out_s=140):
+        assert not wrong, wrong
+
+
+def apart(seed: int) -> list[str]:
+    """What other ways to make a graph have of a layer in FP8."""
+    kind, recipe, wrong = "all_gather", Recipe(), list[str]()
+
+    def call(given: Given) -> list[Tensor]:
+        return [y + 1 for y in layer(kind, given, recipe=recipe, options=OPTIONS)]
+
+    want = results(call, drawn(kind, seed), seed)
+    counter = EagerAndRecordGraphs()
+    found = results(torch.compile(call, backend=counter), drawn(kind, seed), seed)
+    if not all(map(torch.equal, found, want)):
+        wrong.append("another backend has other bits")
+    if any(
+        node.target is torch.ops.interlace.float8_mm.default
+        for node in counter.graphs[0].graph.nodes
+    ):
+        wrong.append("another backend is given the layer")
+    with pytest.raises(Unsupported):
+        torch.compile(call, backend="eager", fullgraph=True)(drawn(kind, seed))
+    given, mesh = drawn(kind, seed), init_device_mesh("cpu", (dist.get_world_size(),))
+    x, ws, bs = given
+    compiled = interlace.compile(lambda x: call((x, ws, bs)), x, mesh=mesh)
+    found = results(lambda given: compiled(given[0]), given, seed)
+    if not all(map(torch.equal, found, want)):
+        wrong.append("interlace.compile has other bits")
+    return wrong
+
+
+def test_other_backends_break_their_graph(pool: Pool, seed: int) -> None:
+    for wrong in pool(2).run(apart, seed, time_out_s=100):
+        assert not wrong, wrong
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def styled(seed: int) -> list[str]:
+    """A model of our styles with a recipe, compiled as one graph, beside itself."""
+    mesh, rows = init_device_mesh("cpu", (dist.get_world_size(),)), Shard(1)
+    torch.manual_seed(seed)
+    model: Any = FeedForward()
+    x: Any = torch.randn(2, 16, 64)
+    how: Any = {"recipe": Recipe()}
+    plan: Any = {
+        "up": OverlapColwise(input_layouts=rows, **how),
+        "down": OverlapRowwise(output_layouts=rows, **how),
+    }
+    parallelize(model, mesh, plan)
+    found: list[list[Any]] = []
+    with capture() as captured:
+        for run in (model, torch.compile(model, backend=backend, fullgraph=True, options=OPTIONS)):
+            y = run(x.requires_grad_())
+            y.square().sum().backward()
+            found.append([y.detach(), *(p.grad.full_tensor() for p in model.parameters()), x.grad])
+            model.zero_grad()
+            x.grad = None
+    kinds = [site.kind for graph in captured.graphs for site in graph.bound[0].program.sites]
+    assert {"all_gather_matmul", "matmul_reduce_scatter"} <= set(kinds), kinds
+    return [str(i) for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
+
+
+def test_styles_with_a_recipe_are_one_graph(pool: Pool, seed: int) -> None:
+    for wrong in pool(2).run(styled, seed, time_out_s=100):
+        assert not wrong, wrong
