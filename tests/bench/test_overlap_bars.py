@@ -18,9 +18,9 @@ TIMES = {
 }
 
 
-def rows() -> list[Row]:
+def rows(dtype: str = "bf16") -> list[Row]:
     """One shape that is large enough to count, timed by everybody."""
-    shared = {"op": "ag_gemm", "m": 8192, "k": 8192, "n": 2560, "dtype": "bf16", "error": ""}
+    shared = {"op": "ag_gemm", "m": 8192, "k": 8192, "n": 2560, "dtype": dtype, "error": ""}
     figures = {"gemm_us": 78.0, "link_us": 60.0, "host_us": 30.0, "host_runs": 1000}
     return [
         {**shared, **figures, "strategy": name, "mode": mode, "median_us": time}
@@ -46,3 +46,17 @@ def test_graphs_are_compared_with_graphs(mode: str) -> None:
     assert found["AG+GEMM R, worst"] == round(ours / 78, 4)
     rival = found.get("AG+GEMM over async-TP, geomean")
     assert rival == (1.8 if mode == "eager" else None)
+
+
+def test_fp8_has_a_bar_of_its_own() -> None:
+    (found,) = [
+        verdict
+        for verdict in judge_overlap(rows("f8e4m3"))
+        if (verdict.of["who"], verdict.of["mode"]) == ("auto", "graph")
+    ]
+    assert (found.bar, found.limit) == ("FP8 AG+GEMM R, geomean", "<= 1.08")
+    assert found.figure == pytest.approx(80 / 78)
+    both = judge_overlap([*rows(), *rows("f8e4m3")])
+    plain = [verdict for verdict in both if not verdict.bar.startswith("FP8")]
+    assert plain == judge_overlap(rows())
+    assert len(both) == len(plain) + 4

@@ -9,6 +9,7 @@ from tests.support.pool import Pool
 from interlace.bench.ranks import here
 from interlace.bench.sites import (
     CACHE,
+    FLOAT8,
     OPS,
     PRESETS,
     SiteCase,
@@ -18,21 +19,27 @@ from interlace.bench.sites import (
 )
 from interlace.bench.transfers import sizes_between
 from interlace.errors import OptionError
+from interlace.float8.data import TAIL
 from interlace.verify import check
 
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("dtype", ["bf16", FLOAT8])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_programs_are_sound(op: str, world: int) -> None:
-    assert check(SiteCase(op, 16, 8, 4).program(world)).sound
+def test_programs_are_sound(op: str, world: int, dtype: str) -> None:
+    case = SiteCase(op, 16, 32, 48, dtype)
+    case.check(world)
+    assert check(case.program(world)).sound
 
 
 def test_the_bytes_that_must_move() -> None:
     assert SiteCase("ag_gemm", 8192, 4096, 100).link_bytes(4) == 3 * 2048 * 4096 * 2
     assert SiteCase("gemm_rs", 8192, 100, 4096).link_bytes(4) == 3 * 2048 * 4096 * 2
     assert SiteCase("gemm_ar", 8192, 100, 4096, "f32").link_bytes(2) == 2 * 4096 * 4096 * 4
+    assert SiteCase("ag_gemm", 8192, 4096, 64, FLOAT8).link_bytes(4) == 3 * 2048 * (4096 + TAIL)
+    assert SiteCase("gemm_rs", 8192, 64, 4096, FLOAT8).link_bytes(4) == 3 * 2048 * 4096 * 2
 
 
 def test_inputs_take_turns_past_the_cache() -> None:
@@ -61,6 +68,8 @@ def test_shapes_are_read_from_text() -> None:
         SiteCase("ag_gemm", 6, 4, 4).check(4)
     with pytest.raises(OptionError, match="no site"):
         SiteCase("gemm", 8, 4, 4).check(4)
+    with pytest.raises(OptionError, match="multiples of 16"):
+        SiteCase("ag_gemm", 8, 16, 8, FLOAT8).check(4)
 
 
 def test_sizes_grow_to_the_last() -> None:
@@ -72,10 +81,10 @@ def test_sizes_grow_to_the_last() -> None:
 def deviations(op: str, dtype: str, seed: int) -> dict[str, float]:
     """How far off some results are, on one rank."""
     ranks = here(CPU)
-    case = SiteCase(op, 64, 32, 24, dtype)
+    case = SiteCase(op, 64, 32, 48, dtype)
     inputs = make_inputs(case, ranks, seed)
     (_, (want, allowed)), *_ = inputs.checks["eager"]
-    right = want.to(inputs.sets[0][0].dtype)
+    right = want.to(case.out_dtype)
     broken, hollow = right.clone(), right.clone()
     broken[-1, -1] += 0.25 * right.abs().max() + 1
     hollow[0, 0] = torch.nan
@@ -89,7 +98,7 @@ def deviations(op: str, dtype: str, seed: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("dtype", ["bf16", "f32", FLOAT8])
 @pytest.mark.parametrize("op", OPS)
 def test_what_is_wrong_deviates(pool: Pool, op: str, dtype: str, seed: int) -> None:
     for found in pool(2).run(deviations, op, dtype, seed):

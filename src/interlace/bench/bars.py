@@ -26,7 +26,7 @@ from interlace.bench.kernels.losses import BOTH
 from interlace.bench.kernels.muon import GRAM, LAYERS, SMALL_ONES, STEP
 from interlace.bench.race.candidates import OURS
 from interlace.bench.rows import Row, number
-from interlace.bench.sites import SMALL_ROWS
+from interlace.bench.sites import FLOAT8, SMALL_ROWS
 
 HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
 
@@ -144,18 +144,29 @@ OVERLAP_BARS = (
 )
 
 
+FLOAT8_BARS = (OverlapBar("FP8 AG+GEMM R, geomean", "<= 1.08", AG, _over_roof, geomean),)
+
+
 def judge_overlap(rows: Sequence[Row]) -> list[BarVerdict]:
-    """Every bar that the rows tell something of; the bars are for bf16, where there are others."""
-    rows = [row for row in rows if row.get("dtype") == "bf16"] or list(rows)
+    """Every bar that the rows tell something of; most are for bf16, where there are others."""
+    float8 = [row for row in rows if row.get("dtype") == FLOAT8]
+    plain = [row for row in rows if row.get("dtype") != FLOAT8]
+    plain = [row for row in plain if row.get("dtype") == "bf16"] or plain
+    return [*_judge_sites(plain, OVERLAP_BARS), *_judge_sites(float8, FLOAT8_BARS)]
+
+
+def _judge_sites(rows: Sequence[Row], bars: Sequence[OverlapBar]) -> list[BarVerdict]:
     readings = [(mode, who) for mode in MODES for who in ("auto", "best")]
     points = {(mode, who): _points(rows, who, mode) for mode, who in readings}
     found = [
         _verdict(bar, who, mode, known)
-        for bar in OVERLAP_BARS
+        for bar in bars
         for mode, who in readings
         if not (who == "best" and bar.text == BEST_FIXED)
         and (known := _figures(bar, points[mode, who]))
     ]
+    if bars is FLOAT8_BARS:
+        return found
     return [*found, *(verdict for mode, who in readings for verdict in _host(rows, who, mode))]
 
 

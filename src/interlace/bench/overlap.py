@@ -131,7 +131,7 @@ def _case(
     for candidate in (*whole_gemms(case, ranks), *sites):
         whole = isinstance(candidate, WholeGemm)
         sets = inputs.whole if whole else inputs.of(candidate.mode)
-        checks = [whole_check(inputs)] if whole else 2 * inputs.checks[candidate.mode]
+        checks = [whole_check(case, inputs)] if whole else 2 * inputs.checks[candidate.mode]
         way = _way(candidate, checks)
         tell({"event": "doing", "doing": f"{case}: {way.name}"})
         racers[candidate] = prepare(ranks, way, sets, candidate.loose)

@@ -5,13 +5,15 @@
     def ag_gemm(tp: Team[4], x: bf16[2048, 8192], w: bf16[8192, 14336]):
     ...
 
-M, K and N are those of the matmul that one rank does: M are all ranks' rows.
+M, K and N are those of the matmul that one rank does: M are all ranks' rows. Of dtype `f8e4m3` x
+and w are packed rows (Note [Packed rows] in float8/data.py), with one scale on all ranks; w is
+[N, K], as FP8's GEMM takes it, and results are bf16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,18 +21,23 @@ import torch.distributed as dist
 
 from interlace.bench.ranks import Ranks
 from interlace.errors import OptionError
+from interlace.float8 import E4M3, Float8Data, Recipe, quantize
+from interlace.float8.data import ALIGNMENT, width
 from interlace.ir import Program, parse
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 Pair = tuple[torch.Tensor, torch.Tensor]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
+FLOAT8 = "f8e4m3"
+RECIPE = Recipe(scale="team", power_of_two=True)
+"""How x and w become FP8."""
 
 
-def check_dtypes(*names: str) -> None:
+def check_dtypes(*names: str, known: Collection[str] = tuple(DTYPES)) -> None:
     """Raises OptionError for what is no element type of a benchmark."""
     for name in names:
-        if name not in DTYPES:
-            raise OptionError(f"{name!r} is no element type: choose from {', '.join(DTYPES)}")
+        if name not in known:
+            raise OptionError(f"{name!r} is no element type: choose from {', '.join(known)}")
 
 
 CACHE = 60 << 20
@@ -55,50 +62,68 @@ class SiteCase:
         """Raises OptionError for what cannot be cut over that many ranks."""
         if self.op not in OPS:
             raise OptionError(f"{self.op!r} is no site: choose from {', '.join(OPS)}")
-        check_dtypes(self.dtype)
+        check_dtypes(self.dtype, known=(*DTYPES, FLOAT8))
+        if self.float8 and (self.k % ALIGNMENT or self.n % ALIGNMENT):
+            raise OptionError(f"{self}: FP8's GEMM takes K and N that are multiples of {ALIGNMENT}")
         if min(self.m, self.k, self.n) < 1 or self.m % world:
             raise OptionError(f"{self}: M does not divide over {world} ranks")
+
+    @property
+    def float8(self) -> bool:
+        """Whether x and w are packed rows of FP8."""
+        return self.dtype == FLOAT8
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """That of the result."""
+        return torch.bfloat16 if self.float8 else DTYPES[self.dtype]
 
     def program(self, world: int) -> Program:
         """The serial Program."""
         m, k, n, t = self.m, self.k, self.n, self.dtype
-        part = m // world
-        match self.op:
-            case "ag_gemm":
-                return parse(f"""
-def ag_gemm(tp: Team[{world}], x: {t}[{part}, {k}], w: {t}[{k}, {n}]):
+        gathers, part = self.op == "ag_gemm", m // world
+        given, out = "full" if gathers else "x", "bf16" if self.float8 else t
+        if self.float8:
+            k, w = width(k), f"{t}[{n}, {width(k)}]"
+            of = f"{given}, w.permute(1, 0), {world if gathers else 1}, None, True"
+            matmul = f"""y = empty({out}[{m}, {n}])
+    main: call("interlace.float8_mm.out", {of}, out=y)"""
+        else:
+            w = f"{t}[{k}, {n}]"
+            matmul = f'main: call("aten.mm.default", {given}, w, out=(y := {t}[{m}, {n}]))'
+        if gathers:
+            return parse(f"""
+def ag_gemm(tp: Team[{world}], x: {t}[{part}, {k}], w: {w}):
     full = empty({t}[{m}, {k}])
     main: all_gather(x, full, team=tp)
-    main: call("aten.mm.default", full, w, out=(y := {t}[{m}, {n}]))
+    {matmul}
     return y
 """)
-            case "gemm_rs":
-                return parse(f"""
-def gemm_rs(tp: Team[{world}], x: {t}[{m}, {k}], w: {t}[{k}, {n}]):
-    main: call("aten.mm.default", x, w, out=(y := {t}[{m}, {n}]))
-    out = empty({t}[{part}, {n}])
-    main: reduce_scatter(y, out, reduce="sum", team=tp)
-    return out
-""")
-            case _:
-                return parse(f"""
-def gemm_ar(tp: Team[{world}], x: {t}[{m}, {k}], w: {t}[{k}, {n}]):
-    main: call("aten.mm.default", x, w, out=(y := {t}[{m}, {n}]))
-    out = empty({t}[{m}, {n}])
-    main: all_reduce(y, out, reduce="sum", team=tp)
+        kind, rows = ("reduce_scatter", part) if self.op == "gemm_rs" else ("all_reduce", m)
+        return parse(f"""
+def {self.op}(tp: Team[{world}], x: {t}[{m}, {k}], w: {w}):
+    {matmul}
+    out = empty({out}[{rows}, {n}])
+    main: {kind}(y, out, reduce="sum", team=tp)
     return out
 """)
 
+    def row_bytes(self) -> int:
+        """The bytes of a row that is sent."""
+        if self.op == "ag_gemm":
+            return width(self.k) if self.float8 else self.k * DTYPES[self.dtype].itemsize
+        return self.n * self.out_dtype.itemsize
+
     def link_bytes(self, world: int) -> int:
         """The bytes that must go into (and out of) every rank."""
-        size = DTYPES[self.dtype].itemsize
-        moved = self.m // world * (self.k if self.op == "ag_gemm" else self.n) * size * (world - 1)
+        moved = self.m // world * self.row_bytes() * (world - 1)
         return 2 * moved if self.op == "gemm_ar" else moved
 
     def num_sets(self, world: int) -> int:
         """How many sets of inputs take turns, so that none is in the cache when its turn comes."""
         rows = self.m // world if self.op == "ag_gemm" else self.m
-        nbytes = (rows * self.k + self.k * self.n) * DTYPES[self.dtype].itemsize
+        size = 1 if self.float8 else DTYPES[self.dtype].itemsize
+        nbytes = (rows * self.k + self.k * self.n) * size
         return min(MOST_SETS, 2 + 2 * CACHE // nbytes)
 
 
@@ -124,17 +149,16 @@ class Inputs:
 def make_inputs(case: SiteCase, ranks: Ranks, seed: int = 0) -> Inputs:
     """Random inputs; all ranks call it, since references need all ranks' inputs."""
     generator = torch.Generator(ranks.device).manual_seed(1000 * seed + ranks.me)
-    dtype = DTYPES[case.dtype]
     rows = case.m // ranks.size if case.op == "ag_gemm" else case.m
 
     def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
-        made = torch.empty(sizes, dtype=dtype, device=ranks.device)
-        return made.normal_(generator=generator).mul_(scale)
+        made = torch.empty(sizes, dtype=case.out_dtype, device=ranks.device)
+        made.normal_(generator=generator).mul_(scale)
+        return quantize(made, E4M3, RECIPE, group=ranks.group).packed if case.float8 else made
 
     count = case.num_sets(ranks.size) if ranks.cuda else 2
-    sets = [
-        (random(rows, case.k), random(case.k, case.n, scale=case.k**-0.5)) for _ in range(count)
-    ]
+    weight = (case.n, case.k) if case.float8 else (case.k, case.n)
+    sets = [(random(rows, case.k), random(*weight, scale=case.k**-0.5)) for _ in range(count)]
     whole = [(gathered(case, x, ranks), w) for x, w in sets]
     known = {
         (i, j): reference(case, whole[i][0], whole[j][1], ranks)
@@ -151,8 +175,9 @@ def gathered(case: SiteCase, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """All rows that a rank multiplies."""
     if case.op != "ag_gemm":
         return x
-    full = x.new_empty(case.m, case.k)
-    dist.all_gather_into_tensor(full, x)
+    full = x.new_empty(case.m, x.shape[1])
+    each = torch.uint8 if case.float8 else x.dtype  # not every backend knows FP8
+    dist.all_gather_into_tensor(full.view(each), x.view(each))
     return full
 
 
@@ -164,32 +189,41 @@ def reference(
     Products of 16-bit numbers are exact in fp32, so its sums tell them from wrong ones; wider ones
     are added in fp64. The allowance is half an ulp of the partial results and of their sum.
     """
-    part = _product(x, w)
+    part = _product(case, x, w)
     sizes = part.abs()
     if case.op != "ag_gemm":
         dist.all_reduce(part)
         dist.all_reduce(sizes)
         if case.op == "gemm_rs":
             part, sizes = (t.chunk(ranks.size)[ranks.me].clone() for t in (part, sizes))
-    return part, _allowed(part, sizes.add_(part.abs()), x.dtype)
+    return part, _allowed(part, sizes.add_(part.abs()), case)
 
 
-def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _product(case: SiteCase, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if case.float8:
+        x, w = (Float8Data(packed, case.k).dequantize() for packed in (x, w))
+        return x @ w.t()
     wide = torch.float32 if x.dtype.itemsize < 4 else torch.float64
     return x.to(wide) @ w.to(wide)
 
 
-def _allowed(want: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _allowed(want: torch.Tensor, sizes: torch.Tensor, case: SiteCase) -> torch.Tensor:
     """What rounding numbers of these sizes may change, in place of the sizes."""
-    unit = max(torch.finfo(dtype).eps / 2, 2.0**-20)
-    return sizes.mul_(unit).add_(want.square().mean().sqrt().item() * 2.0**-12)
+    unit = max(torch.finfo(case.out_dtype).eps / 2, 2.0**-20)
+    inner = FAST if case.float8 else 2.0**-12
+    return sizes.mul_(unit).add_(want.square().mean().sqrt().item() * inner)
 
 
-def whole_check(inputs: Inputs) -> tuple[Pair, Pair]:
+FAST = 2.0**-8
+"""What FP8's GEMM, whose fast sums keep fewer bits than fp32, may be off by, of the results' root
+mean square."""
+
+
+def whole_check(case: SiteCase, inputs: Inputs) -> tuple[Pair, Pair]:
     """Inputs of the matmul alone, with its result and what that may be off by."""
     x, w = inputs.whole[0]
-    want = _product(x, w)
-    return (x, w), (want, _allowed(want, want.abs(), x.dtype))
+    want = _product(case, x, w)
+    return (x, w), (want, _allowed(want, want.abs(), case))
 
 
 def deviation(found: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> float:

@@ -28,6 +28,7 @@ from interlace.bench.sites import DTYPES, SiteCase
 from interlace.bench.timing import burst, captured
 from interlace.bench.transfers import assert_no_multicast, enable_symmetric_memory
 from interlace.errors import UnsupportedError
+from interlace.float8.products import multiply_into
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.runtime import Executor
@@ -137,6 +138,19 @@ class Ours(Candidate):
             self._executor = None
 
 
+def matmul(case: SiteCase) -> Launch:
+    """torch's matmul of all rows: in FP8 one `_scaled_mm`, as the ranks have one scale."""
+    if not case.float8:
+        return torch.mm
+
+    def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(len(x), len(w), dtype=case.out_dtype)
+        multiply_into(y, x, w, 1, None, True)
+        return y
+
+    return scaled
+
+
 class Sequential(Candidate):
     """The collective of torch.distributed and torch.mm, eager or in a CUDA graph."""
 
@@ -189,21 +203,22 @@ class Sequential(Candidate):
         self._sets = ()
 
     def _launch(self) -> Launch:
-        size, rows = self.ranks.size, self.case.m
+        size, rows, mm = self.ranks.size, self.case.m, matmul(self.case)
+        each = torch.uint8 if self.case.float8 else self.case.out_dtype
 
         def ag_gemm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             full = x.new_empty(rows, x.shape[1])
-            dist.all_gather_into_tensor(full, x)
-            return torch.mm(full, w)
+            dist.all_gather_into_tensor(full.view(each), x.view(each))
+            return mm(full, w)
 
         def gemm_rs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            y = torch.mm(x, w)
+            y = mm(x, w)
             out = y.new_empty(rows // size, y.shape[1])
             dist.reduce_scatter_tensor(out, y)
             return out
 
         def gemm_ar(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            y = torch.mm(x, w)
+            y = mm(x, w)
             dist.all_reduce(y)
             return y
 
@@ -242,7 +257,7 @@ class WholeGemm(Candidate):
     def open(self) -> Launch:
         """The function."""
         if self._by == "torch":
-            return torch.mm
+            return matmul(self.case)
         case, device = self.case, self.ranks.device
         try:
             kernels: Any = importlib.import_module("interlace.kernels.gemm.matmul")
@@ -268,14 +283,14 @@ def rivals(case: SiteCase, ranks: Ranks, names: Sequence[str], sets: Sets) -> li
         found.append(Sequential(case, ranks, False, sets))
         if ranks.cuda:
             found.append(Sequential(case, ranks, True, sets))
-    if "async-tp" in names and ranks.cuda and case.op != "gemm_ar":
+    if "async-tp" in names and ranks.cuda and case.op != "gemm_ar" and not case.float8:
         found.append(AsyncTP(case, ranks))
     return found
 
 
 def whole_gemms(case: SiteCase, ranks: Ranks) -> list[Candidate]:
     """The matmuls of which the faster is half of the roof."""
-    by = ("torch", "triton") if ranks.cuda else ("torch",)
+    by = ("torch", "triton") if ranks.cuda and not case.float8 else ("torch",)
     return [WholeGemm(case, ranks, name) for name in by]
 
 

@@ -96,7 +96,7 @@ def overlap(
         str, typer.Option(help="Shapes: bars, others, tiny, or several with commas.")
     ] = "bars",
     shapes: Shapes = "",
-    dtype: Annotated[str, typer.Option(help="Element types, with commas.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="Element types, with commas; FP8: f8e4m3.")] = "bf16",
     only: Annotated[str, typer.Option(help="Candidates, with commas; default: all.")] = "",
     graphs: Annotated[bool, typer.Option(help="CUDA graphs of ours as well.")] = True,
     seconds: Seconds = 90,
