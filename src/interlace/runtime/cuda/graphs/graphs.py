@@ -22,6 +22,13 @@ Note [Addresses in graphs]
     used for `STALE` runs. All graphs of the even runs use the same words, slots and memory, as do
     those of the odd ones. Capturing runs nothing, so no peer need do the same at that time.
 
+    With `static_outputs` a pair keeps memory for its results. Where that is much, and few bytes lie
+    elsewhere than an earlier pair has them, one that copies these takes the earlier one's place.
+
+Note [What is still held]
+    With `static_outputs` results lie in a graph's own memory, which the run after next writes.
+    Before that, what the caller (or autograd) still holds of them gets memory of its own.
+
 Note [NCCL and addresses]
     With NCCL_GRAPH_REGISTER, its default, NCCL maps what a captured collective reads into the
     peers, and goes on reading it when the address has become another allocation's
@@ -46,7 +53,7 @@ from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Group, Recv, Send, View
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
+from interlace.runtime.cuda.graphs.captured import GraphPair, Handed, launcher, spare
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.waits.words import Words
@@ -138,6 +145,8 @@ class GraphBinding(Binding):
 
 MOST, MOST_OPS = 8, 1024
 """Pairs of graphs of a Program: 8, or as many as have so many ops together."""
+FEW = 8
+"""How many times the bytes that are copied a pair's own results must have, to be kept once."""
 STALE = 1000
 """Runs after which graphs that were not used make room for others."""
 SEEN = 64
@@ -163,6 +172,10 @@ class Graphs:
         self._stream: Any = torch.cuda.Stream(self._context.device)
         self.at: dict[Key, GraphPair] = {}
         """What serves tensors at these addresses, with nothing to copy."""
+        self.handed: tuple[Handed, Handed] = ([], [])
+        """By turn, with `static_outputs`."""
+        self.near: list[GraphPair] = []
+        """What serves tensors of which few come at any address, and are copied."""
         self.through: dict[int, GraphPair] = {}
         """What serves all other addresses, by the number of tensors."""
         self.seen: dict[Key, None] = {}
@@ -206,7 +219,10 @@ class Graphs:
     def turn(self, found: GraphPair) -> int:
         """Which of a pair the next run is, that begins now."""
         self._runs = found.used = self._runs + 1
-        return self._runs - 1 & 1
+        turn = self._runs - 1 & 1
+        if self.handed[turn]:
+            spare(self.handed[turn])
+        return turn
 
     def find(self, given: Sequence[torch.Tensor], num_inputs: int) -> GraphPair:
         """Graphs for these tensors, captured if need be: Note [Addresses in graphs]."""
@@ -224,6 +240,8 @@ class Graphs:
                 "give it on the GPU, or leave out graph=True"
             )
         if not self.single:
+            if (near := self._near(key, given, num_inputs)) is not None:
+                return near
             oldest = min(self.at, key=lambda at: self.at[at].used, default=key)
             full = len(self.at) >= max(MOST, MOST_OPS // len(self._context.plan.program.ops))
             if full and key in self.seen and self._runs - self.at[oldest].used >= STALE:
@@ -245,6 +263,28 @@ class Graphs:
         self.through[count] = self._capture(given, num_inputs, frozenset(moved))
         return self.through[count]
 
+    def _near(self, key: Key, given: Sequence[torch.Tensor], num_inputs: int) -> GraphPair | None:
+        """Graphs that copy the few tensors that lie elsewhere, captured if need be in the place of
+        those which have them at one address."""
+        for pair in self.near:
+            if pair.count == len(key) and not pair.off(key):
+                return pair
+        pairs = [*self.near, *self.at.values()]
+        found: list[tuple[int, GraphPair, frozenset[int]]] = []
+        for pair in pairs:
+            if pair.count == len(key) and pair.own:
+                moved = pair.moved | pair.off(key)
+                found.append((sum(given[i].nbytes for i in moved), pair, moved))
+        nbytes, pair, moved = min(found, key=lambda each: each[0], default=(0, None, frozenset()))
+        if pair is None or nbytes * FEW > pair.own:
+            return None
+        self._engine.synchronize()
+        self.near = [other for other in self.near if other is not pair]
+        self.at = {at: other for at, other in self.at.items() if other is not pair}
+        pair.reset()
+        self.near.append(self._capture(given, num_inputs, moved))
+        return self.near[-1]
+
     def _give_up(self, where: dict[Any, GraphPair], key: Any) -> None:
         """Lets go of a pair of graphs, once their runs have ended, on whatever stream."""
         self._engine.synchronize()
@@ -254,14 +294,14 @@ class Graphs:
         self, given: Sequence[torch.Tensor], num_inputs: int, moved: frozenset[int]
     ) -> GraphPair:
         """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
-        registered, options = self._context.values.registered, self._context.options
+        registered, static = self._context.values.registered, self._context.options.static_outputs
         outputs = self._context.outputs.names or self.results
         names = (*self._context.inputs.names, *outputs)
         changed, bound = (
             frozenset(i for i, name in enumerate(names) if name in buffers)
             for buffers in (self.changed, self.bound)
         )
-        others = [*self.at.values(), *self.through.values()]
+        others = [*self.at.values(), *self.near, *self.through.values()]
         made = GraphPair(given, num_inputs, moved, changed, bound)
         tensors = made.tensors(given)
         kept = [held.tensor for held in registered.values()]
@@ -277,7 +317,7 @@ class Graphs:
                 with uncollected(), torch.no_grad(), self._capturing(graph, pool):
                     results = self.issue(turn, named)
                 made.launch.append(self._launcher(graph))
-                made.keep(results, tensors, kept, options.static_outputs)
+                made.keep(results, tensors, kept, self.handed[turn] if static else None)
         except BaseException:
             with contextlib.suppress(Exception):
                 made.reset()  # NCCL would wait for them for as long as the error is kept
@@ -328,8 +368,8 @@ class Graphs:
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
-        dropped = [*self.at.values(), *self.through.values()]
-        for held in (self.at, self.through, self.seen, self.made):
+        dropped = [*self.at.values(), *self.near, *self.through.values()]
+        for held in (self.at, self.near, self.through, self.seen, self.made):
             held.clear()
         for captured in dropped:
             captured.reset()
