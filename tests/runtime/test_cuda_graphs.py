@@ -206,8 +206,10 @@ def test_each_set_of_addresses_has_graphs_of_its_own(graphed: Graphed) -> None:
     assert graphed.pools == [None, None] + [1, 2] * (len(sets) - 1)
 
 
-def test_graphs_with_much_of_their_own_copy_the_few_bytes_that_move(graphed: Graphed) -> None:
-    """Instead of keeping as much again for each set of addresses."""
+def test_graphs_with_much_of_their_own_copy_the_few_bytes_that_move(
+    graphed: Graphed, one_pair: None
+) -> None:
+    """Where there are more sets of addresses than pairs."""
     context = graphed.fake.engine.context
     object.__setattr__(
         context, "options", dataclasses.replace(context.options, static_outputs=True)
@@ -227,7 +229,7 @@ def test_graphs_with_much_of_their_own_copy_the_few_bytes_that_move(graphed: Gra
     assert graphed.kinds([xs[1], w], [y]) == copied
     assert graphed.kinds([xs[1], other], [y]) == ["reset", "reset", *copied]
     assert (graphed.captures, len(graphed.graphs.near)) == (8, 2)
-    assert graphed.pools[2:4] == [None, None]
+    assert graphed.pools[2:] == [1, 2, 3, 4, 5, 6]
     graphed.graphs.drop()
     assert (graphed.graphs.near, log[-4:]) == ([], [("reset", n) for n in (3, 4, 7, 8)])
 

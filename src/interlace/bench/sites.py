@@ -214,7 +214,7 @@ def _allowed(want: torch.Tensor, sizes: torch.Tensor, case: SiteCase) -> torch.T
     return sizes.mul_(unit).add_(want.square().mean().sqrt().item() * inner)
 
 
-FAST = 2.0**-8
+FAST = 2.0**-5
 """What FP8's GEMM, whose fast sums keep fewer bits than fp32, may be off by, of the results' root
 mean square."""
 

@@ -106,8 +106,9 @@ class Decompose:
                 anchors[len(blocks)] = found.collective
                 blocks.append(list(found.site.ops))
                 overlapped.append(found.site)
+                gpu = self.machine is not None and self.machine.device == "cuda"
                 written[found.collective] = write(
-                    values, taken, found.site, choice.row, choice.chunks, number
+                    values, taken, found.site, choice.row, choice.chunks, number, gpu
                 )
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
         ops = tuple(lifted(ops, slots)) if slots else ops

@@ -83,7 +83,7 @@ def estimate(
 ) -> Estimate:
     """The estimate of a strategy on a machine; None: serial."""
     label = label_of(row, chunks)
-    predicted, host = seconds_alone(_alone(values, site, row, chunks), machine)
+    predicted, host = seconds_alone(_alone(values, site, row, chunks, machine), machine)
     key, team = site_key(values, site, machine.captured), collective_of(values, site).team
     table = machine.sites if values.program.team(team).hosts is None else ()  # of one host
     known = measured(table, key, label) if _plain(values, site) else None
@@ -95,12 +95,15 @@ def estimate(
     return Estimate(label, row, chunks, predicted * 1e3, known_ms, expected * 1e3, busy * 1e3)
 
 
-def _alone(values: Dataflow, site: MatmulSite, row: Strategy | None, chunks: int) -> Program:
+def _alone(
+    values: Dataflow, site: MatmulSite, row: Strategy | None, chunks: int, machine: Machine
+) -> Program:
     """A site with a strategy as a Program of its own."""
     names, op = values.names.copy(), collective_of(values, site)
     if row is None:
         return isolated(values, op, [values.program.ops[i] for i in site.ops])
-    alone = isolated(values, op, write(values, names, site, row, chunks, ALONE), names)
+    ops = write(values, names, site, row, chunks, ALONE, machine.device == "cuda")
+    alone = isolated(values, op, ops, names)
     marked = Site(id=ALONE, kind=site_kind(op.kind, site), strategy=row.name)
     return alone.replace(sites=(marked,))
 

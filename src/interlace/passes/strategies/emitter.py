@@ -153,10 +153,18 @@ class Names:
 
 
 class Emitter:
-    """The ops of one site, as they are written."""
+    """The ops of one site, as they are written; `kernels`: a copy inside of a rank is a kernel."""
 
-    def __init__(self, names: Names, team: Team, collective: Collective, site: int | None) -> None:
+    def __init__(
+        self,
+        names: Names,
+        team: Team,
+        collective: Collective,
+        site: int | None,
+        kernels: bool = False,
+    ) -> None:
         self.names, self.team, self.serial, self.site = names, team, collective, site
+        self.kernels = kernels
         self.size, self.rank = team.size, team.rank
         self.ops: list[Op] = []
         self._scratch: dict[tuple[str, tuple[Int, ...]], View] = {}
@@ -261,6 +269,13 @@ class Emitter:
         """`src` into `dst`, unless they are the same."""
         if src != dst:
             self.emit(Copy, loc, src=src, dst=dst)
+
+    def own(self, src: View, dst: View) -> None:
+        """`copy`, where it is the first thing that peers wait for: Note [Own parts] in whole.py."""
+        if self.kernels and src != dst:
+            self.ops.append(Copy(src=src, dst=dst, loc=self.serial.loc))
+        else:
+            self.copy(src, dst)
 
     def collective(self, kind: str, src: View, dst: View, **fields: object) -> None:
         """A collective like the serial one, of this kind."""

@@ -174,7 +174,7 @@ class Gather:
         e = self.emitter
         slot, mine = self._shown()
         ready = e.names.new(f"{slot.buffer}_ready")
-        e.copy(self.shard, mine)
+        e.own(self.shard, mine)
         e.notify(ready, e.team.others)
         if self.slot is None:
             self._local(take)

@@ -87,16 +87,22 @@ def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
 
 
 def write(
-    values: Dataflow, names: Names, site: MatmulSite, row: Strategy, chunks: int, number: int | None
+    values: Dataflow,
+    names: Names,
+    site: MatmulSite,
+    row: Strategy,
+    chunks: int,
+    number: int | None,
+    kernels: bool = False,
 ) -> list[Op]:
-    """The ops of a site, overlapped by the strategy of this row."""
+    """The ops of a site, overlapped by the strategy of this row; `kernels` as of `Emitter`."""
     op = collective_of(values, site)
     if row.cut == "whole":
         listed = [values.program.ops[i] for i in site.ops]
         at = next(i for i, one in enumerate(listed) if one is op)
         made, slots = write_whole(values, names, op, row, number)
         return lifted([*listed[:at], *made, *listed[at + 1 :]], slots)
-    emitter = Emitter(names, values.program.team(op.team), op, number)
+    emitter = Emitter(names, values.program.team(op.team), op, number, kernels)
     writer = _Writer(values, emitter, row, chunks)
     if isinstance(site, GatherSite):
         writer.gather(site, op)

@@ -185,6 +185,8 @@ class GraphPair:
         """Bytes of results that these graphs alone have, as long as they are there."""
         self.moved, self.moves = moved, bool(moved)
         self.count = len(given)
+        self.addresses = [tensor.data_ptr() for tensor in given]
+        """Where the tensors lay when the graphs were captured."""
         self._still = [
             (i, t.data_ptr(), StorageWeakRef(t.untyped_storage()) if i in bound else None)
             for i, t in enumerate(given)

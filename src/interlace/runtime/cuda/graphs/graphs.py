@@ -23,7 +23,8 @@ Note [Addresses in graphs]
     those of the odd ones. Capturing runs nothing, so no peer need do the same at that time.
 
     With `static_outputs` a pair keeps memory for its results. Where that is much, and few bytes lie
-    elsewhere than an earlier pair has them, one that copies these takes the earlier one's place.
+    elsewhere than one of `MOST` pairs has them, a pair that copies these takes the place of all
+    that it serves.
 
 Note [What is still held]
     With `static_outputs` results lie in a graph's own memory, which the run after next writes.
@@ -240,10 +241,12 @@ class Graphs:
                 "give it on the GPU, or leave out graph=True"
             )
         if not self.single:
-            if (near := self._near(key, given, num_inputs)) is not None:
+            if (near := self._near(key)) is not None:
                 return near
             oldest = min(self.at, key=lambda at: self.at[at].used, default=key)
             full = len(self.at) >= max(MOST, MOST_OPS // len(self._context.plan.program.ops))
+            if full and (made := self._bring_near(key, given, num_inputs)) is not None:
+                return made
             if full and key in self.seen and self._runs - self.at[oldest].used >= STALE:
                 self._give_up(self.at, oldest)
                 full = False
@@ -263,27 +266,35 @@ class Graphs:
         self.through[count] = self._capture(given, num_inputs, frozenset(moved))
         return self.through[count]
 
-    def _near(self, key: Key, given: Sequence[torch.Tensor], num_inputs: int) -> GraphPair | None:
-        """Graphs that copy the few tensors that lie elsewhere, captured if need be in the place of
-        those which have them at one address."""
-        for pair in self.near:
-            if pair.count == len(key) and not pair.off(key):
-                return pair
-        pairs = [*self.near, *self.at.values()]
-        found: list[tuple[int, GraphPair, frozenset[int]]] = []
-        for pair in pairs:
-            if pair.count == len(key) and pair.own:
+    def _near(self, key: Key) -> GraphPair | None:
+        """Graphs of `near` that serve these addresses."""
+        fits = (pair for pair in self.near if pair.count == len(key) and not pair.off(key))
+        return next(fits, None)
+
+    def _bring_near(
+        self, key: Key, given: Sequence[torch.Tensor], num_inputs: int
+    ) -> GraphPair | None:
+        """Graphs that copy the few bytes that lie elsewhere than earlier ones, with memory of their
+        own, have them; these take the place of all that they serve."""
+        found: list[tuple[int, frozenset[int]]] = []
+        for pair in (*self.near, *self.at.values()):
+            if pair.count == len(key):
                 moved = pair.moved | pair.off(key)
-                found.append((sum(given[i].nbytes for i in moved), pair, moved))
-        nbytes, pair, moved = min(found, key=lambda each: each[0], default=(0, None, frozenset()))
-        if pair is None or nbytes * FEW > pair.own:
+                nbytes = sum(given[i].nbytes for i in moved)
+                if nbytes * FEW <= pair.own:
+                    found.append((nbytes, moved))
+        if not found:
             return None
+        moved = min(found, key=lambda each: each[0])[1]
+        made = self._capture(given, num_inputs, moved)
+        pairs = [*self.near, *self.at.values()]
+        served = [p for p in pairs if p.count == len(key) and not made.off(p.addresses)]
         self._engine.synchronize()
-        self.near = [other for other in self.near if other is not pair]
-        self.at = {at: other for at, other in self.at.items() if other is not pair}
-        pair.reset()
-        self.near.append(self._capture(given, num_inputs, moved))
-        return self.near[-1]
+        self.at = {at: pair for at, pair in self.at.items() if pair not in served}
+        self.near = [*(pair for pair in self.near if pair not in served), made]
+        for pair in served:
+            pair.reset()
+        return made
 
     def _give_up(self, where: dict[Any, GraphPair], key: Any) -> None:
         """Lets go of a pair of graphs, once their runs have ended, on whatever stream."""
