@@ -24,6 +24,8 @@ RESULTS = Path(__file__).parent / "results"
 UNCALIBRATED = {"37b63c9", "04f0556", "1bf81fb"}
 """Commits whose overlap rows are of runs without a calibration: they all predict the same times,
 those of the built-in model. The pictures and tables show calibrated runs."""
+GPU = "NVIDIA H200"
+"""The GPU whose overlap rows are drawn: those of others are not compared with them."""
 
 
 def drawer(rows: Sequence[Row], folder: Path) -> Callable[[Sequence[Row], Path], None] | None:
@@ -42,7 +44,8 @@ def drawer(rows: Sequence[Row], folder: Path) -> Callable[[Sequence[Row], Path],
 
 
 def _overlap(rows: Sequence[Row], path: Path, layers: Sequence[Row]) -> None:
-    draw_overlap([row for row in rows if row["commit"] not in UNCALIBRATED], path, layers)
+    rows = [row for row in rows if row["gpu"] == GPU and row["commit"] not in UNCALIBRATED]
+    draw_overlap(rows, path, layers)
 
 
 def main(paths: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def kernel(strategy: str, mode: str, r: object, world: int = 4, m: int = 64, **more: object) -> Row:
     sizes = {"op": "ag_gemm", "m": str(m), "k": "8", "n": "16", "world": str(world)}
     told = {"strategy": strategy, "mode": mode, "r": str(r), "error": "", "commit": "a"}
+    told["dtype"] = "bf16"
     return {**sizes, **told, **more}
 
 
@@ -25,6 +26,7 @@ def test_the_latest_rows_in_their_faster_mode():
         *(kernel("auto", "eager", 2.0), kernel("sequential", "eager", 1.5)),
         *(kernel("async-tp", "eager", "nan"), kernel("auto", "graph", 1.0, error="wrong")),
         *(kernel("auto", "eager", 1.1, m=8), kernel("auto", "eager", 1.2, world=2)),
+        kernel("auto", "graph", 0.9, dtype="f8e4m3"),
     ]
     assert kernels_over_roof(rows) == {
         4: {

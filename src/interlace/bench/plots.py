@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.bench.rows import Row, number
+from interlace.bench.sites import FLOAT8
 from interlace.errors import BackendError
 
 STYLES = {"peer": "--", "gloo": ":", "put": "--", "send": ":"}
@@ -111,14 +112,15 @@ Lines = dict[str, dict[str, float]]
 
 
 def kernels_over_roof(rows: Sequence[Row]) -> dict[int, Lines]:
-    """By number of ranks, and shapes in order of op and size.
+    """By number of ranks, and shapes in order of op and size; FP8 is left out.
 
     What is compared was measured together: a shape's times are those of one commit, the last that
     timed as many ways as any.
     """
     shapes: dict[tuple[int, tuple[str, ...]], dict[str, Times]] = {}
     for row in rows:
-        if row["strategy"] in WAYS and not (row["error"] or math.isnan(number(row["r"]))):
+        timed = not (row["error"] or math.isnan(number(row["r"])))
+        if row["strategy"] in WAYS and row["dtype"] != FLOAT8 and timed:
             shape = row["op"], row["m"], row["k"], row["n"]
             commits = shapes.setdefault((int(row["world"]), shape), {})
             times = commits.pop(row["commit"], {})
