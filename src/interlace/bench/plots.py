@@ -62,12 +62,14 @@ def draw_interconnect(rows: Sequence[Row], path: Path) -> None:
 
 def draw_overlap(rows: Sequence[Row], path: Path, layers: Sequence[Row] = ()) -> None:
     """Time over the roof by shape, of NCCL and a matmul in sequence, async-TP and ours: a column
-    for each number of ranks; below the kernels, layers of `bench transformer` over the ideal.
+    for each number of ranks; below the kernels, layers of `bench transformer` over the ideal. Rows
+    in FP8 are left out.
 
     Each is shown in its faster mode, eager or as a CUDA graph. A dark picture goes beside the
     light one, as `-dark.png`.
     """
     pyplot = _pyplot()
+    rows = [row for row in rows if row["dtype"] != FLOAT8]
     columns = kernels_over_roof(rows)
     where = ", ".join(dict.fromkeys(f"{row['gpu']}, {row['dtype']}" for row in rows))
     for world, found in layers_over_ideal(layers).items():
@@ -112,15 +114,14 @@ Lines = dict[str, dict[str, float]]
 
 
 def kernels_over_roof(rows: Sequence[Row]) -> dict[int, Lines]:
-    """By number of ranks, and shapes in order of op and size; FP8 is left out.
+    """By number of ranks, and shapes in order of op and size.
 
     What is compared was measured together: a shape's times are those of one commit, the last that
     timed as many ways as any.
     """
     shapes: dict[tuple[int, tuple[str, ...]], dict[str, Times]] = {}
     for row in rows:
-        timed = not (row["error"] or math.isnan(number(row["r"])))
-        if row["strategy"] in WAYS and row["dtype"] != FLOAT8 and timed:
+        if row["strategy"] in WAYS and not (row["error"] or math.isnan(number(row["r"]))):
             shape = row["op"], row["m"], row["k"], row["n"]
             commits = shapes.setdefault((int(row["world"]), shape), {})
             times = commits.pop(row["commit"], {})
