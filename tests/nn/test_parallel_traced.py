@@ -3,8 +3,9 @@ other backends break the graph there."""
 
 from __future__ import annotations
 
+import functools
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.float8 import ROW_WISE, Recipe
 from interlace.frontend import backend, capture
 from interlace.frontend.binding import Bound
-from interlace.ir import Call
+from interlace.ir import Call, Collective
 from interlace.nn.functional import (
     all_gather_linear,
     linear_all_reduce,
@@ -197,3 +199,92 @@ def styled(seed: int) -> list[str]:
 def test_styles_with_a_recipe_are_one_graph(pool: Pool, seed: int) -> None:
     for wrong in pool(2).run(styled, seed, time_out_s=100):
         assert not wrong, wrong
+
+
+def without_gradients(seed: int) -> list[str]:
+    """What differs in a graph where nothing wants a gradient, of one weight and of two."""
+    wrong: list[str] = []
+    for kind in KINDS:
+        for name, recipe in RECIPES.items():
+            given, call = drawn(kind, seed), functools.partial(layer, kind, recipe=recipe)
+            torch.compiler.reset()
+            with torch.no_grad():
+                want = call(given)
+                found = torch.compile(call, backend=backend, fullgraph=True, options=OPTIONS)(given)
+            if not all(map(torch.equal, found, want)):
+                wrong.append(f"{kind} {name}")
+    return wrong
+
+
+@pytest.mark.strict
+@pytest.mark.timeout(150)
+def test_a_graph_without_gradients_has_the_bits(pool: Pool, seed: int) -> None:
+    for wrong in pool(2).run(without_gradients, seed, time_out_s=140):
+        assert not wrong, wrong
+
+
+def kept_bytes(seed: int) -> list[str]:
+    """Where a graph keeps more for backward than layers do, or than a checkpoint should; in a
+    process that has not met its group before, as a checkpoint is traced."""
+    wrong, weights = list[str](), [torch.randn(48, 64).bfloat16(), torch.randn(64, 48).bfloat16()]
+    w, w2 = (weight.requires_grad_() for weight in weights)
+    x = torch.randn(2048, 64).bfloat16().requires_grad_()
+    shard, how = x.nbytes, cast(Any, {"group": dist.group.WORLD})
+    for name, recipe in (("none", None), ("shard", Recipe()), ("rows", ROW_WISE)):
+
+        def body(x: Tensor, recipe: Recipe | None = recipe) -> Tensor:
+            h = all_gather_linear(x, w, recipe=recipe, **how).relu()
+            return linear_reduce_scatter(h, w2, recipe=recipe, **how)
+
+        def checkpointed(x: Tensor, body: Any = body) -> Any:
+            return checkpoint(body, x, use_reentrant=False)
+
+        sizes: list[int] = []
+        for run in (checkpointed, body):
+            torch.compiler.reset()
+            with capture() as captured:
+                call: Any = torch.compile(run, backend=backend, fullgraph=True, options=OPTIONS)
+                saved = call(x).grad_fn.saved_tensors
+            sizes.append(
+                sum(t.nbytes for t in saved if t.data_ptr() not in map(Tensor.data_ptr, (w, w2)))
+            )
+            ops = [
+                op.kind
+                for op in captured.graphs[0].bound[0].serial.ops
+                if isinstance(op, Collective)
+            ]
+            if ops != ["all_gather", "reduce_scatter"]:
+                wrong.append(f"{name}: forward has {ops}")
+        h = 4096 * 48 * 2
+        plain = 2048 * 192 + 48 * 4224 + h if name == "shard" else shard + h
+        if sizes[0] > shard + 64 or sizes[1] > plain + 64:
+            wrong.append(f"{name}: {sizes} bytes are kept, not {shard} and {plain}")
+    return wrong
+
+
+def test_a_graph_keeps_no_more_than_layers_do(pool: Pool, seed: int) -> None:
+    for wrong in pool(2).run(kept_bytes, seed, replace=True, time_out_s=100):
+        assert not wrong, wrong
+
+
+def frozen(seed: int) -> list[str]:
+    """What a graph keeps of x where no gradient of a weight is wanted."""
+    found: list[str] = []
+    for recipe in (None, Recipe(), ROW_WISE):
+        x, (w, *_), _ = drawn("all_gather", seed)
+        torch.compiler.reset()
+        weight = w.detach()
+        run: Any = torch.compile(
+            lambda x, w=weight, r=recipe: all_gather_linear(x, w, group=dist.group.WORLD, recipe=r),
+            backend=backend,
+            fullgraph=True,
+            options=OPTIONS,
+        )
+        saved = run(x).grad_fn.saved_tensors
+        found += [str(tuple(t.shape)) for t in saved if t.numel() > 1 and t.shape != w.shape]
+    return found
+
+
+def test_of_frozen_weights_nothing_of_x_is_kept(pool: Pool, seed: int) -> None:
+    for found in pool(2).run(frozen, seed, time_out_s=100):
+        assert not found, found

@@ -43,7 +43,11 @@ MOVEMENT = {
 }
 """What may stand between a gather and the matmul that it feeds."""
 
-TRANSPOSES = ("interlace.float8_across.default", "interlace.float8_turn.default")
+BACKWARD = (
+    *(*GATHERS, "_c10d_functional.wait_tensor.default"),
+    *("interlace.float8_across.default", "interlace.float8_turn.default"),
+)
+"""What stays in backward where that does it."""
 
 NUMBER = re.compile(r"_\d+$")
 
@@ -81,10 +85,15 @@ class Partition:
     def mark(self, graph: fx.Graph) -> list[fx.Node]:
         """Marks what backward shall do again; gives the gathers among it."""
         found: list[tuple[fx.Node, list[fx.Node]]] = []
-        for node in graph.nodes:
-            if str(node.target) in GATHERS and _forward(node) and "recompute" not in node.meta:
+        gathers = [node for node in graph.nodes if str(node.target) in GATHERS]
+        again = {node.args[0] for node in gathers if not _forward(node)}
+        """What backward's code gathers itself: equal nodes are merged later."""
+        for node in gathers:
+            if _forward(node) and "recompute" not in node.meta:
                 moved = _moved(node)
-                if not any("recompute" in other.meta for other in moved):
+                users = {user for each in (node, *moved) for user in each.users}
+                needed = node.args[0] in again or not all(map(_forward, users))
+                if needed and not any("recompute" in other.meta for other in moved):
                     found.append((node, moved))
         wanted = [self._wanted(node, moved) for node, moved in found]
         if self.regather == "auto" and found and not self.alone:
@@ -136,12 +145,19 @@ def keep_overwritten(graph: fx.Graph) -> None:
 
 
 def stay_in_backward(graph: fx.Graph) -> None:
-    """Leaves FP8 transposes to backward where its code makes them, of what forward has.
+    """Leaves to backward what its code gathers, or transposes in FP8, of what forward has.
 
-    torch would have forward make and keep what no tangent has a part in: a byte for each weight.
+    torch would have forward do and keep what no tangent has a part in: all ranks' rows, and a byte
+    for each weight. What is in a region that the user marked is left as it is.
     """
+    late, theirs = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
-        if str(node.target) in TRANSPOSES and not _forward(node) and "recompute" not in node.meta:
+        sources = node.all_input_nodes
+        if "tangents" in str(node.target) or not late.isdisjoint(sources):
+            late.add(node)
+        elif not _forward(node) and any(s in theirs or _users_own(s) for s in sources):
+            theirs.add(node)
+        elif str(node.target) in BACKWARD and not _forward(node) and "recompute" not in node.meta:
             _again(node)
 
 
@@ -204,6 +220,11 @@ def _again(node: fx.Node) -> None:
     """Has backward do it."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = GATHER_REGION
+
+
+def _users_own(node: fx.Node) -> bool:
+    """Whether the user marked what to do with it."""
+    return "recompute" in node.meta and node.meta.get("ac_graph_id") != GATHER_REGION
 
 
 def _moved(gather: fx.Node) -> list[fx.Node]:

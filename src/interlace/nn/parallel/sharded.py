@@ -100,6 +100,8 @@ def applied(
     (There a Function takes as long, and saves what requires gradients although they are off.)
     """
     if torch.compiler.is_compiling():  # Note [In our own graphs] in traced.py
+        if via.recipe is not None:
+            check_device(tensors[0])
         return traced(via.collective, via.group, via.recipe, len(accumulators), tensors)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         _refuse_transforms(tensors)

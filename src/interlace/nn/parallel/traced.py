@@ -67,10 +67,14 @@ class Traced(torch.autograd.Function):
         team: Team,
         recipe: Recipe | None,
         count: int,
-        x: Tensor,
-        *tensors: Any,
+        *given: Any,
     ) -> tuple[Tensor, ...]:
-        """Weights, then biases, give as many outputs as there are weights."""
+        """x, weights and then biases give as many outputs as there are weights.
+
+        (TorchDynamo takes a Function whose arguments are as many as forward's names, without a
+        gradient, for one without `ctx`.)
+        """
+        x, *tensors = given
         gathers, sums = collective == "all_gather", collective.endswith(("_scatter", "_reduce"))
         packs = recipe is not None and recipe.scaling == "tensor"
         for_w = any(ctx.needs_input_grad[5 : 5 + count])

@@ -2,7 +2,7 @@
 
 captured = GraphPair(given, num_inputs, moved, written, bound)  # `moved` have places of their own
 tensors = captured.tensors(given)                              # what is to be captured
-captured.keep(results, tensors, kept, handed)                  # once for each of its `graphs`
+captured.keep(results, tensors, kept, static)                  # once for each of its `graphs`
 captured.bring(driver, stream, given)                          # before a replay, where it `moves`,
 captured.take(given)                                           # and after it
 captured.gives[turn](given)                                    # its results
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,8 +29,6 @@ from interlace.runtime.values import copier, once
 
 Give = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 """The results of a replay, of the tensors that it was given."""
-Handed = list["weakref.ref[torch.Tensor]"]
-"""What the last replay of a turn gave of the graphs' own memory, as far as it is still held."""
 Launch = Callable[[int], None]
 """Launches a graph on a stream, the caller's current one."""
 
@@ -67,15 +64,12 @@ def giver(
     outs: Sequence[tuple[int, torch.Tensor]],
     kept: Sequence[torch.Tensor],
     others: Sequence[torch.Tensor] | None = None,
-    handed: Handed | None = None,
 ) -> Give:
     """The results of a replay: the caller's tensors, by number, that are whole results (`outs`,
     inputs among them); what is `kept`; and copies of the rest, which no replay writes again. With
-    `others`, what lies in none of these is given without a copy, and noted in `handed`."""
-    own = None
-    if others is not None:
-        own = {t.untyped_storage().data_ptr() for t in others}, [] if handed is None else handed
-    gives = [_give(item, outs, kept, own) for item in results]
+    `others`, what lies in none of these is given as it is."""
+    storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
+    gives = [_give(item, outs, kept, storages) for item in results]
     if gives and all(isinstance(give, operator.itemgetter) for give in gives):
         places = [_place(item, outs) for item in results]
         return operator.itemgetter(*places) if len(places) > 1 else lambda given: (gives[0](given),)
@@ -87,14 +81,6 @@ def giver(
 
 def _same(item: Any, given: Sequence[torch.Tensor]) -> Any:
     return item
-
-
-def spare(handed: Handed) -> None:
-    """Moves out of the graphs' memory what is still held of an earlier run's results."""
-    for ref in handed:
-        if (tensor := ref()) is not None:
-            tensor.data = tensor.detach().clone()
-    handed.clear()
 
 
 def _place(item: Any, outs: Sequence[tuple[int, torch.Tensor]]) -> int | None:
@@ -110,16 +96,15 @@ def _give(
     item: Any,
     outs: Sequence[tuple[int, torch.Tensor]],
     kept: Sequence[torch.Tensor],
-    own: tuple[set[int], Handed] | None,
+    storages: set[int] | None,
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """What gives one result, of the tensors that a replay is given. `own` are the storages that are
-    others', where what lies in none of them is handed out.
+    """What gives one result, of the tensors that a replay is given.
 
     A copy is made from memory that the result does not own: other graphs of the same pool can use
     it, and so can others where it is the caller's.
     """
     if isinstance(item, tuple):
-        parts = [_give(part, outs, kept, own) for part in item]
+        parts = [_give(part, outs, kept, storages) for part in item]
         return lambda given: tuple([part(given) for part in parts])
     if not isinstance(item, torch.Tensor):
         return functools.partial(_same, item)
@@ -132,8 +117,8 @@ def _give(
     if (place := _place(item, outs)) is not None:
         return operator.itemgetter(place)
     storage = item.untyped_storage()
-    if own is not None and storage.data_ptr() not in own[0]:
-        return _hands_out(item, own[1])
+    if storages is not None and storage.data_ptr() not in storages:
+        return functools.partial(_same, item)
     raw = tensor_at(storage.data_ptr(), storage.nbytes(), item.device).untyped_storage()
     copy = copier(made.set_(raw, item.storage_offset(), item.shape, item.stride()))  # pyright: ignore
     return lambda given: copy()
@@ -149,18 +134,6 @@ def _bytes_beside(results: Sequence[Any], others: Sequence[torch.Tensor]) -> int
         and (storage := item.untyped_storage()).data_ptr() not in known
     }
     return sum(found.values())
-
-
-def _hands_out(item: torch.Tensor, handed: Handed) -> Callable[[Any], torch.Tensor]:
-    """What gives a new tensor of a graph's own memory: autograd takes one that nobody else holds
-    for a gradient as it is, and has its version."""
-
-    def give(given: Any) -> torch.Tensor:
-        tensor = item.data
-        handed.append(weakref.ref(tensor))
-        return tensor
-
-    return give
 
 
 class GraphPair:
@@ -182,9 +155,8 @@ class GraphPair:
         """The results of a replay, by graph: the caller's tensors, or what no replay writes."""
         self.used = 0
         self.own = 0
-        """Bytes of results that these graphs alone have, as long as they are there."""
+        """Bytes of results that a graph of these keeps, at most."""
         self.moved, self.moves = moved, bool(moved)
-        self.count = len(given)
         self.addresses = [tensor.data_ptr() for tensor in given]
         """Where the tensors lay when the graphs were captured."""
         self._still = [
@@ -227,15 +199,13 @@ class GraphPair:
         results: Sequence[Any],
         tensors: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
-        handed: Handed | None,
+        static: bool,
     ) -> None:
-        """Takes the results of a graph that was captured with these `tensors`: `giver`; with
-        `handed` its own are given without a copy."""
+        """Takes the results of a graph that was captured with these `tensors`: `giver`."""
         whole = list(enumerate(tensors))
-        others = None if handed is None else tensors
-        self.gives.append(giver(results, whole, kept, others, handed))
-        if handed is not None:
-            self.own += _bytes_beside(results, [*tensors, *kept])
+        self.gives.append(giver(results, whole, kept, tensors if static else None))
+        if static:
+            self.own = max(self.own, _bytes_beside(results, [*tensors, *kept]))
 
     def bring(self, driver: Driver, stream: int, given: Sequence[torch.Tensor]) -> None:
         """Copies what comes at any address to where the graphs read it."""

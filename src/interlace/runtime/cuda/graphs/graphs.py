@@ -22,13 +22,9 @@ Note [Addresses in graphs]
     used for `STALE` runs. All graphs of the even runs use the same words, slots and memory, as do
     those of the odd ones. Capturing runs nothing, so no peer need do the same at that time.
 
-    With `static_outputs` a pair keeps memory for its results. Where that is much, and few bytes lie
-    elsewhere than one of `MOST` pairs has them, a pair that copies these takes the place of all
-    that it serves.
-
-Note [What is still held]
-    With `static_outputs` results lie in a graph's own memory, which the run after next writes.
-    Before that, what the caller (or autograd) still holds of them gets memory of its own.
+    With `static_outputs` a pair keeps memory for its results. Where that is `MUCH`, and few bytes
+    lie elsewhere than one of `MOST` pairs has them, a pair that copies these takes the place of all
+    that it serves; there are at most `MOST` of those as well.
 
 Note [NCCL and addresses]
     With NCCL_GRAPH_REGISTER, its default, NCCL maps what a captured collective reads into the
@@ -54,7 +50,7 @@ from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Group, Recv, Send, View
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.graphs.captured import GraphPair, Handed, launcher, spare
+from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.waits.words import Words
@@ -146,8 +142,8 @@ class GraphBinding(Binding):
 
 MOST, MOST_OPS = 8, 1024
 """Pairs of graphs of a Program: 8, or as many as have so many ops together."""
-FEW = 8
-"""How many times the bytes that are copied a pair's own results must have, to be kept once."""
+MUCH, FEW = 64 << 20, 4
+"""Bytes of a graph's own results from which on few are copied in their stead: a quarter at most."""
 STALE = 1000
 """Runs after which graphs that were not used make room for others."""
 SEEN = 64
@@ -173,8 +169,6 @@ class Graphs:
         self._stream: Any = torch.cuda.Stream(self._context.device)
         self.at: dict[Key, GraphPair] = {}
         """What serves tensors at these addresses, with nothing to copy."""
-        self.handed: tuple[Handed, Handed] = ([], [])
-        """By turn, with `static_outputs`."""
         self.near: list[GraphPair] = []
         """What serves tensors of which few come at any address, and are copied."""
         self.through: dict[int, GraphPair] = {}
@@ -220,10 +214,7 @@ class Graphs:
     def turn(self, found: GraphPair) -> int:
         """Which of a pair the next run is, that begins now."""
         self._runs = found.used = self._runs + 1
-        turn = self._runs - 1 & 1
-        if self.handed[turn]:
-            spare(self.handed[turn])
-        return turn
+        return self._runs - 1 & 1
 
     def find(self, given: Sequence[torch.Tensor], num_inputs: int) -> GraphPair:
         """Graphs for these tensors, captured if need be: Note [Addresses in graphs]."""
@@ -268,7 +259,7 @@ class Graphs:
 
     def _near(self, key: Key) -> GraphPair | None:
         """Graphs of `near` that serve these addresses."""
-        fits = (pair for pair in self.near if pair.count == len(key) and not pair.off(key))
+        fits = (pair for pair in self.near if len(pair.addresses) == len(key) and not pair.off(key))
         return next(fits, None)
 
     def _bring_near(
@@ -276,19 +267,21 @@ class Graphs:
     ) -> GraphPair | None:
         """Graphs that copy the few bytes that lie elsewhere than earlier ones, with memory of their
         own, have them; these take the place of all that they serve."""
+        if len(self.near) >= MOST:
+            return None
         found: list[tuple[int, frozenset[int]]] = []
         for pair in (*self.near, *self.at.values()):
-            if pair.count == len(key):
+            if len(pair.addresses) == len(key):
                 moved = pair.moved | pair.off(key)
                 nbytes = sum(given[i].nbytes for i in moved)
-                if nbytes * FEW <= pair.own:
+                if pair.own >= MUCH and nbytes * FEW <= pair.own:
                     found.append((nbytes, moved))
         if not found:
             return None
         moved = min(found, key=lambda each: each[0])[1]
         made = self._capture(given, num_inputs, moved)
         pairs = [*self.near, *self.at.values()]
-        served = [p for p in pairs if p.count == len(key) and not made.off(p.addresses)]
+        served = [p for p in pairs if len(p.addresses) == len(key) and not made.off(p.addresses)]
         self._engine.synchronize()
         self.at = {at: pair for at, pair in self.at.items() if pair not in served}
         self.near = [*(pair for pair in self.near if pair not in served), made]
@@ -328,7 +321,7 @@ class Graphs:
                 with uncollected(), torch.no_grad(), self._capturing(graph, pool):
                     results = self.issue(turn, named)
                 made.launch.append(self._launcher(graph))
-                made.keep(results, tensors, kept, self.handed[turn] if static else None)
+                made.keep(results, tensors, kept, static)
         except BaseException:
             with contextlib.suppress(Exception):
                 made.reset()  # NCCL would wait for them for as long as the error is kept
