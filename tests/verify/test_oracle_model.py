@@ -455,7 +455,9 @@ def small_sets(seed: int, count: int) -> Iterator[list[Program]]:
 
 def test_it_says_what_a_visit_of_every_state_says(seed: int) -> None:
     met = {"compared": 0, "race": 0, "deadlock": 0}
-    for programs in small_sets(seed, 250):
+    for number, programs in enumerate(small_sets(seed, 1000)):
+        if number >= 250 and min(met.values()) >= 5:  # some seeds draw few deadlocks
+            break
         script = Script(programs, 1)
         if len(script.acts) > 26:
             continue
