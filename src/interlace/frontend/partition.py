@@ -43,8 +43,9 @@ MOVEMENT = {
 }
 """What may stand between a gather and the matmul that it feeds."""
 
+WAIT = "_c10d_functional.wait_tensor.default"
 BACKWARD = (
-    *(*GATHERS, "_c10d_functional.wait_tensor.default"),
+    *(*GATHERS, WAIT),
     *("interlace.float8_across.default", "interlace.float8_turn.default"),
 )
 """What stays in backward where that does it."""
@@ -75,6 +76,7 @@ class Partition:
         equal_groups(joint.graph)
         mark_checkpoints(joint.graph)
         keep_overwritten(joint.graph)
+        merge_gathers(joint.graph)
         self.mark(joint.graph)
         stay_in_backward(joint.graph)
         own_opaque_outputs(joint.graph, given["num_fwd_outputs"])
@@ -85,14 +87,10 @@ class Partition:
     def mark(self, graph: fx.Graph) -> list[fx.Node]:
         """Marks what backward shall do again; gives the gathers among it."""
         found: list[tuple[fx.Node, list[fx.Node]]] = []
-        gathers = [node for node in graph.nodes if str(node.target) in GATHERS]
-        again = {node.args[0] for node in gathers if not _forward(node)}
-        """What backward's code gathers itself: equal nodes are merged later."""
-        for node in gathers:
-            if _forward(node) and "recompute" not in node.meta:
+        for node in graph.nodes:
+            if str(node.target) in GATHERS and _forward(node) and "recompute" not in node.meta:
                 moved = _moved(node)
-                users = {user for each in (node, *moved) for user in each.users}
-                needed = node.args[0] in again or not all(map(_forward, users))
+                needed = any(not _forward(user) for each in (node, *moved) for user in each.users)
                 if needed and not any("recompute" in other.meta for other in moved):
                     found.append((node, moved))
         wanted = [self._wanted(node, moved) for node, moved in found]
@@ -142,6 +140,24 @@ def keep_overwritten(graph: fx.Graph) -> None:
             for reader in {user for view in views for user in view.users} - views - {write}:
                 if reader.op == "call_function":
                     reader.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def merge_gathers(graph: fx.Graph) -> None:
+    """Has backward use what forward gathers, where its code gathers the same: policy says then
+    whether that is done again. Torch merges equal nodes too, but from 2.15 on not these."""
+    known: dict[Any, fx.Node] = {}
+    for node in [node for node in graph.nodes if str(node.target) in GATHERS]:
+        first = known.setdefault((node.target, node.args), node)
+        if first is node or _forward(node):
+            continue
+        for wait in [user for user in node.users if str(user.target) == WAIT]:
+            for other in first.users:
+                if str(other.target) == WAIT:
+                    wait.replace_all_uses_with(other)
+                    graph.erase_node(wait)
+                    break
+        if not node.users:
+            graph.erase_node(node)
 
 
 def stay_in_backward(graph: fx.Graph) -> None:
