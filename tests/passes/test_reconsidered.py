@@ -12,8 +12,9 @@ from tests.passes.test_decompose import assert_overlaps
 
 from interlace.ir import Collective, Program, Put, parse
 from interlace.options import Options
-from interlace.passes import lower, pipeline, reconsider, run_pipeline
+from interlace.passes import lower, pipeline, run_pipeline
 from interlace.passes.decompose import Decompose
+from interlace.passes.strategies import reconsider
 from interlace.runtime.machine import default_machine
 from interlace.verify import check
 

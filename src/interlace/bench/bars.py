@@ -71,6 +71,7 @@ MANY = 1000
 less, and stand in only where there are no others."""
 MODES = {"eager": "<= 40", "graph": "<= 10"}
 """With the microseconds that the host may take for an AG+GEMM call."""
+READINGS = [(mode, who) for mode in MODES for who in ("auto", "best")]
 Shape = tuple[str, int, int, int]
 
 
@@ -152,22 +153,19 @@ def judge_overlap(rows: Sequence[Row]) -> list[BarVerdict]:
     float8 = [row for row in rows if row.get("dtype") == FLOAT8]
     plain = [row for row in rows if row.get("dtype") != FLOAT8]
     plain = [row for row in plain if row.get("dtype") == "bf16"] or plain
-    return [*_judge_sites(plain, OVERLAP_BARS), *_judge_sites(float8, FLOAT8_BARS)]
+    hosts = [verdict for mode, who in READINGS for verdict in _host(plain, who, mode)]
+    return [*_judge_sites(plain, OVERLAP_BARS), *hosts, *_judge_sites(float8, FLOAT8_BARS)]
 
 
 def _judge_sites(rows: Sequence[Row], bars: Sequence[OverlapBar]) -> list[BarVerdict]:
-    readings = [(mode, who) for mode in MODES for who in ("auto", "best")]
-    points = {(mode, who): _points(rows, who, mode) for mode, who in readings}
-    found = [
+    points = {(mode, who): _points(rows, who, mode) for mode, who in READINGS}
+    return [
         _verdict(bar, who, mode, known)
         for bar in bars
-        for mode, who in readings
+        for mode, who in READINGS
         if not (who == "best" and bar.text == BEST_FIXED)
         and (known := _figures(bar, points[mode, who]))
     ]
-    if bars is FLOAT8_BARS:
-        return found
-    return [*found, *(verdict for mode, who in readings for verdict in _host(rows, who, mode))]
 
 
 def _shape(row: Row) -> Shape:

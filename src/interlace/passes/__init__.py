@@ -1,7 +1,6 @@
 """Passes: Program in, Program out, one file a pass. No torch.
 
 pipeline.py           what a pass is; pipelines as text, and the one that lowers a serial Program
-reconsider.py         whether a site had better be whole, in the whole schedule
 find_sites.py         every collective becomes a Site, by meaning and not by spelling
 place_resharding.py   gathers stand where fewer bytes move
 decompose.py          a site becomes chunks, by a strategy

@@ -40,8 +40,8 @@ from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.place_resharding import PlaceResharding
 from interlace.passes.plan_memory import PlanMemory
-from interlace.passes.reconsider import Ways, reconsidered
 from interlace.passes.schedule import Schedule
+from interlace.passes.strategies.reconsider import Ways, reconsidered
 from interlace.passes.take_turns import TakeTurns
 from interlace.verify import check as prove
 

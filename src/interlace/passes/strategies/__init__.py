@@ -5,5 +5,6 @@ gathers.py, scatters.py: how chunks travel;  whole.py: a collective in one piece
 chunks.py      chunks, slices and the computation on them;  pieces.py: how finely a site is cut
 emitter.py     names, tables and views of what is written
 choose.py      which strategy a site gets: measured, or predicted by playing it alone
+reconsider.py  whether it had better be whole, in the whole schedule
 candidates.py  all estimates of a Program's sites, for `explain`, and measured sites
 """

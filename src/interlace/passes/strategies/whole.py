@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from interlace.ir import Alloc, Collective, Copy, Free, Op, Slice, View
+from interlace.ir import Alloc, Collective, Free, Op, Slice, View
 from interlace.passes.sites.rows import balanced_sizes
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter, Names, Place
@@ -59,7 +59,7 @@ def unmovable(values: Dataflow, op: Collective) -> str:
 
 def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None) -> list[Op]:
     """The ops that do what a collective does."""
-    e = Emitter(names, values.program.team(op.team), op, number)
+    e = Emitter(names, values.program.team(op.team), op, number, kernels=True)
     assert op.src is not None and op.dst is not None  # noqa: PT018
     name, summed = op.dst.buffer, op.src.buffer
     src, dst = values.box(op.src), values.box(op.dst)
@@ -80,19 +80,15 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
     )
     common: dict[str, Any] = {"sizes": sizes, "width": width, "dtype": dst.dtype}
 
-    def own(src: View, dst: View) -> None:
-        """Note [Own parts]."""
-        e.ops.append(Copy(src=src, dst=dst, loc=op.loc))
-
     def lies(index: Place, shard: View, within: Slice | None = None) -> None:
         """What is summed lies there already; only the rank's own part goes to the others'."""
         if index == e.rank:
-            own(e.part(x, e.rank, sizes), shard)
+            e.own(e.part(x, e.rank, sizes), shard)
 
     def shard_into(out: View) -> None:
         """The rank's own part of what is gathered."""
         if op.kind == "all_gather":
-            own(x, out)
+            e.own(x, out)
         else:
             Scatter(e, BRING, summed, x, out, **common).run(lies)
 
@@ -113,7 +109,7 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
         shard_into(shown)
         ready = e.names.new(f"{slot.buffer}_ready")
         e.notify(ready, e.team.others)
-        own(shown, mine)
+        e.own(shown, mine)
         for step in e.steps(NEAR_FIRST):
             theirs = e.head(slot, sizes, step.chunk, rows)
             e.get(theirs, step.source, e.part(y, step.chunk, sizes), ready)
