@@ -25,7 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace.frontend
-from interlace.ir import Fused, Get, parse
+from interlace.float8 import E4M3, Recipe, quantize
+from interlace.ir import Fused, FusedKernel, Get, parse
 from interlace.options import Options
 from interlace.passes import lower, take_turns
 from interlace.passes.strategies import pieces as pieces_file
@@ -154,3 +155,51 @@ def in_slabs(seed: int, fetched: bool) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3, 4], ids=lambda n: f"{n}-ranks")
 def test_all_reduces_in_slabs_are_right(pool: Pool, ranks: int, fetched: bool, seed: int) -> None:
     assert pool(ranks).run(in_slabs, seed, fetched) == [[]] * ranks
+
+
+PACKED = """
+def f(tp: Team[{size}], x: f8e4m3[128, 208], w: f8e4m3[48, 208], b: bf16[48]):
+    full = empty(f8e4m3[128 * {size}, 208])
+    main: all_gather(x, full, team=tp)
+    y = empty(bf16[128 * {size}, 48])
+    main: call("interlace.float8_mm.out", full, w.permute(1, 0), {size}, b, True, out=y)
+    return y
+"""
+
+
+def packed(seed: int) -> list[str]:
+    """On one rank: which of some gathers of packed rows, of another scale on each rank, do not give
+    what serial does. All sums are exact."""
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    wrong, program = list[str](), parse(PACKED.format(size=size))
+    ways = {
+        "serial": Options(overlap=False),
+        "overlapped": Options(strategy="fused"),
+        "in order": Options(strategy="fused", in_order=True),
+    }
+    lowered = {how: lower(program, options) for how, options in ways.items()}
+    kernels = [op.kernel for how in lowered for op in lowered[how].ops if isinstance(op, Fused)]
+    assert kernels == [FusedKernel(kind="gather_matmul")] * 2
+    groups = {"tp": world_group()}
+    made = {
+        how: Executor(lowered[how], groups=groups, device="cpu", options=options).prepare()
+        for how, options in ways.items()
+    }
+    recipe = Recipe(scale="shard", power_of_two=True)
+    for number in range(4):
+        torch.manual_seed(seed + size * number + rank)
+        x, w = (
+            quantize(torch.randint(-3, 4, (rows, 80)).bfloat16() * 2**rank, E4M3, recipe).packed
+            for rows in (128, 48)
+        )
+        given = [x, w, torch.randint(-3, 4, (48,)).bfloat16()]
+        found = {how: executor.run(given)[0] for how, executor in made.items()}
+        wrong += [f"run {number} {how}" for how in ways if not found[how].equal(found["serial"])]
+    for executor in made.values():
+        executor.close()
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3], ids=lambda n: f"{n}-ranks")
+def test_packed_rows_come_with_their_scales(pool: Pool, ranks: int, seed: int) -> None:
+    assert pool(ranks).run(packed, seed) == [[]] * ranks

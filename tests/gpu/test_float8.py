@@ -192,6 +192,6 @@ def layers(strategy: str, seed: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("strategy", ["auto", "peer"])
+@pytest.mark.parametrize("strategy", ["auto", "peer", "fused"])
 def test_layers_over_ranks(gpus: Ranks, strategy: str, seed: int) -> None:
     assert gpus.run(layers, strategy, seed, time_out_s=200) == [[]] * gpus.world

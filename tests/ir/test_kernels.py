@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from interlace.errors import ParseError, ProgramError
-from interlace.ir import parse, validate
+from interlace.float8 import data
+from interlace.ir import kernels, parse, validate
+from interlace.kernels.gemm import support
 
 GATHER = """
 def f(tp: Team[2], dp: Team[2], x: bf16[4, 8], w: bf16[8, 8], v: bf16[8, 8], y: out[bf16[8, 8]]):
@@ -39,6 +41,20 @@ def f(tp: Team[2], x: bf16[512, 8], w: bf16[8, 8]):
         kernel=scatter_matmul(pieces=2, lead=1),
     )
 """
+PACKED = """
+def f(tp: Team[2], x: f8e5m2[128, 144], w: f8e4m3[32, 144], v: bf16[32], y: out[bf16[256, 32]]):
+    slots = alloc(f8e5m2[256, 144], symmetric=tp)
+    main: notify(came, to=tp.others)
+    main: fused(
+        part(call("interlace.float8_mm.out", x, w.permute(1, 0), 1, v, True, out=y[tp.rank])),
+        part(
+            expect(came, tp.rank + 1),
+            call("interlace.float8_mm.out", slots[tp.rank + 1], w.permute(1, 0), 1, v, True,
+                out=y[tp.rank + 1]),
+        ),
+        kernel=gather_matmul(),
+    )
+"""
 OTHERS = {
     "rows elsewhere": (
         GATHER,
@@ -60,7 +76,7 @@ OTHERS = {
     ),
     "awaits itself": (GATHER, "expect(came, tp.rank + 1)", "expect(came, tp.rank)", "another rank"),
     "no wait": (GATHER, "expect(came, tp.rank + 1),\n", "", "part 2 waits or tells"),
-    "another call": (GATHER, "aten.mm.out", "aten.mul.out", "part 1 is not one mm or addmm"),
+    "another call": (GATHER, "aten.mm.out", "aten.mul.out", "part 1 is no mm, addmm or"),
     "not symmetric": (GATHER, "slots[tp.rank + 1], w", "other[tp.rank + 1], w", "is not symmetric"),
     "one part": (
         GATHER,
@@ -68,10 +84,30 @@ OTHERS = {
         "",
         "one part computes nothing for",
     ),
-    "no result": (GATHER, ", out=y[tp.rank])", ")", "part 1 is not one mm or addmm"),
-    "one factor": (GATHER, "x, w, out=y[tp.rank])", "x, out=y[tp.rank])", "part 1 is not one mm"),
+    "no result": (GATHER, ", out=y[tp.rank])", ")", "part 1 is no mm, addmm or"),
+    "one factor": (GATHER, "x, w, out=y[tp.rank])", "x, out=y[tp.rank])", "part 1 is no mm"),
     "element type": (GATHER, "bf16", "f32", "the kernel takes bf16 or f16"),
     "another kernel": (GATHER, "gather_matmul()", "scatter_matmul()", "'y' is not symmetric"),
+    "a scale a row": (PACKED, "1, v, True", "0, v, True", "have their own scales"),
+    "several scales": (PACKED, "1, v, True", "2, v, True", "have 2 scales"),
+    "sums in fp32": (PACKED, "1, v, True", "1, v, False", "it asks for sums in fp32"),
+    "half a tile": (
+        PACKED.replace("[128", "[64").replace("[256", "[128"),
+        "[64",
+        "[64",
+        "whole tiles of 128 rows, and a rank has 64",
+    ),
+    "only e5m2": (PACKED, "w: f8e4m3", "w: f8e5m2", "f8e5m2 and f8e5m2, of which"),
+    "FP8 by bf16": (PACKED, "w: f8e4m3", "w: bf16", "f8e5m2 and bf16, of which"),
+    "a wide result": (PACKED, "y: out[bf16", "y: out[f32", "its result is f32"),
+    "a wide bias": (PACKED, "v: bf16", "v: f32", "its bias is f32, and its result bf16"),
+    "no numbers": (PACKED, "144]", "128]", "no numbers before their scale"),
+    "row-major": (
+        PACKED.replace("w: f8e4m3[32, 144]", "w: f8e4m3[144, 32]"),
+        "w.permute(1, 0)",
+        "w",
+        "neither row-major nor its transpose",
+    ),
     "other pieces": (SCATTER, "pieces=2", "pieces=1", "it has 4 parts, and its kernel 2"),
     "another order": (SCATTER, "lead=1", "lead=0", "not the rows of one matrix"),
     "no order": (SCATTER, "lead=1", "lead=3", "2 pieces with lead 3 have no order"),
@@ -84,9 +120,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("text", [GATHER, SCATTER], ids=["gather", "scatter"])
+@pytest.mark.parametrize("text", [GATHER, SCATTER, PACKED], ids=["gather", "scatter", "packed"])
 def test_parts_as_the_kernel_does_them(text: str) -> None:
     validate(parse(text))
+
+
+def test_packed_rows_are_those_of_float8() -> None:
+    assert kernels.TAIL == support.TAIL == data.TAIL
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -9,6 +9,7 @@ import torch
 
 from interlace.kernels.gemm.support import (
     CONFIGS,
+    PACKED,
     SPECIALIZED,
     WITH_TAIL,
     choose,
@@ -47,9 +48,9 @@ def test_the_last_wave_is_halved_where_its_halves_fit() -> None:
     assert not short_tail(50, 132), "all tiles are in the last wave"
 
 
-@pytest.mark.parametrize("config", ALL)
+@pytest.mark.parametrize("config", [*ALL, PACKED])
 def test_pipeline_fits_in_shared_memory(config) -> None:
-    stage = 2 * config.bk * (config.bm + config.bn)
+    stage = (1 if config is PACKED else 2) * config.bk * (config.bm + config.bn)
     results = 2 * config.bm * config.bn if config.specialized else 0
     assert config.blocks * config.stages * stage + results < SM_BYTES
 

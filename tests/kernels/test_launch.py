@@ -13,7 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from interlace.float8.data import TAIL
 from interlace.kernels.gemm import matmul
+from interlace.kernels.gemm.support import PACKED
 from interlace.kernels.launch import RECENT, KernelSource
 
 CPU = torch.device("cpu")
@@ -57,13 +59,13 @@ class Made:
         return self.programs[-1]
 
     def matrix(
-        self, program: Launched, index: int, address: int, shape: tuple[int, int]
+        self, program: Launched, index: int, address: int, shape: tuple[int, int], pitch: int = 0
     ) -> tuple[Any, ...]:
         """Stands in for a tensor map."""
         kernel = program.source.kernel
         assert kernel.arg_names[index].endswith("_desc")
         self.maps += 1
-        return (f"map of {address}", *shape, shape[1], 1)
+        return (f"map of {address}", *shape, pitch or shape[1], 1)
 
 
 @pytest.fixture
@@ -104,6 +106,34 @@ def test_gather_is_given_what_it_names(made: Made, transposed: bool) -> None:
     assert (got["y"], got["bias"]) == (y.data_ptr(), bias.data_ptr())
     assert (got["gates"], got["expected"]) == (4096, 5)
     assert (got["rows"], got["columns"], got["inner"], got["rank"]) == (32, 128, 64, 2)
+
+
+def test_packed_rows_are_described_without_their_scales(made: Made) -> None:
+    """Tiles end with the numbers of a row; where scales lie is told by addresses and `inner`."""
+    kinds = torch.float8_e5m2, torch.float8_e4m3fn
+    kernel = matmul.GatherMatmul(
+        rows=128, inner=208, columns=256, size=2, rank=1, dtype=torch.bfloat16, device=CPU,
+        transposed=True, packed=kinds,
+    )  # fmt: skip
+    assert kernel.config is PACKED
+    x, slots, w = (
+        torch.zeros(rows, 208 + TAIL, dtype=kind)
+        for rows, kind in ((128, kinds[0]), (256, kinds[0]), (256, kinds[1]))
+    )
+    y = zeros(256, 256)
+    kernel.launch(7, x, w.t(), slots, y, None, 4096, 5)
+    (program,) = made.programs
+    got = program.named()
+    for name, tensor in (("x", x), ("slots", slots), ("w", w)):
+        address = tensor.data_ptr()
+        assert got[f"{name}_desc"] == (f"map of {address}", len(tensor), 208, 208 + TAIL, 1)
+        assert got[name] == address
+        assert program.source.types[name] == "*fp32"
+    assert got["y_desc"] == map_of(y, 256, 256)
+    assert got["inner"] == 208
+    assert program.source.constants["TAIL"] == TAIL
+    types = [program.source.types[f"{name}_desc"] for name in ("x", "slots", "w", "y")]
+    assert [kind[11:].split("[")[0] for kind in types] == ["fp8e5", "fp8e5", "fp8e4nv", "bf16"]
 
 
 def test_scatter_is_given_what_it_names(made: Made) -> None:

@@ -13,8 +13,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from interlace.bench.sites import FAST
+from interlace.float8 import E4M3, E5M2, Float8Data, Recipe, quantize
+from interlace.float8.products import multiply_into
 from interlace.kernels import sum_slots, sum_slots_twin
-from interlace.kernels.gemm.support import CONFIGS, SPECIALIZED, WITH_TAIL, TileConfig, refuse
+from interlace.kernels.gemm.support import (
+    CONFIGS,
+    SPECIALIZED,
+    WITH_TAIL,
+    TileConfig,
+    refuse,
+    refuse_packed,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -166,6 +176,69 @@ def test_gather_with_late_gates(
         line.write(chunk, epoch + (k == 1))
     torch.cuda.synchronize()
     assert_product(y, full, plain, bias)
+
+
+PACKED_CASES = [
+    (4, 256, 512, 1024, E4M3, E4M3, torch.bfloat16, False),
+    (4, 384, 2000, 2576, E5M2, E4M3, torch.bfloat16, True),
+    (2, 128, 144, 272, E4M3, E5M2, torch.float16, True),
+    (8, 128, 4096, 512, E4M3, E4M3, torch.bfloat16, True),
+    (3, 1024, 16, 4112, E4M3, E4M3, torch.float16, False),
+    (1, 1280, 1040, 4112, E5M2, E4M3, torch.bfloat16, True),
+]
+
+
+@pytest.mark.parametrize("case", PACKED_CASES, ids=str)
+def test_packed_gather_with_late_gates(line: Line, case: tuple, seed: int) -> None:
+    """Rows come with their scale, another for each chunk. Part by part the bits are the same; how
+    many are those of `_scaled_mm` is printed."""
+    from interlace.kernels.gemm.matmul import GatherMatmul
+
+    if (why := refuse_packed()) is not None:
+        pytest.skip(why)
+    torch.manual_seed(seed)
+    size, rows, inner, columns, kind, weight_kind, dtype, has_bias = case
+    device, rank = line.device, seed % size
+    recipe = Recipe(scale="team", power_of_two=bool(seed % 2))
+
+    def packed(rows: int, kind: torch.dtype, scale: float) -> torch.Tensor:
+        return quantize(drawn(rows, inner, dtype=torch.float32) * scale, kind, recipe).packed
+
+    full = torch.cat([packed(rows, kind, 3.0**part) for part in range(size)])
+    w = packed(columns, weight_kind, inner**-0.5)
+    bias = drawn(columns, dtype=dtype) if has_bias else None
+    host = full.view(torch.uint8).cpu().pin_memory()
+    x = full[rank * rows : (rank + 1) * rows].clone()
+    slots = torch.full_like(full.view(torch.uint8), 0xFF)  # NaN, in FP8 and in fp32
+    y, theirs, apart = (filled(size * rows, columns, device=device, dtype=dtype) for _ in range(3))
+    facts = {
+        **{"rows": rows, "inner": full.shape[1] - 128, "columns": columns, "dtype": dtype},
+        **{"device": device, "transposed": True, "bias": has_bias, "packed": (kind, weight_kind)},
+    }
+    kernel = GatherMatmul(**facts, size=size, rank=rank)
+    alone = GatherMatmul(**facts, size=1, rank=0)
+    line.words.fill_(6)
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel.launch(stream, x, w.t(), slots.view(kind), y, bias, line.words.data_ptr(), 7)
+    for k in range(1, size):
+        chunk = (rank + k) % size
+        at = slice(chunk * rows, (chunk + 1) * rows)
+        line.copy(slots[at], host[at])
+        line.write(chunk, 7)
+    torch.cuda.synchronize()
+    for mine, into in zip(full.chunk(size), apart.chunk(size), strict=True):
+        alone.launch(stream, mine, w.t(), None, into, bias, 0, 0)
+    multiply_into(theirs, full, w, size, bias, True)
+    wide, weight = (Float8Data(rows8, inner).dequantize().double() for rows8 in (full, w))
+    wanted = wide @ weight.t() + (0 if bias is None else bias.double())
+    for part in range(size):
+        at = slice(part * rows, (part + 1) * rows)
+        room = wanted[at].abs() * torch.finfo(dtype).eps + wanted[at].square().mean().sqrt() * FAST
+        for found in (y, theirs):
+            assert bool(((found[at].double() - wanted[at]).abs() <= room).all())
+    assert torch.equal(y, apart)
+    print(f"{(y == theirs).double().mean():.2%} have the bits of _scaled_mm")
 
 
 @pytest.mark.parametrize(("case", "config"), cases(None, CONFIGS[0][0], LARGE))

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from interlace.kernels.exchange.sums import sum_source
 from interlace.kernels.gemm.matmul import gather_source, scatter_source
-from interlace.kernels.gemm.support import CONFIGS, SPECIALIZED, WITH_TAIL, TileConfig
+from interlace.kernels.gemm.support import CONFIGS, PACKED, SPECIALIZED, WITH_TAIL, TileConfig
 
 EVENTS = {
     "acquire": r"ld\.acquire\.sys\.global|atom\.global\.sys\.acquire|ld\.global\.sys\.acquire",
@@ -29,10 +29,12 @@ EVENTS = {
     "raise": r"(?:atom|red)\.global\.sys\.(?:release|acq_rel)\.add",
     "multiply": r"wgmma\.mma_async",
     "write": r"st\.global\.v4",
+    "scale": r"ld\.volatile\.global",
 }
 PATTERN = re.compile("|".join(f"(?P<{name}>{what})" for name, what in EVENTS.items()))
 
 ALL = [config for config, _ in CONFIGS] + [WITH_TAIL]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def events_of(source: Any) -> list[str]:
@@ -99,6 +101,29 @@ def test_the_warp_that_loads_waits_for_chunks(transposed: bool) -> None:
     assert seen[wait + 1] == "proxy_fence"
     assert seen.index("load") > wait
     assert "multiply" not in seen[wait:], "warps that multiply do not wait here"
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+def test_a_scale_is_read_after_its_rows(
+    kinds: tuple[torch.dtype, torch.dtype], bias: bool, size: int
+) -> None:
+    """By each group of warps, past the L1 cache, once it has multiplied a tile of them; and sums
+    stay in the tensor cores."""
+    source = gather_source(
+        PACKED, size=size, dtype=torch.bfloat16, transposed=True, bias=bias, packed=kinds
+    )
+    compiled = source.compile()
+    names = [{E4M3: "e4m3", E5M2: "e5m2"}[kind] for kind in kinds]
+    assert f"wgmma.mma_async.sync.aligned.m64n256k32.f32.{'.'.join(names)} " in compiled.asm["ptx"]
+    assert bias or not re.search(r"add(\.rn)?\.f32", compiled.asm["ptx"])
+    seen = [e for e in events_of(source) if e in ("multiply", "scale", "store", "acquire")]
+    mine = [*["multiply"] * (PACKED.bk // 32), "scale", "scale"]
+    text, of_group = " ".join(seen), " ".join(mine)
+    assert text.count("scale") == 2 * 2
+    assert text.count(of_group) == 2
+    assert seen.count("acquire") == (size > 1)
 
 
 @pytest.mark.parametrize("transposed", [True, False])

@@ -105,6 +105,75 @@ def test_the_op_names_its_kernel() -> None:
         validate(made.instantiate(rank))
 
 
+def packed(rows: int, of: str, kinds: str = "f8e4m3 f8e4m3 bf16", scatter: bool = False) -> Program:
+    """Packed rows that are gathered and multiplied, or multiplied and scattered."""
+    a, b, out = kinds.split()
+    given, whole = (2 * rows, "x") if scatter else (rows, "full")
+    body = [
+        f"full = empty({a}[{2 * rows}, 160])",
+        "main: all_gather(x, full, team=tp)",
+        f"t = empty({out}[{2 * rows}, 32])",
+        f'main: call("interlace.float8_mm.out", {whole}, w.permute(1, 0), {of}, out=t)',
+        f"y = empty({out}[{rows}, 32])",
+        'main: reduce_scatter(t, y, reduce="sum", team=tp)',
+        f"return {'y' if scatter else 't'}",
+    ]
+    body = body[2:] if scatter else [*body[:4], body[-1]]
+    head = f"def f(tp: Team[2], x: {a}[{given}, 160], w: {b}[32, 160], v: {out}[32]):"
+    return parse("\n    ".join([head, *body]))
+
+
+@pytest.mark.parametrize("kinds", ["f8e4m3 f8e4m3 bf16", "f8e5m2 f8e4m3 f16"])
+@pytest.mark.parametrize("of", ["1, None, True", "2, None, True", "2, v, True", "2, v, True, None"])
+def test_packed_rows_have_a_kernel(of: str, kinds: str) -> None:
+    """Each part is a block of one scale, whether ranks have one each or the same."""
+    made = run_pipeline(packed(128, of, kinds), f"{LOWER},fuse")
+    (op,) = fused(made)
+    assert op.kernel == FusedKernel(kind="gather_matmul")
+    assert [m.args[2] for m in op.members if isinstance(m, Call)] == [1, 1]
+    assert check(made).sound
+    assert parse(str(made)) == made
+    for rank in made.world:
+        validate(made.instantiate(rank))
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (packed(128, "0, None, True"), "its rows have their own scales"),
+        (packed(128, "2, None, False"), "it asks for sums in fp32"),
+        (packed(64, "2, None, True"), "whole tiles of 128 rows, and a rank has 64"),
+        (packed(128, "2, None, True", "f8e5m2 f8e5m2 bf16"), "f8e5m2 and f8e5m2"),
+        (packed(128, "2, None, True", "f8e4m3 f8e4m3 f32"), "its result is f32"),
+        (packed(128, "1, None, True", scatter=True), "no kernel multiplies FP8 before a reduction"),
+    ],
+)
+def test_packed_rows_that_no_kernel_multiplies_are_put(program: Program, told: str) -> None:
+    made = run_pipeline(program, f"{LOWER},fuse")
+    assert not fused(made)
+    (site,) = made.sites
+    assert (site.strategy, site.protocol) == ("peer", "put")
+    assert told in site.reason
+
+
+@pytest.mark.parametrize(("rows", "whole"), [(256, True), (200, False)])
+def test_a_class_of_packed_rows_is_of_whole_tiles_where_a_kernel_takes_them(
+    rows: int, whole: bool
+) -> None:
+    made = run_pipeline(
+        parse(f"""
+def f(tp: Team[2], S: Size[{rows}], x: f8e4m3[S, 160], w: f8e4m3[32, 160], y: out[bf16[2 * S, 32]]):
+    full = empty(f8e4m3[2 * S, 160])
+    main: all_gather(x, full, team=tp)
+    main: call("interlace.float8_mm.out", full, w.permute(1, 0), 2, None, True, out=y)
+"""),
+        f"{LOWER},fuse",
+    )
+    assert bool(fused(made)) == whole
+    assert ("S % 128 == 0" in made.sizes.assumptions()) == whole
+    assert any("%" in told for told in made.sizes.assumptions()) == whole
+
+
 def test_ranges_that_no_kernel_makes_leave_a_remark() -> None:
     """Fewer rows than a tile: the parts are one op, and run one after another."""
     made = run_pipeline(scattered(64), f"{LOWER.replace('fused', 'fused,chunks=4')},fuse")

@@ -16,15 +16,19 @@ from dataclasses import dataclass
 
 from interlace.errors import ProgramError
 from interlace.ir.box import Box
-from interlace.ir.operators import matmul_of
+from interlace.ir.operators import Operator, matmul_of
 from interlace.ir.ops import Arg, Call, Expect, Fused, FusedKernel, FusedMember, Record
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import Int, at_hand
 from interlace.ir.types import Buffer, DType, Others, Where
 from interlace.ir.view import View
 
 DTYPES = (DType.bf16, DType.f16)
-MULTIPLE = 8
-"""Elements: rows of the operands begin at multiples of 16 bytes."""
+FLOAT8 = (DType.f8e4m3, DType.f8e5m2)
+"""Of packed rows, which a gather multiplies too."""
+TAIL = 128
+"""Bytes behind the numbers of a packed row (float8/data.py)."""
+ALIGNMENT = 16
+"""Bytes that rows of the operands begin at multiples of."""
 TILE_ROWS = 128
 """Ranges of a rank's rows are multiples of this."""
 LIMIT = 2**31
@@ -42,6 +46,8 @@ class Factors:
     b: View
     out: View
     bias: View | None
+    packed: bool = False
+    """Whether a and b are packed rows of FP8, b transposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,8 @@ class KernelMatmul:
     signal: str = ""
     value: int = 0
     """Of a gather: the signal, and its value, that says that a rank's rows have come."""
+    packed: tuple[DType, DType] | None = None
+    """Of packed rows (`inner` is their width): the FP8 types of the two factors."""
 
 
 def turns(kernel: FusedKernel, size: int) -> list[tuple[int, int]]:
@@ -101,30 +109,62 @@ def factors(op: FusedMember) -> Factors | None:
     spec = matmul_of(op.fn) if isinstance(op, Call) else None
     if not isinstance(op, Call) or spec is None or not spec.fusable or op.fn != spec.into:
         return None
-    if op.kwargs or len(op.args) != spec.lhs + 2 or len(op.outs) != 1:
+    counts = (spec.lhs + 2,) if spec.blocks is None else (5, 6)
+    if op.kwargs or len(op.args) not in counts or len(op.outs) != 1:
         return None
-    bias: Arg = op.args[0] if spec.lhs else None
-    a, b = op.args[spec.lhs :]
+    bias = bias_of(op, spec)
+    a, b = op.args[spec.lhs : spec.lhs + 2]
     if isinstance(a, View) and isinstance(b, View) and isinstance(bias, View | None):
-        return Factors(a, b, op.outs[0], bias)
+        return Factors(a, b, op.outs[0], bias, spec.blocks is not None)
     return None
 
 
-def unfit(a: Box, b: Box, out: Box, bias: Box | None) -> str:
+def bias_of(op: Call, spec: Operator) -> Arg:
+    """What a matmul that the kernels compute adds."""
+    if spec.blocks is not None:
+        return op.args[spec.blocks + 1]
+    return op.args[0] if spec.lhs else None
+
+
+def unscaled(op: Call, gathers: bool, rows: Int, ranks: int = 1) -> str:
+    """Why the kernels do not scale as a call of FP8 says, with so many rows for each of `ranks`;
+    empty: they do, or it is another call."""
+    spec = matmul_of(op.fn)
+    if spec is None or spec.blocks is None:
+        return ""
+    blocks, fast = op.args[spec.blocks], op.args[spec.blocks + 2]
+    if not gathers:
+        return "no kernel multiplies FP8 before a reduction"
+    if not isinstance(blocks, int) or blocks < 1 or ranks % blocks:
+        return f"its rows have {blocks or 'their own'} scales, and the kernel takes one a rank"
+    if fast is not True:
+        return "it asks for sums in fp32, and those of the FP8 kernel stay in the tensor cores"
+    if at_hand(rows) % TILE_ROWS or rows % TILE_ROWS:  # other rests need no classes of their own
+        return f"the FP8 kernel takes whole tiles of {TILE_ROWS} rows, and a rank has {rows}"
+    return ""
+
+
+def unfit(a: Box, b: Box, out: Box, bias: Box | None, packed: bool = False) -> str:
     """Why the kernels do not multiply such matrices, a @ b (+ bias); empty: they do."""
-    if any(box.dtype != a.dtype for box in (b, out)) or a.dtype not in DTYPES:
+    if packed and {a.dtype, b.dtype} not in ({DType.f8e4m3}, {*FLOAT8}):
+        return f"its factors are {a.dtype} and {b.dtype}, of which the kernel takes one as f8e5m2"
+    if packed and out.dtype not in DTYPES:
+        return f"its result is {out.dtype}, and the kernel makes bf16 or f16"
+    if not packed and (a.dtype not in DTYPES or any(box.dtype != a.dtype for box in (b, out))):
         return f"its element type is {a.dtype}, and the kernel takes bf16 or f16"
-    (_, inner), (_, columns) = a.sizes, b.sizes
-    if inner % MULTIPLE or columns % MULTIPLE:
-        return f"its sizes {inner} and {columns} are no multiples of {MULTIPLE}"
+    (_, inner), (_, columns), multiple = a.sizes, b.sizes, ALIGNMENT // a.dtype.itemsize
+    if inner % multiple or columns % multiple:
+        return f"its sizes {inner} and {columns} are no multiples of {multiple}"
+    if packed and inner <= TAIL:
+        return f"its rows of {inner} bytes have no numbers before their scale"
     if not a.contiguous or not out.contiguous:
         return "the rows of its left operand or its result do not lie one after another"
-    if not (b.contiguous or _transposed(b).contiguous):
+    if not ((b.contiguous and not packed) or _transposed(b).contiguous):
         return "its right operand is neither row-major nor its transpose"
     if bias is not None and bias.sizes != (columns,):
         return "its bias is no row of the result's width"
-    if bias is not None and bias.dtype != a.dtype:
-        return f"its bias is {bias.dtype}, and its factors {a.dtype}"
+    if bias is not None and bias.dtype != out.dtype:
+        return f"its bias is {bias.dtype}, and its result {out.dtype}"
     if bias is not None and not bias.contiguous:
         return "its bias is not contiguous"
     return ""
@@ -177,7 +217,7 @@ class _Reader:
             first = piece * height if own else at
             self._matrix("own" if own else "others", split, first, (height, split_wide))
             self._check_members(number, own)
-        dtype = self.box(mine.a).dtype
+        kind, dtype = self.box(mine.a).dtype, self.box(mine.out).dtype
         signal, value = self._signal(team, [chunk for chunk, _ in order])
         return KernelMatmul(
             kernel=kernel,
@@ -191,18 +231,23 @@ class _Reader:
             transposed=not self.box(mine.b).contiguous,
             weight=mine.b,
             bias=mine.bias,
-            own=self._place("own", rows, split_wide, dtype),
-            others=self._place("others", size * rows, split_wide, dtype),
+            own=self._place("own", rows, split_wide, kind),
+            others=self._place("others", size * rows, split_wide, kind),
             whole=self._place("whole", size * rows, wide, dtype),
             order=tuple(order),
             signal=signal,
             value=value,
+            packed=(kind, self.box(mine.b).dtype) if mine.packed else None,
         )
 
     def _product(self, number: int, part: tuple[FusedMember, ...]) -> Factors:
         found = [product for member in part if (product := factors(member)) is not None]
-        if len(found) != 1 or sum(isinstance(member, Call) for member in part) != 1:
-            raise ProgramError(f"part {number + 1} is not one mm or addmm into given memory")
+        calls = [member for member in part if isinstance(member, Call)]
+        if len(found) != 1 or len(calls) != 1:
+            raise ProgramError(f"part {number + 1} is no mm, addmm or float8_mm into given memory")
+        why = unscaled(calls[0], self.gathers, self.box(found[0].a).sizes[0])
+        if why:
+            raise ProgramError(why)
         return found[0]
 
     def _own(self) -> tuple[Factors, str]:
@@ -219,7 +264,7 @@ class _Reader:
     def _sizes(self, mine: Factors, size: int) -> tuple[Int, Int, Int]:
         """Rows a rank, inner size and columns."""
         a, b, out = map(self.box, (mine.a, mine.b, mine.out))
-        why = unfit(a, b, out, None if mine.bias is None else self.box(mine.bias))
+        why = unfit(a, b, out, mine.bias and self.box(mine.bias), mine.packed)
         if why:
             raise ProgramError(why)
         (length, inner), columns = a.sizes, out.sizes[1]

@@ -46,7 +46,7 @@ class Operator:
     @property
     def fusable(self) -> bool:
         """Whether the kernels of the strategy `fused` compute it."""
-        return self.cut and not self.batched and not self.scaled
+        return self.cut and not self.batched and (not self.scaled or self.blocks is not None)
 
 
 MATMUL_NAMES = {

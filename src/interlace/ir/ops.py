@@ -448,10 +448,11 @@ class FusedKernel:
     """The kernel that does the parts of a Fused op at once.
 
     `gather_matmul` multiplies the rank's own rows, then those of rank + 1, rank + 2, ... as each
-    arrives. `scatter_matmul` multiplies the rows of rank + 1, rank + 2, ... in `pieces` ranges
-    each, and the rank's own rows: as one part, last (`lead` = `pieces`); in as many ranges, of
-    which the first comes once `lead` ranges of the last other rank are made, the next after one
-    more, and so on; or (`lead` = 0) range by range, the same range of every rank before the next.
+    arrives: in bf16, in f16, or in FP8 (packed rows, a multiple of 128 with one scale a rank).
+    `scatter_matmul` multiplies the rows of rank + 1, rank + 2, ... in `pieces` ranges each, and the
+    rank's own rows: as one part, last (`lead` = `pieces`); in as many ranges, of which the first
+    comes once `lead` ranges of the last other rank are made, the next after one more, and so on; or
+    (`lead` = 0) range by range, the same range of every rank before the next.
     """
 
     kind: str = field(metadata=written(words=("gather_matmul", "scatter_matmul")))

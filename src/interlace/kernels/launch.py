@@ -31,6 +31,8 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
 }
 """Triton's names of the element types that the kernels take."""
+FLOAT8: Mapping[torch.dtype, str] = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
+"""Those that some take besides."""
 RECENT = 64
 """Sets of addresses that are cached for a kernel: making a tensor map takes microseconds."""
 
@@ -49,13 +51,14 @@ def stream_of(device: torch.device) -> int:
 
 def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = False) -> str:
     """The signature of a tensor descriptor whose tiles have that shape; Gluon's say the layout."""
-    layout = ""
+    layout, name = "", TYPES.get(dtype) or FLOAT8[dtype]
     if gluon:
         from triton.experimental.gluon import language as gl
 
-        element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+        elements = gl.bfloat16, gl.float16, gl.float8e4nv, gl.float8e5
+        element = next(element for element in elements if element.name == name)
         layout = f",{gl.NVMMASharedLayout.get_default_for([rows, columns], element)!r}"
-    return f"tensordesc<{TYPES[dtype]}[{rows}, {columns}]{layout}>"
+    return f"tensordesc<{name}[{rows}, {columns}]{layout}>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +162,11 @@ def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
 
 
 def matrix(
-    program: LoadedKernel, index: int, address: int, shape: tuple[int, int]
+    program: LoadedKernel, index: int, address: int, shape: tuple[int, int], pitch: int = 0
 ) -> tuple[Any, ...]:
-    """The arguments that stand for a matrix, a kernel's descriptor `index`: map, shape, strides."""
+    """The arguments that stand for a matrix, a kernel's descriptor `index`: map, shape, strides.
+    Its rows lie one after another, or begin `pitch` elements apart.
+    """
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.runtime import driver
 
@@ -170,7 +175,7 @@ def matrix(
     fill = utils.fill_tma_descriptor_tiled if later else utils.fill_tma_descriptor
     meta = program.compiled.metadata.tensordesc_meta[index]
     element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    strides = [shape[1], 1]
+    strides = [pitch or shape[1], 1]
     described = fill(
         address, meta["swizzle"], meta["elem_size"], element, meta["block_size"], list(shape),
         strides, 0,

@@ -8,6 +8,10 @@
 `size` words of 32 bits, one for each chunk (the own one is not read). The kernel spins on the SMs
 it has: whatever raises the words must need none of this device.
 
+`packed` are the FP8 types of x and w where both are packed rows (Note [Packed rows] in
+float8/data.py), w the transpose of such; `inner` then counts the numbers of a row, and `dtype` is
+that of y. Each chunk, and w, has the scale of its first row; sums stay in the tensor cores.
+
 `ScatterMatmul` is GEMM + reduce-scatter: other ranks' rows first. `counters` is the address of
 size * subs words. Each call adds `raised` to each of them, tile by tile: word c * subs + s is of
 the rows `sub_rows(s)` of chunk c, which may be read from the stage (`own`, if c is the rank itself)
@@ -24,9 +28,10 @@ from typing import Any, ClassVar
 import torch
 
 from interlace.kernels.gemm import gather_kernel, scatter_kernel
-from interlace.kernels.gemm.support import TileConfig, choose, short_tail, tiles
+from interlace.kernels.gemm.support import PACKED, TAIL, TileConfig, choose, short_tail, tiles
 from interlace.kernels.launch import RECENT, TYPES, KernelSource, block_type, kernel_of, matrix
 
+Packed = tuple[torch.dtype, torch.dtype]
 Bound = tuple[Callable[..., KernelSource], Mapping[str, tuple[int, int]], Mapping[str, Any]]
 LATE = 6
 """The k-step of a block's next tile at which it raises the counter of the last one."""
@@ -41,6 +46,7 @@ def gather_source(
     bias: bool = False,
     by_tma: bool = True,
     tail: bool = False,
+    packed: Packed | None = None,
 ) -> KernelSource:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
     height, half = _height(config), config.bn // 2
@@ -55,9 +61,12 @@ def gather_source(
     if config.specialized:
         assert by_tma
         assert not tail
+        assert transposed or not packed
         from interlace.kernels.gemm.specialized import gather_kernel as kernel
 
-        return _source(kernel, config, dtype, blocks, constants)
+        constants["TAIL"] = TAIL if packed else 0
+        return _source(kernel, config, dtype, blocks, constants, packed)
+    assert packed is None
     constants |= {"STORE_TMA": by_tma, "HALVES": config.halves, "TAIL": tail}
     return _source(gather_kernel.gather_kernel, config, dtype, blocks, constants)
 
@@ -114,16 +123,22 @@ def _source(
     dtype: torch.dtype,
     blocks: Mapping[str, tuple[int, int]],
     constants: Mapping[str, Any],
+    packed: Packed | None = None,
     **options: Any,
 ) -> KernelSource:
     """A kernel with tensor descriptors of these `blocks`, compiled as its config says."""
     gluon = config.specialized
+    kinds = {name: packed[name == "w"] for name in ("x", "slots", "w")} if packed else {}
     own = {"STAGES": config.stages} if gluon else {"FLATTEN": True}
     shared = {"BM": config.bm, "BN": config.bn, "BK": config.bk, "GROUP_M": config.group_m}
     return KernelSource(
         kernel=kernel,
         types={
-            **{f"{name}_desc": block_type(dtype, *at, gluon=gluon) for name, at in blocks.items()},
+            **{
+                f"{name}_desc": block_type(kinds.get(name, dtype), *at, gluon=gluon)
+                for name, at in blocks.items()
+            },
+            **dict.fromkeys(("x", "slots", "w"), "*fp32"),
             **dict.fromkeys(("y", "stage", "own", "bias"), f"*{TYPES[dtype]}"),
             **dict.fromkeys(("gates", "counters"), "*u32"),
             **dict.fromkeys(("rows", "columns", "inner", "rank"), "i32"),
@@ -157,8 +172,10 @@ class PersistentMatmul:
         subs: int = 1,
         lead: int | None = None,
         config: TileConfig | None = None,
+        packed: Packed | None = None,
     ) -> None:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        config = PACKED if packed else config
         self.config = config = config or choose(
             rows=rows,
             columns=columns,
@@ -171,9 +188,11 @@ class PersistentMatmul:
         self._tiles = tiles(config, rows, columns, size)
         self._grid = min(self._processors * config.blocks, self._tiles)
         self._weight = (columns, inner) if transposed else (inner, columns)
+        self._pitch = inner + TAIL if packed else 0
         source, self._shapes, more = self._bind(subs, lead)
         whole = size == 1 or rows % config.bm == 0
-        facts = {"size": size, "dtype": dtype, "transposed": transposed, "bias": bias}
+        facts: dict[str, Any] = {"size": size, "dtype": dtype, "transposed": transposed}
+        facts |= {"bias": bias, **({"packed": packed} if packed else {})}
         self._program = kernel_of(device, source, config, **facts, by_tma=whole, **more)
         self._operands = lru_cache(maxsize=RECENT)(self._make_operands)
 
@@ -192,7 +211,8 @@ class PersistentMatmul:
             if name == operand:
                 args.append(at[operand])
             else:
-                args += matrix(self._program, index, at[operand], self._shapes[operand])
+                pitch = self._pitch if operand in ("x", "slots", "w") else 0
+                args += matrix(self._program, index, at[operand], self._shapes[operand], pitch)
         raise AssertionError("operands come first")
 
     def _issue(self, stream: int, matrices: Sequence[torch.Tensor | None], *numbers: int) -> None:

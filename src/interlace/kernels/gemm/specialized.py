@@ -9,6 +9,12 @@ end with a tile's rows, as all stores are by TMA.
     gather_kernel     the warp that loads alone waits for a chunk, once for each
     scatter_kernel    a warp more stores each half of a tile, waits until that is performed (some
                       2 us) and raises the counter; those that multiply go on with the next tile
+
+Note [Scales behind a gate]
+    Packed rows (float8/data.py) bring their scale along, which is right once the chunk's gate is
+    open. The warps that multiply do not wait for that; but the warp that loads had seen the gate
+    before it asked for the first tile, so whoever has multiplied that tile may read the scale. They
+    do once for each chunk, past the L1 cache (volatile), which no write of a peer reaches.
 """
 
 # Triton's language is not Python to a type checker.
@@ -89,7 +95,7 @@ def load_tile(
     for k in range(k_tiles):
         mbarrier.wait(empty.index(at), phase)
         bar = full.index(at)
-        mbarrier.expect(bar, (BM + BN) * BK * 2)
+        mbarrier.expect(bar, (BM + BN) * BK * a_desc.dtype.primitive_bitwidth // 8)
         tma.async_copy_global_to_shared(a_desc, [row, k * BK], bar, a.index(2 * at))
         tma.async_copy_global_to_shared(a_desc, [row + half, k * BK], bar, a.index(2 * at + 1))
         if TRANSPOSED:
@@ -110,7 +116,8 @@ def multiply_tile(
     STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """One half of a tile's rows, in fp32; gives where the ring stands."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    step: gl.constexpr = 256 // a.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, step])
     acc = gl.zeros([BM // 2, BN], gl.float32, layout)
     for k in range(k_tiles):
         mbarrier.wait(full.index(at), phase)
@@ -137,6 +144,12 @@ def add_bias(acc, bias, column, columns, BN: gl.constexpr):
     at = column + gl.arange(0, BN, gl.SliceLayout(0, acc.type.layout))
     added = gl.load(bias + at, mask=at < columns, other=0.0).to(gl.float32)
     return acc + gl.expand_dims(added, 0)
+
+
+@gluon.jit
+def scale_of(row, inner):
+    """The scale of the packed row that begins there: Note [Scales behind a gate]."""
+    return gl.load(row + inner // 4, volatile=True)
 
 
 @gluon.jit
@@ -196,13 +209,17 @@ def gather_load(
 
 @gluon.jit
 def gather_work(
-    y_desc, bias, rows, columns, rank, m_tiles, n_tiles, k_tiles, a, b, out, full, empty,
+    y_desc, x, slots, w, bias, rows, columns, inner, rank, m_tiles, n_tiles, k_tiles,
+    a, b, out, full, empty,
     HALF: gl.constexpr, SIZE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+    TAIL: gl.constexpr,
 ):  # fmt: skip
     """A group of warps that multiplies and stores its half of every tile."""
     at = 0
     phase = 0
+    scaled = -1  # the part whose rows have this scale
+    scale = 1.0
     per_part = m_tiles * n_tiles
     for tile in range(gl.program_id(0), per_part * SIZE, gl.num_programs(0)):
         part = tile // per_part
@@ -210,9 +227,18 @@ def gather_work(
         acc, at, phase = multiply_tile(
             k_tiles, a, b, full, empty, at, phase, HALF, BM, BN, STAGES, TRANSPOSED
         )
+        first = (rank + part) % SIZE * rows
+        if TAIL:
+            if part != scaled:
+                chunk = x
+                if part > 0:
+                    chunk = slots + first.to(gl.int64) * ((inner + TAIL) // 4)
+                scale = scale_of(chunk, inner) * scale_of(w, inner)
+                scaled = part
+            acc *= scale
         if BIAS:
             acc = add_bias(acc, bias, n * BN, columns, BN)
-        row = (rank + part) % SIZE * rows + m * BM + HALF * (BM // 2)
+        row = first + m * BM + HALF * (BM // 2)
         tma.store_wait(0)
         out.index(HALF).store(acc.to(y_desc.dtype))
         fence_async_shared()
@@ -222,12 +248,14 @@ def gather_work(
 
 @gluon.jit
 def gather_kernel(
-    x_desc, slots_desc, w_desc, y_desc, bias, gates, expected, rows, columns, inner, rank,
+    x_desc, slots_desc, w_desc, y_desc, x, slots, w, bias, gates, expected,
+    rows, columns, inner, rank,
     SIZE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
-    GATED: gl.constexpr,
+    GATED: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """See gather_kernel.py."""
+    """See gather_kernel.py. Behind the numbers of each row are `TAIL` bytes with its scale, or
+    none."""
     m_tiles = gl.cdiv(rows, BM)
     n_tiles = gl.cdiv(columns, BN)
     k_tiles = gl.cdiv(inner, BK)
@@ -237,15 +265,17 @@ def gather_kernel(
             (
                 gather_work,
                 (
-                    y_desc, bias, rows, columns, rank, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, 0, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
+                    y_desc, x, slots, w, bias, rows, columns, inner, rank,
+                    m_tiles, n_tiles, k_tiles, a, b, out, full, empty,
+                    0, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS, TAIL,
                 ),
             ),
             (
                 gather_work,
                 (
-                    y_desc, bias, rows, columns, rank, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, 1, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
+                    y_desc, x, slots, w, bias, rows, columns, inner, rank,
+                    m_tiles, n_tiles, k_tiles, a, b, out, full, empty,
+                    1, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS, TAIL,
                 ),
             ),
             (

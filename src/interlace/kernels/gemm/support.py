@@ -30,6 +30,9 @@ import torch
 ALIGNMENT = 16
 """Bytes that a TMA operand's address and row length are multiples of."""
 
+TAIL = 128
+"""Bytes behind the numbers of a packed row of FP8, with its scale (float8/data.py)."""
+
 LIMIT = 2**31
 """Row and column indices are 32-bit in the kernels."""
 
@@ -61,6 +64,9 @@ CONFIGS: tuple[tuple[TileConfig, float], ...] = (
 
 SPECIALIZED = (TileConfig(bm=128, bn=256, stages=3, warps=4, specialized=True), 0.95)
 """The fastest where chunks are multiples of its rows: as fast as cuBLAS, and the same bits."""
+
+PACKED = TileConfig(bm=128, bn=256, bk=128, stages=3, warps=4, specialized=True)
+"""The same for packed rows of FP8, which no loop serves."""
 
 WITH_TAIL = TileConfig(bm=128, bn=256, stages=4, halves=True)
 """The candidate where its last wave can be cut in halves (see gather_kernel.py)."""
@@ -95,6 +101,11 @@ def refuse_device(device: torch.device, *, newer: bool = False) -> str | None:
     if major < 9 or (major > 9 and not newer):
         return f"the GPU has compute capability {major}.{minor}: the kernels are made for 9.0"
     return None
+
+
+def refuse_packed() -> str | None:
+    """Why none serves packed rows of FP8, besides the device; None if one does."""
+    return None if has_gluon() else "the kernel for FP8 is written for Triton 3.6 and 3.7"
 
 
 @cache

@@ -10,7 +10,7 @@ show it.
 from __future__ import annotations
 
 from interlace.ir import Call, Collective, View
-from interlace.ir.kernels import TILE_ROWS, unfit
+from interlace.ir.kernels import TILE_ROWS, bias_of, unfit, unscaled
 from interlace.ir.operators import matmul_of
 from interlace.ir.sizes import Int, counted
 from interlace.passes.sites.cone import blocks_of, lhs_of, result_of
@@ -167,18 +167,23 @@ def unfusable(values: Dataflow, site: MatmulSite) -> str:
         calls = site.cone.ops
         if len(calls) > 1 or site.cone.used:
             return "more than one matmul makes what it reduces, or others use that as well"
-    return next(filter(None, (_matmul(values, i) for i in calls)), "")
+    return next(filter(None, (_matmul(values, site, i) for i in calls)), "")
 
 
-def _matmul(values: Dataflow, index: int) -> str:
+def _matmul(values: Dataflow, site: MatmulSite, index: int) -> str:
     op = values.program.ops[index]
     spec = matmul_of(op.fn) if isinstance(op, Call) else None
     result = result_of(op)
     if not isinstance(op, Call) or spec is None or not spec.fusable or result is None:
-        return "the kernel does mm and addmm only"
+        return "the kernel does mm, addmm and float8_mm only"
     if op.kwargs:
         return f"{op.fn} has arguments that the kernel does not take"
-    right, bias = op.args[spec.lhs + 1], op.args[0] if spec.lhs else None
+    rows = site.layout.rows
+    why = unscaled(op, isinstance(site, GatherSite), rows[0], len(rows))
+    if why:
+        return why
+    right, bias = op.args[spec.lhs + 1], bias_of(op, spec)
     assert isinstance(right, View)
     added = values.box(bias) if isinstance(bias, View) else None
-    return unfit(values.box(lhs_of(op)), values.box(right), values.box(result), added)
+    factors = values.box(lhs_of(op)), values.box(right)
+    return unfit(*factors, values.box(result), added, spec.blocks is not None)

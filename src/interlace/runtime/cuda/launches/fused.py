@@ -30,7 +30,8 @@ def bind_kernel(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | No
     """The launch of the kernel of op `index`; None where it has none, or the GPU."""
     if op.kernel is None:
         return None
-    why = support.refuse_device(binder.context.device)
+    matmul = _matmul(binder, op)
+    why = _refusal(binder, matmul)
     if why is not None:
         warnings.warn(
             f"op {index} of {binder.plan.program.name}: no {op.kernel.kind} here, so its parts run "
@@ -38,7 +39,6 @@ def bind_kernel(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | No
             stacklevel=2,
         )
         return None
-    matmul = _matmul(binder, op)
     if op.kernel.kind == "gather_matmul":
         return _gather(binder, lane, matmul)
     return _scatter(binder, lane, index, op, matmul)
@@ -47,11 +47,12 @@ def bind_kernel(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | No
 def bind_member(binder: Binder, lane: Lane, op: Fused, call: Call) -> Thunk | None:
     """One matmul of a Fused by the code of its kernel: Note [The same bits in order]."""
     product = factors(call)
-    if op.kernel is None or product is None or support.refuse_device(binder.context.device):
+    if op.kernel is None or product is None:
+        return None
+    matmul, launch = _matmul(binder, op), None
+    if _refusal(binder, matmul):
         return None
     from interlace.kernels.gemm.matmul import GatherMatmul
-
-    matmul, launch = _matmul(binder, op), None
 
     def size(numbers: tuple[int, ...]) -> None:
         nonlocal launch
@@ -79,9 +80,18 @@ def _matmul(binder: Binder, op: Fused) -> KernelMatmul:
     return kernel_matmul(op, plan.box, plan.buffers, plan.where)
 
 
+def _refusal(binder: Binder, matmul: KernelMatmul) -> str | None:
+    """Why this GPU has no kernel for it."""
+    device = binder.context.device
+    return support.refuse_device(device) or (support.refuse_packed() if matmul.packed else None)
+
+
 def _facts(matmul: KernelMatmul) -> dict[str, Any]:
     same = ("rows", "inner", "columns", "size", "rank", "transposed")
     facts = {name: getattr(matmul, name) for name in same}
+    if matmul.packed is not None:
+        kinds = tuple(DTYPES[dtype] for dtype in matmul.packed)
+        facts |= {"inner": matmul.inner - support.TAIL, "packed": kinds}
     return {**facts, "dtype": DTYPES[matmul.dtype], "bias": matmul.bias is not None}
 
 
