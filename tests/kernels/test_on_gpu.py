@@ -310,6 +310,29 @@ def test_sum_is_the_twin_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...])
     assert torch.equal(out, sum_slots_twin(slots))
 
 
+@pytest.mark.parametrize("count", [8, 4096, 3 * 32768 + 24, 1 << 22])
+def test_a_sum_waits_for_all_its_words(line: Line, count: int) -> None:
+    """What is put late, by copies and words on another stream, is in it: bits of the twin."""
+    from interlace.kernels.exchange.sums import SumSlots
+
+    made = drawn(3, count)
+    late = [part.cpu().pin_memory() for part in made[1:]]
+    slots = filled(3, count + 8, device=line.device, dtype=made.dtype)[:, :count]
+    slots[0].copy_(made[0])
+    out = filled(count, device=line.device, dtype=made.dtype)
+    table = torch.tensor([line.words.data_ptr() + 4 * i for i in (5, 9)], device=line.device)
+    facts = {"size": 3, "dtype": made.dtype, "device": line.device}
+    kernel = SumSlots(**facts, words=table)
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel.launch(stream, slots.data_ptr(), slots.stride(0), out.data_ptr(), count, 7)
+    for index, part in enumerate(late):
+        line.copy(slots[index + 1], part)
+        line.write((5, 9)[index], 7 + index)
+    torch.cuda.synchronize()
+    assert torch.equal(out, sum_slots_twin(made))
+
+
 def test_in_a_graph() -> None:
     device = gpu()
     from interlace.kernels.gemm.matmul import GatherMatmul

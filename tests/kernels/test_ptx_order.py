@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.resources import spills
+from tests.support.resources import resources, spills
 
 pytest.importorskip("triton")
 
@@ -165,6 +165,20 @@ def test_a_sum_has_room_beside_a_scatter(size: int) -> None:
         shared += compiled.metadata.shared + 1024
     assert registers <= 64 * 1024
     assert shared <= 228 * 1024
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_sum_loads_nothing_before_its_words_have_come(size: int) -> None:
+    """All acquires come first; it has no shared memory, and leaves half of the registers."""
+    source = sum_source(size=size, dtype=torch.bfloat16, aligned=True, words=size - 1)
+    compiled = source.compile()
+    assert not spills(compiled)
+    ptx = compiled.asm["ptx"]
+    seen = re.findall(r"ld\.acquire\.sys|ld\.global\.v4", ptx)
+    assert seen == ["ld.acquire.sys"] * (size - 1) + ["ld.global.v4"] * (len(seen) - size + 1)
+    assert len(seen) >= 2 * size - 1
+    assert compiled.metadata.shared == 0
+    assert resources(compiled)["REG"] <= 32
 
 
 @pytest.mark.parametrize("size", [2, 8])

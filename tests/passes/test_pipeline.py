@@ -8,7 +8,7 @@ from tests.passes.test_decompose import assert_equal
 
 from interlace.cost import default_machine
 from interlace.errors import PassError, SoundnessError
-from interlace.ir import Call, Program
+from interlace.ir import Program
 from interlace.options import Options
 from interlace.passes import PASSES, Pass, lower, lowering, parse_pipeline, run_pipeline, spell
 from interlace.passes.decompose import Decompose
@@ -95,7 +95,5 @@ def test_lower_gives_a_sound_program_with_the_same_results(
     assert_equal(made, sample, seed)
     check(made).raise_if_unsound()
     assert made.sites[0].strategy == ("peer" if overlap else "serial")
-    sums = any(isinstance(op, Call) and op.fn == "interlace.sum_slots" for op in made.ops)
-    more = {"comm", *({"arrivals"} if sums else ())}
-    assert set(made.streams()) == ({"main", *more} if overlap else {"main"})
+    assert set(made.streams()) == ({"main", "comm"} if overlap else {"main"})
     assert all(isinstance(item, Pass) for item in lowering(options))

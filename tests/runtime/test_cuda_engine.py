@@ -124,9 +124,9 @@ def test_chunks_are_multiplied_once_they_are_there() -> None:
         total = order.one("call", MAIN, "interlace.sum_slots")
         for peer in (0, 2, 3):
             heard = word("t_slots_arrived", 1, peer, fake.space.number)
-            came = order.one("wait", None, heard)
-            assert log[came][1] != MAIN  # waiting for a word keeps a stream
+            came = order.one("wait", MAIN, heard)
             assert order.before(came, total)
+            assert order.before(max(products), came)  # waiting for a word keeps a stream
 
 
 def test_a_gathers_kernel_waits_for_the_words_of_this_rank() -> None:
@@ -186,7 +186,8 @@ def test_a_scatters_chunks_leave_when_their_tiles_are_made(strategy: str, subs: 
                 for peer in (0, 2, 3):
                     heard = word("t_slots_arrived", 1, peer, fake.space.number)
                     came = order.one("wait", None, heard, fake.space.base + 1 + sub)
-                    assert log[came][1] not in (MAIN, *lanes)
+                    assert log[came][1] not in lanes
+                    assert (log[came][1] == MAIN) == (sub == subs - 1)
                     assert order.before(came, total)
                 assert order.before(order.one("launch"), total)
         assert len(lanes) == 1
@@ -211,7 +212,7 @@ def test_own_ranges_are_summed_beside_the_kernel() -> None:
                 assert log[total][4] == (y.data_ptr() + sub * y.nbytes // 4,)
                 for peer in (0, 2, 3):
                     heard = word("t_slots_arrived", 1, peer, fake.space.number)
-                    came = order.one("wait", streams[0], heard, fake.space.base + 1 + sub)
+                    came = order.one("wait", streams[sub], heard, fake.space.base + 1 + sub)
                     assert order.before(came, total)
                 own = order.find("wait", streams[0], launch.counters + 4 * (4 + sub))
                 assert len(own) == (sub < 3)
@@ -241,7 +242,8 @@ def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
                 assert [log[count][3] for count in own] == [number * TILES] * (slab < 3)
                 for peer in (0, 2, 3):
                     heard = word("t_slots_arrived", 1, peer, fake.space.number)
-                    assert order.before(order.one("wait", aside, heard, base + 1 + slab), total)
+                    came = order.one("wait", log[total][1], heard, base + 1 + slab)
+                    assert order.before(came, total)
                     told = word("t_sums_ready", peer, 1, fake.space.number)
                     tell = order.one("write", log[total][1], told, base + 1 + slab)
                     assert order.before(total, tell)

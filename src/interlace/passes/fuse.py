@@ -249,26 +249,29 @@ def groups(program: Program) -> list[tuple[int, ...]]:
 
 
 def arrivals(program: Program) -> list[int]:
-    """What sites that put await before they sum, with the sums beside a kernel, as list indices, in
-    order; of a fused all-reduce also what is fetched of these sums."""
+    """What sites that put await before they sum, but for what the last sum awaits, with the sums
+    beside a kernel, as list indices, in order; of a fused all-reduce also what is fetched of these
+    sums."""
     sites = {s.id for s in program.sites if s.strategy == FUSED or s.protocol == "put"}
     back = {s.id for s in program.sites if s.strategy == FUSED and s.kind == ALL_REDUCE}
     found, awaited = list[int](), dict[int | None, list[int]]()
-    made, sums = Counter[str](), dict[str, list[int]]()  # by buffer: matmuls that fill it, its sums
-    for index, op in enumerate(program.ops if sites else ()):
+    made, sums = (
+        Counter[str](),
+        dict[str, list[list[int]]](),
+    )  # by buffer: matmuls that fill it, and
+    for index, op in enumerate(program.ops if sites else ()):  # its sums, behind what they await
         if isinstance(op, Expect):
             awaited.setdefault(op.site, []).append(index)
         elif isinstance(op, Call) and op.fn == SUM and op.site in sites:
-            found += awaited.pop(op.site, [])
             (slots,) = op.views()
-            sums.setdefault(slots.buffer, []).append(index)
+            sums.setdefault(slots.buffer, []).append([*awaited.pop(op.site, []), index])
         elif isinstance(op, Call) and op.site in sites and _fills_fusable(op):
             made[op.outs[0].buffer] += 1
         elif isinstance(op, Get | Copy) and op.site in back:
             found += [*awaited.pop(op.site, []), index]
     for slots, mine in sums.items():
-        if made[slots] == len(mine):
-            found += mine[:-1]
+        beside = made[slots] == len(mine)
+        found += [index for each in mine[:-1] for index in (each if beside else each[:-1])]
     return sorted(found)
 
 

@@ -1,6 +1,12 @@
 """`interlace.sum_slots` on the GPU: the twin is in kernels/__init__.py, and the bits are the same.
 
 total = sum_slots_cuda(slots)                  # slots: [W, ...], any stride between them
+
+Note [Sums that wait]
+    A sum that is all that is left may wait itself for what the others put: a kernel right behind
+    the one that computes begins 1 us after it, what a stream awaits in between 5 to 10 us. It has
+    half of the processors, and no shared memory: what peers need to go on, such as a collective on
+    another stream, has the others.
 """
 
 from __future__ import annotations
@@ -15,6 +21,8 @@ WARPS = 4
 REGISTERS = 32
 """Of a thread, at most: a block fits beside those of specialized.py, which leave 4096
 registers and no shared memory to speak of. So rows are summed while others are still made."""
+MOST = 2**31 - 1
+"""Blocks of a launch."""
 MANY = 8
 """More slots than these, or loads that are not wide, need more registers: such a sum waits for the
 kernel's end."""
@@ -44,21 +52,74 @@ def sum_kernel(
     tl.store(out + at, total, mask=inside)
 
 
-def sum_source(*, size: int, dtype: torch.dtype, aligned: bool) -> KernelSource:
-    """What is compiled; `aligned`: addresses, stride and count are multiples of 16 bytes."""
+WAIT = tl.constexpr(
+    """{
+    .reg .pred early;
+    .reg .b32 seen;
+wait:
+    ld.acquire.sys.global.b32 seen, [$1];
+    sub.s32 seen, seen, $2;
+    setp.lt.s32 early, seen, 0;
+    @early bra wait;
+    mov.b32 $0, 0;
+    }"""
+)
+WAITING_WARPS = 32
+"""Of a block that waits: few have to move as much as many do."""
+
+
+@triton.jit
+def awaited_sum_kernel(
+    slots,
+    out,
+    stride,
+    count,
+    words,
+    due,
+    SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`sum_kernel`, once the words at the addresses `words` have all reached `due`."""
+    first = tl.program_id(0)
+    for i in tl.static_range(WORDS):  # pyright: ignore[reportGeneralTypeIssues]
+        first += tl.inline_asm_elementwise(  # pyright: ignore[reportOperatorIssue]
+            WAIT,  # pyright: ignore[reportArgumentType]
+            "=r,l,r,~{memory}",
+            [tl.load(words + i), due],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    for number in range(first, tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = number * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        total = tl.load(slots + at, mask=inside).to(tl.float32)
+        for i in tl.static_range(1, SIZE):  # pyright: ignore[reportGeneralTypeIssues]
+            total += tl.load(slots + i * stride + at, mask=inside).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_source(*, size: int, dtype: torch.dtype, aligned: bool, words: int = 0) -> KernelSource:
+    """What is compiled; `aligned`: addresses, stride and count are multiples of 16 bytes. Of the
+    one that waits, for so many words."""
     element = f"*{TYPES[dtype]}"
     elements = 16 // dtype.itemsize
     known = (16, elements) if aligned else (dtype.itemsize, 1)
+    warps = WAITING_WARPS if words else WARPS
+    constants = {"SIZE": size, "BLOCK": block(dtype) * warps // WARPS}
+    types = {"slots": element, "out": element, "stride": "i64", "count": "i64"}
+    slim = {"maxnreg": REGISTERS} if aligned and size <= MANY else {}
     return KernelSource(
-        kernel=sum_kernel,
-        types={"slots": element, "out": element, "stride": "i64", "count": "i64"},
-        constants={"SIZE": size, "BLOCK": block(dtype)},
-        num_warps=WARPS,
+        kernel=awaited_sum_kernel if words else sum_kernel,
+        types=types | {"words": "*i64", "due": "u32"},
+        constants=constants | ({"WORDS": words} if words else {}),
+        num_warps=warps,
         divisible={
             **dict.fromkeys(("slots", "out"), known[0]),
             **dict.fromkeys(("stride", "count"), known[1]),
         },
-        options={"maxnreg": REGISTERS} if aligned and size <= MANY else {},
+        options={} if words else slim,
     )
 
 
@@ -72,14 +133,25 @@ class SumSlots:
         dtype: torch.dtype,
         device: torch.device,
         aligned: bool = True,
+        words: torch.Tensor | None = None,
     ) -> None:
-        self._program = kernel_of(device, sum_source, size=size, dtype=dtype, aligned=aligned)
-        self._block = block(dtype)
+        """`words` (int64) are the addresses of those that it waits for: Note [Sums that wait]."""
+        facts = {"size": size, "dtype": dtype, "aligned": aligned}
+        facts |= {} if words is None else {"words": len(words)}
+        self._program = kernel_of(device, sum_source, **facts)
+        self._block, self._most, self._words = block(dtype), MOST, words
+        if words is not None:
+            self._block *= WAITING_WARPS // WARPS
+            self._most = torch.cuda.get_device_properties(device).multi_processor_count // 2
 
-    def launch(self, stream: int, slots: int, stride: int, out: int, count: int) -> None:
-        """Sums `count` elements of the slots, `stride` elements apart, on that stream."""
-        grid = -(-count // self._block)
-        self._program.launch(stream, grid, (slots, out, stride, count))
+    def launch(
+        self, stream: int, slots: int, stride: int, out: int, count: int, due: int = 0
+    ) -> None:
+        """Sums `count` elements of the slots, `stride` elements apart, on that stream, once its
+        words have reached `due`."""
+        grid = min(-(-count // self._block), self._most)
+        awaited = () if self._words is None else (self._words.data_ptr(), due & 0xFFFFFFFF)
+        self._program.launch(stream, grid, (slots, out, stride, count, *awaited))
 
 
 def serves(slots: torch.Tensor, out: torch.Tensor | None) -> bool:

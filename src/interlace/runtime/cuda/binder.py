@@ -21,7 +21,7 @@ Note [When slots are taken]
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,13 @@ from interlace import ir
 from interlace.comm.cuda.driver import Event
 from interlace.runtime.calling.calls import bind_call
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
-from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member, bind_sum
+from interlace.runtime.cuda.launches.fused import (
+    Awaited,
+    bind_kernel,
+    bind_member,
+    bind_sum,
+    sums_itself,
+)
 from interlace.runtime.cuda.launches.transfers import collective, messages
 from interlace.runtime.cuda.waits.waiting import holds
 from interlace.runtime.cuda.waits.words import Words
@@ -83,9 +89,10 @@ class Binder:
         self._holds = {} if context.options.in_order else holds(self.plan)
         held = {hold for needed in self._holds.values() for hold in needed}
         self._unheld = {hold: EventPoint(self.driver, self.event()) for hold in held}
-        self._on: dict[int, list[int]] = {}  # by stream: its ops
+        self._on: dict[int, list[int]] = {}  # by stream: its ops, but for what is nothing here
         for index, op in enumerate(self.plan.program.ops):
-            self._on.setdefault(id(self.lanes[op.stream]), []).append(index)
+            if not isinstance(op, ir.Alloc):
+                self._on.setdefault(id(self.lanes[op.stream]), []).append(index)
         self._taken: set[tuple[int, str, int | None]] = set()
 
     def steps(self, index: int, op: ir.Op, number: int = -1) -> list[Thunk]:
@@ -106,7 +113,7 @@ class Binder:
         """The function that issues an op; `member` is its number in the Fused at `index`."""
         lane = self.lanes[op.stream]
         match op:
-            case ir.Call() if (total := bind_sum(self, lane, op)) is not None:
+            case ir.Call() if (total := self.sum(lane, index, op)) is not None:
                 return total
             case ir.Call():
                 call = bind_call(op, self.values, self.regions, self.context.device, self.compiled)
@@ -256,22 +263,43 @@ class Binder:
 
     def expect(self, lane: Lane, index: int, op: ir.Expect) -> Thunk | None:
         """Makes the stream wait for its words; of expects in a row, the last one waits for those of
-        all: the first would wait before what this rank issues, and peers await, between them."""
+        all: the first would wait before what this rank issues, and peers await, between them. A sum
+        behind them may wait itself."""
         row, ops = [op], self.plan.program.ops
         if ops[index] is op:
             mine = self._on[id(lane)]
-            at = bisect_left(mine, index)
-            after = ops[mine[at + 1]] if at + 1 < len(mine) else None
+            at = bisect_left(mine, index) + 1
+            after = ops[mine[at]] if at < len(mine) else None
             if isinstance(after, ir.Expect) and _alike(op, after):
                 return None
-            for before in (ops[other] for other in reversed(mine[:at])):
-                if not (isinstance(before, ir.Expect) and _alike(op, before)):
-                    break
-                row.append(before)
-        space, value, driver = self.spaces[op.team], op.value, self.driver
-        members = self.plan.members
+            if after is not None and sums_itself(self, lane, after):
+                return None
+            row += self._row(lane, index)
+        return Words.of("wait", self.driver, lane, *self._awaits(row))
+
+    def sum(self, lane: Lane, index: int, op: ir.Call) -> Thunk | None:
+        """The kernel that adds up slots, if it does, with what it waits for."""
+        row: list[ir.Expect] = []
+        if self.plan.program.ops[index] is op and sums_itself(self, lane, op):
+            row = self._row(lane, index)
+        return bind_sum(self, lane, op, self._awaits(row) if row else None)
+
+    def _row(self, lane: Lane, index: int) -> list[ir.Expect]:
+        """The expects of one value right before an op on its stream."""
+        found, mine, ops = list[ir.Expect](), self._on[id(lane)], self.plan.program.ops
+        for before in (ops[other] for other in reversed(mine[: bisect_left(mine, index)])):
+            alike = found[-1] if found else ops[index]
+            if not isinstance(before, ir.Expect):
+                break
+            if isinstance(alike, ir.Expect) and not _alike(alike, before):
+                break
+            found.append(before)
+        return found
+
+    def _awaits(self, row: Sequence[ir.Expect]) -> Awaited:
+        space, value, members = self.spaces[row[0].team], row[0].value, self.plan.members
         words = [space.own(e.signal, m) for e in row for m in members(e.team, e.peer)]
-        return Words.of("wait", driver, lane, words, lambda: space.base + value)
+        return words, lambda: space.base + value
 
     def host_sync(self, lane: Lane, index: int) -> Thunk:
         event, driver, confirm = self.event(), self.driver, self.binding.engine.confirm

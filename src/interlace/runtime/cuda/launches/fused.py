@@ -11,15 +11,18 @@ Note [The same bits in order]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from interlace.ir import Box, Call, Fused, Record, View
+import torch
+
+from interlace.ir import Box, Call, Fused, Op, Record, View
 from interlace.ir.kernels import KernelMatmul, factors, kernel_matmul
 from interlace.kernels.gemm import support
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
+from interlace.runtime.cuda.waits.words import Words
 from interlace.runtime.values import DTYPES
 
 if TYPE_CHECKING:
@@ -206,27 +209,34 @@ def _aligned(
 
 
 SUM = "interlace.sum_slots"
+Awaited = tuple[Sequence[int], Callable[[], int]]
+"""Words, and what they are to reach in this run."""
 
 
-def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
-    """The launch that adds up the first dimension of a view, where its rest lies in a row."""
-    if op.fn != SUM or binder.context.device.type != "cuda" or find_spec("triton") is None:
+def sums_itself(binder: Binder, lane: Lane, op: Op) -> bool:
+    """Whether an op is a sum whose kernel may wait itself: sums.py, Note [Sums that wait]."""
+    if lane is not binder.binding.main or binder.context.options.in_order:
+        return False
+    return isinstance(op, Call) and _summed(binder, op) is not None
+
+
+def bind_sum(binder: Binder, lane: Lane, op: Call, awaited: Awaited | None = None) -> Thunk | None:
+    """The launch that adds up the first dimension of a view, where its rest lies in a row; with the
+    words that it awaits and what they are to reach."""
+    views = _summed(binder, op)
+    if views is None:
         return None
-    (slots,) = op.views()
-    (out,) = op.outs
-    if not isinstance(out, View):
-        return None
+    slots, out = views
     box, to = binder.plan.box(slots), binder.plan.box(out)
-    each = Box(0, box.sizes[1:], box.strides[1:], box.dtype)
     from interlace.kernels import sum_slots
     from interlace.kernels.exchange.sums import SumSlots
-    from interlace.kernels.launch import TYPES
 
-    dtype = DTYPES[box.dtype]
-    fits = dtype in TYPES and box.dtype == to.dtype and box.numel > 0
-    if not (fits and isinstance(box.sizes[0], int) and each.contiguous and to.contiguous):
-        return None
-    facts = {"size": box.sizes[0], "dtype": dtype, "device": binder.context.device}
+    dtype, (words, due) = DTYPES[box.dtype], awaited or ((), lambda: 0)
+    facts: dict[str, Any] = {"size": box.sizes[0], "dtype": dtype, "device": binder.context.device}
+    wait = None
+    if words:
+        wait = Words.of("wait", binder.driver, lane, words, due)
+        facts["words"] = torch.tensor(words, dtype=torch.int64, device=binder.context.device)
     count, stride, aligned, launch = 0, 0, False, None
 
     def size(numbers: tuple[int, ...]) -> None:
@@ -246,9 +256,28 @@ def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
     def run() -> None:
         source, target = items[a].data_ptr(), items[b].data_ptr()
         if aligned and (source | target) % support.ALIGNMENT:
+            if wait is not None:
+                wait()
             slowly()
         else:
             assert launch is not None
-            launch(lane.handle, source, stride, target, count)
+            launch(lane.handle, source, stride, target, count, *(() if wait is None else (due(),)))
 
     return run
+
+
+def _summed(binder: Binder, op: Call) -> tuple[View, View] | None:
+    """The slots and the result of a sum that the kernel does."""
+    if op.fn != SUM or binder.context.device.type != "cuda" or find_spec("triton") is None:
+        return None
+    (slots,) = op.views()
+    (out,) = op.outs
+    if not isinstance(out, View):
+        return None
+    box, to = binder.plan.box(slots), binder.plan.box(out)
+    each = Box(0, box.sizes[1:], box.strides[1:], box.dtype)
+    from interlace.kernels.launch import TYPES
+
+    fits = DTYPES[box.dtype] in TYPES and box.dtype == to.dtype and box.numel > 0
+    fits = fits and isinstance(box.sizes[0], int) and each.contiguous and to.contiguous
+    return (slots, out) if fits else None
