@@ -320,12 +320,12 @@ def test_a_sum_waits_for_all_its_words(line: Line, count: int) -> None:
     slots = filled(3, count + 8, device=line.device, dtype=made.dtype)[:, :count]
     slots[0].copy_(made[0])
     out = filled(count, device=line.device, dtype=made.dtype)
-    table = torch.tensor([line.words.data_ptr() + 4 * i for i in (5, 9)], device=line.device)
-    facts = {"size": 3, "dtype": made.dtype, "device": line.device}
-    kernel = SumSlots(**facts, words=table)
+    words = tuple([line.words.data_ptr() + 4 * i for i in (5, 9)])
+    kernel = SumSlots(size=3, dtype=made.dtype, device=line.device, words=2)
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch(stream, slots.data_ptr(), slots.stride(0), out.data_ptr(), count, 7)
+    where = slots.data_ptr(), slots.stride(0), out.data_ptr()
+    kernel.launch(stream, *where, count, words, 7)
     for index, part in enumerate(late):
         line.copy(slots[index + 1], part)
         line.write((5, 9)[index], 7 + index)

@@ -167,10 +167,11 @@ def test_a_sum_has_room_beside_a_scatter(size: int) -> None:
     assert shared <= 228 * 1024
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_sum_loads_nothing_before_its_words_have_come(size: int) -> None:
+def test_a_sum_loads_nothing_before_its_words_have_come(size: int, dtype: torch.dtype) -> None:
     """All acquires come first; it has no shared memory, and leaves half of the registers."""
-    source = sum_source(size=size, dtype=torch.bfloat16, aligned=True, words=size - 1)
+    source = sum_source(size=size, dtype=dtype, aligned=True, words=size - 1)
     compiled = source.compile()
     assert not spills(compiled)
     ptx = compiled.asm["ptx"]

@@ -142,6 +142,7 @@ def test_packed_rows_have_a_kernel(of: str, kinds: str) -> None:
     [
         (packed(128, "0, None, True"), "its rows have their own scales"),
         (packed(128, "2, None, False"), "it asks for sums in fp32"),
+        (packed(128, "2, None"), "has arguments that the kernel does not take"),
         (packed(64, "2, None, True"), "whole tiles of 128 rows, and a rank has 64"),
         (packed(128, "2, None, True", "f8e5m2 f8e5m2 bf16"), "f8e5m2 and f8e5m2"),
         (packed(128, "2, None, True", "f8e4m3 f8e4m3 f32"), "its result is f32"),

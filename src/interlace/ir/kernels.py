@@ -109,14 +109,20 @@ def factors(op: FusedMember) -> Factors | None:
     spec = matmul_of(op.fn) if isinstance(op, Call) else None
     if not isinstance(op, Call) or spec is None or not spec.fusable or op.fn != spec.into:
         return None
-    counts = (spec.lhs + 2,) if spec.blocks is None else (5, 6)
-    if op.kwargs or len(op.args) not in counts or len(op.outs) != 1:
+    if not legible(op, spec) or len(op.outs) != 1:
         return None
     bias = bias_of(op, spec)
     a, b = op.args[spec.lhs : spec.lhs + 2]
     if isinstance(a, View) and isinstance(b, View) and isinstance(bias, View | None):
         return Factors(a, b, op.outs[0], bias, spec.blocks is not None)
     return None
+
+
+def legible(op: Call, spec: Operator) -> bool:
+    """Whether a matmul has the arguments that the kernels know: both factors and a bias; of FP8 the
+    blocks of rows and whether sums are fast too."""
+    counts = (spec.lhs + 2,) if spec.blocks is None else (spec.blocks + 3, spec.blocks + 4)
+    return not op.kwargs and len(op.args) in counts
 
 
 def bias_of(op: Call, spec: Operator) -> Arg:
@@ -126,7 +132,7 @@ def bias_of(op: Call, spec: Operator) -> Arg:
     return op.args[0] if spec.lhs else None
 
 
-def unscaled(op: Call, gathers: bool, rows: Int, ranks: int = 1) -> str:
+def ill_scaled(op: Call, gathers: bool, rows: Int, ranks: int = 1) -> str:
     """Why the kernels do not scale as a call of FP8 says, with so many rows for each of `ranks`;
     empty: they do, or it is another call."""
     spec = matmul_of(op.fn)
@@ -147,7 +153,7 @@ def unscaled(op: Call, gathers: bool, rows: Int, ranks: int = 1) -> str:
 def unfit(a: Box, b: Box, out: Box, bias: Box | None, packed: bool = False) -> str:
     """Why the kernels do not multiply such matrices, a @ b (+ bias); empty: they do."""
     if packed and {a.dtype, b.dtype} not in ({DType.f8e4m3}, {*FLOAT8}):
-        return f"its factors are {a.dtype} and {b.dtype}, of which the kernel takes one as f8e5m2"
+        return f"its factors are {a.dtype} and {b.dtype}, not f8e4m3 or one of them f8e5m2"
     if packed and out.dtype not in DTYPES:
         return f"its result is {out.dtype}, and the kernel makes bf16 or f16"
     if not packed and (a.dtype not in DTYPES or any(box.dtype != a.dtype for box in (b, out))):
@@ -245,7 +251,7 @@ class _Reader:
         calls = [member for member in part if isinstance(member, Call)]
         if len(found) != 1 or len(calls) != 1:
             raise ProgramError(f"part {number + 1} is no mm, addmm or float8_mm into given memory")
-        why = unscaled(calls[0], self.gathers, self.box(found[0].a).sizes[0])
+        why = ill_scaled(calls[0], self.gathers, self.box(found[0].a).sizes[0])
         if why:
             raise ProgramError(why)
         return found[0]

@@ -255,11 +255,9 @@ def arrivals(program: Program) -> list[int]:
     sites = {s.id for s in program.sites if s.strategy == FUSED or s.protocol == "put"}
     back = {s.id for s in program.sites if s.strategy == FUSED and s.kind == ALL_REDUCE}
     found, awaited = list[int](), dict[int | None, list[int]]()
-    made, sums = (
-        Counter[str](),
-        dict[str, list[list[int]]](),
-    )  # by buffer: matmuls that fill it, and
-    for index, op in enumerate(program.ops if sites else ()):  # its sums, behind what they await
+    made = Counter[str]()  # by buffer: matmuls that fill it,
+    sums: dict[str, list[list[int]]] = {}  # and its sums, each behind what it awaits
+    for index, op in enumerate(program.ops if sites else ()):
         if isinstance(op, Expect):
             awaited.setdefault(op.site, []).append(index)
         elif isinstance(op, Call) and op.fn == SUM and op.site in sites:

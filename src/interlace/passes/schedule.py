@@ -2,7 +2,7 @@
 
 Compute goes to the stream `main`, communication to `comm` (messages between hosts, of a site that
 also copies within them, to `hosts`), what a sum of puts awaits to `arrivals`; the last sum of a
-site awaits it on `main`, where nothing is left to run.
+site, behind which `main` would wait anyway, awaits it there.
 The pass plays the Program on these lanes: communication starts as soon as its data is there;
 compute whose input still travels gives way to compute that is ready, above all to what feeds more
 communication (the gradient of the input before the gradient of the weight).

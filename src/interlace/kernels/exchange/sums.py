@@ -3,10 +3,11 @@
 total = sum_slots_cuda(slots)                  # slots: [W, ...], any stride between them
 
 Note [Sums that wait]
-    A sum that is all that is left may wait itself for what the others put: a kernel right behind
-    the one that computes begins 1 us after it, what a stream awaits in between 5 to 10 us. It has
-    half of the processors, and no shared memory: what peers need to go on, such as a collective on
-    another stream, has the others.
+    The stream that computes may come to a sum with nothing to do before it. There the kernel waits
+    itself for what the others put: right behind the one that computes it begins 1 us after it, what
+    a stream awaits in between 5 to 10 us. It takes half of the processors, of each half of the
+    registers, and no shared memory: what peers need to go on, such as a collective on another
+    stream, has the rest, unless another Executor's sum waits on another stream of the caller.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interlace.kernels.gemm.device import WAITING
 from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_of
 
 WARPS = 4
@@ -52,18 +54,7 @@ def sum_kernel(
     tl.store(out + at, total, mask=inside)
 
 
-WAIT = tl.constexpr(
-    """{
-    .reg .pred early;
-    .reg .b32 seen;
-wait:
-    ld.acquire.sys.global.b32 seen, [$1];
-    sub.s32 seen, seen, $2;
-    setp.lt.s32 early, seen, 0;
-    @early bra wait;
-    mov.b32 $0, 0;
-    }"""
-)
+WAIT = tl.constexpr(WAITING.format(fence=""))
 WAITING_WARPS = 32
 """Of a block that waits: few have to move as much as many do."""
 
@@ -80,13 +71,14 @@ def awaited_sum_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`sum_kernel`, once the words at the addresses `words` have all reached `due`."""
+    """`sum_kernel`, once all `words` have reached `due`. The zeros that waiting gives keep loads
+    behind it: Note [Waiting] in gemm/device.py."""
     first = tl.program_id(0)
     for i in tl.static_range(WORDS):  # pyright: ignore[reportGeneralTypeIssues]
         first += tl.inline_asm_elementwise(  # pyright: ignore[reportOperatorIssue]
             WAIT,  # pyright: ignore[reportArgumentType]
             "=r,l,r,~{memory}",
-            [tl.load(words + i), due],
+            [words[i], due],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -100,6 +92,11 @@ def awaited_sum_kernel(
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
+def few_registers(size: int, aligned: bool) -> bool:
+    """Whether the kernel leaves most of them to others."""
+    return aligned and size <= MANY
+
+
 def sum_source(*, size: int, dtype: torch.dtype, aligned: bool, words: int = 0) -> KernelSource:
     """What is compiled; `aligned`: addresses, stride and count are multiples of 16 bytes. Of the
     one that waits, for so many words."""
@@ -109,17 +106,17 @@ def sum_source(*, size: int, dtype: torch.dtype, aligned: bool, words: int = 0) 
     warps = WAITING_WARPS if words else WARPS
     constants = {"SIZE": size, "BLOCK": block(dtype) * warps // WARPS}
     types = {"slots": element, "out": element, "stride": "i64", "count": "i64"}
-    slim = {"maxnreg": REGISTERS} if aligned and size <= MANY else {}
+    slim = {"maxnreg": REGISTERS} if few_registers(size, aligned) else {}
     return KernelSource(
         kernel=awaited_sum_kernel if words else sum_kernel,
-        types=types | {"words": "*i64", "due": "u32"},
+        types=types | {"words": ("*u32",) * words, "due": "u32"},
         constants=constants | ({"WORDS": words} if words else {}),
         num_warps=warps,
         divisible={
             **dict.fromkeys(("slots", "out"), known[0]),
             **dict.fromkeys(("stride", "count"), known[1]),
         },
-        options={} if words else slim,
+        options=slim,
     )
 
 
@@ -133,25 +130,36 @@ class SumSlots:
         dtype: torch.dtype,
         device: torch.device,
         aligned: bool = True,
-        words: torch.Tensor | None = None,
+        words: int = 0,
     ) -> None:
-        """`words` (int64) are the addresses of those that it waits for: Note [Sums that wait]."""
-        facts = {"size": size, "dtype": dtype, "aligned": aligned}
-        facts |= {} if words is None else {"words": len(words)}
+        """`words`: for how many it waits. Note [Sums that wait]."""
+        assert not words or few_registers(size, aligned)
+        facts = {"size": size, "dtype": dtype, "aligned": aligned, "words": words}
         self._program = kernel_of(device, sum_source, **facts)
-        self._block, self._most, self._words = block(dtype), MOST, words
-        if words is not None:
+        self._block, self._most = block(dtype), 0
+        if words:
             self._block *= WAITING_WARPS // WARPS
             self._most = torch.cuda.get_device_properties(device).multi_processor_count // 2
 
     def launch(
-        self, stream: int, slots: int, stride: int, out: int, count: int, due: int = 0
+        self,
+        stream: int,
+        slots: int,
+        stride: int,
+        out: int,
+        count: int,
+        words: tuple[int, ...] = (),
+        due: int = 0,
     ) -> None:
-        """Sums `count` elements of the slots, `stride` elements apart, on that stream, once its
-        words have reached `due`."""
-        grid = min(-(-count // self._block), self._most)
-        awaited = () if self._words is None else (self._words.data_ptr(), due & 0xFFFFFFFF)
-        self._program.launch(stream, grid, (slots, out, stride, count, *awaited))
+        """Sums `count` elements of the slots, `stride` elements apart, on that stream, once the
+        `words` (addresses) have reached `due`."""
+        grid = -(-count // self._block)
+        if not words:
+            self._program.launch(stream, grid, (slots, out, stride, count))
+        else:
+            awaited = words, due & 0xFFFFFFFF
+            grid = min(grid, self._most)
+            self._program.launch(stream, grid, (slots, out, stride, count, *awaited))
 
 
 def serves(slots: torch.Tensor, out: torch.Tensor | None) -> bool:

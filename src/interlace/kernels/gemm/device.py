@@ -27,8 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WAIT = tl.constexpr(
-    """{
+WAITING = """{{
     .reg .pred early;
     .reg .b32 seen;
 wait:
@@ -36,10 +35,10 @@ wait:
     sub.s32 seen, seen, $2;
     setp.lt.s32 early, seen, 0;
     @early bra wait;
-    fence.proxy.async;
+    {fence}
     mov.b32 $0, 0;
-    }"""
-)
+    }}"""
+WAIT = tl.constexpr(WAITING.format(fence="fence.proxy.async;"))
 """Note [Waiting]; Gluon's kernels have it too."""
 
 

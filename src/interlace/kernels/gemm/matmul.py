@@ -128,7 +128,7 @@ def _source(
 ) -> KernelSource:
     """A kernel with tensor descriptors of these `blocks`, compiled as its config says."""
     gluon = config.specialized
-    kinds = {name: packed[name == "w"] for name in ("x", "slots", "w")} if packed else {}
+    kinds = dict(zip(("x", "slots", "w"), (packed[0], *packed), strict=True)) if packed else {}
     own = {"STAGES": config.stages} if gluon else {"FLATTEN": True}
     shared = {"BM": config.bm, "BN": config.bn, "BK": config.bk, "GROUP_M": config.group_m}
     return KernelSource(
@@ -175,7 +175,7 @@ class PersistentMatmul:
         packed: Packed | None = None,
     ) -> None:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        config = PACKED if packed else config
+        config = config or (PACKED if packed else None)
         self.config = config = config or choose(
             rows=rows,
             columns=columns,

@@ -10,7 +10,7 @@ show it.
 from __future__ import annotations
 
 from interlace.ir import Call, Collective, View
-from interlace.ir.kernels import TILE_ROWS, bias_of, unfit, unscaled
+from interlace.ir.kernels import TILE_ROWS, bias_of, ill_scaled, legible, unfit
 from interlace.ir.operators import matmul_of
 from interlace.ir.sizes import Int, counted
 from interlace.passes.sites.cone import blocks_of, lhs_of, result_of
@@ -176,10 +176,10 @@ def _matmul(values: Dataflow, site: MatmulSite, index: int) -> str:
     result = result_of(op)
     if not isinstance(op, Call) or spec is None or not spec.fusable or result is None:
         return "the kernel does mm, addmm and float8_mm only"
-    if op.kwargs:
+    if not legible(op, spec):
         return f"{op.fn} has arguments that the kernel does not take"
     rows = site.layout.rows
-    why = unscaled(op, isinstance(site, GatherSite), rows[0], len(rows))
+    why = ill_scaled(op, isinstance(site, GatherSite), rows[0], len(rows))
     if why:
         return why
     right, bias = op.args[spec.lhs + 1], bias_of(op, spec)

@@ -264,7 +264,7 @@ class Binder:
     def expect(self, lane: Lane, index: int, op: ir.Expect) -> Thunk | None:
         """Makes the stream wait for its words; of expects in a row, the last one waits for those of
         all: the first would wait before what this rank issues, and peers await, between them. A sum
-        behind them may wait itself."""
+        behind them may wait for them itself."""
         row, ops = [op], self.plan.program.ops
         if ops[index] is op:
             mine = self._on[id(lane)]
@@ -298,7 +298,7 @@ class Binder:
 
     def _awaits(self, row: Sequence[ir.Expect]) -> Awaited:
         space, value, members = self.spaces[row[0].team], row[0].value, self.plan.members
-        words = [space.own(e.signal, m) for e in row for m in members(e.team, e.peer)]
+        words = tuple([space.own(e.signal, m) for e in row for m in members(e.team, e.peer)])
         return words, lambda: space.base + value
 
     def host_sync(self, lane: Lane, index: int) -> Thunk:

@@ -11,21 +11,22 @@ Note [The same bits in order]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from interlace.ir import Box, Call, Fused, Op, Record, View
 from interlace.ir.kernels import KernelMatmul, factors, kernel_matmul
+from interlace.ir.sizes import number
 from interlace.kernels.gemm import support
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
 from interlace.runtime.cuda.waits.words import Words
 from interlace.runtime.values import DTYPES
 
 if TYPE_CHECKING:
+    import torch
+
     from interlace.runtime.cuda.binder import Binder
 
 
@@ -160,10 +161,10 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMa
 
     spot = 0
     for part, (chunk, piece) in zip(op.parts, matmul.order, strict=True):
-        for number, member in enumerate(part, start=spot):
+        for place, member in enumerate(part, start=spot):
             if isinstance(member, Record):
                 address = counters + 4 * (chunk * pieces + piece)
-                binder.points[index, number] = CounterPoint(binder.driver, address, due)
+                binder.points[index, place] = CounterPoint(binder.driver, address, due)
         spot += len(part)
     x, stage, own = values.at(*matmul.whole), values.at(*matmul.others), values.at(*matmul.own)
     w = values.own(matmul.weight)
@@ -209,13 +210,15 @@ def _aligned(
 
 
 SUM = "interlace.sum_slots"
-Awaited = tuple[Sequence[int], Callable[[], int]]
+Awaited = tuple[tuple[int, ...], Callable[[], int]]
 """Words, and what they are to reach in this run."""
 
 
 def sums_itself(binder: Binder, lane: Lane, op: Op) -> bool:
-    """Whether an op is a sum whose kernel may wait itself: sums.py, Note [Sums that wait]."""
-    if lane is not binder.binding.main or binder.context.options.in_order:
+    """Whether an op is a sum that may wait itself: sums.py, Note [Sums that wait]. Traces tell
+    waits from sums."""
+    options = binder.context.options
+    if lane is not binder.binding.main or options.in_order or (options.trace and not options.graph):
         return False
     return isinstance(op, Call) and _summed(binder, op) is not None
 
@@ -228,22 +231,21 @@ def bind_sum(binder: Binder, lane: Lane, op: Call, awaited: Awaited | None = Non
         return None
     slots, out = views
     box, to = binder.plan.box(slots), binder.plan.box(out)
+    parts = number(box.sizes[0])
     from interlace.kernels import sum_slots
-    from interlace.kernels.exchange.sums import SumSlots
+    from interlace.kernels.exchange.sums import SumSlots, few_registers
 
     dtype, (words, due) = DTYPES[box.dtype], awaited or ((), lambda: 0)
-    facts: dict[str, Any] = {"size": box.sizes[0], "dtype": dtype, "device": binder.context.device}
-    wait = None
-    if words:
-        wait = Words.of("wait", binder.driver, lane, words, due)
-        facts["words"] = torch.tensor(words, dtype=torch.int64, device=binder.context.device)
-    count, stride, aligned, launch = 0, 0, False, None
+    facts: dict[str, Any] = {"size": parts, "dtype": dtype, "device": binder.context.device}
+    wait = Words.of("wait", binder.driver, lane, words, due) if words else None
+    count, stride, aligned, itself, launch = 0, 0, False, False, None
 
     def size(numbers: tuple[int, ...]) -> None:
-        nonlocal count, stride, aligned, launch
+        nonlocal count, stride, aligned, itself, launch
         count, stride = numbers
         aligned = not (count | stride) * dtype.itemsize % support.ALIGNMENT
-        launch = SumSlots(**facts, aligned=aligned).launch
+        itself = len(words) > 0 and few_registers(parts, aligned)
+        launch = SumSlots(**facts, aligned=aligned, words=len(words) if itself else 0).launch
 
     binder.values.sizes.follow((to.numel, box.strides[0]), size)
     items, a, b = binder.values.items, binder.values.own(slots), binder.values.own(out)
@@ -255,20 +257,28 @@ def bind_sum(binder: Binder, lane: Lane, op: Call, awaited: Awaited | None = Non
 
     def run() -> None:
         source, target = items[a].data_ptr(), items[b].data_ptr()
-        if aligned and (source | target) % support.ALIGNMENT:
-            if wait is not None:
-                wait()
+        assert launch is not None
+        odd = aligned and (source | target) % support.ALIGNMENT
+        if wait is not None and (odd or not itself):
+            wait()
+        if odd:
             slowly()
+        elif itself:
+            launch(lane.handle, source, stride, target, count, words, due())
         else:
-            assert launch is not None
-            launch(lane.handle, source, stride, target, count, *(() if wait is None else (due(),)))
+            launch(lane.handle, source, stride, target, count)
 
     return run
 
 
+def has_kernel(device: torch.device) -> bool:
+    """Whether the kernel that sums runs there."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 def _summed(binder: Binder, op: Call) -> tuple[View, View] | None:
     """The slots and the result of a sum that the kernel does."""
-    if op.fn != SUM or binder.context.device.type != "cuda" or find_spec("triton") is None:
+    if op.fn != SUM or not has_kernel(binder.context.device):
         return None
     (slots,) = op.views()
     (out,) = op.outs
