@@ -128,7 +128,9 @@ def _source(
 ) -> KernelSource:
     """A kernel with tensor descriptors of these `blocks`, compiled as its config says."""
     gluon = config.specialized
-    kinds = dict(zip(("x", "slots", "w"), (packed[0], *packed), strict=True)) if packed else {}
+    kinds: dict[str, torch.dtype] = {}
+    if packed is not None:
+        kinds = {"x": packed[0], "slots": packed[0], "w": packed[1]}
     own = {"STAGES": config.stages} if gluon else {"FLATTEN": True}
     shared = {"BM": config.bm, "BN": config.bn, "BK": config.bk, "GROUP_M": config.group_m}
     return KernelSource(
