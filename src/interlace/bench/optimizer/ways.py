@@ -152,6 +152,11 @@ class OptimizerWays:
         same = all(torch.equal(value, self._first[n]) for n, value in after.items())
         return 0.0 if same else math.inf
 
+    def settle(self, name: str) -> None:
+        """Completes what a way has in flight: where the next one fails, the teams are reset, and
+        peers that are still in it would hear of that."""
+        self._trained[name].end()
+
     def _closed(self, name: str) -> None:
         trained = self._trained.pop(name, None)
         if trained is not None:
@@ -181,11 +186,18 @@ class OptimizerWays:
         if name == NO_GATHER:
             weights: Any = optimizer._weights
             weights.start = lambda *_, **__: None
+
+        def end() -> None:
+            reducer = optimizer._reducer
+            if reducer is not None and reducer.going:
+                reducer.finish()
+            optimizer.synchronize()
+
         return TrainedWay(
             model,
             optimizer.step,
             optimizer.zero_grad,
-            optimizer.synchronize,
+            end,
             optimizer.close,
             lambda: optimizer.waited_s,
         )

@@ -109,6 +109,7 @@ def _prepared(trained: OptimizerWays, name: str) -> tuple[Racer, float]:
         for given in trained.sets:
             opened.run(*given)
         most[0] = _peak(ranks) - before
+        trained.settle(name)
 
     also(ranks, racer, measure)
     return racer, most[0]
