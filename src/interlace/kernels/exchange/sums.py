@@ -23,8 +23,6 @@ WARPS = 4
 REGISTERS = 32
 """Of a thread, at most: a block fits beside those of specialized.py, which leave 4096
 registers and no shared memory to speak of. So rows are summed while others are still made."""
-MOST = 2**31 - 1
-"""Blocks of a launch."""
 MANY = 8
 """More slots than these, or loads that are not wide, need more registers: such a sum waits for the
 kernel's end."""
@@ -115,6 +113,7 @@ def sum_source(*, size: int, dtype: torch.dtype, aligned: bool, words: int = 0) 
         divisible={
             **dict.fromkeys(("slots", "out"), known[0]),
             **dict.fromkeys(("stride", "count"), known[1]),
+            "words": 4,
         },
         options=slim,
     )
