@@ -52,8 +52,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "exchange": {"strategy": "exchange"},
     "copies": {"strategy": "copies"},
 }
-"""Options of each. `beside`: own rows are cut as large ones are, and summed beside the kernel; so
-are all-reduces, which go in slabs."""
+"""Options of each. `beside`: rows are cut as large ones are, so that own ones are summed beside the
+kernel and others come piece by piece; so are all-reduces, which go in slabs."""
 
 BY_MESSAGES = ("shift", "ring")
 """Those that send messages, which on CUDA are NCCL's."""
@@ -121,8 +121,9 @@ class Case:
 
         The fused kernels take neither fp32 nor uneven rows: `peer` stands in for them there.
         """
-        small = ("BESIDE_BYTES", "SLAB_FLOPS", "SLAB_BYTES") if strategy == "beside" else ()
-        cut = mock.patch.multiple(pieces, **dict.fromkeys(small, 1)) if small else nullcontext()
+        small = dict.fromkeys(("BESIDE_BYTES", "SLAB_FLOPS", "SLAB_BYTES"), 1)
+        small["GROUP_ROWS"] = pieces.TILE_ROWS
+        cut = mock.patch.multiple(pieces, **small) if strategy == "beside" else nullcontext()
         turns = 1 if strategy in ("beside", "peer-put") else 1 << 40
         with cut, mock.patch.object(take_turns, "TURN_BYTES", turns):
             program = lower(parse(self.text), Options(**STRATEGIES[strategy]))
@@ -131,6 +132,8 @@ class Case:
         if wanted == "fused" and (self.dtype == "f32" or self.shape == "uneven"):
             wanted = "peer"
         assert taken == [wanted], f"{strategy} was not taken: {program.remarks}"
+        if strategy == "beside" and wanted == "fused" and self.shape == "even":
+            assert program.sites[0].chunks > self.world, "rows go whole"
         return program
 
     def output(self, rank: int | None = None) -> torch.Tensor:

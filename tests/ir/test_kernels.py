@@ -23,6 +23,23 @@ def f(tp: Team[2], dp: Team[2], x: bf16[4, 8], w: bf16[8, 8], v: bf16[8, 8], y: 
         kernel=gather_matmul(),
     )
 """
+PIECES = """
+def f(tp: Team[2], x: bf16[256, 8], w: bf16[8, 8], y: out[bf16[512, 8]]):
+    slots = alloc(bf16[512, 8], symmetric=tp)
+    main: notify(came, to=tp.others, value=4)
+    main: fused(
+        part(call("aten.mm.out", x, w, out=y[tp.rank])),
+        part(
+            expect(came, tp.rank + 1, value=3),
+            call("aten.mm.out", slots[tp.rank + 1][0:128], w, out=y[tp.rank + 1][0:128]),
+        ),
+        part(
+            expect(came, tp.rank + 1, value=4),
+            call("aten.mm.out", slots[tp.rank + 1][128:256], w, out=y[tp.rank + 1][128:256]),
+        ),
+        kernel=gather_matmul(pieces=2),
+    )
+"""
 SCATTER = """
 def f(tp: Team[2], x: bf16[512, 8], w: bf16[8, 8]):
     stage = alloc(bf16[512, 8])
@@ -110,6 +127,10 @@ OTHERS = {
     ),
     "other pieces": (SCATTER, "pieces=2", "pieces=1", "it has 4 parts, and its kernel 2"),
     "another order": (SCATTER, "lead=1", "lead=0", "not the rows of one matrix"),
+    "not one piece": (PIECES, "pieces=2", "pieces=1", "it has 3 parts, and its kernel 2"),
+    "values that jump": (PIECES, "value=3", "value=2", "values that do not rise by 1"),
+    "values that fall": (PIECES, "value=3", "value=5", "values that do not rise by 1"),
+    "led rows": (PIECES, "pieces=2", "pieces=2, lead=2", "2 pieces with lead 2 have no order"),
     "no order": (SCATTER, "lead=1", "lead=3", "2 pieces with lead 3 have no order"),
     "no tiles": (
         SCATTER.replace("128", "64"),
@@ -120,7 +141,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("text", [GATHER, SCATTER, PACKED], ids=["gather", "scatter", "packed"])
+@pytest.mark.parametrize(
+    "text", [GATHER, PIECES, SCATTER, PACKED], ids=["gather", "pieces", "scatter", "packed"]
+)
 def test_parts_as_the_kernel_does_them(text: str) -> None:
     validate(parse(text))
 

@@ -111,6 +111,8 @@ def check_gather(draw: random.Random) -> None:
     x, w, plain, bias = operands(size, rows, case["inner"], columns, case["transposed"])
     rank = draw.randrange(size)
     tail = draw.random() < 0.5
+    tiles = rows // TILE["BM"] if rows % TILE["BM"] == 0 else 1
+    pieces = draw.choice([p for p in (1, 2, 3, 4) if tiles % p == 0])
     y = torch.full((size * rows, columns), float("nan")).half()
     slots = x.clone()
     slots[rank * rows : (rank + 1) * rows] = float("nan")
@@ -124,10 +126,11 @@ def check_gather(draw: random.Random) -> None:
         described(y, TILE["BM"], half),
         y, bias, torch.ones(size, dtype=torch.int32), 1, rows, columns, case["inner"], rank,
         SIZE=size, TRANSPOSED=case["transposed"], BIAS=case["bias"], GATED=size > 1,
-        STORE_TMA=size == 1 or rows % TILE["BM"] == 0, HALVES=case["halves"], TAIL=tail, **TILE,
+        STORE_TMA=size == 1 or rows % TILE["BM"] == 0, HALVES=case["halves"], TAIL=tail,
+        PIECES=pieces, **TILE,
     )  # fmt: skip
     wanted = x.float() @ plain.float() + (bias.float() if case["bias"] else 0)
-    close(y, wanted, ("gather", case, rank, tail))
+    close(y, wanted, ("gather", case, rank, tail, pieces))
 
 
 def check_scatter(draw: random.Random) -> None:

@@ -142,16 +142,22 @@ def cases(*configs: TileConfig | None) -> list[object]:
     ]
 
 
+def ranges(rows: int, subs: int) -> list[slice]:
+    """What comes together of a chunk's rows."""
+    return [slice(rows * i // subs, rows * (i + 1) // subs) for i in range(subs)]
+
+
 @pytest.mark.parametrize(("case", "config"), cases(None, WITH_TAIL, LARGE))
 def test_gather_with_late_gates(
     line: Line, case: tuple, config: TileConfig | None, seed: int
 ) -> None:
-    """Slots arrive while the kernel runs, one after another, across the wrap of the epoch."""
+    """Slots arrive while the kernel runs, one after another and piece by piece, across the wrap of
+    the epoch."""
     from interlace.kernels.gemm.matmul import GatherMatmul
 
     torch.manual_seed(seed)
     size, rows, inner, columns, dtype, transposed, has_bias = case
-    device, rank = line.device, seed % size
+    device, rank, subs = line.device, seed % size, rows // 128 if rows % 128 == 0 else 1
     w = drawn(*((columns, inner) if transposed else (inner, columns)), dtype=dtype)
     plain = w.t() if transposed else w
     bias = drawn(columns, dtype=dtype) if has_bias else None
@@ -162,18 +168,19 @@ def test_gather_with_late_gates(
     y = filled(size * rows, columns, device=device, dtype=dtype)
     kernel = GatherMatmul(
         rows=rows, inner=inner, columns=columns, size=size, rank=rank, dtype=dtype,
-        device=device, transposed=transposed, bias=has_bias, config=config,
+        device=device, transposed=transposed, bias=has_bias, config=config, subs=subs,
     )  # fmt: skip
     epoch = 0xFFFFFFFF if seed % 2 else 3
-    line.words.fill_(epoch - 1 - (1 << 32 if seed % 2 else 0))
+    line.words.fill_(epoch - subs - (1 << 32 if seed % 2 else 0))
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream().cuda_stream
     kernel.launch(stream, x, w, slots, y, bias, line.words.data_ptr(), epoch)
     for k in range(1, size):
         chunk = (rank + k) % size
-        at = slice(chunk * rows, (chunk + 1) * rows)
-        line.copy(slots[at], host[at])
-        line.write(chunk, epoch + (k == 1))
+        for number, piece in enumerate(ranges(rows, subs), start=1):
+            at = slice(chunk * rows + piece.start, chunk * rows + piece.stop)
+            line.copy(slots[at], host[at])
+            line.write(chunk, epoch - subs + number + (k == 1 and number == subs))
     torch.cuda.synchronize()
     assert_product(y, full, plain, bias)
 
@@ -198,7 +205,7 @@ def test_packed_gather_with_late_gates(line: Line, case: tuple, seed: int) -> No
         pytest.skip(why)
     torch.manual_seed(seed)
     size, rows, inner, columns, kind, weight_kind, dtype, has_bias = case
-    device, rank = line.device, seed % size
+    device, rank, subs = line.device, seed % size, rows // 128
     recipe = Recipe(scale="team", power_of_two=bool(seed % 2))
 
     def packed(rows: int, kind: torch.dtype, scale: float) -> torch.Tensor:
@@ -215,17 +222,18 @@ def test_packed_gather_with_late_gates(line: Line, case: tuple, seed: int) -> No
         **{"rows": rows, "inner": full.shape[1] - 128, "columns": columns, "dtype": dtype},
         **{"device": device, "transposed": True, "bias": has_bias, "packed": (kind, weight_kind)},
     }
-    kernel = GatherMatmul(**facts, size=size, rank=rank)
+    kernel = GatherMatmul(**facts, size=size, rank=rank, subs=subs)
     alone = GatherMatmul(**facts, size=1, rank=0)
-    line.words.fill_(6)
+    line.words.fill_(7 - subs)
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream().cuda_stream
     kernel.launch(stream, x, w.t(), slots.view(kind), y, bias, line.words.data_ptr(), 7)
     for k in range(1, size):
         chunk = (rank + k) % size
-        at = slice(chunk * rows, (chunk + 1) * rows)
-        line.copy(slots[at], host[at])
-        line.write(chunk, 7)
+        for number, piece in enumerate(ranges(rows, subs), start=1):
+            at = slice(chunk * rows + piece.start, chunk * rows + piece.stop)
+            line.copy(slots[at], host[at])
+            line.write(chunk, 7 - subs + number)
     torch.cuda.synchronize()
     for mine, into in zip(full.chunk(size), apart.chunk(size), strict=True):
         alone.launch(stream, mine, w.t(), None, into, bias, 0, 0)

@@ -49,12 +49,14 @@ def name(config: TileConfig) -> str:
     return f"{config.bm}x{config.bn}x{config.stages}"
 
 
+@pytest.mark.parametrize("subs", [1, 2])
 @pytest.mark.parametrize("config", ALL, ids=name)
 @pytest.mark.parametrize("by_tma", [True, False])
-def test_gather_waits_before_it_loads(config: TileConfig, by_tma: bool) -> None:
+def test_gather_waits_before_it_loads(config: TileConfig, by_tma: bool, subs: int) -> None:
     """Each copy of the loads that the pipeliner makes has its own wait right before it."""
+    same = {"size": 4, "dtype": torch.bfloat16, "by_tma": by_tma, "subs": subs}
     tail = config is WITH_TAIL
-    source = gather_source(config, size=4, dtype=torch.bfloat16, by_tma=by_tma, tail=tail)
+    source = gather_source(config, **same, tail=tail)
     seen = [e for e in events_of(source) if e in ("acquire", "proxy_fence", "load", "multiply")]
     text = " ".join(seen)
     assert text.count("acquire") == text.count("acquire proxy_fence"), text
@@ -88,12 +90,13 @@ def test_counters_rise_after_the_stores(config: TileConfig, by_tma: bool) -> Non
     assert seen.index("multiply") < raised[0]
 
 
+@pytest.mark.parametrize("subs", [1, 2])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_the_warp_that_loads_waits_for_chunks(transposed: bool) -> None:
+def test_the_warp_that_loads_waits_for_chunks(transposed: bool, subs: int) -> None:
     """It alone does, in one place: wait, fence, and only then any load (own rows' stand apart)."""
     large = SPECIALIZED[0]
     source = gather_source(
-        large, size=4, dtype=torch.bfloat16, transposed=transposed, bias=transposed
+        large, size=4, dtype=torch.bfloat16, transposed=transposed, bias=transposed, subs=subs
     )
     seen = events_of(source)
     assert seen.count("acquire") == 1

@@ -14,6 +14,7 @@ from interlace.ir import (
     Fused,
     FusedKernel,
     Get,
+    Notify,
     Op,
     Program,
     Put,
@@ -362,6 +363,39 @@ def test_pieces_that_are_asked_for_are_whole_tiles(rows: int, asked: int, pieces
         f"{LOWER.replace('fused', f'fused,chunks={asked}')},fuse",
     )
     assert made.sites[0].chunks == 2 * pieces
+
+
+def gathered(rows: int, size: int) -> Program:
+    """Rows that are gathered, kept and multiplied."""
+    return parse(f"""
+def f(tp: Team[{size}], x: bf16[{rows}, 64], w: bf16[64, 32], full: out[bf16[{rows * size}, 64]]):
+    main: all_gather(x, full, team=tp)
+    y = empty(bf16[{rows * size}, 32])
+    main: call("aten.mm.out", full, w, out=y)
+    return y
+""")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_rows_come_in_pieces(pieces: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of BESIDE_BYTES and GROUP_ROWS each: every one is put, told and awaited by itself."""
+    monkeypatch.setattr(pieces_file, "BESIDE_BYTES", 1)
+    monkeypatch.setattr(pieces_file, "GROUP_ROWS", 384 // pieces)
+    made = run_pipeline(gathered(384, size), f"{LOWER},fuse")
+    kernel = FusedKernel(kind="gather_matmul", pieces=pieces)
+    assert [op.kernel for op in fused(made)] == [kernel]
+    assert made.sites[0].chunks == size * pieces
+    puts = [op for op in made.ops if isinstance(op, Put)]
+    told = [op.value for op in made.ops if isinstance(op, Notify)]
+    awaited = [member.value for member in fused(made)[0].members if isinstance(member, Expect)]
+    assert len(puts) == (size - 1) * pieces
+    assert told == awaited == [*range(1, pieces + 1)] * (size - 1)
+    check(made).raise_if_unsound()
+    check(made, in_order=True).raise_if_unsound()
+    assert parse(str(made)) == made
+    for rank in made.world:
+        validate(made.instantiate(rank))
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -2,7 +2,8 @@
 
 With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
 
-    gather_matmul    the rank's own rows, then those of rank + 1, + 2, ... as each arrives
+    gather_matmul    the rank's own rows, then those of rank + 1, + 2, ..., in `pieces` ranges each,
+                     as they arrive
     scatter_matmul   the rows of rank + 1, + 2, ..., in `pieces` ranges each, into a stage from
                      which they leave; and the rank's own rows into its slot
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from interlace.errors import ProgramError
 from interlace.ir.box import Box
@@ -76,7 +78,8 @@ class KernelMatmul:
     """For each part, whose rows it makes and which range of them."""
     signal: str = ""
     value: int = 0
-    """Of a gather: the signal, and its value, that says that a rank's rows have come."""
+    """Of a gather: the signal, and its value, that says that a rank's rows have come; one less for
+    each piece that is still to come."""
     packed: tuple[DType, DType] | None = None
     """Of packed rows (`inner` is their width): the FP8 types of the two factors."""
 
@@ -88,7 +91,7 @@ def turns(kernel: FusedKernel, size: int) -> list[tuple[int, int]]:
     [(1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (1, 3), (0, 2), (0, 3)]
     """
     if kernel.kind == "gather_matmul":
-        return [(distance, 0) for distance in range(size)]
+        return [(0, 0), *product(range(1, size), range(kernel.pieces))]
     if not kernel.lead:
         ranks = (*range(1, size), 0)
         return [(distance, piece) for piece in range(kernel.pieces) for distance in ranks]
@@ -100,8 +103,9 @@ def turns(kernel: FusedKernel, size: int) -> list[tuple[int, int]]:
 
 
 def own_parts(kernel: FusedKernel) -> int:
-    """In how many parts a scatter makes the rank's own rows."""
-    return 1 if kernel.lead == kernel.pieces else kernel.pieces
+    """In how many parts a kernel makes the rank's own rows."""
+    whole = kernel.kind == "gather_matmul" or kernel.lead == kernel.pieces
+    return 1 if whole else kernel.pieces
 
 
 def factors(op: FusedMember) -> Factors | None:
@@ -195,14 +199,14 @@ class _Reader:
     ) -> None:
         self.op, self.kernel, self.box, self.buffers, self.where = op, kernel, box, buffers, where
         self.gathers = kernel.kind == "gather_matmul"
-        self.own_parts = 1 if self.gathers else own_parts(kernel)
+        self.own_parts = own_parts(kernel)
         self.products = [self._product(number, part) for number, part in enumerate(op.parts)]
         self.starts: dict[str, tuple[str, Int]] = {}
         """By matrix: its buffer and first element."""
 
     def read(self) -> KernelMatmul:
         kernel = self.kernel
-        if not 0 <= kernel.lead <= kernel.pieces or (self.gathers and kernel.pieces != 1):
+        if not 0 <= kernel.lead <= kernel.pieces or (self.gathers and kernel.lead != 1):
             raise ProgramError(f"{kernel.pieces} pieces with lead {kernel.lead} have no order")
         mine, team = self._own()
         member = self.where.member(team)
@@ -213,18 +217,18 @@ class _Reader:
         rows, inner, columns = self._sizes(mine, size)
         wide, split_wide = (columns, inner) if self.gathers else (inner, columns)
         for number, (chunk, piece) in enumerate(order):
-            product, own = self.products[number], chunk == rank
-            if (product.b, product.bias) != (mine.b, mine.bias):
+            made, own = self.products[number], chunk == rank
+            if (made.b, made.bias) != (mine.b, mine.bias):
                 raise ProgramError("its parts multiply by different matrices")
             height = rows // (self.own_parts if own else kernel.pieces)
             at = chunk * rows + piece * height if kernel.lead else (piece * size + chunk) * height
-            split, whole = (product.out, product.a)[:: -1 if self.gathers else 1]
+            split, whole = (made.out, made.a)[:: -1 if self.gathers else 1]
             self._matrix("whole", whole, at, (height, wide))
             first = piece * height if own else at
             self._matrix("own" if own else "others", split, first, (height, split_wide))
             self._check_members(number, own)
         kind, dtype = self.box(mine.a).dtype, self.box(mine.out).dtype
-        signal, value = self._signal(team, [chunk for chunk, _ in order])
+        signal, value = self._signal(team, order)
         return KernelMatmul(
             kernel=kernel,
             team=team,
@@ -247,7 +251,7 @@ class _Reader:
         )
 
     def _product(self, number: int, part: tuple[FusedMember, ...]) -> Factors:
-        found = [product for member in part if (product := factors(member)) is not None]
+        found = [made for member in part if (made := factors(member)) is not None]
         calls = [member for member in part if isinstance(member, Call)]
         if len(found) != 1 or len(calls) != 1:
             raise ProgramError(f"part {number + 1} is no mm, addmm or float8_mm into given memory")
@@ -310,19 +314,20 @@ class _Reader:
         if not fits:
             raise ProgramError(f"part {number + 1} waits or tells where the kernel does not")
 
-    def _signal(self, team: str, chunks: list[int]) -> tuple[str, int]:
-        """The one signal that a gather awaits from each of the others, and its value."""
-        expects = [m for part in self.op.parts for m in part if isinstance(m, Expect)]
-        for expect, chunk in zip(expects, chunks[1:], strict=True) if self.gathers else ():
-            if isinstance(expect.peer, Others) or self.where.index(expect.peer) != chunk:
-                raise ProgramError("a part awaits another rank than that whose rows it takes")
-        found = {(expect.team, expect.signal, expect.value) for expect in expects}
+    def _signal(self, team: str, order: list[tuple[int, int]]) -> tuple[str, int]:
+        """The one signal that a gather awaits from each of the others, and its last value."""
         if not self.gathers:
             return "", 0
-        ((owner, signal, value), *more) = found
+        expects = [m for part in self.op.parts for m in part if isinstance(m, Expect)]
+        found = set[tuple[str, str, int]]()
+        for expect, (chunk, piece) in zip(expects, order[1:], strict=True):
+            if isinstance(expect.peer, Others) or self.where.index(expect.peer) != chunk:
+                raise ProgramError("a part awaits another rank than that whose rows it takes")
+            found.add((expect.team, expect.signal, expect.value - piece))
+        ((owner, signal, first), *more) = found
         if more or owner != team:
-            raise ProgramError("its parts await different signals")
-        return signal, value
+            raise ProgramError("its parts await different signals, or values that do not rise by 1")
+        return signal, first + self.kernel.pieces - 1
 
 
 def _transposed(box: Box) -> Box:

@@ -29,7 +29,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 
 from interlace.ir import (
     KINDS,
@@ -356,7 +356,8 @@ def _distances(level: SignalLevel, team: str, size: int) -> frozenset[int]:
 
 
 def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> None:
-    """Every Expect after the Notify of its value, and both in the order of their values."""
+    """Every Expect after the Notify of its value, and both in the order of their values; where a
+    value is awaited twice, for two that use what came, each keeps an order of its own."""
     raised: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
     """By distance: (value, op, by all alike)."""
     for index, level in team.notifies[signal]:
@@ -366,9 +367,9 @@ def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> 
     awaited: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # the same: (value, op)
     for index, level in team.expects[signal]:
         for distance in _distances(level, name, team.size):
-            before = awaited[distance]
-            listed[index].update(other for value, other in before if value != level.value)
-            before.append((level.value, index))
+            lower = (op for value, op in reversed(awaited[distance]) if value < level.value)
+            listed[index].update(islice(lower, 1))
+            awaited[distance].append((level.value, index))
             early = [item for item in raised[-distance % team.size] if item[1] < index]
             enough = next((item for item in early if item[0] >= level.value), None)
             if isinstance(level.peer, int):  # some rank's own, at any distance: the last of all

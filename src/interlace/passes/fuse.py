@@ -126,7 +126,7 @@ def _with_kernels(program: Program) -> Program:
 def _with_kernel(program: Program, op: Fused, gathers: bool) -> tuple[Fused, str]:
     """The op with its kernel; or as it is, and why there is none."""
     buffers, why = program.buffers(), ""
-    for kernel in [FusedKernel(kind="gather_matmul")] if gathers else _scatters(program, op):
+    for kernel in _gathers(program, op) if gathers else _scatters(program, op):
         made = dataclasses.replace(op, kernel=kernel)
         try:
             for rank in representatives(program):
@@ -136,6 +136,13 @@ def _with_kernel(program: Program, op: Fused, gathers: bool) -> tuple[Fused, str
         else:
             return made, ""
     return op, why
+
+
+def _gathers(program: Program, op: Fused) -> list[FusedKernel]:
+    """The kernel that takes the others' rows in as many ranges as a gather's parts."""
+    team = next(m.team for m in op.members if isinstance(m, Expect))
+    others = program.team(team).size - 1
+    return [FusedKernel(kind="gather_matmul", pieces=max(1, (len(op.parts) - 1) // others))]
 
 
 def _scatters(program: Program, op: Fused) -> list[FusedKernel]:

@@ -3,6 +3,9 @@
     part k = 0        y[rank]   = x @ w
     part k = 1..W-1   y[c]      = slots[c] @ w       c = (rank + k) % W, once gates[c] has come
 
+A chunk of another rank comes in PIECES ranges of rows, and its gate rises by one with each, up to
+`expected`: blocks come to the next chunk a wave of tiles apart, the first of them early.
+
 One block per SM works through the tiles of all parts in order, part after part, so splitting the
 rows into W chunks costs no wave. `flatten` makes one loop of tiles and k-steps: the loads of the
 next tile are under way while the last one is stored. With SIZE 1 this is a plain GEMM.
@@ -23,12 +26,24 @@ from interlace.kernels.gemm.device import add_bias, halve, load_weight, place, s
 
 
 @triton.jit
+def turn_of(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr, PIECES: tl.constexpr):
+    """The number of a tile's piece among those of all parts."""
+    part = tile // (m_tiles * n_tiles)
+    turn = part * PIECES
+    if PIECES > 1:
+        m, _ = place(tile - part * (m_tiles * n_tiles), m_tiles, n_tiles, GROUP_M)
+        turn += m * PIECES // m_tiles
+    return turn
+
+
+@triton.jit
 def find(
     tile, before, expected, gates, rows, rank, m_tiles, n_tiles,
     SIZE: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr, GATED: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     """Where a tile lies: (part, chunk, tile's row and column in the part, row of its operand).
-    `before` is the tile that this block did last: the gate of a part is read once.
+    `before` is the tile that this block did last: the gate of a piece is read once.
     """
     per_part = m_tiles * n_tiles
     part = tile // per_part
@@ -39,8 +54,9 @@ def find(
         if part > 0:
             row += chunk * rows
             if GATED:
-                if (before < 0) | (before // per_part != part):
-                    row += wait_gate(gates + chunk, expected)
+                turn = turn_of(tile, m_tiles, n_tiles, GROUP_M, PIECES)
+                if (before < 0) | (turn_of(before, m_tiles, n_tiles, GROUP_M, PIECES) != turn):
+                    row += wait_gate(gates + chunk, expected - (PIECES - 1 - turn % PIECES))
     return part, chunk, m, n, row
 
 
@@ -68,6 +84,7 @@ def gather_kernel(
     TRANSPOSED: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    PIECES: tl.constexpr,
     STORE_TMA: tl.constexpr,
     HALVES: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -85,7 +102,7 @@ def gather_kernel(
     for tile in tl.range(first, whole, programs, flatten=FLATTEN):
         part, chunk, m, n, row = find(
             tile, tile - programs, expected, gates, rows, rank, m_tiles, n_tiles,
-            SIZE, BM, GROUP_M, GATED,
+            SIZE, BM, GROUP_M, GATED, PIECES,
         )  # fmt: skip
         source = x_desc
         if SIZE > 1:
@@ -117,7 +134,7 @@ def gather_kernel(
         for piece in tl.range(first, (tiles - whole) * 2, programs):
             part, chunk, m, n, row = find(
                 whole + piece // 2, -1, expected, gates, rows, rank, m_tiles, n_tiles,
-                SIZE, BM, GROUP_M, GATED,
+                SIZE, BM, GROUP_M, GATED, PIECES,
             )  # fmt: skip
             source = x_desc
             if SIZE > 1:

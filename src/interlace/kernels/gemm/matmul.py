@@ -5,8 +5,9 @@
     gather.launch(stream, x, w, slots, y, None, gates, expected)      # y: [4 * 2048, 14336]
 
 `GatherMatmul` is all-gather + GEMM; with one rank it is a plain GEMM. `gates` is the address of
-`size` words of 32 bits, one for each chunk (the own one is not read). The kernel spins on the SMs
-it has: whatever raises the words must need none of this device.
+`size` words of 32 bits, one for each chunk (the own one is not read): a chunk's rows come in
+`subs` ranges, and its word is expected - 1 once all but the last are there. The kernel spins on the
+SMs it has: whatever raises the words must need none of this device.
 
 `packed` are the FP8 types of x and w where both are packed rows (Note [Packed rows] in
 float8/data.py), w the transpose of such; `inner` then counts the numbers of a row, and `dtype` is
@@ -44,6 +45,7 @@ def gather_source(
     dtype: torch.dtype,
     transposed: bool = False,
     bias: bool = False,
+    subs: int = 1,
     by_tma: bool = True,
     tail: bool = False,
     packed: Packed | None = None,
@@ -58,6 +60,7 @@ def gather_source(
         "y_half": (height, half),
     }
     constants = {"SIZE": size, "TRANSPOSED": transposed, "BIAS": bias, "GATED": size > 1}
+    constants["PIECES"] = subs
     if config.specialized:
         assert by_tma
         assert not tail
@@ -236,7 +239,7 @@ class GatherMatmul(PersistentMatmul):
             "y": (rows, self._columns),
         }
         tail = self.config.halves and short_tail(self._tiles, self._processors)
-        return gather_source, shapes, {"tail": tail}
+        return gather_source, shapes, {"tail": tail, "subs": subs}
 
     def launch(
         self,

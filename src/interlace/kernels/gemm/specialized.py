@@ -6,15 +6,16 @@ group stores its rows while the other multiplies, and the next tile's operands c
 8 % faster than the loops of gather_kernel.py and scatter_kernel.py, with the same bits. Chunks must
 end with a tile's rows, as all stores are by TMA.
 
-    gather_kernel     the warp that loads alone waits for a chunk, once for each
+    gather_kernel     the warp that loads alone waits for a chunk's pieces, once for each
     scatter_kernel    a warp more stores each half of a tile, waits until that is performed (some
                       2 us) and raises the counter; those that multiply go on with the next tile
 
 Note [Scales behind a gate]
-    Packed rows (float8/data.py) bring their scale along, which is right once the chunk's gate is
-    open. The warps that multiply do not wait for that; but the warp that loads had seen the gate
-    before it asked for the first tile, so whoever has multiplied that tile may read the scale. They
-    do once for each chunk, past the L1 cache (volatile), which no write of a peer reaches.
+    Packed rows (float8/data.py) bring their scale along, and that of a chunk's first row is right
+    once its first piece has come. The warps that multiply do not wait for that; but the warp that
+    loads had seen this piece or a later one before it asked for the first tile, so whoever has
+    multiplied that tile may read the scale. They do once for each chunk, past the L1 cache
+    (volatile), which no write of a peer reaches.
 """
 
 # Triton's language is not Python to a type checker.
@@ -179,11 +180,12 @@ def gather_load(
     a, b, full, empty,
     SIZE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, GATED: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: it alone waits for a chunk, once for each."""
+    """The warp that loads: it alone waits for a piece, once for each."""
     at = 0
     phase = 1
-    opened = 0
+    opened = PIECES - 1  # the last of the pieces that have come; chunks are numbered by turn
     per_part = m_tiles * n_tiles
     for tile in range(gl.program_id(0), per_part * SIZE, gl.num_programs(0)):
         part = tile // per_part
@@ -198,9 +200,10 @@ def gather_load(
             chunk = (rank + part) % SIZE
             row += chunk * rows
             if GATED:
-                if part != opened:
-                    row += wait_gate(gates + chunk, expected)
-                    opened = part
+                piece = m * PIECES // m_tiles
+                if part * PIECES + piece > opened:
+                    row += wait_gate(gates + chunk, expected - (PIECES - 1 - piece))
+                    opened = part * PIECES + piece
             at, phase = load_tile(
                 slots_desc, w_desc, row, n * BN, k_tiles, a, b, full, empty, at, phase,
                 BM, BN, BK, STAGES, TRANSPOSED,
@@ -252,7 +255,7 @@ def gather_kernel(
     rows, columns, inner, rank,
     SIZE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
-    GATED: gl.constexpr, TAIL: gl.constexpr,
+    GATED: gl.constexpr, PIECES: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """See gather_kernel.py. Behind the numbers of each row are `TAIL` bytes with its scale, or
     none."""
@@ -283,7 +286,7 @@ def gather_kernel(
                 (
                     x_desc, slots_desc, w_desc, gates, expected, rows, rank,
                     m_tiles, n_tiles, k_tiles, a, b, full, empty,
-                    SIZE, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED, GATED,
+                    SIZE, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED, GATED, PIECES,
                 ),
             ),
         ],

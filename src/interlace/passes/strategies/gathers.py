@@ -54,7 +54,7 @@ class Gather:
     slot: View | None = None
     """What `show` gave: the shard is in a slot that its peers can read."""
     pieces: Pieces = (None,)
-    """Hosts: what crosses together, of the rows of a rank; None is all."""
+    """Hosts and puts: what travels together, of the rows of a rank; None is all."""
 
     def show(self) -> tuple[Gather, View]:
         """The same gather, from a shard that is yet to be computed into the view that this gives.
@@ -228,13 +228,19 @@ class Gather:
         """Each rank writes its rows into its peers' slots, in the order in which they need them."""
         e, slots = self.emitter, self._slots()
         arrived = e.names.new(f"{slots.buffer}_arrived")
-        for step in e.steps(path):
-            e.put(self._leaving(step), self._place(slots, e.rank), step.to, arrived)
+        turns = [
+            (step, within, number)
+            for step in e.steps(path)
+            for number, within in enumerate(self.pieces, start=1)
+        ]
+        for step, within, number in turns:
+            to = cut(self._place(slots, e.rank), within)
+            e.put(cut(self._leaving(step), within), to, step.to, arrived, number)
         for take in takes:
             take(e.rank, self._own())
-            for step in e.steps(path):
-                e.expect(arrived, step.source)
-                take(step.chunk, self._place(slots, step.chunk))
+            for step, within, number in turns:
+                e.expect(arrived, step.source, number)
+                take(step.chunk, cut(self._place(slots, step.chunk), within), within)
         e.free(slots)
 
 

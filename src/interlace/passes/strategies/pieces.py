@@ -23,8 +23,8 @@ PIECE_BYTES = 16 << 20
 """What a put should move at least, if nothing else speaks for smaller ones: below it a copy engine
 does not reach its speed."""
 BESIDE_BYTES = 8 << 20
-"""A piece of own rows that is summed while others are computed: some 130 tiles of a kernel, one for
-each processor."""
+"""A piece of a kernel's rows, of which own ones are summed while others are computed: some 130
+tiles, one for each processor."""
 SLAB_FLOPS = 120 * 10**9
 """A slab of an all-reduce: its parts travel, are summed and travel back in some 120 us, while the
 next is computed."""
@@ -52,15 +52,17 @@ def slices(values: Dataflow, site: MatmulSite, chunks: int) -> int:
 def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
     """In how many pieces each rank's rows travel: `chunks` are of all ranks.
 
-    Pieces of a scatter let bytes leave sooner, and the last be summed alone; the rows of a gather
-    within a host are there from the start. Those of `fused` may be smaller, as all but the last are
-    summed beside the kernel, but are of GROUP_ROWS at least: of whole groups, where some number of
-    them gives that. Of `hierarchical`, one crosses while the last is shared, and multiplied.
+    Pieces of a scatter let bytes leave sooner, and the last be summed alone. Those of `fused` may
+    be smaller, as all but the last are summed beside the kernel, but are of GROUP_ROWS at least: of
+    whole groups, where some number of them gives that. Rows that are gathered go whole within a
+    host, but for `fused`: the blocks of its kernel come to the next rank's rows a wave of tiles
+    apart, and the first may begin with those that are there. Of `hierarchical`, one crosses while
+    the last is shared, and multiplied.
     """
     layout, fused, hosts = site.layout, row.name == "fused", row.transport == "hosts"
     if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
         return 1
-    if isinstance(site, GatherSite) and not hosts:
+    if isinstance(site, GatherSite) and not (hosts or fused):
         return 1
     if hosts and not _pieces_cross(values, site):
         return 1

@@ -114,7 +114,7 @@ def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
     if asked.kind == "gather_matmul":
         from interlace.kernels.gemm.matmul import GatherMatmul
 
-        return GatherMatmul(**facts, device=binder.context.device)
+        return GatherMatmul(**facts, subs=asked.pieces, device=binder.context.device)
     from interlace.kernels.gemm.matmul import ScatterMatmul
 
     return ScatterMatmul(**facts, subs=asked.pieces, lead=asked.lead, device=binder.context.device)
