@@ -121,8 +121,9 @@ class Case:
 
         The fused kernels take neither fp32 nor uneven rows: `peer` stands in for them there.
         """
-        small = dict.fromkeys(("BESIDE_BYTES", "SLAB_FLOPS", "SLAB_BYTES"), 1)
-        small["GROUP_ROWS"] = pieces.TILE_ROWS
+        least = "BESIDE_BYTES", "PIECE_BYTES", "SLAB_FLOPS", "SLAB_BYTES"
+        small: dict[str, Any] = dict.fromkeys(least, 1)
+        small |= {"GROUP_ROWS": pieces.TILE_ROWS, "TIMELY_COLUMNS": range(1 << 31)}
         cut = mock.patch.multiple(pieces, **small) if strategy == "beside" else nullcontext()
         turns = 1 if strategy in ("beside", "peer-put") else 1 << 40
         with cut, mock.patch.object(take_turns, "TURN_BYTES", turns):
@@ -133,7 +134,7 @@ class Case:
             wanted = "peer"
         assert taken == [wanted], f"{strategy} was not taken: {program.remarks}"
         if strategy == "beside" and wanted == "fused" and self.shape == "even":
-            assert program.sites[0].chunks > self.world, "rows go whole"
+            assert (program.sites[0].chunks or 0) > self.world, "rows go whole"
         return program
 
     def output(self, rank: int | None = None) -> torch.Tensor:

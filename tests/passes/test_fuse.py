@@ -365,32 +365,62 @@ def test_pieces_that_are_asked_for_are_whole_tiles(rows: int, asked: int, pieces
     assert made.sites[0].chunks == 2 * pieces
 
 
-def gathered(rows: int, size: int) -> Program:
+def gathered(rows: int, columns: int, size: int) -> Program:
     """Rows that are gathered, kept and multiplied."""
+    whole = f"full: out[bf16[{rows * size}, 64]]"
     return parse(f"""
-def f(tp: Team[{size}], x: bf16[{rows}, 64], w: bf16[64, 32], full: out[bf16[{rows * size}, 64]]):
+def f(tp: Team[{size}], x: bf16[{rows}, 64], w: bf16[64, {columns}], {whole}):
     main: all_gather(x, full, team=tp)
-    y = empty(bf16[{rows * size}, 32])
+    y = empty(bf16[{rows * size}, {columns}])
     main: call("aten.mm.out", full, w, out=y)
     return y
 """)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_rows_come_in_pieces(pieces: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of BESIDE_BYTES and GROUP_ROWS each: every one is put, told and awaited by itself."""
-    monkeypatch.setattr(pieces_file, "BESIDE_BYTES", 1)
-    monkeypatch.setattr(pieces_file, "GROUP_ROWS", 384 // pieces)
-    made = run_pipeline(gathered(384, size), f"{LOWER},fuse")
+@pytest.mark.parametrize(
+    ("rows", "columns", "least", "pieces"),
+    [
+        *((512, 32, 65536, 4), (512, 32, 65537, 1)),
+        *((512, 24, 1, 1), (512, 40, 1, 1), (640, 32, 1, 1)),
+    ],
+)
+def test_rows_that_come_in_time_come_in_quarters(
+    rows: int, columns: int, least: int, pieces: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are whole tiles, PIECE_BYTES together, and come about as fast as they are used:
+    three quarters travel together, then one, and to others two by two."""
+    monkeypatch.setattr(pieces_file, "PIECE_BYTES", least)
+    monkeypatch.setattr(pieces_file, "TIMELY_COLUMNS", range(32, 40))
+    made = run_pipeline(gathered(rows, columns, size), f"{LOWER},fuse")
     kernel = FusedKernel(kind="gather_matmul", pieces=pieces)
     assert [op.kernel for op in fused(made)] == [kernel]
     assert made.sites[0].chunks == size * pieces
-    puts = [op for op in made.ops if isinstance(op, Put)]
+    heights = [made.boxes(0)(op.src).sizes[0] for op in made.ops if isinstance(op, Put)]
     told = [op.value for op in made.ops if isinstance(op, Notify)]
     awaited = [member.value for member in fused(made)[0].members if isinstance(member, Expect)]
-    assert len(puts) == (size - 1) * pieces
-    assert told == awaited == [*range(1, pieces + 1)] * (size - 1)
+    assert awaited == [*range(1, pieces + 1)] * (size - 1)
+    if pieces == 4:
+        assert heights == [384, 128, *[256] * 2 * (size - 2)]
+        assert told == [3, 4, *[2, 4] * (size - 2)]
+    else:
+        assert (heights, told) == ([rows] * (size - 1), [1] * (size - 1))
+    assert_sound(made)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("asked", [2, 3, 4])
+def test_rows_come_in_pieces_that_are_asked_for(asked: int, size: int) -> None:
+    """Each is awaited by itself, for the matmul and for the copy that is kept."""
+    lower = LOWER.replace("fused", f"fused,chunks={asked * size}")
+    made = run_pipeline(gathered(384 * asked, 32, size), f"{lower},fuse")
+    assert [op.kernel for op in fused(made)] == [FusedKernel(kind="gather_matmul", pieces=asked)]
+    copies = [op for op in made.ops if isinstance(op, Copy) and op.stream == "comm"]
+    assert len(copies) == (size - 1) * asked
+    assert_sound(made)
+
+
+def assert_sound(made: Program) -> None:
     check(made).raise_if_unsound()
     check(made, in_order=True).raise_if_unsound()
     assert parse(str(made)) == made

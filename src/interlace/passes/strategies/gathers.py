@@ -15,7 +15,16 @@ from typing import Protocol
 
 from interlace.ir import DType, Index, Slice, View
 from interlace.ir.sizes import Int
-from interlace.passes.strategies.emitter import Emitter, HostPlace, PathStep, Pieces, Place, cut
+from interlace.passes.strategies.emitter import (
+    Emitter,
+    HostPlace,
+    PathStep,
+    Pieces,
+    Place,
+    cut,
+    joined,
+)
+from interlace.passes.strategies.pieces import travel
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
 
@@ -228,19 +237,20 @@ class Gather:
         """Each rank writes its rows into its peers' slots, in the order in which they need them."""
         e, slots = self.emitter, self._slots()
         arrived = e.names.new(f"{slots.buffer}_arrived")
-        turns = [
-            (step, within, number)
-            for step in e.steps(path)
-            for number, within in enumerate(self.pieces, start=1)
-        ]
-        for step, within, number in turns:
-            to = cut(self._place(slots, e.rank), within)
-            e.put(cut(self._leaving(step), within), to, step.to, arrived, number)
+        steps, count = e.steps(path), len(self.pieces)
+        for step in steps:
+            came = 0
+            for together in travel(count, first=step is steps[0]):
+                within = joined(self.pieces[came : came + together])
+                came += together
+                to = cut(self._place(slots, e.rank), within)
+                e.put(cut(self._leaving(step), within), to, step.to, arrived, came)
         for take in takes:
             take(e.rank, self._own())
-            for step, within, number in turns:
-                e.expect(arrived, step.source, number)
-                take(step.chunk, cut(self._place(slots, step.chunk), within), within)
+            for step in steps:
+                for number, within in enumerate(self.pieces, start=1):
+                    e.expect(arrived, step.source, number)
+                    take(step.chunk, cut(self._place(slots, step.chunk), within), within)
         e.free(slots)
 
 
