@@ -91,7 +91,8 @@ def steps(entry: Entry) -> Iterator[Entry]:
         return
     yield ("hold", stream)  # all processors, till the last chunk has come
     for chunk in others:
-        yield ("wait", stream, launch.gates + 4 * chunk, launch.expected)
+        for later in reversed(range(launch.subs)):
+            yield ("wait", stream, launch.gates + 4 * chunk, launch.expected - later)
     yield ("let go", stream)
 
 
