@@ -89,8 +89,8 @@ def compare(steps: int, seed: int) -> tuple[list[list[str]], list[int]]:
     in_order, _ = train({"strategy": "fused", "in_order": True}, steps, seed)
     # Own rows in pieces as well, summed while others are made, and puts in turn, as large ones are.
     pieces = {"strategy": "fused", "chunks": 4 * torch.distributed.get_world_size()}
-    beside_bytes = mock.patch.object(pieces_file, "BESIDE_BYTES", 1)
-    with beside_bytes, mock.patch.object(take_turns, "TURN_BYTES", 1):
+    cut = mock.patch.multiple(pieces_file, BESIDE_BYTES=1, TILE_ROWS=1)
+    with cut, mock.patch.object(take_turns, "TURN_BYTES", 1):
         beside, _ = train(pieces, steps, seed)
         beside_in_order, _ = train({**pieces, "in_order": True}, steps, seed)
     found = (trace, in_order, beside, beside_in_order)

@@ -50,6 +50,8 @@ def nothing_to_settle(BY_TMA: tl.constexpr):
 
 @triton.jit
 def gate_is_up(gate, expected):
+    """It is: the gate's word tells afterwards which value was awaited at most."""
+    tl.atomic_max(gate, expected)
     return 0
 
 
@@ -112,7 +114,8 @@ def check_gather(draw: random.Random) -> None:
     rank = draw.randrange(size)
     tail = draw.random() < 0.5
     tiles = rows // TILE["BM"] if rows % TILE["BM"] == 0 else 1
-    pieces = draw.choice([p for p in (1, 2, 3, 4) if tiles % p == 0])
+    pieces = max(p for p in draw.choice([(1,), (1, 2, 3, 4)]) if tiles % p == 0)
+    gates = torch.zeros(size, dtype=torch.int32)
     y = torch.full((size * rows, columns), float("nan")).half()
     slots = x.clone()
     slots[rank * rows : (rank + 1) * rows] = float("nan")
@@ -124,13 +127,14 @@ def check_gather(draw: random.Random) -> None:
         described(y, TILE["BM"], TILE["BN"]),
         weight_of(w, case["transposed"], half),
         described(y, TILE["BM"], half),
-        y, bias, torch.ones(size, dtype=torch.int32), 1, rows, columns, case["inner"], rank,
+        y, bias, gates, 9, rows, columns, case["inner"], rank,
         SIZE=size, TRANSPOSED=case["transposed"], BIAS=case["bias"], GATED=size > 1,
         STORE_TMA=size == 1 or rows % TILE["BM"] == 0, HALVES=case["halves"], TAIL=tail,
         PIECES=pieces, **TILE,
     )  # fmt: skip
     wanted = x.float() @ plain.float() + (bias.float() if case["bias"] else 0)
     close(y, wanted, ("gather", case, rank, tail, pieces))
+    assert gates.tolist() == [0 if chunk == rank else 9 for chunk in range(size)], (case, pieces)
 
 
 def check_scatter(draw: random.Random) -> None:

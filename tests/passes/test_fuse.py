@@ -409,15 +409,60 @@ def test_rows_that_come_in_time_come_in_quarters(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("asked", [2, 3, 4])
-def test_rows_come_in_pieces_that_are_asked_for(asked: int, size: int) -> None:
-    """Each is awaited by itself, for the matmul and for the copy that is kept."""
+@pytest.mark.parametrize(("rows", "asked", "pieces"), [(512, 4, 4), (512, 3, 1), (384, 4, 1)])
+def test_rows_come_in_quarters_where_as_many_are_asked_for(
+    rows: int, asked: int, pieces: int, size: int
+) -> None:
+    """Of whole tiles; what is kept beside the matmul is copied as a whole."""
     lower = LOWER.replace("fused", f"fused,chunks={asked * size}")
-    made = run_pipeline(gathered(384 * asked, 32, size), f"{lower},fuse")
-    assert [op.kernel for op in fused(made)] == [FusedKernel(kind="gather_matmul", pieces=asked)]
+    made = run_pipeline(gathered(rows, 32, size), f"{lower},fuse")
+    assert [op.kernel for op in fused(made)] == [FusedKernel(kind="gather_matmul", pieces=pieces)]
     copies = [op for op in made.ops if isinstance(op, Copy) and op.stream == "comm"]
-    assert len(copies) == (size - 1) * asked
+    assert len(copies) == size - 1
     assert_sound(made)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_quarters_of_what_was_summed_in_pieces(size: int) -> None:
+    """The first quarter of the next rank may be there before all own rows are summed; the kernel
+    begins with own ones all the same."""
+    rows = 512 * size
+    text = f"""
+def f(tp: Team[{size}], a: bf16[{rows}, 64], w: bf16[64, 32], v: bf16[32, 48]):
+    t = empty(bf16[{rows}, 32])
+    main: call("aten.mm.out", a, w, out=t)
+    z = empty(bf16[512, 32])
+    main: reduce_scatter(t, z, reduce="sum", team=tp)
+    full = empty(bf16[{rows}, 32])
+    main: all_gather(z, full, team=tp)
+    y = empty(bf16[{rows}, 48])
+    main: call("aten.mm.out", full, v, out=y)
+    return y
+"""
+    lower = LOWER.replace("fused", f"fused,chunks={4 * size}")
+    made = run_pipeline(parse(text), f"{lower},fuse")
+    kernels = [op.kernel for op in fused(made)]
+    assert [(k.kind, k.pieces) for k in kernels if k] == [
+        *(("scatter_matmul", 4), ("gather_matmul", 4))
+    ], made.remarks
+    assert_sound(made)
+
+
+@pytest.mark.parametrize("at", ["first", "elsewhere"])
+def test_a_wait_that_stands_elsewhere_leaves_no_kernel(at: str) -> None:
+    expect = "    main: expect(arrived, tp.rank + 1, site=1)\n"
+    first = '    main: call("aten.mm.out", x, w, out=y[tp.rank], site=1)\n'
+    assert expect in GATHER
+    if at == "first":
+        text = GATHER.replace(expect, "").replace(first, expect + first)
+    else:
+        text = GATHER.replace(
+            expect,
+            f"{expect.replace('main', 'comm')}    comm: record(e3, site=1)\n    main: wait(e3)\n",
+        )
+    made = Fuse().run(parse(text))
+    assert [op.kernel for op in fused(made)] == [None]
+    assert "part 2 waits or tells where the kernel does not" in str(made.remarks)
 
 
 def assert_sound(made: Program) -> None:

@@ -68,8 +68,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "beside": {"strategy": "fused", "chunks": 16},
     "slabs": {"strategy": "fused", "chunks": 16},
 }
-"""`beside`: own rows are made in ranges too, and summed while others are made; `slabs`: of `reduce`
-all rows, which then travel back as well."""
+"""`beside`: own rows are made in ranges too, and summed while others are made; gathered rows come
+in quarters; `slabs`: of `reduce` all rows, which then travel back as well."""
 SERVED = [
     (site, strategy)
     for site in SITES
@@ -83,7 +83,7 @@ def program(site: str, strategy: str) -> Program:
 
 
 def lowered(text: str, strategy: str) -> Program:
-    found: dict[str, Any] = {"BESIDE_BYTES": 1 if strategy == "beside" else 1 << 40}
+    found: dict[str, Any] = {"BESIDE_BYTES": 1 if strategy == "beside" else 1 << 40, "TILE_ROWS": 1}
     if strategy == "slabs":
         found |= {"SLAB_FLOPS": 1, "SLAB_BYTES": 1, "SMALL_BYTES": 0}
     with (

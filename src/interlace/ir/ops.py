@@ -449,7 +449,7 @@ class FusedKernel:
 
     `gather_matmul` multiplies the rank's own rows, then those of rank + 1, rank + 2, ..., each in
     `pieces` ranges, as they arrive: in bf16, in f16, or in FP8 (packed rows, a multiple of 128 with
-    one scale a rank). The signal that it awaits rises by one with each range.
+    one scale a range). Each range awaits a value of one signal, 1 more than the range before it.
     `scatter_matmul` multiplies the rows of rank + 1, rank + 2, ... in `pieces` ranges each, and the
     rank's own rows: as one part, last (`lead` = `pieces`); in as many ranges, of which the first
     comes once `lead` ranges of the last other rank are made, the next after one more, and so on; or

@@ -356,8 +356,8 @@ def _distances(level: SignalLevel, team: str, size: int) -> frozenset[int]:
 
 
 def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> None:
-    """Every Expect after the Notify of its value, and both in the order of their values; where a
-    value is awaited twice, for two that use what came, each keeps an order of its own."""
+    """Every Expect after the Notify of its value, Notifies in the order of their values, and an
+    Expect after the nearest one listed of a lower value."""
     raised: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
     """By distance: (value, op, by all alike)."""
     for index, level in team.notifies[signal]:

@@ -140,8 +140,8 @@ def _with_kernel(program: Program, op: Fused, gathers: bool) -> tuple[Fused, str
 
 def _gathers(program: Program, op: Fused) -> list[FusedKernel]:
     """The kernel that takes the others' rows in as many ranges as a gather's parts."""
-    team = next(m.team for m in op.members if isinstance(m, Expect))
-    others = program.team(team).size - 1
+    awaited = [program.team(m.team).size - 1 for m in op.members if isinstance(m, Expect)]
+    others = max(awaited, default=1)  # without any, no kernel fits in any case
     return [FusedKernel(kind="gather_matmul", pieces=max(1, (len(op.parts) - 1) // others))]
 
 

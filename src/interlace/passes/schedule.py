@@ -245,6 +245,9 @@ class _Player:
             for other in earlier:
                 needs.update(found[other] if self.roles[other] == "late" else (other,))
             found.append(tuple(sorted(needs)))
+        for first, *others in groups(self.program):  # a kernel begins with its first part
+            for other in others:
+                found[other] = tuple(sorted({*found[other], first}))
         return tuple(found)
 
     def _weights(self) -> list[int]:

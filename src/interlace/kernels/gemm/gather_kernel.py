@@ -3,8 +3,9 @@
     part k = 0        y[rank]   = x @ w
     part k = 1..W-1   y[c]      = slots[c] @ w       c = (rank + k) % W, once gates[c] has come
 
-A chunk of another rank comes in PIECES ranges of rows, and its gate rises by one with each, up to
-`expected`: blocks come to the next chunk a wave of tiles apart, the first of them early.
+A chunk of another rank is awaited in PIECES ranges of rows, the last with `expected`, each before
+it with one less: the first block needs the next chunk about a wave of tiles before the last does.
+Tiles go in groups of GROUP_M rows of them, which may span pieces.
 
 One block per SM works through the tiles of all parts in order, part after part, so splitting the
 rows into W chunks costs no wave. `flatten` makes one loop of tiles and k-steps: the loads of the

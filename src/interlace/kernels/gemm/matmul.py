@@ -238,6 +238,7 @@ class GatherMatmul(PersistentMatmul):
             "w": self._weight,
             "y": (rows, self._columns),
         }
+        assert subs == 1 or self._rows % (subs * self.config.bm) == 0, "pieces are whole tiles"
         tail = self.config.halves and short_tail(self._tiles, self._processors)
         return gather_source, shapes, {"tail": tail, "subs": subs}
 

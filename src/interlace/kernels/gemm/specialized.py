@@ -11,11 +11,11 @@ end with a tile's rows, as all stores are by TMA.
                       2 us) and raises the counter; those that multiply go on with the next tile
 
 Note [Scales behind a gate]
-    Packed rows (float8/data.py) bring their scale along, and that of a chunk's first row is right
-    once its first piece has come. The warps that multiply do not wait for that; but the warp that
-    loads had seen this piece or a later one before it asked for the first tile, so whoever has
-    multiplied that tile may read the scale. They do once for each chunk, past the L1 cache
-    (volatile), which no write of a peer reaches.
+    Packed rows (float8/data.py) bring their scale along, and that of a piece's first row is right
+    once its gate is open. The warps that multiply do not wait for that; but the warp that loads had
+    seen the gate before it asked for the first tile, so whoever has multiplied that tile may read
+    the scale. They do whenever they come to another piece, past the L1 cache (volatile), which no
+    write of a peer reaches. The own rows are one piece.
 """
 
 # Triton's language is not Python to a type checker.
@@ -216,12 +216,12 @@ def gather_work(
     a, b, out, full, empty,
     HALF: gl.constexpr, SIZE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
-    TAIL: gl.constexpr,
+    PIECES: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """A group of warps that multiplies and stores its half of every tile."""
     at = 0
     phase = 0
-    scaled = -1  # the part whose rows have this scale
+    scaled = -1  # the piece, among those of all parts, whose rows have this scale
     scale = 1.0
     per_part = m_tiles * n_tiles
     for tile in range(gl.program_id(0), per_part * SIZE, gl.num_programs(0)):
@@ -232,20 +232,22 @@ def gather_work(
         )
         first = (rank + part) % SIZE * rows
         if TAIL:
-            if part != scaled:
-                chunk = x
+            turn = part * PIECES + min(part, 1) * (m * PIECES // m_tiles)
+            if turn != scaled:
+                row = x
                 if part > 0:
-                    chunk = slots + first.to(gl.int64) * ((inner + TAIL) // 4)
-                scale = scale_of(chunk, inner) * scale_of(w, inner)
-                scaled = part
+                    piece = first + turn % PIECES * (rows // PIECES)
+                    row = slots + piece.to(gl.int64) * ((inner + TAIL) // 4)
+                scale = scale_of(row, inner) * scale_of(w, inner)
+                scaled = turn
             acc *= scale
         if BIAS:
             acc = add_bias(acc, bias, n * BN, columns, BN)
-        row = first + m * BM + HALF * (BM // 2)
+        to = first + m * BM + HALF * (BM // 2)
         tma.store_wait(0)
         out.index(HALF).store(acc.to(y_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [row, n * BN], out.index(HALF))
+        tma.async_copy_shared_to_global(y_desc, [to, n * BN], out.index(HALF))
     tma.store_wait(0)
 
 
@@ -270,7 +272,7 @@ def gather_kernel(
                 (
                     y_desc, x, slots, w, bias, rows, columns, inner, rank,
                     m_tiles, n_tiles, k_tiles, a, b, out, full, empty,
-                    0, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS, TAIL,
+                    0, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS, PIECES, TAIL,
                 ),
             ),
             (
@@ -278,7 +280,7 @@ def gather_kernel(
                 (
                     y_desc, x, slots, w, bias, rows, columns, inner, rank,
                     m_tiles, n_tiles, k_tiles, a, b, out, full, empty,
-                    1, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS, TAIL,
+                    1, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS, PIECES, TAIL,
                 ),
             ),
             (

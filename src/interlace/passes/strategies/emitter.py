@@ -98,12 +98,6 @@ def cut(view: View, within: Slice | None) -> View:
     return view if within is None else view.then(within)
 
 
-def joined(pieces: Pieces) -> Slice | None:
-    """All rows of pieces that follow one another."""
-    first, last = pieces[0], pieces[-1]
-    return None if first is None or last is None else Slice(0, first.start, last.stop)
-
-
 class Names:
     """The names and tables of a Program, to which sites add."""
 

@@ -22,9 +22,8 @@ from interlace.passes.strategies.emitter import (
     Pieces,
     Place,
     cut,
-    joined,
 )
-from interlace.passes.strategies.pieces import travel
+from interlace.passes.strategies.pieces import TO_OTHERS, TO_THE_FIRST
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
 
@@ -42,6 +41,12 @@ def _together(takes: Sequence[TakeRows]) -> TakeRows:
             each(index, rows, within)
 
     return take
+
+
+def _joined(pieces: Pieces) -> Slice | None:
+    """All rows of pieces that follow one another."""
+    first, last = pieces[0], pieces[-1]
+    return None if first is None or last is None else Slice(0, first.start, last.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,8 @@ class Gather:
     slot: View | None = None
     """What `show` gave: the shard is in a slot that its peers can read."""
     pieces: Pieces = (None,)
-    """Hosts and puts: what travels together, of the rows of a rank; None is all."""
+    """Of the rows of a rank, what crosses together (hosts), or what is awaited by itself (fused);
+    None is all."""
 
     def show(self) -> tuple[Gather, View]:
         """The same gather, from a shard that is yet to be computed into the view that this gives.
@@ -90,7 +96,10 @@ class Gather:
         else:
             every = (*takes, self._keep) if self.whole else takes
             # a kernel that takes all chunks must not be held up by another matmul
-            self._put(path, every if self.row.name == "fused" else (_together(every),))
+            if self.row.name == "fused":
+                self._put(path, takes, every[len(takes) :])
+            else:
+                self._put(path, (), (_together(every),))
 
     def part(self, index: Place) -> View:
         """A rank's part of the full matrix."""
@@ -233,19 +242,25 @@ class Gather:
                 take(sender, rows, within)
         inside.free(slots)
 
-    def _put(self, path: Path, takes: Sequence[TakeRows]) -> None:
-        """Each rank writes its rows into its peers' slots, in the order in which they need them."""
-        e, slots = self.emitter, self._slots()
-        arrived = e.names.new(f"{slots.buffer}_arrived")
-        steps, count = e.steps(path), len(self.pieces)
+    def _put(self, path: Path, kernels: Sequence[TakeRows], others: Sequence[TakeRows]) -> None:
+        """Each rank writes its rows into its peers' slots, in the order in which they need them;
+        kernels take them in pieces: Note [Rows that come in time] in pieces.py."""
+        e, slots, steps = self.emitter, self._slots(), self.emitter.steps(path)
+        arrived, count = e.names.new(f"{slots.buffer}_arrived"), len(self.pieces)
         for step in steps:
+            together = TO_THE_FIRST if step is steps[0] else TO_OTHERS
             came = 0
-            for together in travel(count, first=step is steps[0]):
-                within = joined(self.pieces[came : came + together])
-                came += together
+            for number in together if count > 1 else (1,):
+                within = _joined(self.pieces[came : came + number])
+                came += number
                 to = cut(self._place(slots, e.rank), within)
                 e.put(cut(self._leaving(step), within), to, step.to, arrived, came)
-        for take in takes:
+        for take in others:
+            take(e.rank, self._own())
+            for step in steps:
+                e.expect(arrived, step.source, count)
+                take(step.chunk, self._place(slots, step.chunk))
+        for take in kernels:
             take(e.rank, self._own())
             for step in steps:
                 for number, within in enumerate(self.pieces, start=1):

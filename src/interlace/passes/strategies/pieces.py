@@ -20,7 +20,7 @@ from __future__ import annotations
 from interlace.ir import Call, Collective, View
 from interlace.ir.kernels import TILE_ROWS, bias_of, ill_scaled, legible, unfit
 from interlace.ir.operators import matmul_of
-from interlace.ir.sizes import Int, counted
+from interlace.ir.sizes import Int, at_hand, counted
 from interlace.passes.sites.cone import blocks_of, lhs_of, result_of
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
 from interlace.passes.sites.values import Dataflow
@@ -31,8 +31,8 @@ PIECE_BYTES = 16 << 20
 """What a put should move at least, if nothing else speaks for smaller ones: below it a copy engine
 does not reach its speed."""
 BESIDE_BYTES = 8 << 20
-"""A piece of a kernel's rows, of which own ones are summed while others are computed: some 130
-tiles, one for each processor."""
+"""A piece of own rows that is summed while others are computed: some 130 tiles of a kernel, one for
+each processor."""
 SLAB_FLOPS = 120 * 10**9
 """A slab of an all-reduce: its parts travel, are summed and travel back in some 120 us, while the
 next is computed."""
@@ -46,7 +46,9 @@ CROSSING_BYTES = 256 << 10
 """A piece that goes from host to host, if nothing else speaks for smaller ones."""
 MOST_PIECES = 4
 QUARTERS = 4
-"""Pieces of the rows that a kernel gathers: Note [Rows that come in time]."""
+"""Pieces in which a kernel awaits a rank's rows: Note [Rows that come in time]."""
+TO_THE_FIRST, TO_OTHERS = (3, 1), (2, 2)
+"""How many of them travel together, to the rank that needs them first and to others."""
 TIMELY_COLUMNS = range(2048, 4096)
 """Columns of a matmul whose rows come over a link in half to all of the time that they take."""
 GROUP_ROWS = 1024
@@ -73,12 +75,8 @@ def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> in
     layout, fused, hosts = site.layout, row.name == "fused", row.transport == "hosts"
     if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
         return 1
-    if (
-        isinstance(site, GatherSite)
-        and not hosts
-        and not (fused and (chunks or _timely(values, site)))
-    ):
-        return 1
+    if isinstance(site, GatherSite) and not hosts:
+        return QUARTERS if fused and _in_quarters(values, site, chunks) else 1
     if hosts and not _pieces_cross(values, site):
         return 1
     rows = layout.rows[0]
@@ -86,8 +84,6 @@ def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> in
         most = counted(rows, 1, chunks // len(layout.rows))
         step = _tiles(rows) if fused else 1
         return next((n for n in range(most, 1, -1) if rows % (n * step) == 0), 1)
-    if isinstance(site, GatherSite) and fused:
-        return QUARTERS if rows % (QUARTERS * TILE_ROWS) == 0 else 1
     least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, TILE_ROWS)
     step = TILE_ROWS
     if hosts:
@@ -97,22 +93,19 @@ def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> in
     return next((n for n in fits if rows % (n * height) == 0), fits[0] if fits else 1)
 
 
-def travel(count: int, first: bool) -> tuple[int, ...]:
-    """How many of `count` pieces of a rank's rows go together to a peer, the `first` or another.
-
-    >>> travel(QUARTERS, first=True), travel(QUARTERS, first=False), travel(3, first=True)
-    ((3, 1), (2, 2), (1, 1, 1))
-    """
-    if count != QUARTERS:
-        return (1,) * count
-    return (3, 1) if first else (2, 2)
-
-
-def _timely(values: Dataflow, site: GatherSite) -> bool:
-    """Whether rows are many, and come about as fast as the kernel that awaits them multiplies."""
+def _in_quarters(values: Dataflow, site: GatherSite, chunks: int) -> bool:
+    """Whether a kernel awaits rows in quarters: as asked, or where they are many and come about as
+    fast as it multiplies them."""
+    step, rows = QUARTERS * TILE_ROWS, site.layout.rows[0]
     result = result_of(values.program.ops[site.matmuls[0]])
-    columns = values.box(result).sizes[-1] if result is not None else 0
-    return columns in TIMELY_COLUMNS and part_bytes(values, site) >= PIECE_BYTES
+    if chunks:
+        wanted = chunks >= QUARTERS * len(site.layout.rows)
+    else:
+        columns = values.box(result).sizes[-1] if result is not None else 0
+        timely = TIMELY_COLUMNS.start <= columns < TIMELY_COLUMNS.stop
+        wanted = timely and part_bytes(values, site) >= PIECE_BYTES
+    # as of tiles in ill_scaled, other rests need no classes of their own
+    return wanted and at_hand(rows) % step == 0 and rows % step == 0
 
 
 def _pieces_cross(values: Dataflow, site: MatmulSite) -> bool:
