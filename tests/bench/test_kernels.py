@@ -40,8 +40,8 @@ def opened(case: KernelCase, name: str) -> Opened:
 # -- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_writes_rows_and_judges_them(tmp_path: Path) -> None:
-    only = "adam,host"
+@pytest.mark.parametrize("only", ["adam", pytest.param("adam,host", marks=pytest.mark.slow)])
+def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> None:
     args = ("--device", "cpu", "--only", only, "--seconds", "60", "--out", str(tmp_path))
     done = command(
         "bench", "kernels", *args, "--check", "--json", "--commit", "abc", time_out_s=150
@@ -49,7 +49,7 @@ def test_the_command_writes_rows_and_judges_them(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr  # 1: a busy machine misses the bar of host time
     report = json.loads(done.stdout)
     rows = read(tmp_path / "kernels.csv")
-    assert len(rows) == len(report["rows"]) > 20
+    assert len(rows) == len(report["rows"]) > 10
     assert {row["op"] for row in rows} == set(only.split(","))
     for row in rows:
         assert row["commit"] == "abc"
@@ -61,13 +61,16 @@ def test_the_command_writes_rows_and_judges_them(tmp_path: Path) -> None:
         else:
             assert 0 < float(row["least_us"]) <= float(row["median_us"]) <= float(row["p90_us"])
             assert 0 <= float(row["deviation"]) <= 4
-    teams = {row["shape"] for row in rows if "a team of 2" in row["shape"]}
-    runs = [f"Executor.run, {calls} calls" for calls in COUNTS]
-    assert teams == {f"{what}, a team of 2" for what in (*runs, *(f"{k} 64x64x64" for k in LAYERS))}
+    if "host" in only:
+        teams = {row["shape"] for row in rows if "a team of 2" in row["shape"]}
+        runs = [f"Executor.run, {calls} calls" for calls in COUNTS]
+        layers = [f"{kind} 64x64x64" for kind in LAYERS]
+        assert teams == {f"{what}, a team of 2" for what in (*runs, *layers)}
     shared = [row for row in rows if row["op"] == "adam" and row["way"] == COPY]
     assert len(shared) == len(adam.FORMATS)
     assert all(float(row["share"]) == pytest.approx(1) for row in shared)
-    assert {verdict["bar"] for verdict in report["bars"]} == {"run over plain calls"}
+    judged = {"run over plain calls"} if "host" in only else set[str]()
+    assert {verdict["bar"] for verdict in report["bars"]} == judged
 
 
 def invoked(*args: str) -> Any:

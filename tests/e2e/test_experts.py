@@ -109,7 +109,9 @@ def assert_overlapped(found: dict[str, Any], strategy: str) -> None:
             assert whole == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.slow), 4], ids=lambda n: f"{n}-ranks"
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equals_eager(pool: Pool, strategy: str, ranks: int, seed: int) -> None:
     args = (Experts, 1, "float32", False, seed, STRATEGIES[strategy])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
 import threading
@@ -70,11 +71,17 @@ def compared(strategies: tuple[str, ...], seed: int) -> tuple[list[str], set[str
     return wrong, sites, remarks
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_strategies_like_plain_collectives(pool: HostsPool, world: int, seed: int) -> None:
-    for wrong, sites, _ in pool(world).run(compared, SERVE, seed):
+@pytest.mark.parametrize(
+    ("world", "drawn"),
+    [(2, 2), *(pytest.param(n, len(SERVE), marks=pytest.mark.slow) for n in (2, 4))],
+)
+def test_strategies_like_plain_collectives(
+    pool: HostsPool, world: int, drawn: int, seed: int
+) -> None:
+    strategies = tuple(random.Random(seed).sample(SERVE, drawn))
+    for wrong, sites, _ in pool(world).run(compared, strategies, seed):
         assert not wrong
-        assert sites == {*SERVE}
+        assert sites == {*strategies}
 
 
 def test_strategies_that_reach_into_memory_of_peers_run_serially(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -199,11 +200,18 @@ def train_layer(options: dict[str, Any] | None, steps: int, seed: int) -> Trace:
 Train = Callable[[dict[str, Any] | None, int, int], Trace]
 
 
-def compare_strategies(train: Train, steps: int, seed: int) -> dict[str, list[str]]:
-    """On one rank: how each strategy differs from serial, and whether it was taken at all."""
+DRAWN = 3
+"""How many strategies are tried where there is no time for all of them."""
+
+
+def compare_strategies(
+    train: Train, steps: int, seed: int, drawn: int = len(STRATEGIES)
+) -> dict[str, list[str]]:
+    """On one rank: how strategies differ from serial, and whether they were taken at all."""
     serial = train({"overlap": False}, steps, seed)
     found: dict[str, list[str]] = {}
-    for name, options in STRATEGIES.items():
+    for name in random.Random(seed).sample([*STRATEGIES], drawn):
+        options = STRATEGIES[name]
         with interlace.frontend.capture() as captured:
             trace = train(options, steps, seed)
             taken = {site.strategy for program in captured.programs for site in program.sites}
@@ -228,12 +236,14 @@ def test_twenty_steps(pool: Pool, ranks: int, seed: int) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["2-ranks", "4-ranks"]
+    ("ranks", "drawn"),
+    [(2, DRAWN), *(pytest.param(n, len(STRATEGIES), marks=pytest.mark.slow) for n in (2, 4))],
 )
-def test_integers_equal_serial(pool: Pool, ranks: int, seed: int) -> None:
-    args = (train_integers, STEPS, seed)
+def test_integers_equal_serial(pool: Pool, ranks: int, drawn: int, seed: int) -> None:
+    args = (train_integers, STEPS, seed, drawn)
     for rank, found in enumerate(pool(ranks).run(compare_strategies, *args, time_out_s=280.0)):
-        assert found == {name: [] for name in STRATEGIES}, f"rank {rank}"
+        assert len(found) == drawn
+        assert not any(found.values()), f"rank {rank}: {found}"
 
 
 def accumulated(seed: int) -> dict[str, list[str]]:
@@ -258,9 +268,15 @@ def test_gradients_that_matmuls_add_up(pool: Pool, seed: int) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not has_avx512(), reason="MKL's strict mode needs AVX-512")
 @pytest.mark.parametrize(
-    "train", [train_layer, pytest.param(train_transformer, marks=pytest.mark.slow)]
+    ("train", "drawn"),
+    [
+        (train_layer, DRAWN),
+        pytest.param(train_layer, len(STRATEGIES), marks=pytest.mark.slow),
+        pytest.param(train_transformer, len(STRATEGIES), marks=pytest.mark.slow),
+    ],
 )
-def test_every_strategy_equals_serial_in_fp32(pool: Pool, train: Train, seed: int) -> None:
-    args = (train, 2, seed)
+def test_strategies_equal_serial_in_fp32(pool: Pool, train: Train, drawn: int, seed: int) -> None:
+    args = (train, 2, seed, drawn)
     for rank, found in enumerate(pool(2).run(compare_strategies, *args, time_out_s=280.0)):
-        assert found == {name: [] for name in STRATEGIES}, f"rank {rank}"
+        assert len(found) == drawn
+        assert not any(found.values()), f"rank {rank}: {found}"

@@ -267,7 +267,7 @@ def test_what_cannot_be_traced_says_what_to_do(pool: Pool) -> None:
         assert "functional collective" in effect
 
 
-@pytest.mark.parametrize("by", ["eager", "aot_eager"])
+@pytest.mark.parametrize("by", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_within_what_torch_compile_compiles(by: str) -> None:
     torch.compiler.reset()
     net = nn.Linear(3, 3)

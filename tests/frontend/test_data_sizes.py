@@ -117,7 +117,9 @@ def check(told: dict[str, Any]) -> None:
     assert "the sizes of an exchange are data" in told["text"]
 
 
-@pytest.mark.parametrize("first", [UNEVEN, EVEN], ids=["uneven", "even"])
+@pytest.mark.parametrize(
+    "first", [UNEVEN, pytest.param(EVEN, marks=pytest.mark.slow)], ids=["uneven", "even"]
+)
 def test_steps_train_alike(pool: Pool, first: Routes, seed: int) -> None:
     """A rank for which the first sizes come again meets its peers, whatever those were.
 

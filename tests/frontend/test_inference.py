@@ -63,7 +63,9 @@ def prefill_and_decode(mode: str) -> tuple[int, list[str]]:
     return len(captured.programs), [bound.kind for bound in captured.bound]
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("no_grad", marks=pytest.mark.slow), "inference_mode"]
+)
 def test_prefill_and_decode(pool: Pool, mode: str) -> None:
     # one Program for the prefill, one for every decode step
     assert pool(2).run(prefill_and_decode, mode) == [(2, ["inference", "inference"])] * 2

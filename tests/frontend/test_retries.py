@@ -60,7 +60,9 @@ def late_to_infer(late: int) -> tuple[list[str], bool]:
     return told, torch.equal(call(x), x * dist.get_world_size())
 
 
-@pytest.mark.parametrize("what", [late_to_train, late_to_infer])
+@pytest.mark.parametrize(
+    "what", [late_to_train, pytest.param(late_to_infer, marks=pytest.mark.slow)]
+)
 def test_a_peer_that_was_late_once_is_met_at_the_next_call(pool: Pool, what: Any) -> None:
     for late, (told, right) in enumerate(pool(2).run(what, 1, replace=True)):
         assert "AgreementError" in told[0], (late, told)

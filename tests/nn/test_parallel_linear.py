@@ -185,12 +185,12 @@ def compared(
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.timeout(110)
 def test_like_plain_linear_and_collectives(pool: Pool, world: int, seed: int) -> None:
     rng = random.Random(seed)
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-    strategies = rng.sample(STRATEGIES, 3 if world == 2 else 1)
+    strategies = rng.sample(STRATEGIES, 2 if world == 2 else 1)
     cases = [
         (kind, strategy, rng.choice([1, 5, 8]), rng.random() < 0.5, rng.choice(dtypes))
         for kind in KINDS

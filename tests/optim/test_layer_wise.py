@@ -64,7 +64,7 @@ def both_ways(
     return differing(made[0][1], made[1][1]) + ["losses"] * (made[0][0] != made[1][0])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_overlapped_is_synchronous_bit_for_bit(pool: Pool, world: int, seed: int) -> None:
     assert pool(world).run(both_ways, seed, 12, "muon") == [[]] * world
 

@@ -297,7 +297,9 @@ def merged(ranks: list[tuple[State, Any, Any]]) -> State:
     return state
 
 
-@pytest.mark.parametrize(("world", "optimizer"), [(4, "muon"), (2, "ours")])
+@pytest.mark.parametrize(
+    ("world", "optimizer"), [(4, "muon"), pytest.param(2, "ours", marks=pytest.mark.slow)]
+)
 def test_goes_on_from_a_checkpoint(
     pool: Pool, optimizer: str, world: int, seed: int, tmp_path: Path
 ) -> None:

@@ -212,7 +212,7 @@ def both_ways(seed: int, tp: int, optimizer: str, early: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world", "tp", "optimizer", "early"),
-    [(4, 2, "muon", False), (4, 2, "ours", True)],
+    [(4, 2, "muon", False), pytest.param(4, 2, "ours", True, marks=pytest.mark.slow)],
 )
 def test_overlapped_is_synchronous(
     pool: Pool, world: int, tp: int, optimizer: str, early: bool, seed: int
@@ -551,7 +551,7 @@ def merged(ranks: list[tuple[State, Tensors, Tensors]]) -> State:
     ("world", "tp", "optimizer"),
     [
         (4, 2, "muon"),
-        (2, 1, "ours"),
+        pytest.param(2, 1, "ours", marks=pytest.mark.slow),
         pytest.param(2, 2, "ours", marks=pytest.mark.slow),
         pytest.param(4, 4, "adamw", marks=pytest.mark.slow),
     ],

@@ -136,7 +136,7 @@ FACTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("facts", FACTS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_overlapped_is_synchronous_bit_for_bit(
     pool: Pool, world: int, facts: str, seed: int
 ) -> None:

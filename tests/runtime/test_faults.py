@@ -126,7 +126,7 @@ def test_a_raising_op_stops_all_ranks_until_they_reset(pool: Pool, kind: str, se
         assert after[1] == "equal"
 
 
-@pytest.mark.parametrize("kind", ["get", "pipeline"])
+@pytest.mark.parametrize("kind", ["get", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_stalled_rank_is_named_within_the_time_out(pool: Pool, kind: str, seed: int) -> None:
     world = 3
     victim = seed % world

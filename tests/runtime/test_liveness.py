@@ -332,7 +332,7 @@ def in_a_while(seconds: float, act: Callable[[], object]) -> threading.Timer:
     return thread
 
 
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("within", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_pause_of_the_whole_job_is_no_time_out(pool: Pool, within: bool) -> None:
     limit, held_s = 1.5, 3.0
     pool(2).run(step_for, 0.0, LIMIT_S, False)  # the processes are there
@@ -410,7 +410,7 @@ def stop_within(kind: str, victim: int, limit: float) -> Outcome:
         return attempt(lambda: executor.run(inputs))
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "shift"])
+@pytest.mark.parametrize("kind", [pytest.param("pipeline", marks=pytest.mark.slow), "shift"])
 def test_a_rank_that_is_stopped_in_a_transfer_of_gloo_is_named(
     pool: Pool, kind: str, seed: int
 ) -> None:
