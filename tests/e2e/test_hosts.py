@@ -81,7 +81,7 @@ def test_strategies_like_plain_collectives(
     strategies = tuple(random.Random(seed).sample(SERVE, drawn))
     for wrong, sites, _ in pool(world).run(compared, strategies, seed):
         assert not wrong
-        assert sites == {*strategies}
+        assert {*strategies} <= sites <= {*strategies, "serial"}
 
 
 def test_strategies_that_reach_into_memory_of_peers_run_serially(
