@@ -14,7 +14,9 @@ Note [Between hosts]
 Note [Parts of a fused kernel]
     Matmuls of one weight are cut from the same waves: together they take as long as one matmul of
     all their rows, and each takes its share. From when a part's rows are there it takes at least
-    one tile's time, so what fits into one wave hides nothing.
+    one tile's time, so what fits into one wave hides nothing. Units take tiles in turn, so the
+    first to come to a part does so up to a wave before the part's turn; where its rows are late,
+    all that this unit has left is.
 """
 
 from __future__ import annotations
@@ -230,7 +232,9 @@ class FusedPart(NamedTuple):
 
     cost: Cost
     tile_s: float = 0.0
-    """Of a matmul: what one of its tiles takes."""
+    """Of a matmul: what one of its tiles takes,"""
+    tiles: int = 0
+    """and how many it has."""
 
 
 def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
@@ -251,7 +255,11 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
                 took, wave_seconds(machine, shape.dtype, number(shape.inner)) * machine.fused
             )
             share = Cost(work_s=took * number(shape.rows) / whole)
-            costs.append(FusedPart(share, tile))
+            height, width = machine.gemm_tile
+            tiles = math.ceil(number(shape.rows) / height) * math.ceil(
+                number(shape.columns) / width
+            )
+            costs.append(FusedPart(share, tile, tiles * number(shape.batch)))
         elif isinstance(member, Call):
             costs.append(FusedPart(Cost(work_s=call_bytes(member, box) / machine.memory_bandwidth)))
         else:
