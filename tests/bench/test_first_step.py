@@ -31,6 +31,7 @@ def test_both_backends_have_rows_and_the_slower_one_misses_the_bar(
     assert all(row["torch"] and row["commit"] for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_first_step_is_timed_in_processes_of_its_own() -> None:
     seconds, cpu = first_step.first_step(1, "aot_eager", world=1)

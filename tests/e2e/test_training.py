@@ -200,7 +200,7 @@ def train_layer(options: dict[str, Any] | None, steps: int, seed: int) -> Trace:
 Train = Callable[[dict[str, Any] | None, int, int], Trace]
 
 
-DRAWN = 3
+DRAWN = 2
 """How many strategies are tried where there is no time for all of them."""
 
 

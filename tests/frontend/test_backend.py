@@ -179,7 +179,11 @@ def dropout_against_eager(checkpointed: bool) -> None:
         assert backward.count("aten.silu.default") == 1, "the block is not recomputed"
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointed",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["plain", "checkpointed"],
+)
 def test_dropout(pool: Pool, checkpointed: bool) -> None:
     pool(2).run(dropout_against_eager, checkpointed, time_out_s=120)
 

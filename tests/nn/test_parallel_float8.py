@@ -193,7 +193,9 @@ def compare(cases: list[Case], seed: int) -> list[str]:
 
 
 @pytest.mark.strict
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
+)
 def test_bits_of_the_recipe_without_overlap(pool: Pool, world: int, seed: int) -> None:
     """Of all recipes; with rows that FP8's GEMM adds over, or not, or none."""
     rng = random.Random(seed)

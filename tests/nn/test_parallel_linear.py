@@ -185,7 +185,7 @@ def compared(
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 @pytest.mark.timeout(110)
 def test_like_plain_linear_and_collectives(pool: Pool, world: int, seed: int) -> None:
     rng = random.Random(seed)

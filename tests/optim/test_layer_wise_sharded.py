@@ -164,7 +164,7 @@ def recorded(
     [
         (4, 2, "muon", "auto"),
         (4, 2, "ours", "peer"),
-        (4, 2, "adamw", "auto"),
+        pytest.param(4, 2, "adamw", "auto", marks=pytest.mark.slow),
         pytest.param(4, 4, "ours", "auto", marks=pytest.mark.slow),
         pytest.param(2, 2, "muon", "peer", marks=pytest.mark.slow),
     ],

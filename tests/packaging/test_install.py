@@ -140,6 +140,7 @@ def test_pip_install(checkout: Path, environment: Environment) -> None:
     assert files_under(environment.home) == set()
 
 
+@pytest.mark.slow
 def test_pip_install_target(checkout: Path, environment: Environment, tmp_path: Path) -> None:
     """`pip install --target DIR .` writes to DIR alone."""
     target = tmp_path / "target"
@@ -160,6 +161,7 @@ def test_pip_install_target(checkout: Path, environment: Environment, tmp_path: 
     assert "demo" in environment.run(environment.python, script, "--help", **path)
 
 
+@pytest.mark.slow
 def test_editable_install(checkout: Path, environment: Environment) -> None:
     """`pip install -e .` points at the sources, and a change there shows at once."""
     sources = files_under(checkout)

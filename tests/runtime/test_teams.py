@@ -371,6 +371,7 @@ def prepare_again_and_again() -> list[tuple[int, list[str]]]:
 PAIRS = {"tp": [[0, 1], [2, 3]], "pipe": [[0, 2], [1, 3]]}
 
 
+@pytest.mark.slow
 def test_preparing_more_leaves_no_more_keys_and_files_behind(pool: Pool) -> None:
     for found in pool(4).run(prepare_again_and_again, replace=True):
         (keys, files), (last_keys, last_files) = found[3], found[-1]  # by then all were late once

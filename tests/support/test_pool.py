@@ -72,6 +72,7 @@ def test_a_failure_names_the_rank_and_leaves_a_working_pool(
     assert [value for _, value in pool(2).run(total, 1.0)] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_where_a_rank_stands_is_told_although_it_keeps_the_lock(pool: Pool) -> None:
     with pytest.raises(RankFailure, match="rank 1 of 2 did not finish") as caught:
         pool(2).run(hold_the_lock, time_out_s=24)

@@ -85,7 +85,10 @@ def like_whole(kind: str, seed: int) -> list[str]:
     return wrong + ([] if torch.equal(*made) else ["generate"])
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize(
+    "kind",
+    ["Llama", "Qwen3", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Qwen2", "Mixtral"))],
+)
 @pytest.mark.timeout(110)
 def test_trains_and_generates_as_the_whole_model(pool: Pool, kind: str, seed: int) -> None:
     for wrong in pool(2).run(like_whole, kind, seed, time_out_s=100):

@@ -194,7 +194,7 @@ def placements(model: nn.Module) -> dict[str, Any]:
 
 
 LAYOUTS = [
-    (2, "all"),
+    pytest.param(2, "all", marks=pytest.mark.slow),
     (2, "sequence"),
     pytest.param(3, "sequence", marks=pytest.mark.slow),
     pytest.param(4, "sequence", marks=pytest.mark.slow),
