@@ -67,8 +67,8 @@ def close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
 # -- training -------------------------------------------------------------------------------------
 
 
-def twenty_steps(strategy: str) -> tuple[list[float], list[str]]:
-    """20 steps overlapped, in order, serial and eager; the losses and the kinds of sites."""
+def trained(strategy: str, steps: int) -> tuple[list[float], list[str]]:
+    """Steps overlapped, in order, serial and eager; the losses and the kinds of sites."""
     losses: dict[str, list[float]] = {}
     last: dict[str, dict[str, torch.Tensor]] = {}
     kinds: list[str] = []
@@ -84,7 +84,7 @@ def twenty_steps(strategy: str) -> tuple[list[float], list[str]]:
         call = model if options is None else compiled(model, **options)
         with capture() as captured:
             losses[way] = []
-            for _ in range(20):
+            for _ in range(steps):
                 loss = loss_of(call, tokens)
                 loss.backward()
                 optimizer.step()
@@ -102,10 +102,11 @@ def twenty_steps(strategy: str) -> tuple[list[float], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "strategy"), [(2, "peer"), pytest.param(4, "ring", marks=pytest.mark.slow)]
+    ("world", "strategy", "steps"),
+    [(2, "peer", 8), pytest.param(4, "ring", 20, marks=pytest.mark.slow)],
 )
-def test_training_20_steps(pool: Pool, world: int, strategy: str) -> None:
-    results = pool(world).run(twenty_steps, strategy, time_out_s=200)
+def test_training(pool: Pool, world: int, strategy: str, steps: int) -> None:
+    results = pool(world).run(trained, strategy, steps, time_out_s=200)
     assert all(result == results[0] for result in results)
     losses, kinds = results[0]
     assert losses[-1] < losses[0]

@@ -219,6 +219,7 @@ def test_what_is_under_way_is_waited_for(pool: Pool, seed: int) -> None:
 def vary(sizes: list[int]) -> tuple[list[int], int]:
     """Row counts of which the results are wrong, and how many Programs served them."""
     wrong, ranks, group = [], dist.get_world_size(), c10d._get_default_group()
+    before = sum(len(each.all()) for each in kept._programs.get(group, {}).values())
     w = torch.randn(64, 64, requires_grad=True)
     for size in sizes:
         x = torch.full((size, 64), 1.0 + dist.get_rank(), requires_grad=True)
@@ -228,7 +229,7 @@ def vary(sizes: list[int]) -> tuple[list[int], int]:
         right = y.shape == (ranks * size, 64) and torch.allclose(y, full @ w.T, atol=1e-4)
         if x.grad is None or not right:
             wrong.append(size)
-    return wrong, sum(len(each.all()) for each in kept._programs[group].values())
+    return wrong, sum(len(each.all()) for each in kept._programs[group].values()) - before
 
 
 def test_row_counts_share_programs(pool: Pool, seed: int) -> None:
