@@ -94,12 +94,12 @@ class Gather:
         elif self.row.transport == "get":
             self._get(path, take)
         else:
-            every = (*takes, self._keep) if self.whole else takes
+            kept = (self._keep,) if self.whole else ()
             # a kernel that takes all chunks must not be held up by another matmul
             if self.row.name == "fused":
-                self._put(path, takes, every[len(takes) :])
+                self._put(path, takes, kept)
             else:
-                self._put(path, (), (_together(every),))
+                self._put(path, (), (_together((*takes, *kept)),))
 
     def part(self, index: Place) -> View:
         """A rank's part of the full matrix."""
