@@ -131,6 +131,10 @@ def test_errors(rows: Path, tmp_path: Path) -> None:
     out = str(path / "x.json")
     text = run("calibrate", "--from", str(rows), "--device", "cuda", "--out", out, code=2)
     assert "CalibrationError" in text
+    here = ["--device", "cpu", "--out", str(tmp_path / "here.json")]
+    text = run("calibrate", "--from", str(rows), *here, code=2)
+    assert "measured on 'NVIDIA H200'" in text
+    assert not (tmp_path / "here.json").exists()
 
 
 def test_what_is_measured_on_several_hosts(

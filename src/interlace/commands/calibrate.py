@@ -164,9 +164,11 @@ class _Place:
             self.path, self.host = out, Machine.load(out, any_host=True).host
             return
         gpus = f"{world} x {gpu}" if elsewhere else gpus_of(self.device)
-        if self.cuda and gpu and gpu not in gpus:
-            raise CalibrationError(f"the rows were measured on {gpu!r}, and this is {gpus!r}")
         self.path, self.host = out or default_path(gpus), fingerprint(gpus)
+        if gpu not in (gpus if self.cuda else self.host):
+            away = "" if count_gpus() else "; away from those GPUs give --device cuda"
+            here = gpus or self.host
+            raise CalibrationError(f"the rows were measured on {gpu!r}, and this is {here!r}{away}")
 
     def start(self) -> Machine:
         """What the file says already, or the built-in model."""
