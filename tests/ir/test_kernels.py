@@ -49,13 +49,24 @@ def f(tp: Team[2], x: bf16[512, 8], w: bf16[8, 8]):
             call("aten.mm.out", x[tp.rank + 1][0:128], w, out=stage[tp.rank + 1][0:128]),
             record(e1),
         ),
-        part(call("aten.mm.out", x[tp.rank][0:128], w, out=slots[tp.rank][0:128]), record(e2)),
         part(
             call("aten.mm.out", x[tp.rank + 1][128:256], w, out=stage[tp.rank + 1][128:256]),
-            record(e3),
+            record(e2),
         ),
+        part(call("aten.mm.out", x[tp.rank][0:128], w, out=slots[tp.rank][0:128]), record(e3)),
         part(call("aten.mm.out", x[tp.rank][128:256], w, out=slots[tp.rank][128:256])),
-        kernel=scatter_matmul(pieces=2, lead=1),
+        kernel=scatter_matmul(pieces=2, own=2),
+    )
+"""
+HALVES = """
+def f(tp: Team[2], x: bf16[512, 8], w: bf16[8, 8]):
+    stage = alloc(bf16[512, 8])
+    slots = alloc(bf16[512, 8], symmetric=tp)
+    main: fused(
+        part(call("aten.mm.out", x[tp.rank + 1], w, out=stage[tp.rank + 1]), record(e1)),
+        part(call("aten.mm.out", x[tp.rank][0:128], w, out=slots[tp.rank][0:128]), record(e2)),
+        part(call("aten.mm.out", x[tp.rank][128:256], w, out=slots[tp.rank][128:256])),
+        kernel=scatter_matmul(own=2),
     )
 """
 PACKED = """
@@ -125,13 +136,26 @@ OTHERS = {
         "w",
         "neither row-major nor its transpose",
     ),
-    "other pieces": (SCATTER, "pieces=2", "pieces=1", "it has 4 parts, and its kernel 2"),
-    "another order": (SCATTER, "lead=1", "lead=0", "not the rows of one matrix"),
+    "other pieces": (SCATTER, "pieces=2", "pieces=1", "it has 4 parts, and its kernel 3"),
+    "another order": (SCATTER, "own=2", "own=0", "not the rows of one matrix"),
+    "half as one": (HALVES, "own=2", "own=1", "it has 3 parts, and its kernel 2"),
+    "halves in turn": (
+        HALVES.replace("slots[tp.rank][0:128]", "slots[tp.rank][128:256]"),
+        "slots[tp.rank][128:256]",
+        "slots[tp.rank][0:128]",
+        "not the rows of one matrix",
+    ),
+    "no half tiles": (
+        HALVES.replace("128", "64"),
+        "256",
+        "128",
+        "whole tiles of 128 rows, and not 2 of 128",
+    ),
     "not one piece": (PIECES, "pieces=2", "pieces=1", "it has 3 parts, and its kernel 2"),
     "values that jump": (PIECES, "value=3", "value=2", "values that do not rise by 1"),
     "values that fall": (PIECES, "value=3", "value=5", "values that do not rise by 1"),
-    "led rows": (PIECES, "pieces=2", "pieces=2, lead=2", "2 pieces with lead 2 have no order"),
-    "no order": (SCATTER, "lead=1", "lead=3", "2 pieces with lead 3 have no order"),
+    "own pieces": (PIECES, "pieces=2", "pieces=2, own=2", "2 pieces and 2 of the rank's own rows"),
+    "many own": (SCATTER, "own=2", "own=4", "2 pieces and 4 of the rank's own rows"),
     "no tiles": (
         SCATTER.replace("128", "64"),
         "256",
@@ -142,7 +166,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    "text", [GATHER, PIECES, SCATTER, PACKED], ids=["gather", "pieces", "scatter", "packed"]
+    "text",
+    [GATHER, PIECES, SCATTER, HALVES, PACKED],
+    ids=["gather", "pieces", "scatter", "halves", "packed"],
 )
 def test_parts_as_the_kernel_does_them(text: str) -> None:
     validate(parse(text))

@@ -144,11 +144,13 @@ def check_scatter(draw: random.Random) -> None:
     rank = draw.randrange(size)
     m_tiles = -(-rows // TILE["BM"])
     subs = draw.choice([s for s in (1, 2, 3, 4) if m_tiles % s == 0]) if size > 1 else 1
-    slabs = rows % (subs * TILE["BM"]) == 0
-    lead = draw.randint(0 if slabs else 1, subs)
+    owns = [1, subs]
+    owns += [0] if rows % (subs * TILE["BM"]) == 0 else []
+    owns += [subs + 1] if rows % (2 * subs * TILE["BM"]) == 0 else []
+    own_parts = draw.choice(owns)
     stage = torch.full((size * rows, columns), float("nan")).half()
     own = torch.full((rows, columns), float("nan")).half()
-    counters = torch.zeros(size * subs, dtype=torch.int32)
+    counters = torch.zeros(size * subs + 1, dtype=torch.int32)
     block = TILE["BM"], TILE["BN"] // (2 if case["halves"] else 1)
     each = m_tiles * -(-columns // TILE["BN"])
     grid = min(case["programs"], each * size)  # no block without a tile
@@ -157,21 +159,23 @@ def check_scatter(draw: random.Random) -> None:
         weight_of(w, case["transposed"], TILE["BN"]),
         described(stage, *block), described(own, *block), stage, own, bias, counters,
         rows, columns, case["inner"],
-        SIZE=size, RANK=rank, SUBS=subs, LEAD=lead,
+        SIZE=size, RANK=rank, SUBS=subs, OWN=own_parts,
         TRANSPOSED=case["transposed"], BIAS=case["bias"], LATE=1,
         STORE_TMA=rows % TILE["BM"] == 0, HALVES=case["halves"], **TILE,
     )  # fmt: skip
-    what = ("scatter", case, rank, subs, lead)
+    what = ("scatter", case, rank, subs, own_parts)
     made = x.float() @ plain.float() + (bias.float() if case["bias"] else 0)
     parts = stage.view(size, rows, columns)
-    if not lead:  # in slabs, which have ranges of all parts
+    if not own_parts:  # in slabs, which have ranges of all parts
         parts = stage.view(subs, size, rows // subs, columns).transpose(0, 1)
     own = own.view(parts[rank].shape)
     assert bool(parts[rank].isnan().all()), (what, "the own rows go to their own place")
     parts[rank] = own
     close(stage, made, what)
-    raised = [[each // subs] * subs] * size
-    assert counters.view(size, subs).tolist() == raised, (what, counters, each)
+    raised = [each // subs] * (size * subs)
+    half = each // subs // 2 if own_parts > subs else 0
+    raised[rank * subs + subs - 1] -= half
+    assert counters.tolist() == [*raised, half], (what, counters, each)
 
 
 def check_sums(draw: random.Random) -> None:

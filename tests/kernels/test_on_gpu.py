@@ -113,7 +113,7 @@ def assert_product(got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: ob
 
 
 CASES = [
-    (4, 256, 512, 1024, torch.bfloat16, False, False),
+    (4, 512, 512, 1024, torch.bfloat16, False, False),
     (4, 384, 2048, 2560, torch.bfloat16, True, False),
     (2, 136, 1000, 2056, torch.float16, True, True),
     (3, 200, 344, 520, torch.float16, False, True),
@@ -249,9 +249,10 @@ def test_packed_gather_with_late_gates(line: Line, case: tuple, seed: int) -> No
     print(f"{(y == theirs).double().mean():.2%} have the bits of _scaled_mm")
 
 
+@pytest.mark.parametrize("own_parts", [1, 0, 3])
 @pytest.mark.parametrize(("case", "config"), cases(None, CONFIGS[0][0], LARGE))
 def test_scatter_with_copies_behind_it(
-    line: Line, case: tuple, config: TileConfig | None, seed: int
+    line: Line, case: tuple, config: TileConfig | None, own_parts: int, seed: int
 ) -> None:
     """Copies of the rows, range by range, wait for the counters of two runs."""
     from interlace.kernels.gemm.matmul import ScatterMatmul
@@ -262,19 +263,26 @@ def test_scatter_with_copies_behind_it(
     w = drawn(*((columns, inner) if transposed else (inner, columns)), dtype=dtype)
     plain = w.t() if transposed else w
     bias = drawn(columns, dtype=dtype) if has_bias else None
+    if rows % {1: 1, 0: 256, 3: 512}[own_parts]:
+        pytest.skip("only of whole tiles")
     kernel = ScatterMatmul(
         rows=rows, inner=inner, columns=columns, size=size, rank=rank, dtype=dtype,
         device=device, transposed=transposed, bias=has_bias, config=config, subs=2,
-        lead=seed // size % 3,
+        own_parts=own_parts,
     )  # fmt: skip
     counters, subs = line.words.data_ptr(), kernel.subs
     each = len(kernel.sub_rows(0))
-    slabs = seed // size % 3 == 0 and each * 2 == rows  # else ranges of a chunk lie together
+    slabs = own_parts == 0  # else ranges of a chunk lie together
     ranges = [
         (chunk * subs + sub, kernel.raised, chunk, kernel.sub_rows(sub))
         for chunk in ((rank + k) % size for k in range(1, size + 1))
         for sub in range(subs)
     ]
+    if own_parts > subs:
+        word, raised, _, span = ranges.pop()
+        halves = range(span.start, span.start + each // 2), range(span.start + each // 2, span.stop)
+        ranges += [(word, raised // 2, rank, halves[0])]
+        ranges += [(size * subs, raised // 2, rank, halves[1])]
 
     def place(chunk: int, span: range) -> slice:
         """Where rows of a chunk lie in x and in the stage."""
@@ -300,7 +308,7 @@ def test_scatter_with_copies_behind_it(
             stage[place(rank, span)] = own[span.start : span.stop]
         assert_product(stage, x, plain, bias)
         assert torch.equal(sent, stage.cpu()), "a copy overtook the tiles that it waited for"
-        found = line.words[: size * subs].tolist()
+        found = line.words[: size * subs + (own_parts > subs)].tolist()
         wanted = [0] * len(found)
         for word, raised, _, _ in ranges:
             wanted[word] = number * raised

@@ -155,7 +155,7 @@ def test_a_scatter_waits_for_nobody(config: TileConfig) -> None:
 def test_a_sum_has_room_beside_a_scatter(size: int) -> None:
     """What a processor (9.0) has, in registers and shared memory, is enough for a block of each."""
     scatter = scatter_source(
-        SPECIALIZED[0], size=size, rank=1, dtype=torch.bfloat16, subs=4, lead=2
+        SPECIALIZED[0], size=size, rank=1, dtype=torch.bfloat16, subs=4, own_parts=5
     )
     total = sum_source(size=size, dtype=torch.bfloat16, aligned=True)
     registers, shared = 0, 0

@@ -22,7 +22,8 @@ from tests.support.fake_device import Entry, Order, ranges
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import BackendError, ExecutorError, ProgramError, TeamError
-from interlace.ir import Get, parse
+from interlace.ir import FusedKernel, Get, parse
+from interlace.ir.kernels import own_ranges
 from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.runtime import executor as executor_file
@@ -204,24 +205,27 @@ def test_own_ranges_are_summed_beside_the_kernel() -> None:
         for number in (1, 2, 3):
             fake.run(inputs, [y])
             log, order, launch = list(fake.log), Order(fake.log), launch_of(fake.log)
-            assert (launch.subs, launch.lead) == (4, 2)
-            totals = order.find("call", None, "interlace.sum_slots")
+            assert (launch.subs, launch.own) == (4, 5)
+            totals = sorted(
+                order.find("call", None, "interlace.sum_slots"), key=lambda i: log[i][4]
+            )
             streams = [log[total][1] for total in totals]
             assert streams[-1] == MAIN
             assert len({*streams}) == 2
-            assert streams[:-1] == [streams[0]] * 3
-            for sub, total in enumerate(totals):
-                assert log[total][4] == (y.data_ptr() + sub * y.nbytes // 4,)
+            assert streams[:-1] == [streams[0]] * 4
+            for part, total in enumerate(totals):
+                sub = min(part, 3)  # the last is made in halves
+                assert log[total][4] == (y.data_ptr() + (part + sub) * y.nbytes // 8,)
                 for peer in (0, 2, 3):
                     heard = word("t_slots_arrived", 1, peer, fake.space.number)
-                    came = order.one("wait", streams[sub], heard, fake.space.base + 1 + sub)
+                    came = order.one("wait", streams[part], heard, fake.space.base + 1 + sub)
                     assert order.before(came, total)
                 own = order.find("wait", streams[0], launch.counters + 4 * (4 + sub))
-                assert len(own) == (sub < 3)
-                for count in own:
-                    assert log[count][3] == number * TILES
-                    assert order.before(count, total)
-                assert order.before(order.one("launch"), total) == (sub == 3)
+                assert len(own) == 1
+                if part < 4:
+                    assert log[own[0]][3] == number * TILES // (2 if sub == 3 else 1)
+                    assert order.before(own[0], total)
+                assert order.before(order.one("launch"), total) == (part == 4)
 
 
 def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
@@ -231,7 +235,7 @@ def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
         for number in (1, 2, 3):
             fake.run(inputs, [y])
             log, order, launch = list(fake.log), Order(fake.log), launch_of(fake.log)
-            assert (launch.subs, launch.lead) == (4, 0)
+            assert (launch.subs, launch.own) == (4, 0)
             shapes = [t.shape for t in map(launch.tensors.get, ("x", "own")) if t is not None]
             assert shapes == [(64, 16), (16, 8)]
             base = fake.space.base
@@ -257,18 +261,41 @@ def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
+def test_kernels_take_their_turns_as_parts_say(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Range by range, each all of its tiles: rows of x, and the counter that tells."""
     pytest.importorskip("triton")
-    from interlace.kernels.gemm import scatter_kernel, specialized
+    from interlace.kernels.gemm import device, scatter_kernel, specialized
 
+    spot: Any = scatter_kernel.spot
+    special: Any = specialized.spot
+    place: Any = device.place
+    assert special.fn is spot.fn
+    monkeypatch.setattr(scatter_kernel, "place", place.fn)
+    rank, tile, columns = size - 2, 16, 3
     for subs in range(1, 5):
-        for lead in range(subs + 1):
-            wanted = ranges(size, subs, lead)
-            assert sorted(wanted) == [(part, sub) for part in range(size) for sub in range(subs)]
-            for module in (scatter_kernel, specialized):
-                turn_of: Any = module.turn_of
-                found = [turn_of.fn(turn, size, subs, lead) for turn in range(size * subs)]
-                assert found == wanted
+        m_tiles = 6 * subs
+        rows, height = m_tiles * tile, m_tiles // subs * tile
+        for own in sorted({0, 1, subs, subs + 1}):
+            kernel = FusedKernel(kind="scatter_matmul", pieces=subs, own=own)
+            wanted = list[tuple[int, set[tuple[Any, int]]]]()
+            for part, sub in ranges(size, subs, own):
+                chunk = (rank + 1 + part) % size
+                start, count = sub * height, height
+                if chunk == rank and own > 1:
+                    start, count = own_ranges(kernel, rows)[sub]
+                start += chunk * rows if own else (sub * (size - 1) + chunk) * height
+                spots = {(start + m, n) for m in range(0, count, tile) for n in range(columns)}
+                wanted.append((size * subs if sub == subs else chunk * subs + sub, spots))
+            found = list[tuple[int, set[tuple[int, int]]]]()
+            for number in range(m_tiles * columns * size):
+                chunk, row, behind, n, counter = spot.fn(
+                    number, rows, m_tiles, columns, size, rank, subs, own, tile, 4
+                )
+                assert counter in (size * subs, chunk * subs + row // height)
+                if not found or found[-1][0] != counter:
+                    found.append((counter, set()))
+                found[-1][1].add((behind + row, n))
+            assert found == wanted
 
 
 @pytest.mark.parametrize(
@@ -287,7 +314,7 @@ def test_own_ranges_elsewhere_have_no_kernel(old: str, new: str) -> None:
         with fake_engine(parse(edited), 1):
             pass
     with fake_engine(
-        parse(edited.replace("kernel=scatter_matmul(pieces=4, lead=2), ", "")), 1
+        parse(edited.replace("kernel=scatter_matmul(pieces=4, own=5), ", "")), 1
     ) as fake:
         assert not fake.engine.binding.binder.kernels
     with fake_engine(parse(text), 1) as fake:
@@ -501,7 +528,7 @@ def test_in_order_all_is_on_one_stream(site: str, strategy: str) -> None:
         assert {entry[1] for entry in log} == {MAIN}
         # Kernels then do one part each, and wait for nothing.
         launches = [entry[2] for entry in log if entry[0] == "launch"]
-        parts = {"fused": WORLD, "ranges": 2 * (WORLD - 1) + 1, "beside": 4 * WORLD}
+        parts = {"fused": WORLD, "ranges": 2 * (WORLD - 1) + 1, "beside": 4 * WORLD + 1}
         if site == "gather":
             parts |= {"ranges": WORLD, "beside": 4 * (WORLD - 1) + 1}
         parts["slabs"] = 4 * WORLD

@@ -49,7 +49,7 @@ def lowered(text: str, chunks: int = 0) -> Program:
 
 
 def without_kernel(text: str) -> Program:
-    for kernel in ("gather_matmul()", "scatter_matmul()", "scatter_matmul(pieces=2, lead=2)"):
+    for kernel in ("gather_matmul()", "scatter_matmul()", "scatter_matmul(pieces=2)"):
         text = text.replace(f" kernel={kernel},", "")
     assert "kernel=" not in text
     return parse(text)

@@ -51,7 +51,7 @@ MAIN = 1
 """The handle of the caller's stream; the others count on from there."""
 WORD = 1 << 40
 """Where the words begin that peers can write; a rank's own lie below."""
-TILES = 5
+TILES = 6
 """How often a kernel raises a counter."""
 
 
@@ -67,7 +67,7 @@ class Launch:
     gates: int = 0
     expected: int = 0
     counters: int = 0
-    lead: int = 0
+    own: int = 1
 
 
 class FakeDriver:
@@ -202,7 +202,7 @@ class FakeKernel:
             *(self._kind, self._facts["size"], self._facts["rank"], self.subs),
             dict(zip(names, args, strict=False)),
             **dict(zip(words, args[len(names) :], strict=True)),
-            lead=self._facts.get("lead", 0),
+            own=self._facts.get("own_parts", 1),
         )
         self._driver.log.append(("launch", stream, launch))
 

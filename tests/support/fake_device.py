@@ -29,11 +29,11 @@ Look = Callable[[int, int, Entry, Callable[[int], int]], None]
 """Rank, run (from 1 on), entry, and the last run that a rank has ended."""
 
 
-def ranges(size: int, subs: int, lead: int) -> list[tuple[int, int]]:
+def ranges(size: int, subs: int, own: int) -> list[tuple[int, int]]:
     """The order in which a scatter's kernel makes ranges, the rank's own part being the last: that
     of the parts, but own rows that are one part are made in ranges too."""
-    order = turns(FusedKernel(kind="scatter_matmul", pieces=subs, lead=lead), size)
-    if lead == subs:
+    order = turns(FusedKernel(kind="scatter_matmul", pieces=subs, own=own), size)
+    if own == 1:
         order = [*order[:-1], *((0, sub) for sub in range(subs))]
     return [((distance - 1) % size, sub) for distance, sub in order]
 
@@ -84,10 +84,11 @@ def steps(entry: Entry) -> Iterator[Entry]:
         return
     others = [(launch.rank + k) % launch.size for k in range(1, launch.size)]
     if launch.kind == "scatter":
-        for part, sub in ranges(launch.size, launch.subs, launch.lead):
+        for part, sub in ranges(launch.size, launch.subs, launch.own):
             chunk = (launch.rank + 1 + part) % launch.size
-            address = launch.counters + 4 * (chunk * launch.subs + sub)
-            yield ("raise", stream, address, TILES)
+            word = (launch.size if sub == launch.subs else chunk) * launch.subs + sub % launch.subs
+            half = launch.own > launch.subs and chunk == launch.rank and sub >= launch.subs - 1
+            yield ("raise", stream, launch.counters + 4 * word, TILES // (2 if half else 1))
         return
     yield ("hold", stream)  # all processors, till the last chunk has come
     for chunk in others:

@@ -5,7 +5,7 @@ With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, c
     gather_matmul    the rank's own rows, then those of rank + 1, + 2, ..., in `pieces` ranges each,
                      as they arrive
     scatter_matmul   the rows of rank + 1, + 2, ..., in `pieces` ranges each, into a stage from
-                     which they leave; and the rank's own rows into its slot
+                     which they leave; then the rank's own rows, in `own` ranges, into its slot
 
 The pass that makes the op, `validate` and the binder that launches the kernel all ask here.
 """
@@ -87,25 +87,31 @@ class KernelMatmul:
 def turns(kernel: FusedKernel, size: int) -> list[tuple[int, int]]:
     """For each part in order: how far away the rank is whose rows it makes, and which range.
 
-    >>> turns(FusedKernel(kind="scatter_matmul", pieces=4, lead=2), size=2)
-    [(1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (1, 3), (0, 2), (0, 3)]
+    >>> turns(FusedKernel(kind="scatter_matmul", pieces=2, own=3), size=3)
+    [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (0, 2)]
     """
+    others = [*product(range(1, size), range(kernel.pieces))]
     if kernel.kind == "gather_matmul":
-        return [(0, 0), *product(range(1, size), range(kernel.pieces))]
-    if not kernel.lead:
-        ranks = (*range(1, size), 0)
-        return [(distance, piece) for piece in range(kernel.pieces) for distance in ranks]
-    order = [(distance, piece) for distance in range(1, size) for piece in range(kernel.pieces)]
-    own = [(0, piece) for piece in range(own_parts(kernel))]
-    for piece in range(kernel.lead, kernel.pieces):
-        order.insert(len(order) - kernel.pieces + piece, own.pop(0))
-    return order + own
+        return [(0, 0), *others]
+    if not kernel.own:
+        return [(away, piece) for piece in range(kernel.pieces) for away in (*range(1, size), 0)]
+    return [*others, *((0, part) for part in range(kernel.own))]
 
 
-def own_parts(kernel: FusedKernel) -> int:
-    """In how many parts a kernel makes the rank's own rows."""
-    whole = kernel.kind == "gather_matmul" or kernel.lead == kernel.pieces
-    return 1 if whole else kernel.pieces
+def own_ranges(kernel: FusedKernel, rows: Int) -> list[tuple[Int, Int]]:
+    """Where the parts of a rank's own `rows` begin, and how many each has.
+
+    >>> own_ranges(FusedKernel(kind="scatter_matmul", pieces=2, own=3), 2048)
+    [(0, 1024), (1024, 512), (1536, 512)]
+    """
+    halved = kernel.own > kernel.pieces
+    count = kernel.pieces if halved or not kernel.own else kernel.own
+    height = rows // count
+    ranges = [(i * height, height) for i in range(count)]
+    if halved:
+        start, half = ranges.pop()[0], height // 2
+        ranges += [(start, half), (start + half, half)]
+    return ranges
 
 
 def factors(op: FusedMember) -> Factors | None:
@@ -199,15 +205,15 @@ class _Reader:
     ) -> None:
         self.op, self.kernel, self.box, self.buffers, self.where = op, kernel, box, buffers, where
         self.gathers = kernel.kind == "gather_matmul"
-        self.own_parts = own_parts(kernel)
         self.products = [self._product(number, part) for number, part in enumerate(op.parts)]
         self.starts: dict[str, tuple[str, Int]] = {}
         """By matrix: its buffer and first element."""
 
     def read(self) -> KernelMatmul:
         kernel = self.kernel
-        if not 0 <= kernel.lead <= kernel.pieces or (self.gathers and kernel.lead != 1):
-            raise ProgramError(f"{kernel.pieces} pieces with lead {kernel.lead} have no order")
+        pieces, own = kernel.pieces, kernel.own
+        if own not in ((1,) if self.gathers else (0, 1, pieces, pieces + 1)):
+            raise ProgramError(f"no kernel makes {pieces} pieces and {own} of the rank's own rows")
         mine, team = self._own()
         member = self.where.member(team)
         size, rank = len(member.ranks), member.index
@@ -216,16 +222,18 @@ class _Reader:
             raise ProgramError(f"it has {len(self.products)} parts, and its kernel {len(order)}")
         rows, inner, columns = self._sizes(mine, size)
         wide, split_wide = (columns, inner) if self.gathers else (inner, columns)
+        ranges = own_ranges(kernel, rows)
         for number, (chunk, piece) in enumerate(order):
             made, own = self.products[number], chunk == rank
             if (made.b, made.bias) != (mine.b, mine.bias):
                 raise ProgramError("its parts multiply by different matrices")
-            height = rows // (self.own_parts if own else kernel.pieces)
-            at = chunk * rows + piece * height if kernel.lead else (piece * size + chunk) * height
+            height = rows // pieces
+            first, height = ranges[piece] if own else (piece * height, height)
+            at = chunk * rows + first if kernel.own else (piece * size + chunk) * height
             split, whole = (made.out, made.a)[:: -1 if self.gathers else 1]
             self._matrix("whole", whole, at, (height, wide))
-            first = piece * height if own else at
-            self._matrix("own" if own else "others", split, first, (height, split_wide))
+            name, row = ("own", first) if own else ("others", at)
+            self._matrix(name, split, row, (height, split_wide))
             self._check_members(number, own)
         kind, dtype = self.box(mine.a).dtype, self.box(mine.out).dtype
         signal, value = self._signal(team, order)
@@ -278,7 +286,9 @@ class _Reader:
         if why:
             raise ProgramError(why)
         (length, inner), columns = a.sizes, out.sizes[1]
-        rows, pieces = length * self.own_parts, self.kernel.pieces
+        pieces, own = self.kernel.pieces, self.kernel.own or self.kernel.pieces
+        parts = own if own <= pieces else 2 * pieces  # the last has one of so many
+        rows, pieces = length * parts, max(pieces, parts)
         if max(size * rows, inner, columns) >= LIMIT:
             raise ProgramError(f"an extent of {LIMIT} or more")
         if pieces > 1 and (rows % pieces or rows // pieces % TILE_ROWS):
@@ -309,7 +319,7 @@ class _Reader:
         if self.gathers:
             fits = len(part) == 1 if own else len(part) == 2 and isinstance(part[0], Expect)
         else:
-            records = not own or self.own_parts == self.kernel.pieces
+            records = not own or self.kernel.own != 1 or self.kernel.pieces == 1
             fits = all(isinstance(member, Record) and records for member in part[1:])
         if not fits:
             raise ProgramError(f"part {number + 1} waits or tells where the kernel does not")

@@ -450,15 +450,15 @@ class FusedKernel:
     `gather_matmul` multiplies the rank's own rows, then those of rank + 1, rank + 2, ..., each in
     `pieces` ranges, as they arrive: in bf16, in f16, or in FP8 (packed rows, a multiple of 128 with
     one scale a range). Each range awaits a value of one signal, 1 more than the range before it.
-    `scatter_matmul` multiplies the rows of rank + 1, rank + 2, ... in `pieces` ranges each, and the
-    rank's own rows: as one part, last (`lead` = `pieces`); in as many ranges, of which the first
-    comes once `lead` ranges of the last other rank are made, the next after one more, and so on; or
-    (`lead` = 0) range by range, the same range of every rank before the next.
+    `scatter_matmul` multiplies the rows of rank + 1, rank + 2, ... in `pieces` ranges each, and
+    last the rank's own rows, in `own` ranges: in one; in `pieces` as well; or in one more, where
+    the last two are halves. Or (`own` = 0) it goes range by range, the same range of every rank
+    before the next.
     """
 
     kind: str = field(metadata=written(words=("gather_matmul", "scatter_matmul")))
     pieces: int = 1
-    lead: int = 1
+    own: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,10 @@ Note [Signals publish]
     a later access Y of one symmetric buffer, one of them a write, such that what rank p touches in
     X rank p + d touches in Y, for a distance d other than 0. A Notify N after X to distance d, with
     an Expect E of it before Y, orders them; the edges X -> N and E -> Y keep that. Of several E the
-    nearest to Y is taken, one of the same site first. Where no single signal orders X and Y, all
-    that meets peers between them stays where it is, on all teams; but on the buffer's own team
-    alone where a collective of it stands between them that begins on all members before it ends.
+    nearest to Y is taken, one on its stream first, then one of its site. Where no single signal
+    orders X and Y, all that meets peers between them stays where it is, on all teams; but on the
+    buffer's own team alone where a collective of it stands between them that begins on all members
+    before it ends.
     What callers register has no copies. There, what publishes, on any team, stays after all earlier
     accesses, what admits before all later ones; and with three ranks or more, which may pass on
     what they learned, what publishes stays after all that admitted before.
@@ -423,14 +424,19 @@ def _order(
         distance = (x.offset - y.offset) % team.size
         if distance == 0 or not meet(x.view, y.view, distance):
             return
-        site = program.ops[y.op].site
+        ops, later = program.ops, program.ops[y.op]
         proofs = [
-            (site is not None and program.ops[expect].site == site, expect, notify)
+            (
+                ops[expect].stream == later.stream,
+                later.site is not None and ops[expect].site == later.site,
+                expect,
+                notify,
+            )
             for expect, notify in team.proofs[distance]
             if x.op < notify and expect < y.op
         ]
         if proofs:
-            _, expect, notify = max(proofs)
+            *_, expect, notify = max(proofs)
             edges[notify].add(x.op)
             edges[y.op].add(expect)
             return

@@ -146,18 +146,16 @@ def _gathers(program: Program, op: Fused) -> list[FusedKernel]:
 
 
 def _scatters(program: Program, op: Fused) -> list[FusedKernel]:
-    """The kernels with as many ranges as a scatter's parts, and the rank's own rows where they are:
-    rank after rank, or slab by slab."""
+    """The kernels with as many ranges as a scatter's parts: rank after rank, or slab by slab."""
     buffers = program.buffers()
     calls = [next(m for m in part if isinstance(m, Call)) for part in op.parts]
     slots = buffers[calls[-1].outs[0].buffer]
     if slots.team is None:
         raise AssertionError("a reduction ends with the rank's own rows, in their slot")
     size = program.team(slots.team).size
-    own = [i for i, call in enumerate(calls) if call.outs[0].buffer == slots.name]
-    pieces = (len(calls) - len(own)) // (size - 1)
-    lead = min(own[0] - (size - 2) * pieces, pieces)
-    return [FusedKernel(kind="scatter_matmul", pieces=pieces, lead=at) for at in (lead, 0)]
+    own = sum(call.outs[0].buffer == slots.name for call in calls)
+    pieces = (len(calls) - own) // (size - 1)
+    return [FusedKernel(kind="scatter_matmul", pieces=pieces, own=count) for count in (own, 0)]
 
 
 class _Joining:

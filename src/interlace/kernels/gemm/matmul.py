@@ -16,8 +16,9 @@ that of y. Each chunk, and w, has the scale of its first row; sums stay in the t
 `ScatterMatmul` is GEMM + reduce-scatter: other ranks' rows first. `counters` is the address of
 size * subs words. Each call adds `raised` to each of them, tile by tile: word c * subs + s is of
 the rows `sub_rows(s)` of chunk c, which may be read from the stage (`own`, if c is the rank itself)
-once that is reached. stage[rank] is neither read nor written. `lead` says when the own ranges'
-turns come, and where the rows of all lie; see scatter_kernel.py.
+once that is reached. stage[rank] is neither read nor written. If `own_parts` > subs, the last range
+of the own rows is made in halves: half of that goes to its word, and half to one more word behind
+all. Of `own_parts` = 0 see scatter_kernel.py.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def scatter_source(
     transposed: bool = False,
     bias: bool = False,
     subs: int = 1,
-    lead: int | None = None,
+    own_parts: int = 1,
     by_tma: bool = True,
 ) -> KernelSource:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
@@ -97,7 +98,7 @@ def scatter_source(
         "SIZE": size,
         "RANK": rank,
         "SUBS": subs,
-        "LEAD": subs if lead is None else lead,
+        "OWN": own_parts,
         "TRANSPOSED": transposed,
         "BIAS": bias,
     }
@@ -175,7 +176,7 @@ class PersistentMatmul:
         transposed: bool = False,
         bias: bool = False,
         subs: int = 1,
-        lead: int | None = None,
+        own_parts: int = 1,
         config: TileConfig | None = None,
         packed: Packed | None = None,
     ) -> None:
@@ -194,14 +195,14 @@ class PersistentMatmul:
         self._grid = min(self._processors * config.blocks, self._tiles)
         self._weight = (columns, inner) if transposed else (inner, columns)
         self._pitch = inner + TAIL if packed else 0
-        source, self._shapes, more = self._bind(subs, lead)
+        source, self._shapes, more = self._bind(subs, own_parts)
         whole = size == 1 or rows % config.bm == 0
         facts: dict[str, Any] = {"size": size, "dtype": dtype, "transposed": transposed}
         facts |= {"bias": bias, **({"packed": packed} if packed else {})}
         self._program = kernel_of(device, source, config, **facts, by_tma=whole, **more)
         self._operands = lru_cache(maxsize=RECENT)(self._make_operands)
 
-    def _bind(self, subs: int, lead: int | None) -> Bound:
+    def _bind(self, subs: int, own_parts: int) -> Bound:
         """The kernel's source, the shapes of its matrices, and what else it is compiled for."""
         raise NotImplementedError
 
@@ -230,7 +231,7 @@ class GatherMatmul(PersistentMatmul):
 
     MAY_HALVE = True
 
-    def _bind(self, subs: int, lead: int | None) -> Bound:
+    def _bind(self, subs: int, own_parts: int) -> Bound:
         rows = self._size * self._rows
         shapes = {
             "x": (self._rows, self._inner),
@@ -264,7 +265,7 @@ class ScatterMatmul(PersistentMatmul):
 
     MAY_HALVE = False
 
-    def _bind(self, subs: int, lead: int | None) -> Bound:
+    def _bind(self, subs: int, own_parts: int) -> Bound:
         config, rows = self.config, self._size * self._rows
         m_tiles = -(-self._rows // config.bm)
         self.subs = max(s for s in range(1, subs + 1) if m_tiles % s == 0)
@@ -278,8 +279,10 @@ class ScatterMatmul(PersistentMatmul):
             "stage": (rows, self._columns),
             "own": (self._rows, self._columns),
         }
-        led = self.subs == subs and (lead or self._sub * subs == self._rows)
-        more = {"rank": self._rank, "subs": self.subs, "lead": lead if led else None}
+        if not 0 < own_parts <= subs:  # others are made like one part
+            ranges = max(subs, 2 * (own_parts - 1))
+            assert self._rows % (ranges * config.bm) == 0, "ranges are whole tiles"
+        more = {"rank": self._rank, "subs": self.subs, "own_parts": own_parts}
         return scatter_source, shapes, more
 
     def sub_rows(self, sub: int) -> range:

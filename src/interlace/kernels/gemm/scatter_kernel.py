@@ -4,12 +4,10 @@
     part k = W-1      own = x[rank] @ w, likewise
 
 The rows of a part are cut in SUBS ranges, one after another and each with a counter, so that copies
-start early and what arrives last is little. Where the own rows are summed range by range while the
-rest is made, their ranges come between those of part W-2, once LEAD of these are made:
+start early and what arrives last is little. If OWN > SUBS, the last range of the own rows is made
+in halves, of which the second has a counter behind all others: what is summed last is less.
 
-    ... p0 p1 own0 p2 own1 p3 own2 own3        SUBS = 4, LEAD = 2; LEAD = SUBS: no own one between
-
-An all-reduce goes slab by slab (LEAD = 0): the same range of every part, then the next range; the
+An all-reduce goes slab by slab (OWN = 0): the same range of every part, then the next range; the
 rows of a slab lie together in x and in the stage, those of a part in its ranges of all slabs.
 
 All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
@@ -38,41 +36,48 @@ from interlace.kernels.gemm.device import (
 
 
 @triton.jit
-def turn_of(turn, SIZE: tl.constexpr, SUBS: tl.constexpr, LEAD: tl.constexpr):
-    """The part and the range whose tiles have that turn."""
+def spot(
+    tile, rows, m_tiles, n_tiles,
+    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, OWN: tl.constexpr,
+    BM: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """A tile's chunk, its row there, how far that chunk's rows lie behind in x and in the stage,
+    its tile column, and the number of its counter."""
+    height = m_tiles // SUBS
+    turn = tile // (height * n_tiles)
+    inside = tile - turn * (height * n_tiles)
     part = turn // SUBS
     sub = turn % SUBS
-    if LEAD == 0:
+    if OWN == 0:
         part = turn % SIZE
         sub = turn // SIZE
-    elif LEAD < SUBS:
-        late = turn - (SIZE - 2) * SUBS - LEAD
-        if late >= 0:
-            if late < 2 * (SUBS - LEAD):
-                part = SIZE - 1 - late % 2
-                sub = late // 2 + late % 2 * LEAD
-    return part, sub
-
-
-@triton.jit
-def above(chunk, sub, rows, SIZE: tl.constexpr, SUBS: tl.constexpr, LEAD: tl.constexpr):
-    """How far the rows of a range of a part lie in x and in the stage behind those in the part."""
-    apart = chunk * rows
-    if LEAD == 0:
-        apart = (sub * (SIZE - 1) + chunk) * (rows // SUBS)
-    return apart
+    chunk = (RANK + 1 + part) % SIZE
+    counter = chunk * SUBS + sub
+    first = sub * height
+    if OWN > SUBS:
+        if turn == SIZE * SUBS - 1:
+            height = height // 2
+            if inside >= height * n_tiles:
+                inside -= height * n_tiles
+                first += height
+                counter = SIZE * SUBS
+    m, n = place(inside, height, n_tiles, GROUP_M)
+    behind = chunk * rows
+    if OWN == 0:
+        behind = (sub * (SIZE - 1) + chunk) * (rows // SUBS)
+    return chunk, (first + m) * BM, behind, n, counter
 
 
 @triton.jit
 def publish(
-    counters, tile, per_turn,
-    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, LEAD: tl.constexpr,
-    BY_TMA: tl.constexpr,
+    counters, tile, rows, m_tiles, n_tiles,
+    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, OWN: tl.constexpr,
+    BM: tl.constexpr, GROUP_M: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """Settles a tile's stores and raises the counter of its range."""
     settle(BY_TMA)
-    part, sub = turn_of(tile // per_turn, SIZE, SUBS, LEAD)
-    raise_counter(counters + (RANK + 1 + part) % SIZE * SUBS + sub)
+    _, _, _, _, counter = spot(tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M)
+    raise_counter(counters + counter)
 
 
 @triton.jit
@@ -91,7 +96,7 @@ def scatter_kernel(
     SIZE: tl.constexpr,
     RANK: tl.constexpr,
     SUBS: tl.constexpr,
-    LEAD: tl.constexpr,
+    OWN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -106,20 +111,15 @@ def scatter_kernel(
     m_tiles = tl.cdiv(rows, BM)
     n_tiles = tl.cdiv(columns, BN)
     k_tiles = tl.cdiv(inner, BK)
-    height = m_tiles // SUBS
-    per_turn = height * n_tiles
-    tiles = per_turn * SUBS * SIZE
+    tiles = m_tiles * n_tiles * SIZE
     programs = tl.num_programs(0)
     first = tl.program_id(0)
     # Not the last k-step if there are more: the compiler puts the epilogue before this branch.
     late = tl.maximum(min(LATE, k_tiles - 2), 0)
     for tile in tl.range(first, tiles, programs, flatten=FLATTEN):
-        turn = tile // per_turn
-        part, sub = turn_of(turn, SIZE, SUBS, LEAD)
-        chunk = (RANK + 1 + part) % SIZE
-        m, n = place(tile - turn * per_turn, height, n_tiles, GROUP_M)
-        row = (sub * height + m) * BM
-        at = above(chunk, sub, rows, SIZE, SUBS, LEAD)
+        chunk, row, at, n, _ = spot(
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M
+        )
         column = n * BN
         acc = tl.zeros([BM, BN], tl.float32)
         for k in range(k_tiles):
@@ -127,7 +127,10 @@ def scatter_kernel(
             b = load_weight(w_desc, k * BK, column, TRANSPOSED)
             acc = tl.dot(a, b, acc)
             if (k == late) & (tile != first):
-                publish(counters, tile - programs, per_turn, SIZE, RANK, SUBS, LEAD, STORE_TMA)
+                publish(
+                    counters, tile - programs, rows, m_tiles, n_tiles,
+                    SIZE, RANK, SUBS, OWN, BM, GROUP_M, STORE_TMA,
+                )  # fmt: skip
         if BIAS:
             acc = add_bias(acc, bias, column, columns, BN)
         made = acc.to(stage.dtype.element_ty)
@@ -150,4 +153,7 @@ def scatter_kernel(
             store_rows(to, made, row, rows, column, columns, BM, BN)
 
     last = first + (tl.cdiv(tiles - first, programs) - 1) * programs
-    publish(counters, last, per_turn, SIZE, RANK, SUBS, LEAD, STORE_TMA)
+    publish(
+        counters, last, rows, m_tiles, n_tiles,
+        SIZE, RANK, SUBS, OWN, BM, GROUP_M, STORE_TMA,
+    )  # fmt: skip

@@ -52,9 +52,8 @@ SCATTER_REGISTERS = gl.constexpr(224)
 """What that leaves the warps that multiply."""
 
 place = gluon.jit(device.place.fn)
-turn_of = gluon.jit(scatter_loop.turn_of.fn)
-above = gluon.jit(scatter_loop.above.fn)
-"""The order of tiles, of ranges and where their rows lie, as in the loops."""
+spot = gluon.jit(scatter_loop.spot.fn)
+"""The order of tiles and where they lie, as in the loops."""
 
 
 @gluon.jit
@@ -298,25 +297,9 @@ def gather_kernel(
 
 
 @gluon.jit
-def scatter_place(
-    tile, rows, m_tiles, n_tiles,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
-    BM: gl.constexpr, GROUP_M: gl.constexpr,
-):  # fmt: skip
-    """A tile's chunk, its row there and in x, its tile column, and the number of its counter."""
-    height = m_tiles // SUBS
-    turn = tile // (height * n_tiles)
-    part, sub = turn_of(turn, SIZE, SUBS, LEAD)
-    chunk = (RANK + 1 + part) % SIZE
-    m, n = place(tile - turn * (height * n_tiles), height, n_tiles, GROUP_M)
-    row = (sub * height + m) * BM
-    return chunk, row, above(chunk, sub, rows, SIZE, SUBS, LEAD) + row, n, chunk * SUBS + sub
-
-
-@gluon.jit
 def scatter_load(
     x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, OWN: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -324,11 +307,11 @@ def scatter_load(
     at = 0
     phase = 1
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
-        _, _, row, n, _ = scatter_place(
-            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
+        _, row, behind, n, _ = spot(
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M
         )
         at, phase = load_tile(
-            x_desc, w_desc, row, n * BN, k_tiles, a, b, full, empty, at, phase,
+            x_desc, w_desc, behind + row, n * BN, k_tiles, a, b, full, empty, at, phase,
             BM, BN, BK, STAGES, TRANSPOSED,
         )  # fmt: skip
 
@@ -337,7 +320,7 @@ def scatter_load(
 def scatter_work(
     bias, rows, columns, m_tiles, n_tiles, k_tiles, a, b, out, full, empty, made, sent,
     HALF: gl.constexpr, SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr,
-    LEAD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
+    OWN: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """A group of warps that multiplies its half of every tile and hands it on."""
@@ -349,9 +332,7 @@ def scatter_work(
             k_tiles, a, b, full, empty, at, phase, HALF, BM, BN, STAGES, TRANSPOSED
         )
         if BIAS:
-            _, _, _, n, _ = scatter_place(
-                tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
-            )
+            _, _, _, n, _ = spot(tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M)
             acc = add_bias(acc, bias, n * BN, columns, BN)
         mbarrier.wait(sent.index(HALF), turn)
         out.index(HALF).store(acc.to(out.dtype))
@@ -363,22 +344,22 @@ def scatter_work(
 @gluon.jit
 def scatter_store(
     stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, OWN: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """The warp that stores each half of a tile and says so."""
     phase = 0
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
-        chunk, own_row, row, n, counter = scatter_place(
-            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
+        chunk, row, behind, n, counter = spot(
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M
         )
         for half in gl.static_range(2):
             mbarrier.wait(made.index(half), phase)
-            down = half * (BM // 2)
+            to = row + half * (BM // 2)
             if chunk == RANK:
-                tma.async_copy_shared_to_global(own_desc, [own_row + down, n * BN], out.index(half))
+                tma.async_copy_shared_to_global(own_desc, [to, n * BN], out.index(half))
             else:
-                tma.async_copy_shared_to_global(stage_desc, [row + down, n * BN], out.index(half))
+                tma.async_copy_shared_to_global(stage_desc, [behind + to, n * BN], out.index(half))
             publish(counters + counter)
             mbarrier.arrive(sent.index(half), count=1)
         phase ^= 1
@@ -387,7 +368,7 @@ def scatter_store(
 @gluon.jit
 def scatter_kernel(
     x_desc, w_desc, stage_desc, own_desc, bias, counters, rows, columns, inner,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, OWN: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -407,7 +388,7 @@ def scatter_kernel(
                 scatter_work,
                 (
                     bias, rows, columns, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, made, sent, 0, SIZE, RANK, SUBS, LEAD,
+                    a, b, out, full, empty, made, sent, 0, SIZE, RANK, SUBS, OWN,
                     BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
                 ),
             ),
@@ -415,7 +396,7 @@ def scatter_kernel(
                 scatter_work,
                 (
                     bias, rows, columns, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, made, sent, 1, SIZE, RANK, SUBS, LEAD,
+                    a, b, out, full, empty, made, sent, 1, SIZE, RANK, SUBS, OWN,
                     BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
                 ),
             ),
@@ -423,14 +404,14 @@ def scatter_kernel(
                 scatter_load,
                 (
                     x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
-                    SIZE, RANK, SUBS, LEAD, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED,
+                    SIZE, RANK, SUBS, OWN, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED,
                 ),
             ),
             (
                 scatter_store,
                 (
                     stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
-                    SIZE, RANK, SUBS, LEAD, BM, BN, GROUP_M,
+                    SIZE, RANK, SUBS, OWN, BM, BN, GROUP_M,
                 ),
             ),
         ],

@@ -160,6 +160,13 @@ def sums_beside(values: Dataflow, site: ScatterSite, count: int) -> bool:
     return count > 1 and part_bytes(values, site) >= count * BESIDE_BYTES
 
 
+def halved(site: ScatterSite, count: int) -> bool:
+    """Whether the last of the own pieces is computed and summed in halves: the last sum, which
+    nothing hides, is then half as long."""
+    rows, step = site.layout.rows[0], 2 * count * TILE_ROWS
+    return at_hand(rows) % step == 0 and rows % step == 0  # as in _in_quarters
+
+
 def by_kernel(nbytes: Int) -> bool:
     """Whether sums of `nbytes` a rank go back to the peers by one kernel, or by copies."""
     return nbytes <= SMALL_BYTES

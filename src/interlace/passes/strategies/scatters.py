@@ -1,7 +1,7 @@
 """How the partial results of a scatter travel and are summed, chunk by chunk.
 
 `compute(rank, matrix, within)` emits the rows of a rank (or some of them) into a matrix: those of
-others first, the own last (`beside`: and in between). The strategy gives the order of the sum.
+others first, the own last. The strategy gives the order of the sum.
 
     Scatter(emitter, strategy, stage, out, sizes, width, dtype).run(compute)
 
@@ -17,10 +17,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
-from interlace.ir import Chunk, DType, FusedKernel, Index, Slice, View
-from interlace.ir.kernels import turns
+from interlace.ir import Chunk, DType, Index, Slice, View
 from interlace.ir.sizes import Int
 from interlace.passes.strategies.emitter import Emitter, HostPlace, Pieces, Place, cut, rank_at
 from interlace.strategies import NEAR_FIRST, Path, Strategy
@@ -48,10 +48,10 @@ class Scatter:
     pieces: Pieces = (None,)
     """Put, hosts: what is computed, travels and is summed together, of the rows of a rank, to leave
     soon; None is all."""
-    beside: bool = False
-    """Whether the own rows are computed in these pieces too, so that all but the last can be summed
-    while others are computed. Put: between those of the last other rank, half of them behind.
-    Hosts: each behind those of the other hosts."""
+    own: Pieces = (None,)
+    """What of the own rows is computed and summed together, so that all but the last is summed
+    while others are computed. Put: these pieces, the last of them maybe halved. Hosts: these
+    pieces, each behind those of the other hosts."""
 
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
@@ -168,7 +168,8 @@ class Scatter:
             return e.head(row, self.sizes, owner, largest)
 
         steps = [*across.steps(path), None]
-        last = len(steps) if self.beside else len(steps) - 1
+        beside = len(self.own) > 1
+        last = len(steps) if beside else len(steps) - 1
         order = [(k, within) for within in self.pieces for k in range(last)]
         order += [(k, None) for k in range(last, len(steps))]
         for number, (k, within) in enumerate(order, start=1):
@@ -191,9 +192,9 @@ class Scatter:
             if leaving is not None:
                 dst = cut(rows(came, leaving.source, across.size, e.rank), within)
                 across.exchange(cut(total, within), leaving.to, dst, leaving.source)
-            elif self.beside:
+            elif beside:
                 self._sum(came, within)
-        if not self.beside:
+        if not beside:
             self._sum(came)
         inside.free(parts)
 
@@ -202,24 +203,17 @@ class Scatter:
         e, staged = self.emitter, self._staged()
         slots = self._alloc("slots", e.size, max(self.sizes), kind="symmetric")
         arrived = e.names.new(f"{slots.buffer}_arrived")
-        pieces = self.pieces
-        mine = self._rows(slots, e.rank, e.rank)
-        own = pieces if self.beside else (None,)
-        lead = len(pieces) // 2 if self.beside else len(pieces)
-        kernel = FusedKernel(kind="scatter_matmul", pieces=len(pieces), lead=lead)
-        steps = list(e.steps(path))
-        for k, number in turns(kernel, e.size):
-            if not k:
-                compute(e.rank, cut(mine, own[number]), own[number])
-                continue
-            chunk, within = steps[k - 1].chunk, pieces[number]
-            dst = cut(self._rows(slots, e.rank, chunk), within)
-            src = cut(staged(chunk), within)
-            compute(chunk, src, within)
-            e.put(src, dst, steps[k - 1].to, arrived, number + 1)
-        for number, within in enumerate(pieces, start=1):
+        mine, steps = self._rows(slots, e.rank, e.rank), list(e.steps(path))
+        for step, (number, within) in product(steps, enumerate(self.pieces, start=1)):
+            dst = cut(self._rows(slots, e.rank, step.chunk), within)
+            src = cut(staged(step.chunk), within)
+            compute(step.chunk, src, within)
+            e.put(src, dst, step.to, arrived, number)
+        for within in self.own:
+            compute(e.rank, cut(mine, within), within)
+        for number, within in enumerate(max(self.own, self.pieces, key=len), start=1):
             for step in steps:
-                e.expect(arrived, step.source, number)
+                e.expect(arrived, step.source, min(number, len(self.pieces)))
             self._sum(slots, within)
         e.free(slots)
 

@@ -29,6 +29,7 @@ from interlace.passes.strategies.gathers import Dispatch, Gather, TakeRows
 from interlace.passes.strategies.pieces import (
     by_kernel,
     collective_of,
+    halved,
     part_bytes,
     pieces,
     slabs,
@@ -144,11 +145,13 @@ class _Writer:
         sizes = self.values.box(view).sizes
         return view if len(sizes) == 2 and sizes[1] == width else view.view(-1, width)
 
-    def pieces(self, site: MatmulSite) -> Pieces:
-        """What of the rows of a rank goes together."""
+    def pieces(self, site: MatmulSite, halve: bool = False) -> Pieces:
+        """What of the rows of a rank goes together; the last maybe in halves."""
         count = pieces(self.values, site, self.row, self.chunks)
         rows = site.layout.rows[0]  # where there are several, all are equal
         bounds = [rows * i // count for i in range(count + 1)]
+        if halve:
+            bounds.insert(count, rows * (2 * count - 1) // (2 * count))
         return tuple(Slice(0, *ends) for ends in pairwise(bounds)) if count > 1 else (None,)
 
     def slices(self, site: MatmulSite, name: str, width: Int, dtype: DType) -> Slices:
@@ -267,9 +270,12 @@ class _Writer:
         """The reduction of a site into `out`."""
         e, row, cone, cuts = self.emitter, self.row, site.cone, self.pieces(site)
         fused, hosts = row.name == "fused", row.transport == "hosts"
-        beside = fused and sums_beside(self.values, site, len(cuts))
-        beside |= hosts and collective_of(self.values, site).kind == "all_reduce"
-        return Scatter(e, row, cone.value, stage, out, sizes, cone.width, dtype, cuts, beside)
+        own: Pieces = (None,)
+        if hosts and collective_of(self.values, site).kind == "all_reduce":
+            own = cuts
+        elif fused and sums_beside(self.values, site, len(cuts)):
+            own = self.pieces(site, halve=halved(site, len(cuts)))
+        return Scatter(e, row, cone.value, stage, out, sizes, cone.width, dtype, cuts, own)
 
     def all_reduce(self, site: ScatterSite, op: Collective) -> None:
         """Matmuls and the all-reduce of what they make: a reduce-scatter, then a gather."""

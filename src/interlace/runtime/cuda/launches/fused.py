@@ -117,7 +117,8 @@ def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
         return GatherMatmul(**facts, subs=asked.pieces, device=binder.context.device)
     from interlace.kernels.gemm.matmul import ScatterMatmul
 
-    return ScatterMatmul(**facts, subs=asked.pieces, lead=asked.lead, device=binder.context.device)
+    facts |= {"subs": asked.pieces, "own_parts": asked.own}
+    return ScatterMatmul(**facts, device=binder.context.device)
 
 
 def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
@@ -144,8 +145,10 @@ def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
 
 
 def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMatmul) -> Thunk:
-    values, items, pieces = binder.values, binder.values.items, matmul.kernel.pieces
-    binding, counters = binder.binding, binder.spaces[matmul.team].local(matmul.size * pieces)
+    values, items, kernel = binder.values, binder.values.items, matmul.kernel
+    pieces, halved = kernel.pieces, kernel.own > kernel.pieces
+    count = matmul.size * pieces + halved
+    binding, counters = binder.binding, binder.spaces[matmul.team].local(count)
     launch, tiles, runs, before = None, 0, 0, 0
 
     def due() -> int:
@@ -159,12 +162,19 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMa
 
     _follow(binder, matmul, take)
 
+    def due_half() -> int:
+        return due() // 2
+
     spot = 0
     for part, (chunk, piece) in zip(op.parts, matmul.order, strict=True):
         for place, member in enumerate(part, start=spot):
             if isinstance(member, Record):
-                address = counters + 4 * (chunk * pieces + piece)
-                binder.points[index, place] = CounterPoint(binder.driver, address, due)
+                half = halved and chunk == matmul.rank and piece >= pieces - 1
+                word = count - 1 if piece == pieces else chunk * pieces + piece
+                reach = due_half if half else due
+                binder.points[index, place] = CounterPoint(
+                    binder.driver, counters + 4 * word, reach
+                )
         spot += len(part)
     x, stage, own = values.at(*matmul.whole), values.at(*matmul.others), values.at(*matmul.own)
     w = values.own(matmul.weight)
