@@ -139,7 +139,7 @@ def _case(
     spent = max(ranks.maximum([time.monotonic() - begun]))
     left = max(share - spent, MARGIN_S * share)
     running = {one: racer for one, racer in racers.items() if one not in twins}
-    time_ways(running.values(), lambda runs, sets: race(ranks, runs, sets, left))
+    time_ways(running.values(), lambda runs, sets: race(ranks, runs, sets, left, ahead=True))
     found = [running[one].timed for one in sites if one in running]
     fastest = min((timed.median for timed in found if timed.rounds), default=math.inf)
     if small or max(ranks.maximum([fastest])) <= BRIEF_S:
