@@ -125,18 +125,18 @@ class GraphBinding(Binding):
 
     def _hand_over(self) -> None:
         """What stands before the ops: Note [Words in graphs]. Copies to peers wait for what these
-        have told, and not for the words of the other graph: writing one takes about 1 us."""
+        have told, and not for many words of the other graph, of which each takes about 1 us."""
         aside, self.runs = self.aside.handle, 1
         mine, others = self.spaces.values(), self.other.values()
         heard = [word for words in mine for word in words.heard]
         taken = [("wait", word, 1) for word in heard] + [("write", word, 0) for word in heard]
         ended = [("write", word, 0) for words in others for word in words.raised]
         ended += [("write", word, 1) for words in others for word in words.told]
-        for todo in (taken, ended):
-            if todo:
-                batch = self.driver.batch(*((kind, (word,)) for kind, word, _ in todo))
-                batch.run(aside, *(value for _, _, value in todo))
-            if todo is taken:
+        apart = taken and len(ended) > MANY
+        for number, todo in enumerate((taken, ended) if apart else ([*taken, *ended],)):
+            batch = self.driver.batch(*((kind, (word,)) for kind, word, _ in todo))
+            batch.run(aside, *(value for _, _, value in todo))
+            if not number:
                 self.driver.record(aside, self._taken)
 
     def close(self) -> None:
@@ -144,6 +144,8 @@ class GraphBinding(Binding):
         self.driver.destroy_event(self._taken)
 
 
+MANY = 16
+"""Words that take longer to write than one more node of a graph."""
 MOST, MOST_OPS = 8, 1024
 """Pairs of graphs of a Program: 8, or as many as have so many ops together."""
 MUCH, FEW = 64 << 20, 4
