@@ -115,6 +115,15 @@ def spellings(w: int) -> dict[str, tuple[str, str]]:
     main: call("aten.mm.default", c.view({6 * w}, 8).permute(1, 0), g, out=(z := f32[8, 4]))
     return y, z""",
         ),
+        "gather-used-again": (
+            GATHER,
+            f"""x: f32[3, 8], w: f32[8, 5], g: f32[{3 * w}, 4]):
+    full = empty(f32[{3 * w}, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(y := f32[{3 * w}, 5]))
+    main: call("aten.mm.default", full.permute(1, 0), g, out=(z := f32[8, 4]))
+    return y, z""",
+        ),
         "out-variants": (
             GATHER,
             f"""x: f32[3, 8], w: f32[8, 5], y: out[f32[{3 * w}, 5]]):

@@ -421,6 +421,33 @@ def test_rows_come_in_quarters_where_as_many_are_asked_for(
     assert_sound(made)
 
 
+@pytest.mark.parametrize("strategy", ["fused", "peer,protocol=put"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_that_are_used_again_stay_where_peers_put_them(size: int, strategy: str) -> None:
+    """As in a backward, where the gradient that is gathered for one matmul is a factor of another:
+    one copy, of the own rows, which stands behind the puts."""
+    rows = 256 * size
+    made = run_pipeline(
+        parse(f"""
+def f(tp: Team[{size}], dy: bf16[256, 64], w: bf16[64, 32], x: bf16[{rows}, 48]):
+    full = empty(bf16[{rows}, 64])
+    main: all_gather(dy, full, team=tp)
+    dx = empty(bf16[{rows}, 32])
+    main: call("aten.mm.out", full, w, out=dx)
+    main: call("aten.mm.default", full.permute(1, 0), x, out=(dw := bf16[64, 48]))
+    return dx, dw
+"""),
+        f"{LOWER.replace('fused', strategy)},fuse",
+    )
+    assert [b.name for b in made.buffers().values() if b.kind == "symmetric"] == ["full"]
+    (copy,) = (i for i, op in enumerate(made.ops) if isinstance(op, Copy))
+    puts = [i for i, op in enumerate(made.ops) if isinstance(op, Put)]
+    assert len(puts) == size - 1
+    assert max(puts) < copy
+    assert len(fused(made)) == (strategy == "fused")
+    assert_sound(made)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_quarters_of_what_was_summed_in_pieces(size: int) -> None:
     """The first quarter of the next rank may be there before all own rows are summed; the kernel

@@ -107,9 +107,11 @@ class Decompose:
                 blocks.append(list(found.site.ops))
                 overlapped.append(found.site)
                 gpu = self.machine is not None and self.machine.device == "cuda"
-                written[found.collective] = write(
+                made, raised = write(
                     values, taken, found.site, choice.row, choice.chunks, number, gpu
                 )
+                written[found.collective] = made
+                slots |= raised
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
         ops = tuple(lifted(ops, slots)) if slots else ops
         sites = tuple(changed.get(site.id, site) for site in program.sites)

@@ -50,6 +50,7 @@ from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, MOST_PIECES, collective_of, parts
+from interlace.passes.strategies.whole import lifted
 from interlace.passes.strategies.write import refusal, write
 from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import STRATEGIES, Strategy
@@ -102,8 +103,8 @@ def _alone(
     names, op = values.names.copy(), collective_of(values, site)
     if row is None:
         return isolated(values, op, [values.program.ops[i] for i in site.ops])
-    ops = write(values, names, site, row, chunks, ALONE, machine.device == "cuda")
-    alone = isolated(values, op, ops, names)
+    ops, slots = write(values, names, site, row, chunks, ALONE, machine.device == "cuda")
+    alone = isolated(values, op, lifted(ops, slots), names)
     marked = Site(id=ALONE, kind=site_kind(op.kind, site), strategy=row.name)
     return alone.replace(sites=(marked,))
 

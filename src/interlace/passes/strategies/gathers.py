@@ -57,7 +57,8 @@ class Gather:
     row: Strategy
     shard: View
     full: View
-    """The matrix of all shards, one after another. Peers put into a slot of their own instead."""
+    """The matrix of all shards, one after another. Peers put into a slot of its own, unless it
+    `lies` in one."""
     sizes: tuple[Int, ...]
     width: Int
     dtype: DType
@@ -70,6 +71,9 @@ class Gather:
     pieces: Pieces = (None,)
     """Of the rows of a rank, what crosses together (hosts), or what is awaited by itself (fused);
     None is all."""
+    lies: bool = False
+    """Put: whether the full matrix lies in a slot: Note [Where a gathered tensor lies] in
+    whole.py."""
 
     def show(self) -> tuple[Gather, View]:
         """The same gather, from a shard that is yet to be computed into the view that this gives.
@@ -94,7 +98,7 @@ class Gather:
         elif self.row.transport == "get":
             self._get(path, take)
         else:
-            kept = (self._keep,) if self.whole else ()
+            kept = (self._keep,) if self.whole and not self.lies else ()
             # a kernel that takes all chunks must not be held up by another matmul
             if self.row.name == "fused":
                 self._put(path, takes, kept)
@@ -143,10 +147,12 @@ class Gather:
 
     def _slots(self) -> View:
         """A slot for the chunks of all ranks,"""
-        return self._slot("slots", self.emitter.size)
+        return self.full if self.lies else self._slot("slots", self.emitter.size)
 
     def _place(self, slots: View, index: Index) -> View:
         """and where in it a rank's chunk lies."""
+        if self.lies:
+            return self.part(index)
         row = slots.chunk(index, self.emitter.size).view(max(self.sizes), self.width)
         return self._head(row, index)
 
@@ -255,6 +261,8 @@ class Gather:
                 came += number
                 to = cut(self._place(slots, e.rank), within)
                 e.put(cut(self._leaving(step), within), to, step.to, arrived, came)
+        if self.lies:
+            self._keep(e.rank, self._own())
         for take in others:
             take(e.rank, self._own())
             for step in steps:
@@ -266,7 +274,8 @@ class Gather:
                 for number, within in enumerate(self.pieces, start=1):
                     e.expect(arrived, step.source, number)
                     take(step.chunk, cut(self._place(slots, step.chunk), within), within)
-        e.free(slots)
+        if not self.lies:
+            e.free(slots)
 
 
 @dataclass(frozen=True, slots=True)

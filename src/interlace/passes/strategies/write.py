@@ -38,7 +38,7 @@ from interlace.passes.strategies.pieces import (
     unfusable,
 )
 from interlace.passes.strategies.scatters import Combine, Scatter, Slabs
-from interlace.passes.strategies.whole import by_copies, lifted, lifts, unmovable
+from interlace.passes.strategies.whole import by_copies, lifts, unmovable
 from interlace.strategies import Strategy
 
 EXCHANGED = (
@@ -95,14 +95,15 @@ def write(
     chunks: int,
     number: int | None,
     kernels: bool = False,
-) -> list[Op]:
-    """The ops of a site, overlapped by the strategy of this row; `kernels` as of `Emitter`."""
+) -> tuple[list[Op], dict[str, str]]:
+    """The ops of a site, overlapped by the strategy of this row, and which buffers become slots of
+    their teams (`lifted`); `kernels` as of `Emitter`."""
     op = collective_of(values, site)
     if row.cut == "whole":
         listed = [values.program.ops[i] for i in site.ops]
         at = next(i for i, one in enumerate(listed) if one is op)
         made, slots = write_whole(values, names, op, row, number)
-        return lifted([*listed[:at], *made, *listed[at + 1 :]], slots)
+        return [*listed[:at], *made, *listed[at + 1 :]], slots
     emitter = Emitter(names, values.program.team(op.team), op, number, kernels)
     writer = _Writer(values, emitter, row, chunks)
     if isinstance(site, GatherSite):
@@ -111,7 +112,7 @@ def write(
         writer.all_reduce(site, op)
     else:
         writer.scatter(site, op)
-    return emitter.ops
+    return emitter.ops, writer.slots
 
 
 def write_whole(
@@ -129,6 +130,7 @@ class _Writer:
     def __init__(self, values: Dataflow, emitter: Emitter, row: Strategy, chunks: int) -> None:
         self.values, self.emitter, self.row, self.chunks = values, emitter, row, chunks
         self.compute = Compute(emitter, values)
+        self.slots: dict[str, str] = {}
 
     def declare(self, name: str, kind: str = "") -> None:
         """Allocates a buffer of the serial Program, unless the caller gives it."""
@@ -195,6 +197,10 @@ class _Writer:
             kind = Gather
         gather = kind(e, self.row, shard, full, layout.shard, width, box.dtype, site.whole)
         gather = replace(gather, pieces=self.pieces(site))
+        kept = site.whole and not exchange and layout.batch == 1 and len(set(layout.shard)) == 1
+        if kept and self.row.transport == "put" and lifts(self.values, op):
+            self.slots[name] = op.team
+            gather = replace(gather, lies=True)
         if sliced:
 
             def all_matmuls(pick: Pick, place: ChunkPlace) -> None:
