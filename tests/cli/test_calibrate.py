@@ -134,6 +134,7 @@ def test_errors(rows: Path, tmp_path: Path) -> None:
     here = ["--device", "cpu", "--out", str(tmp_path / "here.json")]
     text = run("calibrate", "--from", str(rows), *here, code=2)
     assert "measured on 'NVIDIA H200'" in text
+    assert "give --device cuda" in text
     assert not (tmp_path / "here.json").exists()
 
 

@@ -149,7 +149,7 @@ OTHERS = {
         HALVES.replace("128", "64"),
         "256",
         "128",
-        "whole tiles of 128 rows, and not 2 of 128",
+        "half ranges of whole tiles of 128 rows, and not 2 of 128",
     ),
     "not one piece": (PIECES, "pieces=2", "pieces=1", "it has 3 parts, and its kernel 2"),
     "values that jump": (PIECES, "value=3", "value=2", "values that do not rise by 1"),

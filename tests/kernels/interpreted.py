@@ -159,7 +159,7 @@ def check_scatter(draw: random.Random) -> None:
         weight_of(w, case["transposed"], TILE["BN"]),
         described(stage, *block), described(own, *block), stage, own, bias, counters,
         rows, columns, case["inner"],
-        SIZE=size, RANK=rank, SUBS=subs, OWN=own_parts,
+        SIZE=size, RANK=rank, SUBS=subs, OWN_PARTS=own_parts,
         TRANSPOSED=case["transposed"], BIAS=case["bias"], LATE=1,
         STORE_TMA=rows % TILE["BM"] == 0, HALVES=case["halves"], **TILE,
     )  # fmt: skip

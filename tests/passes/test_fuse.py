@@ -326,6 +326,32 @@ def f(tp: Team[{size}], x: bf16[{size * 512}, 8], w: bf16[8, 8], y: out[bf16[512
         assert [op.stream for op in sums] == ["arrivals"] * (own - 1) + ["main"]
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("rows", [2048, 4096])
+def test_no_sum_beside_the_kernel_waits_for_its_end(rows: int, size: int) -> None:
+    """Though what the last sum awaits, behind the kernel, says as much as what these await."""
+    made = run_pipeline(
+        parse(f"""
+def f(tp: Team[{size}], x: bf16[{size * rows}, 8], w: bf16[8, 8192], y: out[bf16[{rows}, 8192]]):
+    t = empty(bf16[{size * rows}, 8192])
+    main: call("aten.mm.out", x, w, out=t)
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+"""),
+        f"{LOWER},fuse",
+    )
+    (kernel,) = fused(made)
+    pieces = rows // 1024
+    assert kernel.kernel == FusedKernel(kind="scatter_matmul", pieces=pieces, own=pieces + 1)
+    after = made.ops[made.ops.index(kernel) :]
+    behind = [op.event for op in after if isinstance(op, Record) and op.stream == "main"]
+    beside = [
+        i for i, op in enumerate(made.ops) if isinstance(op, Call) and op.stream == "arrivals"
+    ]
+    assert len(beside) == pieces
+    waits = [op.event for op in made.ops[: beside[-1]] if isinstance(op, Wait)]
+    assert not {*waits} & {*behind}
+
+
 def scattered(rows: int) -> Program:
     """A matmul whose result is scattered over two ranks, so many rows to each."""
     return parse(f"""

@@ -226,6 +226,25 @@ def test_own_ranges_are_summed_beside_the_kernel() -> None:
                     assert log[own[0]][3] == number * TILES // (2 if sub == 3 else 1)
                     assert order.before(own[0], total)
                 assert order.before(order.one("launch"), total) == (part == 4)
+            assert fake.space.local(0) == launch.counters + 4 * (4 * WORLD + 1)
+
+
+def test_the_second_half_of_the_own_rows_has_a_word_of_its_own() -> None:
+    """Behind all others, as a Program by hand may wait for it."""
+    text = str(program("scatter", "beside"))
+    part = "out=t_slots[tp.rank].view(8, 8)[7:8]))"
+    last = "    arrivals: wait(e16, site=1)\n"  # for the first half
+    assert part in text
+    assert last in text
+    edited = text.replace(part, f"{part[:-1]}, record(half))")
+    edited = edited.replace(last, f"{last}    arrivals: wait(half)\n")
+    with fake_engine(parse(edited), 1) as fake:
+        inputs, (y,) = tensors("scatter")
+        for number in (1, 2, 3):
+            fake.run(inputs, [y])
+            log, order, launch = list(fake.log), Order(fake.log), launch_of(fake.log)
+            wait = order.one("wait", None, launch.counters + 4 * 4 * WORLD)
+            assert log[wait][3] == number * TILES // 2
 
 
 def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:

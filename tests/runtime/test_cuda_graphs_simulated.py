@@ -17,6 +17,7 @@ from tests.support.registered import REGISTERED, TEXTS
 
 from interlace.ir import Notify, Program, parse
 from interlace.options import Options
+from interlace.runtime.cuda.graphs import graphs
 from interlace.runtime.cuda.graphs.graphs import Graphs
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.prepare.plan import make_plan
@@ -108,6 +109,16 @@ def f(tp: Team[2], x: f32[4], y: out[f32[4]], n: out[f32[4]]):
 """A signal that is raised further than anybody waits for."""
 
 
+@pytest.fixture(params=[graphs.MANY, 0], ids=["", "apart"])
+def _few_and_many_words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many words of the other graph, these are cleared in a call of their own."""
+    monkeypatch.setattr(graphs, "MANY", request.param)
+
+
+few_and_many = pytest.mark.usefixtures("_few_and_many_words")
+
+
+@few_and_many
 @pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
 @pytest.mark.parametrize("text", [BEGUN, FURTHER], ids=["begun", "further"])
 def test_what_is_sound_ends_and_reads_nothing_too_early(
@@ -129,6 +140,7 @@ def test_what_is_sound_ends_and_reads_nothing_too_early(
             assert not simulate(replays.logs, random.Random(seed + number), look)
 
 
+@few_and_many
 @pytest.mark.parametrize("kind", TEXTS)
 def test_peers_touch_what_is_registered_only_in_its_ranks_own_run(kind: str, seed: int) -> None:
     with contextlib.ExitStack() as stack:
@@ -145,6 +157,7 @@ def test_peers_touch_what_is_registered_only_in_its_ranks_own_run(kind: str, see
             assert not simulate(replays.logs, random.Random(seed + number), look)
 
 
+@few_and_many
 @pytest.mark.parametrize(("site", "strategy"), SERVED)
 def test_schedules_of_passes_end_and_wait_for_no_more(site: str, strategy: str, seed: int) -> None:
     with contextlib.ExitStack() as stack:

@@ -224,17 +224,17 @@ class _Reader:
         wide, split_wide = (columns, inner) if self.gathers else (inner, columns)
         ranges = own_ranges(kernel, rows)
         for number, (chunk, piece) in enumerate(order):
-            made, own = self.products[number], chunk == rank
+            made, is_own = self.products[number], chunk == rank
             if (made.b, made.bias) != (mine.b, mine.bias):
                 raise ProgramError("its parts multiply by different matrices")
             height = rows // pieces
-            first, height = ranges[piece] if own else (piece * height, height)
-            at = chunk * rows + first if kernel.own else (piece * size + chunk) * height
+            first, height = ranges[piece] if is_own else (piece * height, height)
+            at = chunk * rows + first if own else (piece * size + chunk) * height
             split, whole = (made.out, made.a)[:: -1 if self.gathers else 1]
             self._matrix("whole", whole, at, (height, wide))
-            name, row = ("own", first) if own else ("others", at)
+            name, row = ("own", first) if is_own else ("others", at)
             self._matrix(name, split, row, (height, split_wide))
-            self._check_members(number, own)
+            self._check_members(number, is_own)
         kind, dtype = self.box(mine.a).dtype, self.box(mine.out).dtype
         signal, value = self._signal(team, order)
         return KernelMatmul(
@@ -287,13 +287,15 @@ class _Reader:
             raise ProgramError(why)
         (length, inner), columns = a.sizes, out.sizes[1]
         pieces, own = self.kernel.pieces, self.kernel.own or self.kernel.pieces
-        parts = own if own <= pieces else 2 * pieces  # the last has one of so many
+        halved = own > pieces
+        parts = 2 * pieces if halved else own  # the last part is one of so many
         rows, pieces = length * parts, max(pieces, parts)
         if max(size * rows, inner, columns) >= LIMIT:
             raise ProgramError(f"an extent of {LIMIT} or more")
         if pieces > 1 and (rows % pieces or rows // pieces % TILE_ROWS):
+            what = "half ranges" if halved else "ranges"
             raise ProgramError(
-                f"its kernel makes ranges of whole tiles of {TILE_ROWS} rows, and not {pieces} of "
+                f"its kernel makes {what} of whole tiles of {TILE_ROWS} rows, and not {pieces} of "
                 f"{rows}"
             )
         return rows, inner, columns

@@ -452,8 +452,8 @@ class FusedKernel:
     one scale a range). Each range awaits a value of one signal, 1 more than the range before it.
     `scatter_matmul` multiplies the rows of rank + 1, rank + 2, ... in `pieces` ranges each, and
     last the rank's own rows, in `own` ranges: in one; in `pieces` as well; or in one more, where
-    the last two are halves. Or (`own` = 0) it goes range by range, the same range of every rank
-    before the next.
+    the last piece is made in halves. Or (`own` = 0) it goes range by range, the same range of every
+    rank before the next.
     """
 
     kind: str = field(metadata=written(words=("gather_matmul", "scatter_matmul")))

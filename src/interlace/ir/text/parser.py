@@ -224,7 +224,7 @@ class OpParser(Expressions):
         return tuple(found)
 
     def kernel(self, node: ast.expr) -> FusedKernel:
-        """`gather_matmul()` or `scatter_matmul(pieces=2, lead=1)`."""
+        """`gather_matmul()` or `scatter_matmul(pieces=2, own=3)`."""
         call = node if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
         word = call.func.id if call is not None and isinstance(call.func, ast.Name) else ""
         words = form_of(FusedKernel).words

@@ -98,7 +98,7 @@ def scatter_source(
         "SIZE": size,
         "RANK": rank,
         "SUBS": subs,
-        "OWN": own_parts,
+        "OWN_PARTS": own_parts,
         "TRANSPOSED": transposed,
         "BIAS": bias,
     }
@@ -279,9 +279,11 @@ class ScatterMatmul(PersistentMatmul):
             "stage": (rows, self._columns),
             "own": (self._rows, self._columns),
         }
-        if not 0 < own_parts <= subs:  # others are made like one part
-            ranges = max(subs, 2 * (own_parts - 1))
+        halved, slabs = own_parts > subs, own_parts == 0 and subs > 1
+        if halved or slabs:
+            ranges = 2 * subs if halved else subs
             assert self._rows % (ranges * config.bm) == 0, "ranges are whole tiles"
+        own_parts = subs + 1 if halved else int(not slabs)  # the others are made alike
         more = {"rank": self._rank, "subs": self.subs, "own_parts": own_parts}
         return scatter_source, shapes, more
 

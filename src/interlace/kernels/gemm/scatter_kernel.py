@@ -4,11 +4,11 @@
     part k = W-1      own = x[rank] @ w, likewise
 
 The rows of a part are cut in SUBS ranges, one after another and each with a counter, so that copies
-start early and what arrives last is little. If OWN > SUBS, the last range of the own rows is made
-in halves, of which the second has a counter behind all others: what is summed last is less.
+start early and what arrives last is little. If OWN_PARTS > SUBS, the last range of the own rows is
+made in halves, of which the second has a counter behind all others: what is summed last is less.
 
-An all-reduce goes slab by slab (OWN = 0): the same range of every part, then the next range; the
-rows of a slab lie together in x and in the stage, those of a part in its ranges of all slabs.
+An all-reduce goes slab by slab (OWN_PARTS = 0): the same range of every part, then the next range;
+the rows of a slab lie together in x and in the stage, those of a part in its ranges of all slabs.
 
 All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
 under way throughout. The counter of a tile is raised at k-step LATE of the block's next one, when
@@ -38,7 +38,7 @@ from interlace.kernels.gemm.device import (
 @triton.jit
 def spot(
     tile, rows, m_tiles, n_tiles,
-    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, OWN: tl.constexpr,
+    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, OWN_PARTS: tl.constexpr,
     BM: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """A tile's chunk, its row there, how far that chunk's rows lie behind in x and in the stage,
@@ -48,13 +48,13 @@ def spot(
     inside = tile - turn * (height * n_tiles)
     part = turn // SUBS
     sub = turn % SUBS
-    if OWN == 0:
+    if OWN_PARTS == 0:
         part = turn % SIZE
         sub = turn // SIZE
     chunk = (RANK + 1 + part) % SIZE
     counter = chunk * SUBS + sub
     first = sub * height
-    if OWN > SUBS:
+    if OWN_PARTS > SUBS:
         if turn == SIZE * SUBS - 1:
             height = height // 2
             if inside >= height * n_tiles:
@@ -63,7 +63,7 @@ def spot(
                 counter = SIZE * SUBS
     m, n = place(inside, height, n_tiles, GROUP_M)
     behind = chunk * rows
-    if OWN == 0:
+    if OWN_PARTS == 0:
         behind = (sub * (SIZE - 1) + chunk) * (rows // SUBS)
     return chunk, (first + m) * BM, behind, n, counter
 
@@ -71,12 +71,14 @@ def spot(
 @triton.jit
 def publish(
     counters, tile, rows, m_tiles, n_tiles,
-    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, OWN: tl.constexpr,
+    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, OWN_PARTS: tl.constexpr,
     BM: tl.constexpr, GROUP_M: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """Settles a tile's stores and raises the counter of its range."""
     settle(BY_TMA)
-    _, _, _, _, counter = spot(tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M)
+    _, _, _, _, counter = spot(
+        tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
+    )
     raise_counter(counters + counter)
 
 
@@ -96,7 +98,7 @@ def scatter_kernel(
     SIZE: tl.constexpr,
     RANK: tl.constexpr,
     SUBS: tl.constexpr,
-    OWN: tl.constexpr,
+    OWN_PARTS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -118,7 +120,7 @@ def scatter_kernel(
     late = tl.maximum(min(LATE, k_tiles - 2), 0)
     for tile in tl.range(first, tiles, programs, flatten=FLATTEN):
         chunk, row, at, n, _ = spot(
-            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
         )
         column = n * BN
         acc = tl.zeros([BM, BN], tl.float32)
@@ -129,7 +131,7 @@ def scatter_kernel(
             if (k == late) & (tile != first):
                 publish(
                     counters, tile - programs, rows, m_tiles, n_tiles,
-                    SIZE, RANK, SUBS, OWN, BM, GROUP_M, STORE_TMA,
+                    SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M, STORE_TMA,
                 )  # fmt: skip
         if BIAS:
             acc = add_bias(acc, bias, column, columns, BN)
@@ -155,5 +157,5 @@ def scatter_kernel(
     last = first + (tl.cdiv(tiles - first, programs) - 1) * programs
     publish(
         counters, last, rows, m_tiles, n_tiles,
-        SIZE, RANK, SUBS, OWN, BM, GROUP_M, STORE_TMA,
+        SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M, STORE_TMA,
     )  # fmt: skip

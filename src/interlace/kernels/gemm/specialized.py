@@ -299,7 +299,7 @@ def gather_kernel(
 @gluon.jit
 def scatter_load(
     x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, OWN: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, OWN_PARTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -308,7 +308,7 @@ def scatter_load(
     phase = 1
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
         _, row, behind, n, _ = spot(
-            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
         )
         at, phase = load_tile(
             x_desc, w_desc, behind + row, n * BN, k_tiles, a, b, full, empty, at, phase,
@@ -320,7 +320,7 @@ def scatter_load(
 def scatter_work(
     bias, rows, columns, m_tiles, n_tiles, k_tiles, a, b, out, full, empty, made, sent,
     HALF: gl.constexpr, SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr,
-    OWN: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
+    OWN_PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """A group of warps that multiplies its half of every tile and hands it on."""
@@ -332,7 +332,9 @@ def scatter_work(
             k_tiles, a, b, full, empty, at, phase, HALF, BM, BN, STAGES, TRANSPOSED
         )
         if BIAS:
-            _, _, _, n, _ = spot(tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M)
+            _, _, _, n, _ = spot(
+                tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
+            )
             acc = add_bias(acc, bias, n * BN, columns, BN)
         mbarrier.wait(sent.index(HALF), turn)
         out.index(HALF).store(acc.to(out.dtype))
@@ -344,14 +346,14 @@ def scatter_work(
 @gluon.jit
 def scatter_store(
     stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, OWN: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, OWN_PARTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """The warp that stores each half of a tile and says so."""
     phase = 0
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
         chunk, row, behind, n, counter = spot(
-            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN, BM, GROUP_M
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
         )
         for half in gl.static_range(2):
             mbarrier.wait(made.index(half), phase)
@@ -368,7 +370,7 @@ def scatter_store(
 @gluon.jit
 def scatter_kernel(
     x_desc, w_desc, stage_desc, own_desc, bias, counters, rows, columns, inner,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, OWN: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, OWN_PARTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -388,7 +390,7 @@ def scatter_kernel(
                 scatter_work,
                 (
                     bias, rows, columns, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, made, sent, 0, SIZE, RANK, SUBS, OWN,
+                    a, b, out, full, empty, made, sent, 0, SIZE, RANK, SUBS, OWN_PARTS,
                     BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
                 ),
             ),
@@ -396,7 +398,7 @@ def scatter_kernel(
                 scatter_work,
                 (
                     bias, rows, columns, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, made, sent, 1, SIZE, RANK, SUBS, OWN,
+                    a, b, out, full, empty, made, sent, 1, SIZE, RANK, SUBS, OWN_PARTS,
                     BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
                 ),
             ),
@@ -404,14 +406,14 @@ def scatter_kernel(
                 scatter_load,
                 (
                     x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
-                    SIZE, RANK, SUBS, OWN, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED,
+                    SIZE, RANK, SUBS, OWN_PARTS, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED,
                 ),
             ),
             (
                 scatter_store,
                 (
                     stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
-                    SIZE, RANK, SUBS, OWN, BM, BN, GROUP_M,
+                    SIZE, RANK, SUBS, OWN_PARTS, BM, BN, GROUP_M,
                 ),
             ),
         ],

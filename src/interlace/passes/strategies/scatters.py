@@ -50,8 +50,8 @@ class Scatter:
     soon; None is all."""
     own: Pieces = (None,)
     """What of the own rows is computed and summed together, so that all but the last is summed
-    while others are computed. Put: these pieces, the last of them maybe halved. Hosts: these
-    pieces, each behind those of the other hosts."""
+    while others are computed. Put: the pieces, the last of them maybe halved. Hosts: if several,
+    the pieces, each behind those of the other hosts."""
 
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
