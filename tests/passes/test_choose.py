@@ -118,6 +118,24 @@ def test_candidates_are_those_that_the_machine_can_run() -> None:
     assert "the GPUs have no such kernel; peer copies instead" in site.reason
 
 
+def test_kernels_of_packed_rows_are_counted_on_where_triton_compiles_them() -> None:
+    packed = parse("""
+def f(tp: Team[2], x: f8e4m3[2048, 2176], w: f8e4m3[4096, 2176]):
+    full = empty(f8e4m3[4096, 2176])
+    main: all_gather(x, full, team=tp)
+    t = empty(bf16[4096, 4096])
+    main: call("interlace.float8_mm.out", full, w.permute(1, 0), 2, None, True, out=t)
+    return t
+""")
+    gpu = default_machine("cuda")
+    other = gpu.replace(packed_kernels=False)
+    assert labels(packed, gpu) - labels(packed, other) == {"fused"}
+    (site,) = decomposed(packed, other, "strategy=fused").sites
+    assert (site.strategy, site.protocol) == ("peer", "put")
+    assert "the GPUs have no such kernel; peer copies instead" in site.reason
+    assert "fused" in labels(parse(SIZES["all_gather_matmul"]), other)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slow_link_between_hosts_is_fed_in_finer_slices(kind: str) -> None:
     """Which are not tried where all ranks are on one host."""

@@ -64,10 +64,16 @@ def test_kernels_are_counted_on_where_the_gpu_runs_them(
     monkeypatch.setattr(machine_file, "gpus_of", lambda _: "")
     default_machine("cuda").save(here)
     for options in (Options(), Options(graph=True)):
+        monkeypatch.setattr(machine_file, "refuse_packed", lambda: None)
         found = machine_for(options, "cuda")
         assert (found.kernels, found.captured) == (why is None, options.graph)
-        assert machine_file.built_in(options, "cuda") == found.replace(host="", kernels=False)
-        assert machine_for(Options(), "cpu").kernels
+        assert found.packed_kernels == found.kernels
+        none = found.replace(host="", kernels=False, packed_kernels=False)
+        assert machine_file.built_in(options, "cuda") == none
+        monkeypatch.setattr(machine_file, "refuse_packed", lambda: "another Triton")
+        assert machine_for(options, "cuda") == found.replace(packed_kernels=False)
+        here_too = machine_for(Options(), "cpu")
+        assert (here_too.kernels, here_too.packed_kernels) == (True, True)
 
 
 def calls(seconds: float) -> tuple[list[str], list[str], str]:

@@ -219,6 +219,8 @@ class Machine:
     """Whether runs are replays of a captured graph, so that the host issues nothing."""
     kernels: bool = True
     """Whether a GPU there runs the kernels of `fused`; this too is found when it is asked for."""
+    packed_kernels: bool = True
+    """And those of packed rows of FP8, which only some versions of Triton compile."""
 
     def replace(self, **changes: Any) -> Machine:
         """This machine with some figures changed."""

@@ -32,7 +32,7 @@ _TABLES = ("gemm_flops", "issue", "links", "between", "curves")
 _POSITIVE = frozenset(
     ("memory_bandwidth", "bandwidth", "units", "lanes", "fused", "seconds", "m", "k", "n", "world")
 ) | {"gemm_flops", "gemm_tile", "gemm_tiles"}
-_UNFILED = ("captured", "kernels")
+_UNFILED = ("captured", "kernels", "packed_kernels")
 
 
 def save(machine: Machine, path: str | os.PathLike[str]) -> None:

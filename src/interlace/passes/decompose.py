@@ -26,6 +26,7 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
+from interlace.passes.strategies.pieces import has_kernel
 from interlace.passes.strategies.whole import lifted, unmovable
 from interlace.passes.strategies.write import refusal, write, write_whole
 from interlace.strategies import names, strategy
@@ -136,8 +137,9 @@ class Decompose:
         row = strategy(self.strategy, self.protocol)
         assert row is not None, self.strategy
         why = refusal(values, found.site, row)
-        if row.name == "fused" and self.machine is not None and not self.machine.kernels:
-            why = why or "the GPUs have no such kernel"
+        if row.name == "fused" and not why and self.machine is not None:
+            if not has_kernel(values, found.site, self.machine):
+                why = "the GPUs have no such kernel"
         text = f"{self.strategy} cannot serve this site: {why}"
         copies = strategy("peer", "put")
         if why and row.name == "fused" and copies and not refusal(values, found.site, copies):

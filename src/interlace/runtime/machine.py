@@ -14,7 +14,7 @@ import torch
 
 from interlace.cost import Machine, default_machine, default_path
 from interlace.errors import CalibrationError
-from interlace.kernels.gemm.support import refuse_device
+from interlace.kernels.gemm.support import refuse_device, refuse_packed
 from interlace.options import Options
 
 
@@ -34,13 +34,15 @@ def machine_for(options: Options, device: str) -> Machine:
         machine = _calibrated(device, gpus) or default_machine(device)
     place = torch.device(device)
     kernels = place.type != "cuda" or refuse_device(place) is None
-    return _replayed(machine.replace(kernels=kernels), options)
+    packed = kernels and (place.type != "cuda" or refuse_packed() is None)
+    return _replayed(machine.replace(kernels=kernels, packed_kernels=packed), options)
 
 
 def built_in(options: Options, device: str) -> Machine:
     """The built-in model, the same everywhere, also where some GPU runs no kernels."""
     on_gpu = torch.device(device).type == "cuda"
-    return _replayed(default_machine(device).replace(kernels=not on_gpu), options)
+    there = dict.fromkeys(("kernels", "packed_kernels"), not on_gpu)
+    return _replayed(default_machine(device).replace(**there), options)
 
 
 def shared_machine(options: Options, device: str) -> Machine:

@@ -49,7 +49,13 @@ from interlace.passes.sites.cone import result_of
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
-from interlace.passes.strategies.pieces import DEFAULT_SLICES, MOST_PIECES, collective_of, parts
+from interlace.passes.strategies.pieces import (
+    DEFAULT_SLICES,
+    MOST_PIECES,
+    collective_of,
+    has_kernel,
+    parts,
+)
 from interlace.passes.strategies.whole import lifted
 from interlace.passes.strategies.write import refusal, write
 from interlace.passes.take_turns import TakeTurns
@@ -344,6 +350,7 @@ class Chooser:
             if (
                 row.amid
                 or not _serves(row, self._machine, apart)
+                or (row.name == "fused" and not has_kernel(values, site, self._machine))
                 or (other and (not gpu or self.protocol == "put"))
             ):
                 continue
@@ -397,7 +404,7 @@ def _serves(row: Strategy, machine: Machine, apart: bool) -> bool:
     gpu, reach = machine.device != "cpu", "peer" in dict(machine.links)
     if row.kernel and not gpu:
         return False
-    if (row.peers and not reach) or (row.name == "fused" and not machine.kernels):
+    if row.peers and not reach:
         return False
     return not (row.outdone and gpu and reach and not apart)
 

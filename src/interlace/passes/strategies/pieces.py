@@ -17,6 +17,7 @@ Note [Rows that come in time]
 
 from __future__ import annotations
 
+from interlace.cost import Machine
 from interlace.ir import Call, Collective, View
 from interlace.ir.kernels import TILE_ROWS, bias_of, ill_scaled, legible, unfit
 from interlace.ir.operators import matmul_of
@@ -189,6 +190,14 @@ def collective_of(values: Dataflow, site: MatmulSite) -> Collective:
 
 
 # kernels
+
+
+def has_kernel(values: Dataflow, site: MatmulSite, machine: Machine) -> bool:
+    """Whether the GPUs there run the kernels of a site, if any can serve it."""
+    calls = site.matmuls if isinstance(site, GatherSite) else site.cone.ops
+    specs = (matmul_of(op.fn) for i in calls if isinstance(op := values.program.ops[i], Call))
+    packed = any(spec is not None and spec.blocks is not None for spec in specs)
+    return machine.packed_kernels if packed else machine.kernels
 
 
 def unfusable(values: Dataflow, site: MatmulSite) -> str:
