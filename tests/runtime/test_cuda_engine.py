@@ -285,10 +285,10 @@ def test_kernels_take_their_turns_as_parts_say(size: int, monkeypatch: pytest.Mo
     pytest.importorskip("triton")
     from interlace.kernels.gemm import device, scatter_kernel, specialized
 
-    spot: Any = scatter_kernel.spot
-    special: Any = specialized.spot
+    scatter_place: Any = scatter_kernel.scatter_place
+    special: Any = specialized.scatter_place
     place: Any = device.place
-    assert special.fn is spot.fn
+    assert special.fn is scatter_place.fn
     monkeypatch.setattr(scatter_kernel, "place", place.fn)
     rank, tile, columns = size - 2, 16, 3
     for subs in range(1, 5):
@@ -307,7 +307,7 @@ def test_kernels_take_their_turns_as_parts_say(size: int, monkeypatch: pytest.Mo
                 wanted.append((size * subs if sub == subs else chunk * subs + sub, spots))
             found = list[tuple[int, set[tuple[int, int]]]]()
             for number in range(m_tiles * columns * size):
-                chunk, row, behind, n, counter = spot.fn(
+                chunk, row, behind, n, counter = scatter_place.fn(
                     number, rows, m_tiles, columns, size, rank, subs, own, tile, 4
                 )
                 assert counter in (size * subs, chunk * subs + row // height)

@@ -26,7 +26,7 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
-from interlace.passes.strategies.pieces import has_kernel
+from interlace.passes.strategies.fusable import has_kernel
 from interlace.passes.strategies.whole import lifted, unmovable
 from interlace.passes.strategies.write import refusal, write, write_whole
 from interlace.strategies import names, strategy

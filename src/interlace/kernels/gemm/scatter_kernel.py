@@ -36,7 +36,7 @@ from interlace.kernels.gemm.device import (
 
 
 @triton.jit
-def spot(
+def scatter_place(
     tile, rows, m_tiles, n_tiles,
     SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, OWN_PARTS: tl.constexpr,
     BM: tl.constexpr, GROUP_M: tl.constexpr,
@@ -76,7 +76,7 @@ def publish(
 ):  # fmt: skip
     """Settles a tile's stores and raises the counter of its range."""
     settle(BY_TMA)
-    _, _, _, _, counter = spot(
+    _, _, _, _, counter = scatter_place(
         tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
     )
     raise_counter(counters + counter)
@@ -119,7 +119,7 @@ def scatter_kernel(
     # Not the last k-step if there are more: the compiler puts the epilogue before this branch.
     late = tl.maximum(min(LATE, k_tiles - 2), 0)
     for tile in tl.range(first, tiles, programs, flatten=FLATTEN):
-        chunk, row, at, n, _ = spot(
+        chunk, row, at, n, _ = scatter_place(
             tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
         )
         column = n * BN

@@ -52,7 +52,7 @@ SCATTER_REGISTERS = gl.constexpr(224)
 """What that leaves the warps that multiply."""
 
 place = gluon.jit(device.place.fn)
-spot = gluon.jit(scatter_loop.spot.fn)
+scatter_place = gluon.jit(scatter_loop.scatter_place.fn)
 """The order of tiles and where they lie, as in the loops."""
 
 
@@ -307,7 +307,7 @@ def scatter_load(
     at = 0
     phase = 1
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
-        _, row, behind, n, _ = spot(
+        _, row, behind, n, _ = scatter_place(
             tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
         )
         at, phase = load_tile(
@@ -332,7 +332,7 @@ def scatter_work(
             k_tiles, a, b, full, empty, at, phase, HALF, BM, BN, STAGES, TRANSPOSED
         )
         if BIAS:
-            _, _, _, n, _ = spot(
+            _, _, _, n, _ = scatter_place(
                 tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
             )
             acc = add_bias(acc, bias, n * BN, columns, BN)
@@ -352,7 +352,7 @@ def scatter_store(
     """The warp that stores each half of a tile and says so."""
     phase = 0
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
-        chunk, row, behind, n, counter = spot(
+        chunk, row, behind, n, counter = scatter_place(
             tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, OWN_PARTS, BM, GROUP_M
         )
         for half in gl.static_range(2):

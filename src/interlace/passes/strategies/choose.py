@@ -49,11 +49,11 @@ from interlace.passes.sites.cone import result_of
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
+from interlace.passes.strategies.fusable import has_kernel
 from interlace.passes.strategies.pieces import (
     DEFAULT_SLICES,
     MOST_PIECES,
     collective_of,
-    has_kernel,
     parts,
 )
 from interlace.passes.strategies.whole import lifted

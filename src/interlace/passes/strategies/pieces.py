@@ -3,9 +3,6 @@
 >>> pieces(values, site, STRATEGIES["fused", None], chunks=0)
 4
 
-`unfusable` says why the kernels of the strategy `fused` cannot serve a site, as far as its own ops
-show it.
-
 Note [Rows that come in time]
     The blocks of a gather's kernel take tiles in turn, so they come to the next rank's rows up to
     a wave of tiles before their own rank's end: at 8192 x 8192 x 2560 on four GPUs, 104 of 132
@@ -17,10 +14,8 @@ Note [Rows that come in time]
 
 from __future__ import annotations
 
-from interlace.cost import Machine
-from interlace.ir import Call, Collective, View
-from interlace.ir.kernels import TILE_ROWS, bias_of, ill_scaled, legible, unfit
-from interlace.ir.operators import matmul_of
+from interlace.ir import Call, Collective
+from interlace.ir.kernels import TILE_ROWS
 from interlace.ir.sizes import Int, at_hand, counted
 from interlace.passes.sites.cone import blocks_of, lhs_of, result_of
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
@@ -187,49 +182,3 @@ def collective_of(values: Dataflow, site: MatmulSite) -> Collective:
     op = values.program.ops[site.collective]
     assert isinstance(op, Collective)
     return op
-
-
-# kernels
-
-
-def has_kernel(values: Dataflow, site: MatmulSite, machine: Machine) -> bool:
-    """Whether the GPUs there run the kernels of a site, if any can serve it."""
-    calls = site.matmuls if isinstance(site, GatherSite) else site.cone.ops
-    specs = (matmul_of(op.fn) for i in calls if isinstance(op := values.program.ops[i], Call))
-    packed = any(spec is not None and spec.blocks is not None for spec in specs)
-    return machine.packed_kernels if packed else machine.kernels
-
-
-def unfusable(values: Dataflow, site: MatmulSite) -> str:
-    """Why a site's matmuls cannot run as one kernel each, empty where they can."""
-    layout = site.layout
-    if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
-        return "its rows are not dealt evenly to the ranks, in one stack"
-    if not layout.rows[0]:
-        return "a rank has no rows"
-    if isinstance(site, GatherSite):
-        calls = site.matmuls
-    else:
-        calls = site.cone.ops
-        if len(calls) > 1 or site.cone.used:
-            return "more than one matmul makes what it reduces, or others use that as well"
-    return next(filter(None, (_matmul(values, site, i) for i in calls)), "")
-
-
-def _matmul(values: Dataflow, site: MatmulSite, index: int) -> str:
-    op = values.program.ops[index]
-    spec = matmul_of(op.fn) if isinstance(op, Call) else None
-    result = result_of(op)
-    if not isinstance(op, Call) or spec is None or not spec.fusable or result is None:
-        return "the kernel does mm, addmm and float8_mm only"
-    if not legible(op, spec):
-        return f"{op.fn} has arguments that the kernel does not take"
-    rows = site.layout.rows
-    why = ill_scaled(op, isinstance(site, GatherSite), rows[0], len(rows))
-    if why:
-        return why
-    right, bias = op.args[spec.lhs + 1], bias_of(op, spec)
-    assert isinstance(right, View)
-    added = values.box(bias) if isinstance(bias, View) else None
-    factors = values.box(lhs_of(op)), values.box(right)
-    return unfit(*factors, values.box(result), added, spec.blocks is not None)

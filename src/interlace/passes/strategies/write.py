@@ -25,6 +25,7 @@ from interlace.passes.strategies.chunks import (
     zero_padding,
 )
 from interlace.passes.strategies.emitter import Emitter, Names, Pieces, Place
+from interlace.passes.strategies.fusable import unfusable
 from interlace.passes.strategies.gathers import Dispatch, Gather, TakeRows
 from interlace.passes.strategies.pieces import (
     by_kernel,
@@ -35,7 +36,6 @@ from interlace.passes.strategies.pieces import (
     slabs,
     slices,
     sums_beside,
-    unfusable,
 )
 from interlace.passes.strategies.scatters import Combine, Scatter, Slabs
 from interlace.passes.strategies.whole import by_copies, lifts, unmovable
