@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
 
-from interlace.bench import overlap
+from interlace.bench import overlap, timing
 from interlace.bench.ranks import here
 from interlace.bench.sites import SiteCase
 from interlace.bench.timing import Timing, percentile, race
@@ -45,7 +45,7 @@ def raced() -> dict[str, Any]:
 
     runs = {"quick": quick, "uneven": uneven, "broken": broken}
     sets = {name: [(0,), (1,), (2,)] for name in runs}
-    timed = race(ranks, runs, sets, seconds=0.1, rounds=(3, 3))
+    timed = race(ranks, runs, sets, seconds=0.1, rounds=(3, 3), ahead=True)
     firsts = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     return {
         "rounds": {name: one.rounds for name, one in timed.items()},
@@ -68,6 +68,38 @@ def test_a_race(pool: Pool) -> None:
     # Before the race a short burst each; then all in every round, in its order.
     assert first["turns"] == ["quick", "uneven", "quick", "uneven", "quick", "uneven"]
     assert first["seen"] == [0, 1, 2]
+
+
+class Event:
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return 6.0
+
+
+class Ranks:
+    """This rank's host is quick; the slowest asks its device to wait for 7,000,000 cycles."""
+
+    cuda = True
+
+    def synchronize(self) -> None: ...
+
+    def align(self) -> None: ...
+
+    def maximum(self, values: list[float]) -> list[float]:
+        return [max(7e6, value) for value in values]
+
+
+def test_every_device_waits_for_the_slowest_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", waited.append)
+    monkeypatch.setattr(timing, "_marks", lambda _: (Event(), Event()))
+    ranks: Any = Ranks()
+    timing.burst(ranks, lambda: None, [()], 3, ahead=True)
+    timing.burst(ranks, lambda: None, [()], 3)
+    assert waited == [7_000_000, timing.LEAD_CYCLES]
 
 
 def ordered() -> list[str]:

@@ -115,6 +115,8 @@ def burst(
     All ranks call it; one without `run` meets the others and does nothing.
     """
     if run is None:
+        if ahead:
+            ranks.maximum([0])
         ranks.align()
         return 0.0, [], math.nan
     try:
@@ -126,6 +128,9 @@ def burst(
                 lead = max(lead, min(MOST_CYCLES, cycles))
     finally:
         ranks.synchronize()
+        if ahead:  # by the slowest host: a device that waited less would count the others' wait
+            (slowest,) = ranks.maximum([lead])
+            lead = int(slowest)
         time.sleep(REST_S)
         ranks.align()
     host: list[float] = []
