@@ -142,7 +142,9 @@ def op_cost(op: Op, box: Boxes, machine: Machine, teams: Mapping[str, Team], whe
             return Cost(*machine.link("peer").times(kind, _nbytes(box(view))), "peer")
         case Fused():
             return Cost(machine.launch_s)
-        case Record() | Wait() | Notify() | Expect() | HostSync():
+        case Notify():
+            return Cost(max(machine.signal_s, machine.event_s))
+        case Record() | Wait() | Expect() | HostSync():
             return Cost(machine.event_s)
         case Alloc(buffer=buffer) if buffer.kind == "symmetric":
             return Cost(machine.event_s)
