@@ -146,8 +146,10 @@ def _first_error(found: Sequence[dict[str, Any]], what: str) -> InterlaceError:
 
 
 def _tail(logs: Path, rank: int) -> str:
+    """The end of what a rank printed, without the frames of C++, which hide what torch says."""
     log = logs / str(rank)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = [line for line in lines if line and not line.startswith("frame #")]
     return "".join(f"\n  {line}" for line in lines[-NUM_LOG_LINES:])
 
 

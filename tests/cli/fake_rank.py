@@ -26,7 +26,8 @@ def work(settings: Mapping[str, Any], tell: Tell) -> dict[str, Any] | None:
     store.wait([f"up/{other}" for other in range(len(does))])
     match does[rank]:
         case "die":
-            print("the last words", file=sys.stderr, flush=True)
+            frames = "".join(f"frame #{number}: in a library\n" for number in range(30))
+            print(f"the last words\n{frames}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             os._exit(7)

@@ -204,7 +204,7 @@ class Machine:
     event_s: float = 0.0
     """How long a stream takes for an event, a signal or a slot."""
     signal_s: float = 0.0
-    """How long it takes to raise a signal, if longer: kernels around that do not run back to back."""
+    """How long it takes to raise a signal, if longer: kernels around it are not back to back."""
     lanes: int = 1
     """How many streams of a rank run at full speed at once; more share them."""
     backend: str
@@ -374,6 +374,7 @@ H200 = Machine(
                     ("reduce_scatter", EXCHANGE),
                     ("all_reduce", EXCHANGE_REDUCE),
                     ("get", GET),
+                    ("get@2", PUT),
                     ("put", PUT),
                 ),
             ),

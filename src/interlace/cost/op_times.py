@@ -139,7 +139,8 @@ def op_cost(op: Op, box: Boxes, machine: Machine, teams: Mapping[str, Team], whe
             return Cost(*times, transport, apart)
         case Put(src=view) | Get(src=view):
             kind = "put" if isinstance(op, Put) else "get"
-            return Cost(*machine.link("peer").times(kind, _nbytes(box(view))), "peer")
+            size = teams[op.team].size
+            return Cost(*machine.link("peer").times(kind, _nbytes(box(view)), size), "peer")
         case Fused():
             return Cost(machine.launch_s)
         case Notify():
