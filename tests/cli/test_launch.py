@@ -44,10 +44,7 @@ def test_the_report_of_rank_0_comes_back() -> None:
 @pytest.mark.parametrize(
     ("does", "kind", "told"),
     [
-        (
-            *(("wait", "die"), errors.PeerError),
-            "rank 1 of the demo was killed by signal 9\n  the last words",
-        ),
+        (("wait", "die"), errors.PeerError, "rank 1 of the demo was killed by signal 9"),
         pytest.param(
             *(("die", "wait"), errors.PeerError),
             "rank 0 of the demo was killed by signal 9",

@@ -197,6 +197,29 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         H200.save(tmp_path / "absent" / "machine.json")
 
 
+def test_what_a_get_costs_its_ranks() -> None:
+    """Measured: a stream stops where it raises a signal, and gets of more than two GPUs take longer
+    than puts."""
+    seconds: dict[tuple[int, str], float] = {}
+    for size in (2, 4):
+        program = parse(f"""
+def p(tp: Team[{size}], x: bf16[4096, 4096], y: out[bf16[4096, 4096]]):
+    slot = alloc(bf16[4096, 4096], symmetric=tp)
+    main: put(x, slot, peer=tp.rank + 1)
+    main: notify(told, to=tp.rank + 1)
+    main: expect(told, tp.rank - 1)
+    main: get(slot, peer=tp.rank + 1, dst=y)
+    main: free(slot)
+""")
+        teams = {team.name: team for team in program.teams}
+        for op in program.ops:
+            cost = op_cost(op, program.boxes(0), H200, teams, program.where(0))
+            seconds[size, type(op).__name__] = cost.seconds
+    assert seconds[2, "Get"] == seconds[2, "Put"] == seconds[4, "Put"]
+    assert 1.2 < seconds[4, "Get"] / seconds[4, "Put"] < 1.5
+    assert seconds[4, "Notify"] == 6e-6 > seconds[4, "Expect"]
+
+
 def test_replace_takes_figures() -> None:
     link = Link(latency_s=1.0, bandwidth=1.0)
     assert H200.replace(links=(("nccl", link),)).link("peer") is link
