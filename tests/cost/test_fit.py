@@ -46,6 +46,7 @@ def test_transfers() -> None:
     machine = fit(samples, H200)
     peer, nccl = machine.link("peer"), machine.link("nccl")
     assert sum(peer.times("get", 1e8)) == pytest.approx(5e-6 + 1e8 / 400e9, rel=0.02)
+    assert peer.times("get", 1e8, 2) == peer.times("get", 1e8, 4) == peer.times("get", 1e8)
     assert (peer.latency_s, peer.bandwidth) == pytest.approx((5e-6, 400e9), rel=0.01)
     assert sum(nccl.times("all_gather", 3e7, 4)) == pytest.approx(12e-6 + 3e7 / 350e9, rel=0.03)
     assert sum(nccl.times("all_gather", 3e7, 2)) == pytest.approx(9e-6 + 3e7 / 320e9, rel=0.03)
