@@ -23,7 +23,7 @@ from interlace.bench.rows import Row, read
 RESULTS = Path(__file__).parent / "results"
 UNCALIBRATED = {
     *("37b63c9", "04f0556", "1bf81fb", "5d06968", "f7faf6c"),
-    *("a33c21d", "c9d8fbb", "2816577", "4d50897", "503e9fe6", "9327550", "eb5699a"),
+    *("a33c21d", "c9d8fbb", "2816577", "4d50897", "503e9fe6", "9327550", "eb5699a", "5669619"),
     "ed488af5",  # of ed488af, beside 503e9fe6
 }
 """Commits whose overlap rows are of runs without a calibration: they all predict the same times,
