@@ -115,6 +115,7 @@ def assert_product(got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: ob
 CASES = [
     (4, 512, 512, 1024, torch.bfloat16, False, False),
     (4, 384, 2048, 2560, torch.bfloat16, True, False),
+    (4, 2048, 4096, 256, torch.bfloat16, True, False),  # keys or values of an 8B layer
     (2, 136, 1000, 2056, torch.float16, True, True),
     (3, 200, 344, 520, torch.float16, False, True),
     (8, 64, 1024, 4096, torch.bfloat16, False, False),
