@@ -70,16 +70,16 @@ def test_a_race(pool: Pool) -> None:
     assert first["seen"] == [0, 1, 2]
 
 
-class Event:
+class FakeEvent:
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other: FakeEvent) -> float:
         return 6.0
 
 
-class Ranks:
+class FakeRanks:
     """This rank's host is quick; the slowest asks its device to wait for 7,000,000 cycles."""
 
     cuda = True
@@ -95,8 +95,8 @@ class Ranks:
 def test_every_device_waits_for_the_slowest_host(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", waited.append)
-    monkeypatch.setattr(timing, "_marks", lambda _: (Event(), Event()))
-    ranks: Any = Ranks()
+    monkeypatch.setattr(timing, "_marks", lambda _: (FakeEvent(), FakeEvent()))
+    ranks: Any = FakeRanks()
     timing.burst(ranks, lambda: None, [()], 3, ahead=True)
     timing.burst(ranks, lambda: None, [()], 3)
     assert waited == [7_000_000, timing.LEAD_CYCLES]

@@ -33,8 +33,11 @@ def losses(times: Sequence[SiteTime], correct: Correct) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("commit", ["8ca51f4", "85a9c6d", "ed488af"])
-def test_neighbours_lead_to_strategies_near_the_best(commit: str) -> None:
+@pytest.mark.parametrize(
+    ("commit", "alone"), [("8ca51f4", 1.016), ("85a9c6d", 1.02), ("ed488af", 1.005)]
+)
+def test_neighbours_lead_to_strategies_near_the_best(commit: str, alone: float) -> None:
+    """And so does the built-in model alone, on two GPUs and (the last) on four."""
     with (ROOT / "benchmarks" / "results" / "overlap.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["commit"] == commit]
     machine = with_sites(default_machine("cuda").replace(sites=()), site_times(rows))
@@ -43,4 +46,4 @@ def test_neighbours_lead_to_strategies_near_the_best(commit: str) -> None:
     assert len(found) >= 30
     assert sum(found) / len(found) < 1.02
     assert max(found) < 1.12
-    assert sum(found) < sum(bare)
+    assert sum(found) < sum(bare) < alone * len(bare)

@@ -112,11 +112,9 @@ def burst(
     """Seconds for each launch, host seconds of each call, and the SM clock meanwhile, after `warm`
     launches and while the device waits `lead` cycles, or `ahead`, for a launch of the host.
 
-    All ranks call it; one without `run` meets the others and does nothing.
+    All ranks call it; one without `run` meets the others and does nothing (none goes `ahead` then).
     """
     if run is None:
-        if ahead:
-            ranks.maximum([0])
         ranks.align()
         return 0.0, [], math.nan
     try:

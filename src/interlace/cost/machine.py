@@ -310,12 +310,14 @@ NCCL_REDUCE = _curve(tuple(2 * size for size in SIZES), (20, 22, 33, 64, 140, 38
 EXCHANGE = _curve(SIZES[:6], (9, 9.5, 12, 20, 52, 190))
 """One kernel in which every rank writes to its peers."""
 EXCHANGE_REDUCE = _curve((12, 200, 1_600, 6_000, 24_000), (11, 12, 17, 33, 98))
-COPIED = (4, 256, 1_000, 2_100, 4_200, 8_400, 16_800, 33_600, 134_000)
-PUT = _curve(COPIED, (6, 6.7, 8.8, 11.8, 17, 21.5, 44.6, 90, 365))
+COPY_SIZES = (4, 256, 1_000, 2_100, 4_200, 8_400, 16_800, 33_600, 134_000)
+PUT = _curve(COPY_SIZES, (6, 6.7, 8.8, 11.8, 17, 21.5, 44.6, 90, 365))
 """Small ones with what their signals take to arrive, large ones as in a chain of puts, less what
 raising those takes (measured on two GPUs)."""
-GET = _curve(COPIED, (6, 6.7, 8.8, 15.9, 23, 29, 60, 122, 493))
-"""Beside matmuls on four GPUs gets of 17 MB took 60 to 80 us each, puts 45 to 60."""
+GET = _curve(COPY_SIZES, (6, 6.7, 8.8, 15.9, 23, 29, 60, 122, 493))
+"""A third more from 2 MB up. In graphs on four GPUs sites bound by the link (AG+GEMM 8192,4096,1024
+and 8192,4096,1536, GEMM+RS 8192,1024,4096 and 8192,1536,4096) took 248 to 294 us by gets, and 217
+to 234 by puts."""
 
 H200 = Machine(
     name="h200",
@@ -390,4 +392,6 @@ H200 = Machine(
 """Four H200s with 18 NVLinks a pair: gathers of 16 to 1024 MB and copies of 2 to 16 MB were
 measured, the rest is like what is published of such machines; so are links between hosts, where
 each GPU has an interface of 400 Gb/s. What NCCL steals is the time by which matmuls ended later
-beside its gathers (four H100s: 0.8 to 0.9 of the gather's own time), and fits `pipeline` best."""
+beside its gathers (four H100s: 0.8 to 0.9 of the gather's own time), and fits `pipeline` best.
+What a signal costs the stream that raises it is what GEMM+RS by `get` took longer than by `put` in
+graphs, over its three signals: 3 to 10 us each."""

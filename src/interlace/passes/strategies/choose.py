@@ -50,12 +50,7 @@ from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
 from interlace.passes.strategies.fusable import has_kernel
-from interlace.passes.strategies.pieces import (
-    DEFAULT_SLICES,
-    MOST_PIECES,
-    collective_of,
-    parts,
-)
+from interlace.passes.strategies.pieces import DEFAULT_SLICES, MOST_PIECES, collective_of, parts
 from interlace.passes.strategies.whole import lifted
 from interlace.passes.strategies.write import refusal, write
 from interlace.passes.take_turns import TakeTurns
