@@ -21,15 +21,9 @@ from interlace.bench.plots import (
 from interlace.bench.rows import Row, read
 
 RESULTS = Path(__file__).parent / "results"
-UNCALIBRATED = {
-    *("37b63c9", "04f0556", "1bf81fb", "5d06968", "f7faf6c"),
-    *("a33c21d", "c9d8fbb", "2816577", "4d50897", "503e9fe6", "9327550", "eb5699a", "5669619"),
-    "ed488af5",  # of ed488af, beside 503e9fe6
-}
-"""Commits whose overlap rows are of runs without a calibration: they all predict the same times,
-those of the built-in model. The pictures and tables show calibrated runs."""
 GPU = "NVIDIA H200"
-"""The GPU whose overlap rows are drawn: those of others are not compared with them."""
+"""The GPU whose overlap rows are drawn: those of others are not compared with them. Nor are rows of
+runs without a calibration, which predict what the built-in model does."""
 
 
 def drawer(rows: Sequence[Row], folder: Path) -> Callable[[Sequence[Row], Path], None] | None:
@@ -48,7 +42,7 @@ def drawer(rows: Sequence[Row], folder: Path) -> Callable[[Sequence[Row], Path],
 
 
 def _overlap(rows: Sequence[Row], path: Path, layers: Sequence[Row]) -> None:
-    rows = [row for row in rows if row["gpu"] == GPU and row["commit"] not in UNCALIBRATED]
+    rows = [row for row in rows if row["gpu"] == GPU and row["calibrated"] != "no"]
     draw_overlap(rows, path, layers)
 
 

@@ -17,7 +17,7 @@ from interlace.bench.rows import read
 from interlace.cli import app
 from interlace.commands.bench.commands import nbytes
 from interlace.commands.bench.interconnect import by_backend, size
-from interlace.cost import Machine
+from interlace.cost import Machine, default_machine, fingerprint
 
 pytestmark = pytest.mark.timeout(300)
 TINY = ("--device", "cpu", "--preset", "tiny", "--dtype", "f32", "--host-runs", "5")
@@ -46,6 +46,7 @@ def test_overlap(tmp_path: Path) -> None:
     assert set(only.split(",")) | {"gemm torch"} == {strategy for _, strategy in timed}
     for row in rows:
         assert row["error"] == ""
+        assert row["calibrated"] == "no"
         assert 0 < float(row["least_us"]) <= float(row["median_us"]) <= float(row["p90_us"])
         assert float(row["r"]) > 0
         assert row["torch"] and row["date"]  # noqa: PT018
@@ -58,9 +59,13 @@ def test_overlap(tmp_path: Path) -> None:
 
 
 def test_overlap_judges_bars_as_json_and_leaves_out_what_has_no_time(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    default_machine("cpu").replace(host=fingerprint()).save(file)
     given = ("--only", "auto,sequential", "--out", str(tmp_path), "--check", "--json")
-    done = bench_here("overlap", *TINY, *given, "--seconds", "0.001")
+    timed = ("--calibration", str(file), "--seconds", "0.001")
+    done = bench_here("overlap", *TINY, *given, *timed)
     report = json.loads(done.stdout)
+    assert report["facts"]["calibrated"] == "yes"
     assert len(report["skipped"]) == 3
     assert report["rows"] == report["bars"] == []
 

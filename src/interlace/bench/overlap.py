@@ -45,6 +45,8 @@ from interlace.bench.timing import host_times, race
 from interlace.bench.transfers import ROOF_SIZES, Roof, best_copy
 from interlace.errors import OptionError
 from interlace.launch import Tell
+from interlace.options import Options
+from interlace.runtime.machine import machine_for
 
 RIVALS = ("sequential", "async-tp")
 HOST_RUNS = 1000
@@ -84,6 +86,8 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
         case.check(ranks.size)
     tell({"event": "total", "total": len(cases), "doing": "links"})
     common = facts(ranks.device.type, settings.commit)
+    machine = machine_for(Options(calibration=settings.calibration), ranks.device.type)
+    common["calibrated"] = "yes" if machine.host else "no"
     roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
     smallest = {case.op: min(c.m * c.k * c.n for c in cases if c.op == case.op) for case in cases}
     measured: dict[int, list[Row]] = {}
