@@ -8,7 +8,7 @@ import pytest
 from benchmarks.passes import chain
 from tests.support.line_count import per_op
 
-from interlace.ir import parse
+from interlace.ir import Buffer, Copy, DType, Program, RankIndex, Table, Team, View, parse
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.passes.dependencies import Before, dependencies
@@ -19,6 +19,27 @@ def before(text: str, listed: bool = False) -> Before:
     """The dependencies of a Program, written from its first op on."""
     head = "def p(tp: Team[3], x: f32[2, 4], y: f32[6, 4], z: f32[6, 4]):\n"
     return dependencies(parse(head + text), listed)
+
+
+def test_programs_of_other_teams_or_tables_have_other_answers() -> None:
+    """Answers are kept from Program to Program: of equal views of equal buffers, but for the same
+    teams and tables alone."""
+
+    def follows(size: int, *rows: int) -> bool:
+        mine = View("x").chunk(0, "rows") if rows else View("x").chunk(RankIndex("tp"), 4)
+        program = Program(
+            teams=(Team("tp", size),),
+            tables=(Table("rows", "tp", rows),) if rows else (),
+            params=(Buffer("x", DType.f32, (8,)), Buffer("z", DType.f32, (4,))),
+            ops=tuple(Copy(src=View("z"), dst=to) for to in (View("x").slice(0, 4, 8), mine)),
+        )
+        return dependencies(program)[1] == (0,)
+
+    for _ in range(2):
+        assert not follows(2), "quarters 0 and 1"
+        assert follows(4)
+        assert not follows(2, 4, 4)
+        assert follows(2, 6, 2)
 
 
 GET = """

@@ -6,6 +6,9 @@
     False
 
 A pass decides for all ranks, so two views overlap here where they do on some rank.
+
+Passes ask for the same views again and again, of Programs that differ in their ops alone: answers
+hang on the steps of views, the shape of their buffer and the `World`, and are kept for these.
 """
 
 from __future__ import annotations
@@ -13,24 +16,88 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from interlace.ir import Access, AsStrided, Box, Buffer, Chunk, DType, Program, Slice, Step, View
+from interlace.ir import (
+    Access,
+    AsStrided,
+    Box,
+    Buffer,
+    Chunk,
+    Dim,
+    DType,
+    Program,
+    Slice,
+    Step,
+    Table,
+    Team,
+    View,
+)
+from interlace.ir.size_class import cached
 from interlace.ir.sizes import Int
 from interlace.ir.types import TableEntry, Where
+
+KEPT = 1 << 11
+"""Answers that are kept of each kind."""
 
 RNG_BUFFER = Buffer("rng", DType.u8, (1,))
 """Stands for the state that ops read and write when they draw random numbers."""
 
 
+class World:
+    """Who runs Programs of these teams and tables: resolvers of rank-dependent values."""
+
+    def __init__(
+        self,
+        teams: tuple[Team, ...],
+        tables: tuple[Table, ...],
+        ranks: tuple[int, ...] | None,
+        rank: int | None,
+    ) -> None:
+        self._program = Program(teams=teams, tables=tables, ranks=ranks, rank=rank)
+        self._wheres: dict[int, Where] = {}
+        self.ranks = self._representatives()
+
+    def where(self, rank: int) -> Where:
+        """The resolver for global `rank`."""
+        found = self._wheres.get(rank)
+        if found is None:
+            found = self._wheres[rank] = self._program.where(rank)
+        return found
+
+    def _representatives(self) -> tuple[int, ...]:
+        program, seen = self._program, dict[tuple[int, ...], int]()
+        if program.rank is not None:
+            return (program.rank,)
+        for rank, where in zip(program.world, program.wheres(program.world), strict=True):
+            places = where.members
+            key = tuple(places[t.name].index if t.name in places else -1 for t in program.teams)
+            seen.setdefault(key, rank)
+        return tuple(seen.values())
+
+
+_world = cached(64)(World)
+
+
+def world_of(program: Program) -> World:
+    """The same for all Programs with the same teams, tables and ranks."""
+    return _world(program.teams, program.tables, program.ranks, program.rank)
+
+
 def representatives(program: Program) -> tuple[int, ...]:
     """Ranks such that every other one resolves all views as one of them does."""
-    if program.rank is not None:
-        return (program.rank,)
-    seen: dict[tuple[int, ...], int] = {}
-    for rank in program.world:
-        places = program.where(rank).members
-        key = tuple(places[t.name].index if t.name in places else -1 for t in program.teams)
-        seen.setdefault(key, rank)
-    return tuple(seen.values())
+    return world_of(program).ranks
+
+
+Like = tuple[tuple[Dim, ...], tuple[Int, ...] | None, DType]
+"""What a buffer must have in common with another for views of equal steps to be equal boxes."""
+
+
+def _like(buffer: Buffer) -> Like:
+    return buffer.shape, buffer.strides, buffer.dtype
+
+
+def _view(like: Like, steps: tuple[Step, ...]) -> tuple[View, Buffer]:
+    shape, strides, dtype = like
+    return View("any", steps), Buffer("any", dtype, shape, strides=strides)
 
 
 Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
@@ -63,29 +130,32 @@ class Overlaps:
     def __init__(self, program: Program) -> None:
         self.buffers = {"rng": RNG_BUFFER, **program.buffers()}
         self.extents: list[Extent] = []
-        self._wheres = [program.where(rank) for rank in representatives(program)]
-        self._shapes: dict[object, int] = {}
+        self._world = world_of(program)
+        self._shapes: dict[Like, int] = {}
         self._alike: dict[str, int] = {}
         self._numbers: dict[tuple[int, tuple[Step, ...]], int] = {}
+        self._views: list[tuple[Like, tuple[Step, ...]]] = []
         self._answers: dict[tuple[int, int], bool] = {}
 
     def size(self, buffer: Buffer) -> Int:
         """The most bytes that a buffer spans on any rank."""
-        view = View(buffer.name)
-        return max((view.box(buffer, where).hull[1] for where in self._wheres), default=0)
+        view, world = View(buffer.name), self._world
+        hulls = (view.box(buffer, world.where(rank)).hull for rank in world.ranks)
+        return max((stop for _, stop in hulls), default=0)
 
     def number(self, view: View) -> int:
         """The view's number, which equal views of buffers of one shape share."""
         shape = self._alike.get(view.buffer)
         if shape is None:
-            buffer = self.buffers[view.buffer]
-            like = (buffer.shape, buffer.strides, buffer.dtype)
+            like = _like(self.buffers[view.buffer])
             shape = self._alike[view.buffer] = self._shapes.setdefault(like, len(self._shapes))
         key = (shape, view.steps)
         found = self._numbers.get(key)
         if found is None:
             found = self._numbers[key] = len(self.extents)
-            self.extents.append(self._extent(view))
+            like = _like(self.buffers[view.buffer])
+            self.extents.append(_extent(self._world, like, view.steps))
+            self._views.append((like, view.steps))
         return found
 
     def between(self, one: int, other: int) -> bool:
@@ -98,7 +168,8 @@ class Overlaps:
         key = (one, other) if one < other else (other, one)
         found = self._answers.get(key)
         if found is None:
-            found = self._answers[key] = self._compare(a, b)
+            steps = self._views[other][1]
+            found = self._answers[key] = _share_bytes(self._world, *self._views[one], steps)
         return found
 
     def covers(self, one: int, other: int) -> bool:
@@ -106,32 +177,37 @@ class Overlaps:
         a, b = self.extents[one], self.extents[other]
         return one == other or (a.full_start <= b.start and b.stop <= a.full_stop)
 
-    def _compare(self, a: Extent, b: Extent) -> bool:
-        count = max(len(a.boxes), len(b.boxes))
-        pairs = zip(_stretch(a.boxes, count), _stretch(b.boxes, count), strict=True)
-        return any(
-            mine is not None and theirs is not None and mine.overlaps(theirs)
-            for mine, theirs in pairs
-        )
 
-    def _extent(self, view: View) -> Extent:
-        buffer = self.buffers[view.buffer]
-        fixed = not any(map(rank_dependent, view.steps)) and not any(
-            isinstance(dim, TableEntry) for dim in buffer.shape
-        )
-        wheres = self._wheres[:1] if fixed else self._wheres
-        boxes = tuple(compared_box(view, buffer, where) for where in wheres)
-        held = [box for box in boxes if box is not None]
-        if not held:
-            return Extent(boxes, 0, 0, 0, 0)
-        hulls = [box.hull for box in held]
-        full = len(held) == len(boxes) and all(
-            box.nbytes == stop - start for box, (start, stop) in zip(held, hulls, strict=True)
-        )
-        starts, stops = [start for start, _ in hulls], [stop for _, stop in hulls]
-        return Extent(
-            boxes, min(starts), max(stops), max(starts) if full else 0, min(stops) if full else 0
-        )
+@cached(KEPT)
+def _extent(world: World, like: Like, steps: tuple[Step, ...]) -> Extent:
+    view, buffer = _view(like, steps)
+    fixed = not any(map(rank_dependent, steps)) and not any(
+        isinstance(dim, TableEntry) for dim in buffer.shape
+    )
+    ranks = world.ranks[:1] if fixed else world.ranks
+    boxes = tuple(compared_box(view, buffer, world.where(rank)) for rank in ranks)
+    held = [box for box in boxes if box is not None]
+    if not held:
+        return Extent(boxes, 0, 0, 0, 0)
+    hulls = [box.hull for box in held]
+    full = len(held) == len(boxes) and all(
+        box.nbytes == stop - start for box, (start, stop) in zip(held, hulls, strict=True)
+    )
+    starts, stops = [start for start, _ in hulls], [stop for _, stop in hulls]
+    return Extent(
+        boxes, min(starts), max(stops), max(starts) if full else 0, min(stops) if full else 0
+    )
+
+
+@cached(KEPT)
+def _share_bytes(world: World, like: Like, one: tuple[Step, ...], other: tuple[Step, ...]) -> bool:
+    """Whether two views of a buffer like that share a byte on some rank."""
+    a, b = _extent(world, like, one).boxes, _extent(world, like, other).boxes
+    count = max(len(a), len(b))
+    pairs = zip(_stretch(a, count), _stretch(b, count), strict=True)
+    return any(
+        mine is not None and theirs is not None and mine.overlaps(theirs) for mine, theirs in pairs
+    )
 
 
 def compared_box(view: View, buffer: Buffer, where: Where) -> Box | None:
@@ -168,36 +244,33 @@ class Meets:
     """Whether what a rank touches of a buffer is what another, so far away, touches of it."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.buffers = program, program.buffers()
-        self.ranks = representatives(program)
-        self.known: dict[object, bool] = {}
+        self._world, self._buffers = world_of(program), program.buffers()
 
     def at(self, team: str, name: str) -> Callable[[View, View, int], bool]:
         """The question for one buffer of a team. Buffers of one shape have the same answers."""
-        buffer = self.buffers[name]
-        shape = (team, buffer.shape, buffer.strides, buffer.dtype)
+        world, like = self._world, _like(self._buffers[name])
+        return lambda one, other, distance: _meet(
+            world, team, like, one.steps, other.steps, distance
+        )
 
-        def meet(one: View, other: View, distance: int) -> bool:
-            key = (shape, one.steps, other.steps, distance)
-            if key not in self.known:
-                self.known[key] = self.compare(team, buffer, one, other, distance)
-            return self.known[key]
 
-        return meet
-
-    def compare(self, team: str, buffer: Buffer, one: View, other: View, distance: int) -> bool:
-        """Compares the boxes of every rank with those of the rank so far away."""
-        for rank in self.ranks:
-            where = self.program.where(rank)
-            member = where.members.get(team)
-            if member is None:
-                continue
-            peer = member.ranks[(member.index + distance) % len(member.ranks)]
-            boxes: list[Box | None] = [
-                compared_box(one, buffer, where),
-                compared_box(other, buffer, self.program.where(peer)),
-            ]
-            mine, theirs = boxes
-            if mine is not None and theirs is not None and mine.overlaps(theirs):
-                return True
-        return False
+@cached(KEPT)
+def _meet(
+    world: World,
+    team: str,
+    like: Like,
+    one: tuple[Step, ...],
+    other: tuple[Step, ...],
+    distance: int,
+) -> bool:
+    """Compares the boxes of every rank with those of the rank so far away."""
+    for rank in world.ranks:
+        member = world.where(rank).members.get(team)
+        if member is None:
+            continue
+        peer = member.ranks[(member.index + distance) % len(member.ranks)]
+        mine = compared_box(*_view(like, one), world.where(rank))
+        theirs = compared_box(*_view(like, other), world.where(peer))
+        if mine is not None and theirs is not None and mine.overlaps(theirs):
+            return True
+    return False
