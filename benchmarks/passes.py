@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from interlace.bench.rows import append, facts
+from interlace.bench.transformer.models import MODELS
+from interlace.bench.transformer.stage_text import StageText
 from interlace.comm.host.signals import fence
 from interlace.cost import default_machine, simulate
 from interlace.ir import Notify, Program, parse, validate
-from interlace.passes import run_pipeline
+from interlace.options import Options
+from interlace.passes import lower, run_pipeline
 from interlace.passes.dependencies import dependencies
 from interlace.verify import check
 
@@ -38,6 +41,7 @@ BARS_MS = {
     "check, a deadlock": 2000,
     "dependencies": 800,
     "find_sites,decompose": 10_000,
+    "lower, 128 ranks": 10_000,
     "simulate": 1000,
     "1,000 fences": 50,
 }
@@ -149,6 +153,8 @@ def works(size: int) -> list[Work]:
     faulty = lacking_a_notify(deep)
     long, two, many = chain(size // 2), two_streams(size // 4), reductions(size)
     machine, whole = default_machine("cuda"), 8 * len(deep.ops)
+    dims = MODELS["llama3-70b"]
+    layer = parse(StageText(dims, layers=1, tp=8, dp=16, sequence=8192).forward())
     return [
         Work("validate", 8, len(many.ops), lambda: validate(many)),
         Work("check", 8, whole, lambda: check(deep)),
@@ -159,6 +165,7 @@ def works(size: int) -> list[Work]:
         Work("check, a deadlock", 8, whole - 8, lambda: check(faulty)),
         Work("dependencies", 4, len(long.ops), lambda: dependencies(long)),
         Work("find_sites,decompose", 4, len(long.ops), lambda: decomposed(long)),
+        Work("lower, 128 ranks", 128, len(layer.ops), lambda: lower(layer, Options(), machine)),
         Work("simulate", 4, 4 * len(two.ops), lambda: simulate(two, machine)),
         Work("1,000 fences", 1, 0, fences),
     ]

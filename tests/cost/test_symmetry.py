@@ -9,7 +9,14 @@ from tests.cost.test_between_hosts import APART
 from tests.passes.samples import KINDS, STRATEGIES
 
 from interlace.commands.files import scaled
-from interlace.cost import Machine, default_machine, predict, simulate
+from interlace.cost import (
+    Machine,
+    default_machine,
+    predict,
+    run_after_run,
+    seconds_a_run,
+    simulate,
+)
 from interlace.cost.graph import build
 from interlace.cost.machine import Link
 from interlace.cost.symmetry import Symmetry
@@ -65,8 +72,26 @@ def test_one_rank_stands_for_all_of_a_site(kind: str, name: str) -> None:
     pipeline = f"find_sites,decompose{{{STRATEGIES[name]}}},schedule,plan_memory,insert_sync"
     program = run_pipeline(KINDS[kind](4, "even", "f32", 0).program, pipeline)
     for device in ("cpu", "cuda"):
-        ranks, folded = like_all([program], default_machine(device))
+        machine = default_machine(device)
+        ranks, folded = like_all([program], machine)
         assert (ranks, folded) == ({0}, {"tp"})
+        timeline, host = run_after_run(program, machine)
+        expected = pytest.approx((timeline.makespan_s, host), rel=1e-9)
+        assert seconds_a_run(program, machine) == expected
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_sent_and_received_takes_lanes_from_computation(size: int) -> None:
+    """Two messages of each rank under a matmul: with it, more than there are lanes."""
+    program = parse(f"""def p(tp: Team[{size}], x: f32[512, 512], y: f32[512, 512]):
+    comm: group(send(x, peer=tp.rank + 1), recv(y, peer=tp.rank - 1))
+    main: call("aten.mm.default", x, x, out=(z := f32[512, 512]))
+    return z
+""")
+    machine = default_machine("cpu")
+    assert like_all([program], machine)[0] == {0}
+    alone = simulate(program.replace(ops=program.ops[1:]), machine).makespan_s
+    assert simulate(program, machine).figures(0).compute_s > alone
 
 
 @pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])

@@ -56,7 +56,9 @@ class Task:
     ports: tuple[str, ...] = ()
     """For each place which way a transfer's bytes go there: `in`, `out` or `both`."""
     alike: float = 1.0
-    """How many transfers it stands for at a host's interface."""
+    """How many transfers it stands for at a host's interface,"""
+    ends: int = 1
+    """and at a rank: one of a folded team sends this message, and receives one."""
     earliest: float = 0.0
     """When the host has issued it."""
     missing: int = 0
@@ -202,6 +204,7 @@ class _Builder:
         folded = team.name in self.symmetry.folded
         task = self.meet(key, team.ranks if folded else tuple(ends), cost, before, issued)
         self.tasks[task].alike = self.symmetry.beside.get(where.rank, 1)
+        self.tasks[task].ends = 2 if folded else 1
         return task
 
     def fused(

@@ -92,6 +92,14 @@ def run_after_run(program: Program, machine: Machine) -> tuple[Timeline, float]:
     return simulate(program, machine.replayed), run_issue_seconds(program, machine)
 
 
+def seconds_a_run(program: Program, machine: Machine) -> tuple[float, float]:
+    """The same in seconds, until the last rank's end, by symmetry: for what compares schedules."""
+    if not machine.issue:
+        return predict([program], machine).timeline.makespan_s, 0.0
+    timeline = predict([program], machine.replayed).timeline
+    return timeline.makespan_s, run_issue_seconds(program, machine)
+
+
 class _Play:
     """Runs the tasks of a graph. Time passes from event to event; speeds change only there."""
 
@@ -185,7 +193,7 @@ class _Play:
                 continue
             link = self.links[cost.transport, cost.between]
             if not interface:
-                load += link.lane
+                load += link.lane * tasks[other].ends
                 stolen = max(stolen, link.steals)
             if mine.transport is not None and cost.between == mine.between:
                 weight = tasks[other].alike if interface else 1.0

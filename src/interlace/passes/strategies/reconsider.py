@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from interlace.cost import Machine, run_after_run
+from interlace.cost import Machine, seconds_a_run
 from interlace.ir import Program, Site
 
 SOONER = 0.999
@@ -48,8 +48,7 @@ def reconsidered(
         return made
 
     def took(program: Program) -> float:
-        timeline, host = run_after_run(program, machine)
-        return max(timeline.makespan_s, host)
+        return max(seconds_a_run(program, machine))
 
     best = least = took(made)
     found, ways = made, dict[int, str]()
