@@ -154,7 +154,8 @@ def works(size: int) -> list[Work]:
     long, two, many = chain(size // 2), two_streams(size // 4), reductions(size)
     machine, whole = default_machine("cuda"), 8 * len(deep.ops)
     dims = MODELS["llama3-70b"]
-    layer = parse(StageText(dims, layers=1, tp=8, dp=16, sequence=8192).forward())
+    wide_dp = max(2, size * 16 // 10_000)
+    layer = parse(StageText(dims, layers=1, tp=8, dp=wide_dp, sequence=8192).forward())
     return [
         Work("validate", 8, len(many.ops), lambda: validate(many)),
         Work("check", 8, whole, lambda: check(deep)),
@@ -165,7 +166,12 @@ def works(size: int) -> list[Work]:
         Work("check, a deadlock", 8, whole - 8, lambda: check(faulty)),
         Work("dependencies", 4, len(long.ops), lambda: dependencies(long)),
         Work("find_sites,decompose", 4, len(long.ops), lambda: decomposed(long)),
-        Work("lower, 128 ranks", 128, len(layer.ops), lambda: lower(layer, Options(), machine)),
+        Work(
+            "lower, 128 ranks",
+            8 * wide_dp,
+            len(layer.ops),
+            lambda: lower(layer, Options(), machine),
+        ),
         Work("simulate", 4, 4 * len(two.ops), lambda: simulate(two, machine)),
         Work("1,000 fences", 1, 0, fences),
     ]

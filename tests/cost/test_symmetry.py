@@ -8,21 +8,17 @@ import pytest
 from tests.cost.test_between_hosts import APART
 from tests.passes.samples import KINDS, STRATEGIES
 
+from interlace.bench.transformer.models import MODELS
+from interlace.bench.transformer.stage_text import StageText
 from interlace.commands.files import scaled
-from interlace.cost import (
-    Machine,
-    default_machine,
-    predict,
-    run_after_run,
-    seconds_a_run,
-    simulate,
-)
+from interlace.cost import Machine, default_machine, predict, run_after_run, simulate
 from interlace.cost.graph import build
 from interlace.cost.machine import Link
 from interlace.cost.symmetry import Symmetry
 from interlace.ir import Program, Team, parse, parse_set
 from interlace.options import Options
 from interlace.passes import lower, run_pipeline
+from interlace.strategies import StrategyName
 
 SHARED = APART.replace(between=(("gloo", Link(latency_s=0.5, bandwidth=8.0, shared=True)),))
 STEP = """
@@ -75,23 +71,60 @@ def test_one_rank_stands_for_all_of_a_site(kind: str, name: str) -> None:
         machine = default_machine(device)
         ranks, folded = like_all([program], machine)
         assert (ranks, folded) == ({0}, {"tp"})
-        timeline, host = run_after_run(program, machine)
-        expected = pytest.approx((timeline.makespan_s, host), rel=1e-9)
-        assert seconds_a_run(program, machine) == expected
+        (one, host), (all_of_them, same) = (
+            run_after_run(program, machine, fold) for fold in (True, False)
+        )
+        assert one.makespan_s == pytest.approx(all_of_them.makespan_s, rel=1e-9)
+        assert host == same
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_what_is_sent_and_received_takes_lanes_from_computation(size: int) -> None:
-    """Two messages of each rank under a matmul: with it, more than there are lanes."""
-    program = parse(f"""def p(tp: Team[{size}], x: f32[512, 512], y: f32[512, 512]):
+BESIDE = {
+    "a matmul": 'call("aten.mm.default", w, w, out=(z := f32[512, 512]))',
+    "a collective": 'all_reduce(w, w, reduce="sum", team=tp)',
+    "another team's collective": 'all_reduce(w, w, reduce="sum", team=dp)',
+    "a put": "put(w, far[tp.rank], peer=tp.rank + 1)",
+    "a get": "get(far[tp.rank], peer=tp.rank + 1)",
+    "a message": "group(send(w, peer=tp.rank + 1), recv(v, peer=tp.rank - 1))",
+}
+
+
+@pytest.mark.parametrize("team", ["Team[1]", "Team[2]", "Team[4]", "Team[2].on([0], [1])"])
+@pytest.mark.parametrize("beside", [*BESIDE, "a put and a get"])
+def test_messages_share_with_what_goes_beside_them(beside: str, team: str) -> None:
+    """Each rank sends one and receives one, which take two lanes; to itself it is one."""
+    others = [BESIDE[part] for part in BESIDE if part in beside.split(" and ")]
+    lines = "".join(f"    s{i}: {line}\n" for i, line in enumerate(others))
+    program = parse(f"""def p(dp: Team[2], tp: {team},
+      x: f32[512, 512], y: f32[512, 512], w: f32[512, 512], v: f32[512, 512]):
+    far = alloc(f32[2048, 512], symmetric=tp)
     comm: group(send(x, peer=tp.rank + 1), recv(y, peer=tp.rank - 1))
-    main: call("aten.mm.default", x, x, out=(z := f32[512, 512]))
-    return z
+{lines}    return ()
 """)
-    machine = default_machine("cpu")
-    assert like_all([program], machine)[0] == {0}
-    alone = simulate(program.replace(ops=program.ops[1:]), machine).makespan_s
-    assert simulate(program, machine).figures(0).compute_s > alone
+    for machine in (default_machine("cpu"), default_machine("cuda"), APART, SHARED):
+        assert len(like_all([program], machine)[0]) == 1
+
+
+@pytest.mark.parametrize("strategy", ["auto", "shift", "ring", "peer", "fused"])
+def test_one_rank_stands_for_all_of_a_layer(strategy: StrategyName) -> None:
+    text = StageText(MODELS["llama3-8b"], layers=1, tp=4, dp=2, sequence=8192).forward()
+    machine = default_machine("cuda")
+    program = lower(parse(text), Options(strategy=strategy), machine)
+    assert len(program.ops) > 60
+    assert like_all([program], machine) == ({0}, {"dp", "tp"})
+
+
+def test_stages_that_share_a_team_are_not_folded_by_it() -> None:
+    """Also where the team's first rank is among those of the one Program that is asked about."""
+    program = parse("""def p(pp: Team[[0, 2], [1, 3]], x: f32[4]):
+    ranks(0, 1)
+    main: all_reduce(x, x, reduce="sum", team=pp)
+""")
+    assert Symmetry.of([program], fold=True).folded == frozenset()
+    sites = KINDS["all_gather_matmul"](4, "even", "f32", 0).program
+    for rank in range(4):
+        one = sites.instantiate(rank)
+        assert Symmetry.of([one], fold=True).folded == frozenset()
+        assert lower(one, Options(), default_machine("cuda")).rank == rank
 
 
 @pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])

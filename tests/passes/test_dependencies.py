@@ -8,6 +8,7 @@ import pytest
 from benchmarks.passes import chain
 from tests.support.line_count import per_op
 
+from interlace.errors import ProgramError
 from interlace.ir import Buffer, Copy, DType, Program, RankIndex, Table, Team, View, parse
 from interlace.options import Options
 from interlace.passes import lower
@@ -40,6 +41,34 @@ def test_programs_of_other_teams_or_tables_have_other_answers() -> None:
         assert follows(4)
         assert not follows(2, 4, 4)
         assert follows(2, 6, 2)
+
+
+def test_another_distance_has_another_answer() -> None:
+    """A put of the rows of the next rank is read by that one alone: for the one after, no signal
+    orders anything."""
+
+    def read(distance: int) -> Before:
+        return before(f"""
+    full = alloc(f32[6, 4], symmetric=tp)
+    main: put(x, full[tp.rank], peer=tp.rank + 1)
+    main: notify(here, to=tp.rank + 1)
+    main: expect(here, tp.rank - 1)
+    main: copy(full[tp.rank - {distance}], y[0:2])
+""")
+
+    for _ in range(2):
+        assert read(1)[4] == (0, 3)
+        assert read(2)[4] == (0,)
+
+
+def test_a_view_that_cannot_be_is_told_by_the_name_of_its_buffer() -> None:
+    program = Program(
+        teams=(tp := Team("tp", 2),),
+        params=(Buffer("weights", DType.f32, (9,)), Buffer("z", DType.f32, (4,))),
+        ops=(Copy(src=View("weights").chunk(tp.rank, 2), dst=View("z")),),
+    )
+    with pytest.raises(ProgramError, match="of a view of 'weights'"):
+        dependencies(program)
 
 
 GET = """

@@ -87,7 +87,7 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
     tell({"event": "total", "total": len(cases), "doing": "links"})
     common = facts(ranks.device.type, settings.commit)
     machine = machine_for(Options(calibration=settings.calibration), ranks.device.type)
-    common["calibrated"] = "yes" if machine.host else "no"
+    common["calibrated"] = "yes" if machine.host or settings.calibration else "no"
     roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
     smallest = {case.op: min(c.m * c.k * c.n for c in cases if c.op == case.op) for case in cases}
     measured: dict[int, list[Row]] = {}

@@ -15,7 +15,7 @@ from interlace.cost.fit import Sample, fit
 from interlace.cost.machine import Machine, default_machine
 from interlace.cost.machine_file import default_path, fingerprint
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
-from interlace.cost.simulate import Prediction, predict, run_after_run, seconds_a_run, simulate
+from interlace.cost.simulate import Prediction, predict, run_after_run, simulate
 from interlace.cost.site_times import SiteKey, SiteTime
 from interlace.cost.timeline import Span, Timeline
 
@@ -36,6 +36,5 @@ __all__ = [
     "predict",
     "run_after_run",
     "run_issue_seconds",
-    "seconds_a_run",
     "simulate",
 ]

@@ -54,11 +54,10 @@ class Task:
     share one."""
     cost: Cost
     ports: tuple[str, ...] = ()
-    """For each place which way a transfer's bytes go there: `in`, `out` or `both`."""
+    """For each place which way a transfer's bytes go there: `in`, `out` or `both`; `each` where it
+    stands for two, of which one goes out and one comes in: a message of a folded team."""
     alike: float = 1.0
-    """How many transfers it stands for at a host's interface,"""
-    ends: int = 1
-    """and at a rank: one of a folded team sends this message, and receives one."""
+    """How many transfers it stands for at a host's interface."""
     earliest: float = 0.0
     """When the host has issued it."""
     missing: int = 0
@@ -204,7 +203,8 @@ class _Builder:
         folded = team.name in self.symmetry.folded
         task = self.meet(key, team.ranks if folded else tuple(ends), cost, before, issued)
         self.tasks[task].alike = self.symmetry.beside.get(where.rank, 1)
-        self.tasks[task].ends = 2 if folded else 1
+        if folded and ends[1]:  # not to itself
+            self.tasks[task].ports = ("each",)
         return task
 
     def fused(

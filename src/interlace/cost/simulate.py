@@ -43,7 +43,7 @@ def simulate(
     """
     machine = default_machine(machine) if isinstance(machine, str) else machine
     listed = together(programs, "interlace.simulate")
-    return _played(listed, machine, None).timeline(listed)
+    return _played(listed, machine).timeline(listed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,46 +65,38 @@ class Prediction:
 
 def predict(programs: Sequence[Program], machine: Machine) -> Prediction:
     """One run by symmetry: it takes no longer where more ranks do the same (`Symmetry`)."""
-    symmetry = Symmetry.of(programs, fold=True)
-    play = _played(programs, machine, symmetry)
-    return Prediction(play.timeline(programs), symmetry.ranks, play.busy())
+    play = _played(programs, machine, fold=True)
+    return Prediction(play.timeline(programs), play.ranks, play.busy())
 
 
-def _played(programs: Sequence[Program], machine: Machine, symmetry: Symmetry | None) -> _Play:
-    sizes = programs[0].sizes if programs else FIXED
+def _played(programs: Sequence[Program], machine: Machine, fold: bool = False) -> _Play:
+    sizes, symmetry = programs[0].sizes if programs else FIXED, Symmetry.of(programs, fold)
     with deciding(sizes):  # what is noted here is for nothing: predictions are for these sizes
         graph = build(programs, machine, symmetry)
-    play = _Play(graph, machine)
+    play = _Play(graph, machine, symmetry.ranks)
     play.run()
     if play.left:
         raise SoundnessError(graph.stuck([end is not None for end in play.end]))
     return play
 
 
-def run_after_run(program: Program, machine: Machine) -> tuple[Timeline, float]:
+def run_after_run(program: Program, machine: Machine, fold: bool = False) -> tuple[Timeline, float]:
     """The predicted timeline of a run amid others, which the host has issued by then, and how long
-    the host takes to issue one: the longer of the two is what a run takes.
+    the host takes to issue one: the longer of the two is what a run takes. With `fold` it is of as
+    few ranks as tell that (`Symmetry`).
 
     A machine that does not tell what issuing costs is taken from idle.
     """
-    if not machine.issue:
-        return simulate(program, machine), 0.0
-    return simulate(program, machine.replayed), run_issue_seconds(program, machine)
-
-
-def seconds_a_run(program: Program, machine: Machine) -> tuple[float, float]:
-    """The same in seconds, until the last rank's end, by symmetry: for what compares schedules."""
-    if not machine.issue:
-        return predict([program], machine).timeline.makespan_s, 0.0
-    timeline = predict([program], machine.replayed).timeline
-    return timeline.makespan_s, run_issue_seconds(program, machine)
+    play = _played([program], machine.replayed if machine.issue else machine, fold)
+    host_s = run_issue_seconds(program, machine) if machine.issue else 0.0
+    return play.timeline([program]), host_s
 
 
 class _Play:
     """Runs the tasks of a graph. Time passes from event to event; speeds change only there."""
 
-    def __init__(self, graph: TaskGraph, machine: Machine) -> None:
-        self.graph, self.machine = graph, machine
+    def __init__(self, graph: TaskGraph, machine: Machine, ranks: Mapping[int, int]) -> None:
+        self.graph, self.machine, self.ranks = graph, machine, ranks
         count = len(graph.tasks)
         self.missing = [task.missing for task in graph.tasks]
         self.end: list[float | None] = [None] * count
@@ -184,23 +176,30 @@ class _Play:
 
     def _share(self, index: int, place: int) -> float:
         tasks, company, interface = self.graph.tasks, self.active[place], place < 0
-        load, stolen, sharing = 0.0, 0.0, 0.0
-        mine = tasks[index].cost
+        load, stolen, mine = 0.0, 0.0, tasks[index].cost
+        going = {"out": 0.0, "in": 0.0, "both": 0.0, "each": 0.0}
+        """Transfers at the place, by port."""
         for other in company:
-            cost = tasks[other].cost
+            cost, port = tasks[other].cost, _port(tasks[other], place)
             if cost.transport is None:
                 load += 1
                 continue
             link = self.links[cost.transport, cost.between]
             if not interface:
-                load += link.lane * tasks[other].ends
+                load += link.lane * (2 if port == "each" else 1)
                 stolen = max(stolen, link.steals)
             if mine.transport is not None and cost.between == mine.between:
-                weight = tasks[other].alike if interface else 1.0
-                sharing += weight if _same_way(tasks[index], tasks[other], place) else 0.0
+                going[port] += tasks[other].alike if interface else 1.0
         share = min(1.0, self.machine.lanes / load) if load else 1.0
         if mine.transport is None:
             return share * (1.0 - stolen)
+        outward, inward = (going[way] + going["both"] + going["each"] for way in ("out", "in"))
+        sharing = {
+            "out": outward,
+            "in": inward,
+            "both": outward + inward - going["both"],
+            "each": max(outward, inward),
+        }[_port(tasks[index], place)]
         return (share if self.links[mine.transport, mine.between].lane else 1.0) / sharing
 
     # what is told of it
@@ -233,7 +232,6 @@ class _Play:
         return found
 
 
-def _same_way(one: Task, other: Task, place: int) -> bool:
-    """Whether two transfers go the same way through the link of a place."""
-    ports = {task.ports[task.places.index(place)] for task in (one, other)}
-    return len(ports) == 1 or "both" in ports
+def _port(task: Task, place: int) -> str:
+    """Which way a transfer goes through the link of a place."""
+    return task.ports[task.places.index(place)]

@@ -89,8 +89,10 @@ def _folded(homes: Homes, places: Places) -> tuple[frozenset[str], dict[int, int
     of all that may be folded one after another is left out, that which tears the others least."""
     programs = {id(program): program for program in homes.values()}.values()
     kept = {name for program in programs for name in _told_apart(program)}
-    for rank, members in places.items():
-        kept |= {name for name, m in members.items() if homes.get(m.ranks[0]) is not homes[rank]}
+    teams = {(name, id(m.ranks)): m.ranks for each in places.values() for name, m in each.items()}
+    kept |= {
+        name for (name, _), ranks in teams.items() if len({id(homes.get(r)) for r in ranks}) > 1
+    }
     folded = sorted({team.name for program in programs for team in program.teams} - kept)
     stand, torn = _standing(places, folded)
     while torn:

@@ -68,7 +68,7 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     _storage_edges(overlaps, touched, edges)
     places: Edges = edges if listed else [set() for _ in program.ops]
     _lifetime_edges(program, touched, edges, places)
-    frozen = _is_frozen(program)
+    frozen = is_frozen(program)
     signal_edges(program, touched, edges, places, frozen)
     if frozen:
         held = symmetric_buffers(program)
@@ -100,7 +100,8 @@ def meets_peers(op: Op, symmetric: Mapping[str, Buffer]) -> bool:
     return ordering.frees in symmetric or ordering.meets_peers
 
 
-def _is_frozen(program: Program) -> bool:
+def is_frozen(program: Program) -> bool:
+    """Whether it is of one rank, or has teams with ranks of other Programs."""
     if program.rank is not None:
         return True
     world = set(program.world)

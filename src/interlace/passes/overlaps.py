@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from interlace.errors import ProgramError
 from interlace.ir import (
     Access,
     AsStrided,
@@ -136,6 +137,7 @@ class Overlaps:
         self._numbers: dict[tuple[int, tuple[Step, ...]], int] = {}
         self._views: list[tuple[Like, tuple[Step, ...]]] = []
         self._answers: dict[tuple[int, int], bool] = {}
+        """What `_share_bytes` said, by numbers, which are found sooner than steps."""
 
     def size(self, buffer: Buffer) -> Int:
         """The most bytes that a buffer spans on any rank."""
@@ -153,9 +155,15 @@ class Overlaps:
         found = self._numbers.get(key)
         if found is None:
             found = self._numbers[key] = len(self.extents)
-            like = _like(self.buffers[view.buffer])
-            self.extents.append(_extent(self._world, like, view.steps))
-            self._views.append((like, view.steps))
+            buffer, world = self.buffers[view.buffer], self._world
+            try:
+                extent = _extent(world, _like(buffer), view.steps)
+            except ProgramError:
+                for rank in world.ranks:
+                    view.box(buffer, world.where(rank))  # which says whose view it is
+                raise
+            self.extents.append(extent)
+            self._views.append((_like(buffer), view.steps))
         return found
 
     def between(self, one: int, other: int) -> bool:
@@ -264,13 +272,14 @@ def _meet(
     distance: int,
 ) -> bool:
     """Compares the boxes of every rank with those of the rank so far away."""
+    near, far = _view(like, one), _view(like, other)
     for rank in world.ranks:
         member = world.where(rank).members.get(team)
         if member is None:
             continue
         peer = member.ranks[(member.index + distance) % len(member.ranks)]
-        mine = compared_box(*_view(like, one), world.where(rank))
-        theirs = compared_box(*_view(like, other), world.where(peer))
+        mine = compared_box(*near, world.where(rank))
+        theirs = compared_box(*far, world.where(peer))
         if mine is not None and theirs is not None and mine.overlaps(theirs):
             return True
     return False

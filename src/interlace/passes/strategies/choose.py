@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from interlace.cost import Machine, SiteKey, default_machine, seconds_a_run
+from interlace.cost import Machine, SiteKey, default_machine, run_after_run
 from interlace.cost.op_times import matmul_shape
 from interlace.cost.site_times import correction, doubt, host_at_most, measured
 from interlace.ir import (
@@ -120,8 +120,8 @@ def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
     played, before = Schedule().played(program)
     ordered = with_events(played, before or dependencies(played, listed=False))
     timed = Fuse().run(TakeTurns().run(ordered))
-    device, host = seconds_a_run(timed, machine)
-    return max(device, host), host
+    timeline, host = run_after_run(timed, machine, fold=True)
+    return max(timeline.makespan_s, host), host
 
 
 def label_of(row: Strategy | None, chunks: int = 0) -> str:

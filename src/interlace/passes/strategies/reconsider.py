@@ -14,8 +14,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from interlace.cost import Machine, seconds_a_run
+from interlace.cost import Machine, run_after_run
 from interlace.ir import Program, Site
+from interlace.passes.dependencies import is_frozen
 
 SOONER = 0.999
 """A schedule that takes more than this share of another is no better,"""
@@ -44,11 +45,12 @@ def reconsidered(
     Sites that are alike change together; those that were `done` before stay. `copies`: whether
     they may be used.
     """
-    if made.sizes.sizes:
+    if made.sizes.sizes or is_frozen(made):  # of ranks of other Programs too little is known
         return made
 
     def took(program: Program) -> float:
-        return max(seconds_a_run(program, machine))
+        timeline, host = run_after_run(program, machine, fold=True)
+        return max(timeline.makespan_s, host)
 
     best = least = took(made)
     found, ways = made, dict[int, str]()
