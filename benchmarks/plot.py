@@ -22,8 +22,7 @@ from interlace.bench.rows import Row, read
 
 RESULTS = Path(__file__).parent / "results"
 GPU = "NVIDIA H200"
-"""The GPU whose overlap rows are drawn: those of others are not compared with them. Nor are rows of
-runs without a calibration, which predict what the built-in model does."""
+"""The GPU whose overlap rows are drawn: those of others are not compared with them."""
 
 
 def drawer(rows: Sequence[Row], folder: Path) -> Callable[[Sequence[Row], Path], None] | None:
@@ -42,6 +41,7 @@ def drawer(rows: Sequence[Row], folder: Path) -> Callable[[Sequence[Row], Path],
 
 
 def _overlap(rows: Sequence[Row], path: Path, layers: Sequence[Row]) -> None:
+    """Draws calibrated runs: where the built-in model chooses, `auto` may take another strategy."""
     rows = [row for row in rows if row["gpu"] == GPU and row["calibrated"] != "no"]
     draw_overlap(rows, path, layers)
 

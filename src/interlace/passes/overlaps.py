@@ -111,7 +111,7 @@ def touched_by(program: Program) -> Touched:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class ViewExtent:
     """A view's bytes in its buffer: the box on each rank, and bounds that hold for all ranks."""
 
     boxes: tuple[Box | None, ...]
@@ -130,7 +130,7 @@ class Overlaps:
 
     def __init__(self, program: Program) -> None:
         self.buffers = {"rng": RNG_BUFFER, **program.buffers()}
-        self.extents: list[Extent] = []
+        self.extents: list[ViewExtent] = []
         self._world = world_of(program)
         self._shapes: dict[Like, int] = {}
         self._alike: dict[str, int] = {}
@@ -187,7 +187,7 @@ class Overlaps:
 
 
 @cached(KEPT)
-def _extent(world: World, like: Like, steps: tuple[Step, ...]) -> Extent:
+def _extent(world: World, like: Like, steps: tuple[Step, ...]) -> ViewExtent:
     view, buffer = _view(like, steps)
     fixed = not any(map(rank_dependent, steps)) and not any(
         isinstance(dim, TableEntry) for dim in buffer.shape
@@ -196,13 +196,13 @@ def _extent(world: World, like: Like, steps: tuple[Step, ...]) -> Extent:
     boxes = tuple(compared_box(view, buffer, world.where(rank)) for rank in ranks)
     held = [box for box in boxes if box is not None]
     if not held:
-        return Extent(boxes, 0, 0, 0, 0)
+        return ViewExtent(boxes, 0, 0, 0, 0)
     hulls = [box.hull for box in held]
     full = len(held) == len(boxes) and all(
         box.nbytes == stop - start for box, (start, stop) in zip(held, hulls, strict=True)
     )
     starts, stops = [start for start, _ in hulls], [stop for _, stop in hulls]
-    return Extent(
+    return ViewExtent(
         boxes, min(starts), max(stops), max(starts) if full else 0, min(stops) if full else 0
     )
 
