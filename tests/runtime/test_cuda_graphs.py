@@ -33,6 +33,7 @@ from interlace.runtime.prepare.plan import Turn
 
 CAPTURE = 4711
 NBYTES = 4 * WIDTH * WIDTH
+PLAIN = ["replay", "record"]
 log: list[tuple[Any, ...]] = []
 
 
@@ -404,6 +405,85 @@ def test_graphs_with_a_backend_copy_what_moves_or_is_another_storage(graphed: Gr
     assert not graphed.graphs.seen
     with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
         graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
+
+
+def sent(graphed: Graphed) -> None:
+    """As if the Program put its first input into a peer."""
+    graphed.graphs.sent = {graphed.fake.engine.context.plan.program.params[0].name}
+
+
+def another(graphed: Graphed, *tensors: torch.Tensor) -> None:
+    """Memory is freed, and allocated anew at the same address."""
+    numbers = graphed.fake.driver.allocations
+    numbers.update({t.data_ptr(): numbers.get(t.data_ptr(), 1) + 1 for t in tensors})
+
+
+def test_copies_to_peers_are_captured_anew_where_memory_is_another_allocation(
+    graphed: Graphed,
+) -> None:
+    """A GPU would read at address 0: captured.py, Note [Copies and allocations]."""
+    sent(graphed)
+    (x, other), w, y = (tensor(), tensor()), tensor(), tensor()
+    for each in (x, other, x, other):
+        assert graphed.kinds([each, w], [y]) == PLAIN
+    assert graphed.captures == 4
+    another(graphed, w, y)  # which are copied to nobody
+    assert graphed.kinds([x, w], [y]) == PLAIN
+    assert graphed.captures == 4
+    for number in range(3):
+        another(graphed, x)
+        assert graphed.kinds([x, w], [y]) == ["reset", "reset", *PLAIN]
+        assert graphed.captures == 6 + 2 * number
+        assert graphed.kinds([other, w], [y]) == PLAIN
+        assert graphed.kinds([x, w], [y]) == PLAIN
+    another(graphed, x, other)  # both pairs go
+    assert graphed.kinds([x, w], [y]) == ["reset"] * 4 + PLAIN
+    assert [at[0] for at in graphed.graphs.at] == [x.data_ptr()]
+
+
+def test_what_moves_counts_as_moved_also_where_its_memory_is_another(
+    graphed: Graphed, one_pair: None
+) -> None:
+    sent(graphed)
+    x, w, y, others = tensor(), tensor(), tensor(), [tensor() for _ in range(2)]
+    graphed.run([x, w], [y])
+    graphed.run([x, others[0]], [y])
+    assert list(graphed.graphs.through[3].moved) == [1]
+    another(graphed, x)
+    found = graphed.kinds([x, others[1]], [y])
+    assert found == ["reset"] * 4 + ["copy", "copy", *PLAIN]
+    assert sorted(graphed.graphs.through[3].moved) == [0, 1]
+
+
+def test_graphs_that_copy_few_bytes_go_where_memory_is_another(much: Graphed) -> None:
+    """Else they would take a place that nothing could have again."""
+    sent(much)
+    x, y, ws = tensor(), tensor(), [tensor() for _ in range(2)]
+    for w in ws:
+        much.run([x, w], [y])
+    assert (len(much.graphs.near), much.graphs.near[0].moved) == (1, {1})
+    another(much, x)
+    much.run([x, ws[0]], [y])  # the one pair of these addresses
+    assert much.kinds([x, ws[1]], [y]) == ["reset"] * 4 + ["copy", *PLAIN]
+    assert [pair.replaced() for pair in much.graphs.near] == [set()]
+
+
+SENDS = """
+def step(tp: Team[2], x: f32[4], w: f32[4], y: out[f32[2, 4]], z: out[f32[4]]):
+    slots = alloc(f32[2, 4], symmetric=tp)
+    main: put(x, slots[tp.rank], peer=tp.rank + 1)
+    main: notify(ready, to=tp.rank + 1)
+    main: expect(ready, tp.rank - 1)
+    main: copy(slots[tp.rank + 1], y[tp.rank + 1])
+    main: call("aten.mul.out", w, w, out=z)
+"""
+
+
+def test_what_put_and_get_reach_is_told_to_the_graphs() -> None:
+    with mock.patch.object(torch.cuda, "Stream"), fake_engine(program(2), 0) as fake:
+        assert not graphs_file.Graphs(fake.engine).sent
+        object.__setattr__(fake.engine.context.plan, "program", parse(SENDS))
+        assert graphs_file.Graphs(fake.engine).sent == {"x", "slots"}
 
 
 @pytest.mark.parametrize("wish", [None, "1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,7 +79,8 @@ def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
 def test_an_input_that_is_a_result_is_the_callers(static: bool) -> None:
     """As backward saves them; a view of one is copied."""
     x, y, *_ = five()
-    pair = GraphPair([x, y], 2, frozenset({1}), frozenset(), frozenset())
+    none = frozenset[int]()
+    pair = GraphPair([x, y], 2, Mock(), frozenset({1}), none, none, none)
     tensors = pair.tensors([x, y])
     pair.keep((*tensors, tensors[0][:1]), tensors, [], static)
     given = [x, torch.randn(2, 3)]

@@ -76,6 +76,8 @@ class FakeDriver:
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.events = 0
+        self.allocations: dict[int, int] = {}
+        """The numbers of those that are made where another was."""
         self.streams = itertools.count(MAIN + 1)
 
     def write(self, stream: int, address: int, value: int) -> None:
@@ -121,6 +123,9 @@ class FakeDriver:
 
     def read(self, address: int, count: int) -> list[int]:
         return [0] * count
+
+    def buffer_id(self, address: int) -> int:
+        return self.allocations.get(address, 1)
 
 
 class FakeSide:

@@ -62,7 +62,8 @@ class Driver:
         self._write, self._wait = cu.cuStreamWriteValue32, cu.cuStreamWaitValue32
         self._copy, self._batch = cu.cuMemcpyDtoDAsync, cu.cuStreamBatchMemOp
         self._record, self._wait_event = cu.cuEventRecord, cu.cuStreamWaitEvent
-        self._launch = cu.cuGraphLaunch
+        self._launch, self._attribute = cu.cuGraphLaunch, cu.cuPointerGetAttribute
+        self._number = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
         self._private: int | None = None
 
     def fail(self, what: str, error: Any) -> None:
@@ -198,14 +199,13 @@ class Driver:
 
     def buffer_id(self, address: int) -> int:
         """The number of the allocation there, which is never used again; 0: there is none."""
-        which = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
-        error, number = self._cu.cuPointerGetAttribute(which, address)
+        error, number = self._attribute(self._number, address)
         return 0 if error else int(number)
 
     def can_share(self, address: int) -> bool:
         """Whether `handle` can name the allocation there."""
         which = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-        error, capable = self._cu.cuPointerGetAttribute(which, address)
+        error, capable = self._attribute(which, address)
         return not error and bool(capable)
 
     def handle(self, base: int) -> str:

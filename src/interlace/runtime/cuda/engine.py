@@ -177,7 +177,9 @@ class CudaEngine:
                     made = graphs.new()
                     given = (*inputs, *made)
                     at = at and (*at, *[tensor.data_ptr() for tensor in made])
-                pair = graphs.at.get(at) or graphs.find(given, len(inputs))
+                pair = graphs.at.get(at)
+                if pair is None or pair.replaced():
+                    pair = graphs.find(given, len(inputs))
                 turn = graphs.turn(pair)
             stream, begin, over = self._begin()
             try:
@@ -187,7 +189,7 @@ class CudaEngine:
                     if self.watches:
                         driver.record(stream, begin)
                     if pair.moves:
-                        pair.bring(driver, stream, given)
+                        pair.bring(stream, given)
                     if profiler._is_profiler_enabled:
                         with profiler.record_function(self._range):
                             pair.launch[turn](stream)

@@ -1,14 +1,23 @@
 """A Program in two CUDA graphs, which read and write at the addresses that they were captured with.
 
-captured = GraphPair(given, num_inputs, moved, written, bound)  # `moved` have places of their own
+captured = GraphPair(given, num_inputs, driver, moved, written, bound, sent)
 tensors = captured.tensors(given)                              # what is to be captured
 captured.keep(results, tensors, kept, static)                  # once for each of its `graphs`
-captured.bring(driver, stream, given)                          # before a replay, where it `moves`,
+captured.bring(stream, given)                                  # before a replay, where it `moves`,
 captured.take(given)                                           # and after it
 captured.gives[turn](given)                                    # its results
 
 No tensor of the caller's is kept alive, so between runs its memory is free for others: a graph is
 replayed with tensors that lie at its addresses, and these are what it reads.
+
+Note [Copies and allocations]
+    A graph's copy between two GPUs keeps the allocation and not only the address. Once that is
+    freed (torch does when its cache is emptied, or no memory is left), and another is made at the
+    same address, the copy engine reads or writes near address 0: the process loses its GPU (Xid 31,
+    CUDA_ERROR_LAUNCH_FAILED), or ends by SIGSEGV. Copies within a GPU and kernels go by the address
+    alone, and expandable segments stay the same allocation (H100, driver 580, CUDA 13.0). So of
+    what Put and Get reach in the caller's memory, each replay asks for the allocation's number: it
+    takes 0.7 us of the host. Where that is another, the pair is captured anew.
 """
 
 from __future__ import annotations
@@ -143,12 +152,16 @@ class GraphPair:
         self,
         given: Sequence[torch.Tensor],
         num_inputs: int,
+        driver: Driver,
         moved: frozenset[int],
         written: frozenset[int],
         bound: frozenset[int],
+        sent: frozenset[int],
     ) -> None:
-        """`moved` are the numbers of the tensors that come at any address, `written` of those that
-        the Program changes, `bound` of those whose storage counts: Note [NCCL and addresses]."""
+        """`moved` are the numbers of the tensors that come at any address and have places of their
+        own, `written` of those that the Program changes, `bound` of those whose storage counts
+        (Note [NCCL and addresses]), `sent` of those that are copied from or to a peer."""
+        self._driver = driver
         self.graphs: list[Any] = []
         self.launch: list[Launch] = []
         self.gives: list[Give] = []
@@ -164,6 +177,10 @@ class GraphPair:
             for i, t in enumerate(given)
             if i not in moved
         ]
+        self._sent = {
+            i: (given[i].data_ptr(), driver.buffer_id(given[i].data_ptr())) for i in sent - moved
+        }
+        """The allocations that copies of the graphs are bound to."""
         with torch.inference_mode(False):  # later runs may copy into them outside of it
             self.places = {
                 i: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -181,11 +198,16 @@ class GraphPair:
 
     def off(self, addresses: Sequence[int]) -> set[int]:
         """The tensors that do not lie where the graphs have them, but for those that are copied."""
-        return {
+        return self.replaced() | {
             index
             for index, address, storage in self._still
             if addresses[index] != address or (storage is not None and storage.expired())
         }
+
+    def replaced(self) -> set[int]:
+        """The tensors whose memory is another allocation by now: Note [Copies and allocations]."""
+        number = self._driver.buffer_id
+        return {i for i, (address, known) in self._sent.items() if number(address) != known}
 
     def takes(self, given: Sequence[torch.Tensor]) -> bool:
         return all(given[index].is_cuda for index in self.places)
@@ -207,11 +229,11 @@ class GraphPair:
         if static:
             self.own = max(self.own, _bytes_beside(results, [*tensors, *kept]))
 
-    def bring(self, driver: Driver, stream: int, given: Sequence[torch.Tensor]) -> None:
+    def bring(self, stream: int, given: Sequence[torch.Tensor]) -> None:
         """Copies what comes at any address to where the graphs read it."""
         for index, place, address, nbytes in self._ins:
             if nbytes:
-                driver.copy(stream, address, given[index].data_ptr(), nbytes)
+                self._driver.copy(stream, address, given[index].data_ptr(), nbytes)
             else:
                 place.copy_(once(given[index]))
 

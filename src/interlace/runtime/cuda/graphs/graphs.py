@@ -48,7 +48,7 @@ from interlace.comm.cuda.driver import Driver, uncollected
 from interlace.comm.cuda.nccl import leave_unregistered
 from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
-from interlace.ir import Collective, Expect, Group, Recv, Send, View
+from interlace.ir import Collective, Expect, Get, Group, Put, Recv, Send, View
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
 from interlace.runtime.cuda.lanes import Lane, Thunk
@@ -190,6 +190,9 @@ class Graphs:
             access.view.buffer for op in between for access in (*op.reads(), *op.writes())
         }
         """Buffers that a backend may have mapped into the peers."""
+        copies = [op for op in ops if isinstance(op, Put | Get)]
+        self.sent = {access.view.buffer for op in copies for access in (*op.reads(), *op.writes())}
+        """Buffers that are copied from or to a peer: captured.py, Note [Copies and allocations]."""
         self.changed = {access.view.buffer for op in ops for access in op.writes()}
         self.made: dict[int, dict[str, torch.Tensor]] = {}
         """Memory that the graphs of a turn return, where the caller gives none."""
@@ -226,7 +229,9 @@ class Graphs:
         """Graphs for these tensors, captured if need be: Note [Addresses in graphs]."""
         key = tuple([tensor.data_ptr() for tensor in given])
         if (known := self.at.get(key)) is not None:
-            return known
+            if not known.replaced():
+                return known
+            self._give_up_replaced()
         count = len(key)
         through = self.through.get(count)
         off = set[int]() if through is None else through.off(key)
@@ -273,6 +278,7 @@ class Graphs:
     ) -> GraphPair | None:
         """Graphs that copy the few bytes that lie elsewhere than earlier ones, with memory of their
         own, have them; these take the place of all that they serve."""
+        self._give_up_replaced()
         if len(self.near) >= MOST:
             return None
         found: list[tuple[int, frozenset[int]]] = []
@@ -295,6 +301,16 @@ class Graphs:
             pair.reset()
         return made
 
+    def _give_up_replaced(self) -> None:
+        """Lets go of the pairs that can serve nobody again: Note [Copies and allocations]."""
+        gone = [pair for pair in (*self.at.values(), *self.near) if pair.replaced()]
+        if gone:
+            self._engine.synchronize()
+        self.at = {at: pair for at, pair in self.at.items() if pair not in gone}
+        self.near = [pair for pair in self.near if pair not in gone]
+        for pair in gone:
+            pair.reset()
+
     def _give_up(self, where: dict[Any, GraphPair], key: Any) -> None:
         """Lets go of a pair of graphs, once their runs have ended, on whatever stream."""
         self._engine.synchronize()
@@ -307,12 +323,12 @@ class Graphs:
         registered, static = self._context.values.registered, self._context.options.static_outputs
         outputs = self._context.outputs.names or self.results
         names = (*self._context.inputs.names, *outputs)
-        changed, bound = (
+        changed, bound, sent = (
             frozenset(i for i, name in enumerate(names) if name in buffers)
-            for buffers in (self.changed, self.bound)
+            for buffers in (self.changed, self.bound, self.sent)
         )
         others = [*self.at.values(), *self.near, *self.through.values()]
-        made = GraphPair(given, num_inputs, moved, changed, bound)
+        made = GraphPair(given, num_inputs, self._engine.driver, moved, changed, bound, sent)
         tensors = made.tensors(given)
         kept = [held.tensor for held in registered.values()]
         self._engine.synchronize()  # the first capture waits for the device: here it is bounded
