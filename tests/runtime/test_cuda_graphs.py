@@ -408,8 +408,9 @@ def test_graphs_with_a_backend_copy_what_moves_or_is_another_storage(graphed: Gr
 
 
 def sent(graphed: Graphed) -> None:
-    """As if the Program put its first input into a peer."""
-    graphed.graphs.sent = {graphed.fake.engine.context.plan.program.params[0].name}
+    """As if the Program put its first input into a peer, and got its output from one."""
+    params = graphed.fake.engine.context.plan.program.params
+    graphed.graphs.sent = {params[0].name, params[2].name}
 
 
 def another(graphed: Graphed, *tensors: torch.Tensor) -> None:
@@ -427,7 +428,7 @@ def test_copies_to_peers_are_captured_anew_where_memory_is_another_allocation(
     for each in (x, other, x, other):
         assert graphed.kinds([each, w], [y]) == PLAIN
     assert graphed.captures == 4
-    another(graphed, w, y)  # which are copied to nobody
+    another(graphed, w)  # which is copied to nobody
     assert graphed.kinds([x, w], [y]) == PLAIN
     assert graphed.captures == 4
     for number in range(3):
@@ -436,9 +437,11 @@ def test_copies_to_peers_are_captured_anew_where_memory_is_another_allocation(
         assert graphed.captures == 6 + 2 * number
         assert graphed.kinds([other, w], [y]) == PLAIN
         assert graphed.kinds([x, w], [y]) == PLAIN
-    another(graphed, x, other)  # both pairs go
+    another(graphed, y)  # both pairs go
     assert graphed.kinds([x, w], [y]) == ["reset"] * 4 + PLAIN
     assert [at[0] for at in graphed.graphs.at] == [x.data_ptr()]
+    for _ in range(2):  # into an output of the graphs' own
+        assert graphed.kinds([x, w], None) == PLAIN
 
 
 def test_what_moves_counts_as_moved_also_where_its_memory_is_another(

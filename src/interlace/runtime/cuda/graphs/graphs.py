@@ -322,7 +322,7 @@ class Graphs:
         """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
         registered, static = self._context.values.registered, self._context.options.static_outputs
         outputs = self._context.outputs.names or self.results
-        names = (*self._context.inputs.names, *outputs)
+        names = (*self._context.inputs.names, *outputs)[: len(given)]
         changed, bound, sent = (
             frozenset(i for i, name in enumerate(names) if name in buffers)
             for buffers in (self.changed, self.bound, self.sent)
@@ -337,7 +337,7 @@ class Graphs:
                 graph: Any = torch.cuda.CUDAGraph()
                 made.graphs.append(graph)
                 named = self._memory(turn, () if len(given) > num_inputs else outputs)
-                named |= zip(names, tensors, strict=False)
+                named |= zip(names, tensors, strict=True)
                 self._engine.check()  # in a capture it would be told badly
                 pool = others[0].graphs[turn].pool() if others else None
                 with uncollected(), torch.no_grad(), self._capturing(graph, pool):
