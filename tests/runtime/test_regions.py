@@ -1,4 +1,4 @@
-"""Regions through Inductor: compiled once for all layers, and never two names for one tensor."""
+"""Regions: through Inductor compiled once for all layers, and never two names for one tensor."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     regions.forget()
 
 
-def run(text: str, *inputs: torch.Tensor) -> tuple[Any, ...]:
-    with Executor(parse(text), options=Options(regions="inductor")).prepare() as executor:
+def run(text: str, *inputs: torch.Tensor, how: Any = "inductor") -> tuple[Any, ...]:
+    with Executor(parse(text), options=Options(regions=how)).prepare() as executor:
         return executor.run(inputs)
 
 
@@ -82,13 +82,40 @@ def twins(x: f32[4, 8]):
 """
 
 
-def test_equal_outputs_are_tensors_of_their_own(compiled: list[Any]) -> None:
+@pytest.mark.parametrize("how", ["inductor", "eager"])
+def test_equal_outputs_are_tensors_of_their_own(compiled: list[Any], how: str) -> None:
     x = torch.randn(4, 8)
-    results = run(TWINS, x)
+    results = run(TWINS, x, how=how)
     for result, wanted in zip(results, (x * 2, x * 2, x, x), strict=True):
         assert torch.equal(result, wanted)
     storages = {tensor.untyped_storage().data_ptr() for tensor in (x, *results)}
     assert len(storages) == 5
+
+
+VIEWS = """
+def f(x: f32[4, 8]):
+    @region
+    def views(a):
+        b = aten.view.default(a, (32,))
+        c = aten.neg.default(a)
+        d = aten.t.default(c)
+        e = aten.view.default(b, (8, 4))
+        return b, c, d, e
+    main: call("views", x, out=(p := f32[32], q := f32[4, 8], r := f32[8, 4], s := f32[8, 4]))
+    main: call("aten.mul.out", x, 0.0, out=x)
+    main: call("aten.mul.out", q, 0.0, out=q)
+    return p, r, s
+"""
+
+
+@pytest.mark.parametrize("how", ["inductor", "eager"])
+def test_views_are_tensors_of_their_own(compiled: list[Any], how: str) -> None:
+    """What is written later to the tensor that they would be views of is not seen in them."""
+    x = torch.randn(4, 8)
+    wanted = x.flatten().clone(), -x.t(), x.view(8, 4).clone()
+    for result, right in zip(run(VIEWS, x, how=how), wanted, strict=True):
+        assert torch.equal(result, right)
+    assert not x.any()
 
 
 def test_arguments_with_strides_of_all_kinds(compiled: list[Any]) -> None:

@@ -46,6 +46,7 @@ from interlace.ir.ops import (
     Recv,
     Send,
     Wait,
+    names_in,
     views_in,
 )
 from interlace.ir.order import Meetings, bindings, in_order
@@ -139,6 +140,7 @@ __all__ = [
     "contiguous_strides",
     "in_order",
     "map_views",
+    "names_in",
     "parse",
     "parse_set",
     "print_program",

@@ -24,7 +24,7 @@ from interlace.ir.checks.context import (
     check_operator,
 )
 from interlace.ir.checks.ops import OpChecker
-from interlace.ir.ops import Arg, Name, views_in
+from interlace.ir.ops import names_in, views_in
 from interlace.ir.program import Program, Region
 from interlace.ir.size_class import deciding
 from interlace.ir.text.printer import print_lines
@@ -116,7 +116,7 @@ def _check_results(context: CheckContext) -> None:
     """What a run returns: views of what outlives it, numbers and None."""
     context.tag = ("results", 0)
     for result in context.program.returned():
-        if _names_in(result):
+        if names_in(result):
             raise context.fault(
                 "a result is no value of a region", "return views of buffers, numbers or None"
             )
@@ -178,7 +178,7 @@ def _check_region(context: CheckContext, region: Region) -> None:
         check_operator(context, node.fn)
         check_arguments(context, node.args, node.kwargs)
         for arg in (*node.args, *(value for _, value in node.kwargs)):
-            for name in _names_in(arg):
+            for name in names_in(arg):
                 _known_value(context, region, name, known)
             if any(True for _ in views_in(arg)):
                 raise context.fault(
@@ -198,12 +198,6 @@ def _known_value(context: CheckContext, region: Region, name: str, known: set[st
     if name not in known:
         what = f"region {region.name!r} has no value {name!r} here"
         raise context.fault(what, did_you_mean(name, known, "values are"))
-
-
-def _names_in(arg: Arg) -> list[str]:
-    if isinstance(arg, Name):
-        return [arg.name]
-    return [name for item in arg for name in _names_in(item)] if isinstance(arg, tuple) else []
 
 
 def _unique(context: CheckContext, names: Iterable[str], family: str) -> None:

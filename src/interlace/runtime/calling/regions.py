@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from interlace.errors import BackendError, ProgramError, UnsupportedError
-from interlace.ir import Arg, Name, Region
+from interlace.ir import Arg, Name, Region, names_in
 
 Resolve = Callable[[str], Callable[..., Any]]
 Decode = Callable[[Arg], Any]
@@ -23,7 +23,37 @@ Decode = Callable[[Arg], Any]
 
 def eager(region: Region, resolve: Resolve, decode: Decode) -> Callable[..., tuple[Any, ...]]:
     """The region as a function that runs its calls one after another, freeing as it goes."""
-    return graph_module(region, resolve, decode).forward
+    return _apart(graph_module(region, resolve, decode).forward, _aliased(region, resolve))
+
+
+def _aliased(region: Region, resolve: Resolve) -> frozenset[int]:
+    """The outputs that may share memory with an input or with an output before them."""
+    roots = {name: {name} for name in region.inputs}
+    for node in region.body:
+        schema = getattr(resolve(node.fn), "_schema", None)
+        views = schema is None or any(made.alias_info is not None for made in schema.returns)
+        names = names_in((*node.args, *dict(node.kwargs).values())) if views else ()
+        shared = {root for name in names for root in roots[name]}
+        roots |= {name: shared or {name} for name in node.outs}
+    seen, aliased = {*region.inputs}, set[int]()
+    for index, name in enumerate(region.outputs):
+        if roots.get(name, set()) & seen:
+            aliased.add(index)
+        seen |= roots.get(name, set())
+    return frozenset(aliased)
+
+
+def _apart(
+    call: Callable[..., tuple[Any, ...]], aliased: frozenset[int]
+) -> Callable[..., tuple[Any, ...]]:
+    """The call with copies of those results, by number."""
+    if not aliased:
+        return call
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        return tuple([x.clone() if i in aliased else x for i, x in enumerate(call(*args))])
+
+    return run
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -84,14 +114,7 @@ def _compiled(
             "set the option regions='eager'"
         ) from error
 
-    def run(*args: Any) -> tuple[Any, ...]:
-        return tuple(call(list(args)))
-
-    def run_apart(*args: Any) -> tuple[Any, ...]:
-        results = call(list(args))
-        return tuple(x.clone() if i in doubled else x for i, x in enumerate(results))
-
-    return run_apart if doubled else run
+    return _apart(lambda *args: tuple(call(list(args))), doubled)
 
 
 def compile_graph(
