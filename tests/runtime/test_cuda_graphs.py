@@ -366,7 +366,7 @@ def test_graphs_go_once_their_runs_have_ended(graphed: Graphed, one_pair: None) 
     graphed.run([tensor(), w], [y])
     graphed.fake.engine.synchronize = lambda: log.append(("synchronize",))
     found = graphed.run([tensor(), w], [tensor()])
-    assert found[:4] == [("synchronize",), ("reset", 3), ("reset", 4), ("synchronize",)]
+    assert found[:4] == [("synchronize",), ("synchronize",), ("reset", 3), ("reset", 4)]
     assert [entry[0] for entry in found[4:]] == ["copy", "replay", "copy_", "record"]
     found = graphed.run([tensor(), w], [tensor()])
     assert [entry[0] for entry in found] == ["copy", "replay", "copy_", "record"]
@@ -407,10 +407,10 @@ def test_graphs_with_a_backend_copy_what_moves_or_is_another_storage(graphed: Gr
         graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
 
 
-def sent(graphed: Graphed) -> None:
+def crossing(graphed: Graphed) -> None:
     """As if the Program put its first input into a peer, and got its output from one."""
     params = graphed.fake.engine.context.plan.program.params
-    graphed.graphs.sent = {params[0].name, params[2].name}
+    graphed.graphs.crossing = {params[0].name, params[2].name}
 
 
 def another(graphed: Graphed, *tensors: torch.Tensor) -> None:
@@ -423,7 +423,7 @@ def test_copies_to_peers_are_captured_anew_where_memory_is_another_allocation(
     graphed: Graphed,
 ) -> None:
     """A GPU would read at address 0: captured.py, Note [Copies and allocations]."""
-    sent(graphed)
+    crossing(graphed)
     (x, other), w, y = (tensor(), tensor()), tensor(), tensor()
     for each in (x, other, x, other):
         assert graphed.kinds([each, w], [y]) == PLAIN
@@ -437,30 +437,73 @@ def test_copies_to_peers_are_captured_anew_where_memory_is_another_allocation(
         assert graphed.captures == 6 + 2 * number
         assert graphed.kinds([other, w], [y]) == PLAIN
         assert graphed.kinds([x, w], [y]) == PLAIN
-    another(graphed, y)  # both pairs go
-    assert graphed.kinds([x, w], [y]) == ["reset"] * 4 + PLAIN
-    assert [at[0] for at in graphed.graphs.at] == [x.data_ptr()]
+    another(graphed, y)  # which both pairs use
+    for each in (x, other):
+        assert graphed.kinds([each, w], [y]) == ["reset", "reset", *PLAIN]
     for _ in range(2):  # into an output of the graphs' own
         assert graphed.kinds([x, w], None) == PLAIN
+
+
+def test_what_is_captured_anew_has_the_memory_of_what_goes(graphed: Graphed) -> None:
+    """The capture of other memory would wait for the device, and so for peers, and empty torch's
+    cache, whereupon still more is captured anew."""
+    crossing(graphed)
+    x, w, y = tensor(), tensor(), tensor()
+    graphed.run([x, w], [y])
+    another(graphed, x)
+    graphed.fake.engine.synchronize = lambda: log.append(("synchronize",))
+    found = graphed.run([x, w], [y])
+    assert found[:4] == [("synchronize",), ("synchronize",), ("reset", 1), ("reset", 2)]
+    assert graphed.pools == [None, None, 1, 2]
+
+
+def test_the_oldest_graphs_make_room_where_their_memory_is_another(
+    graphed: Graphed, one_pair: None
+) -> None:
+    """At once, not only when others come again."""
+    crossing(graphed)
+    x, other, w, y = tensor(), tensor(), tensor(), tensor()
+    graphed.run([x, w], [y])
+    assert graphed.kinds([other, w], [y]) == ["copy", *PLAIN]
+    another(graphed, x)
+    assert graphed.kinds([other, w], [y]) == ["reset", "reset", *PLAIN]
+    assert [at[0] for at in graphed.graphs.at] == [other.data_ptr()]
+    assert graphed.kinds([x, w], [y]) == ["copy", *PLAIN]
+
+
+def test_few_allocations_are_asked_about_in_a_run(
+    graphed: Graphed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the host a microsecond."""
+    crossing(graphed)
+    w, y, xs = tensor(), tensor(), [tensor() for _ in range(graphs_file.MOST + 1)]
+    for x in xs:
+        graphed.run([x, w], [y])
+    asked = mock.Mock(side_effect=graphed.fake.driver.buffer_id)
+    monkeypatch.setattr(graphed.fake.driver, "buffer_id", asked)
+    for x in (xs[0], xs[-1]):  # with graphs of its own, and through those for all addresses
+        asked.reset_mock()
+        graphed.run([x, w], [y])
+        assert 1 <= asked.call_count <= 3
 
 
 def test_what_moves_counts_as_moved_also_where_its_memory_is_another(
     graphed: Graphed, one_pair: None
 ) -> None:
-    sent(graphed)
+    crossing(graphed)
     x, w, y, others = tensor(), tensor(), tensor(), [tensor() for _ in range(2)]
     graphed.run([x, w], [y])
     graphed.run([x, others[0]], [y])
     assert list(graphed.graphs.through[3].moved) == [1]
     another(graphed, x)
-    found = graphed.kinds([x, others[1]], [y])
-    assert found == ["reset"] * 4 + ["copy", "copy", *PLAIN]
+    assert graphed.kinds([x, others[1]], [y]) == ["reset", "reset", *PLAIN]  # in place of the first
+    assert graphed.kinds([x, w], [y]) == ["reset", "reset", "copy", "copy", *PLAIN]
     assert sorted(graphed.graphs.through[3].moved) == [0, 1]
 
 
 def test_graphs_that_copy_few_bytes_go_where_memory_is_another(much: Graphed) -> None:
     """Else they would take a place that nothing could have again."""
-    sent(much)
+    crossing(much)
     x, y, ws = tensor(), tensor(), [tensor() for _ in range(2)]
     for w in ws:
         much.run([x, w], [y])
@@ -468,25 +511,30 @@ def test_graphs_that_copy_few_bytes_go_where_memory_is_another(much: Graphed) ->
     another(much, x)
     much.run([x, ws[0]], [y])  # the one pair of these addresses
     assert much.kinds([x, ws[1]], [y]) == ["reset"] * 4 + ["copy", *PLAIN]
-    assert [pair.replaced() for pair in much.graphs.near] == [set()]
+    assert [pair.replaced for pair in much.graphs.near] == [False]
+    assert not much.graphs.at
 
 
 SENDS = """
-def step(tp: Team[2], x: f32[4], w: f32[4], y: out[f32[2, 4]], z: out[f32[4]]):
+def step(
+    tp: Team[2], x: f32[4], v: f32[4].registered(tp), w: f32[4], y: out[f32[4]], z: out[f32[4]]
+):
     slots = alloc(f32[2, 4], symmetric=tp)
     main: put(x, slots[tp.rank], peer=tp.rank + 1)
     main: notify(ready, to=tp.rank + 1)
     main: expect(ready, tp.rank - 1)
-    main: copy(slots[tp.rank + 1], y[tp.rank + 1])
-    main: call("aten.mul.out", w, w, out=z)
+    main: get(v, y, peer=tp.rank + 1)
+    main: call("aten.mul.out", w, slots[tp.rank + 1], out=z)
 """
 
 
 def test_what_put_and_get_reach_is_told_to_the_graphs() -> None:
     with mock.patch.object(torch.cuda, "Stream"), fake_engine(program(2), 0) as fake:
-        assert not graphs_file.Graphs(fake.engine).sent
-        object.__setattr__(fake.engine.context.plan, "program", parse(SENDS))
-        assert graphs_file.Graphs(fake.engine).sent == {"x", "slots"}
+        assert not graphs_file.Graphs(fake.engine).crossing
+        context = fake.engine.context
+        object.__setattr__(context.plan, "program", parse(SENDS))
+        context.values.registered = {"v": mock.Mock()}  # whose memory stays
+        assert graphs_file.Graphs(fake.engine).crossing == {"x", "y", "slots"}
 
 
 @pytest.mark.parametrize("wish", [None, "1"])

@@ -394,6 +394,6 @@ measured, the rest is like what is published of such machines; so are links betw
 each GPU has an interface of 400 Gb/s. What NCCL steals is the time by which matmuls ended later
 beside its gathers (four H100s: 0.8 to 0.9 of the gather's own time), and fits `pipeline` best.
 What a signal costs the stream that raises it is what GEMM+RS by `get` took longer than by `put` in
-graphs, over its three signals: 3 to 10 us each. What copies take from matmuls beside them is where
-predictions of sites in graphs (AG+GEMM and GEMM+RS from 2048 rows up) err least: 4.7 % in the mean,
-as often above as below."""
+graphs, over its three signals: 3 to 10 us each. What copies take from matmuls beside them was
+chosen for GEMM+RS 16384,7168,8192 in graphs: with 0.02 `get` was taken, and `fused` is 4.5 to 7 %
+faster (rows at 4d50897 and f7faf6c). Other predictions err by 4 to 6 % with either."""

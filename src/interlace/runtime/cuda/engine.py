@@ -178,7 +178,7 @@ class CudaEngine:
                     given = (*inputs, *made)
                     at = at and (*at, *[tensor.data_ptr() for tensor in made])
                 pair = graphs.at.get(at)
-                if pair is None or pair.replaced():
+                if pair is None or (pair.crossing and pair.replaced):
                     pair = graphs.find(given, len(inputs))
                 turn = graphs.turn(pair)
             stream, begin, over = self._begin()

@@ -1,6 +1,6 @@
 """A Program in two CUDA graphs, which read and write at the addresses that they were captured with.
 
-captured = GraphPair(given, num_inputs, driver, moved, written, bound, sent)
+captured = GraphPair(given, num_inputs, driver, moved, written, bound, crossing)
 tensors = captured.tensors(given)                              # what is to be captured
 captured.keep(results, tensors, kept, static)                  # once for each of its `graphs`
 captured.bring(stream, given)                                  # before a replay, where it `moves`,
@@ -15,16 +15,18 @@ Note [Copies and allocations]
     freed (torch does when its cache is emptied, or no memory is left), and another is made at the
     same address, the copy engine reads or writes near address 0: the process loses its GPU (Xid 31,
     CUDA_ERROR_LAUNCH_FAILED), or ends by SIGSEGV. Copies within a GPU and kernels go by the address
-    alone, and expandable segments stay the same allocation (H100, driver 580, CUDA 13.0). So of
-    what Put and Get reach in the caller's memory, each replay asks for the allocation's number: it
-    takes 0.7 us of the host. Where that is another, the pair is captured anew.
+    alone, and memory of expandable segments that is mapped anew is the same allocation and copied
+    as ever (H100, driver 580, CUDA 13.0). So of the caller's tensors that Put and Get read or write
+    each replay asks for the allocation's number, which takes the host 0.7 us a tensor. Where that
+    is another, the tensor does not lie where the graphs have it.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -156,11 +158,11 @@ class GraphPair:
         moved: frozenset[int],
         written: frozenset[int],
         bound: frozenset[int],
-        sent: frozenset[int],
+        crossing: frozenset[int],
     ) -> None:
         """`moved` are the numbers of the tensors that come at any address and have places of their
         own, `written` of those that the Program changes, `bound` of those whose storage counts
-        (Note [NCCL and addresses]), `sent` of those that are copied from or to a peer."""
+        (Note [NCCL and addresses]), `crossing` of those that Put and Get read or write."""
         self._driver = driver
         self.graphs: list[Any] = []
         self.launch: list[Launch] = []
@@ -177,8 +179,10 @@ class GraphPair:
             for i, t in enumerate(given)
             if i not in moved
         ]
-        self._sent = {
-            i: (given[i].data_ptr(), driver.buffer_id(given[i].data_ptr())) for i in sent - moved
+        self.crossing = {
+            i: (t.data_ptr(), driver.buffer_id(t.data_ptr()))
+            for i, t in enumerate(given)
+            if i in crossing and i not in moved and t.numel()
         }
         """The allocations that copies of the graphs are bound to."""
         with torch.inference_mode(False):  # later runs may copy into them outside of it
@@ -198,16 +202,28 @@ class GraphPair:
 
     def off(self, addresses: Sequence[int]) -> set[int]:
         """The tensors that do not lie where the graphs have them, but for those that are copied."""
-        return self.replaced() | {
-            index
-            for index, address, storage in self._still
-            if addresses[index] != address or (storage is not None and storage.expired())
-        }
+        return {*self._off(addresses)}
 
-    def replaced(self) -> set[int]:
-        """The tensors whose memory is another allocation by now: Note [Copies and allocations]."""
-        number = self._driver.buffer_id
-        return {i for i, (address, known) in self._sent.items() if number(address) != known}
+    def fits(self, addresses: Sequence[int]) -> bool:
+        """Whether there are none."""
+        return len(addresses) == len(self.addresses) and not any(True for _ in self._off(addresses))
+
+    def _off(self, addresses: Sequence[int]) -> Iterator[int]:
+        for index, address, storage in self._still:
+            if (
+                addresses[index] != address
+                or (storage is not None and storage.expired())
+                or (index in self.crossing and self._is_another(*self.crossing[index]))
+            ):
+                yield index
+
+    def _is_another(self, address: int, number: int) -> bool:
+        return self._driver.buffer_id(address) != number
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the graphs can serve nobody again: Note [Copies and allocations]."""
+        return any(starmap(self._is_another, self.crossing.values()))
 
     def takes(self, given: Sequence[torch.Tensor]) -> bool:
         return all(given[index].is_cuda for index in self.places)
@@ -241,6 +257,12 @@ class GraphPair:
         """Copies what the graphs wrote to where the caller wants it."""
         for index, place in self._outs:
             given[index].copy_(place)
+
+    def retire(self) -> None:
+        """Lets go of all memory but the graphs' own, once their runs have ended."""
+        self.launch.clear()
+        self.places.clear()
+        self._ins, self._outs = [], []
 
     def reset(self) -> None:
         self.launch.clear()

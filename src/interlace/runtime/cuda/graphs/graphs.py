@@ -22,6 +22,10 @@ Note [Addresses in graphs]
     used for `STALE` runs. All graphs of the even runs use the same words, slots and memory, as do
     those of the odd ones. Capturing runs nothing, so no peer need do the same at that time.
 
+    A pair whose copies to peers are bound to memory that has been freed serves nobody again, and
+    makes room at once: captured.py, Note [Copies and allocations]. A pair that goes is reset once
+    others have been captured in its memory: a capture without others waits for the whole device.
+
     With `static_outputs` a pair keeps memory for its results. Where that is `MUCH`, and few bytes
     lie elsewhere than one of `MOST` pairs has them, a pair that copies these takes the place of all
     that it serves; there are at most `MOST` of those as well.
@@ -179,6 +183,8 @@ class Graphs:
         """What serves tensors of which few come at any address, and are copied."""
         self.through: dict[int, GraphPair] = {}
         """What serves all other addresses, by the number of tensors."""
+        self._retired: list[GraphPair] = []
+        """What serves nobody, until others are captured in its memory."""
         self.seen: dict[Key, None] = {}
         self.single = bool(own_backends(self._context.plan))
         """Whether there is only the pair for all addresses: Note [NCCL and addresses]."""
@@ -191,8 +197,10 @@ class Graphs:
         }
         """Buffers that a backend may have mapped into the peers."""
         copies = [op for op in ops if isinstance(op, Put | Get)]
-        self.sent = {access.view.buffer for op in copies for access in (*op.reads(), *op.writes())}
-        """Buffers that are copied from or to a peer: captured.py, Note [Copies and allocations]."""
+        reached = {access.view.buffer for op in copies for access in (*op.reads(), *op.writes())}
+        self.crossing = reached - {*self._context.values.registered}
+        """Buffers that Put and Get read or write, but for what is registered and so kept:
+        captured.py, Note [Copies and allocations]."""
         self.changed = {access.view.buffer for op in ops for access in op.writes()}
         self.made: dict[int, dict[str, torch.Tensor]] = {}
         """Memory that the graphs of a turn return, where the caller gives none."""
@@ -229,9 +237,9 @@ class Graphs:
         """Graphs for these tensors, captured if need be: Note [Addresses in graphs]."""
         key = tuple([tensor.data_ptr() for tensor in given])
         if (known := self.at.get(key)) is not None:
-            if not known.replaced():
+            if not known.replaced:
                 return known
-            self._give_up_replaced()
+            self._retire(self.at.pop(key))
         count = len(key)
         through = self.through.get(count)
         off = set[int]() if through is None else through.off(key)
@@ -243,14 +251,18 @@ class Graphs:
                 "give it on the GPU, or leave out graph=True"
             )
         if not self.single:
-            if (near := self._near(key)) is not None:
+            near = next((pair for pair in self.near if pair.fits(key)), None)
+            if near is not None:
                 return near
             oldest = min(self.at, key=lambda at: self.at[at].used, default=key)
             full = len(self.at) >= max(MOST, MOST_OPS // len(self._context.plan.program.ops))
+            if full and self.at[oldest].replaced:
+                self._retire(self.at.pop(oldest))
+                full = False
             if full and (made := self._bring_near(key, given, num_inputs)) is not None:
                 return made
             if full and key in self.seen and self._runs - self.at[oldest].used >= STALE:
-                self._give_up(self.at, oldest)
+                self._retire(self.at.pop(oldest))
                 full = False
             if not full:
                 self.seen.pop(key, None)
@@ -264,36 +276,34 @@ class Graphs:
         moved = {i for at in self.at if len(at) == count for i in range(count) if at[i] != key[i]}
         if through is not None:
             moved |= through.moved | off
-            self._give_up(self.through, count)
+            self._retire(self.through.pop(count))
         self.through[count] = self._capture(given, num_inputs, frozenset(moved))
         return self.through[count]
-
-    def _near(self, key: Key) -> GraphPair | None:
-        """Graphs of `near` that serve these addresses."""
-        fits = (pair for pair in self.near if len(pair.addresses) == len(key) and not pair.off(key))
-        return next(fits, None)
 
     def _bring_near(
         self, key: Key, given: Sequence[torch.Tensor], num_inputs: int
     ) -> GraphPair | None:
         """Graphs that copy the few bytes that lie elsewhere than earlier ones, with memory of their
         own, have them; these take the place of all that they serve."""
-        self._give_up_replaced()
         if len(self.near) >= MOST:
-            return None
+            oldest = min(self.near, key=lambda pair: pair.used)
+            if not oldest.replaced:
+                return None
+            self.near.remove(oldest)
+            self._retire(oldest)
         found: list[tuple[int, frozenset[int]]] = []
         for pair in (*self.near, *self.at.values()):
-            if len(pair.addresses) == len(key):
+            if len(pair.addresses) == len(key) and pair.own >= MUCH:
                 moved = pair.moved | pair.off(key)
                 nbytes = sum(given[i].nbytes for i in moved)
-                if pair.own >= MUCH and nbytes * FEW <= pair.own:
+                if nbytes * FEW <= pair.own:
                     found.append((nbytes, moved))
         if not found:
             return None
         moved = min(found, key=lambda each: each[0])[1]
         made = self._capture(given, num_inputs, moved)
         pairs = [*self.near, *self.at.values()]
-        served = [p for p in pairs if len(p.addresses) == len(key) and not made.off(p.addresses)]
+        served = [pair for pair in pairs if made.fits(pair.addresses)]
         self._engine.synchronize()
         self.at = {at: pair for at, pair in self.at.items() if pair not in served}
         self.near = [*(pair for pair in self.near if pair not in served), made]
@@ -301,20 +311,12 @@ class Graphs:
             pair.reset()
         return made
 
-    def _give_up_replaced(self) -> None:
-        """Lets go of the pairs that can serve nobody again: Note [Copies and allocations]."""
-        gone = [pair for pair in (*self.at.values(), *self.near) if pair.replaced()]
-        if gone:
-            self._engine.synchronize()
-        self.at = {at: pair for at, pair in self.at.items() if pair not in gone}
-        self.near = [pair for pair in self.near if pair not in gone]
-        for pair in gone:
-            pair.reset()
-
-    def _give_up(self, where: dict[Any, GraphPair], key: Any) -> None:
-        """Lets go of a pair of graphs, once their runs have ended, on whatever stream."""
+    def _retire(self, pair: GraphPair) -> None:
+        """Lets go of a pair of graphs, once their runs have ended, on whatever stream. They are
+        reset when others have been captured in their memory: `_capturing`."""
         self._engine.synchronize()
-        where.pop(key).reset()
+        pair.retire()
+        self._retired.append(pair)
 
     def _capture(
         self, given: Sequence[torch.Tensor], num_inputs: int, moved: frozenset[int]
@@ -323,12 +325,12 @@ class Graphs:
         registered, static = self._context.values.registered, self._context.options.static_outputs
         outputs = self._context.outputs.names or self.results
         names = (*self._context.inputs.names, *outputs)[: len(given)]
-        changed, bound, sent = (
+        changed, bound, crossing = (
             frozenset(i for i, name in enumerate(names) if name in buffers)
-            for buffers in (self.changed, self.bound, self.sent)
+            for buffers in (self.changed, self.bound, self.crossing)
         )
-        others = [*self.at.values(), *self.near, *self.through.values()]
-        made = GraphPair(given, num_inputs, self._engine.driver, moved, changed, bound, sent)
+        others = [*self.at.values(), *self.near, *self.through.values(), *self._retired]
+        made = GraphPair(given, num_inputs, self._engine.driver, moved, changed, bound, crossing)
         tensors = made.tensors(given)
         kept = [held.tensor for held in registered.values()]
         self._engine.synchronize()  # the first capture waits for the device: here it is bounded
@@ -348,6 +350,9 @@ class Graphs:
             with contextlib.suppress(Exception):
                 made.reset()  # NCCL would wait for them for as long as the error is kept
             raise
+        for pair in self._retired:
+            pair.reset()
+        self._retired.clear()
         return made
 
     @contextlib.contextmanager
@@ -394,8 +399,8 @@ class Graphs:
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
-        dropped = [*self.at.values(), *self.near, *self.through.values()]
-        for held in (self.at, self.near, self.through, self.seen, self.made):
+        dropped = [*self.at.values(), *self.near, *self.through.values(), *self._retired]
+        for held in (self.at, self.near, self.through, self._retired, self.seen, self.made):
             held.clear()
         for captured in dropped:
             captured.reset()
