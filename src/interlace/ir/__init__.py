@@ -46,11 +46,20 @@ from interlace.ir.ops import (
     Recv,
     Send,
     Wait,
-    names_in,
     views_in,
 )
 from interlace.ir.order import Meetings, bindings, in_order
-from interlace.ir.program import Node, Program, Region, Remark, Site, Spot, map_views, spots
+from interlace.ir.program import (
+    Node,
+    Program,
+    Region,
+    Remark,
+    Site,
+    Spot,
+    map_views,
+    names_in,
+    spots,
+)
 from interlace.ir.text.parser import parse, parse_set
 from interlace.ir.text.printer import print_program, print_set
 from interlace.ir.types import (

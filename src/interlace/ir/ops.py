@@ -142,15 +142,6 @@ class Op:
         return (self,)
 
 
-def names_in(arg: Arg) -> tuple[str, ...]:
-    """The values of a region that are in an argument, however deep."""
-    if isinstance(arg, Name):
-        return (arg.name,)
-    if isinstance(arg, tuple):
-        return tuple([name for item in arg for name in names_in(item)])
-    return ()
-
-
 def views_in(arg: Arg) -> tuple[View, ...]:
     """The views in an argument, however deep."""
     if isinstance(arg, View):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from interlace.errors import OptionError, ProgramError
 from interlace.ir.fields import NAMES, form_of, written
-from interlace.ir.ops import Arg, Op
+from interlace.ir.ops import Arg, Name, Op
 from interlace.ir.size_class import FIXED, SizeClass
 from interlace.ir.sizes import DECIDER, Int, Size, named
 from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned
@@ -44,6 +44,15 @@ class Region:
     inputs: tuple[str, ...]
     body: tuple[Node, ...]
     outputs: tuple[str, ...]
+
+
+def names_in(arg: Arg) -> tuple[str, ...]:
+    """The values of a region that are in an argument, however deep."""
+    if isinstance(arg, Name):
+        return (arg.name,)
+    if isinstance(arg, tuple):
+        return tuple([name for item in arg for name in names_in(item)])
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,8 @@ from interlace.ir.checks.context import (
     check_operator,
 )
 from interlace.ir.checks.ops import OpChecker
-from interlace.ir.ops import names_in, views_in
-from interlace.ir.program import Program, Region
+from interlace.ir.ops import views_in
+from interlace.ir.program import Program, Region, names_in
 from interlace.ir.size_class import deciding
 from interlace.ir.text.printer import print_lines
 from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
