@@ -396,4 +396,4 @@ beside its gathers (four H100s: 0.8 to 0.9 of the gather's own time), and fits `
 What a signal costs the stream that raises it is what GEMM+RS by `get` took longer than by `put` in
 graphs, over its three signals: 3 to 10 us each. What copies take from matmuls beside them was
 chosen for GEMM+RS 16384,7168,8192 in graphs: with 0.02 `get` was taken, and `fused` is 4.5 to 7 %
-faster (rows at 4d50897 and f7faf6c). Other predictions err by 4 to 6 % with either."""
+faster (rows at 4d50897 and f7faf6c)."""

@@ -37,9 +37,9 @@ def _aliased(region: Region, resolve: Resolve) -> frozenset[int]:
         roots |= {name: shared or {name} for name in node.outs}
     seen, aliased = {*region.inputs}, set[int]()
     for index, name in enumerate(region.outputs):
-        if roots.get(name, set()) & seen:
+        if roots[name] & seen:
             aliased.add(index)
-        seen |= roots.get(name, set())
+        seen |= roots[name]
     return frozenset(aliased)
 
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -180,11 +179,9 @@ class GraphPair:
             if i not in moved
         ]
         self.crossing = {
-            i: (t.data_ptr(), driver.buffer_id(t.data_ptr()))
-            for i, t in enumerate(given)
-            if i in crossing and i not in moved and t.numel()
+            i: driver.buffer_id(self.addresses[i]) for i in crossing - moved if given[i].numel()
         }
-        """The allocations that copies of the graphs are bound to."""
+        """By tensor the number of the allocation that copies of the graphs are bound to."""
         with torch.inference_mode(False):  # later runs may copy into them outside of it
             self.places = {
                 i: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -213,17 +210,17 @@ class GraphPair:
             if (
                 addresses[index] != address
                 or (storage is not None and storage.expired())
-                or (index in self.crossing and self._is_another(*self.crossing[index]))
+                or (index in self.crossing and self._is_another(index))
             ):
                 yield index
 
-    def _is_another(self, address: int, number: int) -> bool:
-        return self._driver.buffer_id(address) != number
+    def _is_another(self, index: int) -> bool:
+        return self._driver.buffer_id(self.addresses[index]) != self.crossing[index]
 
     @property
     def replaced(self) -> bool:
         """Whether the graphs can serve nobody again: Note [Copies and allocations]."""
-        return any(starmap(self._is_another, self.crossing.values()))
+        return any(map(self._is_another, self.crossing))
 
     def takes(self, given: Sequence[torch.Tensor]) -> bool:
         return all(given[index].is_cuda for index in self.places)
