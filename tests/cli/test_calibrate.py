@@ -100,7 +100,7 @@ def test_another_size_goes_by_its_neighbour(rows: Path, tmp_path: Path) -> None:
     run("calibrate", "--from", str(rows), "--device", "cuda", "--out", str(out))
     path = tmp_path / "site.ilc"
     path.write_text(SITE.format(part=1280, rows=5120))
-    data = json.loads(run("explain", str(path), "--calibration", str(out), "--json"))
+    data = json.loads(run("explain", str(path), "--calibration", str(out), "--json", "--graph"))
     known = {c["strategy"]: c for c in data["programs"][0]["candidates"]["1"]}
     for name, us in {"serial": 100, "fused": 60, "exchange": 50}.items():
         assert known[name]["measured_ms"] is None

@@ -99,8 +99,9 @@ def test_host_and_memory() -> None:
     ]
     machine = fit(samples, H200)
     issue = dict(machine.issue)
-    assert issue["call"] == 8e-6
-    assert issue["peer"] == dict(H200.issue)["peer"]
+    assert issue["call"] == 16e-6, "amid others it takes twice as long"
+    before = dict(H200.issue)
+    assert issue["peer"] == pytest.approx(16e-6 / before["call"] * before["peer"])
     assert machine.event_s == 2e-6
     assert machine.memory_bandwidth == pytest.approx(2e12, rel=0.01)
 

@@ -239,9 +239,9 @@ def test_a_key_makes_the_program_that_has_it(kind: str) -> None:
 def test_what_one_matrix_took_is_not_what_those_of_several_experts_take() -> None:
     """A measured site has one matrix: the bytes of four are not in its time."""
     kind, m, k, n = DISPATCH, 4 * 4 * 1024, 4096, 3584
-    key = SiteKey(kind=kind, dtype="bf16", m=m, k=k, n=n, world=4)
+    key = SiteKey(kind=kind, dtype="bf16", m=m, k=k, n=n, world=4, graph=True)
     time = SiteTime(site=key, strategy="serial", seconds=1.0, predicted_s=0.5)
-    machine = H200.replace(sites=(time,))
+    machine = H200.replayed.replace(sites=(time,))
     for program, wanted in ((plain_program(key), 1e3), (parse(LARGE), None)):
         serial = candidates(program, Options(), machine)[1][0]
         assert (serial.label, serial.measured_ms) == ("serial", wanted)

@@ -36,6 +36,8 @@ from interlace.ir import DType
 
 HOST_BOUND = 1.3
 """A sample below this multiple of the host's time may measure the host."""
+IN_A_RUN = 2.0
+"""How many times longer the host takes for a call amid others than for the same one in a loop."""
 LEAST_DOUBT_S = 1e-6
 """What a gain must come to where both sides are predicted from measurements."""
 TRANSFERS = ("get", "put", "send")
@@ -162,7 +164,7 @@ def fit(
         host=host,
         launch_s=launch,
         event_s=_median(found["event"], base.event_s),
-        issue=tuple({**dict(base.issue), **issuing.seconds}.items()),
+        issue=issuing.in_a_run(base),
         memory_bandwidth=_memory(found["copy"], launch, base),
         links=_links(found, base, issuing),
         between=_between(found, base),
@@ -183,6 +185,15 @@ class _Host:
     def __init__(self, samples: Sequence[Sample]) -> None:
         kinds = dict.fromkeys(s.protocol for s in samples if s.protocol)
         self.seconds = {k: _median([s for s in samples if s.protocol == k], 0.0) for k in kinds}
+
+    def in_a_run(self, base: Machine) -> tuple[tuple[str, float], ...]:
+        """What calls take amid a run, which is twice as long as in a loop of nothing else. Kinds
+        of which there is no sample are as many times the base's as `call` is."""
+        known, measured = dict(base.issue), {k: IN_A_RUN * s for k, s in self.seconds.items()}
+        if "call" in known and "call" in measured:
+            scale = measured["call"] / known["call"]
+            known = {kind: scale * seconds for kind, seconds in known.items()}
+        return tuple({**known, **measured}.items())
 
     def bounds(self, seconds: float, what: str) -> bool:
         """Whether that is no more than the host takes for such a call, as far as is known."""

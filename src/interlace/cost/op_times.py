@@ -57,7 +57,8 @@ from interlace.ir import (
     Where,
 )
 from interlace.ir.fields import form_of
-from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention
+from interlace.ir.kernels import TAIL
+from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention, matmul_of
 from interlace.ir.ops import UNORDERED
 from interlace.ir.sizes import Int, number, numbers
 
@@ -208,9 +209,10 @@ def matmul_shape(op: Call, box: Boxes) -> MatmulShape | None:
     if len(matrices) < 2 or any(len(b.sizes) < 2 or b.numel == 0 for b in matrices):
         return None
     a, b = matrices
-    inner, batch = a.sizes[-1], math.prod(b.sizes[:-2])
+    width, batch = a.sizes[-1], math.prod(b.sizes[:-2])
     columns = b.sizes[-2] if base == "linear" else b.sizes[-1]
-    return MatmulShape(a.dtype, a.numel // inner // batch, inner, columns, batch)
+    inner = width if matmul.blocks is None else width - TAIL  # of packed rows
+    return MatmulShape(a.dtype, a.numel // width // batch, inner, columns, batch)
 
 
 def _matmul_cost(shape: MatmulShape, machine: Machine, by_bytes: float) -> Cost:
@@ -273,6 +275,10 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
 # -- the host -----------------------------------------------------------------------------------
 
 
+PACKED_CALLS = 3
+"""As many calls a matmul of packed rows is to the host, which takes views of numbers and scales."""
+
+
 def issue_seconds(op: Op, machine: Machine, teams: Mapping[str, Team]) -> float:
     """How long the host takes to issue an op, on these teams by name.
 
@@ -291,6 +297,9 @@ def _calls(op: Op, teams: Mapping[str, Team]) -> tuple[str, int]:
     """Which call issues an op, and how many of them."""
     match op:
         case Call(fn=fn):
+            matmul = matmul_of(fn)
+            if matmul is not None and matmul.blocks is not None:
+                return "call", PACKED_CALLS
             return ("call" if fn.startswith("aten.") else "kernel"), 1
         case Copy():
             return "copy", 1
@@ -316,6 +325,7 @@ def _calls(op: Op, teams: Mapping[str, Team]) -> tuple[str, int]:
 def run_issue_seconds(program: Program, machine: Machine) -> float:
     """How long the host of one rank takes to issue a run, joining all streams included."""
     teams = {team.name: team for team in program.teams}
-    sides = max(0, len(program.streams()) - 1)
+    streams = {op.stream for op in program.ops if not isinstance(op, Alloc | Free)}
+    sides = max(0, len(streams) - 1)
     joins = 4 * sides * dict(machine.issue).get("event", 0.0)
     return joins + sum(issue_seconds(op, machine, teams) for op in program.ops)

@@ -37,6 +37,7 @@ from interlace.ir import (
     Team,
     View,
 )
+from interlace.ir.kernels import FLOAT8
 from interlace.ir.size_class import note_buckets, supposing
 from interlace.ir.sizes import at_hand
 from interlace.ir.types import TableEntry, TeamLayout
@@ -89,8 +90,10 @@ def estimate(
     key, team = site_key(values, site, machine.captured), collective_of(values, site).team
     table = machine.sites if values.program.team(team).hosts is None else ()  # of one host
     known = measured(table, key, label) if _plain(values, site) else None
-    # One of which nothing was measured is taken to be as far off as the worst of the others.
-    ratio = correction(table, key, label, predicted) or doubt(table, key, predicted) or 1.0
+    # What ran eagerly may have taken as long as its host, which says nothing of other sizes. One
+    # of which nothing was measured is taken to be as far off as the worst of the others.
+    near = table if key.graph or not machine.issue else ()
+    ratio = correction(near, key, label, predicted) or doubt(near, key, predicted) or 1.0
     expected = predicted * ratio if known is None else known
     busy = max(expected, BUSY * min(host_at_most(table, key, label, host), expected))
     known_ms = None if known is None else known * 1e3
@@ -134,21 +137,24 @@ def label_of(row: Strategy | None, chunks: int = 0) -> str:
 
 
 def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey:
-    """The site as measurements know it: M, K and N are those of a rank's matmuls together."""
+    """The site as measurements know it: M, K and N are those of a rank's matmuls together, and of
+    FP8 the type and the numbers of packed rows."""
     op = collective_of(values, site)
     assert op.dst is not None
     world = values.program.team(op.team).size
+    gathers = isinstance(site, GatherSite)
+    calls = [values.program.ops[i] for i in (site.matmuls if gathers else site.cone.ops)]
+    found = [matmul_shape(c, values.box) for c in calls if isinstance(c, Call)]
+    shapes = [shape for shape in found if shape is not None]
+    packed = next((shape for shape in shapes if shape.dtype in FLOAT8), None)
     if isinstance(site, GatherSite):
         outs = (result_of(values.program.ops[i]) for i in site.matmuls)
         columns = sum(values.box(out).sizes[-1] for out in outs if out is not None)
-        sizes = site.layout.total, site.width, columns
+        sizes = site.layout.total, packed.inner if packed else site.width, columns
     else:
-        calls = [values.program.ops[i] for i in site.cone.ops]
-        shapes = [matmul_shape(c, values.box) for c in calls if isinstance(c, Call)]
-        inner = sum(shape.inner for shape in shapes if shape is not None)
-        sizes = site.cone.rows, inner, site.cone.width
+        sizes = site.cone.rows, sum(shape.inner for shape in shapes), site.cone.width
     m, k, n = (max(1, at_hand(size)) for size in sizes)
-    dtype = str(values.box(op.dst).dtype)
+    dtype = str(packed.dtype if packed else values.box(op.dst).dtype)
     kind = site_kind(op.kind, site)
     return SiteKey(kind=kind, dtype=dtype, m=m, k=k, n=n, world=world, graph=graph)
 
