@@ -7,7 +7,6 @@ All ranks measure at once, as they compute at once, and the slowest counts.
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,9 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.sites import CACHE, DTYPES, PRESETS
 from interlace.bench.timing import captured, host_times
 from interlace.bench.transfers import BenchMemory, timed
+from interlace.comm.cuda.driver import Driver
 from interlace.cost.fit import Sample
+from interlace.errors import BackendError
 
 COPIES = tuple(1 << power for power in (16, 20, 28, 29))
 """Bytes. The larger half, which tells a GPU's bandwidth, is beyond any cache of today's."""
@@ -126,14 +127,12 @@ def _host(ranks: Ranks) -> list[Sample]:
     memory = BenchMemory(ranks, 1 << 12)
     peer = memory.theirs[(ranks.me + 1) % ranks.size]
     whole = x.new_empty(64 * ranks.size, 64)
-    event = torch.cuda.Event()
     calls: dict[str, Callable[[], Any]] = {
         "call": lambda: torch.mm(x, w, out=out),
         "copy": lambda: memory.copy("ce", memory.private, memory.mine, 1 << 10),
         "peer": lambda: memory.copy("ce", memory.private, peer, 1 << 10),
         "collective": lambda: dist.all_gather_into_tensor(whole, x),
-        "event": event.record,
-        **_signal(x),
+        **_by_driver(x),
     }
     return [
         Sample(kind="issue", protocol=name, seconds=_issue(ranks, call))
@@ -141,14 +140,17 @@ def _host(ranks: Ranks) -> list[Sample]:
     ]
 
 
-def _signal(word: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """A write of a word by the stream, where cuda-bindings are there."""
+def _by_driver(word: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """An event that the stream records and a word that it writes, where cuda-bindings are there."""
     try:
-        driver: Any = importlib.import_module("cuda.bindings.driver")
-    except ImportError:
+        driver = Driver()
+    except BackendError:
         return {}
-    stream, place = torch.cuda.current_stream().cuda_stream, word.data_ptr()
-    return {"signal": lambda: driver.cuStreamWriteValue32(stream, place, 0, 0)}
+    event, stream = driver.event(), torch.cuda.current_stream().cuda_stream
+    return {
+        "event": lambda: driver.record(stream, event),
+        "signal": lambda: driver.write(stream, word.data_ptr(), 0),
+    }
 
 
 def _issue(ranks: Ranks, call: Callable[[], Any]) -> float:

@@ -36,8 +36,8 @@ from interlace.ir import DType
 
 HOST_BOUND = 1.3
 """A sample below this multiple of the host's time may measure the host."""
-IN_A_RUN = 2.0
-"""How many times longer the host takes for a call amid others than for the same one in a loop."""
+IN_A_RUN = {"call": 2.0, "collective": 2.0}
+"""How many times longer the host takes for what torch does amid a run than in a loop."""
 LEAST_DOUBT_S = 1e-6
 """What a gain must come to where both sides are predicted from measurements."""
 TRANSFERS = ("get", "put", "send")
@@ -187,9 +187,10 @@ class _Host:
         self.seconds = {k: _median([s for s in samples if s.protocol == k], 0.0) for k in kinds}
 
     def in_a_run(self, base: Machine) -> tuple[tuple[str, float], ...]:
-        """What calls take amid a run, which is twice as long as in a loop of nothing else. Kinds
-        of which there is no sample are as many times the base's as `call` is."""
-        known, measured = dict(base.issue), {k: IN_A_RUN * s for k, s in self.seconds.items()}
+        """What calls take amid a run. Kinds of which there is no sample are as many times the
+        base's as `call` is."""
+        known = dict(base.issue)
+        measured = {kind: IN_A_RUN.get(kind, 1.0) * took for kind, took in self.seconds.items()}
         if "call" in known and "call" in measured:
             scale = measured["call"] / known["call"]
             known = {kind: scale * seconds for kind, seconds in known.items()}
