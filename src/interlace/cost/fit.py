@@ -36,8 +36,8 @@ from interlace.ir import DType
 
 HOST_BOUND = 1.3
 """A sample below this multiple of the host's time may measure the host."""
-IN_A_RUN = {"call": 2.0, "collective": 2.0}
-"""How many times longer the host takes for what torch does amid a run than in a loop."""
+IN_A_RUN = {"call": 2.0, "collective": 2.0, "event": 2.0}
+"""How many times longer the host takes amid a run than in a loop, where it is not as long."""
 LEAST_DOUBT_S = 1e-6
 """What a gain must come to where both sides are predicted from measurements."""
 TRANSFERS = ("get", "put", "send")
