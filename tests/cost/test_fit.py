@@ -94,12 +94,16 @@ def test_host_and_memory() -> None:
     samples = [
         Sample(kind="issue", protocol="call", seconds=7e-6),
         Sample(kind="issue", protocol="call", seconds=9e-6),
+        Sample(kind="issue", protocol="collective", seconds=20e-6),
+        Sample(kind="issue", protocol="signal", seconds=3e-6),
         Sample(kind="event", seconds=2e-6),
         *(Sample(kind="copy", nbytes=n, seconds=3e-6 + 2 * n / 2e12) for n in (1 << 20, 1 << 28)),
     ]
     machine = fit(samples, H200)
     issue = dict(machine.issue)
-    assert issue["call"] == 16e-6, "amid others it takes twice as long"
+    assert (issue["call"], issue["collective"]) == (16e-6, 40e-6), "amid others twice as long"
+    assert issue["signal"] == 3e-6
+    assert fit(samples, H200.replayed).issue, "of a base whose host takes nothing"
     before = dict(H200.issue)
     assert issue["peer"] == pytest.approx(16e-6 / before["call"] * before["peer"])
     assert machine.event_s == 2e-6

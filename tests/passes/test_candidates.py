@@ -9,7 +9,8 @@ import pytest
 from tests.passes.samples import KINDS
 from tests.passes.test_choose import SIZES, key_of
 
-from interlace.cost import SiteKey, SiteTime, default_machine
+from interlace.cost import SiteKey, SiteTime, default_machine, run_issue_seconds
+from interlace.cost.op_times import PACKED_CALLS
 from interlace.ir import parse, validate
 from interlace.options import Options
 from interlace.passes import lower
@@ -22,15 +23,39 @@ from interlace.passes.strategies.candidates import (
 )
 
 H200 = default_machine("cuda")
+SHAPE = {"m": 8192, "k": 4096, "n": 4096, "world": 4}
 
 
-@pytest.mark.parametrize("rows", [8192, 8191, 2])
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [("f32", 8192), ("f32", 8191), ("f32", 2), ("f8e4m3", 8192), ("f8e5m2", 64)]
+)
 @pytest.mark.parametrize("kind", SIZES)
-def test_a_key_makes_the_program_that_has_it(kind: str, rows: int) -> None:
-    key = SiteKey(kind=kind, dtype="f32", m=rows, k=48, n=80, world=4)
+def test_a_key_makes_the_program_that_has_it(kind: str, dtype: str, rows: int) -> None:
+    """Of FP8 it counts the numbers of packed rows, and has their type after a reduction too."""
+    key = SiteKey(kind=kind, dtype=dtype, m=rows, k=48, n=80, world=4)
     program = plain_program(key)
     validate(program)
     assert key_of(program) == key
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_float8_does_not_take_what_was_measured_in_bf16(kind: str) -> None:
+    key = SiteKey(kind=kind, dtype="bf16", m=8192, k=4096, n=4096, world=4)
+    machine = with_sites(H200, [SiteTime(site=key, strategy="serial", seconds=1.0)])
+    for dtype, wanted in (("bf16", 1e3), ("f8e4m3", None)):
+        program = plain_program(dataclasses.replace(key, dtype=dtype))
+        (found,) = candidates(program, Options(), machine).values()
+        assert found[0].measured_ms == wanted
+
+
+def test_the_host_multiplies_packed_rows_block_by_block() -> None:
+    """After a gather each rank's rows have a scale of their own."""
+    gather, scatter = (
+        run_issue_seconds(plain_program(SiteKey(kind=kind, dtype="f8e4m3", **SHAPE)), H200)
+        for kind in ("all_gather_matmul", "matmul_reduce_scatter")
+    )
+    call = dict(H200.issue)["call"]
+    assert gather - scatter == pytest.approx(PACKED_CALLS * (4 - 1) * call)
 
 
 @pytest.mark.parametrize("kind", SIZES)

@@ -227,9 +227,10 @@ def test_a_few_tokens_are_not_cut() -> None:
     assert sum(isinstance(op, Call) and "bmm" in op.fn for op in made.ops) == 2
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f8e4m3"])
 @pytest.mark.parametrize("kind", [DISPATCH, COMBINE])
-def test_a_key_makes_the_program_that_has_it(kind: str) -> None:
-    key = SiteKey(kind=kind, dtype="bf16", m=8192, k=48, n=80, world=4)
+def test_a_key_makes_the_program_that_has_it(kind: str, dtype: str) -> None:
+    key = SiteKey(kind=kind, dtype=dtype, m=8192, k=48, n=80, world=4)
     program = plain_program(key)
     validate(program)
     assert key_of(program) == key

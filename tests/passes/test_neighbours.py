@@ -22,30 +22,32 @@ from interlace.passes.strategies.candidates import (
     site_times,
     with_sites,
 )
+from interlace.passes.strategies.choose import SERIAL, Estimate, pick
 
 
 def losses(machine: Machine, alone: bool) -> list[float]:
-    """How much longer than the best one the strategy took that the other sites lead to, or the
-    machine `alone`, of each site."""
+    """How much longer than the best one the strategy took that `auto` takes by the other sites, or
+    by the machine `alone`, of each site of which several were measured."""
     by: defaultdict[SiteKey, list[SiteTime]] = defaultdict(list)
     for time in machine.sites:
         by[time.site].append(time)
     found: list[float] = []
     for site, known in by.items():
         others = () if alone else tuple(time for time in machine.sites if time.site != site)
-        expected = expected_of(site, machine.replace(sites=others))
-        took = {time.strategy: time.seconds for time in known if time.strategy in expected}
-        chosen = min(took, key=expected.__getitem__)
-        found.append(took[chosen] / min(took.values()))
+        took = {time.strategy: time.seconds for time in known}
+        made = estimates(site, machine.replace(sites=others))
+        best, _ = pick([e for e in made if e.label in (SERIAL, *took)], machine.doubt_s * 1e3)
+        if len(took) > 1 and best.label in took:
+            found.append(took[best.label] / min(took.values()))
     return found
 
 
 @functools.cache
-def expected_of(site: SiteKey, machine: Machine) -> dict[str, float]:
-    """What each strategy is expected to take, in milliseconds."""
+def estimates(site: SiteKey, machine: Machine) -> tuple[Estimate, ...]:
+    """What each strategy is expected to take, serial first."""
     model = machine.replayed if site.graph else machine
     (made,) = candidates(plain_program(site), Options(), model).values()
-    return {estimate.label: estimate.expected_ms for estimate in made}
+    return made
 
 
 def rows_of(commit: str, dtype: str) -> list[dict[str, str]]:
@@ -68,23 +70,25 @@ HOW = {
     ("commit", "limit"),
     [
         ("8ca51f4", 1.009),
-        ("85a9c6d", 1.013),
-        ("c0e8cf99", 1.012),  # a host four times as slow
+        ("85a9c6d", 1.015),
+        ("c0e8cf99", 1.012),  # a slow host
         ("ed488af", 1.003),  # four GPUs
     ],
 )
 def test_neighbours_lead_to_strategies_near_the_best(commit: str, limit: float) -> None:
-    """And so does the built-in model alone."""
+    """And so does the built-in model alone, which on the last two is nearer."""
     machine = measured(commit, default_machine("cuda"))
     found, bare = losses(machine, alone=False), losses(machine, alone=True)
     assert len(found) >= 30
     assert max(found) < 1.12
     assert sum(found) < limit * len(found)
     assert sum(bare) < limit * len(bare)
+    assert commit in ("c0e8cf99", "ed488af") or sum(found) < sum(bare)
 
 
 def test_the_model_alone_is_near_the_best_in_all_runs() -> None:
-    """On fast hosts and slow ones, H200s and H100s."""
+    """On fast hosts and slow ones, H200s and H100s: those with enough sites of several strategies.
+    The built-in figures were fitted to some of them."""
     with (ROOT / "benchmarks" / "results" / "overlap.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["dtype"] == "bf16"]
     runs: defaultdict[tuple[str, str, str], list[SiteTime]] = defaultdict(list)
@@ -92,14 +96,13 @@ def test_the_model_alone_is_near_the_best_in_all_runs() -> None:
         runs[row["commit"], row["gpu"], row["world"]] += site_times([row])
     found: list[float] = []
     for times in runs.values():
-        if len(times) >= 40:
-            last = {(time.site, time.strategy): time for time in times}
-            machine = default_machine("cuda").replace(sites=tuple(last.values()))
-            each = losses(machine, alone=True)
+        last = {(time.site, time.strategy): time for time in times}
+        each = losses(default_machine("cuda").replace(sites=tuple(last.values())), alone=True)
+        if len(each) >= 15:
             found.append(sum(each) / len(each))
-    assert len(found) >= 31
-    assert sum(found) < 1.004 * len(found)
-    assert max(found) < 1.013
+    assert len(found) >= 29
+    assert sum(found) < 1.0055 * len(found)
+    assert max(found) < 1.02
 
 
 @pytest.mark.parametrize("commit", ["c0e8cf99", "eb5699a"])
@@ -120,7 +123,7 @@ def test_the_built_in_host_takes_what_the_rows_say(commit: str) -> None:
 
 
 def test_float8_goes_by_its_own_sizes_and_host() -> None:
-    """Its matmuls take the host three calls; eager rows of a busy host differ by 20 %."""
+    """Eager rows of a busy host differ by 20 %."""
     machine = measured("c0e8cf99", default_machine("cuda"), "f8e4m3")
     found = losses(machine, alone=True)
     assert len(found) >= 30

@@ -7,6 +7,7 @@ All ranks measure at once, as they compute at once, and the slowest counts.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,9 +19,7 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.sites import CACHE, DTYPES, PRESETS
 from interlace.bench.timing import captured, host_times
 from interlace.bench.transfers import BenchMemory, timed
-from interlace.comm.cuda.driver import Driver
 from interlace.cost.fit import Sample
-from interlace.errors import BackendError
 
 COPIES = tuple(1 << power for power in (16, 20, 28, 29))
 """Bytes. The larger half, which tells a GPU's bandwidth, is beyond any cache of today's."""
@@ -132,7 +131,7 @@ def _host(ranks: Ranks) -> list[Sample]:
         "copy": lambda: memory.copy("ce", memory.private, memory.mine, 1 << 10),
         "peer": lambda: memory.copy("ce", memory.private, peer, 1 << 10),
         "collective": lambda: dist.all_gather_into_tensor(whole, x),
-        **_by_driver(x),
+        **_signal(x),
     }
     return [
         Sample(kind="issue", protocol=name, seconds=_issue(ranks, call))
@@ -140,17 +139,14 @@ def _host(ranks: Ranks) -> list[Sample]:
     ]
 
 
-def _by_driver(word: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """An event that the stream records and a word that it writes, where cuda-bindings are there."""
+def _signal(word: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """A write of a word by the stream, where cuda-bindings are there."""
     try:
-        driver = Driver()
-    except BackendError:
+        driver: Any = importlib.import_module("cuda.bindings.driver")
+    except ImportError:
         return {}
-    event, stream = driver.event(), torch.cuda.current_stream().cuda_stream
-    return {
-        "event": lambda: driver.record(stream, event),
-        "signal": lambda: driver.write(stream, word.data_ptr(), 0),
-    }
+    stream, place = torch.cuda.current_stream().cuda_stream, word.data_ptr()
+    return {"signal": lambda: driver.cuStreamWriteValue32(stream, place, 0, 0)}
 
 
 def _issue(ranks: Ranks, call: Callable[[], Any]) -> float:

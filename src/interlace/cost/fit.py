@@ -36,8 +36,9 @@ from interlace.ir import DType
 
 HOST_BOUND = 1.3
 """A sample below this multiple of the host's time may measure the host."""
-IN_A_RUN = {"call": 2.0, "collective": 2.0, "event": 2.0}
-"""How many times longer the host takes amid a run than in a loop, where it is not as long."""
+IN_A_RUN = {"call": 2.0, "collective": 2.0}
+"""How many times longer the host takes for what torch does amid a run than in a loop of nothing
+else. What it asks of the driver takes as long."""
 LEAST_DOUBT_S = 1e-6
 """What a gain must come to where both sides are predicted from measurements."""
 TRANSFERS = ("get", "put", "send")
@@ -191,7 +192,7 @@ class _Host:
         base's as `call` is."""
         known = dict(base.issue)
         measured = {kind: IN_A_RUN.get(kind, 1.0) * took for kind, took in self.seconds.items()}
-        if "call" in known and "call" in measured:
+        if known.get("call") and "call" in measured:
             scale = measured["call"] / known["call"]
             known = {kind: scale * seconds for kind, seconds in known.items()}
         return tuple({**known, **measured}.items())

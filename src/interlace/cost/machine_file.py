@@ -24,7 +24,7 @@ from interlace.cost.machine import Curve, Machine, default_machine
 from interlace.cost.site_times import SiteKey, SiteTime
 from interlace.errors import CalibrationError
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised with the fields, and with a model whose predictions the measured sites hold."""
 
 _TABLES = ("gemm_flops", "issue", "links", "between", "curves")

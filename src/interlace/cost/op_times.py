@@ -276,7 +276,8 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
 
 
 PACKED_CALLS = 3
-"""As many calls a matmul of packed rows is to the host, which takes views of numbers and scales."""
+"""As many calls a matmul of packed rows is to the host, for each block of rows that has a scale:
+torch's own is called for each, with views of its numbers and scales."""
 
 
 def issue_seconds(op: Op, machine: Machine, teams: Mapping[str, Team]) -> float:
@@ -299,7 +300,8 @@ def _calls(op: Op, teams: Mapping[str, Team]) -> tuple[str, int]:
         case Call(fn=fn):
             matmul = matmul_of(fn)
             if matmul is not None and matmul.blocks is not None:
-                return "call", PACKED_CALLS
+                blocks = op.args[matmul.blocks]
+                return "call", PACKED_CALLS * max(1, blocks if isinstance(blocks, int) else 1)
             return ("call" if fn.startswith("aten.") else "kernel"), 1
         case Copy():
             return "copy", 1

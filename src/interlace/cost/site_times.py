@@ -59,10 +59,10 @@ def measured(times: Iterable[SiteTime], site: SiteKey, strategy: str) -> float |
 
 def host_at_most(times: Iterable[SiteTime], site: SiteKey, strategy: str, host_s: float) -> float:
     """What the host takes to issue a strategy: `host_s`, and no more than any site of that kind
-    took with it, however small, since issuing it is the same for all."""
-    like = site.kind, site.world, site.graph
-    took = (t for t in times if t.strategy == strategy)
-    alike = [t.seconds for t in took if (t.site.kind, t.site.world, t.site.graph) == like]
+    and type took with it, however small, since issuing it is the same for all."""
+    like = site.kind, site.dtype, site.world, site.graph
+    took = [(t.site, t.seconds) for t in times if t.strategy == strategy]
+    alike = [s for at, s in took if (at.kind, at.dtype, at.world, at.graph) == like]
     return min([host_s, *alike])
 
 

@@ -1,8 +1,8 @@
 """Which strategy a site gets: the one requested, or the one that is expected to be fastest.
 
 Measurements go before predictions, and serial stays where the gain is not certain. A prediction
-schedules and simulates the site alone; what was measured nearby corrects it. All this reads sizes
-and the machine's figures, nothing of one rank, so that all ranks choose alike.
+schedules and simulates the site alone; where no host issues, what was measured nearby corrects it.
+All this reads sizes and the machine's figures, nothing of one rank, so that all ranks choose alike.
 
     >>> estimate(machine, values, site, row, chunks).expected_ms
     0.44
@@ -90,8 +90,8 @@ def estimate(
     key, team = site_key(values, site, machine.captured), collective_of(values, site).team
     table = machine.sites if values.program.team(team).hosts is None else ()  # of one host
     known = measured(table, key, label) if _plain(values, site) else None
-    # What ran eagerly may have taken as long as its host, which says nothing of other sizes. One
-    # of which nothing was measured is taken to be as far off as the worst of the others.
+    # What ran eagerly may have taken as long as its host, which says nothing of other sites. One of
+    # which nothing was measured is taken to be as far off as the worst of the others.
     near = table if key.graph or not machine.issue else ()
     ratio = correction(near, key, label, predicted) or doubt(near, key, predicted) or 1.0
     expected = predicted * ratio if known is None else known
