@@ -23,7 +23,6 @@ from interlace.passes.strategies.candidates import (
 )
 
 H200 = default_machine("cuda")
-SHAPE = {"m": 8192, "k": 4096, "n": 4096, "world": 4}
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,9 @@ def test_float8_does_not_take_what_was_measured_in_bf16(kind: str) -> None:
 
 def test_the_host_multiplies_packed_rows_block_by_block() -> None:
     """After a gather each rank's rows have a scale of their own."""
+    key = SiteKey(kind="all_gather_matmul", dtype="f8e4m3", m=8192, k=4096, n=4096, world=4)
     gather, scatter = (
-        run_issue_seconds(plain_program(SiteKey(kind=kind, dtype="f8e4m3", **SHAPE)), H200)
+        run_issue_seconds(plain_program(dataclasses.replace(key, kind=kind)), H200)
         for kind in ("all_gather_matmul", "matmul_reduce_scatter")
     )
     call = dict(H200.issue)["call"]
