@@ -79,7 +79,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ResultComparison:
     """How one result of one rank differs from what it is compared with."""
 
     verdict: str
@@ -299,7 +299,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
-def compare_all(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Comparison]:
+def compare_all(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, ResultComparison]:
     """Results compared in order: the two Programs may call them otherwise."""
     if len(found) != len(wanted):
         raise InputError(f"one schedule has {len(found)} results, and the other {len(wanted)}")
@@ -307,12 +307,12 @@ def compare_all(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str
     return {name: compare(one, other) for (name, one), other in pairs}
 
 
-def compare(found: Tensor, wanted: Tensor) -> Comparison:
+def compare(found: Tensor, wanted: Tensor) -> ResultComparison:
     """How a tensor differs from another."""
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        return Comparison("differs", None, (), _type(found), _type(wanted))
+        return ResultComparison("differs", None, (), _type(found), _type(wanted))
     if torch.equal(_bytes(found), _bytes(wanted)):
-        return Comparison("equal")
+        return ResultComparison("equal")
     wide = torch.complex128 if found.is_complex() else torch.float64
     one, other = found.cpu().to(wide).reshape(-1), wanted.cpu().to(wide).reshape(-1)
     apart = (one - other).abs()
@@ -326,7 +326,7 @@ def compare(found: Tensor, wanted: Tensor) -> Comparison:
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), found.shape))
     shown = (str(x.reshape(-1)[place].item()) for x in (found, wanted))
     verdict = "close" if off <= allowed else "differs"
-    return Comparison(verdict, off if math.isfinite(off) else None, at, *shown)
+    return ResultComparison(verdict, off if math.isfinite(off) else None, at, *shown)
 
 
 def timed(opened: Sequence[OpenedSchedule], runs: int, ranks: Ranks) -> list[list[float]]:

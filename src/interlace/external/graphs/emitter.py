@@ -1,6 +1,6 @@
 """Ops of a Program, each with the step that it stands for.
 
-emitter = Emitter(trace, teams)
+emitter = GraphEmitter(trace, teams)
 emitter.touch("main", step.reads, step.writes, Origin("step", 3))
 emitter.program()
 """
@@ -28,7 +28,7 @@ class Origin:
     number: int = -1
 
 
-class Emitter:
+class GraphEmitter:
     """The ops of one rank's Program while it grows."""
 
     def __init__(self, trace: Trace, teams: Mapping[str, Team], rank: int | None) -> None:

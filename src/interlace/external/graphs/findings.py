@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.external.graphs.emitter import Emitter, Origin
+from interlace.external.graphs.emitter import GraphEmitter, Origin
 from interlace.external.graphs.reading.tensors import Storage
 from interlace.external.graphs.steps import MAIN, Step, Trace
 from interlace.external.graphs.wording import at_place, reference, stream_words
@@ -39,7 +39,7 @@ class Told:
     """Findings of the verifier about Programs, as findings about graphs."""
 
     def __init__(
-        self, traces: Sequence[Trace], emitters: Sequence[Emitter], reordered: bool
+        self, traces: Sequence[Trace], emitters: Sequence[GraphEmitter], reordered: bool
     ) -> None:
         self.traces = traces
         self.emitters = emitters

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from interlace.external.graphs.emitter import Emitter, Origin
+from interlace.external.graphs.emitter import GraphEmitter, Origin
 from interlace.external.graphs.reading.sync import EVERY, HOST
 from interlace.external.graphs.reading.tensors import Storage
 from interlace.external.graphs.steps import MAIN, Step, Trace
@@ -24,13 +24,13 @@ REUSE = "reuse"
 
 def listed(
     trace: Trace, teams: Mapping[str, Team], rank: int | None, ready: bool, joined: bool
-) -> Emitter:
+) -> GraphEmitter:
     """The ops of a rank, in the order listed."""
     return _Listed(trace, teams, rank).run(ready, joined)
 
 
-class _Listed(Emitter):
-    def run(self, ready: bool, joined: bool) -> Emitter:
+class _Listed(GraphEmitter):
+    def run(self, ready: bool, joined: bool) -> GraphEmitter:
         self._recorded: set[int] = set()
         self._held: defaultdict[str, list[Storage]] = defaultdict(list)
         streams = self.trace.streams()

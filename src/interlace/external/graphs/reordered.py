@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from interlace.errors import UnsupportedError
-from interlace.external.graphs.emitter import Emitter, Origin
+from interlace.external.graphs.emitter import GraphEmitter, Origin
 from interlace.external.graphs.reading.sync import EVERY, HOST
 from interlace.external.graphs.steps import MAIN, Step, Trace
 from interlace.ir.types import Team
@@ -30,7 +30,7 @@ MAX_STEPS = 20_000
 
 def reordered(
     trace: Trace, teams: Mapping[str, Team], rank: int | None, ready: bool, joined: bool
-) -> Emitter:
+) -> GraphEmitter:
     """The ops of a rank, ordered by the dependences alone."""
     if len(trace.steps) > MAX_STEPS:
         raise UnsupportedError(
@@ -52,8 +52,8 @@ class _Point:
     preds: list[int] = field(default_factory=list[int])
 
 
-class _Reordered(Emitter):
-    def run(self, ready: bool, joined: bool) -> Emitter:
+class _Reordered(GraphEmitter):
+    def run(self, ready: bool, joined: bool) -> GraphEmitter:
         steps = self.trace.steps
         self._before: list[int] = []
         """By step: those before it in every order, as bits."""

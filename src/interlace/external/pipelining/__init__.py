@@ -10,6 +10,12 @@ three models of communication), report.py, check.py.
 """
 
 from interlace.external.pipelining.check import check_pipelining
-from interlace.external.pipelining.report import KINDS, MODELS, SCHEMA, Finding, PipeliningReport
+from interlace.external.pipelining.report import (
+    KINDS,
+    MODELS,
+    SCHEMA,
+    PipeliningFinding,
+    PipeliningReport,
+)
 
-__all__ = ["KINDS", "MODELS", "SCHEMA", "Finding", "PipeliningReport", "check_pipelining"]
+__all__ = ["KINDS", "MODELS", "SCHEMA", "PipeliningFinding", "PipeliningReport", "check_pipelining"]

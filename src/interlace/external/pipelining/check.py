@@ -19,11 +19,15 @@ from interlace.external.pipelining.live import Taken, take
 from interlace.external.pipelining.lowering import add_messages
 from interlace.external.pipelining.matching import exchanges, is_mixed
 from interlace.external.pipelining.programs import RankPrograms, to_programs
-from interlace.external.pipelining.report import MAX_FINDINGS, MODELS, Finding, PipeliningReport
+from interlace.external.pipelining.report import (
+    MAX_FINDINGS,
+    MODELS,
+    PipeliningFinding,
+    PipeliningReport,
+)
 from interlace.external.pipelining.rules import faults
 from interlace.external.pipelining.schedule import Layout, PipelineOrder, Placed, Step, plan_of
-from interlace.verify import Finding as OpFinding
-from interlace.verify import check
+from interlace.verify import Finding, check
 
 MAX_COUNTED = 10_000
 """After so many findings no more are looked for."""
@@ -64,7 +68,7 @@ def check_pipelining(schedule: object) -> PipeliningReport:
     )
 
 
-def _found(taken: Taken) -> tuple[Iterator[Finding], str, PipelineOrder, Layout]:
+def _found(taken: Taken) -> tuple[Iterator[PipeliningFinding], str, PipelineOrder, Layout]:
     if taken.order is None:
         sequences = [_listed(plan) for plan in taken.plans]
         order = PipelineOrder(tuple(tuple(p.action for p in row) for row in sequences))
@@ -73,7 +77,7 @@ def _found(taken: Taken) -> tuple[Iterator[Finding], str, PipelineOrder, Layout]
         return chain(own, _by_model(taken.plans, layout, own)), taken.form, order, layout
     order = taken.order
     layout = Layout.of(order)
-    remarks = (Finding("format", remark, level="remark") for remark in order.remarks)
+    remarks = (PipeliningFinding("format", remark, level="remark") for remark in order.remarks)
     if order.is_lowered:
         sequences = [list(order.placed(rank)) for rank in range(layout.num_ranks)]
         form, stuck = "compute_comms", ()
@@ -87,12 +91,12 @@ def _found(taken: Taken) -> tuple[Iterator[Finding], str, PipelineOrder, Layout]
     return chain(own, models, remarks), form, order, layout
 
 
-def _unreduced(order: PipelineOrder) -> Iterator[Finding]:
+def _unreduced(order: PipelineOrder) -> Iterator[PipeliningFinding]:
     """A remark on a schedule that is run as it is, and in which no gradient is ever scaled."""
     kinds = {cell.kind for row in order.cells for cell in row if cell is not None}
     count = _num_microbatches(order)
     if "REDUCE_GRAD" not in kinds and count > 1:
-        yield Finding(
+        yield PipeliningFinding(
             "reduce-grad",
             f"no stage has REDUCE_GRAD: gradients are sums over the {count} microbatches, neither "
             "divided by their number nor reduced between data-parallel ranks",
@@ -103,13 +107,15 @@ def _unreduced(order: PipelineOrder) -> Iterator[Finding]:
         )
 
 
-def _beside_computations(order: PipelineOrder) -> Iterator[Finding]:
+def _beside_computations(order: PipelineOrder) -> Iterator[PipeliningFinding]:
     """A remark on the first action of a compute-only schedule that is no computation."""
     every = (placed for rank in range(len(order.cells)) for placed in order.placed(rank))
     placed = next((placed for placed in every if placed.action.kind not in COMPUTE), None)
     if placed is not None:
         message = f"{placed}: torch's loader refuses it in a schedule without messages"
-        yield Finding("format", message, (placed,), "remove it: torch adds it", level="remark")
+        yield PipeliningFinding(
+            "format", message, (placed,), "remove it: torch adds it", level="remark"
+        )
 
 
 def _listed(plan: Sequence[Step]) -> list[Placed]:
@@ -128,8 +134,8 @@ def _num_microbatches(order: PipelineOrder) -> int:
 
 
 def _by_model(
-    plans: Sequence[Sequence[Step]], layout: Layout, own: Sequence[Finding]
-) -> Iterator[Finding]:
+    plans: Sequence[Sequence[Step]], layout: Layout, own: Sequence[PipeliningFinding]
+) -> Iterator[PipeliningFinding]:
     """Messages that go wrong, and deadlocks.
 
     Of a schedule whose runtime stops before, or whose messages lack an end, what would wait for
@@ -152,15 +158,15 @@ def _by_model(
         proved = not errors and not batches
 
 
-def _in_words(finding: OpFinding, made: RankPrograms, model: str) -> Finding:
+def _in_words(finding: Finding, made: RankPrograms, model: str) -> PipeliningFinding:
     """A finding about the Programs, as one about the actions that their ops stand for."""
     steps = [(made.origins[op.at[0]][op.at[1]], op) for op in finding.ops if _stands(op.at, made)]
     places = [(origin[0], op) for origin, op in steps if origin]
     if not places:
-        return Finding("deadlock", finding.message, models=(model,))
+        return PipeliningFinding("deadlock", finding.message, models=(model,))
     if finding.kind != "deadlock" or len(places) == 1:
         message = "; ".join(f"{place} {op.role}" for place, op in places)
-        return Finding(
+        return PipeliningFinding(
             finding.kind if finding.kind == "deadlock" else "order",
             message,
             tuple(place for place, _ in places),
@@ -172,7 +178,7 @@ def _in_words(finding: OpFinding, made: RankPrograms, model: str) -> Finding:
     for before, place in pairwise([*path, path[0]]):
         said.append(f"comes after {place}" if place.rank == before.rank else f"meets {place}")
     message = f"{said[0]} {', which '.join(said[1:])}"
-    return Finding(
+    return PipeliningFinding(
         "deadlock",
         message,
         tuple(path),
@@ -185,10 +191,10 @@ def _stands(at: tuple[int, int], made: RankPrograms) -> bool:
     return at[0] < len(made.origins) and at[1] < len(made.origins[at[0]])
 
 
-def _stuck(stuck: Sequence[tuple[Placed, Action]]) -> Iterator[Finding]:
+def _stuck(stuck: Sequence[tuple[Placed, Action]]) -> Iterator[PipeliningFinding]:
     """A compute-only schedule that torch refuses: no rank can go on."""
     waits = [f"{placed} needs `{source}`" for placed, source in stuck]
-    yield Finding(
+    yield PipeliningFinding(
         "deadlock",
         f"no rank can go on, so torch cannot add messages: {'; '.join(waits[:16])}",
         tuple(placed for placed, _ in stuck[:16]),
@@ -196,16 +202,16 @@ def _stuck(stuck: Sequence[tuple[Placed, Action]]) -> Iterator[Finding]:
     )
 
 
-def _merged(found: Sequence[Finding]) -> list[Finding]:
+def _merged(found: Sequence[PipeliningFinding]) -> list[PipeliningFinding]:
     """Findings that several models share, once; errors first."""
     models: dict[tuple[object, ...], list[str]] = {}
-    first: dict[tuple[object, ...], Finding] = {}
+    first: dict[tuple[object, ...], PipeliningFinding] = {}
     for finding in found:
         key = (finding.kind, finding.message)
         models.setdefault(key, []).extend(finding.models)
         first.setdefault(key, finding)
     merged = [
-        Finding(
+        PipeliningFinding(
             one.kind,
             one.message,
             one.places,

@@ -1,7 +1,7 @@
 """Whether the n-th send between two ranks is the n-th receive: NCCL has no tags, and gloo's are 0.
 
     >>> list(exchanges(plans, layout, "pair"))
-    [Finding(kind='exchanged', message='rank 1 to rank 0, message 3: ...')]
+    [PipeliningFinding(kind='exchanged', message='rank 1 to rank 0, message 3: ...')]
 
 The receive gets whatever comes next on its communicator: shapes of microbatches are alike, so that
 nothing fails, and a gradient is added to the wrong microbatch. torch's own simulator pairs sends
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from interlace.external.pipelining.actions import SENDS
-from interlace.external.pipelining.report import Finding
+from interlace.external.pipelining.report import PipeliningFinding
 from interlace.external.pipelining.schedule import Key, Layout, Placed, Step, messages
 
 Channel = tuple[str, int, int]
@@ -49,7 +49,9 @@ def channels(plans: Sequence[Sequence[Step]], layout: Layout, model: str) -> dic
     return found
 
 
-def exchanges(plans: Sequence[Sequence[Step]], layout: Layout, model: str) -> Iterator[Finding]:
+def exchanges(
+    plans: Sequence[Sequence[Step]], layout: Layout, model: str
+) -> Iterator[PipeliningFinding]:
     """The messages that go to the wrong receive, and those without another end."""
     for (_, sender, receiver), (sends, receives) in sorted(channels(plans, layout, model).items()):
         expected = [_received_as(send, layout) for send in sends]
@@ -59,7 +61,7 @@ def exchanges(plans: Sequence[Sequence[Step]], layout: Layout, model: str) -> It
         way = f"rank {sender} to rank {receiver}"
         for send in lacks_receive:
             other = layout.other_end(send.action)
-            yield Finding(
+            yield PipeliningFinding(
                 "unmatched",
                 f"{way}: {send} has no `{other}` on rank {receiver}",
                 (send,),
@@ -68,7 +70,7 @@ def exchanges(plans: Sequence[Sequence[Step]], layout: Layout, model: str) -> It
             )
         for receive in lacks_send:
             other = layout.other_end(receive.action)
-            yield Finding(
+            yield PipeliningFinding(
                 "unmatched",
                 f"{way}: {receive} has no `{other}` on rank {sender}",
                 (receive,),
@@ -80,7 +82,7 @@ def exchanges(plans: Sequence[Sequence[Step]], layout: Layout, model: str) -> It
 
 def _crossed(
     way: str, sends: list[Placed], receives: list[Placed], layout: Layout, model: str
-) -> Iterator[Finding]:
+) -> Iterator[PipeliningFinding]:
     """The first message that a receive for another takes; the others follow from it."""
     wrong = [
         k
@@ -102,7 +104,7 @@ def _crossed(
     fix = "issue the receives in the order of the sends: " + ", ".join(
         f"`{layout.other_end(each.action)}`" for each in sends[wrong[0] : wrong[0] + 3]
     )
-    yield Finding("exchanged", message, (send, receive), fix, models=(model,))
+    yield PipeliningFinding("exchanged", message, (send, receive), fix, models=(model,))
 
 
 def _received_as(send: Placed, layout: Layout) -> Key:

@@ -46,7 +46,7 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PipeliningFinding:
     """One fault: its kind, what happens and where, and how to fix it."""
 
     kind: str
@@ -82,7 +82,7 @@ class Finding:
 class PipeliningReport:
     """The outcome of a check of a pipeline schedule."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[PipeliningFinding, ...]
     form: str
     """`compute_only`, `compute_comms`, or the name of a schedule of one stage a rank."""
     num_ranks: int
@@ -94,7 +94,7 @@ class PipeliningReport:
     """Further errors that were found and are not listed."""
 
     @property
-    def errors(self) -> tuple[Finding, ...]:
+    def errors(self) -> tuple[PipeliningFinding, ...]:
         """The findings that make the schedule unsound."""
         return tuple(finding for finding in self.findings if finding.level == "error")
 

@@ -15,13 +15,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from interlace.external.pipelining.actions import BACKWARD, COMPUTE, RECEIVES, SENDS, WAITS, Action
-from interlace.external.pipelining.report import Finding
+from interlace.external.pipelining.report import PipeliningFinding
 from interlace.external.pipelining.schedule import NEEDS, Key, Layout, PipelineOrder, Placed
 
 
 def faults(
     order: PipelineOrder, layout: Layout, sequences: Sequence[Sequence[Placed]], lowered: bool
-) -> Iterator[Finding]:
+) -> Iterator[PipeliningFinding]:
     """The faults of a schedule; `sequences` is what each rank does, with its messages.
 
     `lowered` says that torch added the messages: then their order cannot be wrong.
@@ -36,7 +36,7 @@ def faults(
         yield from _unshards(order)
 
 
-def _placement(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
+def _placement(order: PipelineOrder, layout: Layout) -> Iterator[PipeliningFinding]:
     """Stages on two ranks, and ranks without any."""
     for rank in range(layout.num_ranks):
         computes = False
@@ -45,26 +45,26 @@ def _placement(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
             computes = computes or action.kind in COMPUTE
             owner = layout.rank_of.get(action.stage)
             if owner is None:
-                yield Finding(
+                yield PipeliningFinding(
                     "placement",
                     f"{placed}: no rank computes stage {action.stage}",
                     (placed,),
                     "compute the stage, or remove the action",
                 )
             elif owner != rank:
-                yield Finding(
+                yield PipeliningFinding(
                     "placement",
                     f"{placed}: stage {action.stage} is on rank {owner}, which computes most of it",
                     (placed,),
                     f"move the action to rank {owner}",
                 )
         if not computes:
-            yield Finding(
+            yield PipeliningFinding(
                 "missing", f"rank {rank} computes nothing", (), "give it a stage, or remove its row"
             )
 
 
-def _coverage(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
+def _coverage(order: PipelineOrder, layout: Layout) -> Iterator[PipeliningFinding]:
     """Every stage computes every microbatch once, forward and backward."""
     seen: dict[str, dict[int, dict[int, Placed]]] = {kind: defaultdict(dict) for kind in COMPUTE}
     for rank in range(layout.num_ranks):
@@ -74,7 +74,7 @@ def _coverage(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
                 continue
             first = seen[kind][stage].setdefault(microbatch, placed)
             if first is not placed:
-                yield Finding(
+                yield PipeliningFinding(
                     "duplicate",
                     f"{placed} stands also at {first}",
                     (first, placed),
@@ -82,7 +82,7 @@ def _coverage(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
                 )
     stages = order.num_stages or layout.last_stage + 1
     for low, high in _gaps(layout.rank_of, stages):
-        yield Finding(
+        yield PipeliningFinding(
             "missing",
             f"{_span('stage', low, high)} computed by no rank",
             (),
@@ -91,14 +91,14 @@ def _coverage(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
     every = {m for kind in seen.values() for of_stage in kind.values() for m in of_stage}
     count = order.num_microbatches or max(every, default=0) + 1
     for low, high in _gaps(every, count):
-        yield Finding(
+        yield PipeliningFinding(
             "missing",
             f"{_span('microbatch', low, high)} computed by no stage",
             (),
             "number the microbatches from 0, without gaps",
         )
     if seen["F"] and not any(seen[kind] for kind in ("B", "I", "W")):
-        yield Finding(
+        yield PipeliningFinding(
             "missing",
             "no stage computes a backward: torch refuses a schedule of forwards alone",
             (),
@@ -111,7 +111,7 @@ def _coverage(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
 
 def _of_stage(
     stage: int, rank: int, every: set[int], seen: dict[str, dict[int, dict[int, Placed]]]
-) -> Iterator[Finding]:
+) -> Iterator[PipeliningFinding]:
     done = {kind: seen[kind].get(stage, {}) for kind in COMPUTE}
     for microbatch in sorted(every):
         lacks: list[str] = []
@@ -121,7 +121,7 @@ def _of_stage(
         if not both:
             lacks.append("B")
         elif len(both) == 2:
-            yield Finding(
+            yield PipeliningFinding(
                 "duplicate",
                 f"{both[0]} and {both[1]} do the same backward",
                 tuple(both),
@@ -129,7 +129,7 @@ def _of_stage(
             )
         elif both[0].action.kind == "B" and microbatch in done["W"]:
             both.append(done["W"][microbatch])
-            yield Finding(
+            yield PipeliningFinding(
                 "duplicate",
                 f"{both[0]} does the work of {both[1]} as well, and there is no I for that",
                 tuple(both),
@@ -139,7 +139,7 @@ def _of_stage(
             lacks.append("W")
         for kind in lacks:
             action = Action(kind, stage, microbatch)
-            yield Finding(
+            yield PipeliningFinding(
                 "missing",
                 f"`{action}` is missing: rank {rank} has stage {stage} and never computes it",
                 (),
@@ -180,7 +180,7 @@ class _RankRules:
         """Sends that are not awaited yet."""
         self.losses = -1
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[PipeliningFinding]:
         """The faults of the walk, in order."""
         for placed in self.sequence:
             kind = placed.action.kind
@@ -195,7 +195,7 @@ class _RankRules:
             self.done.add(placed.key)
         for placed in self.received.values() if not self.lowered else ():
             fix = "remove it with its send, or put it before the computation that needs it"
-            yield Finding(
+            yield PipeliningFinding(
                 "unused",
                 f"{placed}: no computation after it takes what it receives",
                 (placed,),
@@ -204,14 +204,14 @@ class _RankRules:
         if self.waits:
             for placed in self.sent.values():
                 wait = f"{placed.action.stage}WAIT_{placed.action.kind}{placed.action.microbatch}"
-                yield Finding(
+                yield PipeliningFinding(
                     "send-wait",
                     f"{placed} is never awaited, and other sends are",
                     (placed,),
                     f"add `{wait}` behind it",
                 )
 
-    def compute(self, placed: Placed) -> Iterator[Finding]:
+    def compute(self, placed: Placed) -> Iterator[PipeliningFinding]:
         kind, stage, microbatch = placed.key
         if placed.key in self.done:
             return  # a duplicate, which is reported as such
@@ -223,7 +223,7 @@ class _RankRules:
             yield from self.input(placed, source)
         if kind == "F" and stage == self.layout.last_stage and microbatch is not None:
             if microbatch < self.losses:
-                yield Finding(
+                yield PipeliningFinding(
                     "loss-order",
                     f"{placed} comes after the forward of microbatch {self.losses}: torch "
                     "takes the losses of the last stage by position, so backwards get each other's",
@@ -232,7 +232,7 @@ class _RankRules:
                 )
             self.losses = max(self.losses, microbatch)
 
-    def input(self, placed: Placed, source: Key) -> Iterator[Finding]:
+    def input(self, placed: Placed, source: Key) -> Iterator[PipeliningFinding]:
         """What F, B or I takes from the stage beside it: on this rank, or received."""
         kind, stage, microbatch = placed.key
         if self.layout.rank_of[source[1]] == self.layout.rank_of.get(stage):
@@ -251,37 +251,37 @@ class _RankRules:
             yield self.early(placed, late)
         else:
             token = Action(*needed)
-            yield Finding(
+            yield PipeliningFinding(
                 "unmatched",
                 f"{placed} needs `{token}`, which rank {placed.rank} never issues",
                 (placed,),
                 f"add `{token}` before it",
             )
 
-    def after(self, placed: Placed, needed: Key) -> Iterator[Finding]:
+    def after(self, placed: Placed, needed: Key) -> Iterator[PipeliningFinding]:
         if needed not in self.done:
             late = self.places.get(needed)
             if late is not None:
                 yield self.early(placed, late)
 
-    def early(self, placed: Placed, late: Placed) -> Finding:
-        return Finding(
+    def early(self, placed: Placed, late: Placed) -> PipeliningFinding:
+        return PipeliningFinding(
             "order",
             f"{placed} stands before {late}, whose result it needs",
             (placed, late),
             f"move `{late.action}` before `{placed.action}`",
         )
 
-    def message(self, placed: Placed) -> Iterator[Finding]:
+    def message(self, placed: Placed) -> Iterator[PipeliningFinding]:
         """What holds for both ends: another rank is there, and it goes there once."""
         peer = self.layout.peer(placed.action)
         if peer is None:
             way = "sends to" if placed.action.kind in SENDS else "receives from"
-            yield Finding(
+            yield PipeliningFinding(
                 "placement", f"{placed} {way} a stage that does not exist", (placed,), "remove it"
             )
         elif peer == placed.rank:
-            yield Finding(
+            yield PipeliningFinding(
                 "placement",
                 f"{placed}: both stages are on rank {peer}, where torch "
                 "passes results on without a message",
@@ -289,14 +289,14 @@ class _RankRules:
                 "remove it and its peer",
             )
         if placed.key in self.done:
-            yield Finding(
+            yield PipeliningFinding(
                 "duplicate",
                 f"{placed} stands also at {self.places[placed.key]}",
                 (self.places[placed.key], placed),
                 "remove one of them",
             )
 
-    def send(self, placed: Placed) -> Iterator[Finding]:
+    def send(self, placed: Placed) -> Iterator[PipeliningFinding]:
         yield from self.message(placed)
         kind, stage, microbatch = placed.key
         names = ("F",) if kind == "SEND_F" else BACKWARD
@@ -307,18 +307,18 @@ class _RankRules:
                 yield self.early(placed, late)
         self.sent[placed.key] = placed
 
-    def receive(self, placed: Placed) -> Iterator[Finding]:
+    def receive(self, placed: Placed) -> Iterator[PipeliningFinding]:
         yield from self.message(placed)
         if placed.key not in self.done:
             self.received[placed.key] = placed
 
-    def wait(self, placed: Placed) -> Iterator[Finding]:
+    def wait(self, placed: Placed) -> Iterator[PipeliningFinding]:
         kind, stage, microbatch = placed.key
         send = (kind.removeprefix("WAIT_"), stage, microbatch)
         if self.sent.pop(send, None) is None:
             token = Action(*send)
             again = " again" if placed.key in self.done else ""
-            yield Finding(
+            yield PipeliningFinding(
                 "send-wait",
                 f"{placed} awaits `{token}`{again}, which is not pending",
                 (placed,),
@@ -326,7 +326,7 @@ class _RankRules:
             )
 
 
-def _reductions(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
+def _reductions(order: PipelineOrder, layout: Layout) -> Iterator[PipeliningFinding]:
     """REDUCE_GRAD: once a stage, behind its last backward; WAIT_REDUCE_GRAD behind it."""
     reduced: dict[int, Placed] = {}
     awaited: set[int] = set()
@@ -336,7 +336,7 @@ def _reductions(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
             kind, stage, _ = placed.key
             if kind == "REDUCE_GRAD":
                 if stage in reduced:
-                    yield Finding(
+                    yield PipeliningFinding(
                         "reduce-grad",
                         f"{placed} stands also at {reduced[stage]}: gradients are scaled twice",
                         (reduced[stage], placed),
@@ -346,7 +346,7 @@ def _reductions(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
             elif kind == "WAIT_REDUCE_GRAD":
                 waits = True
                 if stage not in reduced or stage in awaited:
-                    yield Finding(
+                    yield PipeliningFinding(
                         "reduce-grad",
                         f"{placed} awaits no pending reduction",
                         (placed,),
@@ -354,7 +354,7 @@ def _reductions(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
                     )
                 awaited.add(stage)
             elif kind in ("B", "I", "W") and stage in reduced:
-                yield Finding(
+                yield PipeliningFinding(
                     "reduce-grad",
                     f"{placed} stands behind {reduced[stage]}: its gradient is not reduced",
                     (reduced[stage], placed),
@@ -362,7 +362,7 @@ def _reductions(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
                 )
     for stage in sorted(layout.rank_of) if reduced else ():
         if stage not in reduced:
-            yield Finding(
+            yield PipeliningFinding(
                 "reduce-grad",
                 f"stage {stage} has no REDUCE_GRAD, and other stages have: "
                 "its gradients are neither scaled nor reduced",
@@ -370,7 +370,7 @@ def _reductions(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
                 f"add `{stage}REDUCE_GRAD` behind its last backward",
             )
         elif waits and stage not in awaited:
-            yield Finding(
+            yield PipeliningFinding(
                 "reduce-grad",
                 f"{reduced[stage]} is never awaited, and others are",
                 (reduced[stage],),
@@ -378,7 +378,7 @@ def _reductions(order: PipelineOrder, layout: Layout) -> Iterator[Finding]:
             )
 
 
-def _unshards(order: PipelineOrder) -> Iterator[Finding]:
+def _unshards(order: PipelineOrder) -> Iterator[PipeliningFinding]:
     """UNSHARD, computations and RESHARD of a stage alternate, where the schedule has any."""
     for rank in range(len(order.cells)):
         kinds = {placed.action.kind for placed in order.placed(rank)}
@@ -408,5 +408,5 @@ def _unshards(order: PipelineOrder) -> Iterator[Finding]:
                 yield _unshard(held[stage], "the stage is never resharded", "reshard it at the end")
 
 
-def _unshard(placed: Placed, why: str, fix: str) -> Finding:
-    return Finding("unshard", f"{placed}: {why}", (placed,), fix)
+def _unshard(placed: Placed, why: str, fix: str) -> PipeliningFinding:
+    return PipeliningFinding("unshard", f"{placed}: {why}", (placed,), fix)

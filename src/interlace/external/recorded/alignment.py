@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from interlace.external.recorded.entries import Call, Content, Dump, Entry, GroupKey
+from interlace.external.recorded.entries import Dump, Entry, EntryContent, GroupKey, IssuedCall
 from interlace.external.recorded.words import ranks_in_words
 
 MAX_OPEN = 1024
@@ -41,7 +41,7 @@ class Open:
     """The first number that had not ended on all ranks."""
     seq: int
     """The first number at which members disagree or are missing; without any, `start`."""
-    calls: Mapping[int, Call]
+    calls: Mapping[int, IssuedCall]
     """What each rank issued at number `seq`."""
     missing: tuple[int, ...]
     """Ranks with a dump that did not issue it."""
@@ -167,7 +167,7 @@ def _resolve(dumps: Sequence[Dump], aligned: Aligned) -> dict[GroupKey, tuple[in
 def _sorted_out(
     dumps: Sequence[Dump],
 ) -> tuple[
-    dict[GroupKey, dict[int, dict[int, Call]]],
+    dict[GroupKey, dict[int, dict[int, IssuedCall]]],
     dict[Channel, tuple[list[Entry], list[Entry]]],
 ]:
     """Collectives by group, rank and number; sends and receives by channel."""
@@ -185,7 +185,7 @@ def _sorted_out(
             ends[0 if sends else 1].append(entry)
     calls = {
         group: {
-            rank: {seq: Call(tuple(same)) for seq, same in mine.items()}
+            rank: {seq: IssuedCall(tuple(same)) for seq, same in mine.items()}
             for rank, mine in by_rank.items()
         }
         for group, by_rank in issued.items()
@@ -224,7 +224,7 @@ class _Numbers:
         self,
         group: GroupKey,
         members: Sequence[int],
-        calls: Mapping[int, Mapping[int, Call]],
+        calls: Mapping[int, Mapping[int, IssuedCall]],
         aligned: Aligned,
     ) -> None:
         self.group, self.calls, self.aligned = group, calls, aligned
@@ -265,12 +265,12 @@ class _Numbers:
                 "dump begins, so it is not known how far it came"
             )
 
-    def at(self, seq: int) -> tuple[dict[int, Call], tuple[int, ...]]:
+    def at(self, seq: int) -> tuple[dict[int, IssuedCall], tuple[int, ...]]:
         """What was issued at a number, and by whom not."""
         met = {rank: mine[seq] for rank, mine in self.calls.items() if seq in mine}
         return met, tuple(rank for rank in self.known if self.top[rank] < seq)
 
-    def unsure(self, met: Mapping[int, Call]) -> bool:
+    def unsure(self, met: Mapping[int, IssuedCall]) -> bool:
         """Whether the last op may wait for a rank without a dump: gloo does not say how it ended,
         in time or by a time-out."""
         gloo = any(call.first.backend == "gloo" for call in met.values())
@@ -291,7 +291,7 @@ class _Numbers:
             shifts=self.shifts(numbers, seq, met) if differs else {},
         )
 
-    def differs(self, met: Mapping[int, Call], missing: Sequence[int]) -> str:
+    def differs(self, met: Mapping[int, IssuedCall], missing: Sequence[int]) -> str:
         """What members disagree on at a number, if on anything."""
         contents = {call.contents for call in met.values()}
         if len(contents) > 1 and (found := unlike(contents)):
@@ -302,7 +302,9 @@ class _Numbers:
         sent, received = (sum(one[side] for one in moved if one) for side in (0, 1))
         return "size" if sent != received else ""
 
-    def shifts(self, numbers: Sequence[int], seq: int, met: Mapping[int, Call]) -> dict[int, int]:
+    def shifts(
+        self, numbers: Sequence[int], seq: int, met: Mapping[int, IssuedCall]
+    ) -> dict[int, int]:
         """Ranks whose calls from here on are those of their peers, moved by a few."""
         usual, _ = Counter(call.contents for call in met.values()).most_common(1)[0]
         whose = {rank for rank, call in met.items() if call.contents == usual}
@@ -324,7 +326,7 @@ class _Numbers:
         return found
 
 
-def unlike(contents: Iterable[tuple[Content, ...]]) -> str:
+def unlike(contents: Iterable[tuple[EntryContent, ...]]) -> str:
     """What several calls that should be one and the same differ in, if anything."""
     calls = list(contents)
     if len({tuple(one.label for one in call) for call in calls}) > 1:
@@ -378,5 +380,5 @@ def _match(
             return
 
 
-def _message(entry: Entry) -> tuple[Content, ...]:
+def _message(entry: Entry) -> tuple[EntryContent, ...]:
     return (entry.content._replace(label="message"),)

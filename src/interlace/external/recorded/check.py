@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from interlace.external.recorded.alignment import Aligned, align
-from interlace.external.recorded.explain import Explainer
+from interlace.external.recorded.explain import RecordedExplainer
 from interlace.external.recorded.flights import stalled
 from interlace.external.recorded.programs import programs_of
 from interlace.external.recorded.reading import read_folder
@@ -45,7 +45,7 @@ def explained(aligned: Aligned, began: float) -> RecordedReport:
     verdict = check(recorded.programs, runs=1) if recorded.programs else None
     logs = [log for dump in aligned.dumps.values() for log in dump.flights]
     own, assumed = stalled(logs, aligned.absent)
-    findings = in_order([*own, *Explainer(aligned, recorded, verdict).findings()])
+    findings = in_order([*own, *RecordedExplainer(aligned, recorded, verdict).findings()])
     return RecordedReport(
         tuple(findings[:MAX_FINDINGS]),
         (*aligned.assumed, *assumed),

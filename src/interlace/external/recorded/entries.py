@@ -63,7 +63,7 @@ class GroupKey(NamedTuple):
         return shown(self.name) + (f" ({shown(self.desc)})" if said else "")
 
 
-class Content(NamedTuple):
+class EntryContent(NamedTuple):
     """What the peers of an op must agree on."""
 
     label: str
@@ -83,7 +83,7 @@ class Entry:
     """Its number among the collectives of the group, or among the messages of the rank there."""
     name: str
     """As recorded, without the backend and the ranks."""
-    content: Content
+    content: EntryContent
     sizes: tuple[tuple[int, ...], ...]
     """Of the inputs; of the outputs where the peers must agree on these."""
     state: str
@@ -123,7 +123,7 @@ class Entry:
         return f"{' '.join(words)} {way} rank {self.peer}, message {self.seq} of group {self.group}"
 
 
-class Call(NamedTuple):
+class IssuedCall(NamedTuple):
     """What a rank issued at one number of a group: one op, or several that were coalesced."""
 
     entries: tuple[Entry, ...]
@@ -133,7 +133,7 @@ class Call(NamedTuple):
         return self.entries[0]
 
     @property
-    def contents(self) -> tuple[Content, ...]:
+    def contents(self) -> tuple[EntryContent, ...]:
         return tuple(entry.content for entry in self.entries)
 
     @property
@@ -146,7 +146,7 @@ class Call(NamedTuple):
         return self.first.text + (f" (and {more} more, coalesced with it)" if more else "")
 
 
-class Batches:
+class CoalescedEntries:
     """The entries of a rank in order, in which coalesced ones know the marker that ends them.
 
     The recorder follows the marker alone, so its members have its state. A marker whose members

@@ -1,6 +1,6 @@
 """Findings in the run's words, from what is open and from the verifier's verdict on it.
 
->>> for finding in Explainer(aligned, recorded, verdict).findings():
+>>> for finding in RecordedExplainer(aligned, recorded, verdict).findings():
 ...     print(finding)
 """
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from interlace.external.recorded.alignment import Aligned, Open, OpenChannel
-from interlace.external.recorded.entries import Call, Entry
+from interlace.external.recorded.entries import Entry, IssuedCall
 from interlace.external.recorded.programs import Recorded, Step
 from interlace.external.recorded.report import RecordedFinding, RecordedOp
 from interlace.external.recorded.words import ranks_in_words, times
@@ -36,7 +36,7 @@ CROSSED = (
 )
 
 
-class Explainer:
+class RecordedExplainer:
     """The findings of one run."""
 
     def __init__(self, aligned: Aligned, recorded: Recorded, verdict: Report | None) -> None:
@@ -77,7 +77,7 @@ class Explainer:
     def issued(self, entry: Entry, role: str) -> RecordedOp:
         return RecordedOp(entry.rank, entry.text, role, entry.record, entry.state, str(entry.loc))
 
-    def called(self, call: Call, role: str) -> RecordedOp:
+    def called(self, call: IssuedCall, role: str) -> RecordedOp:
         return RecordedOp(
             call.first.rank,
             call.text,
@@ -205,12 +205,12 @@ class Explainer:
         other, verb = (target, "receive") if sent else (source, "send")
         message = f"rank {other} did not {verb} what rank {entry.rank} waits to "
         message += f"{'send' if sent else 'receive'}: {entry.text}"
-        return self._missing(message, [Call((entry,))], [entry.rank], [other])
+        return self._missing(message, [IssuedCall((entry,))], [entry.rank], [other])
 
     def _missing(
         self,
         message: str,
-        calls: Iterable[Call],
+        calls: Iterable[IssuedCall],
         waiting: Sequence[int],
         missing: Sequence[int],
     ) -> RecordedFinding:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from interlace.external.recorded.alignment import Aligned, Open, OpenChannel
-from interlace.external.recorded.entries import KINDS, Content, Entry, GroupKey
+from interlace.external.recorded.entries import KINDS, Entry, EntryContent, GroupKey
 from interlace.ir.ops import KINDS as COLLECTIVES
 from interlace.ir.ops import Collective, Group, HostSync, Op, Recv, Send
 from interlace.ir.program import Program
@@ -256,7 +256,7 @@ class _Writer:
             return Send(stream=stream, loc=loc, src=view, peer=peer, team=team, backend=backend)
         return Recv(stream=stream, loc=loc, dst=view, peer=peer, team=team, backend=backend)
 
-    def buffer(self, content: Content, count: int) -> View:
+    def buffer(self, content: EntryContent, count: int) -> View:
         """Memory of one side of an op; no two ops share any, since dumps hold no addresses."""
         name = f"x{len(self.params)}"
         dtype = DTYPES.get(content.dtype, DType.u8)

@@ -22,10 +22,10 @@ from interlace.external.recorded.entries import (
     LABELS,
     NOWHERE,
     OUTPUTS,
-    Batches,
-    Content,
+    CoalescedEntries,
     Dump,
     Entry,
+    EntryContent,
     GroupKey,
     elements,
     is_marker,
@@ -179,7 +179,7 @@ class _Reader:
         groups = self.groups(plain.get("pg_config") or {})
         records = self.items(plain.get("entries") or [], "entries", MAX_ENTRIES)
         numbers: list[int] = []
-        batches = Batches()
+        batches = CoalescedEntries()
         for index, record in enumerate(records):
             self.at = f"entry {index}"
             self.entry(self.mapping(record, "it"), rank, groups, numbers, batches)
@@ -256,7 +256,7 @@ class _Reader:
         rank: int,
         groups: Mapping[str, GroupKey],
         numbers: list[int],
-        batches: Batches,
+        batches: CoalescedEntries,
     ) -> None:
         """Adds one record, but for a message that does not say where it goes."""
         numbers.append(self.number(self.get(plain, "record_id"), "record_id"))
@@ -323,7 +323,7 @@ class _Reader:
 
     def content(
         self, plain: Mapping[str, object], called: str
-    ) -> tuple[Content, tuple[tuple[int, ...], ...]]:
+    ) -> tuple[EntryContent, tuple[tuple[int, ...], ...]]:
         label = LABELS.get(called, called)
         side = "output" if label in OUTPUTS else "input"
         sizes = self.sizes(plain.get(f"{side}_sizes") or [])
@@ -331,7 +331,7 @@ class _Reader:
         texts = {self.text(one, "a dtype") for one in types}
         dtype = texts.pop() if len(texts) == 1 else " ".join(sorted(texts))
         compared = label in INPUTS or label in OUTPUTS
-        return Content(label, elements(sizes) if compared else None, dtype), sizes
+        return EntryContent(label, elements(sizes) if compared else None, dtype), sizes
 
     def moved(self, plain: Mapping[str, object]) -> tuple[int, int] | None:
         """What an all-to-all sends and receives; None where no sizes were recorded."""

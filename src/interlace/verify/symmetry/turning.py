@@ -45,7 +45,7 @@ Place = tuple[object, ...]
 
 
 @dataclass(slots=True)
-class Cut:
+class DimensionCut:
     """What a view takes of one dimension of its buffer: a chunk of a chunk, and maybe less."""
 
     levels: tuple[Level, ...] = ()
@@ -115,7 +115,7 @@ def _teams(spot: Spot) -> Iterator[str]:
     return (index.team for index in spot.by_rank if isinstance(index, RankIndex))
 
 
-def _unlike(cuts: Sequence[Cut], moving: Collection[str]) -> set[str]:
+def _unlike(cuts: Sequence[DimensionCut], moving: Collection[str]) -> set[str]:
     """The moving teams by which one dimension does not turn."""
     chain: tuple[Level, ...] = ()
     for cut in cuts:  # the longest that ends at a moving team
@@ -142,16 +142,16 @@ class Axis:
     """Elements of it for one of the leading dimension."""
 
 
-def _cuts_of(spot: Spot, program: Program) -> list[Cut] | None:
+def _cuts_of(spot: Spot, program: Program) -> list[DimensionCut] | None:
     try:
         return _cuts(spot.view, spot.buffer, program)
     except (IndexError, ValueError):  # a step that does not fit: where all ranks are visited,
         return None  # this is a ProgramError
 
 
-def _cuts(view: View, buffer: Buffer, program: Program) -> list[Cut] | None:
+def _cuts(view: View, buffer: Buffer, program: Program) -> list[DimensionCut] | None:
     """What a view takes of each dimension of its buffer; None where a chunk by rank is of none."""
-    cuts = [Cut() for _ in buffer.shape]
+    cuts = [DimensionCut() for _ in buffer.shape]
     axes = [Axis(_number(size), (dim,), dim) for dim, size in enumerate(buffer.shape)]
 
     def narrow(axis: Axis) -> None:

@@ -24,13 +24,13 @@ from interlace.external.graphs.reading.values import Value, tensors_in
 from interlace.external.graphs.steps import Issue, Step
 
 if TYPE_CHECKING:
-    from interlace.external.graphs.reading.walk import Call, Walker
+    from interlace.external.graphs.reading.walk import GraphCall, Walker
 
 NEVER = 1 << 60
 _AGREED = ("reduce_op", "group_size", "src", "gather_dim", "shard_dim")
 
 
-class Communication:
+class BegunCommunication:
     """What was begun and not waited for so far."""
 
     def __init__(self, walker: Walker) -> None:
@@ -48,7 +48,7 @@ class Communication:
         self._free: defaultdict[str, list[str]] = defaultdict(list)
         self._num_queues = 0
 
-    def lower(self, call: Call, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
+    def lower(self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
         """One operator of these."""
         if name in targets.FINISHES:
             return self._finish(call, bound, targets.FINISHES[name])
@@ -99,7 +99,7 @@ class Communication:
 
     def _begin(
         self,
-        call: Call,
+        call: GraphCall,
         issue: Issue,
         source: list[TensorRef],
         filled: list[TensorRef],
@@ -156,7 +156,7 @@ class Communication:
         self._num_queues += 1
         return f"queue{self._num_queues}"
 
-    def _finish(self, call: Call, bound: dict[str, Any], argument: str) -> Value:
+    def _finish(self, call: GraphCall, bound: dict[str, Any], argument: str) -> Value:
         """The current stream waits for what fills these tensors, and torch forgets that it did: it
         waits for nothing a second time, whatever the stream."""
         storages = {tensor.storage.number for tensor in tensors_in(bound[argument])}
@@ -173,7 +173,7 @@ class Communication:
         self.waits.update(dict.fromkeys(storages, number))
         return Value(bound[argument], frozenset((number,)))
 
-    def _wait_for(self, call: Call, value: Value) -> Value:
+    def _wait_for(self, call: GraphCall, value: Value) -> Value:
         return self._finish(
             type(call)(
                 call.node,
@@ -189,7 +189,7 @@ class Communication:
             "tensor",
         )
 
-    def _message(self, call: Call, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
+    def _message(self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
         tensor_name, peer_name = targets.MESSAGES[name]
         group, peer = group_of(call.node, bound["group_name"]), bound[peer_name]
         tensors = tensors_in(bound[tensor_name])
@@ -199,7 +199,7 @@ class Communication:
             call, issue, tensors if sends else [], [] if sends else tensors, op, bound
         )
 
-    def _batch(self, call: Call, op: OpOverload, bound: dict[str, Any]) -> Value:
+    def _batch(self, call: GraphCall, op: OpOverload, bound: dict[str, Any]) -> Value:
         """Several messages: each on a queue of its own, so that none blocks another."""
         group = group_of(call.node, bound["group_name"])
         kinds, peers = bound["op_list"], bound["peer_list"]

@@ -13,7 +13,7 @@ from interlace.external.graphs.reading.values import Value, tensors_in
 from interlace.external.graphs.steps import Place, Step
 
 if TYPE_CHECKING:
-    from interlace.external.graphs.reading.walk import Call, Walker
+    from interlace.external.graphs.reading.walk import GraphCall, Walker
 
 HOST = "host"
 EVERY = "*"
@@ -28,7 +28,7 @@ class Syncs:
         self.records: defaultdict[int, list[Place]] = defaultdict(list)
         self.unrecorded: list[tuple[Place, int]] = []
 
-    def lower(self, call: Call, name: str, bound: dict[str, Any]) -> Value:
+    def lower(self, call: GraphCall, name: str, bound: dict[str, Any]) -> Value:
         """One stream op. Its value is None."""
         walker, place, node = self.walker, call.place, call.node
         op = name.removeprefix("streams::")
@@ -74,7 +74,7 @@ class Syncs:
         number = walker.add(step)
         return Value(None, frozenset((number,)))
 
-    def _wait(self, call: Call, event: int, stream: str) -> Step:
+    def _wait(self, call: GraphCall, event: int, stream: str) -> Step:
         self._note(call.place, event)
         return Step("wait", call.place, stream, event=event, after=call.after)
 

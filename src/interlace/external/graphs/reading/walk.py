@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from interlace.errors import ProgramError, UnsupportedError
 from interlace.external.graphs.reading import naming, targets
 from interlace.external.graphs.reading.aliasing import aliases, bind, written_arguments
-from interlace.external.graphs.reading.communication import Communication
+from interlace.external.graphs.reading.communication import BegunCommunication
 from interlace.external.graphs.reading.sync import Syncs
 from interlace.external.graphs.reading.tensors import (
     Storage,
@@ -64,7 +64,7 @@ class Walker:
         self.entered = MAIN
         """The stream of nodes without an annotation: `fork` and `join` change it."""
         self.syncs = Syncs(self)
-        self.communication = Communication(self)
+        self.communication = BegunCommunication(self)
         self._writes: dict[int, int] = {}
         self._reads: defaultdict[int, set[int]] = defaultdict(set)
 
@@ -112,7 +112,9 @@ class Walker:
                 own = stream if outer and on is None else self.entered
                 name = own if on is None else naming.stream_name(on, self.current)
                 given_by = {used: values[used] for used in node.all_input_nodes}
-                call = Call(node, place, name, tuple(args), dict(kwargs), after, depth, given_by)
+                call = GraphCall(
+                    node, place, name, tuple(args), dict(kwargs), after, depth, given_by
+                )
                 values[node] = self._call(call)
             else:
                 raise UnsupportedError(
@@ -200,7 +202,7 @@ class Walker:
         self.trace.steps.append(Step(**{**fields, "after": frozenset(after)}))
         return number
 
-    def _call(self, call: Call) -> Value:
+    def _call(self, call: GraphCall) -> Value:
         """One call of a function."""
         target = call.node.target
         name = targets.operator_name(target)
@@ -217,7 +219,7 @@ class Walker:
         targets.refuse_unknown(name, call.node)
         return self.compute(call, name, op, bound)
 
-    def _python(self, call: Call, name: str) -> Value:
+    def _python(self, call: GraphCall, name: str) -> Value:
         """A function of Python's: it may take values apart, and compute with sizes."""
         if name == "getitem" and len(call.args) == 2:
             item = item_of(call.args[0], call.args[1], call.node)
@@ -232,7 +234,7 @@ class Walker:
             )
         return Value(None, call.after)
 
-    def compute(self, call: Call, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
+    def compute(self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
         """An operator that touches its arguments and nothing else."""
         writes = written_arguments(op, bound)
         shared = aliases(op, bound)
@@ -260,7 +262,7 @@ class Walker:
 
     def note(
         self,
-        call: Call,
+        call: GraphCall,
         reads: list[TensorRef],
         writes: list[TensorRef],
         makes: list[Storage],
@@ -284,7 +286,9 @@ class Walker:
         )
         return Value(data, frozenset((number,)))
 
-    def made(self, call: Call, value: Any, kind: str, makes: list[Storage], depth: int = 0) -> Any:
+    def made(
+        self, call: GraphCall, value: Any, kind: str, makes: list[Storage], depth: int = 0
+    ) -> Any:
         """New tensors for a result of which `value` is the example and `kind` the schema's type."""
         if isinstance(value, tuple | list) and depth < MAX_DEPTH:
             found = [self.made(call, item, "", makes, depth + 1) for item in value]
@@ -302,7 +306,7 @@ class Walker:
         tensor = TensorRef(storage, tensor_view(storage, facts), facts)
         return Lasting(tensor) if value is None and "List" in kind else tensor
 
-    def _views(self, call: Call, shared: list[list[TensorRef]]) -> Any:
+    def _views(self, call: GraphCall, shared: list[list[TensorRef]]) -> Any:
         """Views of tensors: no step, and the sizes that the node's metadata gives."""
         value = _meta_value(call.node)
 
@@ -320,7 +324,7 @@ class Walker:
             return tuple(found)
         return found[0] if value is not None else Lasting(found[0])
 
-    def _higher_order(self, call: Call, name: str) -> Value:
+    def _higher_order(self, call: GraphCall, name: str) -> Value:
         """A higher-order operator: its subgraph in its place, or a call of it all."""
         if name in _INLINED:
             return self._inlined(call, name)
@@ -338,7 +342,7 @@ class Walker:
         data = self.made(call, _meta_value(call.node), "", makes)
         return self.note(call, tensors, writes, makes, data)
 
-    def _inlined(self, call: Call, name: str) -> Value:
+    def _inlined(self, call: GraphCall, name: str) -> Value:
         """`control_deps(deps, subgraph, *args)`, `invoke_subgraph(subgraph, name, *args)`."""
         place = 1 if name.endswith("control_deps") else 0
         subgraph = call.args[place] if len(call.args) > place else None
@@ -361,7 +365,7 @@ class Walker:
         parts = value.parts and tuple([Value(part.data, done) for part in value.parts])
         return Value(value.data, done, parts)
 
-    def _refuse_order_within(self, held: fx.GraphModule, call: Call) -> None:
+    def _refuse_order_within(self, held: fx.GraphModule, call: GraphCall) -> None:
         for node in naming.all_nodes(held):
             name = targets.operator_name(node.target) if node.op == "call_function" else ""
             if targets.is_ordering(name) and not name.startswith("ao::"):
@@ -371,7 +375,7 @@ class Walker:
                 )
 
 
-class Call:
+class GraphCall:
     """A call of a function, with its arguments in hand."""
 
     __slots__ = ("after", "args", "depth", "kwargs", "node", "place", "stream", "values")
