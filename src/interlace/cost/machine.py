@@ -395,7 +395,7 @@ beside its gathers (four H100s: 0.8 to 0.9 of the gather's own time), and fits `
 the host takes was fitted to runs on two and four GPUs (rows at c0e8cf99, 8a3c1e1, ed488af5,
 eb5699a, 28c5d903 and 4d50897): six of seven of their medians by site and strategy are within a
 fifth. Hosts of older rows were up to three times as fast; there too it leads to strategies near the
-best (tests/passes/test_neighbours.py). What a signal costs the stream that raises it is what
+best (tests/passes/test_measured_choices.py). What a signal costs the stream that raises it is what
 GEMM+RS by `get` took longer than by `put` in graphs, over its three signals: 3 to 10 us each. What
 copies take from matmuls beside them was chosen for GEMM+RS 16384,7168,8192 in graphs: with 0.02
 `get` was taken, and `fused` is 4.5 to 7 % faster (rows at 4d50897 and f7faf6c)."""
