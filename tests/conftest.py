@@ -31,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): how long the test may take")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs Triton where it is not installed."""
+    if item.get_closest_marker("kernels") and importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton: make test EXTRAS=test-kernels")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What random sets of Programs were tried, and their seed: also where all went well."""
     for report in terminalreporter.getreports("passed"):

@@ -18,6 +18,8 @@ import interlace
 from interlace.float8 import E4M3, E5M2, Recipe, amax_of, launch, quantization, quantize
 from interlace.kernels import launch as launcher
 
+pytestmark = pytest.mark.kernels
+
 SCRIPT = Path(__file__).with_name("interpreted_float8.py")
 SOURCE = Path(interlace.__file__).parents[1]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

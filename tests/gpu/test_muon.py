@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytest.importorskip("triton")
+
 from interlace.optim import Muon
 from interlace.optim.muon import launch, update
 from interlace.optim.muon.newton_schulz import COEFFICIENTS, coefficients, orthogonalize

@@ -17,6 +17,8 @@ import interlace
 from interlace.optim.adam.arithmetic import AdamSpec
 from interlace.optim.adam.kernel import adam_source, prepare_source, tile_of
 
+pytestmark = pytest.mark.kernels
+
 SCRIPT = Path(__file__).with_name("interpreted_adam.py")
 SOURCE = Path(interlace.__file__).parents[1]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -19,9 +19,9 @@ SCRIPT = Path(__file__).with_name("interpreted_cross_entropy.py")
 SOURCE = Path(interlace.__file__).parents[1]
 
 
+@pytest.mark.kernels
 def test_kernels_compute_what_the_twin_does(seed: int) -> None:
     """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
-    pytest.importorskip("triton")
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '20']\n"
     code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     done = subprocess.run(
@@ -67,6 +67,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("element", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["stats_kernel", "grad_kernel"])
@@ -74,7 +75,6 @@ def test_loads_of_16_bytes_and_no_spills(
     name: str, element: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Each thread has its loads of 16 bytes under way together, also in rows of odd length."""
-    pytest.importorskip("triton")
     from interlace.nn.cross_entropy.layout import GRAD_UNROLL, UNROLL, WARPS
 
     forward = name == "stats_kernel"
@@ -99,9 +99,9 @@ def test_loads_of_16_bytes_and_no_spills(
         assert len(re.findall(r"st\.global(?:\.\w+)*\.v4\.b32", ptx)) == loads
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("picks", [True, False])
 def test_the_small_kernels_compile(picks: bool) -> None:
-    pytest.importorskip("triton")
     flags = {k: v for k, v in FLAGS.items() if k not in ("STRIDED", "EVEN")}
     constants = {**flags, "PICK": picks, "FINISH": not picks, "BLOCK": 128, "SMOOTH": True}
     assert ptx_of("merge_kernel", torch.bfloat16, constants, 4)
@@ -111,11 +111,11 @@ def test_the_small_kernels_compile(picks: bool) -> None:
     assert ptx_of("count_kernel", torch.bfloat16, count, 4)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("element", [torch.bfloat16, torch.float32], ids=str)
 def test_scaling_by_one_moves_nothing(element: torch.dtype, count: int) -> None:
     """The kernel leaves before its first access that is wide: only the factor is read."""
-    pytest.importorskip("triton")
     from interlace.nn.cross_entropy.launch import SCALED, source_of
 
     dtypes = *(element if index < count else None for index in range(3)), torch.float32
@@ -145,13 +145,13 @@ class Launched:
         self.launched.append((stream, grid, columns, given))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("rows", [3, 5000])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_kernels_are_given_what_they_name(
     rows: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not compiled anew at the second call; what is not used is null, not some other argument."""
-    pytest.importorskip("triton")
     from interlace.kernels import launch as launcher
     from interlace.nn.cross_entropy import launch
 
@@ -198,6 +198,7 @@ def test_kernels_are_given_what_they_name(
     assert (given["numel"], given["numel_2"], given["numel_3"]) == (rows, 4096 * rows, 0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("shape", "view", "dims", "even"),
     [
@@ -214,7 +215,6 @@ def test_kernels_are_given_what_they_name(
 def test_rows_are_found_without_a_copy(
     shape: tuple[int, ...], view: Any, dims: int, even: bool
 ) -> None:
-    pytest.importorskip("triton")
     from interlace.nn.cross_entropy.layout import KernelRows
 
     x = view(torch.zeros(shape, dtype=torch.bfloat16))

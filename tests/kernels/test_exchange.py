@@ -127,6 +127,7 @@ def test_parts_are_whole_grains_and_staging_holds_them(seed: int) -> None:
 # -- arithmetic on the interpreter -----------------------------------------------------------------
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gives_the_bits_of_its_twin(kind: str, dtype: str, seed: int) -> None:
@@ -146,6 +147,7 @@ def test_gives_the_bits_of_its_twin(kind: str, dtype: str, seed: int) -> None:
             assert torch.equal(found[: len(expected)], expected), (parts, size, options)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("reduce", ["sum", "avg", "prod", "min", "max"])
 def test_every_reduction(reduce: str, seed: int) -> None:
     team = Emulated(3, 1 << 16)
@@ -159,6 +161,7 @@ def test_every_reduction(reduce: str, seed: int) -> None:
                 assert torch.equal(found, wanted[0])
 
 
+@pytest.mark.kernels
 def test_what_only_moves_has_any_type(seed: int) -> None:
     team = Emulated(2, 1 << 16)
     generator = torch.Generator().manual_seed(seed)
@@ -168,6 +171,7 @@ def test_what_only_moves_has_any_type(seed: int) -> None:
         assert torch.equal(found, torch.cat(sources))
 
 
+@pytest.mark.kernels
 def test_in_place(seed: int) -> None:
     team = Emulated(3, 1 << 17)
     for one_shot in (True, False):
@@ -178,6 +182,7 @@ def test_in_place(seed: int) -> None:
             assert torch.equal(found, wanted[0])
 
 
+@pytest.mark.kernels
 def test_one_set_of_memory_serves_calls_of_every_kind_and_size(seed: int) -> None:
     """Note [Flags that a call does not use]: numbers of CTAs go up and down from call to call."""
     rng, size = random.Random(seed), 3
@@ -196,6 +201,7 @@ def test_one_set_of_memory_serves_calls_of_every_kind_and_size(seed: int) -> Non
     assert len(set(team.blocks)) > 1
 
 
+@pytest.mark.kernels
 def test_a_call_number_may_wrap_around(seed: int) -> None:
     team = Emulated(2, 1 << 16)
     for words, flags in zip(team.words, team.flags, strict=True):
@@ -271,7 +277,6 @@ def exchange(
 
 def order_of(one: PeerExchange, aligned: bool) -> list[str]:
     """The instructions that matter, in the order of the PTX for sm_90."""
-    pytest.importorskip("triton")
     ptx: str = one.source(aligned).compile().asm["ptx"]
     names = (
         ("ld.acquire.sys.global.b32", "acquire"),
@@ -298,6 +303,7 @@ AWAIT = ["acquire", "barrier"]
 END = ["end", "barrier", "narrow store"]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_flags_follow_their_stores_and_loads_follow_the_flags(size: int) -> None:
     even = (1 << 16,) * size
@@ -311,13 +317,14 @@ def test_flags_follow_their_stores_and_loads_follow_the_flags(size: int) -> None
     ]  # fmt: skip
 
 
+@pytest.mark.kernels
 def test_results_are_rounded_to_nearest() -> None:
-    pytest.importorskip("triton")
     for dtype, name in ((torch.bfloat16, "bf16x2"), (torch.float16, "f16")):
         one = exchange("all_reduce", dtype, (1 << 14,), 4)
         assert f"cvt.rn.{name}" in one.source(True).compile().asm["ptx"]
 
 
+@pytest.mark.kernels
 def test_odd_sizes_still_push_whole_vectors() -> None:
     found = order_of(exchange("reduce_scatter", torch.bfloat16, (1001, 7), 2), False)
     first = found.index("release")
@@ -326,8 +333,8 @@ def test_odd_sizes_still_push_whole_vectors() -> None:
     assert found[found.index("acquire") + 1] == "barrier"
 
 
+@pytest.mark.kernels
 def test_host_and_kernel_count_flags_alike() -> None:
-    pytest.importorskip("triton")
     from interlace.kernels.exchange import exchange
     from interlace.kernels.exchange import kernel as exchange_kernel
 
@@ -335,8 +342,8 @@ def test_host_and_kernel_count_flags_alike() -> None:
     assert exchange_kernel.LINE.value == exchange.LINE
 
 
+@pytest.mark.kernels
 def test_a_launch_gives_every_parameter_of_the_compiled_kernel() -> None:
-    pytest.importorskip("triton")
     for size in (2, 4):
         one = exchange("all_to_all", torch.float16, (32,) * size, size)
         ptx: str = one.source(True).compile().asm["ptx"]
@@ -350,9 +357,9 @@ def test_a_launch_gives_every_parameter_of_the_compiled_kernel() -> None:
         assert params == [*pointers, *["u32"] * count, "u64", "u64"]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [*FLOATS.values(), torch.float64], ids=str)
 def test_an_average_is_rounded_to_nearest(dtype: torch.dtype) -> None:
-    pytest.importorskip("triton")
     one = exchange("all_reduce", dtype, (32,), 3, reduce="avg")
     ptx: str = one.source(True).compile().asm["ptx"]
     assert re.findall(r"div\S+", ptx)

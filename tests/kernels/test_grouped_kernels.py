@@ -22,6 +22,8 @@ from interlace.nn.grouped import launch
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import ROWS, SUMS, TILE
 
+pytestmark = pytest.mark.kernels
+
 SCRIPT = Path(__file__).with_name("grouped_interpreted.py")
 SOURCE = Path(interlace.__file__).parents[1]
 BF16 = torch.bfloat16

@@ -14,9 +14,9 @@ SCRIPT = Path(__file__).with_name("interpreted.py")
 SOURCE = Path(interlace.__file__).parents[1]
 
 
+@pytest.mark.kernels
 def test_kernels_compute_what_torch_does(seed: int) -> None:
     """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
-    pytest.importorskip("triton")
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '8']\n"
     code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     done = subprocess.run(

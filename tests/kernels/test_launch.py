@@ -18,6 +18,8 @@ from interlace.kernels.gemm import matmul
 from interlace.kernels.gemm.support import PACKED
 from interlace.kernels.launch import RECENT, KernelSource
 
+pytestmark = pytest.mark.kernels
+
 CPU = torch.device("cpu")
 
 

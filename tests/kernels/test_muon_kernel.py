@@ -23,6 +23,8 @@ from interlace.optim.muon import launch, newton_schulz, symmetric, update
 from interlace.optim.muon.elementwise import descend_source, momentum_source
 from interlace.optim.muon.kernel import symmetric_kernel, symmetric_source
 
+pytestmark = pytest.mark.kernels
+
 SCRIPT = Path(__file__).with_name("interpreted_muon.py")
 SOURCE = Path(interlace.__file__).parents[1]
 BF16 = torch.bfloat16

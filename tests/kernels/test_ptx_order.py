@@ -19,6 +19,8 @@ from interlace.kernels.exchange.sums import sum_source
 from interlace.kernels.gemm.matmul import gather_source, scatter_source
 from interlace.kernels.gemm.support import CONFIGS, PACKED, SPECIALIZED, WITH_TAIL, TileConfig
 
+pytestmark = pytest.mark.kernels
+
 EVENTS = {
     "acquire": r"ld\.acquire\.sys\.global|atom\.global\.sys\.acquire|ld\.global\.sys\.acquire",
     "proxy_fence": r"fence\.proxy\.async;",

@@ -345,11 +345,11 @@ def test_grad_scaler(fused: bool | None, seed: int) -> None:
     assert ours._step_supports_amp_scaling is (fused is True)
 
 
+@pytest.mark.kernels
 def test_the_host_work_does_not_grow_with_the_parameters(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing moved, as much Python runs for 300 parameters as for 30."""
-    pytest.importorskip("triton")
     from interlace.optim.adam import plan as adam_plan
     from interlace.optim.adam import table as adam_table
 

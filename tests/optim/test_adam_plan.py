@@ -26,7 +26,6 @@ def parameters(count: int, *shape: int) -> list[Tensor]:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """As on a GPU, but launches do nothing; the kernels that are loaded, by name."""
-    pytest.importorskip("triton")
     from interlace.kernels import launch
     from interlace.optim.adam import plan as adam_plan
 
@@ -69,6 +68,7 @@ def test_the_default_device_does_not_matter() -> None:
     assert bool((param < 1).all())
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("fused", [None, True])
 def test_the_default_device_does_not_matter_to_a_launch(
     loaded: list[str], fused: bool | None
@@ -80,6 +80,7 @@ def test_the_default_device_does_not_matter_to_a_launch(
     assert "adam_kernel" in loaded
 
 
+@pytest.mark.kernels
 def test_kernels_are_loaded_once(loaded: list[str]) -> None:
     """Experts without gradients make another plan at every step; none may load a module anew."""
     params = parameters(3, 4)
@@ -92,6 +93,7 @@ def test_kernels_are_loaded_once(loaded: list[str]) -> None:
     assert sorted(loaded) == ["adam_kernel", "prepare_kernel"]
 
 
+@pytest.mark.kernels
 def test_autograd_sees_that_parameters_were_written(loaded: list[str]) -> None:
     """Backward through what a step has overwritten is an error, as with torch.optim."""
     params = parameters(2, 4)
@@ -122,6 +124,7 @@ def test_data_that_was_turned_in_place_is_noticed() -> None:
     assert torch.equal(turned, plain)
 
 
+@pytest.mark.kernels
 def test_data_that_was_cut_in_place_is_refused(loaded: list[str]) -> None:
     """A kernel would read past the end of the gradient."""
     (param,) = parameters(1, 8, 4)

@@ -279,10 +279,10 @@ def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
                     assert order.before(came, fetched)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_kernels_take_their_turns_as_parts_say(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Range by range, each all of its tiles: rows of x, and the counter that tells."""
-    pytest.importorskip("triton")
     from interlace.kernels.gemm import device, scatter_kernel, specialized
 
     scatter_place: Any = scatter_kernel.scatter_place

@@ -100,6 +100,7 @@ def packed_inputs() -> list[torch.Tensor]:
     return [*rows, torch.zeros(256, dtype=torch.bfloat16)]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
 def test_packed_rows_go_to_their_kernel(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is told of the numbers of a row alone, and of the types of both factors."""

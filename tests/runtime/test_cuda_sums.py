@@ -51,6 +51,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return noted
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("length", [8, 7])
 @pytest.mark.parametrize("awaits", [False, True])
 @pytest.mark.parametrize("odd", [None, "slots", "out"])
