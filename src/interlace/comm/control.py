@@ -223,11 +223,6 @@ class Control:
     def _who(self, member: int) -> str:
         return f"rank {self.ranks[member]}"
 
-    @property
-    def in_reset(self) -> bool:
-        """Whether this rank is in reset()."""
-        return self._mine[RESETS] != 0
-
     def resetting(self) -> int | None:
         """The rank that called reset() first, as the peers that are there say: they come to no
         other meeting until this rank comes there."""

@@ -49,7 +49,7 @@ from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import LOOK_EVERY_S, STORE_S, Board, Note, Party, meet, named
 from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, identity, moment, precedes
-from interlace.errors import BackendError, InterlaceError, PeerError, TeamError
+from interlace.errors import BackendError, InterlaceError, TeamError
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
@@ -117,7 +117,7 @@ class TeamComm:
         self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}{'/part' * self.is_part}"
         self.count = _counts.setdefault(group, ResetCount())
         self.party = Party(f"{self.key}/greeting/{self.count.number}", self.ranks, host())
-        self._next_look = 0.0
+        self._next_look, self._in_reset = 0.0, False
         own = weakref.WeakMethod(self.hear_resets)
         self.board.look = lambda: (hear := own()) and hear()
         self.topic = ""
@@ -237,7 +237,7 @@ class TeamComm:
         """Raises where a peer called reset() that this rank has not called; asks the store a few
         times a second, or now."""
         control = self._control
-        in_reset = control is not None and control.in_reset
+        in_reset = self._in_reset
         if control is not None and not in_reset and (first := control.resetting()) is not None:
             raise called_reset(first)
         if now or time.monotonic() >= self._next_look:
@@ -313,6 +313,13 @@ class TeamComm:
         """Forgets a failure, on all ranks together: counts start anew, and connections that may be
         unusable are replaced (without `renew` only where a rank tells of a failure). Memory stays;
         a reset that fails leaves the team out of order."""
+        self._in_reset = True
+        try:
+            self._reset(time_out_s, renew)
+        finally:
+            self._in_reset = False
+
+    def _reset(self, time_out_s: float, renew: bool) -> None:
         with self.lock:
             self.begin_reset(time_out_s)
             on = None
@@ -335,7 +342,7 @@ class TeamComm:
                     self._connections.end(time_out_s)
             except BaseException as error:
                 self.resets = before
-                if isinstance(error, PeerError) and self._ahead(self.count.number) is not None:
+                if isinstance(error, InterlaceError) and self._ahead(self.count.number) is not None:
                     count.unfinished = False
                     return self.forget()  # that rank was interrupted as it set up this team
                 self.control.give_up_reset(error)
