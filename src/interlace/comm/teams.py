@@ -13,6 +13,16 @@ Note [One queue per team]
     package: it maps a live group to its TeamComm, and to those of parts of its ranks, and forgets
     them with the group. Parts get no process group: torch names one by how many a rank has, which
     differs between ranks, and gives names anew, whose places in the store are taken.
+
+Note [Resets before a set-up]
+    A rank that calls reset() before a team of it is set up has no block in which its peers would
+    see that, and may have left out a step that they are in. So each rank counts the resets of a
+    process group, tells the count in the store, and forgets what teams there are that are not set
+    up. Processes greet one another under this number: ranks that were reset as often meet, and one
+    that was reset less often hears, in whatever meeting it waits or comes to, that it must call
+    reset() too. Nobody is waited for. Where a team is set up, its reset is collective and the ranks
+    agree on the count; but a rank that was interrupted as the last one set up tells its own in the
+    store, and its peers, in their reset(), forget their team as well.
 """
 
 from __future__ import annotations
@@ -21,8 +31,10 @@ import contextlib
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,8 +47,8 @@ from interlace.comm.between_hosts import HostsControl
 from interlace.comm.control import NBYTES, Control, called_reset
 from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.host.slots import SlotPool
-from interlace.comm.rendezvous.board import STORE_S, Board, Note, Party, meet, named
-from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, identity
+from interlace.comm.rendezvous.board import LOOK_EVERY_S, STORE_S, Board, Note, Party, meet, named
+from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, identity, moment, precedes
 from interlace.errors import BackendError, InterlaceError, TeamError
 
 if TYPE_CHECKING:
@@ -51,6 +63,20 @@ def host() -> str:
     """The name of this host and what tells it from others; containers of one machine that have
     shared memory of their own are hosts of their own."""
     return f"{socket.gethostname()}/{boot_id()}/{os.stat(default_folder()).st_dev}"
+
+
+@dataclass(slots=True)
+class ResetCount:
+    """The resets of a process group that this rank called: Note [Resets before a set-up]."""
+
+    number: int = 0
+    unfinished: bool = False
+    """Whether the last one failed: the next call is the same reset."""
+
+    def begin(self) -> None:
+        """A reset begins."""
+        self.number += not self.unfinished
+        self.unfinished = True
 
 
 class User(Protocol):
@@ -87,8 +113,13 @@ class TeamComm:
         """The round of the last reset: Note [All or none] in board.py."""
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
+        self.group_name = group.group_name
         self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}{'/part' * self.is_part}"
-        self.party = Party(f"{self.key}/greeting", self.ranks, host())
+        self.count = _counts.setdefault(group, ResetCount())
+        self.party = Party(f"{self.key}/greeting/{self.count.number}", self.ranks, host())
+        self._next_look, self._in_reset = 0.0, False
+        own = weakref.WeakMethod(self.hear_resets)
+        self.board.look = lambda: (hear := own()) and hear()
         self.topic = ""
         """Where the notes of its present processes are; `meet` finds it."""
         self.slots = SlotPool(self.board)
@@ -202,13 +233,36 @@ class TeamComm:
         with attending((team, place) for team in known_teams([self.ranks])) as look:
             return self.board.exchange(place, note, time_out_s, look, over)
 
+    def hear_resets(self, now: bool = False) -> None:
+        """Raises where a peer called reset() that this rank has not called; asks the store a few
+        times a second, or now."""
+        control = self._control
+        in_reset = self._in_reset
+        if control is not None and not in_reset and (first := control.resetting()) is not None:
+            raise called_reset(first)
+        if now or time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_EVERY_S
+            if (first := self._ahead(self.count.number + (not in_reset))) is not None:
+                raise called_reset(first)
+
+    def _ahead(self, number: int) -> int | None:
+        """A rank that was reset that often before its team was set up."""
+        peers = [rank for rank in self.ranks if rank != self.rank]
+        notes = self.board.read_all(f"resets/{rank}" for rank in peers)
+        for rank, note in zip(peers, notes, strict=True):
+            known = {} if note is None or precedes(note) else note["groups"]
+            if known.get(self.group_name, 0) >= number:
+                return rank
+        return None
+
     @contextlib.contextmanager
     def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
         """While this rank waits for all others in a meeting, which peers that wait for it in a run
         are to know; gives what raises a failure that comes meanwhile."""
         control = self._control
         if control is None:
-            yield lambda: None
+            self.hear_resets(now=True)
+            yield self.hear_resets
             return
         quiet = control.quiet()  # else what failed was heard before this meeting
 
@@ -259,6 +313,13 @@ class TeamComm:
         """Forgets a failure, on all ranks together: counts start anew, and connections that may be
         unusable are replaced (without `renew` only where a rank tells of a failure). Memory stays;
         a reset that fails leaves the team out of order."""
+        self._in_reset = True
+        try:
+            self._reset(time_out_s, renew)
+        finally:
+            self._in_reset = False
+
+    def _reset(self, time_out_s: float, renew: bool) -> None:
         with self.lock:
             self.begin_reset(time_out_s)
             on = None
@@ -267,7 +328,10 @@ class TeamComm:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
+            count = ResetCount() if self.is_part else self.count
+            count.begin()
             mine = {"run": self.control.run, "renew": renew or self.control.failed}
+            mine["count"] = count.number
             before = self.resets
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
@@ -278,9 +342,13 @@ class TeamComm:
                     self._connections.end(time_out_s)
             except BaseException as error:
                 self.resets = before
+                if isinstance(error, InterlaceError) and self._ahead(self.count.number) is not None:
+                    count.unfinished = False
+                    return self.forget()  # that rank was interrupted as it set up this team
                 self.control.give_up_reset(error)
                 raise
             try:
+                count.number = max(note["count"] for note in told)
                 self.control.reset(max(note["run"] for note in told))
                 self.slots.reset()
                 if self._cuda is not None:
@@ -288,9 +356,18 @@ class TeamComm:
                 self.board.exchange(f"{topic}/renewal", {}, time_out_s)
                 if renew:
                     self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
+                count.unfinished = False
             except BaseException as error:
                 self.control.fail(error)
                 raise
+
+    def forget(self) -> None:
+        """Ends it, so that `team_of` makes another: Note [Resets before a set-up]."""
+        with _teams_lock:
+            for made in _teams.values():
+                for part in [part for part, team in made.items() if team is self]:
+                    del made[part]
+        self.close()
 
     def used_by(self, user: User) -> None:
         self._users.add(user)
@@ -324,6 +401,8 @@ _teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Part, TeamComm]]
 _teams = weakref.WeakKeyDictionary()
 """One TeamComm for each live process group and part of one: Note [One queue per team]."""
 _teams_lock = threading.Lock()
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, ResetCount] = weakref.WeakKeyDictionary()
+"""They outlive the teams that `release_teams` ends."""
 
 
 def team_of(
@@ -375,11 +454,38 @@ def known_lives() -> dict[int, PeerProcess]:
 def reset_teams(time_out_s: float | None = None) -> None:
     """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
 
-    Collective: every rank calls it. Who waits in a run for a rank that is here hears of it at once.
+    Every rank calls it, once for each failure. Who waits for a rank that is here hears of it at
+    once. It is collective for teams that are set up; ranks of others are told, and not waited for.
     Where nothing failed, connections stay.
     """
-    teams = [team for team in live_teams() if team.is_set_up]
-    reset_in_turn(teams, limit_s(time_out_s), renew=False)
+    limit, teams = limit_s(time_out_s), live_teams()
+    whole = {team.group_name for team in teams if team.is_set_up and not team.is_part}
+    early = [group for group in _groups() if group.group_name not in whole]
+    counts = [_counts.setdefault(group, ResetCount()) for group in early]
+    forget_unset({g.group_name for g, c in zip(early, counts, strict=True) if not c.unfinished})
+    for count in counts:
+        count.begin()
+    if early:
+        told = {group.group_name: count.number for group, count in _counts.items()}
+        board = Board(apart(c10d._get_default_store()), (), dist.get_rank(), limit_s=limit)
+        board.post(f"resets/{board.rank}", {"groups": told, **moment()})
+    reset_in_turn([team for team in teams if team.is_set_up], limit, renew=False)
+    for count in counts:
+        count.unfinished = False
+
+
+def forget_unset(groups: Collection[str]) -> None:
+    """Forgets the teams of these groups that are not set up."""
+    for team in live_teams():
+        if team.group_name in groups and not team.is_set_up:
+            team.forget()
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """The process groups of several ranks, of which this is one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    return [group for group in c10d._world.pg_map if group.size() > 1]
 
 
 def reset_in_turn(teams: Sequence[TeamComm], time_out_s: float, renew: bool = True) -> None:
@@ -389,9 +495,11 @@ def reset_in_turn(teams: Sequence[TeamComm], time_out_s: float, renew: bool = Tr
             team.begin_reset(time_out_s)
         for team in teams:
             team.reset(time_out_s, renew)
+        forget_unset({team.group_name for team in teams if not team.is_part})
     except BaseException as error:
         for team in teams:
-            team.control.give_up_reset(error)
+            if team.is_set_up:
+                team.control.give_up_reset(error)
         raise
 
 

@@ -3,10 +3,9 @@
     bound = bind("forward", imported, groups={"tp": group}, options=options)
     outputs = bound.run(args)
 
-With the option `schedules` the overlapped Program is a file's text (schedules.py).
-Where the ranks hold uneven shards their Programs differ; then the Executor proves the set of them.
-A set whose overlapped Programs do not fit together is chosen anew by the built-in model, which is
-the same everywhere, or else runs serially; a remark says so.
+With the option `schedules` the overlapped Program is a file's text (schedules.py). Else ranks agree
+on what they choose by, and choose once (choosing.py). Where they hold uneven shards their Programs
+differ; then the Executor proves the set of them.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from torch.distributed import ProcessGroup
 
 from interlace.comm import team_of
 from interlace.cost import Machine, Timeline
-from interlace.errors import AgreementError, ProgramError, SoundnessError
+from interlace.errors import InterlaceError, SoundnessError
+from interlace.frontend.choosing import chosen, facts_of_all
 from interlace.frontend.importing.importer import Imported
 from interlace.frontend.schedules import path_of, scheduled, unsound
 from interlace.ir import Program, Remark
 from interlace.ir.call_names import others
 from interlace.options import Options
-from interlace.passes import lower
 from interlace.runtime import Executor
 from interlace.runtime.hosts import on_hosts
-from interlace.runtime.machine import built_in, machine_for
+from interlace.runtime.machine import machine_for
 from interlace.runtime.prepare.agreement import Agreement
 from interlace.verify import Report
 
@@ -106,56 +105,50 @@ def bind(
     groups: Mapping[str, ProcessGroup],
     options: Options,
     device: str = "cpu",
+    layer: Mapping[str, Any] | None = None,
 ) -> Bound:
-    """Lowers and prepares; all ranks of the Program do it together."""
+    """Lowers and prepares; all ranks of the Program do it together. `layer` has what else must be
+    the same on all of them."""
     place = placed(device)
     options, noted = with_regions(options, place)
-    machine = machine_for(options, place.type)
     plain = imported.program
     imported = dataclasses.replace(imported, program=on_hosts(plain, groups, options.time_out_s))
+    agreed = facts_of_all(imported.program, groups, options, _machine(options, place.type), layer)
     spread = [team.name for team in imported.program.teams if team.hosts is not None]
     apart = [team_of(groups[name], name).apart for name in spread]
     noted += [Remark("frontend", f"{text}: {UNSERVED}") for text in apart]
     if options.graph and (why := _uncaptured(imported)):
         options = dataclasses.replace(options, graph=False, static_outputs=False)
         noted.append(Remark("frontend", f"not captured in CUDA graphs: {why}"))
-    written = scheduled(kind, imported.program, groups, options)
-    if written is not None:
+    program = written = scheduled(kind, imported.program, groups, options)
+    if program is None:
+        program, why = chosen(imported.program if options.overlap else plain, agreed, options)
+        noted += why
+    else:
         noted.append(Remark("frontend", "its text is a file of the option schedules"))
-
-    def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
-        remarks = [*noted, *([Remark("frontend", why)] if why else [])]
-        serial = imported.program if options.overlap else plain
-        program = (written or lower(serial, options, machine)).remarked(remarks)
-        executor = Executor(
-            program,
-            groups=groups,
-            device=place,
-            options=options,
-            host=imported.host,
-            operators=others(imported.program),  # of this process's own graph
-        )
-        executor.prepare()
-        return Bound(kind, imported, executor, machine)
-
+    executor = Executor(
+        program.remarked(noted),
+        groups=groups,
+        device=place,
+        options=options,
+        host=imported.host,
+        operators=others(imported.program),  # of this process's own graph
+    )
     try:
-        return prepared(options, machine)
+        executor.prepare()
     except SoundnessError as error:
         if written is None:
             raise
         raise unsound(path_of(kind, imported.program, options), written, error) from None
-    except AgreementError as error:
-        if written is not None or not _differs(error, options):
-            raise
-    if options.strategy == "auto":  # ranks may have chosen by different calibrations
-        try:
-            anew = f"{DIFFER}: the built-in model chose anew"
-            return prepared(options, built_in(options, place.type), anew)
-        except AgreementError as error:
-            if not _differs(error, options):
-                raise
-    serially = dataclasses.replace(options, overlap=False)
-    return prepared(serially, machine, f"{DIFFER}: it runs serially")
+    return Bound(kind, imported, executor, agreed.machine)
+
+
+def _machine(options: Options, device: str) -> Machine | InterlaceError:
+    """What this rank would choose by; or why it cannot, which the others are told."""
+    try:
+        return machine_for(options, device)
+    except InterlaceError as error:
+        return error
 
 
 UNSERVED = "peer, fused and exchange, which reach into memory of peers, do not serve it"
@@ -169,14 +162,6 @@ def _uncaptured(imported: Imported) -> str:
     if not imported.program.sizes.sizes:
         return ""
     return "its sizes change, and as many of them have graphs as may have"
-
-
-DIFFER = "the ranks' Programs differ, and overlapped they do not fit together"
-
-
-def _differs(error: AgreementError, options: Options) -> bool:
-    """Whether all ranks came, with overlapped Programs that do not go together."""
-    return options.overlap and isinstance(error.__cause__, SoundnessError | ProgramError)
 
 
 def placed(device: str) -> torch.device:

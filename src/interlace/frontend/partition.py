@@ -94,7 +94,7 @@ class Partition:
                 if needed and not any("recompute" in other.meta for other in moved):
                     found.append((node, moved))
         wanted = [self._wanted(node, moved) for node, moved in found]
-        if self.regather == "auto" and found and not self.alone:
+        if found and not self.alone:  # also where the option of this rank says what to do
             places = [location(node).module for node, _ in found]
             wishes = [(group_of(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
             wanted = decided(graph, lambda: consent_of_ranks(places, wishes, self.time_out_s))

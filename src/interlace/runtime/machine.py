@@ -2,8 +2,8 @@
 
     machine = machine_for(Options(), "cuda")        # what `interlace calibrate` wrote, if it did
 
-Every rank of a host finds the same file, so they choose alike. Where hosts differ and what they
-chose does not fit together, binding goes back to the built-in model, which is the same everywhere.
+Every rank of a host finds the same file. Where hosts have different ones, binding raises: ranks
+choose by one (frontend/choosing.py).
 """
 
 from __future__ import annotations
@@ -36,13 +36,6 @@ def machine_for(options: Options, device: str) -> Machine:
     kernels = place.type != "cuda" or refuse_device(place) is None
     packed = kernels and (place.type != "cuda" or refuse_packed() is None)
     return _replayed(machine.replace(kernels=kernels, packed_kernels=packed), options)
-
-
-def built_in(options: Options, device: str) -> Machine:
-    """The built-in model, the same everywhere, also where some GPU runs no kernels."""
-    on_gpu = torch.device(device).type == "cuda"
-    there = dict.fromkeys(("kernels", "packed_kernels"), not on_gpu)
-    return _replayed(default_machine(device).replace(**there), options)
 
 
 def shared_machine(options: Options, device: str) -> Machine:

@@ -89,6 +89,8 @@ class Board:
         """Whether the process of a rank has ended of which nothing else is known."""
         self.hosts: Mapping[int, str] = {}
         """For messages: the hosts of ranks that are on several."""
+        self.look: Callable[[], object] = lambda: None
+        """What every wait for notes asks: raises where a peer called reset()."""
         self._left_word = False
         self._next_look = self.next_probe = 0.0
         self._rounds: dict[str, int] = {}
@@ -183,6 +185,7 @@ class Board:
             absent = sorted(missing())
             if not absent or not ended.isdisjoint(absent) or patience.is_over(late):
                 return absent
+            self.look()
             look()
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE_S)
@@ -447,7 +450,10 @@ def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:
     """The processes of each team find one another, once; all their ranks call it, to do `what`."""
     new, why = [team for team in teams if not team.topic], ""
     try:
-        greet(teams[0].board, [team.party for team in new], what, time_out_s)
+        with contextlib.ExitStack() as attended:
+            looks = [attended.enter_context(team.attending("")) for team in teams if new]
+            hear = lambda: [look() for look in looks]  # noqa: E731
+            greet(teams[0].board, [team.party for team in new], what, time_out_s, hear)
     except BaseException as error:
         why = str(error) or type(error).__name__
         raise

@@ -57,7 +57,7 @@ class Agreement:
             return (own,)
         found: list[Program] = []
         for text, ranks in self.texts:
-            found += _for_ranks(own if rank in ranks else parse(text), ranks)
+            found += for_ranks(own if rank in ranks else parse(text), ranks)
         return tuple(found)
 
 
@@ -117,7 +117,6 @@ def agree(
         "name": program.name,
         "hash": digest(text),
         "skeleton": digest(print_program(skeleton(plain))),
-        "teams": [],
         "backends": {},
         "registered": found.note,
     }
@@ -126,25 +125,10 @@ def agree(
     if not teams:
         judge(program.name, {0: mine}, 0, found.problem)
         return Agreement(int(mine["hash"][:16], 16), _proof(program))
-    meet(teams, f"prepare Program {program.name!r}", time_out_s)
-    left: list[str] = []
-    board, me = teams[0].board, teams[0].rank
     for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
-        before = team.num_prepared
-        team.num_prepared = team.board.round(f"{team.topic}/prepare", before)
-        team.board.limit_s = time_out_s
-        rounds = range(before, team.num_prepared) if team.me == 0 else ()
-        left += [f"{team.topic}/prepare/{number}/verdict" for number in rounds]
-        place = f"{team.topic}/prepare/{team.num_prepared}"
-        mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
-        mine["backends"][place] = list(needs)
-    places = [place for place, *_ in mine["teams"]]
-    board.announce()
-    for place in places:
-        board.post(f"{place}/{me}", mine)
-    with attending(zip(teams, places, strict=True)) as look:
-        entries = _collect(board, me, mine, time_out_s, look)
-    board.forget(entries, [*left, *(f"{place}/{me}" for place in places), _text_of(me, mine)])
+        mine["backends"][team.key] = list(needs)
+    board, me = teams[0].board, teams[0].rank
+    entries = gather(mine, teams, time_out_s)
     judge(program.name, entries, me, found.problem)
     _check_backends(entries)
     if len({entry["skeleton"] for entry in entries.values()}) > 1:
@@ -155,10 +139,35 @@ def agree(
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
     tag = int(digest(repr((parts, _places(entries.values()))))[:16], 16)
     used = [
-        {name for entry in entries.values() for name in entry["backends"].get(place, ())}
-        for place in places
+        {name for entry in entries.values() for name in entry["backends"].get(team.key, ())}
+        for team in teams
     ]
     return Agreement(tag, report, texts, tuple(tuple(sorted(names)) for names in used))
+
+
+def gather(mine: Note, teams: Sequence[TeamComm], time_out_s: float) -> dict[int, Note]:
+    """The notes of all ranks that teams join to this one, by global rank; each has the name of the
+    Program that they are about. All of these ranks get them, or none."""
+    meet(teams, f"prepare Program {mine['name']!r}", time_out_s)
+    left: list[str] = []
+    board, me = teams[0].board, teams[0].rank
+    mine["teams"] = []
+    for team in teams:
+        before = team.num_prepared
+        team.num_prepared = team.board.round(f"{team.topic}/prepare", before)
+        team.board.limit_s = time_out_s
+        rounds = range(before, team.num_prepared) if team.me == 0 else ()
+        left += [f"{team.topic}/prepare/{number}/verdict" for number in rounds]
+        place = f"{team.topic}/prepare/{team.num_prepared}"
+        mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
+    places = [place for place, *_ in mine["teams"]]
+    board.announce()
+    for place in places:
+        board.post(f"{place}/{me}", mine)
+    with attending(zip(teams, places, strict=True)) as look:
+        entries = _collect(board, me, mine, time_out_s, look)
+    board.forget(entries, [*left, *(f"{place}/{me}" for place in places), _text_of(me, mine)])
+    return entries
 
 
 def _proof(program: Program) -> Report:
@@ -231,43 +240,50 @@ def _verify_set(
     board: Board, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
 ) -> tuple[Report, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Proves different Programs as a set: the report, and the texts with their ranks."""
-    place = entries[me]["teams"][0][0]
-    board.post(_text_of(me, entries[me]), {"text": text})
-    holders = {entry["hash"]: rank for rank, entry in entries.items()}
-    topics = {rank: _text_of(rank, entries[rank]) for rank in holders.values()}
-    found = board.collect(topics, time_out_s)
-    notes = {key: found[rank] for key, rank in holders.items() if rank in found}
-    silent = sorted(rank for rank, entry in entries.items() if entry["hash"] not in notes)
-    if silent:
-        raise AgreementError(f"{named(silent)} did not tell its Program ({place})")
-    texts = {rank: notes[entry["hash"]]["text"] for rank, entry in entries.items()}
+    notes = texts_of(board, entries, me, text, time_out_s)
+    texts = {rank: notes[entry["hash"]] for rank, entry in entries.items()}
     try:
-        ranks = {key: _ranks(entries, key) for key in sorted(notes)}
+        ranks = {key: ranks_of(entries, key) for key in sorted(notes)}
         taken = Counter(entry["rank"] for entry in entries.values())
         for rank in (rank for rank, count in taken.items() if count > 1):
             raise ProgramError(f"rank {rank} of the Programs is prepared by more than one process")
-        parsed = {key: parse(note["text"]) for key, note in notes.items()}
-        report = check([p for key in ranks for p in _for_ranks(parsed[key], ranks[key])])
+        parsed = {key: parse(text) for key, text in notes.items()}
+        report = check([p for key in ranks for p in for_ranks(parsed[key], ranks[key])])
         report.raise_if_unsound()
     except (SoundnessError, ProgramError) as error:
         why = str(error)
         if isinstance(error, SoundnessError) and not _share_ranks(texts.values()):
-            who = "\n".join(f"  {_alike(entries, rank)}" for rank in sorted(holders.values()))
+            first = {entry["hash"]: rank for rank, entry in entries.items()}
+            who = "\n".join(f"  {_alike(entries, rank)}" for rank in sorted(first.values()))
             told = f"the Programs of these ranks are not sound as a set:\n{who}\n{why}"
             raise AgreementError(told) from error
         raise AgreementError(_difference(entries, texts, why)) from error
-    return report, tuple((notes[key]["text"], of) for key, of in ranks.items())
+    return report, tuple((notes[key], of) for key, of in ranks.items())
+
+
+def texts_of(
+    board: Board, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
+) -> dict[str, str]:
+    """The texts behind the hashes of the ranks' notes."""
+    board.post(_text_of(me, entries[me]), {"text": text})
+    holders = {entry["hash"]: rank for rank, entry in entries.items()}
+    topics = {rank: _text_of(rank, entries[rank]) for rank in holders.values()}
+    found = board.collect(topics, time_out_s)
+    if silent := sorted(topics.keys() - found.keys()):
+        place = entries[me]["teams"][0][0]
+        raise AgreementError(f"{named(silent)} did not tell its Program ({place})")
+    return {key: found[rank]["text"] for key, rank in holders.items()}
 
 
 def _text_of(rank: int, entry: Note) -> str:
     return f"{entry['teams'][0][0]}/text/{rank}"
 
 
-def _ranks(entries: Mapping[int, Note], key: str) -> tuple[int, ...]:
+def ranks_of(entries: Mapping[int, Note], key: str) -> tuple[int, ...]:
     return tuple(sorted(entry["rank"] for entry in entries.values() if entry["hash"] == key))
 
 
-def _for_ranks(program: Program, ranks: tuple[int, ...]) -> list[Program]:
+def for_ranks(program: Program, ranks: tuple[int, ...]) -> list[Program]:
     """The Program for these of its ranks: itself where they are all that it has."""
     whole = program.rank is None and ranks == tuple(sorted(program.world))
     return [program] if whole else [program.instantiate(rank) for rank in ranks]
