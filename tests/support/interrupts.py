@@ -1,8 +1,8 @@
 """Ctrl-C at random moments on one of the ranks that train, again and again.
 
-    python -m tests.support.interrupts 300      # prints counts and delays, by the way that they run
+    python -m tests.support.interrupts 300     # prints counts and delays for each way to run
 
-What one trial is: all ranks step until a SIGINT, at a moment drawn anew, stops one of them; all call
+In a trial all ranks step until a SIGINT, at a moment drawn anew, stops one of them; all call
 `interlace.reset()`, and the next step must give the right values. Delays are from the signal to the
 `except` clause, by the monotonic clock of that process.
 """
@@ -70,7 +70,9 @@ def functional_step(seed: int, **options: Any) -> Step:
     world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     draw = torch.Generator().manual_seed(seed)
     x = torch.randint(-4, 5, (8, 32), generator=draw).float()
-    up, down = (torch.randint(-4, 5, shape, generator=draw).float() for shape in ((64, 32), (32, 64)))
+    up, down = (
+        torch.randint(-4, 5, shape, generator=draw).float() for shape in ((64, 32), (32, 64))
+    )
     mine = x.chunk(world)[rank].clone().requires_grad_()
     up, down = up.chunk(world)[rank].clone(), down.chunk(world, 1)[rank].clone()
     weights = [up.requires_grad_(), down.requires_grad_()]
@@ -162,6 +164,7 @@ def _trial(way: str, step: Step, wanted: list[torch.Tensor], draw: random.Random
     interlace.reset()
     reset_s = time.monotonic() - ended
     equal = all(map(torch.equal, step(), wanted))
+    dist.barrier()  # else the next interrupt would end this step of a peer
     return Trial(way, victim, error, text, ended - (sent[0] or begun), reset_s, equal)
 
 

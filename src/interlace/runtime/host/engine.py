@@ -320,6 +320,7 @@ class CpuEngine(Engine):
 
     def _drive(self, stream: Stream, mark: int) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
+        left: Iterator[object] = iter(stream.steps)
         try:
             if profiler._is_profiler_enabled:
                 stream = self._ranged(stream)
