@@ -75,7 +75,7 @@ class TeamComm:
         self._group = weakref.ref(group)
         try:
             ranks = dist.get_process_group_ranks(group)
-            store, rank = apart(c10d._get_default_store()), dist.get_rank()
+            store, rank = apart(c10d._get_default_store(), limit_s), dist.get_rank()
         except (KeyError, ValueError, RuntimeError) as error:
             raise TeamError(
                 f"the process group of team {name!r} is not one of torch.distributed's "
@@ -179,10 +179,12 @@ class TeamComm:
         note: Note = {"process": list(identity())}
         topic = f"{self.topic}/setup/{self.num_prepared}"
         notes = self.board.exchange(f"{topic}/hello", note, time_out_s)
-        lives = [PeerProcess.of(*n["process"]) for n in notes]
+        with self.board.attending([f"{topic}/memory", f"{topic}/control"]):  # who comes next
+            lives = [PeerProcess.of(*n["process"]) for n in notes]
         if self.apart:
             self.backend("gloo", "cpu", time_out_s)
-            board = Board(apart(c10d._get_default_store()), self.ranks, self.rank, limit_s=SHORT_S)
+            store = apart(c10d._get_default_store(), time_out_s)
+            board = Board(store, self.ranks, self.rank, limit_s=SHORT_S)
             board.lives.update(zip(self.ranks, lives, strict=True))
             own = weakref.proxy(self)
             gloo = lambda: own.backend("gloo", "cpu", time_out_s)  # noqa: E731

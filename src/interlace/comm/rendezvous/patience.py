@@ -90,6 +90,11 @@ class Errand:
                 self._bell.get(timeout=within_s)
         return bool(self._found or self._error)
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has come back with an error."""
+        return bool(self._error)
+
     def result(self) -> Any:
         if self._error:
             raise self._error[0]
