@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.rendezvous.board import named
+from interlace.comm.rendezvous.liveness import can_open, silent_store
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
-from interlace.errors import BackendError, InterlaceError, TeamError
+from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
 from interlace.options import BACKENDS, LONGEST_S
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ MARGIN_S = 300.0
 CUT_TAG = (1 << 30) + 8
 """The tag of a message that nobody sends."""
 LOOK_S = 0.05
-CLONE_S = 12.0
-"""Longer than the store's server takes to look up a name where DNS loses one question (5 s)."""
+SOCKET_FILES = 4
+"""Descriptors that a connection may take: its own, and those of a look-up of names."""
 _MEND = {
     "gloo": "this torch was built without gloo; install torch from pip's index, which has it",
     "nccl": "this torch has no NCCL; install a CUDA build of torch, or choose gloo or peer",
@@ -142,20 +143,32 @@ def cut(backend: Any) -> None:
 def _within(store: dist.Store, time_out_s: float) -> dist.Store:
     """The store with a time-out of its own. NCCL connects with its first op: there ranks wait in
     the store for the first of them, by default for half an hour, and no abort reaches them."""
-    own = apart(store)
+    own = apart(store, time_out_s)
     if own is not store:
         own.set_timeout(timedelta(seconds=time_out_s))
     return own
 
 
-def apart(store: Any) -> Any:
+def apart(store: Any, limit_s: float) -> Any:
     """The same store by a connection of its own, where it can be cloned: a thread that waits in
     another keeps it from all others. Of a server that is gone it is the store itself, which says
-    so."""
-    call = Errand(lambda: store.clone())
-    with contextlib.suppress(AttributeError, RuntimeError):  # what cannot be cloned, too
-        return call.result() if call.is_back(CLONE_S) else store
-    return store
+    so: to connect to it anew takes as long as torch's own time-out, also for a process that has no
+    file descriptor left. One that does not answer within `limit_s` is an error: its process is
+    stopped, or looks up names for longer."""
+    if not can_open(SOCKET_FILES):
+        return store
+    call, patience = Errand(lambda: store.clone()), Patience(limit_s)
+    asked: Errand | None = None
+    while not call.is_back(LOOK_S):
+        asked = asked or Errand(lambda: store.check(["interlace"]))
+        if asked.failed:
+            return store
+        if patience.is_over():
+            raise CommTimeoutError(silent_store(limit_s))
+    try:
+        return call.result()
+    except (AttributeError, RuntimeError):  # what cannot be cloned, too
+        return store
 
 
 def end(made: list[Any], time_out_s: float, whose: str) -> None:

@@ -23,6 +23,12 @@ Note [Resets before a set-up]
     reset() too. Nobody is waited for. Where a team is set up, its reset is collective and the ranks
     agree on the count; but a rank that was interrupted as the last one set up tells its own in the
     store, and its peers, in their reset(), forget their team as well.
+
+Note [Forked processes]
+    A process that was forked from a rank has that rank's shared memory, and its connections to the
+    store and to the peers: whatever it did on a team, it would do in the parent's place. So in a
+    child all groups of the parent are refused, and its teams have no control block, without which
+    nothing runs and nothing is told. Nothing is given back either: that is the parent's.
 """
 
 from __future__ import annotations
@@ -92,9 +98,10 @@ class TeamComm:
     def __init__(
         self, group: dist.ProcessGroup, name: str, limit_s: float, part: Part = None
     ) -> None:
+        self._group = weakref.ref(group)
         try:
             ranks = dist.get_process_group_ranks(group)
-            store, rank = apart(c10d._get_default_store()), dist.get_rank()
+            store, rank = apart(c10d._get_default_store(), limit_s), dist.get_rank()
         except (KeyError, ValueError, RuntimeError) as error:
             raise TeamError(
                 f"the process group of team {name!r} is not one of torch.distributed's "
@@ -172,6 +179,7 @@ class TeamComm:
     def control(self) -> Control:
         """The control block; `setup` makes it."""
         if self._control is None:
+            check_process(self._group)
             raise TeamError(
                 f"team {self.name} is not set up, or was released: make and prepare new Executors "
                 "(what torch.compile made goes with torch.compiler.reset(), what interlace.compile "
@@ -202,10 +210,12 @@ class TeamComm:
         note: Note = {"process": list(identity())}
         topic = f"{self.topic}/setup/{self.num_prepared}"
         notes = self.board.exchange(f"{topic}/hello", note, time_out_s)
-        lives = [PeerProcess.of(*n["process"]) for n in notes]
+        with self.board.attending([f"{topic}/memory", f"{topic}/control"]):  # who comes next
+            lives = [PeerProcess.of(*n["process"]) for n in notes]
         if self.apart:
             self.backend("gloo", "cpu", time_out_s)
-            board = Board(apart(c10d._get_default_store()), self.ranks, self.rank, limit_s=SHORT_S)
+            store = apart(c10d._get_default_store(), time_out_s)
+            board = Board(store, self.ranks, self.rank, limit_s=SHORT_S)
             board.lives.update(zip(self.ranks, lives, strict=True))
             own = weakref.proxy(self)
             gloo = lambda: own.backend("gloo", "cpu", time_out_s)  # noqa: E731
@@ -369,6 +379,11 @@ class TeamComm:
                     del made[part]
         self.close()
 
+    def leave_to_parent(self) -> None:
+        """In a forked process: Note [Forked processes]."""
+        self._control = None
+        self.lock = threading.RLock()
+
     def used_by(self, user: User) -> None:
         self._users.add(user)
 
@@ -404,12 +419,40 @@ _teams_lock = threading.Lock()
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, ResetCount] = weakref.WeakKeyDictionary()
 """They outlive the teams that `release_teams` ends."""
 
+_parents: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""In a forked process the groups of its parent: Note [Forked processes]."""
+
+
+def _forked() -> None:
+    global _teams_lock
+    _teams_lock = threading.Lock()  # another thread of the parent may have held it
+    _parents.update(c10d._world.pg_map)
+    for made in _teams.values():
+        for team in made.values():
+            team.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def check_process(group: weakref.ref[dist.ProcessGroup] | None = None) -> None:
+    """Raises `TeamError` in a process that was forked from the one that made this group, or those
+    that live: Note [Forked processes]."""
+    groups = [*c10d._world.pg_map] if group is None else [group()]
+    if any(each in _parents for each in groups if each is not None):
+        raise TeamError(
+            f"process {os.getpid()} was forked from a rank, and has its process groups: what it "
+            "ran or reset on a team would take that rank's place. Run models in the rank's own "
+            "process, or start others by spawn, with process groups of their own"
+        )
+
 
 def team_of(
     group: dist.ProcessGroup, name: str, limit_s: float = STORE_S, part: Part = None
 ) -> TeamComm:
     """The TeamComm of a process group, or of a part of it, made at the first call; the first `name`
     that is not empty is for messages, `limit_s` bounds what it asks the store."""
+    check_process(weakref.ref(group))
     with _teams_lock:
         team = _teams.get(group, {}).get(part)
         if team is None:
@@ -421,6 +464,7 @@ def team_of(
 
 def live_teams() -> list[TeamComm]:
     """The teams of groups that were not destroyed, in an order that all ranks share."""
+    check_process()
     with _teams_lock:
         live = [made for group, made in _teams.items() if group in c10d._world.pg_map]
     teams = [team for made in live for team in made.values()]
@@ -510,6 +554,7 @@ def release_teams() -> None:
     Runs under way are waited for, bounded. Device memory that peers map stays to the end of the
     process: a peer may still read it.
     """
+    check_process()
     with _teams_lock:
         made = [team for each in _teams.values() for team in each.values()]
         teams = sorted(made, key=lambda team: team.key, reverse=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import TeamComm, limit_s, team_of
-from interlace.comm.teams import check_size, reset_in_turn
+from interlace.comm.teams import check_process, check_size, reset_in_turn
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, SizeError, TeamError
 from interlace.ir import Program, validate
@@ -55,6 +56,7 @@ class Teardown:
     """What an Executor must give back. It outlives the Executor, which a finalizer may not hold."""
 
     def __init__(self) -> None:
+        self.process = os.getpid()
         self.shared = contextlib.ExitStack()
         self.engine: Engine | None = None
 
@@ -66,6 +68,8 @@ class Teardown:
         """Ends all: first the runs, then what they used. What is gone is not ended again."""
         engine, self.engine = self.engine, None
         shared = self.shared.pop_all()
+        if os.getpid() != self.process:
+            return  # all of it is the parent's
 
         def end() -> None:
             try:
@@ -380,6 +384,8 @@ class Executor:
         return [team.resets for team in self._teams.values()]
 
     def _check_open(self) -> None:
+        if self._teams:
+            check_process()
         if self._closed:
             raise ExecutorError(f"the Executor of {self.program.name} is closed: make another")
 

@@ -16,17 +16,17 @@ Note [Both or neither]
 
 from __future__ import annotations
 
-import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from interlace.comm.backends import cut
+from interlace.comm.backends import MARGIN_S, cut
 from interlace.comm.collectives import as_bytes
-from interlace.comm.host.signals import CHECK_EVERY_S, BoundedWait, fence, stamp
+from interlace.comm.host.signals import CHECK_EVERY_S, BoundedWait, fence, leave, stamp
 from interlace.comm.host.workspace import MessageBox
 from interlace.comm.rendezvous.patience import Errand
 from interlace.comm.teams import TeamComm
@@ -40,7 +40,8 @@ SETTLED_S = 1.0
 
 
 class Transfer:
-    """One side of a message by a torch.distributed backend: begin, try_move until True, end."""
+    """One side of a message by a torch.distributed backend: begin, then try_move until True; its
+    `works` end later. An interrupt may come between any two steps: `leave` does what is left."""
 
     def __init__(
         self,
@@ -52,12 +53,16 @@ class Transfer:
         nth: int = 0,
     ) -> None:
         self.team, self.peer, self.sends = team, peer, sends
-        self._box, self._backend, self._tag = box, backend, FIRST_TAG + nth
+        self._box, self.backend, self._tag = box, backend, FIRST_TAG + nth
         (self._own, self._own_at), (self._other, self._other_at) = (
             (box.sent, box.ready) if sends else (box.ready, box.sent)
         )
         self._run = 0
-        self._work: Any = None
+        self.works: list[Any] = []
+        """What was started in the backend, for this run,"""
+        self._ended: list[Any] = []
+        """and what of it has ended. One thread at a time waits, for gloo tells an end once."""
+        self._turn = threading.Lock()
 
     def _say(self, what: int) -> None:
         self._own[self._own_at] = stamp(self._run, what)
@@ -67,6 +72,7 @@ class Transfer:
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Tells the other side that this rank is there."""
+        self._forget()
         self._run = self.team.control.run
         fence()
         self._say(THERE)
@@ -85,7 +91,11 @@ class Transfer:
         return True
 
     def leave(self, tensor: torch.Tensor) -> None:
-        """Leaves because of a failure, if the other side is not going."""
+        """Leaves because of a failure, if neither side is going."""
+        if self._run != self.team.control.run:
+            return  # it has not begun
+        if self._own[self._own_at] == stamp(self._run, GOING):
+            return self._go(tensor)
         self._say(AWAY)
         fence()
         about, deadline = stamp(self._run, ABOUT), time.monotonic() + SETTLED_S
@@ -97,48 +107,45 @@ class Transfer:
     def _go(self, tensor: torch.Tensor) -> None:
         self._say(GOING)
         fence()
-        if tensor.numel():
-            start = self._backend.send if self.sends else self._backend.recv
-            self._work = start([as_bytes(tensor)], self.peer, self._tag)
+        self._start(tensor)
 
-    def end(self, wait: BoundedWait) -> None:
-        work, self._work = self._work, None
-        if work is None:
-            return
-        begun = time.monotonic()
-        try:
-            work.wait(timedelta(seconds=wait.time_out_s))
-        except RuntimeError as error:
-            if time.monotonic() - begun < wait.time_out_s:
-                raise
-            raise wait.late(self.team.control.where([self.peer])) from error
+    def _start(self, tensor: torch.Tensor) -> None:
+        """Starts the transfer, once. `extend` calls it and keeps its Work in one step, between
+        which no interrupt comes: a Work that is lost has no end."""
+        if tensor.numel() and not self.works:
+            start = self.backend.send if self.sends else self.backend.recv
+            self.works.extend(map(start, [[as_bytes(tensor)]], [self.peer], [self._tag]))
+
+    def _forget(self) -> None:
+        self.works, self._ended = [], []
+        self._turn = threading.Lock()
+
+    def ending(self, limit: timedelta) -> Callable[[], None]:
+        """What waits for the end of what was started, in a thread."""
+        works, ended, turn = self.works, self._ended, self._turn
+
+        def wait() -> None:
+            with turn:
+                for work in works[len(ended) :]:
+                    work.wait(limit)
+                    ended.append(work)
+
+        return wait
 
 
 class HostsTransfer(Transfer):
     """One side of a message between hosts: the sides meet in gloo itself. Who leaves cuts it."""
 
-    _call: Errand | None = None
-
     def begin(self, tensor: torch.Tensor) -> None:
-        """Starts the transfer. gloo breaks its connections where a wait for a message is given up,
-        so a thread does that."""
-        if tensor.numel():
-            start = self._backend.send if self.sends else self._backend.recv
-            work = start([as_bytes(tensor)], self.peer, self._tag)
-            self._call = Errand(work.wait)
+        self._forget()
+        self._start(tensor)
 
     def try_move(self, tensor: torch.Tensor) -> bool:
-        if self._call is None:
-            return True
-        if not self._call.is_back(CHECK_EVERY_S):  # looking costs more than being woken
-            return False
-        call, self._call = self._call, None
-        call.result()
         return True
 
     def leave(self, tensor: torch.Tensor) -> None:
         """Ends the transfer, and all others of the team."""
-        cut(self._backend)
+        cut(self.backend)
 
 
 class PeerTransfer(Transfer):
@@ -172,15 +179,20 @@ class PeerTransfer(Transfer):
 def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: BoundedWait) -> None:
     """Carries out Sends and Recvs together: each moves as soon as its peer is there."""
     packed = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-    _exchange(parts, packed, wait)
+    try:
+        _move(parts, packed, wait)
+        _end(parts, wait)
+    except BaseException:
+        for part, tensor in zip(parts, packed, strict=True):
+            part.leave(tensor)
+        _leave(parts)
+        raise
     for part, tensor, pack in zip(parts, tensors, packed, strict=True):
         if pack is not tensor and not part.sends:
             tensor.copy_(pack)
 
 
-def _exchange(
-    parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: BoundedWait
-) -> None:
+def _move(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: BoundedWait) -> None:
     for part in parts:
         part.team.control.meet(part.peer, wait)
     for part, tensor in zip(parts, tensors, strict=True):
@@ -194,14 +206,31 @@ def _exchange(
     def missing() -> str:
         return "\n".join(part.team.control.where([part.peer]) for part, _ in waiting)
 
-    try:
-        wait.until(moved, missing)
-    except BaseException:
-        for part, tensor in waiting:
-            part.leave(tensor)
-        for part in parts:
-            with contextlib.suppress(RuntimeError):  # what is raised is the failure
-                part.end(wait)
-        raise
-    for part in parts:
-        part.end(wait)
+    wait.until(moved, missing)
+
+
+def _end(parts: Sequence[Transfer], wait: BoundedWait) -> None:
+    """Waits for the ends of what was started. A thread waits in gloo, whose own clock also runs
+    while a whole job is paused, and which breaks its connections where a wait is given up."""
+    if not any(part.works for part in parts):
+        return
+
+    def missing() -> str:
+        return "\n".join(part.team.control.where([part.peer]) for part in parts if part.works)
+
+    call = _ends(parts, wait.time_out_s)
+    wait.until(lambda: call.is_back(CHECK_EVERY_S), missing)  # looking costs more than being woken
+    call.result()
+
+
+def _ends(parts: Sequence[Transfer], time_out_s: float) -> Errand:
+    limit = timedelta(seconds=time_out_s + MARGIN_S)
+    waits = [part.ending(limit) for part in parts]
+    return Errand(lambda: [wait() for wait in waits])
+
+
+def _leave(parts: Sequence[Transfer]) -> None:
+    """After a failure: the other sides that are going take part to the end, or are cut off."""
+    if any(part.works for part in parts):
+        call = _ends(parts, 0.0)
+        leave(lambda: call.is_back(0.0), lambda: [cut(part.backend) for part in parts])

@@ -102,37 +102,38 @@ class BoundedWait:
     def finish(self, work: Any) -> None:
         """Waits for a torch `Work`, in slices, so that a peer's failure ends the wait early."""
         patience = Patience(self.time_out_s)
-        while True:
-            try:
-                work.wait(timedelta(seconds=min(SLICE_S, self.time_out_s)))
-                return
-            except RuntimeError:
-                if work.is_completed():  # its own error, or done just as our slice ended
-                    work.wait(timedelta(seconds=SLICE_S))
+        try:
+            while True:
+                try:
+                    work.wait(timedelta(seconds=min(SLICE_S, self.time_out_s)))
                     return
-            try:
+                except RuntimeError:
+                    if work.is_completed():  # its own error, or done just as our slice ended
+                        work.wait(timedelta(seconds=SLICE_S))
+                        return
                 self.check()
                 if patience.is_over(lambda: _lines(self.describe(), self.behind())):
                     error = self.late(self.behind())
                     self.check()
                     raise error
-            except BaseException:
-                self._leave(work)
-                raise
-
-    def _leave(self, work: Any) -> None:
-        """Ends a transfer, unless it ends by itself: others may have all that it needs."""
-        patience = Patience(SETTLED_S)
-        while not (work.is_completed() or patience.is_over()):
-            time.sleep(LONGEST_SLEEP_S)
-        if not work.is_completed():
-            self.cut()
+        except BaseException:
+            leave(work.is_completed, self.cut)
+            raise
 
     def late(self, missing: str = "") -> CommTimeoutError:
         """The time-out's error, with what is missing and the flight log."""
         first = f"no progress in {self.time_out_s:g} s: {self.describe()}"
         log = self.log()
         return CommTimeoutError(_lines(first, "" if missing in log else missing, log, LONGER))
+
+
+def leave(is_completed: Callable[[], bool], cut: Callable[[], None]) -> None:
+    """Ends a transfer, unless it ends by itself: others may have all that it needs."""
+    patience = Patience(SETTLED_S)
+    while not (is_completed() or patience.is_over()):
+        time.sleep(LONGEST_SLEEP_S)
+    if not is_completed():
+        cut()
 
 
 def _lines(*parts: str) -> str:

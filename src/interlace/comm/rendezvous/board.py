@@ -20,6 +20,9 @@ Note [Who is gone]
     that leaves because of an error leaves word of it, which is passed on: it is not the culprit.
     The store may outlive processes: what was said before this one began does not count. Hosts count
     from the starts of their own, so between them wall clocks tell.
+    Where rank 0 holds the store, words go with it. So it stays for a moment, until the others have
+    left theirs, and who finds the store lost stays too: a process that has ended by then ended
+    before.
 
 Note [Words and echoes]
     torchrun starts a job anew over the store of its first attempt, where notes of ranks stand that
@@ -38,7 +41,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from interlace.comm.rendezvous.liveness import PeerProcess, disconnected, identity, moment, precedes
+from interlace.comm.rendezvous.liveness import (
+    PeerProcess,
+    disconnected,
+    identity,
+    is_agents,
+    lost_store,
+    moment,
+    precedes,
+    silent_store,
+)
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import (
     AgreementError,
@@ -62,6 +74,8 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
 LOOK_EVERY_S, PROBE_EVERY_S = 0.25, 1.0
 """How often it is asked after ranks of which nothing is known: the store, and their connections."""
 WORD_S = 1.0
+STAY_S = 1.0
+"""How long a rank that leaves by an error stays for the others, at most: Note [Who is gone]."""
 
 
 class Board:
@@ -91,7 +105,7 @@ class Board:
         """For messages: the hosts of ranks that are on several."""
         self.look: Callable[[], object] = lambda: None
         """What every wait for notes asks: raises where a peer called reset()."""
-        self._left_word = False
+        self._left_word = self._is_lost = self._stayed = False
         self._next_look = self.next_probe = 0.0
         self._rounds: dict[str, int] = {}
         self._past: list[tuple[frozenset[int], list[str]]] = []
@@ -126,6 +140,26 @@ class Board:
         self._left_word, text = True, json.dumps(note)
         Errand(lambda: self.store.set(_process(self.rank), text)).is_back(WORD_S)
 
+    def stay(self) -> None:
+        """Before this rank leaves by an error: Note [Who is gone]."""
+        if self._stayed or not (self._is_lost or self._holds):
+            return
+        patience, self._next_look = Patience(STAY_S), 0.0
+        with contextlib.suppress(InterlaceError):
+            self.ended(self.ranks)  # so that their processes are known
+        others = {rank: life for rank, life in self.lives.items() if rank != self.rank}
+        while not patience.is_over():
+            staying = [rank for rank, life in others.items() if life.alive(now=True)]
+            if not self._is_lost and all(map(self.word, staying)):
+                return
+            time.sleep(SLICE_S)
+        self._stayed = self._is_lost
+
+    @property
+    def _holds(self) -> bool:
+        """Whether this process holds the store, by the ways that torch makes one."""
+        return self.rank == 0 and not is_agents()
+
     def word(self, rank: int) -> str:
         try:
             (note,) = self._get([_process(rank)])
@@ -140,7 +174,8 @@ class Board:
             new = [rank for rank in ranks if rank not in self.lives]
             for rank, note in zip(new, self._get([_process(r) for r in new]), strict=True):
                 if note is not None and not precedes(note):
-                    self.lives[rank] = PeerProcess.of(*note["process"])
+                    with contextlib.suppress(SharedMemoryError):  # set-up says so
+                        self.lives[rank] = PeerProcess.of(*note["process"])
         if now >= self.next_probe:
             self.next_probe = now + PROBE_EVERY_S
             unknown = [r for r in ranks if r not in self.lives or not self.lives[r].seen]
@@ -306,6 +341,8 @@ class Board:
                 with contextlib.suppress(InterlaceError):
                     self.decide(topic, str(error) or type(error).__name__)
             self.leave_word(error)
+            if isinstance(error, InterlaceError):  # an interrupt does not wait
+                self.stay()
             raise
         if self._left_word:  # it went on
             self.announce()
@@ -344,23 +381,12 @@ class Board:
         try:
             return call.result()
         except RuntimeError as error:
-            raise PeerError(self._lost(error)) from error
-
-    def _lost(self, error: RuntimeError) -> str:
-        """The message for a store that is gone: rank 0 may have left after the end of another."""
-        what = f"the store of torch.distributed does not answer ({error})"
-        holder = "the process that holds it (rank 0, or the launcher)"
-        # Asked anew: whoever ended did so an instant before the store did.
-        if ended := [r for r, life in sorted(self.lives.items()) if r and not life.alive(now=True)]:
-            return f"the process of {named(ended)} has ended, and {what}: {holder} has left since"
-        return f"{what}: {holder} is gone"
+            known = self._is_lost
+            self._is_lost = True
+            raise PeerError(lost_store(error, self.rank, self.lives, known)) from error
 
     def _silent(self) -> CommTimeoutError:
-        return CommTimeoutError(
-            f"the store of torch.distributed has not answered for {self.limit_s:g} s: the process "
-            "that holds it (rank 0, or the launcher) is stopped, or its host is overloaded; "
-            f"{LONGER}"
-        )
+        return CommTimeoutError(silent_store(self.limit_s, self.rank, self.lives))
 
 
 def _purpose(topic: str) -> str:

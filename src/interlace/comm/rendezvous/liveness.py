@@ -12,17 +12,24 @@ nothing else is known: `disconnected(1)`.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from interlace.comm.rendezvous.patience import LONGER, Patience
+from interlace.errors import SharedMemoryError
+
 PROBE_EVERY_S = 0.05
+END_S = 0.5
+"""How long a process may take to end once its connections are closed."""
 PROBE_TAG = (1 << 30) + 7
 """The tag of messages that nobody takes: neither users' nor those of `messages.py`."""
 CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -30,9 +37,20 @@ CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 
 def identity() -> tuple[int, int, str]:
     """This process: its id, when it started (ids are reused), and where ids mean something."""
-    return os.getpid(), started(os.getpid()), place()
+    return os.getpid(), own_start(), place()
 
 
+def own_start() -> int:
+    """When this process started, as `started` tells it. From no file: it may have none left."""
+    return _start_of(os.getpid())
+
+
+@lru_cache(maxsize=1)
+def _start_of(pid: int) -> int:
+    return started(pid)
+
+
+@lru_cache(maxsize=1)
 def boot_id() -> str:
     """Names this boot of this host; empty where it is unknown."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -75,7 +93,7 @@ def moment() -> dict[str, Any]:
 def precedes(note: Mapping[str, Any]) -> bool:
     """Whether the moment of a note lies before the start of this process. That of another host can
     be told by the wall clocks alone."""
-    age = uptime() - started(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    age = uptime() - own_start() / os.sysconf("SC_CLK_TCK")
     if note["boot"] == boot_id():
         return note["at"] < uptime() - age
     return note["wall"] < time.time() - age
@@ -94,6 +112,23 @@ def _stat(pid: int) -> list[str]:
     except OSError:
         return []
     return text.rpartition(")")[2].split()
+
+
+boot_id(), own_start()  # now: later there may be no descriptor left to read them
+os.register_at_fork(after_in_child=own_start)
+
+
+def can_open(count: int) -> bool:
+    """Whether this process may have so many file descriptors more."""
+    held: list[int] = []
+    try:
+        held.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
+    except OSError:
+        return False
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+    return True
 
 
 def default_gloo() -> Any:
@@ -144,7 +179,12 @@ class PeerProcess:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             return cls(None, ended=here)
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise SharedMemoryError(
+                    f"this process cannot watch a peer, process {pid} ({error.strerror}): close "
+                    "files, or allow more (ulimit -n)"
+                ) from error
             return cls(None)
         now = started(pid)
         if now == since:
@@ -179,3 +219,51 @@ class PeerProcess:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+
+def is_agents() -> bool:
+    """Whether torchrun's agent holds the store, as it tells its ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_holder(rank: int, lives: Mapping[int, PeerProcess]) -> str:
+    """Which process holds the store, as far as this rank knows: rank 0 where torch made it without
+    an agent, unless that lives and works."""
+    if is_agents():
+        return "the launcher"
+    if rank == 0 or (0 in lives and lives[0].seen and lives[0].alive() and not lives[0].stopped()):
+        return "a process that is no rank"
+    return "rank 0"
+
+
+def lost_store(
+    error: Exception, rank: int, lives: Mapping[int, PeerProcess], known: bool = False
+) -> str:
+    """The message for a store that is gone: rank 0 may have left after the end of another. `known`
+    is one that was gone before."""
+    what = f"the store of torch.distributed does not answer ({str(error).splitlines()[0]})"
+    holder, patience = store_holder(rank, lives), Patience(END_S)
+    # Asked anew: whoever ended did so an instant before the store did, or at that moment.
+    while True:
+        ended = {each for each, life in lives.items() if not life.alive(now=True)}
+        if ended or known or patience.is_over():
+            break
+        time.sleep(PROBE_EVERY_S)
+    if others := sorted(ended - {0}):
+        who = " and ".join(f"rank {other}" for other in others)
+        return (
+            f"the process of {who} has ended, and {what}: {holder}, which held it, has left since"
+        )
+    if 0 in ended:
+        return f"the process of rank 0 has ended, and {what}: rank 0 held it"
+    return f"{what}: {holder}, which holds it, has ended or is out of reach"
+
+
+def silent_store(
+    limit_s: float, rank: int = -1, lives: Mapping[int, PeerProcess] | None = None
+) -> str:
+    return (
+        f"the store of torch.distributed has not answered for {limit_s:g} s: "
+        f"{store_holder(rank, lives or {})}, which holds it, is stopped, or its host is "
+        f"overloaded; {LONGER}"
+    )

@@ -11,15 +11,22 @@
 Note [Observed time]
     While a whole job is paused (a suspended machine, a debugger) no rank is late, so of what lies
     between two looks at the clock a wait counts at most `LONGEST_STEP_S`, or a quarter of it.
+
+Note [Interrupts]
+    A signal handler may raise (Ctrl-C does) after any call of the main thread, also in the middle
+    of `threading`'s own classes, which are written in Python: a `Condition` then keeps its lock for
+    ever, a `Semaphore` loses a count. So what the main thread shares with others is state that one
+    side writes and the other looks at; a `SimpleQueue`, which is written in C, only wakes it up.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import threading
 import time
 import warnings
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any
 
 LONGEST_STEP_S = 1.0
@@ -66,19 +73,27 @@ class Errand:
     def __init__(self, act: Callable[[], Any]) -> None:
         self._found: list[Any] = []
         self._error: list[Exception] = []
+        self._bell = SimpleQueue[None]()
 
         def run() -> None:
             try:
                 self._found.append(act())
             except Exception as error:
                 self._error.append(error)
+            self._bell.put(None)
 
-        self._thread = threading.Thread(target=run, name="interlace errand", daemon=True)
-        self._thread.start()
+        _thread.start_new_thread(run, ())  # in one call: Note [Interrupts]
 
     def is_back(self, within_s: float) -> bool:
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
+        with contextlib.suppress(Empty):
+            if not (self._found or self._error):
+                self._bell.get(timeout=within_s)
+        return bool(self._found or self._error)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has come back with an error."""
+        return bool(self._error)
 
     def result(self) -> Any:
         if self._error:

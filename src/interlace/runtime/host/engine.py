@@ -204,8 +204,8 @@ class CpuEngine(Engine):
         self._refuse_nested()
         tag, name, text = self._label.entry
         had_grad, mark = torch.is_grad_enabled(), 0
-        self._under_way = True
         try:
+            self._under_way = True
             if had_grad:
                 self._grad(False)
             if self._entered:
@@ -216,7 +216,7 @@ class CpuEngine(Engine):
                     control.begin(contacts)
                 for buffer, slot in self._takes:
                     self._uses[buffer] = slot.next_use()
-                self._order.run += 1
+                self._order.next_run()
                 self._spans.clear()
             if out is None:
                 out = self._outputs.new()
@@ -231,8 +231,11 @@ class CpuEngine(Engine):
                 self._drive_all(mark)
             else:
                 self._drive(self._first, mark)
-            if self._failure is not None:
-                self._raise_failure()
+            if (failure := self._failure) is not None:
+                try:
+                    raise failure
+                finally:
+                    del failure  # else its own traceback would keep it, and the run's tensors
             for each in held.values():
                 each.leave()
             for control, _ in self._apart:  # whose messages had no elements
@@ -240,12 +243,20 @@ class CpuEngine(Engine):
             results = self._results()
             for entered in self._entered:
                 entered.leave()
+            self._leave(had_grad)
             return results
-        finally:
-            self._end()
-            if had_grad:
-                self._grad(True)
-            self._under_way = False
+        except BaseException:
+            self._leave(had_grad)  # all of it: an interrupt may have come amid the one above
+            raise
+
+    def _leave(self, had_grad: bool) -> None:
+        """Whatever the run did to the process is undone."""
+        if not any(worker.lost for worker in self._workers):  # one that hangs is to stop
+            self._failure = None
+        self._end()
+        if had_grad:
+            self._grad(True)
+        self._under_way = False
 
     def turn(self, at: Sequence[int]) -> None:
         self._refuse_nested()
@@ -256,14 +267,6 @@ class CpuEngine(Engine):
             name = self._label.name
             raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
 
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        assert failure is not None
-        try:
-            raise failure
-        finally:
-            del failure  # else its own traceback would keep it, and the run's tensors
-
     def check(self) -> None:
         """Raises where waiting on is pointless: this rank or a peer has failed."""
         if self._failure is not None:
@@ -272,26 +275,41 @@ class CpuEngine(Engine):
             control.check()
 
     def _drive_all(self, mark: int) -> None:
-        """Runs every stream to its end, each on its thread."""
-        if not self._workers:
-            self._workers = [StreamThread(stream.name, self._drive) for stream in self._others]
+        """Runs every stream to its end, each on its thread; an interrupt stops the streams before
+        it is raised."""
         lost = [worker.name for worker in self._workers if worker.lost]
         if lost:
             raise ExecutorError(f"stream {lost[0]} of rank {self._rank} still hangs: make another")
+        if not all(worker.usable for worker in self._workers) or not self._workers:
+            self._workers = [StreamThread(stream.name, self._drive) for stream in self._others]
         mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
-        for worker, stream in zip(self._workers, self._others, strict=True):
-            worker.start_run(stream, mark, mode)
-        self._drive(self._first, mark)
-        self._join(self.context.time_out_s)
+        try:
+            for worker, stream in zip(self._workers, self._others, strict=True):
+                worker.start_run(stream, mark, mode)
+            self._drive(self._first, mark)
+        except BaseException as error:
+            self._fail(error, -1)
+        while not self._joined():
+            pass
 
-    def _join(self, time_out_s: float) -> None:
+    def _joined(self) -> bool:
+        try:
+            self._join()
+        except ExecutorError:
+            raise
+        except BaseException as error:
+            self._fail(error, -1)
+            return False
+        return True
+
+    def _join(self) -> None:
         """Waits for the other streams; one that hangs in a computation gets a time-out's grace."""
         patience: Patience | None = None
         for worker in self._workers:
-            while not self._ended(worker):
+            while not worker.is_done(0.1):
                 if self._failure is None:
                     continue
-                patience = patience or Patience(time_out_s)
+                patience = patience or Patience(self.context.time_out_s)
                 if patience.is_over():
                     worker.lost = True
                     raise ExecutorError(
@@ -300,16 +318,9 @@ class CpuEngine(Engine):
                         "cannot be used again"
                     ) from self._failure
 
-    def _ended(self, worker: StreamThread) -> bool:
-        """Looks for the end of a stream; an interrupt stops the streams before it is raised."""
-        try:
-            return worker.finished.acquire(timeout=0.1)
-        except KeyboardInterrupt as error:
-            self._fail(error, -1)
-            return False
-
     def _drive(self, stream: Stream, mark: int) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
+        left: Iterator[object] = iter(stream.steps)
         try:
             if profiler._is_profiler_enabled:
                 stream = self._ranged(stream)
@@ -340,9 +351,10 @@ class CpuEngine(Engine):
         return Stream(stream.name, steps, [run for _, _, run in steps], stream.last)
 
     def _fail(self, error: BaseException, index: int) -> None:
-        """Keeps the error of op `index` (-1: of none), and tells peers and the other streams."""
+        """Keeps the error of op `index` (-1: of none), and tells peers and the other streams. An
+        interrupt replaces what was kept, for it must be raised."""
         with self._failing:
-            if self._failure is not None:
+            if self._failure is not None and isinstance(error, Exception):
                 return
             told = self._failure = error if index < 0 else self._explain(error, index)
         for _, _, control in self._teams:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -27,6 +28,8 @@ GRACE_S = 1.0
 Step = tuple[int, int, Thunk]
 """The cell that tells of it (0: none, as of what only comes along with an op), the op, the call."""
 
+Bell = SimpleQueue[None]
+
 
 @dataclass(slots=True)
 class Stream:
@@ -37,26 +40,33 @@ class Stream:
     """The cell that says that the stream is done; 0: none."""
 
 
+Task = tuple[Stream, int, tuple[int, bool]]
+
+
 class StreamOrder:
     """Points that the streams of one rank await: events, and turns in the teams' queues."""
 
     def __init__(self, flight: Flight, grace_s: float = GRACE_S) -> None:
         """`grace_s` is how much longer than an op that waits for peers a stream waits for it."""
         self._flight, self._grace_s = flight, grace_s
-        self._changed = threading.Condition()
         self._reached: dict[object, int] = {}
+        self._waiting: dict[Bell, None] = {}
         self.run = 0
         """Counts runs: in a new one, every point lies ahead again."""
 
+    def next_run(self) -> None:
+        self.run += 1
+        self._waiting.clear()  # an interrupt may have left one
+
     def reach(self, point: object) -> None:
-        with self._changed:
-            self._reached[point] = self.run
-            self._changed.notify_all()
+        self._reached[point] = self.run
+        if self._waiting:
+            self.wake()
 
     def wake(self) -> None:
         """Lets every waiting stream look whether it should still wait."""
-        with self._changed:
-            self._changed.notify_all()
+        for bell in tuple(self._waiting):
+            bell.put(None)
 
     def pass_by(self, point: object, wait: BoundedWait) -> None:
         """Returns when the run has got to this point. The waits of the other stream know more of
@@ -66,7 +76,9 @@ class StreamOrder:
         if reached.get(point) == run:
             return
         patience, stood = Patience(wait.time_out_s + self._grace_s), list[int]()
-        with self._changed:
+        bell = Bell()
+        try:
+            self._waiting[bell] = None
             while reached.get(point) != run:
                 wait.check()
                 if (stands := [op for op, _ in self._flight.stands.values()]) != stood:
@@ -74,7 +86,9 @@ class StreamOrder:
                     patience.restart()
                 if patience.is_over():
                     raise wait.late()
-                self._changed.wait(SLICE_S)
+                rung(bell, SLICE_S)
+        finally:
+            self._waiting.pop(bell, None)
 
 
 class LocalProgress:
@@ -93,42 +107,62 @@ class LocalProgress:
 
 
 class StreamThread:
+    """The thread of a stream. `_task` is what it has to do, and None when that is done; the bells
+    only say that there is something to look at (Note [Interrupts] in patience.py)."""
+
     def __init__(self, name: str, drive: Callable[[Stream, int], None]) -> None:
         self.name = name
         self.lost = False
-        self.finished = threading.Semaphore(0)
-        self._go = threading.Semaphore(0)
-        self._run: tuple[Stream, int] | None = None
-        self._mode = (0, False)
+        self._task: Task | None = None
+        self._stops = False
+        self._go, self._done = Bell(), Bell()
         self._drive = drive
         self._thread = threading.Thread(
             target=self._live, name=f"interlace stream {name}", daemon=True
         )
         self._thread.start()
 
+    @property
+    def usable(self) -> bool:
+        """Whether the thread is there: it is not in a process that was forked since."""
+        return self._thread.is_alive()
+
     def start_run(self, stream: Stream, mark: int, mode: tuple[int, bool]) -> None:
-        """Runs this stream, in the caller's `mode` (number of threads, inference mode); then
-        `finished` is released."""
-        self._run, self._mode = (stream, mark), mode
-        self._go.release()
+        """Runs this stream, in the caller's `mode` (number of threads, inference mode)."""
+        self._task = stream, mark, mode
+        self._go.put(None)
+
+    def is_done(self, within_s: float) -> bool:
+        """Whether the run has ended."""
+        if not rung(self._done, within_s):
+            self._go.put(None)  # an interrupt may have come before it was told to go
+        return self._task is None
 
     def _live(self) -> None:
         num_threads = 0
-        while True:
-            self._go.acquire()
-            if self._run is None:
-                return
-            wanted, inference = self._mode  # see Note [Threads and arithmetic]
+        while not self._stops:
+            self._go.get()
+            if (task := self._task) is None:
+                continue
+            stream, mark, (wanted, inference) = task  # see Note [Threads and arithmetic]
             if wanted != num_threads:
                 torch.set_num_threads(num_threads := wanted)
             with torch.inference_mode(inference), torch.no_grad():
-                self._drive(*self._run)
-            self._run = None
-            self.finished.release()
+                self._drive(stream, mark)
+            self._task = task = stream = None
+            self._done.put(None)
 
     def stop(self) -> None:
         """Ends the thread, unless it hangs."""
-        self._run = None
-        self._go.release()
+        self._stops = True
+        self._go.put(None)
         if not self.lost and threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+
+
+def rung(bell: Bell, within_s: float) -> bool:
+    try:
+        bell.get(timeout=within_s)
+    except Empty:
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""Ctrl-C on one rank, at any moment of a run: KeyboardInterrupt there, a typed error on its peers,
+and after a reset all go on."""
+
+from __future__ import annotations
+
+import dis
+import random
+import sys
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.runtime.programs import inputs_of, prepared
+from tests.support.interrupts import WAYS, campaign
+from tests.support.pool import Pool
+
+import interlace
+from interlace.comm.rendezvous.patience import Errand
+
+SOON_S = 5.0
+"""Far below the time-out, on a machine that is busy with other tests."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_at_a_random_moment_is_raised_at_once(pool: Pool, way: str, seed: int) -> None:
+    for trials in pool(2).run(campaign, way, seed, 8, time_out_s=110):
+        assert [wrong for trial in trials if (wrong := trial.wrong(SOON_S))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("way", WAYS)
+def test_many_interrupts_at_random_moments(pool: Pool, way: str, seed: int) -> None:
+    for trials in pool(3).run(campaign, way, seed, 150, time_out_s=1700):
+        assert [wrong for trial in trials if (wrong := trial.wrong())] == []
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the nth place of a run of this thread where Python handles
+    signals: behind a call, at the start of a function and at a jump back."""
+
+    def __init__(self, nth: int) -> None:
+        self.nth, self.places, self.at = nth, 0, ""
+        self._last: dict[FrameType, int] = {}
+
+    def during(self, action: Callable[[], object]) -> None:
+        sys.settrace(self._trace)
+        try:
+            action()
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        if not any(part in code.co_filename for part in ("/interlace/", "/threading.py")):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "return":
+            self._last.pop(frame, None)
+        if event == "opcode":
+            before = self._last.get(frame, -1)
+            self._last[frame] = frame.f_lasti
+            if before >= 0 and _handles_signals(code, before):
+                self.places += 1
+                if self.places == self.nth:
+                    sys.settrace(None)
+                    self.at = f"{code.co_filename}:{frame.f_lineno}"
+                    raise KeyboardInterrupt
+        return self._trace
+
+
+def _handles_signals(code: CodeType, at: int) -> bool:
+    return dis.opname[code.co_code[at]].startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+
+
+def interrupted_runs(kind: str, seed: int, count: int) -> tuple[int, list[str]]:
+    """Runs that an interrupt ends, each at another place: how many of them, and what went wrong."""
+    executor = prepared(kind, time_out_s=20.0)
+    inputs, draw = inputs_of(executor.program, dist.get_rank(), seed), random.Random(seed)
+    (wanted,) = executor.run(inputs)
+    whole, wrong, hits = Interrupt(0), list[str](), 0
+    whole.during(lambda: executor.run(inputs))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, whole.places)
+    for _ in range(count):
+        victim = draw.randrange(dist.get_world_size())
+        interrupt, begun, error = Interrupt(draw.randint(1, told[victim])), time.monotonic(), ""
+        try:
+            if dist.get_rank() == victim:
+                interrupt.during(lambda: executor.run(inputs))
+            else:
+                executor.run(inputs)
+        except (KeyboardInterrupt, Exception) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        seconds = time.monotonic() - begun
+        hits += bool(interrupt.at)
+        interlace.reset()
+        reset_s = time.monotonic() - begun - seconds
+        (y,) = executor.run(inputs)
+        dist.barrier()  # else the next interrupt would end this run of a peer
+        if interrupt.at and not error.startswith("KeyboardInterrupt"):
+            wrong.append(f"{interrupt.at}: {error}")
+        if max(seconds, reset_s) > SOON_S:
+            wrong.append(f"{interrupt.at}: {seconds:.1f} s, reset {reset_s:.1f} s, {error}")
+        if not torch.equal(y, wanted) or not torch.is_grad_enabled():
+            wrong.append(f"{interrupt.at}: wrong afterwards")
+    executor.close()
+    return hits, wrong
+
+
+@pytest.mark.parametrize("kind", ["get", "shift", "pipeline"])
+def test_an_interrupt_at_any_call_of_a_run_ends_it_and_a_reset_mends_it(
+    pool: Pool, kind: str, seed: int
+) -> None:
+    check_interrupted_runs(pool, kind, seed, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["get", "put", "shift", "pipeline", "slots"])
+def test_an_interrupt_at_every_call_of_a_run(pool: Pool, kind: str, seed: int) -> None:
+    check_interrupted_runs(pool, kind, seed, 3000)
+
+
+def check_interrupted_runs(pool: Pool, kind: str, seed: int, count: int) -> None:
+    results = pool(2).run(interrupted_runs, kind, seed, count, time_out_s=100 + count / 2)
+    assert [wrong for _, wrong in results] == [[], []]
+    assert sum(hits for hits, _ in results) > count / 2
+
+
+def test_a_call_in_a_thread_of_its_own_is_asked_for_again_and_again() -> None:
+    call = Errand(lambda: time.sleep(0.2))
+    assert not call.is_back(0.01)
+    assert call.is_back(20.0)
+    assert call.is_back(0.0)
+    assert call.result() is None
+    failing = Errand(lambda: [][0])
+    assert failing.is_back(20.0)
+    with pytest.raises(IndexError):
+        failing.result()
