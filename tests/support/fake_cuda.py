@@ -131,6 +131,8 @@ class FakeDriver:
 class FakeSide:
     """The device side of a team of which only this rank is there."""
 
+    shares_gpu = False
+
     def __init__(self, driver: FakeDriver, size: int, me: int) -> None:
         self.driver, self.size, self.me, self.run, self.spaces = driver, size, me, 0, 0
         others = [member for member in range(size) if member != me]

@@ -23,16 +23,24 @@ T = TypeVar("T")
 class CaptureThread:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._thread = ThreadPoolExecutor(1, "interlace capture")
+        self._thread = ThreadPoolExecutor(1, "interlace capture", self._begin)
+
+    def _begin(self) -> None:
+        with torch.cuda.device(self._device):  # the question gives a new thread CUDA's context
+            torch._C._cuda_isCurrentStreamCapturing()  # pyright: ignore
 
     def run(self, function: Callable[[], T]) -> T:
         """Calls it with the caller's current stream and inference mode."""
-        stream, inference = torch.cuda.current_stream(self._device), torch.is_inference_mode_enabled()
+        stream = torch.cuda.current_stream(self._device)
+        inference = torch.is_inference_mode_enabled()
 
         def as_caller() -> T:
-            with torch.cuda.device(self._device), torch.cuda.stream(stream):
-                with torch.inference_mode(inference):
-                    return function()
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.stream(stream),
+                torch.inference_mode(inference),
+            ):
+                return function()
 
         future = self._thread.submit(as_caller)
         try:

@@ -1,5 +1,5 @@
-"""The run before the first capture: op by op, with zeros, on the thread that will capture, it sets up
-what cannot be in a capture.
+"""The run before the first capture: op by op, with zeros, on the thread that will capture, it sets
+up what cannot be in a capture.
 
 What it writes of registered parameters is put back, also where it fails, and so are the generators
 of random numbers: runs draw what they would without graphs.
