@@ -19,7 +19,14 @@ from interlace.bench.race.ways import prepare
 from interlace.bench.ranks import here
 from interlace.bench.rows import read
 from interlace.bench.transformer.candidates import LIMIT, Candidates
-from interlace.bench.transformer.models import MODELS, Layers, NoCommunication, Plain, flops
+from interlace.bench.transformer.models import (
+    MODELS,
+    Gathered,
+    Layers,
+    NoCommunication,
+    Plain,
+    flops,
+)
 from interlace.bench.transformer.work import Stages, TransformerSettings, rows_of, work
 from interlace.cli import app
 
@@ -131,6 +138,33 @@ def test_the_ideal_computes_a_ranks_part_of_what_torch_counts(model: str, ranks:
     assert counter.get_total_flops() == 3 * forward
     assert x.grad is not None
     assert all(weight.grad is not None for weight in module.parameters())
+
+
+class Counted(Gathered):
+    """Counts the matmuls of each graph that Inductor cut."""
+
+    def __init__(self) -> None:
+        self.matmuls: list[int] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        super().__call__(graph)
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.matmuls.append(sum(node.target in products for node in graph.nodes))
+        assert not any("interlace_bench" in str(node.target) for node in graph.nodes)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_stages_of_the_ideal_are_a_forward_and_a_backward(layers: int) -> None:
+    """What follows a gather in backward depends on no gradient: Inductor would compute it, and all
+    that follows from it, in forward. A layer has 7 maps, each with a matmul for x and one for w."""
+    counted, dims = Counted(), MODELS["tiny"]
+    maps = NoCommunication(torch.randn(1, 32, 64), 16)
+    module = torch.compile(
+        Layers(dims, layers, None, 2, maps), options={"post_grad_custom_pre_pass": counted}
+    )
+    module(torch.randn(1, 16, 64, requires_grad=True)).sum().backward()
+    torch.compiler.reset()
+    assert counted.matmuls == [7 * layers, 14 * layers]
 
 
 def layer_rows(compiled: float, peak: float, **more: float) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from interlace.bench.sites import DTYPES
 from interlace.bench.transfers import assert_no_multicast, enable_symmetric_memory
 from interlace.bench.transformer.models import (
     MODELS,
+    Gathered,
     NoCommunication,
     Overlapped,
     Plain,
@@ -243,7 +244,8 @@ class Candidates:
             case "ideal":
                 x = self.sets[0][0]
                 full = torch.cat([x.detach()] * self.ranks.size, 1)
-                return self._compiled(self._local(NoCommunication(full, x.shape[1])))
+                local = self._local(NoCommunication(full, x.shape[1]))
+                return self._compiled(local, {"post_grad_custom_pre_pass": Gathered()})
             case _:
                 return eager
 
