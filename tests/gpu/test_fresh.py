@@ -66,14 +66,16 @@ def step(calls: list[Call], weights: list[list[Any]], x: torch.Tensor, scaler: A
     found: list[torch.Tensor] = []
     for call, mine in zip(calls, weights, strict=True):
         scaler.scale(losses(call(x))).backward()
-        shards = [nn.Parameter(local(weight)) for weight in mine]
+        shards = [nn.Parameter(local(weight).float()) for weight in mine]
         for shard, weight in zip(shards, mine, strict=True):
-            shard.grad, weight.grad = local(weight.grad), None
+            shard.grad, weight.grad = local(weight.grad).float(), None
         optimizer = torch.optim.SGD(shards, lr=0.01)
         scaler.unscale_(optimizer)
         found += [shard.grad.clone() for shard in shards if shard.grad is not None]
         scaler.step(optimizer)
         scaler.update()
+        for shard, weight in zip(shards, mine, strict=True):
+            local(weight).copy_(shard.detach())
     return found
 
 

@@ -78,9 +78,7 @@ def holds(plan: Plan, near: Collection[str] = ()) -> dict[int, list[Hold]]:
     return {index: needed for index, needed in found.items() if needed}
 
 
-def _may_need_processor(
-    plan: Plan, index: int, op: Op, main: str, near: Collection[str]
-) -> bool:
+def _may_need_processor(plan: Plan, index: int, op: Op, main: str, near: Collection[str]) -> bool:
     """Whether an op, or what it waits for, may need one; what `main` did before is over."""
     if isinstance(op, Put):
         whole = plan.box(op.src).contiguous and plan.box(op.dst).contiguous
