@@ -121,15 +121,16 @@ def parallelise(model: Model, mesh: DeviceMesh) -> Model:
     return model
 
 
-def parallelise_block(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Tensor and sequence parallelism of one block, its input sharded along the sequence."""
+def parallelise_block(block: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Module:
+    """Tensor and sequence parallelism of one block, its input sharded along the sequence; `how`
+    goes to torch."""
     gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     plan: dict[str, Any] = {"n1": SequenceParallel(), "n2": SequenceParallel()}
     plan |= {"attn": gathered, "mlp": gathered}
     plan |= {f"attn.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
     plan |= {f"mlp.{name}": ColwiseParallel() for name in ("w1", "w3")}
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attn.wo", "mlp.w2")}
-    parallelize_module(block, mesh, plan)
+    parallelize_module(block, mesh, plan, **how)
     return block
 
 

@@ -7,8 +7,12 @@ import dataclasses
 import gc
 import os
 import random
+import signal
+import threading
+import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,6 +31,7 @@ from interlace.errors import BackendError, ExecutorError, PeerError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime.cuda.graphs import graphs as graphs_file
+from interlace.runtime.cuda.graphs.capture_thread import capture_thread
 from interlace.runtime.cuda.graphs.captured import launcher
 from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.runtime.prepare.plan import Turn
@@ -753,6 +758,48 @@ def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(
         graphed.run([x, w], [y])
     with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
         graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
+
+
+def test_captures_and_the_runs_before_them_are_on_one_thread(graphed: Graphed) -> None:
+    """Whoever asks: a thread's handles of cuBLAS and cuDNN cannot be made while it captures."""
+    engine, threads = graphed.fake.engine, list[threading.Thread]()
+
+    def issue(stream: int, entry: int) -> None:
+        threads.append(threading.current_thread())
+
+    for binding in (engine.binding, *graphed.graphs.bindings):
+        binding.issue = issue  # pyright: ignore
+    engine.warm = False
+    warm_up(engine, [])
+    engine.warm = True
+    graphed.run([tensor(), tensor()], [tensor()])
+    with ThreadPoolExecutor(1) as another:
+        another.submit(graphed.run, [tensor(), tensor()], [tensor()]).result(30)
+    assert len(threads) == 5, "a run, and two pairs of graphs"
+    assert len({*threads}) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+def test_an_interrupt_waits_for_the_end_of_a_capture(graphed: Graphed) -> None:
+    """Which uses what the caller goes on with."""
+    ended: list[bool] = []
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def capture() -> None:
+        time.sleep(0.3)
+        ended.append(True)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            capture_thread(torch.device("cpu")).run(capture)
+        assert ended
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Held:

@@ -19,7 +19,7 @@ from tests.runtime.cuda_sites import (
     program,
     writes_what_peers_use,
 )
-from tests.support.fake_cuda import MAIN, Fake, fake_engine, word
+from tests.support.fake_cuda import MAIN, Fake, FakeSide, fake_engine, word
 from tests.support.fake_device import Entry, simulate
 
 from interlace.ir import Expect, Fused, Get, parse
@@ -64,7 +64,7 @@ def test_a_kernel_that_holds_all_processors_leaves_none_waiting(
 ) -> None:
     """What stands before any of a rank's puts may need a processor; without the rule none ends."""
     if not waits:
-        monkeypatch.setattr(binder, "holds", lambda plan: {})
+        monkeypatch.setattr(binder, "holds", lambda plan, near: {})
     parts = str(program("gather", "fused")).split("    comm: put")
     parts[place - 1] += '    comm: call("aten.mul.out", w, w, out=w2)\n'
     text = "    comm: put".join(parts)
@@ -81,6 +81,30 @@ def test_a_kernel_that_holds_all_processors_leaves_none_waiting(
                 logs[-1].append(list(fake.log))
         ends = [not simulate(logs, random.Random(seed + number)) for number in range(20)]
         assert all(ends) == waits
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("text", ["LAYERS", "BRANCHES"])
+@pytest.mark.parametrize("strategy", ["fused", "ranges"])
+def test_on_one_gpu_a_kernel_that_holds_all_processors_leaves_no_put_waiting(
+    strategy: str, text: str, known: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Copies within a GPU are kernels: behind those that hold it, in each rank's turn, they would
+    wait for ever. Where the ranks do not know that they share it, some runs do not end."""
+    monkeypatch.setattr(FakeSide, "shares_gpu", known)
+    made = lowered(globals()[text], strategy)
+    shapes = {"LAYERS": ((8, 16), (16, 16), (16, 16), (8, 16)), "BRANCHES": BRANCHED}[text]
+    with contextlib.ExitStack() as stack:
+        fakes = [stack.enter_context(fake_engine(made, rank)) for rank in range(WORLD)]
+        given = [torch.randn(*shape).bfloat16() for shape in shapes]
+        logs: list[list[list[Entry]]] = []
+        for fake in fakes:
+            logs.append([])
+            for _ in range(3):
+                fake.run(given)
+                logs[-1].append(list(fake.log))
+        seeds = [random.Random(seed + number) for number in range(20)]
+        assert all(not simulate(logs, rng, one_gpu=True) for rng in seeds) == known
 
 
 @pytest.mark.parametrize(("site", "strategy"), [s for s in SERVED if s[1] != "get"])
@@ -116,6 +140,8 @@ def f(tp: Team[4], x: bf16[32, 16], w: bf16[16, 16], r: bf16[8, 16]):
 """
 
 
+BRANCHED = ((32, 16), (16, 16), (8, 16))
+"""The shapes of its inputs."""
 REDUCED = BRANCHES.replace("x: bf16[32, 16]", "x: bf16[64, 16]").replace(
     """    t = empty(bf16[32, 16])
     main: call("aten.mm.out", x, w, out=t)

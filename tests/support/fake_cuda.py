@@ -131,6 +131,8 @@ class FakeDriver:
 class FakeSide:
     """The device side of a team of which only this rank is there."""
 
+    shares_gpu = False
+
     def __init__(self, driver: FakeDriver, size: int, me: int) -> None:
         self.driver, self.size, self.me, self.run, self.spaces = driver, size, me, 0, 0
         others = [member for member in range(size) if member != me]
@@ -446,7 +448,8 @@ def fake_engine(
         device_now = stack.enter_context(device_of)
         device_now.return_value = 0
         stack.enter_context(replaced_module(name, kernels))
-        patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        for name in ("device", "stream", "current_stream"):
+            patch(torch.cuda, name, lambda _: contextlib.nullcontext())
         patch(support, "refuse_device", lambda device: refuses)
         patch(kernels_file, "TILE_ROWS", 1)
         asked = mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", create=True)

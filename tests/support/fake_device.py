@@ -98,10 +98,14 @@ def steps(entry: Entry) -> Iterator[Entry]:
 
 
 def simulate(
-    logs: Sequence[Sequence[Sequence[Entry]]], rng: random.Random, look: Look | None = None
+    logs: Sequence[Sequence[Sequence[Entry]]],
+    rng: random.Random,
+    look: Look | None = None,
+    one_gpu: bool = False,
 ) -> list[Entry]:
     """Does what the logs say, by rank and run; the entries that are never reached are the result's
-    first of each stream. Calls need a processor: a kernel that waits for peers leaves none."""
+    first of each stream. Calls need a processor: a kernel that waits for peers leaves none. On
+    `one_gpu` for all ranks copies need one too, of those that their rank has in its turn."""
     queues: dict[tuple[int, int], deque[tuple[int, bool, Entry]]] = {}
     left: list[list[int]] = []
     for rank, runs in enumerate(logs):
@@ -131,7 +135,7 @@ def simulate(
 
     def ready(rank: int, entry: Entry) -> bool:
         what, _, *rest = entry
-        if what in ("call", "hold"):
+        if what in ("call", "hold") or (one_gpu and what == "copy"):
             return rank not in held
         if what == "wait":
             return reached(words.get(key(rank, rest[0]), 0), rest[1] & 0xFFFFFFFF)

@@ -1,11 +1,20 @@
 """The ways to train layers: all on the same weights, checked against eager DTensor before timing.
 
     trained = Candidates(settings, ranks)
-    racer = prepare(ranks, trained.way("compile"), trained.sets, LIMIT)
+    racer = prepare(ranks, trained.way("compile"), trained.sets, limit("compile"))
     trained.laps["compile"].medians()          # seconds of forward, backward and step
 
 A launch is a training step: forward with a loss, backward, the optimizer's step. The learning rate
 is 0, so that all ways keep the weights that they share, bit for bit, and compute what they would.
+
+Note [What FP8 may be off]
+    A value that is rounded otherwise in bf16 comes to lie on another number of FP8, 16 to 32 times
+    as far away, and the more often the more layers there are. On an H200 (70B, two ranks, 2048
+    tokens) the gradients of a recipe on the serial strategy move by up to 8.7, 10.0, 11.1 and 11.6
+    roundings of bf16 for one to four layers where each input is rounded otherwise. All ways of the
+    recipe, and torchao's, are as far from fp32: 0.085 for three layers. So FP8 is held against the
+    same recipe on the serial strategy, tensor by tensor, in what that moves by: without other
+    roundings ours has its bits; fused by Inductor, which rounds less, it is 0.7 to 1.2 away.
 """
 
 from __future__ import annotations
@@ -33,6 +42,7 @@ from interlace.bench.sites import DTYPES
 from interlace.bench.transfers import assert_no_multicast, enable_symmetric_memory
 from interlace.bench.transformer.models import (
     MODELS,
+    Gathered,
     NoCommunication,
     Overlapped,
     Plain,
@@ -62,8 +72,9 @@ LIMIT = 8.0
 """How far off a loss or gradient may be, by root mean square, in roundings (`finfo.eps`) of the
 dtype: each passes some ten roundings on its way through a layer, of which sums cancel most."""
 FLOAT8_EPS = torch.finfo(torch.bfloat16).eps
-"""The rounding of FP8's results, of whatever dtype. They are held against those of the same recipe
-on the serial strategy: eager's gradients of wk, sums that cancel, are 0.4 away from both."""
+"""The rounding of FP8's results, of whatever dtype."""
+FLOAT8_LIMIT = 2.0
+"""How far off they may be: Note [What FP8 may be off]."""
 ASYNC_TP = {"_micro_pipeline_tp": True}
 OVERLAP_PASSES = {
     "reorder_for_compute_comm_overlap": True,
@@ -163,6 +174,11 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def limit(way: str) -> float:
+    """How far off a way may be."""
+    return FLOAT8_LIMIT if way in FLOAT8 else LIMIT
+
+
 class Candidates:
     """The layers of a run, inputs in turn, and the ways."""
 
@@ -196,13 +212,11 @@ class Candidates:
                 training.results(*self.sets[0])  # compiles
             if name in OURS:
                 self.bound[name] = captured.bound if name == "compile" else kept(self._group)
-            known = self._known
-            if name in FLOAT8:
-                known = self._layers({"strategy": "serial"}, Recipe()).results(*self.sets[0])
+            known, units = self._float8() if name in FLOAT8 else (self._known, None)
 
             def off() -> float:
                 found = training.results(*self.sets[0])
-                off = 0.0 if name == "ideal" else self._off(found, known, name in FLOAT8)
+                off = 0.0 if name == "ideal" else self._off(found, known, units)
                 if math.isfinite(off):  # else the optimizer would spoil the weights of all ways
                     training.step(laps, *self.sets[0])
                 laps.marks.clear()
@@ -243,7 +257,8 @@ class Candidates:
             case "ideal":
                 x = self.sets[0][0]
                 full = torch.cat([x.detach()] * self.ranks.size, 1)
-                return self._compiled(self._local(NoCommunication(full, x.shape[1])))
+                local = self._local(NoCommunication(full, x.shape[1]))
+                return self._compiled(local, {"post_grad_custom_pre_pass": Gathered()})
             case _:
                 return eager
 
@@ -272,10 +287,29 @@ class Candidates:
         drawn = [torch.randn(shape, **how).to(dtype) for _ in range(2 * NUM_INPUTS)]
         return [(x.requires_grad_(), y) for x, y in zip(drawn[::2], drawn[1::2], strict=True)]
 
-    def _off(self, found: Sequence[Tensor], known: Sequence[Tensor], float8: bool) -> float:
-        """How far the loss and the gradients are from what is known, in roundings of the dtype."""
-        eps, target = torch.finfo(found[0].dtype).eps, self.sets[0][1]
-        eps = FLOAT8_EPS if float8 else eps
-        losses = [_loss(y[0].double(), target.double()).reshape(1) for y in (found, known)]
+    def _float8(self) -> tuple[list[Tensor], list[float]]:
+        """The results of the recipe on the serial strategy, and how far the loss and each of them
+        move where the input is rounded otherwise: Note [What FP8 may be off]."""
+        serial, (x, target) = self._layers({"strategy": "serial"}, Recipe()), self.sets[0]
+        generator = torch.Generator(x.device).manual_seed(self.ranks.me)
+        drawn = torch.rand(x.shape, generator=generator, device=x.device) - 0.5
+        moved = (x.detach() * (1 + FLOAT8_EPS * drawn)).to(x.dtype).requires_grad_()
+        known = serial.results(x, target)
+        found = self._distances(serial.results(moved, target), known)
+        return known, [max(distance, FLOAT8_EPS) for distance in found]
+
+    def _off(
+        self, found: Sequence[Tensor], known: Sequence[Tensor], units: Sequence[float] | None
+    ) -> float:
+        """How far the loss and the results are from what is known, in these units, or in roundings
+        of the dtype."""
+        distances = self._distances(found, known)
+        units = units or [torch.finfo(found[0].dtype).eps] * len(distances)
+        return worst(far / unit for far, unit in zip(distances, units, strict=True))
+
+    def _distances(self, found: Sequence[Tensor], known: Sequence[Tensor]) -> list[float]:
+        """How far the loss and each result are from what is known."""
+        target = self.sets[0][1].double()
+        losses = [_loss(y[0].double(), target).reshape(1) for y in (found, known)]
         pairs = zip([losses[0], *found], [losses[1], *known], strict=True)
-        return worst(apart(result, want) / eps for result, want in pairs)
+        return [apart(result, want) for result, want in pairs]

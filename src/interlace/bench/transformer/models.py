@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -157,6 +158,33 @@ class Widen(torch.autograd.Function):
         return grads[0].narrow(1, 0, ctx.rows), None
 
 
+@torch.library.custom_op("interlace_bench::gathered", mutates_args=())
+def gathered(mine: Tensor, full: Tensor) -> Tensor:
+    """All rows, of which these are this rank's; a copy, but where `Gathered` compiles it."""
+    return full.clone()
+
+
+@gathered.register_fake
+def _(mine: Tensor, full: Tensor) -> Tensor:
+    return torch.empty_like(full)
+
+
+class Gathered(CustomGraphPass):
+    """Leaves the rows of `gathered` where they are, in a graph that Inductor has cut already: what
+    follows a gradient's gather stays in backward, and costs what it would behind a gather."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Takes the calls out."""
+        target = torch.ops.interlace_bench.gathered.default
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
+
+    def uuid(self) -> str:
+        """What tells it from others in Inductor's cache."""
+        return "interlace_bench::gathered"
+
+
 class Narrow(torch.autograd.Function):
     """Stands for a reduce-scatter: keeps this rank's rows, and backward has all there already."""
 
@@ -169,7 +197,7 @@ class Narrow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """The rows that are there."""
-        return ctx.saved_tensors[0], None, None
+        return gathered(grads[0], ctx.saved_tensors[0]), None, None
 
 
 # -- layers ----------------------------------------------------------------------------------------

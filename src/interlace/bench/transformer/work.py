@@ -21,7 +21,7 @@ from interlace.bench.race.ways import Racer, close, free, prepare, time_ways
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.bench.timing import race
-from interlace.bench.transformer.candidates import FLOAT8, LIMIT, OURS, WAYS, Candidates
+from interlace.bench.transformer.candidates import FLOAT8, OURS, WAYS, Candidates, limit
 from interlace.bench.transformer.models import MODELS, flops
 from interlace.commands.explain import strategy_of
 from interlace.cost import Timeline
@@ -210,7 +210,7 @@ def _prepared(trained: Candidates, name: str) -> tuple[Racer, float]:
     ranks = trained.ranks
     free(ranks)
     before = _held(ranks)
-    racer = prepare(ranks, trained.way(name), trained.sets, LIMIT)
+    racer = prepare(ranks, trained.way(name), trained.sets, limit(name))
     if not ranks.cuda or racer.opened is None:
         return racer, math.nan
     free(ranks)
@@ -233,7 +233,7 @@ def _traced(trained: Candidates, name: str) -> list[Run]:
     """How all ranks ran the Programs of a way of ours, in the last of some steps."""
     ranks = trained.ranks
     torch.compiler.reset()
-    racer = prepare(ranks, trained.way(name, trace=True), trained.sets, LIMIT)
+    racer = prepare(ranks, trained.way(name, trace=True), trained.sets, limit(name))
     if racer.opened is None:
         return []
     for _ in range(TRACED):

@@ -1,7 +1,7 @@
 """The few functions of the CUDA driver that runs use, each checked.
 
     driver = Driver()
-    driver.copy(stream, dst, src, nbytes)      # by a copy engine where one side is a peer's
+    driver.copy(stream, dst, src, nbytes)      # by a copy engine where one side is another GPU's
     driver.write(stream, word, 7)              # once everything before it on the stream is done
     driver.wait(stream, word, 7)               # the stream goes on when (word - 7) as int32 >= 0
 

@@ -55,10 +55,15 @@ class CudaSide:
         self.driver = Driver()
         topic = f"{team.topic}/cuda"
         place = f"{topic}/{team.num_prepared}/words"
+        self.shares_gpu = False
+        """Whether another rank of the team is on this GPU: copies to it need a processor."""
         if team.apart:  # nothing reaches into peers' memory: `refuse_memory`
             memory = own_memory(self.driver, self.me, self.size, HEAP_NBYTES, time_out_s)
         else:
             memory = share_memory(self.driver, team.board, place, HEAP_NBYTES, time_out_s)
+            mine = str(torch.cuda.get_device_properties(device).uuid)
+            told = team.board.exchange(f"{place}/gpu", {"gpu": mine}, time_out_s)
+            self.shares_gpu = [note["gpu"] for note in told].count(mine) > 1
         self.heap = WordHeap(self.driver, memory)
         self.access = WordAccess(self.driver)
         """For words while runs are under way, which may hold up the driver."""

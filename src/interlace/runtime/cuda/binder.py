@@ -86,7 +86,8 @@ class Binder:
                 self._users.setdefault(access.view.buffer, {})[op.stream] = None
         self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
         """By team: the stream and the end of the last exchange."""
-        self._holds = {} if context.options.in_order else holds(self.plan)
+        near = {team for team, space in self.spaces.items() if space.side.shares_gpu}
+        self._holds = {} if context.options.in_order else holds(self.plan, near)
         held = {hold for needed in self._holds.values() for hold in needed}
         self._unheld = {hold: EventPoint(self.driver, self.event()) for hold in held}
         self._on: dict[int, list[int]] = {}  # by stream: its ops, but for what is nothing here

@@ -42,6 +42,7 @@ Note [NCCL and addresses]
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Get, Group, Put, Recv, Send, View
 from interlace.runtime.cuda.binding import Binding
+from interlace.runtime.cuda.graphs.capture_thread import capture_thread
 from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
@@ -342,8 +344,8 @@ class Graphs:
                 named |= zip(names, tensors, strict=True)
                 self._engine.check()  # in a capture it would be told badly
                 pool = others[0].graphs[turn].pool() if others else None
-                with uncollected(), torch.no_grad(), self._capturing(graph, pool):
-                    results = self.issue(turn, named)
+                capture = functools.partial(self._captured, graph, pool, turn, named)
+                results = capture_thread(self._context.device).run(capture)
                 made.launch.append(self._launcher(graph))
                 made.keep(results, tensors, kept, static)
         except BaseException:
@@ -354,6 +356,13 @@ class Graphs:
             pair.reset()
         self._retired.clear()
         return made
+
+    def _captured(
+        self, graph: Any, pool: Any, turn: int, named: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """The results of the ops, which are captured."""
+        with uncollected(), torch.no_grad(), self._capturing(graph, pool):
+            return self.issue(turn, named)
 
     @contextlib.contextmanager
     def _capturing(self, graph: Any, pool: Any) -> Iterator[None]:

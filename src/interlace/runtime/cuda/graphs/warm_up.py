@@ -1,4 +1,5 @@
-"""The run before the first capture: op by op, with zeros, it sets up what cannot be in a capture.
+"""The run before the first capture: op by op, with zeros, on the thread that will capture, it sets
+up what cannot be in a capture.
 
 What it writes of registered parameters is put back, also where it fails, and so are the generators
 of random numbers: runs draw what they would without graphs.
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlace.comm import TeamComm
+from interlace.runtime.cuda.graphs.capture_thread import capture_thread
 from interlace.runtime.cuda.graphs.captured import may_draw
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ def _run_once(engine: CudaEngine) -> None:
         with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
             kept += [(tensor, tensor.clone()) for tensor in engine.changes.registered]
         with torch.random.fork_rng(devices, enabled=draws, device_type="cuda"):
-            engine.issue(inputs.zeros(engine.changes.buffers), None)
+            zeros = inputs.zeros(engine.changes.buffers)
+            capture_thread(engine.device).run(lambda: engine.issue(zeros, None))
             engine.synchronize()
     except BaseException as error:
         engine.watched.fail(error)  # peers wait for this rank in their runs

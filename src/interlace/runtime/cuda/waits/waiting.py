@@ -1,13 +1,14 @@
 """When a kernel that waits for peers may begin.
 
-    holds(plan)[index]        # what must be at hand, or done, before the Fused at `index` begins
+    holds(plan, near)[index]  # what must be at hand, or done, before the Fused at `index` begins
 
 Note [Kernels that wait]
     A gather's kernel holds all processors while it waits for what the peers put. Whatever a rank
     has to do before its own puts must not need a processor then: each rank would wait for a put
     behind a collective or a sum that no processor is left for. So the computing stream waits,
     before such a kernel, until no such op stands before any put that the peers' kernels wait for.
-    Puts of bytes in a row are copies, and need none.
+    Puts of bytes in a row are copies, and need none. Within a GPU that ranks share copies are
+    kernels: there it waits until all puts are done that the peers' kernels wait for.
 
     Streams may share a queue of the device, which goes by the order of issue: a sum that runs
     beside a kernel stands before all puts that are issued after it. And on a peer whose streams
@@ -21,6 +22,9 @@ Note [Kernels that wait]
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import cast
+
 from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused, Notify, Op, Put, Record, Wait
 from interlace.runtime.prepare.plan import Plan, callers
 
@@ -28,9 +32,10 @@ Hold = tuple[int, bool]
 """An op, and whether it must be done; else all that stands before it."""
 
 
-def holds(plan: Plan) -> dict[int, list[Hold]]:
+def holds(plan: Plan, near: Collection[str] = ()) -> dict[int, list[Hold]]:
     """By Fused that awaits signals: on each stream, the first put behind the last op that may need
-    a processor, of those into the slots that it reads; and the last sum that peers are told of."""
+    a processor, of those into the slots that it reads; and the last sum that peers are told of.
+    `near` are the teams of which other ranks use this GPU."""
     found: dict[int, list[Hold]] = {}
     main, ops = callers(plan.program), plan.program.ops
     last: dict[str, int] = {}  # by stream: the last op that may need a processor
@@ -48,13 +53,18 @@ def holds(plan: Plan) -> dict[int, list[Hold]]:
             continue
         if isinstance(op, Put):
             mine = puts.setdefault(op.dst.buffer, {})
-            if max(last.get(op.stream, -1), -1, *beside.values()) > mine.get(op.stream, -1):
+            before = max(last.get(op.stream, -1), -1, *beside.values())
+            if op.team in near or before > mine.get(op.stream, -1):
                 mine[op.stream] = index
         if isinstance(op, Fused) and any(isinstance(member, Expect) for member in op.members):
             read = {v.buffer for m in op.members if isinstance(m, Call) for v in m.views()}
-            needed = {(put, False) for name in read for put in puts.get(name, {}).values()}
+            needed = {
+                (put, cast("Put", ops[put]).team in near)
+                for name in read
+                for put in puts.get(name, {}).values()
+            }
             found[index] = sorted(needed | {(call, True) for call in told.values()})
-        if _may_need_processor(plan, index, op, main):
+        if _may_need_processor(plan, index, op, main, near):
             last[op.stream] = index
         if isinstance(op, Call | Copy) and op.stream != main:
             beside[op.stream] = index
@@ -68,10 +78,11 @@ def holds(plan: Plan) -> dict[int, list[Hold]]:
     return {index: needed for index, needed in found.items() if needed}
 
 
-def _may_need_processor(plan: Plan, index: int, op: Op, main: str) -> bool:
+def _may_need_processor(plan: Plan, index: int, op: Op, main: str, near: Collection[str]) -> bool:
     """Whether an op, or what it waits for, may need one; what `main` did before is over."""
     if isinstance(op, Put):
-        return not (plan.box(op.src).contiguous and plan.box(op.dst).contiguous)
+        whole = plan.box(op.src).contiguous and plan.box(op.dst).contiguous
+        return op.team in near or not whole
     if isinstance(op, Wait):
         return plan.program.ops[plan.waits[index, 0][0]].stream != main
     return not isinstance(op, Alloc | Free | Record | Notify)
