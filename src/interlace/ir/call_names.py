@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from interlace.errors import ProgramError
+from interlace.ir.operator_facts import facts_of
 from interlace.ir.operators import effect
 from interlace.ir.ops import Call
 from interlace.ir.program import Program, spots
@@ -55,6 +56,7 @@ _NO_NAMESPACES = {
     ),
 }
 
+_REMAKES = "it changes an argument's shape, strides or memory, which views count on"
 _PART = r"[A-Za-z_][A-Za-z0-9_]*"
 _NAME = re.compile(rf"({_PART})\.({_PART})(?:\.({_PART}))?")
 _SPECIAL = frozenset(
@@ -84,7 +86,8 @@ def refusal(fn: str) -> str | None:
     for part in (space, overload, *(() if name in _SPECIAL else (name,))):
         if part.startswith("__"):
             return f"{fn!r} is no operator: {part} is an attribute of Python's"
-    why = effect(f"{space}.{name}")
+    facts = facts_of(fn)
+    why = _REMAKES if facts is not None and facts.remakes else effect(f"{space}.{name}")
     return f"a schedule may not call {fn!r}: {why}" if why else None
 
 
