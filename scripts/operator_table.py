@@ -1,6 +1,6 @@
 """Writes src/interlace/ir/operators.txt: what each operator of torch writes, draws and fills.
 
-    python scripts/operator_table.py            # what the torch that is here has, over what is there
+    python scripts/operator_table.py            # the rows of the torch here, over what is there
     python scripts/operator_table.py --check    # ends with code 1 where the table is out of date
 
 Rows of operators that this torch does not have stay: the table is for several versions of torch.

@@ -25,16 +25,6 @@ FIX = "name an operator of PyTorch as namespace.operator.overload, such as aten.
 FUNCTIONS = ("interlace.sum_slots",)
 """Functions of ours that are no operators of the dispatcher."""
 
-OPERATORS = (
-    *("interlace.get_rng_state.default", "interlace.set_rng_state.default"),
-    *(
-        f"interlace.float8_{name}.{form}"
-        for name in ("amax", "rows", "across", "pair", "turn", "mm")
-        for form in ("default", "out")
-    ),
-)
-"""Operators of ours, which the frontend and `interlace.float8` register."""
-
 WORDS = (
     *("@device", "@strided", "@contiguous_format", "@preserve_format"),
     *("@channels_last", "@channels_last_3d"),

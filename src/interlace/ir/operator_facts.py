@@ -1,4 +1,4 @@
-"""Effects of the operators of aten and prims: what each writes in place, draws and leaves unwritten.
+"""Effects of torch's operators: what each writes in place, draws and leaves unwritten.
 
     >>> facts_of("aten.add_.Tensor").writes, facts_of("aten.rand.default").draws
     (((0, 'self'),), True)

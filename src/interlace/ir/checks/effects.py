@@ -1,4 +1,4 @@
-"""Declarations of calls held against the table of operators: they may add to it, and not deny it."""
+"""Checks of what calls declare against the table of operators: they may add to it, not deny it."""
 
 from __future__ import annotations
 

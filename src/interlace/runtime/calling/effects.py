@@ -5,7 +5,7 @@
     >>> confirm(Call(fn="mylib.fill.default", args=(View("x"),)))    # what the table does not know
     ProgramError: 'mylib.fill.default' writes its argument 'x' in place: ...
 
-`BEYOND` has what schemas and tags leave out. Whether a result shares memory with an argument is
+The lists have what schemas and tags leave out. Whether a result shares memory with an argument is
 seen when it is made (calls.py); `may_share` says of which operators that has to be looked at.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _STATISTICS = frozenset(
         *("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
     }
 )
-"""Operators that update running_mean and running_var in place in training; their schemas are silent."""
+"""Operators that update running_mean and running_var in training; their schemas do not say so."""
 _REMADE = frozenset(
     {
         *("set_data", "retain_grad", "record_stream", "rename_", "requires_grad_"),
@@ -50,6 +51,7 @@ _PROBABILITY_GIVEN = re.compile(r"bernoulli(_\.|\.(p|Tensor))")
 _DRAWS = frozenset({"interlace::get_rng_state", "interlace::set_rng_state"})
 
 
+@lru_cache(4096)
 def effects(op: torch._ops.OpOverload) -> Facts:
     """What a call of it does, but for reading its arguments and making its results."""
     schema, full = op._schema, op.name()
@@ -123,10 +125,10 @@ def confirm(op: Call, region: Region | None = None) -> None:
     elif facts_of(op.fn) is None and op.fn not in KERNELS:
         found = resolve(op.fn)
         if isinstance(found, torch._ops.OpOverload):
-            _confirm(op, effects(found), str(op.loc))
+            _confirm(op, effects(found))
 
 
-def _confirm(op: Call, found: Facts, place: str) -> None:
+def _confirm(op: Call, found: Facts) -> None:
     missing: list[str] = []
     given = dict(op.kwargs)
     written = [*op.outs] if op.mutates else []
@@ -139,7 +141,7 @@ def _confirm(op: Call, found: Facts, place: str) -> None:
     if found.remakes:
         missing.append("changes the shape, strides or memory of an argument: write a view")
     if missing:
-        raise ProgramError(f"{place}{': ' if place else ''}{op.fn!r} {'; it '.join(missing)}")
+        raise ProgramError(f"{op.fn!r} {'; it '.join(missing)}")
 
 
 def _within(arg: Any, written: Iterable[Any]) -> bool:
