@@ -155,7 +155,7 @@ def test_a_region_computes_values_alone(line: str, told: str) -> None:
     program = parse(
         "def f(x: f32[2, 2]):\n    @region\n    def r(a, b):\n"
         f"        t = {line}\n        return t\n"
-        "    main: call("r", x, x, out=(y := f32[2, 2]))\n    return y\n"
+        "    main: call('r', x, x, out=(y := f32[2, 2]))\n    return y\n"
     )
     with pytest.raises(ProgramError, match=told):
         validate(program)
@@ -291,7 +291,7 @@ def test_the_result_of_a_region_is_a_value_of_its_own() -> None:
 def f(x: f32[2, 2], z: f32[2, 2], y: out[f32[2, 2]]):
     @region
     def r(p):
-        q = aten.dropout.default(p, 0.5, False)
+        q = aten.type_as.default(p, p)
         return q
     b = alloc(f32[2, 2])
     main: copy(x, b)
