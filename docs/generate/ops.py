@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from markdown_table import table
 
 import interlace.ir as ir
-from interlace.ir.ops import REDUCTIONS
+from interlace.ir.collective_kinds import REDUCTIONS
 from interlace.ir.text.printer import print_op
 from interlace.verify.in_place import BACKENDS, COLLECTIVES
 
@@ -80,7 +80,7 @@ with what else it reads or writes, but in these forms (`interlace check` refuses
 - a `copy` of a view to just the same view;
 - a call of a pointwise operator (`interlace.ir.operators`), or of a region of such alone, that
   writes just the view of an operand: the same bytes, element type, sizes and strides;
-- an argument that a call with `mutates` writes: it stands in `out=` as the view that is passed,
+- an argument that a call writes in place, by its operator or by `mutates`: the view that is passed,
   and what else is passed shares no bytes with it (but as above, for a pointwise operator);
 - a collective in the form that stands here, on a backend that stands here. Where none is named,
   it may run on any, so all must.

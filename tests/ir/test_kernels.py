@@ -112,7 +112,12 @@ OTHERS = {
         "",
         "one part computes nothing for",
     ),
-    "no result": (GATHER, ", out=y[tp.rank])", ")", "part 1 is no mm, addmm or"),
+    "no result": (
+        GATHER,
+        '"aten.mm.out", x, w, out=y[tp.rank])',
+        '"aten.mm.default", x, w)',
+        "part 1 is no mm, addmm or",
+    ),
     "one factor": (GATHER, "x, w, out=y[tp.rank])", "x, out=y[tp.rank])", "part 1 is no mm"),
     "element type": (GATHER, "bf16", "f32", "the kernel takes bf16 or f16"),
     "another kernel": (GATHER, "gather_matmul()", "scatter_matmul()", "'y' is not symmetric"),

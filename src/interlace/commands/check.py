@@ -9,7 +9,7 @@ $ interlace check --recorded dumps
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,8 +100,9 @@ def _tell(report: Report | PipeliningReport | RecordedReport, well: bool, json: 
 def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple[Finding, ...]:
     """Remarks on the operators that the Programs call, as far as the PyTorch that is here can say.
 
-    Raises ProgramError for an operator that PyTorch does not have, and for one of another library
-    that `allowed` does not name. PyTorch is imported for names that the passes do not know.
+    Raises ProgramError for an operator that PyTorch does not have, for one of another library that
+    `allowed` does not name, and for one that does more than its call declares. PyTorch is imported
+    for names that are not in the table of operators.
     """
     from interlace.ir.call_names import refuse_others
     from interlace.verify import Finding
@@ -115,31 +116,43 @@ def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple
 
 def _remarks(programs: Sequence[Program]) -> list[str]:
     from interlace.ir.call_names import FUNCTIONS, called, is_known
-    from interlace.ir.call_names import OPERATORS as OURS
-    from interlace.ir.operators import OPERATORS, POINTWISE
+    from interlace.ir.operator_facts import facts_of
 
-    known = {*FUNCTIONS, *OURS, *OPERATORS, *POINTWISE.values()}
     calls: dict[str, str] = {}  # the first place of each name
     for program in programs:
         for fn, place in called(program):
-            if fn not in known:
+            if fn not in FUNCTIONS and facts_of(fn) is None:
                 calls.setdefault(fn, place)
     own = {fn: at for fn, at in calls.items() if is_known(fn)}
-    remarks = [
+    if own:
+        _confirm(programs, own)
+    return [
         f"{at}: {fn!r} is not known to Interlace, which takes it for granted that this operator "
         "touches its arguments and results alone"
         for fn, at in calls.items()
         if fn not in own
     ]
-    if not own:
-        return remarks
+
+
+def _confirm(programs: Sequence[Program], places: Mapping[str, str]) -> None:
+    """Asks PyTorch of the operators of its own that are not in the table."""
+    from interlace.ir import Call
+    from interlace.ir.program import spots
+
     try:
-        from interlace.runtime.calling.operators import resolve
+        from interlace.runtime.calling.effects import confirm
     except ImportError:
-        return [*remarks, "whether the operators exist was not looked up: PyTorch is not here"]
-    for fn, place in own.items():
-        try:
-            resolve(fn)
-        except ProgramError as error:
-            raise ProgramError(f"{place}: {error}") from None
-    return remarks
+        fn, place = next(iter(places.items()))
+        raise ProgramError(
+            f"{place}: {fn!r} is not in the table of operators, and PyTorch, which could say what "
+            "it writes and draws, is not installed here: install it, or call another operator"
+        ) from None
+    for program in programs:
+        regions = {region.name: region for region in program.regions}
+        for _, op in spots(program.ops):
+            if isinstance(op, Call) and (op.fn in places or op.fn in regions):
+                try:
+                    confirm(op, regions.get(op.fn))
+                except ProgramError as error:
+                    place = places.get(op.fn) or f"region {op.fn!r} of {program.name}"
+                    raise ProgramError(f"{place}: {error}") from None

@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from interlace.errors import ProgramError
+from interlace.ir.operator_facts import facts_of
 from interlace.ir.operators import effect
 from interlace.ir.ops import Call
 from interlace.ir.program import Program, spots
@@ -23,16 +24,6 @@ FIX = "name an operator of PyTorch as namespace.operator.overload, such as aten.
 
 FUNCTIONS = ("interlace.sum_slots",)
 """Functions of ours that are no operators of the dispatcher."""
-
-OPERATORS = (
-    *("interlace.get_rng_state.default", "interlace.set_rng_state.default"),
-    *(
-        f"interlace.float8_{name}.{form}"
-        for name in ("amax", "rows", "across", "pair", "turn", "mm")
-        for form in ("default", "out")
-    ),
-)
-"""Operators of ours, which the frontend and `interlace.float8` register."""
 
 WORDS = (
     *("@device", "@strided", "@contiguous_format", "@preserve_format"),
@@ -55,6 +46,7 @@ _NO_NAMESPACES = {
     ),
 }
 
+_REMAKES = "it changes an argument's shape, strides or memory, which views count on"
 _PART = r"[A-Za-z_][A-Za-z0-9_]*"
 _NAME = re.compile(rf"({_PART})\.({_PART})(?:\.({_PART}))?")
 _SPECIAL = frozenset(
@@ -84,7 +76,8 @@ def refusal(fn: str) -> str | None:
     for part in (space, overload, *(() if name in _SPECIAL else (name,))):
         if part.startswith("__"):
             return f"{fn!r} is no operator: {part} is an attribute of Python's"
-    why = effect(f"{space}.{name}")
+    facts = facts_of(fn)
+    why = _REMAKES if facts is not None and facts.remakes else effect(f"{space}.{name}")
     return f"a schedule may not call {fn!r}: {why}" if why else None
 
 

@@ -116,8 +116,8 @@ OPERATORS: dict[str, Operator] = {
     **{fn: Operator(kind="pointwise", into=into) for fn, into in POINTWISE.items()},
     **{fn: Operator(kind=kind) for kind, names in _OTHERS.items() for fn in names},
 }
-"""What is known by namespace, name and overload. Nothing in the table draws random numbers: torch
-tags such operators (`nondeterministic_seeded`), and an import marks their calls with `rng`."""
+"""What is known by namespace, name and overload. What operators write and draw is in
+operator_facts.py; nothing here draws."""
 
 _PERMUTED = " (it puts rows in an order that is data: no chunk's place is known beforehand)"
 _NO_BOUNDS = "it makes a view without a look at where its memory ends"

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
+from interlace.ir.collective_kinds import KINDS
 from interlace.ir.fields import COMMON, NAME, TEAM, written
+from interlace.ir.operator_facts import NOTHING, Facts, facts_of
 from interlace.ir.sizes import Size
 from interlace.ir.types import Buffer, DType, Index, Others
 from interlace.ir.view import View
@@ -58,6 +60,8 @@ class Access:
     view: View
     peer: Index | None = None
     team: str | None = None
+    contents: bool = True
+    """Whether bytes are taken or given, not only a shape taken or memory given unwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +161,8 @@ class Call(Op):
 
     With `fresh` the call makes its own outputs: it declares these buffers and binds them to what it
     returns (they do not stand in `outs`); else `outs` are preallocated views that it fills.
-    `mutates` marks arguments written in place (they stand in `outs` as well). `rng` calls draw
-    random numbers.
+    What the operator writes in place, draws and leaves unwritten is in the table of operators;
+    `mutates` (with those arguments in `outs`) and `rng` add to it, for operators it does not know.
     """
 
     fn: str
@@ -174,14 +178,35 @@ class Call(Op):
         found = views_in(self.args)
         return found + views_in(tuple([arg for _, arg in self.kwargs])) if self.kwargs else found
 
+    @property
+    def facts(self) -> Facts:
+        """What the table of operators says of it."""
+        return facts_of(self.fn) or NOTHING
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.rng or self.facts.drawn(self.args, self.kwargs)
+
+    @property
+    def written(self) -> tuple[View, ...]:
+        """The arguments that it writes in place."""
+        found = views_in(tuple(self.facts.written(self.args, self.kwargs)))
+        return (*found, *self.outs) if self.mutates else found
+
     def reads(self) -> tuple[Access, ...]:
         found = tuple(map(Access, self.views()))
-        return (*found, Access(RNG)) if self.rng else found
+        if self.facts.shape_only:
+            first = views_in(self.args[:1])
+            found = (*(Access(view, contents=False) for view in first), *found[len(first) :])
+        return (*found, Access(RNG)) if self.draws else found
 
     def writes(self) -> tuple[Access, ...]:
         made = (*self.outs, *[View(buffer.name) for buffer in self.fresh])
-        found = tuple(map(Access, made if len(made) < 2 else dict.fromkeys(made)))
-        return (*found, Access(RNG)) if self.rng else found
+        contents, written = not self.facts.unwritten, self.written
+        views = dict.fromkeys(made, contents) | dict.fromkeys(written, True)
+        found = tuple([Access(view, contents=there) for view, there in views.items()])
+        return (*found, Access(RNG)) if self.draws else found
 
     def declares(self) -> tuple[Buffer, ...]:
         return self.fresh
@@ -256,32 +281,7 @@ class HostSync(Op):
         return ordered(holds_host=True)
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveKind:
-    """What a collective reads and writes, and whether it reduces or has a root."""
-
-    reads: str = "all"  # all | root | none: who reads `src`
-    writes: str = "all"  # who writes `dst`
-    reduces: bool = False
-    rooted: bool = False
-    scales: str = ""  # "gather": dst is size * src; "scatter": src is size * dst; "": equal
-
-
-KINDS: dict[str, CollectiveKind] = {
-    "all_gather": CollectiveKind(scales="gather"),
-    "reduce_scatter": CollectiveKind(reduces=True, scales="scatter"),
-    "all_reduce": CollectiveKind(reduces=True),
-    "broadcast": CollectiveKind(reads="root", rooted=True),
-    "all_to_all": CollectiveKind(),
-    "gather": CollectiveKind(writes="root", rooted=True, scales="gather"),
-    "scatter": CollectiveKind(reads="root", rooted=True, scales="scatter"),
-    "reduce": CollectiveKind(writes="root", reduces=True, rooted=True),
-    "barrier": CollectiveKind(reads="none", writes="none"),
-}
-"""The kinds of collective: one row of data each."""
-
 PEER = written(named=True)
-REDUCTIONS = ("sum", "avg", "prod", "min", "max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ class _Rewrite:
 
     def lies_in(self, i: int, op: Call, old: View, begin: int) -> bool:
         """Whether all that makes `old` can make it where the sum goes."""
-        if len(op.outs) != 1 or old.steps or op.mutates:
+        if len(op.outs) != 1 or old.steps or op.written:
             return False
         (out,) = op.outs
         box, first = self.box(out), self.ops[begin]

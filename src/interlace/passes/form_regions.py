@@ -61,7 +61,7 @@ def _small(op: Op) -> bool:
         isinstance(op, Call)
         and op.fn.startswith(("aten.", "prims."))
         and len(op.fresh) == 1
-        and not (op.outs or op.mutates or op.rng)
+        and not (op.outs or op.written or op.draws or op.facts.unwritten)
         and op.site is None
         and not is_heavy(op.fn)
         and _is_fixed((*op.args, *(value for _, value in op.kwargs)))

@@ -6,8 +6,8 @@ has written another. So its operands share bytes in one of these forms, or not a
     same   what is written is just what is read: the same bytes, element type, sizes and strides
     own    of a collective: what this rank gives or gets is its own part of the whole, at its place
 
-A Copy, a pointwise operator (ir/operators.py) and an argument that a Call declares as written
-(`mutates`) may have the first form; `COLLECTIVES` says which form each kind may have, and on which
+A Copy, a pointwise operator (ir/operators.py) and an argument that a Call writes in place may have
+the first form; `COLLECTIVES` says which form each kind may have, and on which
 backend. Nothing is written twice. What members of a Fused or a Group do to one another is a race,
 which the sweep finds.
 """
@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from interlace.ir.box import Box
 from interlace.ir.operators import is_pointwise
-from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op
+from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op, views_in
 from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Where
@@ -116,13 +116,13 @@ class _Finder:
             for other in writes[:i]:
                 if storage[other.version] == storage[write.version]:
                     yield write, other, ""
-            itself = isinstance(op, Call) and op.mutates
+            itself = isinstance(op, Call) and write.spot.view in op.written
             for other in touches:
                 if other.write or storage[other.version] != storage[write.version]:
                     continue
                 if itself and other.spot is write.spot:
                     itself = False  # the argument that is written
-                else:
+                elif other.contents:
                     yield write, other, self.form(op)
 
     def form(self, op: Op | None) -> str:
@@ -210,8 +210,10 @@ class _Finder:
 
 def _twice(op: Op | None) -> tuple[View, ...]:
     """The views that a Call fills more than once."""
-    outs = op.outs if isinstance(op, Call) else ()
-    return tuple(view for i, view in enumerate(outs) if view in outs[:i])
+    if not isinstance(op, Call):
+        return ()
+    groups = op.outs, views_in(tuple(op.facts.written(op.args, op.kwargs)))
+    return tuple(view for outs in groups for i, view in enumerate(outs) if view in outs[:i])
 
 
 _WHY = {

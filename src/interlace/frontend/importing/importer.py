@@ -37,6 +37,7 @@ from interlace.frontend.importing.nodes import (
     draws_random_numbers,
     flatten,
     is_mutable,
+    is_read_unwritten,
     is_view,
     live_nodes,
     location,
@@ -346,7 +347,11 @@ class Importer(SerialEmitter):
             return self._view(name, bound(node), value)
         if is_mutable(node):
             return self._mutation(node)
-        return self.call_like(node, name, node.args, node.kwargs, made(node, value))
+        result = self.call_like(node, name, node.args, node.kwargs, made(node, value))
+        if isinstance(result, View) and is_read_unwritten(node):
+            fn, target = "aten.zero_.default", (result,)  # a sound Program reads what was written
+            self.emit(Call(fn=fn, args=target, outs=target, mutates=True, loc=self.loc))
+        return result
 
     def _view(self, name: str, args: list[Any], value: torch.Tensor) -> View:
         source = self.view(args[0])

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from interlace.ir import Loc
+from interlace.runtime.calling.effects import effects
 
 WAIT = "_c10d_functional.wait_tensor.default"
 
@@ -76,10 +77,22 @@ def made(node: fx.Node, value: Any) -> Any:
 
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a node reads and advances the random number generator."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    target = node.target
+    known = isinstance(target, torch._ops.OpOverload)
+    return known and effects(target).drawn(node.args, [*node.kwargs.items()])
+
+
+def is_read_unwritten(node: fx.Node) -> bool:
+    """Whether a node leaves its result unwritten, and another takes what happens to be there."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not effects(node.target).unwritten:
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
-    return "dropout_p" not in names or bound(node)[names.index("dropout_p")] != 0.0
+    return not all(
+        isinstance(user.target, torch._ops.OpOverload)
+        and effects(user.target).shape_only
+        and user.args[0] is node
+        and [*user.all_input_nodes].count(node) == 1
+        for user in node.users
+    )
 
 
 def is_mutable(node: fx.Node) -> bool:

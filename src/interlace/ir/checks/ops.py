@@ -12,12 +12,13 @@ from typing import Any
 from interlace.errors import InterlaceError
 from interlace.ir.box import Box
 from interlace.ir.checks.context import CheckContext, check_arguments, check_buffer, check_operator
+from interlace.ir.checks.effects import check_effects
+from interlace.ir.collective_kinds import REDUCTIONS
 from interlace.ir.fields import FieldForm, form_of
 from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
 from interlace.ir.ops import (
     KINDS,
-    REDUCTIONS,
     RNG,
     UNORDERED,
     Call,
@@ -161,6 +162,7 @@ class OpChecker:
             )
         if region is None:
             check_operator(context, op.fn)
+            check_effects(context, op)
         check_arguments(context, op.args, op.kwargs)
         if op.outs and op.fresh and not op.mutates:
             raise context.fault(

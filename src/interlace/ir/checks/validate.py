@@ -23,6 +23,7 @@ from interlace.ir.checks.context import (
     check_buffer,
     check_operator,
 )
+from interlace.ir.checks.effects import check_region_effects
 from interlace.ir.checks.ops import OpChecker
 from interlace.ir.ops import views_in
 from interlace.ir.program import Program, Region, names_in
@@ -192,6 +193,7 @@ def _check_region(context: CheckContext, region: Region) -> None:
             known.add(out)
     for name in region.outputs:
         _known_value(context, region, name, known)
+    check_region_effects(context, region)
 
 
 def _known_value(context: CheckContext, region: Region, name: str, known: set[str]) -> None:

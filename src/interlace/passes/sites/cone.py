@@ -46,7 +46,7 @@ class _Shape:
 
 def result_of(op: Op) -> View | None:
     """The one whole buffer that a call makes."""
-    if isinstance(op, Call) and not op.rng and not op.mutates:
+    if isinstance(op, Call) and not op.draws and not op.written:
         if len(op.fresh) == 1 and not op.outs:
             return View(op.fresh[0].name)
         if len(op.outs) == 1 and not op.fresh and op.outs[0].covers_buffer:

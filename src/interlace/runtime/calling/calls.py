@@ -22,6 +22,7 @@ from interlace.ir import Arg, Box, Buffer, Call, Region, View
 from interlace.ir.sizes import Size, numbers
 from interlace.kernels import KERNELS
 from interlace.runtime.calling import regions as region_calls
+from interlace.runtime.calling.effects import confirm, copy_of, fills_list, may_share, shares
 from interlace.runtime.calling.operators import decode, resolve
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.values import DTYPES, ValueTable, alike, derive, whole
@@ -98,6 +99,7 @@ def bind_call(
     compile_regions: bool = False,
 ) -> Thunk:
     region = regions.get(op.fn)
+    confirm(op, region)
     fn = resolve(op.fn) if region is None else _region(op, region, values, device, compile_regions)
     call = _invoke(QUICK.get(op.fn, fn), op, values, device)
     if op.fresh:
@@ -108,6 +110,8 @@ def bind_call(
     if op.fn in QUICK and not op.kwargs and all(isinstance(arg, View) for arg in op.args):
         return quick_call(op, QUICK[op.fn], values)
     if out_names:
+        if fills_list(fn):
+            return _into_list(op, call, out_names[0], values)
         if len(out_names) != len(op.outs):
             raise ProgramError(f"{op.fn} fills {len(out_names)} outputs, not {len(op.outs)}")
         return _into(op, call, out_names, values)
@@ -180,6 +184,21 @@ def _into(
     return run
 
 
+def _into_list(op: Call, call: Callable[..., None], name: str, values: ValueTable) -> Thunk:
+    """A call that fills one list of outputs, which it would resize as `_into` says."""
+    items, places = values.items, [values.own(view) for view in op.outs]
+
+    def run() -> None:
+        outs = [items[place] for place in places]
+        wanted = [out.shape for out in outs]
+        call(**{name: outs})
+        for out, size in zip(outs, wanted, strict=True):
+            if out.shape != size:
+                raise resized(op, out.shape, size)
+
+    return run
+
+
 def _copied(op: Call, call: Callable[[], Any], outs: list[int], values: ValueTable) -> Thunk:
     items = values.items
 
@@ -207,9 +226,7 @@ def _flat(result: Any) -> list[torch.Tensor]:
 def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: ValueTable) -> Thunk:
     """A call that makes its own outputs; they never share memory with its arguments."""
     made = [_Made(buffer, values) for buffer in op.fresh]
-    schema = getattr(fn, "_schema", None)
-    aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
-    if len(made) == 1 and not aliases:
+    if len(made) == 1 and not may_share(fn):
         (one,) = made
         dtype, bind = one.dtype, one.bind
 
@@ -222,15 +239,19 @@ def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Va
             bind(result)
 
         return run_one
+    items, places = values.items, dict.fromkeys(map(values.own, op.views()))
 
     def run() -> None:
         given = call()
         results: Sequence[torch.Tensor | None] = _flat(given)
         if len(results) != len(made):
             results = _filled(op, made, given, results)
+        seen = [items[place] for place in places]
         for each, result in zip(made, results, strict=True):
             if result is not None:
-                each.bind(each.as_declared(op, result.clone() if aliases else result))
+                own = copy_of(result) if shares(result, seen) else result
+                seen.append(own)
+                each.bind(each.as_declared(op, own))
 
     return run
 

@@ -16,6 +16,7 @@ import torch
 
 from interlace.errors import BackendError, ProgramError, UnsupportedError
 from interlace.ir import Arg, Name, Region, names_in
+from interlace.runtime.calling.effects import copy_of, may_share, shares
 
 Resolve = Callable[[str], Callable[..., Any]]
 Decode = Callable[[Arg], Any]
@@ -30,8 +31,7 @@ def _aliased(region: Region, resolve: Resolve) -> frozenset[int]:
     """The outputs that may share memory with an input or with an output before them."""
     roots = {name: {name} for name in region.inputs}
     for node in region.body:
-        schema = getattr(resolve(node.fn), "_schema", None)
-        views = schema is None or any(made.alias_info is not None for made in schema.returns)
+        views = may_share(resolve(node.fn))
         names = names_in((*node.args, *dict(node.kwargs).values())) if views else ()
         shared = {root for name in names for root in roots[name]}
         roots |= {name: shared or {name} for name in node.outs}
@@ -46,12 +46,17 @@ def _aliased(region: Region, resolve: Resolve) -> frozenset[int]:
 def _apart(
     call: Callable[..., tuple[Any, ...]], aliased: frozenset[int]
 ) -> Callable[..., tuple[Any, ...]]:
-    """The call with copies of those results, by number."""
+    """The call with copies of those results, by number, that share memory with something else."""
     if not aliased:
         return call
 
     def run(*args: Any) -> tuple[Any, ...]:
-        return tuple([x.clone() if i in aliased else x for i, x in enumerate(call(*args))])
+        seen, results = [arg for arg in args if isinstance(arg, torch.Tensor)], list(call(*args))
+        for index, result in enumerate(results):
+            if index in aliased and shares(result, seen):
+                results[index] = copy_of(result)
+            seen.append(results[index])
+        return tuple(results)
 
     return run
 

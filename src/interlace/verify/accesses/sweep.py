@@ -180,9 +180,9 @@ class Sweep:
         )
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
-        self._compare(entry, offset)
+        self._compare(entry, offset, touch.contents)
 
-    def _compare(self, entry: ByteAccess, offset: Int) -> None:
+    def _compare(self, entry: ByteAccess, offset: Int, contents: bool = True) -> None:
         """Compares an access with those of the same memory, and keeps it."""
         content, region = entry.content, entry.region
         for cell in content.memory.within(entry.lo, entry.hi):
@@ -190,6 +190,8 @@ class Sweep:
                 self._write(cell, entry, offset)
             else:
                 self._read(cell, entry)
+        if not contents:
+            return
         if entry.write:
             if not entry.by_caller:
                 content.write(region)

@@ -84,7 +84,7 @@ def _written(frame: Frame) -> Iterator[tuple[Item, Item, Touch]]:
     for item in frame.place.source.items:
         for one in (item, *item.members):
             for touch in one.touches:
-                if touch.write and one.does(touch, frame.place.where):
+                if touch.write and touch.contents and one.does(touch, frame.place.where):
                     yield item, one, touch
 
 

@@ -44,6 +44,8 @@ class Touch(NamedTuple):
     team: str | None
     root_only: bool
     """Whether only the root of the collective does it."""
+    contents: bool = True
+    """Whether bytes are taken or given: `Access.contents`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -339,7 +341,7 @@ class _Lowering:
         if spot is None:
             buffer = self.versions[version].buffer
             spot = self.spots[key] = self.regions.spot(access.view, buffer, self.program.tables)
-        return Touch(write, version, spot, access.peer, access.team, root_only)
+        return Touch(write, version, spot, access.peer, access.team, root_only, access.contents)
 
     def results(self, end: int) -> list[Touch]:
         """What the return reads: the results, and every output parameter."""

@@ -110,6 +110,7 @@ class Extent(NamedTuple):
     owner: int
     """The rank whose memory it is."""
     bytes: int
+    """None where no contents are taken or given."""
     covers: int
     hull: int
     write: bool
@@ -372,7 +373,8 @@ class _Rank:
         owner, at = self.rank, number(buffer.offset)
         if access.peer is not None and access.team is not None:
             (owner,) = self.peers(access.peer, access.team)
-        return [Extent(buffer, owner, exact << at, covers << at, hull << at, write)]
+        own = exact << at if access.contents else 0
+        return [Extent(buffer, owner, own, covers << at, hull << at, write)]
 
     def whole(self, buffer: Buffer) -> Extent:
         """The whole buffer, as the caller may touch a parameter out of a run."""

@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import tensor_at
 from interlace.ir import Call, Program
-from interlace.runtime.calling.operators import resolve
+from interlace.ir.operator_facts import facts_of
 from interlace.runtime.values import copier, once
 
 Give = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
@@ -48,10 +48,7 @@ def may_draw(program: Program) -> bool:
     regions = {region.name for region in program.regions}
     items = [step for op in program.ops for step in op.steps]
     return any(
-        op.rng
-        or op.fn in regions
-        or not op.fn.startswith("aten.")
-        or torch.Tag.nondeterministic_seeded in getattr(resolve(op.fn), "tags", ())
+        op.draws or op.fn in regions or facts_of(op.fn) is None
         for op in items
         if isinstance(op, Call)
     )
