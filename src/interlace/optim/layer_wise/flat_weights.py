@@ -8,11 +8,12 @@
 Note [What waits]
     A Parameter waits when it is read, by whatever (arriving.py). Before that, a module waits, in a
     forward-pre-hook, for the buckets of the Parameters that it holds itself: so the order in which
-    the first forward needs them is known, each stream that runs a module waits, and what torch
-    traces finds Parameters of their own class. A `UNITS` module waits for all Parameters inside,
-    and so does a compiled one, inside which there are no hooks. A ParameterList is never called:
-    who holds it waits. Whoever takes a state_dict, loads one, or runs the whole module without
-    gradients waits for everything.
+    the first forward needs them is known, and each stream that runs a module waits. A `UNITS`
+    module waits for all Parameters inside, and so does a compiled one, inside which there are no
+    hooks. A ParameterList is never called: who holds it waits. Whoever takes a state_dict, loads
+    one, or runs the whole module without gradients waits for everything. What torch traces with
+    hooks has no wait where nothing is under way; else the outermost module waits for all inside, so
+    that there is one graph break, before a checkpoint or a collective, and never amid them.
 
 Note [Own storages]
     A Parameter has its memory in a flat buffer, and a storage of its own for that: torch cannot
@@ -24,7 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,6 +42,9 @@ from interlace.optim.layer_wise.arriving import arriving
 
 UNITS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch that read what modules inside hold."""
+NOTHING = (getattr, (contextlib.nullcontext(), "__exit__"))
+"""What a hook is pickled and copied as: Python's own function that takes anything and does nothing.
+"""
 
 
 class FlatWeights:
@@ -59,8 +64,8 @@ class FlatWeights:
         self.buckets = buckets
         self._runs, self._first, self._names = runs, first, names
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.params}
-        self.pending: set[int] = set()
-        """Buckets whose gather nothing has waited for."""
+        self.pending = [False] * len(buckets)
+        """The buckets whose gather nothing has waited for."""
         self.waited_s = 0.0
         """How long this rank has waited for gathers, on the CPU."""
         self._on_gpu = any(bucket.flat.is_cuda for bucket in buckets)
@@ -90,7 +95,7 @@ class FlatWeights:
         self._waited.clear()
         for index in order:
             self._runs.start(self._first + index)
-            self.pending.add(index)
+            self.pending[index] = True
             for param, kind in zip(self.buckets[index].params, self._own[index], strict=True):
                 param.__class__ = self._arriving[index][kind]
         if wait:
@@ -98,14 +103,14 @@ class FlatWeights:
 
     def synchronize(self) -> None:
         """Returns when every gather is over; on CUDA the current stream comes after them."""
-        for index in sorted(self.pending):
+        for index in self.under_way():
             self._finish(index, "synchronize()")
         if self._on_gpu:
             self._runs.wait()
 
     def drop(self) -> None:
         """Nothing waits any more for what was started: its values are undefined."""
-        for index in [*self.pending]:
+        for index in self.under_way():
             self._arrived(index)
 
     def check_place(self) -> None:
@@ -141,7 +146,7 @@ class FlatWeights:
     def _arrived(self, index: int) -> None:
         for param, kind in zip(self.buckets[index].params, self._own[index], strict=True):
             param.__class__ = kind
-        self.pending.discard(index)
+        self.pending[index] = False
 
     @torch.compiler.disable
     def _read(self, index: int) -> None:
@@ -151,56 +156,76 @@ class FlatWeights:
         """The Parameters of a bucket by name."""
         return shown([self._names[param] for param in self.buckets[index].params])
 
-    def _before(self, name: str, indices: Sequence[int]) -> None:
+    @torch.compiler.disable
+    def before(self, name: str, indices: Sequence[int]) -> None:
         """What a module does before its forward."""
         if self.needed is not None:
             self.needed.update(dict.fromkeys(indices))
-        if not self.pending and not self._on_gpu:
-            return
         stream = torch.cuda.current_stream() if self._on_gpu else None
         for index in indices:
-            if index in self.pending:
+            if self.pending[index]:
                 self._finish(index, f"the forward of {name or 'the module'}")
             elif stream is not None and (index, stream) not in self._waited:
                 self._runs.wait(self._first + index)  # another stream waited before
             self._waited.add((index, stream))
 
-    def _whole(self) -> None:
-        if self.pending and not torch.is_grad_enabled():
-            self.synchronize()
+    def under_way(self) -> list[int]:
+        """Numbers of the buckets that are pending."""
+        return [index for index, pending in enumerate(self.pending) if pending]
 
     def _hooks(self, root: nn.Module) -> Iterator[Any]:
         compiled: list[str] = []
         for name, module in root.named_modules():
-            yield module.register_state_dict_pre_hook(Hook(self.synchronize))
-            yield module.register_load_state_dict_pre_hook(Hook(self.synchronize))
+            yield module.register_state_dict_pre_hook(WholeHook(self))
+            yield module.register_load_state_dict_pre_hook(WholeHook(self))
             if any(name.startswith(prefix) for prefix in compiled):
                 continue
             if _is_compiled(module):
                 compiled.append(f"{name}." if name else "")
-            params = _needed(module)
-            indices = sorted({self._bucket_of[p] for p in params if p in self._bucket_of})
-            if indices:
-                waits = Hook(self._before, name, indices)
+            own, inside = (
+                sorted({self._bucket_of[p] for p in params if p in self._bucket_of})
+                for params in (_needed(module), module.parameters())
+            )
+            if inside:
+                waits = ForwardHook(self, name, own, inside, module is root)
                 yield module.register_forward_pre_hook(waits, prepend=True)  # others may read
-        yield root.register_forward_pre_hook(Hook(self._whole), prepend=True)
 
 
-class Hook:
-    """Calls a method, and keeps the weights alive, whose gathers go on if nobody else holds them.
+@dataclass(frozen=True, slots=True)
+class ForwardHook:
+    """A module waits: see Note [What waits]. A copy of the module has a hook that does nothing."""
 
-    A copy of a module, or one that is unpickled, has one of Python's own that does nothing.
-    """
+    weights: FlatWeights
+    name: str
+    own: Sequence[int]
+    inside: Sequence[int]
+    root: bool
 
-    def __init__(self, method: Callable[..., None], *args: object) -> None:
-        self._method, self._args = method, args
-
-    @torch.compiler.disable  # what traces the module leaves it out
     def __call__(self, *_: object) -> None:
-        self._method(*self._args)
+        """Waits for its own buckets, or all inside."""
+        if not torch.compiler.is_compiling():
+            if self.root and any(self.weights.pending) and not torch.is_grad_enabled():
+                self.weights.synchronize()
+            self.weights.before(self.name, self.own)
+        elif any([self.weights.pending[index] for index in self.inside]):
+            self.weights.before(self.name, self.inside)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
+        return NOTHING
+
+
+class WholeHook:
+    """Waits for everything. A copy of the module has a hook that does nothing."""
+
+    def __init__(self, weights: FlatWeights) -> None:
+        self._weights = weights
+
+    @torch.compiler.disable
+    def __call__(self, *_: object) -> None:
+        self._weights.synchronize()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NOTHING
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -250,7 +250,7 @@ class LayerWise:
             self._updates.step(self._order, self._updated)
         self._steps += 1
         self._learn()
-        left = [index for index in self._order if index not in self._weights.pending]
+        left = [index for index in self._order if not self._weights.pending[index]]
         self._weights.start(left, wait=not self._overlap)
         if due and self._early:  # owners had updated before
             self.check_replicas()
