@@ -33,7 +33,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 from interlace.errors import (
-    GradientError,
     InterlaceError,
     OptimizerError,
     ReplicaError,
@@ -336,35 +335,6 @@ def test_a_state_of_other_owners_is_refused(pool: Pool, seed: int) -> None:
 
 
 # -- errors ---------------------------------------------------------------------------------------
-
-
-class Reader(nn.Module):
-    """Reads a matrix of a module inside without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(self.first(x), self.inner.weight)
-
-
-def read(seed: int) -> str:
-    module = model(seed, lambda: nn.Sequential(Reader(), nn.Linear(DIM, 2)))
-    with layer_wise(module, "sgd", bucket_bytes=1) as optimizing:
-        with pytest.raises(GradientError) as caught:
-            train(optimizing, module, seed, range(3))
-    module = model(seed, lambda: nn.Sequential(Reader(), nn.Linear(DIM, 2)))
-    facts = {"units": (Reader,), "check_replicas_every": 1}
-    with layer_wise(module, "sgd", bucket_bytes=1, **facts) as optimizing:
-        train(optimizing, module, seed, range(3))
-    return str(caught.value)
-
-
-def test_what_is_read_past_the_hooks_is_an_error(pool: Pool, seed: int) -> None:
-    for told in pool(2).run(read, seed):
-        assert "0.inner.weight was used while its gather was in flight" in told
-        assert "`units`" in told
 
 
 def wrongs(seed: int) -> list[str]:

@@ -252,10 +252,6 @@ class GradReducer:
         """Whether buckets of this step are on the way, and `finish()` or `close()` is to come."""
         return self._gone > 0 and not self._finished and not self._closed
 
-    def came(self, param: torch.Tensor) -> bool:
-        """Whether a gradient of the Parameter came in this step, in a backward that counts."""
-        return param in self._seen
-
     def done(self, index: int) -> bool:
         """Whether a bucket's reduction has ended in this step."""
         return index < self._gone and self._runs.done(index)

@@ -6,20 +6,28 @@
     weights.synchronize()                # and this for all
 
 Note [What waits]
-    A module waits, in a forward-pre-hook, for the buckets of the Parameters that it holds itself.
-    Some modules read Parameters of modules inside without calling these: a `UNITS` module, or one
-    of a class that the caller names, waits for all Parameters inside, and so does a compiled one,
-    inside which there are no hooks. A ParameterList is never called: who holds it waits. Whoever
-    takes a state_dict, loads one, or runs the whole module without gradients waits for everything.
-    What is read past all that is found out in training: a bucket's arrival counts as a change in
-    place, which autograd reports for a Parameter that was saved before, and a gradient for a
-    Parameter that nothing waited for is an error of the next step (not under DDP).
+    A Parameter waits when it is read, by whatever (arriving.py). Before that, a module waits, in a
+    forward-pre-hook, for the buckets of the Parameters that it holds itself: so the order in which
+    the first forward needs them is known, and each stream that runs a module waits. A `UNITS`
+    module waits for all Parameters inside, and so does a compiled one, inside which there are no
+    hooks. A ParameterList is never called: who holds it waits. Whoever takes a state_dict, loads
+    one, or runs the whole module without gradients waits for everything. What torch traces with
+    hooks has no wait where nothing is under way; else the outermost module waits for all inside, so
+    that there is one graph break, before a checkpoint or a collective, and never amid them.
+
+Note [Own storages]
+    A Parameter has its memory in a flat buffer, and a storage of its own for that: torch cannot
+    trace DTensors whose local tensors are views of one buffer, and a Parameter that is saved would
+    bring the whole buffer along.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +38,13 @@ from interlace.errors import InterlaceError, OptimizerError
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.grad_reducer import Bucket
+from interlace.optim.layer_wise.arriving import arriving
 
 UNITS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch that read what modules inside hold."""
+NOTHING = (getattr, (contextlib.nullcontext(), "__exit__"))
+"""What a hook is pickled and copied as: Python's own function that takes anything and does nothing.
+"""
 
 
 class FlatWeights:
@@ -48,13 +60,12 @@ class FlatWeights:
         runs: BucketRuns,
         first: int,
         names: Mapping[nn.Parameter, str],
-        units: Collection[type[nn.Module]] = (),
     ) -> None:
         self.buckets = buckets
         self._runs, self._first, self._names = runs, first, names
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.params}
-        self.pending: set[int] = set()
-        """Buckets whose gather nothing has waited for."""
+        self.pending = [False] * len(buckets)
+        """The buckets whose gather nothing has waited for."""
         self.waited_s = 0.0
         """How long this rank has waited for gathers, on the CPU."""
         self._on_gpu = any(bucket.flat.is_cuda for bucket in buckets)
@@ -66,27 +77,41 @@ class FlatWeights:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 with torch.no_grad():
                     view.copy_(local(param))
+                own = torch.from_dlpack(view)  # see Note [Own storages]
                 if isinstance(param, DTensor):
-                    param._local_tensor = view
+                    param._local_tensor = own
                 else:
-                    param.data = view
-        self._handles = [*self._hooks(module, (*UNITS, *units))]
+                    param.data = own
+        self._own = [[type(param) for param in bucket.params] for bucket in buckets]
+        """The classes of Parameters, and those that they have while they arrive."""
+        self._arriving = [
+            {kind: arriving(kind, partial(self._read, index)) for kind in set(kinds)}
+            for index, kinds in enumerate(self._own)
+        ]
+        self._handles = [*self._hooks(module)]
 
     def start(self, order: Sequence[int], *, wait: bool) -> None:
         """Starts the gathers of all buckets, in that order."""
         self._waited.clear()
         for index in order:
             self._runs.start(self._first + index)
-            self.pending.add(index)
+            self.pending[index] = True
+            for param, kind in zip(self.buckets[index].params, self._own[index], strict=True):
+                param.__class__ = self._arriving[index][kind]
         if wait:
             self.synchronize()
 
     def synchronize(self) -> None:
         """Returns when every gather is over; on CUDA the current stream comes after them."""
-        for index in sorted(self.pending):
+        for index in self.under_way():
             self._finish(index, "synchronize()")
         if self._on_gpu:
             self._runs.wait()
+
+    def drop(self) -> None:
+        """Nothing waits any more for what was started: its values are undefined."""
+        for index in self.under_way():
+            self._arrived(index)
 
     def check_place(self) -> None:
         """Raises OptimizerError for a Parameter that is no view of its buffer any more."""
@@ -115,56 +140,92 @@ class FlatWeights:
                 f"waited: {error}"
             ) from error
         self.waited_s += time.perf_counter() - begun
-        self.pending.discard(index)
+        self._arrived(index)
         torch.autograd.graph.increment_version(self.buckets[index].params)
+
+    def _arrived(self, index: int) -> None:
+        for param, kind in zip(self.buckets[index].params, self._own[index], strict=True):
+            param.__class__ = kind
+        self.pending[index] = False
+
+    @torch.compiler.disable
+    def _read(self, index: int) -> None:
+        self._finish(index, "a read of a Parameter")
 
     def about(self, index: int) -> str:
         """The Parameters of a bucket by name."""
         return shown([self._names[param] for param in self.buckets[index].params])
 
-    def _before(self, name: str, indices: Sequence[int]) -> None:
+    @torch.compiler.disable
+    def before(self, name: str, indices: Sequence[int]) -> None:
         """What a module does before its forward."""
         if self.needed is not None:
             self.needed.update(dict.fromkeys(indices))
-        if not self.pending and not self._on_gpu:
-            return
         stream = torch.cuda.current_stream() if self._on_gpu else None
         for index in indices:
-            if index in self.pending:
+            if self.pending[index]:
                 self._finish(index, f"the forward of {name or 'the module'}")
             elif stream is not None and (index, stream) not in self._waited:
                 self._runs.wait(self._first + index)  # another stream waited before
             self._waited.add((index, stream))
 
-    def _whole(self) -> None:
-        if self.pending and not torch.is_grad_enabled():
-            self.synchronize()
+    def under_way(self) -> list[int]:
+        """Numbers of the buckets that are pending."""
+        return [index for index, pending in enumerate(self.pending) if pending]
 
-    def _hooks(self, root: nn.Module, units: tuple[type[nn.Module], ...]) -> Iterator[Any]:
+    def _hooks(self, root: nn.Module) -> Iterator[Any]:
         compiled: list[str] = []
         for name, module in root.named_modules():
-            yield module.register_state_dict_pre_hook(_hook(self.synchronize))
-            yield module.register_load_state_dict_pre_hook(_hook(self.synchronize))
+            yield module.register_state_dict_pre_hook(WholeHook(self))
+            yield module.register_load_state_dict_pre_hook(WholeHook(self))
             if any(name.startswith(prefix) for prefix in compiled):
                 continue
             if _is_compiled(module):
                 compiled.append(f"{name}." if name else "")
-            params = _read(module, units)
-            indices = sorted({self._bucket_of[p] for p in params if p in self._bucket_of})
-            if indices:
-                waits = _hook(self._before, name, indices)
+            own, inside = (
+                sorted({self._bucket_of[p] for p in params if p in self._bucket_of})
+                for params in (_needed(module), module.parameters())
+            )
+            if inside:
+                waits = ForwardHook(self, name, own, inside, module is root)
                 yield module.register_forward_pre_hook(waits, prepend=True)  # others may read
-        yield root.register_forward_pre_hook(_hook(self._whole), prepend=True)
 
 
-def _hook(method: Callable[..., None], *args: object) -> Callable[..., None]:
-    """Calls that, and keeps the weights alive: gathers go on if nobody else holds them any more."""
+@dataclass(frozen=True, slots=True)
+class ForwardHook:
+    """A module waits: see Note [What waits]. A copy of the module has a hook that does nothing."""
 
-    def hook(*_: object) -> None:
-        method(*args)
+    weights: FlatWeights
+    name: str
+    own: Sequence[int]
+    inside: Sequence[int]
+    root: bool
 
-    disabled: Any = torch.compiler.disable(hook)  # what traces the module leaves it out
-    return disabled
+    def __call__(self, *_: object) -> None:
+        """Waits for its own buckets, or all inside."""
+        if not torch.compiler.is_compiling():
+            if self.root and any(self.weights.pending) and not torch.is_grad_enabled():
+                self.weights.synchronize()
+            self.weights.before(self.name, self.own)
+        elif any([self.weights.pending[index] for index in self.inside]):
+            self.weights.before(self.name, self.inside)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NOTHING
+
+
+class WholeHook:
+    """Waits for everything. A copy of the module has a hook that does nothing."""
+
+    def __init__(self, weights: FlatWeights) -> None:
+        self._weights = weights
+
+    @torch.compiler.disable
+    def __call__(self, *_: object) -> None:
+        self._weights.synchronize()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NOTHING
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -172,9 +233,9 @@ def _is_compiled(module: nn.Module) -> bool:
     return inside is not None or hasattr(module, "_orig_mod")
 
 
-def _read(module: nn.Module, units: tuple[type[nn.Module], ...]) -> list[nn.Parameter]:
-    """What the forward of a module reads without calling another: see Note [What waits]."""
-    if isinstance(module, units) or _is_compiled(module):
+def _needed(module: nn.Module) -> list[nn.Parameter]:
+    """What a module waits for before its forward: see Note [What waits]."""
+    if isinstance(module, UNITS) or _is_compiled(module):
         return [*module.parameters()]
     lists = (nn.ParameterList, nn.ParameterDict)
     inside = [child for child in module.children() if isinstance(child, lists)]

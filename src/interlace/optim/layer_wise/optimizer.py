@@ -25,7 +25,7 @@ Note [A step]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -95,8 +95,7 @@ class LayerWise:
     gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same bits.
     `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones have
     less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that, else
-    by elements. `units`: classes of modules whose forward reads Parameters of modules inside that
-    it does not call. With `check_replicas_every=N`, every N-th step begins with `check_replicas`
+    by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`
     (or ends with it, where updates run under the backward).
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`. On GPUs of one host weights are copied from their owners' memory by
@@ -127,7 +126,6 @@ class LayerWise:
         bucket_bytes: int = 64 << 20,
         main_grad_dtype: torch.dtype | None = torch.float32,
         op: Literal["mean", "sum"] = "mean",
-        units: Collection[type[nn.Module]] = (),
         check_replicas_every: int = 0,
         options: Options | None = None,
     ) -> None:
@@ -208,7 +206,7 @@ class LayerWise:
                 self._reducer = GradReducer.over(grads[::-1], self._runs, chosen)
                 made.callback(self._reducer.close)
                 self._reducer.attach(module)
-            self._weights = FlatWeights(module, weights, self._runs, len(grads), self._names, units)
+            self._weights = FlatWeights(module, weights, self._runs, len(grads), self._names)
             made.callback(self._weights.close)
             for param in set(optimizer.state) - set(self._owned):
                 del optimizer.state[param]
@@ -235,7 +233,6 @@ class LayerWise:
     @torch.no_grad()
     def step(self) -> None:
         """Updates what this rank owns, and starts the gathers. Collective."""
-        self._check_read()
         self.synchronize()
         self._weights.check_place()
         if any(p not in self._names for group in self.param_groups for p in group["params"]):
@@ -253,7 +250,7 @@ class LayerWise:
             self._updates.step(self._order, self._updated)
         self._steps += 1
         self._learn()
-        left = [index for index in self._order if index not in self._weights.pending]
+        left = [index for index in self._order if not self._weights.pending[index]]
         self._weights.start(left, wait=not self._overlap)
         if due and self._early:  # owners had updated before
             self.check_replicas()
@@ -401,7 +398,7 @@ class LayerWise:
 
         The weights are undefined: load them.
         """
-        self._weights.pending.clear()
+        self._weights.drop()
         self._weights.needed = {}
         self._order, self._steps = list(range(len(self._order))), 0
         if self._reducer is not None:
@@ -424,7 +421,7 @@ class LayerWise:
                 self._finish_going()
                 self.synchronize()
             else:  # peers may not come any more
-                self._weights.pending.clear()
+                self._weights.drop()
 
     @contextlib.contextmanager
     def _grads(self) -> Iterator[None]:
@@ -466,18 +463,6 @@ class LayerWise:
             raise OptimizerError(
                 "update_under_backward=True has updated a part of the weights: call step() first"
             )
-
-    def _check_read(self) -> None:
-        """Raises GradientError for Parameters that were used while nothing waited for them."""
-        if self._reducer is None:
-            return
-        for index in self._weights.pending:
-            for param in filter(self._reducer.came, self._weights.buckets[index].params):
-                raise GradientError(
-                    f"{self._names[param]} was used while its gather was in flight: the module "
-                    "that holds it was not called. Name the class of the module that reads it in "
-                    "`units`, or call synchronize() first"
-                )
 
     def _learn(self) -> None:
         """In the first step, or after `relearn`: the order of gathers, as rank 0 needed them."""

@@ -1,0 +1,105 @@
+"""LayerWise beside tensor parallelism, torch.compile and checkpointing has the bits of eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.optim.layerwise import DIM, HIDDEN, OPTIMIZERS, TOKENS, differing, model, slowly
+from tests.support.pool import Pool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from interlace.optim import LayerWise
+from interlace.options import Options
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+        self.checkpoints = False
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpoints:
+            return x + checkpoint(self.inside, x, use_reentrant=False)
+        return x + self.inside(x)
+
+
+def trained(
+    seed: int, shape: tuple[int, int], backend: str | None, optimizer: str, how: str, checked: bool
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights and losses of some steps; `how` says what is compiled, and when."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    module: Any = model(seed, lambda: nn.Sequential(Layer(), Layer()))
+    for layer in module:
+        layer.checkpoints = checked
+        parallelize_module(layer, mesh["tp"], PLAN)
+    run = module
+
+    def compile_it() -> Any:
+        if how == "layers":
+            for layer in module:
+                layer.compile(backend=backend)
+            return module
+        return torch.compile(module, backend=backend)
+
+    if backend is not None and how != "after":
+        run = compile_it()
+    inner = OPTIMIZERS[optimizer](module.parameters())
+    facts: Any = {"bucket_bytes": 1 << 12, "options": Options(time_out_s=30)}
+    losses, draw = [], torch.Generator().manual_seed(seed + mesh["dp"].get_local_rank())
+    with slowly(None if backend is None else seed):
+        optimizing = LayerWise(inner, module, mesh["dp"], check_replicas_every=1, **facts)
+    with optimizing:
+        if backend is not None and how == "after":
+            run = compile_it()
+        for _ in range(4):
+            loss = run(torch.randn(TOKENS, DIM, generator=draw)).square().mean()
+            loss.backward()
+            optimizing.step()
+            optimizing.zero_grad()
+            losses.append(loss.item())
+        weights = {
+            name: p.to_local().clone() if hasattr(p, "to_local") else p.detach().clone()
+            for name, p in module.named_parameters()
+        }
+    return weights, losses
+
+
+def off(seed: int, shape: tuple[int, int], backend: str, *facts: Any) -> list[str]:
+    """What differs from eager."""
+    found, wanted = trained(seed, shape, backend, *facts), trained(seed, shape, None, *facts)
+    return differing(found[0], wanted[0]) + ["losses"] * (found[1] != wanted[1])
+
+
+CASES = [
+    ("interlace", "sgd", "before", False),
+    ("aot_eager", "sgd", "after", False),
+    ("interlace", "ours", "layers", True),
+    ("aot_eager", "ours", "layers", False),
+    ("aot_eager", "adamw", "before", True),
+    ("interlace", "adamw", "after", True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_compiled_has_the_bits_of_eager(pool: Pool, case: tuple[Any, ...], seed: int) -> None:
+    backend, *facts = case
+    assert pool(2).run(off, seed, (1, 2), backend, *facts) == [[]] * 2
+
+
+@pytest.mark.parametrize("backend", ["interlace", "aot_eager"])
+def test_with_owners_on_several_ranks(pool: Pool, backend: str, seed: int) -> None:
+    ranks = pool(4).run(off, seed, (2, 2), backend, "ours", "layers", True, time_out_s=200)
+    assert ranks == [[]] * 4
