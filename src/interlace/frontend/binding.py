@@ -47,6 +47,10 @@ class Bound:
     """The model that its strategies were chosen by."""
     profiled: list[Timeline] = field(default_factory=list[Timeline])
     """The last timeline that `Compiled.profile` measured of it, if any."""
+    about_sizes: list[str] = field(default_factory=list[str])
+    """Why it was bound although others of its graph were, and why for one size alone."""
+    at: dict[str, int] = field(default_factory=dict[str, int])
+    """TorchDynamo's symbols as it was bound, where it has named sizes."""
 
     @property
     def serial(self) -> Program:
@@ -82,8 +86,13 @@ class Bound:
         return self.executor.agreement
 
     def fits(self, values: Mapping[str, int]) -> bool:
-        """Whether these values of TorchDynamo's symbols are in its class of sizes."""
-        return self.executor.sizes.holds(self._own(values))
+        """Whether these values of TorchDynamo's symbols are in its class of sizes.
+
+        One for one size alone fits where all symbols are as they were: its peers' Programs may name
+        others of them, such as a global size, and all ranks must find theirs, or none.
+        """
+        sizes = self.executor.sizes
+        return dict(values) == self.at if sizes == sizes.alone() else sizes.holds(self._own(values))
 
     def _own(self, values: Mapping[str, int]) -> dict[str, int]:
         return {name: values[symbol] for name, symbol in self.imported.symbols.items()}

@@ -32,6 +32,7 @@ from interlace.cost import Machine
 from interlace.errors import CacheWarning, SizeError
 from interlace.frontend.binding import Bound, bind, placed, with_regions
 from interlace.frontend.calling.specialise import (
+    complete,
     has_signature,
     propagate,
     recorded_signature,
@@ -116,8 +117,8 @@ class Shelf:
         self._lock = threading.RLock()
         self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
         self._watches: dict[int, weakref.ref[ProcessGroup]] = {}
-        self.last: tuple[Hashable, Bound] | None = None
-        """The one that was called last, with its signature."""
+        self.last: tuple[Hashable, Bound, Mapping[str, int] | None] | None = None
+        """The one that was called last, with its signature, and what TorchDynamo's symbols were."""
 
     def get(self, key: Hashable) -> Bound | None:
         """The bound Program of a signature."""
@@ -164,6 +165,19 @@ class Shelf:
             item.executor.close()
 
 
+def _about_sizes(bound: Bound, before: Sequence[Bound], why: str) -> list[str]:
+    """What is said of a new Program's sizes: why those before it do not serve, and why it serves
+    no others."""
+    told: list[str] = []
+    if before:
+        known = dict.fromkeys(str(each.executor.sizes) for each in before[-3:])
+        classes = " or ".join(filter(None, known)) or "other sizes or layouts"
+        told.append(f"number {len(before) + 1} of this graph: those before are for {classes}")
+    if why := why or bound.executor.single:
+        told.append(f"for these sizes alone: {why}")
+    return told
+
+
 def _mark(key: Hashable, bound: Bound) -> Hashable:
     """What comes again: a class of sizes comes with any of them."""
     return str(bound.executor.sizes) if bound.executor.sizes.sizes else key
@@ -180,10 +194,15 @@ class CompiledGraph:
         self._gm = gm
         self._exchange = Exchange(gm.graph)
         self._unscheduled, self._captured = "", 0
+        self._single = ""
+        """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
         self._run: Callable[[list[Any]], Any] | None = None
         """What runs it where it has no Program, once that is needed."""
         self._traced = recorded_signature(gm)
         if self._traced is None:
+            # Now: later torch has facts of its own about symbols, see `pin`.
+            for node, value in (complete(gm) or {}).items():
+                node.meta.setdefault("val", value)
             pin(gm.graph)
         self._symbols = Symbols(
             [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
@@ -214,13 +233,13 @@ class CompiledGraph:
             found = self._for(key, args)
             if found is None:
                 return self._run_unscheduled(args)
-            self._shelf.last = last = (key, found)
+            self._shelf.last = last = (key, *found)
         given = list(args)
         args.clear()
         tell = self.listener(given) if self.listener is not None else None
-        bound = last[1]
+        _, bound, sizes = last
         told = bound.executor.measured  # else numbers beside the tensors tell sizes
-        results = bound.run(given, None if told else self._symbols.values(given))
+        results = bound.run(given, None if told else sizes)
         if tell is not None:
             tell(results)
         return results
@@ -278,29 +297,42 @@ class CompiledGraph:
             tell(results)
         return results
 
-    def _for(self, key: Hashable, args: Sequence[Any]) -> Bound | None:
-        """The bound Program for arguments of this signature: of a class of sizes, if there can be
-        one, else of these very sizes where it communicates. None: there is to be none."""
+    def _for(
+        self, key: Hashable, args: Sequence[Any]
+    ) -> tuple[Bound, Mapping[str, int] | None] | None:
+        """The bound Program for arguments of this signature, with the values of the symbols where
+        it may be for a class of sizes, else for these very sizes where the graph communicates.
+        None: there is to be none."""
         found = self._shelf.get(key)
         if found is not None or self._traced is not None:
-            return found or self._bind(key, args)
+            return found or self._bind(key, args), None
         if self.setting.options.graph and self._captured < MOST_CAPTURED:
             self._captured += 1
-            return self._bind(key, args)
+            return self._bind(key, args, why="CUDA graphs are for one size"), None
+        found, sizes, why = None, None, self._single
         try:
             sizes = self._symbols.values(args)
-            found = self._shelf.fitting(sizes) or self._bind(("class", key), args, sizes)
-        except SizeError:
-            found = None
+            found = self._shelf.fitting(sizes)
+            if found is None and not why:
+                found = self._bind(("class", key), args, sizes)
+                why = self._single = found.executor.single
+        except SizeError as error:
+            why = str(error)
+            if sizes is not None:  # else it is of this call
+                self._single = why
         if found is None or found.executor.sizes == found.executor.sizes.alone():
             self._unscheduled = "" if any(communications(self.graph)) else UNCLASSED
-        return None if self._unscheduled else found or self._bind(key, args)
+        if self._unscheduled:
+            log.info("%s %s: %s", self.kind, self._unscheduled, why or f"it was for {sizes}")
+            return None
+        return (found, sizes) if found is not None else (self._bind(key, args, why=why), None)
 
     def _bind(
         self,
         key: Hashable,
         args: Sequence[Any] | None,
         sizes: Mapping[str, int] | None = None,
+        why: str = "",
     ) -> Bound:
         values = None
         if args is not None and key != self._traced and sizes is None:
@@ -309,15 +341,19 @@ class CompiledGraph:
         imported, teams = self._imported(values=values, sizes=sizes)
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
-        found, took = bound.program.sites, time.perf_counter() - began
+        bound.about_sizes[:] = _about_sizes(bound, self.bound, why)
+        if sizes is not None:
+            bound.at.update(sizes)
+        sites, took = bound.program.sites, time.perf_counter() - began
         log.info(
-            "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s",
+            "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s%s",
             self.kind,
             f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else "",
-            sum(site.strategy != "serial" for site in found),
-            len(found),
+            sum(site.strategy != "serial" for site in sites),
+            len(sites),
             len(bound.program.ops),
             took,
+            "".join(f"; {told}" for told in bound.about_sizes),
         )
         self._shelf.put(key, bound, list(groups.values()))
         return bound

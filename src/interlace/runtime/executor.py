@@ -161,6 +161,8 @@ class Executor:
         self._bound_resets: list[int] = []
         self.sizes = FIXED
         """Once prepared: the sizes that it runs, where the Program has named ones."""
+        self.single = ""
+        """Once prepared: why it runs one size alone, if it does and the Program has named ones."""
         self._arena: Any = None
         self._measures: tuple[Measure | None, ...] = ()
         self._at: tuple[int, ...] = ()
@@ -202,9 +204,8 @@ class Executor:
             self._own = self.program.instantiate(self.rank)
             self.sizes = self.agreement.report.sizes.bucket()
             self._measures = measures(self._own, self.sizes)
-            # Proved as a set, the ranks' Programs are for their own sizes; graphs are for one.
-            if not self.sizes.sizes or self.options.graph or not self._lasts():
-                self._fix()
+            if self._own.sizes.sizes or self.sizes.sizes:
+                self._fix(self._not_classed(self.agreement))
             try:
                 largest = self._own.at(self.sizes.largest)
                 with settled(self.sizes):
@@ -219,8 +220,8 @@ class Executor:
                 self._arena = arena_for(plan.program, self.device)
                 try:
                     self._bind(self.sizes.values)
-                except SizeError:  # an op that is bound for one size alone
-                    self._fix()
+                except SizeError as error:  # an op that is bound for one size alone
+                    self._fix(str(error))
                     self._bind(self.sizes.values)
             except BaseException:
                 self._kept.close()
@@ -255,12 +256,23 @@ class Executor:
             asked = self.options.transport
         return self._teams[team].backend_name(asked, self.device.type)
 
-    def _lasts(self) -> bool:
-        """Whether memory for the largest sizes of the class does for all of them."""
-        return grows(self._own) and self.sizes.holds(self.sizes.largest)
+    def _not_classed(self, agreement: Agreement) -> str:
+        """Why there is one size alone to run, if so."""
+        if agreement.texts:  # each has names of its own, and must meet the others' in each run
+            return "the ranks' Programs differ, as those of uneven shards do"
+        if agreement.report.single:
+            return agreement.report.single
+        if self.options.graph:
+            return "CUDA graphs are for one size"
+        if not (grows(self._own) and self.sizes.holds(self.sizes.largest)):
+            return "memory for the largest sizes of its class is not enough for the others"
+        return ""
 
-    def _fix(self) -> None:
-        """Leaves nothing but the sizes at hand."""
+    def _fix(self, why: str) -> None:
+        """Leaves nothing but the sizes at hand, where there is a reason to."""
+        if not why:
+            return
+        self.single = why
         self.sizes = self.program.sizes.alone()
         self._measures = measures(self.program.instantiate(self.rank), self.sizes)
         self._own = self._own.at(self.sizes.values)

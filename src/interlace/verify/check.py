@@ -108,10 +108,12 @@ def _check_class(listed: Sequence[Program], runs: int, in_order: bool, unroll: b
             report = again(listed)
         if report.sound:
             return dataclasses.replace(report, sizes=known.size_class())
-    except SizeError:
-        pass
+        first = str(report.errors[0]).splitlines()[0]
+        why = f"for a class of them the verifier cannot tell that it is sound ({first})"
+    except SizeError as error:
+        why = str(error)
     report = again([program.at(sizes.values) for program in listed])
-    return dataclasses.replace(report, sizes=sizes.alone())
+    return dataclasses.replace(report, sizes=sizes.alone(), single=why)
 
 
 def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool) -> Report:

@@ -173,6 +173,8 @@ class Report:
     """Further faults that were found and are not listed; the search for races ends at 10,000."""
     sizes: SizeClass = FIXED
     """The sizes that it holds for, where Programs have named ones."""
+    single: str = field(default="", compare=False)
+    """Why it is for one size alone, where it is and Programs have named ones."""
     symmetry: Symmetry | None = field(default=None, compare=False)
     """Which ranks were looked at for all; None: every rank was."""
 

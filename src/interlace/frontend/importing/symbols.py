@@ -22,7 +22,7 @@ from torch import fx
 from interlace.errors import SizeError
 from interlace.frontend.importing.nodes import flatten
 from interlace.ir.size_class import NamedSize, SizeClass
-from interlace.ir.sizes import Int, named
+from interlace.ir.sizes import Int, at, named
 
 
 def pin(graph: fx.Graph) -> None:
@@ -91,31 +91,73 @@ _ZERO: Int = 0
 
 
 class Symbols:
-    """Where the arguments of a graph tell the symbols that it has."""
+    """Where the arguments of a graph tell the symbols that it has.
+
+    Some stand in expressions alone: of uneven shards, one that is padded has the stride
+    `256 * s76` and no size `s76`.
+    """
 
     def __init__(self, placeholders: Sequence[Any]) -> None:
-        self._sources: dict[str, tuple[int, Callable[[Any], int]]] = {}
-        needed: set[str] = set()
-        for index, fake in enumerate(placeholders):
-            for number, read in _numbers(fake):
-                expr = number.node._expr
-                needed |= {str(symbol) for symbol in expr.free_symbols}
-                if isinstance(expr, sympy.Symbol):
-                    self._sources.setdefault(expr.name, (index, read))
-        self._missing = sorted(needed - self._sources.keys())
+        numbers = [
+            (number.node._expr, index, read)
+            for index, fake in enumerate(placeholders)
+            for number, read in _numbers(fake)
+        ]  # symbols by themselves first
+        numbers.sort(key=lambda told: not isinstance(told[0], sympy.Symbol))
+        self._readers: dict[str, Callable[[Sequence[Any], Mapping[str, int]], int]] = {}
+        unknown = {symbol for expr, _, _ in numbers for symbol in expr.free_symbols}
+        found = True
+        while found:
+            found = False
+            for expr, index, read in numbers:
+                symbols = expr.free_symbols & unknown
+                if read is None or len(symbols) != 1:
+                    continue
+                reader = _solved(expr, *symbols, index, read)
+                if reader is not None:
+                    found = True
+                    unknown -= symbols
+                    self._readers[symbols.pop().name] = reader
+        self._missing = sorted(map(str, unknown))
 
     def values(self, args: Sequence[Any]) -> dict[str, int]:
         """The value of each in a call."""
         if self._missing:
-            raise SizeError(f"no argument is as large as {self._missing[0]}")
-        found = {name: read(args[index]) for name, (index, read) in self._sources.items()}
-        if any(value < 0 for value in found.values()):
-            raise SizeError("a number of the call is negative, and a size is not")
+            raise SizeError(f"no argument tells the size {self._missing[0]}")
+        found: dict[str, int] = {}
+        for name, reader in self._readers.items():
+            found[name] = value = reader(args, found)
+            if value < 0:
+                raise SizeError("a number of the call is negative, and a size is not")
         return found
 
 
-def _numbers(fake: Any) -> Iterator[tuple[torch.SymInt, Callable[[Any], int]]]:
-    """What is symbolic of an argument, and how to read it in a call."""
+def _solved(
+    expr: Any, symbol: Any, index: int, read: Callable[[Any], int]
+) -> Callable[[Sequence[Any], Mapping[str, int]], int] | None:
+    """What reads a symbol off an argument, where that is linear in it; the others are known."""
+    if expr == symbol:
+        return lambda args, _: read(args[index])
+    if not expr.is_polynomial(*expr.free_symbols):
+        return None
+    factor, rest = expr.coeff(symbol, 1), expr.coeff(symbol, 0)
+    if sympy.expand(factor * symbol + rest - expr) != 0:
+        return None
+    times, more = _size(factor), _size(rest)
+
+    def solve(args: Sequence[Any], known: Mapping[str, int]) -> int:
+        by = at(times, known)
+        value, left = divmod(read(args[index]) - at(more, known), by) if by else (0, 1)
+        if left:
+            raise SizeError(f"no argument tells the size {symbol}: one is {expr}")
+        return value
+
+    return solve
+
+
+def _numbers(fake: Any) -> Iterator[tuple[torch.SymInt, Callable[[Any], int] | None]]:
+    """What is symbolic of an argument, and how to read it in a call; the stride of a dimension of
+    one tells nothing."""
     if isinstance(fake, torch.SymInt):
         yield fake, int
     elif isinstance(fake, torch.Tensor):
@@ -123,7 +165,8 @@ def _numbers(fake: Any) -> Iterator[tuple[torch.SymInt, Callable[[Any], int]]]:
             if isinstance(size, torch.SymInt):
                 yield size, lambda given, dim=dim: given.shape[dim]
             if isinstance(stride, torch.SymInt):
-                yield stride, lambda given, dim=dim: given.stride(dim)
+                one = type(size) is int and size == 1
+                yield stride, None if one else lambda given, dim=dim: given.stride(dim)
 
 
 def size_class(values: Mapping[str, int]) -> SizeClass:

@@ -106,7 +106,7 @@ def box_runs(box: Box) -> Iterator[tuple[Int, Int]]:
     if any(isinstance(n, Size) for n, _ in dims):
         yield box.offset * item, length * item
         raise Refused(TOO_FINE)
-    offsets = [range(0, n * step, step) if step else (0,) * n for n, step in dims]
+    offsets = [[i * step for i in range(n)] for n, step in dims]
     inner = offsets.pop() if offsets else (0,)
     for index in itertools.product(*offsets):
         start = box.offset + sum(index)
