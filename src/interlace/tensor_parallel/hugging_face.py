@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -32,6 +33,8 @@ from interlace.tensor_parallel.styles import (
 
 LEFT_WHOLE = ("replicate", "keep_full_weight")
 """Words of a plan for what all ranks have."""
+BY_NAME = ("mla_kv_a_proj", "moe_tp_experts")
+"""Words whose style depends on the module."""
 
 
 def styles_of_words(
@@ -49,6 +52,8 @@ def styles_of_words(
         owner = name.rpartition(".")[0]
         if word == "moe_tp_experts" and name in modules:
             styles[name] = _experts(modules[name], name, words, mesh)
+        elif word == "mla_kv_a_proj" and name in modules:
+            styles[name] = Local(rope_dim=_rope_dim(modules[owner], _config(model), name))
         elif word in kinds and name in modules:
             _check_sizes(modules[name], name, word, mesh)
             styles[name] = kinds[word]
@@ -58,7 +63,7 @@ def styles_of_words(
             raise UnsupportedError(
                 f"{name} is {word!r} in the plan, which is not taken for a "
                 f"{type(modules.get(name, params.get(name))).__name__}: give a `plan` without it; "
-                f"for modules these are taken: {', '.join((*kinds, 'moe_tp_experts', *LEFT_WHOLE))}"
+                f"for modules these are taken: {', '.join((*kinds, *BY_NAME, *LEFT_WHOLE))}"
             )
     _check_heads(model, words, mesh)
     return styles
@@ -78,7 +83,7 @@ def _kinds(how: dict[str, Any], recipe: Recipe | None) -> dict[str, ParallelStyl
         "rowwise_rep": split,
         "embedding_rowwise": OverlapRowwise(input_layouts=whole),
         "embedding_colwise": OverlapColwise(output_layouts=whole),
-        "replicated_with_grad_allreduce": _Local(sees_heads=True),
+        "replicated_with_grad_allreduce": Local(sees_heads=True),
     }
 
 
@@ -97,10 +102,10 @@ def _check_sizes(module: nn.Module, name: str, word: str, mesh: DeviceMesh) -> N
 
 
 def _check_heads(model: nn.Module, words: Mapping[str, str], mesh: DeviceMesh) -> None:
-    if not any(n.endswith(".k_proj") and word == "colwise" for n, word in words.items()):
+    keys = (".k_proj", ".kv_b_proj")
+    if not any(n.endswith(keys) and word == "colwise" for n, word in words.items()):
         return
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = _config(model)
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % mesh.size():
@@ -110,23 +115,46 @@ def _check_heads(model: nn.Module, words: Mapping[str, str], mesh: DeviceMesh) -
             )
 
 
-class _Local(Checked):
-    """A module whose Parameters are DTensors, and whose forward is given this rank's parts."""
+def _config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _rope_dim(attention: nn.Module, config: Any, name: str) -> int:
+    """How many features of keys are rotary, which all heads share."""
+    for holder in (attention, config):
+        if isinstance(dim := getattr(holder, "qk_rope_head_dim", None), int):
+            return dim
+    raise InputError(
+        f"{name} is 'mla_kv_a_proj' in the plan, and neither {type(attention).__name__} nor the "
+        "model's config has `qk_rope_head_dim`, the count of its rotary features: give the module "
+        "that attribute"
+    )
+
+
+class Local(Checked):
+    """A module whose Parameters are DTensors, and whose forward finds this rank's parts of them."""
 
     def __init__(
         self,
         placements: Mapping[str, Placement] | None = None,
         *,
+        held: Sequence[tuple[nn.Module, bool]] | None = None,
         sees_heads: bool = False,
         is_partial: bool = False,
+        rope_dim: int = 0,
     ) -> None:
-        """Those that have no placement are whole.
+        """Parameters that have no placement are whole.
 
+        `held`: the modules whose Parameters the forward finds as local tensors, its own by default,
+        each with whether their gradients are summed. A parent may read those of its children.
         `sees_heads`: each rank's rows differ, so the Parameters' gradients are summed.
         `is_partial`: outputs are summed, and so are the gradients of inputs.
+        `rope_dim`: so many features of the output, the last, are read by each rank's heads, so
+        their gradients are summed: the rotary part of keys in multi-head latent attention.
         """
-        self.placements = placements or {}
-        self.sees_heads, self.is_partial = sees_heads, is_partial
+        self.placements, self.held = placements or {}, held
+        self.sees_heads, self.is_partial, self.rope_dim = sees_heads, is_partial, rope_dim
 
     def why(self, module: nn.Module) -> str | None:
         return "its outputs are summed after it" if self.is_partial else "all ranks have it whole"
@@ -140,18 +168,21 @@ class _Local(Checked):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, self._placements(module), device_mesh, self.src_data_rank)
-        original: Any = getattr(module.forward, "__func__", type(module).forward)
+        given: Any = module.forward
+        original: Any = getattr(given, "__func__", lambda _, *args, **kw: given(*args, **kw))
+        held: Any = [(module, self.sees_heads)] if self.held is None else [*self.held]
+        module._interlace_held = held  # where copies of the module find copies of these
 
-        @functools.wraps(original)
+        @functools.wraps(given)
         def forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            used = {n: p if p is None else p.to_local() for n, p in self_._parameters.items()}
-            if self.sees_heads:
-                used = {name: summed(value) for name, value in used.items()}
             if self.is_partial:
                 args = tuple(map(summed, args))
                 kwargs = {name: summed(value) for name, value in kwargs.items()}
-            with _parameters(self_, used):
+            with _local_parameters(self_._interlace_held, summed):
                 y = original(self_, *args, **kwargs)
+            if self.rope_dim:
+                rest, rope = y.split([y.shape[-1] - self.rope_dim, self.rope_dim], dim=-1)
+                y = torch.cat([rest, summed(rope)], dim=-1)
             if not self.is_partial:
                 return y
             part = DTensor.from_local(y, device_mesh, [Partial()], run_check=False)
@@ -165,14 +196,11 @@ class _Local(Checked):
         return module
 
 
-WHOLE = _Local()
-"""For modules that a plan does not name."""
-
-
-def _experts(module: nn.Module, name: str, words: Mapping[str, str], mesh: DeviceMesh) -> _Local:
-    """How experts' Parameters [experts, out, in] are cut."""
+def _experts(module: nn.Module, name: str, words: Mapping[str, str], mesh: DeviceMesh) -> Local:
+    """How experts' Parameters are cut: [experts, out, in], or [experts, in, out] (Llama 4's)."""
     allowed = {
         "packed_colwise": _StridedShard(1, split_factor=2),
+        "packed_rowwise": _StridedShard(2, split_factor=2),
         "colwise": Shard(1),
         "rowwise": Shard(2),
     }
@@ -185,20 +213,40 @@ def _experts(module: nn.Module, name: str, words: Mapping[str, str], mesh: Devic
                 f"of experts are taken that have 3 dimensions and are {', '.join(allowed)}"
             )
         placements[key] = placement = allowed[word]
-        parts = mesh.size() * (2 if word == "packed_colwise" else 1)
+        parts = mesh.size() * (2 if isinstance(placement, _StridedShard) else 1)
         if param.shape[placement.dim] % parts:
             raise InputError(
                 f"{name}.{key} has size {param.shape[placement.dim]} in dimension {placement.dim}: "
                 f"a mesh of {mesh.size()} takes multiples of {parts}"
             )
-    return _Local(placements, is_partial=True)
+    return Local(placements, is_partial=True)
 
 
 @contextlib.contextmanager
-def _parameters(module: Any, used: dict[str, Tensor | None]) -> Iterator[None]:
-    """Other tensors in the place of a module's Parameters."""
-    kept, module._parameters = module._parameters, used
+def _local_parameters(
+    held: Sequence[tuple[Any, bool]], summed: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """This rank's parts in the place of modules' Parameters, where none are yet.
+
+    What fully_shard has sharded lies on two dimensions of a mesh, and is left to its own hooks.
+    """
+    kept: list[tuple[Any, dict[str, Any]]] = []
     try:
+        for module, sums in held:
+            used = dict(module._parameters)
+            for name, param in used.items():
+                if isinstance(param, DTensor) and len(param.placements) == 1:
+                    used[name] = summed(param.to_local()) if sums else param.to_local()
+            if any(used[name] is not param for name, param in module._parameters.items()):
+                kept.append((module, module._parameters))
+                _put(module, used)
         yield
     finally:
-        module._parameters = kept
+        for module, params in kept:
+            _put(module, params)
+
+
+def _put(module: Any, parameters: dict[str, Any]) -> None:
+    module._parameters = parameters
+    if isinstance(module, nn.RNNBase):  # which reads them from a list of its own
+        module._flat_weights = [parameters.get(name) for name in module._flat_weights_names]

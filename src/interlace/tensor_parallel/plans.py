@@ -15,7 +15,7 @@ is applied as it is given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,7 +36,7 @@ from interlace.errors import InputError
 from interlace.float8 import Recipe
 from interlace.nn.parallel.linear import Given
 from interlace.tensor_parallel.group import OverlapColwiseGroup, is_gathered
-from interlace.tensor_parallel.hugging_face import WHOLE, styles_of_words
+from interlace.tensor_parallel.hugging_face import Local, styles_of_words
 from interlace.tensor_parallel.styles import (
     ALL,
     FEATURES,
@@ -130,18 +130,19 @@ def parallelize(
     members = {_below(parent, name) for parent, s in groups.items() for name in s.names}
     if twice := members & styles.keys():
         raise InputError(f"{min(twice)} is in its parent's group: give it no style of its own")
-    steps = [(modules[name], style) for name, style in styles.items()]
+    steps = [*styles.items()]
     if words:
         rest = modules.keys() - (styles.keys() - groups.keys()) - members
-        steps += [
-            (modules[name], WHOLE) for name in modules if name in rest and _is_left(modules[name])
-        ]
+        steps += _whole(modules, rest, styles)
     planned: dict[int, Placement] = {}
-    for module, style in steps:
+    for name, style in steps:
         if isinstance(style, Checked):
-            style.check(module, mesh, planned)
-    for module, style in steps:
-        parallelize_module(module, mesh, style)
+            try:
+                style.check(modules[name], mesh, planned)
+            except InputError as error:
+                raise InputError(f"{name or 'the model'}: {error}") from None
+    for name, style in steps:
+        parallelize_module(modules[name], mesh, style)
     made = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
     return Parallelized(
         {name: words.get(name) or _applied(name, styles) for name in found},
@@ -172,9 +173,31 @@ def _why(style: ParallelStyle, module: nn.Module) -> str | None:
     return f"{type(style).__name__} is applied as it is given"
 
 
+def _whole(
+    modules: Mapping[str, nn.Module], rest: Set[str], styles: Mapping[str, ParallelStyle]
+) -> list[tuple[str, ParallelStyle]]:
+    """Styles of modules that a plan leaves whole, and of those around them, which may read them."""
+    sums = {
+        id(module): getattr(styles.get(name), "sees_heads", False)
+        for name, module in modules.items()
+        if _is_left(module) and (name in rest or getattr(styles.get(name), "is_partial", None) is False)
+    }
+    found: list[tuple[str, ParallelStyle]] = []
+    for name in filter(rest.__contains__, modules):
+        held = [(part, sums[id(part)]) for part in modules[name].modules() if id(part) in sums]
+        if held and (_is_left(modules[name]) or _is_called(modules[name])):
+            found.append((name, Local(held=held)))
+    return found
+
+
 def _is_left(module: nn.Module) -> bool:
     """Whether a module has Parameters of its own that are not distributed."""
     return any(not isinstance(param, DTensor) for param in module.parameters(recurse=False))
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, as a ModuleList has not."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _below(parent: str, name: str) -> str:
