@@ -143,7 +143,7 @@ def bind(
     except SoundnessError as error:
         if written is None:
             raise
-        raise unsound(path_of(kind, imported.program, options), written, error) from None
+        raise unsound(path_of(kind, imported.program, options), written, error, options) from None
     except AgreementError as error:
         if written is not None or not _differs(error, options):
             raise
