@@ -55,7 +55,8 @@ class Options:
     Attributes:
         overlap: False keeps every site serial: one stream, no decomposition.
         in_order: run the overlapped Program one op after another: the twin that results are
-            compared with.
+            compared with. It is verified as it runs, since that order may wait for ever where
+            the streams do not.
         strategy: how sites are overlapped: `serial`, `pipeline`, `broadcast`, `shift`, `ring`,
             `peer`, `fused`, `hierarchical`, `exchange` or `copies`; `auto` asks the cost model,
             with `serial` always a candidate.

@@ -100,13 +100,15 @@ def run(
     if started and world is None and mesh is None:
         world = int(os.environ["WORLD_SIZE"])
 
-    def laid_out(programs: list[Program]) -> tuple[Program, ...]:
+    def laid_out(programs: list[Program], twin: bool = False) -> tuple[Program, ...]:
         placed = on_mesh(programs, world=world, mesh=parse_mesh(mesh))
         check(placed).raise_if_unsound()
+        if twin:
+            check(placed, in_order=True).raise_if_unsound()
         return tuple(placed)
 
     file = the_one(file)
-    programs = laid_out(read_programs(file))
+    programs = laid_out(read_programs(file), check_against == IN_ORDER)
     ranks = sorted(rank for program in programs for rank in _ranks(program))
     if ranks != list(range(len(ranks))):
         raise TeamError(f"{file} runs on ranks {ranks}: a run needs all ranks from 0 on")

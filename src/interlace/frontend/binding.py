@@ -148,7 +148,7 @@ def bind(
     except SoundnessError as error:
         if written is None:
             raise
-        raise unsound(path_of(kind, imported.program, options), written, error) from None
+        raise unsound(path_of(kind, imported.program, options), written, error, options) from None
     return Bound(kind, imported, executor, agreed.machine)
 
 

@@ -98,10 +98,12 @@ def path_of(kind: str, graph: Program, options: Options) -> Path:
     return Path(options.schedules) / f"{kind}-{key_of(graph)}.ilc"
 
 
-def unsound(path: Path, program: Program, error: SoundnessError) -> SoundnessError:
+def unsound(
+    path: Path, program: Program, error: SoundnessError, options: Options
+) -> SoundnessError:
     """The error of a Program that was read from a file, with the lines of the file: what ranks
     agree on has lost them."""
-    report = check(program)
+    report = check(program, in_order=options.in_order)
     text = str(error) if report.sound else str(report)
     return SoundnessError(f"{path} is unsound:\n{text}", report.errors or error.findings)
 

@@ -198,7 +198,8 @@ class Executor:
             names = self._backend_name, self._teams
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
             found = collect(self.program, self.rank, self._given, self.device)
-            self.agreement = agree(program, self.rank, [*self._teams.values()], limit, found, used)
+            given = [*self._teams.values()], limit, found, used, self.options.in_order
+            self.agreement = agree(program, self.rank, *given)
             for team in teams:
                 team.setup(limit)
             self._own = self.program.instantiate(self.rank)

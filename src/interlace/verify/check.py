@@ -124,7 +124,8 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
     if turns is not None and certified(sources, regions, turns):
         num_ops = sum(len(source.items) * len(source.ranks) for source in sources)
         seconds = time.perf_counter() - began
-        return Report((), num_ops, len(turns.first), seconds, symmetry=turns.told())
+        told = turns.told()
+        return Report((), num_ops, len(turns.first), seconds, symmetry=told, in_order=in_order)
     _refuse_too_many_pairs(sources)
     builder = GraphBuilder(sources, regions)
     graph = builder.build(runs, unroll)
@@ -159,6 +160,7 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
         len(builder.places),
         time.perf_counter() - began,
         left_out,
+        in_order=in_order,
     )
     if report.sound:
         return report

@@ -177,6 +177,8 @@ class Report:
     """Why it is for one size alone, where it is and Programs have named ones."""
     symmetry: Symmetry | None = field(default=None, compare=False)
     """Which ranks were looked at for all; None: every rank was."""
+    in_order: bool = False
+    """Whether it is about the twin that runs the ops of a rank one after another, as listed."""
 
     @property
     def num_visited(self) -> int:
@@ -225,6 +227,8 @@ class Report:
         size = f"{ranks}, {self.num_ops} ops, {self.seconds * 1e3:.0f} ms"
         errors = len(self.errors) + self.num_left_out
         verdict = f"unsound: {errors} fault{'s' if errors != 1 else ''}" if errors else "sound"
+        if self.in_order:
+            verdict = verdict.replace("sound", "sound in order, one op after another", 1)
         if errors >= MAX_FAULTS:
             verdict += " or more"
         if self.sizes.sizes:

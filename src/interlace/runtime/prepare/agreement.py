@@ -62,8 +62,8 @@ class Agreement:
 
 
 @lru_cache(maxsize=256)
-def verdict(program: Program) -> Report:
-    return check(program)
+def verdict(program: Program, in_order: bool) -> Report:
+    return check(program, in_order=in_order)
 
 
 def digest(text: str) -> str:
@@ -105,10 +105,12 @@ def agree(
     time_out_s: float,
     found: Registration | None = None,
     backends: Sequence[Sequence[str]] = (),
+    in_order: bool = False,
 ) -> Agreement:
-    """Agrees with every rank that is joined to this one by teams, and proves what they run. What is
-    wrong with what any rank registers (`found`), all raise. `backends` has those that this rank's
-    Program needs, for each of the teams."""
+    """Agrees with every rank that is joined to this one by teams, and proves what they run: with
+    `in_order`, the twin that runs one op after another. What is wrong with what any rank registers
+    (`found`), all raise. `backends` has those that this rank's Program needs, for each of the
+    teams."""
     found = found or Registration()
     plain = essence(program)
     text = print_program(plain)
@@ -119,22 +121,23 @@ def agree(
         "skeleton": digest(print_program(skeleton(plain))),
         "backends": {},
         "registered": found.note,
+        "in_order": in_order,
     }
     if found.problem is not None:
         mine |= failure(found.problem)
     if not teams:
         judge(program.name, {0: mine}, 0, found.problem)
-        return Agreement(int(mine["hash"][:16], 16), _proof(program))
+        return Agreement(int(mine["hash"][:16], 16), _proof(program, in_order))
     for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
         mine["backends"][team.key] = list(needs)
     board, me = teams[0].board, teams[0].rank
     entries = gather(mine, teams, time_out_s)
     judge(program.name, entries, me, found.problem)
-    _check_backends(entries)
+    _check_options(entries)
     if len({entry["skeleton"] for entry in entries.values()}) > 1:
         report, texts = _verify_set(board, entries, me, text, time_out_s)
     else:
-        report, texts = _proof(program), ()
+        report, texts = _proof(program, in_order), ()
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
     tag = int(digest(repr((parts, _places(entries.values()))))[:16], 16)
@@ -170,14 +173,20 @@ def gather(mine: Note, teams: Sequence[TeamComm], time_out_s: float) -> dict[int
     return entries
 
 
-def _proof(program: Program) -> Report:
-    report = verdict(program)
+def _proof(program: Program, in_order: bool) -> Report:
+    report = verdict(program, in_order)
     report.raise_if_unsound()
     return report
 
 
-def _check_backends(entries: Mapping[int, Note]) -> None:
-    """Ranks that run one Program go by the same backends; that follows from their options."""
+def _check_options(entries: Mapping[int, Note]) -> None:
+    """All ranks run in order, or none; those of one Program go by the same backends."""
+    ways = {entry["in_order"]: rank for rank, entry in sorted(entries.items(), reverse=True)}
+    if len(ways) > 1:
+        raise AgreementError(
+            f"rank {ways[True]} would run {entries[ways[True]]['name']!r} in order, and rank "
+            f"{ways[False]} on its streams: give all ranks the same option `in_order`"
+        )
     known: dict[tuple[str, str], tuple[int, list[str]]] = {}
     for rank, entry in sorted(entries.items()):
         for place, names in entry["backends"].items():
@@ -248,7 +257,10 @@ def _verify_set(
         for rank in (rank for rank, count in taken.items() if count > 1):
             raise ProgramError(f"rank {rank} of the Programs is prepared by more than one process")
         parsed = {key: parse(text) for key, text in notes.items()}
-        report = check([p for key in ranks for p in for_ranks(parsed[key], ranks[key])])
+        report = check(
+            [p for key in ranks for p in for_ranks(parsed[key], ranks[key])],
+            in_order=entries[me]["in_order"],
+        )
         report.raise_if_unsound()
     except (SoundnessError, ProgramError) as error:
         why = str(error)
