@@ -511,7 +511,8 @@ def reset_teams(time_out_s: float | None = None) -> None:
         count.begin()
     if early:
         told = {group.group_name: count.number for group, count in _counts.items()}
-        board = Board(apart(c10d._get_default_store()), (), dist.get_rank(), limit_s=limit)
+        store = apart(c10d._get_default_store(), limit)
+        board = Board(store, (), dist.get_rank(), limit_s=limit)
         board.post(f"resets/{board.rank}", {"groups": told, **moment()})
     reset_in_turn([team for team in teams if team.is_set_up], limit, renew=False)
     for count in counts:
