@@ -339,7 +339,7 @@ def test_ranks_that_would_choose_differently_run_serially(pool: Pool) -> None:
     for _, strategies, remarks in (first, second):
         assert strategies == ["serial"]
         assert remarks
-        assert "runs serially" in remarks[0]
+        assert "all run serially" in remarks[0]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -219,7 +219,7 @@ def test_what_is_under_way_is_waited_for(pool: Pool, seed: int) -> None:
 def vary(sizes: list[int]) -> tuple[list[int], int]:
     """Row counts of which the results are wrong, and how many Programs served them."""
     wrong, ranks, group = [], dist.get_world_size(), c10d._get_default_group()
-    before = sum(len(each.all()) for each in kept._programs.get(group, {}).values())
+    before = len(kept.kept(group))
     w = torch.randn(64, 64, requires_grad=True)
     for size in sizes:
         x = torch.full((size, 64), 1.0 + dist.get_rank(), requires_grad=True)
@@ -229,7 +229,7 @@ def vary(sizes: list[int]) -> tuple[list[int], int]:
         right = y.shape == (ranks * size, 64) and torch.allclose(y, full @ w.T, atol=1e-4)
         if x.grad is None or not right:
             wrong.append(size)
-    return wrong, sum(len(each.all()) for each in kept._programs[group].values()) - before
+    return wrong, len(kept.kept(group)) - before
 
 
 def test_row_counts_share_programs(pool: Pool, seed: int) -> None:
@@ -380,7 +380,7 @@ def refused() -> None:
         with pytest.raises(InputError, match=told):
             attempt()
     assert torch.equal(all_gather_linear(x, w, b, group=alone[dist.get_rank()]), linear(x, w, b))
-    with pytest.raises(InterlaceError, match="as many rows"):
+    with pytest.raises(InterlaceError, match="rank 0 has rows=5, and rank 1 rows=6"):
         call(torch.ones(5 + dist.get_rank(), 3), w, options=options_of("ring"))
     interlace.reset()
     assert torch.equal(call(x, w), torch.full((10, 4), 3.0))
@@ -395,7 +395,7 @@ def freed() -> tuple[int, int]:
     group: Any = dist.new_group([0, 1])
     before = len(kept._programs)
     all_gather_linear(torch.ones(2, 3), torch.ones(4, 3), group=group)
-    (made,) = kept._programs[group].values()
+    (made,) = kept._programs[group].programs.values()
     executor = made.all()[0].executor
     count = len(made.all())
     dist.destroy_process_group(group)

@@ -9,6 +9,7 @@ Each rank writes its own part and reads the others':
     reached    how many collectives of each backend it has got to in this run
     attends    the meeting in the store that it waits in: no run of the team goes on meanwhile
     resets     that it is in reset(), whatever made it stop before, and who called that first
+    asked      how often ranks told one another a number, and the last two that this one told
 
 `run` counts the Programs that this process ran on the team, whatever Executor ran them, so the same
 number means the same call on every rank.
@@ -27,7 +28,7 @@ from interlace.errors import AgreementError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS
 
 ERROR, ERROR_LENGTH = range(2)
-ENTERED, EXITED, ATTENDS, RESETS = 8, 9, 10, 11
+ENTERED, EXITED, ATTENDS, RESETS, ASKED, ANSWERS = 8, 9, 10, 11, 12, 13
 """In a cache line that peers do not read in every run, as they do the error's."""
 REACHED = 16
 MAX_BACKENDS = 8
@@ -271,6 +272,46 @@ class Control:
             return self.where([i for i, theirs in enumerate(cells) if theirs[at] < mark])
 
         wait.until(lambda: all(theirs[at] >= mark for theirs in cells), missing)
+
+    @property
+    def asked(self) -> str:
+        """Names what the ranks asked of one another last: the run before it, and how often."""
+        return f"{self._mine[ENTERED]}.{self._mine[ASKED]}"
+
+    def exchange(self, number: int, time_out_s: float, what: str) -> tuple[int, ...]:
+        """The numbers of all ranks, which ask for one another's in the same order; costs no question
+        to the store. `what` is for messages."""
+        mine, cells = self._mine, self._cells
+        count = mine[ASKED] + 1
+        at = ANSWERS + count % 2  # a peer may ask once more before this rank has read
+        mine[at] = number
+        order_cells()
+        mine[ASKED] = count
+
+        def answered() -> bool:
+            beyond = [peer for peer, _ in self._peers if cells[peer][ENTERED] > mine[ENTERED]]
+            fence()
+            missing = [peer for peer, _ in self._peers if cells[peer][ASKED] < count]
+            met = 0, self._attended
+            passed = [p for p in missing if p in beyond or cells[p][ATTENDS] not in met]
+            if passed:
+                entry = self._entry(passed[0], cells[passed[0]][ENTERED])
+                error = AgreementError(
+                    f"{self._who(self.me)} of team {self.team} calls {what} for the first time, "
+                    f"and {self._who(passed[0])} does not: it runs {entry[1] if entry else '?'!r}, or "
+                    "prepares another. Every rank of a team gives a layer the same arguments, in the same "
+                    "order, and makes its weights anew when the others do"
+                )
+                self.fail(error)
+                raise error
+            return not missing
+
+        wait = BoundedWait(time_out_s, lambda: f"{what} of team {self.team}", self.check)
+        wait.until(answered, lambda: self.where(sorted(self._unasked(count))))
+        return tuple(theirs[at] for theirs in cells)
+
+    def _unasked(self, count: int) -> set[int]:
+        return {peer for peer, _ in self._peers if self._cells[peer][ASKED] < count}
 
     def where(self, members: Sequence[int]) -> str:
         """Who is missing, and where each of them stands."""

@@ -265,6 +265,15 @@ class TeamComm:
                 return rank
         return None
 
+    def exchange(self, number: int, what: str, time_out_s: float) -> tuple[int, ...]:
+        """The numbers that all ranks tell of `what`, by shared memory where there is some."""
+        control = self._control
+        if control is None or isinstance(control, HostsControl):
+            notes = self.consult("ask for numbers", {"number": number, "what": what}, time_out_s)
+            return tuple(note["number"] for note in notes)
+        with self.lock:
+            return control.exchange(number, time_out_s, what)
+
     @contextlib.contextmanager
     def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
         """While this rank waits for all others in a meeting, which peers that wait for it in a run

@@ -97,11 +97,15 @@ class Bound:
     def _own(self, values: Mapping[str, int]) -> dict[str, int]:
         return {name: values[symbol] for name, symbol in self.imported.symbols.items()}
 
-    def run(self, args: Sequence[Any], values: Mapping[str, int] | None = None) -> list[Any]:
+    def run(
+        self, args: Sequence[Any], values: Mapping[str, int] | None = None, origin: str = ""
+    ) -> list[Any]:
         """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, where
-        tensors do not tell them all."""
+        tensors do not tell them all; `origin` is as in `Executor.run_for`."""
         given = self.imported.gather(args)
-        if values is None:
+        if origin:
+            results = self.executor.run_for(origin, given)
+        elif values is None:
             results = self.executor.run(given)
         else:
             results = self.executor.run_at(self._own(values), given)

@@ -7,6 +7,7 @@ device's streams, and runs them. Another device adds a file with its engine and 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -79,6 +80,10 @@ class ShareRequest:
         return sorted(self.teams.items(), key=lambda item: (item[1].topic, item[0]))
 
 
+MIXER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+"""What spreads 32 bits over the 64 of a tag."""
+
+
 class RunLabel:
     """What peers are told of a run."""
 
@@ -92,12 +97,27 @@ class RunLabel:
         """`peer_text` tells the ops of peers by index, where they are the same as this rank's."""
         self._name, self._tag_at, self._sizes = name, tag_at, sizes
         self.peer_text = peer_text
+        self._origin = ""
         sizes.follow(list(map(named, sizes.values)), self._turned)
 
     def _turned(self, _: tuple[int, ...]) -> None:
         told = [f", {name} = {value}" for name, value in self._sizes.values.items()]
         self.name, self.tag = f"{self._name}{''.join(told)}", self._tag_at(self._sizes.at)
-        self.entry = self.tag, self.name, self.peer_text
+        self._join()
+
+    def carry(self, origin: str) -> None:
+        """Says what the next runs belong to, beside their Program: runs of equal Programs that
+        belong to something else are others to the peers."""
+        if origin != self._origin:
+            self._origin = origin
+            self._join()
+
+    def _join(self) -> None:
+        tag, name = self.tag, self.name
+        if self._origin:
+            tag ^= (zlib.crc32(self._origin.encode()) * MIXER) & MASK
+            name = f"{name} {self._origin}"
+        self.entry = tag, name, self.peer_text
         """As `Control.enter` takes it. The tag is the same on all ranks that run these sizes."""
 
 

@@ -167,6 +167,7 @@ class Executor:
         self._measures: tuple[Measure | None, ...] = ()
         self._at: tuple[int, ...] = ()
         """The values of the named sizes that runs are of."""
+        self._origin = ""
         self._poison: tuple[str, list[int]] | None = None
         self._closed = False
 
@@ -305,6 +306,8 @@ class Executor:
         # Sizes that do not differ from run to run may be others on each rank.
         tag_at = agreement.tag_at if program.sizes.sizes else lambda _: agreement.tag
         text = None if agreement.texts else Flight(self.program, self.rank).text
+        label = RunLabel(program.name, tag_at, run_sizes, text)
+        label.carry(self._origin)
         return EngineContext(
             plan=plan,
             values=values,
@@ -317,7 +320,7 @@ class Executor:
             inputs=Parameters(program.name, "input", params[0], *facts),
             outputs=Parameters(program.name, "output", params[1], *facts),
             results=reader_of(program.returned(), plan, values),
-            label=RunLabel(program.name, tag_at, run_sizes, text),
+            label=label,
         )
 
     def run(
@@ -419,6 +422,15 @@ class Executor:
         with self._locked():
             self._turn_to(tuple([values[name] for name in self.sizes.values]))
             return self.run(inputs, out)
+
+    def run_for(self, origin: str, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """A run that belongs to `origin`, which is the same on all ranks: who pairs it with a run
+        of another origin gets an AgreementError, although the Program is the same."""
+        with self._locked():
+            self._origin = origin
+            if self.engine is not None:
+                self.engine.context.label.carry(origin)
+            return self.run(inputs)
 
     def _turn_to(self, at: tuple[int, ...]) -> None:
         """Makes the next runs those of these values of the named sizes."""

@@ -112,7 +112,7 @@ def _columns(
     many = not isinstance(weights, Tensor)
     each: Any = weights if many else [weights]
     bias: Any = [None] * len(each) if biases is None else biases if many else [biases]
-    via = _communication(collective, group, options, overlap, recipe)
+    via = _communication(collective, group, options, overlap, recipe, each)
     dim = 0 if dim is None else _rows_dim(x, dim)
     x, tensors, accumulators = _checked(x, each, bias, recipe)
     if via is None:
@@ -151,7 +151,8 @@ def linear_reduce_scatter(
     Gives [..., N] with this rank's part of the rows. Backward gathers the upstream gradient for all
     that needs it; that of the bias is of all rows, and the same on all ranks.
     """
-    via, dim = _communication("reduce_scatter", group, options, overlap, recipe), _rows_dim(x, dim)
+    via = _communication("reduce_scatter", group, options, overlap, recipe, [weight])
+    dim = _rows_dim(x, dim)
     x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
         return _alone(x, tensors[0], tensors[1], recipe)
@@ -187,7 +188,7 @@ def linear_all_reduce(
     Gives [..., N]. The upstream gradient is the same on all ranks, and backward communicates
     nothing.
     """
-    via = _communication("all_reduce", group, options, overlap, recipe)
+    via = _communication("all_reduce", group, options, overlap, recipe, [weight])
     x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
         return _alone(x, tensors[0], tensors[1], recipe)
@@ -199,7 +200,12 @@ def linear_all_reduce(
 
 
 def _communication(
-    collective: str, group: Any, options: Given, overlap: bool, recipe: Recipe | None
+    collective: str,
+    group: Any,
+    options: Given,
+    overlap: bool,
+    recipe: Recipe | None,
+    weights: Sequence[Tensor],
 ) -> Communication | None:
     """How a call communicates; None where one rank has all."""
     in_graph = torch.compiler.is_compiling()  # Note [In our own graphs] in traced.py
@@ -209,7 +215,10 @@ def _communication(
     if not isinstance(recipe, Recipe | None):
         raise InputError(f"`recipe` is {recipe!r}: give an interlace.float8.Recipe, or None")
     found = group_of(group)
-    return None if found is None else Communication(collective, found, chosen, recipe)
+    if found is None:
+        return None
+    first = None if in_graph or not weights else weights[0]
+    return Communication(collective, found, chosen, recipe, first)
 
 
 def _alone(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe | None) -> Tensor:

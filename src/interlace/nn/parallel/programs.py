@@ -7,19 +7,35 @@
 The number of rows is the named size S, so a bound Program serves all row counts of its class. What
 is bound is kept by process group, so that the ranks of a group keep and drop alike whatever other
 groups they are in, and is freed with the group.
+
+Note [Found by all or by none]
+    Ranks may hold uneven shards of a weight, so one rank's shapes do not say whether the others
+    have a Program for theirs: of shards of 3 and 2 rows and then of 3 and 3, the first rank would
+    find its Program again while the second prepares one. So the ranks tell one another a digest of
+    their layers when a weight is first used, through the control block, and Programs are kept by
+    the digests of all of them. A weight is known by its storage: one that is made anew for each
+    call costs that exchange each time. After a reset, and where they disagreed, all ask anew.
+
+Note [A backward carries its forward]
+    Layers alike share a Program. Whatever order autograd takes on a rank, a run says which weight
+    it is for, and that of a backward pass which run its forward was: ranks that pair one layer's
+    with another's get an AgreementError.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.errors import AgreementError
+from interlace.comm import TeamComm, limit_s, team_of
 from interlace.frontend.binding import Bound, bind
 from interlace.frontend.compiled_graph import MOST_CAPTURED, Shelf
 from interlace.frontend.importing.importer import Imported
@@ -39,14 +55,15 @@ class Programs:
         self._captured = 0
         """Row counts that were given CUDA graphs, with the option `graph`; more run without."""
 
-    def __call__(self, rows: int, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The results for these tensors, with S = `rows`; collective."""
+    def __call__(self, rows: int, tensors: Sequence[torch.Tensor], origin: str) -> list[Any]:
+        """The results for these tensors, with S = `rows`; collective. `origin` says whose run it
+        is: Note [A backward carries its forward]."""
         last = self._shelf.last
         if last is None or last[0] != rows:
             known = self._shelf.get(rows) or self._shelf.fitting({"S": rows})
             bound = known or self._bind(rows)
             self._shelf.last = last = (rows, bound)
-        return last[1].run(tensors)
+        return last[1].run(tensors, origin=origin)
 
     def all(self) -> list[Bound]:
         """What is bound, the most recently used last."""
@@ -72,30 +89,124 @@ class Programs:
             program, tuple(range(inputs)), (), tuple(range(results)), symbols=symbols
         )
         kind = "forward" if self._layer.wanted is None else "backward"
+        facts = arguments(self._layer, rows)
         try:
-            bound = bind(kind, imported, {"tp": group}, options, str(self._device))
-        except AgreementError as error:
-            raise AgreementError(
-                f"{program.name} has S = {rows} rows on rank {dist.get_rank()}; all ranks of the "
-                "group call it together, with as many rows each (pad a shorter shard), weights of "
-                f"one shape and dtype, and the same that needs gradients: {error}"
-            ) from error
+            bound = bind(kind, imported, {"tp": group}, options, str(self._device), facts)
+        except BaseException:
+            _of(group).known.clear()
+            raise
         self._shelf.put(rows, bound, [group])
         return bound
 
 
-_programs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Programs]] = (
-    weakref.WeakKeyDictionary()
-)
+class Known(NamedTuple):
+    """What all ranks know of a weight."""
+
+    digests: tuple[int, ...]
+    """Of the layers of all ranks; none where they are alike."""
+    name: str
+    """The same on all ranks, and another for each weight."""
+
+
+@dataclasses.dataclass(slots=True)
+class OfGroup:
+    """What is kept for a process group."""
+
+    team: TeamComm
+    resets: int
+    """Those of the team when the weights were asked for."""
+    programs: dict[Any, Programs] = dataclasses.field(default_factory=dict[Any, Programs])
+    known: dict[Any, tuple[StorageWeakRef, Known]] = dataclasses.field(
+        default_factory=dict[Any, tuple[StorageWeakRef, Known]]
+    )
+    """By the weight's storage and the layer."""
+    run: int = 0
+    calls: int = 0
+    """The run that this rank entered last, and the calls of layers since."""
+    room: int = 1024
+    """How many of these there may be before those go whose weights have gone."""
+
+
+_programs: weakref.WeakKeyDictionary[dist.ProcessGroup, OfGroup] = weakref.WeakKeyDictionary()
+
+
+def known(
+    group: dist.ProcessGroup, layer: LinearLayer, options: Options, weight: torch.Tensor
+) -> Known:
+    """What all ranks know of a weight; the first time, all ask together: Note [Found by all or by
+    none]."""
+    own = _of(group)
+    storage = weight.untyped_storage()
+    key = storage._cdata, weight.storage_offset(), layer, options
+    found = own.known.get(key)
+    if found is not None and not found[0].expired():
+        return found[1]
+    limit, team = limit_s(options.time_out_s, [group]), own.team
+    given = ", ".join(f"bias[{i}]" for i, biased in enumerate(layer.biased) if biased)
+    what = f"{name_of(layer)} with {given or 'no bias'}"
+    asked = team.exchange(_digest(layer, options), what, limit)
+    name = f"of weight {team.control.asked}" if team.is_set_up else "of the first weight"
+    now = Known(asked if len({*asked}) > 1 else (), name)
+    if len(own.known) >= own.room:
+        own.known = {key: item for key, item in own.known.items() if not item[0].expired()}
+        own.room = max(1024, 2 * len(own.known))
+    own.known[key] = StorageWeakRef(storage), now
+    return now
+
+
+def call_of(group: dist.ProcessGroup) -> str:
+    """The name of a forward pass that was just done, the same on all ranks."""
+    own = _of(group)
+    run = own.team.control.run if own.team.is_set_up else 0
+    own.run, own.calls = run, own.calls + 1 if run == own.run else 0
+    return f"of forward {run}.{own.calls}"
+
+
+def _of(group: dist.ProcessGroup) -> OfGroup:
+    own = _programs.get(group)
+    if own is None:
+        team = team_of(group, "tp")
+        own = _programs[group] = OfGroup(team, team.resets)
+    if not own.team.is_set_up or own.team.resets != own.resets:
+        own.team = team_of(group, "tp")
+        own.resets = own.team.resets
+        own.known.clear()
+    return own
+
+
+@functools.lru_cache(1024)
+def _digest(layer: LinearLayer, options: Options) -> int:
+    return int(hashlib.sha256(repr((layer, options)).encode()).hexdigest()[:15], 16)
+
+
+def arguments(layer: LinearLayer, rows: int) -> dict[str, Any]:
+    """What all ranks must give a layer alike, for messages; their shards may be uneven."""
+    count = len(layer.outer)
+    told: dict[str, Any] = {"rows": rows, "dtype": layer.dtype, "weights": count}
+    for i, biased in enumerate(layer.biased):
+        told[f"bias[{i}]"] = "a tensor" if biased else None
+    if layer.collective in ("all_gather", "copy"):
+        told["columns of x"] = layer.inner
+    else:
+        told["rows of the weight"] = layer.outer[0]
+    if layer.wanted is not None:
+        names = ["x", *(f"weight[{i}]" for i in range(count)), *(f"bias[{i}]" for i in range(count))]
+        pairs = zip(names, layer.wanted, strict=True)
+        told |= {f"gradient of {name}": want for name, want in pairs}
+    return {**told, "recipe": str(layer.recipe), "keeps x": layer.keeps}
 
 
 def programs(
-    group: dist.ProcessGroup, layer: LinearLayer, options: Options, device: torch.device
+    group: dist.ProcessGroup,
+    layer: LinearLayer,
+    options: Options,
+    device: torch.device,
+    digests: tuple[int, ...],
 ) -> Programs:
     """Those of a layer; the least recently used layers of a group go beyond `MOST_LAYERS`."""
-    kept = _programs.setdefault(group, {})
-    key = layer, options, device
-    found = kept.pop(key, None) or Programs(group, *key)
+    kept = _of(group).programs
+    key = digests, layer, options, device
+    found = kept.pop(key, None) or Programs(group, layer, options, device)
     kept[key] = found
     if len(kept) > MOST_LAYERS:
         kept.pop(next(iter(kept))).close()
@@ -104,7 +215,8 @@ def programs(
 
 def kept(group: dist.ProcessGroup) -> list[Bound]:
     """What is bound for the layers of a group."""
-    return [bound for each in _programs.get(group, {}).values() for bound in each.all()]
+    own = _programs.get(group)
+    return [] if own is None else [b for each in own.programs.values() for b in each.all()]
 
 
 MOST_LAYERS = 256

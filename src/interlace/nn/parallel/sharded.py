@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from interlace.float8.recipe import Recipe
 from interlace.frontend.importing.types import dtype_of
 from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.groups import size_of
-from interlace.nn.parallel.programs import programs
+from interlace.nn.parallel.programs import Known, call_of, known, programs
 from interlace.nn.parallel.text import LinearLayer
 from interlace.nn.parallel.traced import traced
 from interlace.optim.grad_accumulator import GradAccumulator
@@ -42,11 +42,24 @@ class Communication:
     group: dist.ProcessGroup
     options: Options
     recipe: Recipe | None
+    weight: Tensor | None = field(default=None, compare=False)
+    """The first weight as the caller has it, whatever it is cast to."""
 
     @property
     def size(self) -> int:
         """Ranks of the group."""
         return size_of(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward pass, as its backward must know it."""
+
+    weight: Tensor
+    known: Known | None
+    """None: it communicates nothing, and so asked nobody."""
+    name: str
+    """Of its run: the same on all ranks."""
 
 
 class Sharded(torch.autograd.Function):
@@ -63,7 +76,7 @@ class Sharded(torch.autograd.Function):
         """Weights, then biases, give as many outputs as there are weights."""
         wanted = ctx.needs_input_grad[2 : 3 + len(accumulators)]
         ctx.via, ctx.accumulators = via, accumulators
-        ctx.layer, outputs, saved = _forward(via, wanted, x, tensors)
+        ctx.layer, ctx.call, outputs, saved = _forward(via, wanted, x, tensors)
         ctx.save_for_backward(*saved)
         return tuple(outputs)
 
@@ -80,7 +93,7 @@ class Sharded(torch.autograd.Function):
             if (recipe := ctx.via.recipe) is not None:
                 pairs = zip(weights, kept, strict=True)
                 weights = [weight_across(w, recipe, across) for w, across in pairs]
-            found = iter(_gradients(ctx.via, ctx.layer, wanted, given, x, weights))
+            found = iter(_gradients(ctx.via, ctx.layer, ctx.call, wanted, given, x, weights))
             grads = [next(found) if want else None for want in wanted]
             for i, accumulator in enumerate(accumulators, 1):
                 into = accumulator.destination() if accumulator and wanted[i] else None
@@ -107,7 +120,7 @@ def applied(
         _refuse_transforms(tensors)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
         return Sharded.apply(via, accumulators, *tensors)
-    _, outputs, _ = _forward(via, (False,) * (1 + len(accumulators)), tensors[0], tensors[1:])
+    _, _, outputs, _ = _forward(via, (False,) * (1 + len(accumulators)), tensors[0], tensors[1:])
     return outputs
 
 
@@ -125,8 +138,9 @@ def _refuse_transforms(tensors: Sequence[Any]) -> None:
 
 def _forward(
     via: Communication, wanted: tuple[bool, ...], x: Tensor, tensors: Sequence[Tensor | None]
-) -> tuple[LinearLayer, list[Tensor], list[Tensor | None]]:
-    """The layer, its outputs, and what is saved for the `wanted` gradients of x and of weights."""
+) -> tuple[LinearLayer, Call, list[Tensor], list[Tensor | None]]:
+    """The layer and its call, its outputs, and what is saved for the `wanted` gradients of x and of
+    weights."""
     (for_x, *for_w), recipe = wanted, via.recipe
     x, count = _dense(x), len(for_w)
     dense = [None if tensor is None else _dense(tensor) for tensor in tensors]
@@ -141,6 +155,9 @@ def _forward(
         1 if recipe is None else amax_size(x.device),
         recipe is not None and any(for_w),
     )
+    first = via.weight
+    if first is None or isinstance(first, AsyncCollectiveTensor):
+        first = weights[0]
     saved: list[Tensor | None] = list(weights)
     with without_autocast(x.device.type):
         if recipe is not None:
@@ -152,15 +169,18 @@ def _forward(
             saved += [kept for _, kept in forms]
         if via.collective == "copy":
             outputs = _local_outputs(layer, x, weights, biases)
+            call = Call(first, None, call_of(via.group))
         else:
             ranks = via.size if via.collective == "reduce_scatter" else 1
             pairs = zip(weights, biases, strict=True)
             given = [tensor for pair in pairs for tensor in pair if tensor is not None]
-            run = programs(via.group, layer, via.options, x.device)
-            outputs = run(x.shape[0] // ranks, [x, *given])
+            told = known(via.group, layer, via.options, first)
+            run = programs(via.group, layer, via.options, x.device, told.digests)
+            outputs = run(x.shape[0] // ranks, [x, *given], told.name)
+            call = Call(first, told, call_of(via.group))
     if layer.returns_x:
         x = outputs.pop()
-    return layer, outputs, [x if any(for_w) else None, *(saved if for_x else ())]
+    return layer, call, outputs, [x if any(for_w) else None, *(saved if for_x else ())]
 
 
 @functools.lru_cache
@@ -182,6 +202,7 @@ def _layer(
 def _gradients(
     via: Communication,
     layer: LinearLayer,
+    call: Call,
     wanted: tuple[bool, ...],
     dys: list[Tensor],
     x: Tensor | None,
@@ -191,9 +212,11 @@ def _gradients(
     if via.collective == "all_reduce" or (via.collective == "copy" and not wanted[0]):
         return _local_gradients(layer, wanted, dys, x, weights)
     ranks = via.size if via.collective == "all_gather" else 1
+    told = call.known or known(via.group, layer, via.options, call.weight)
     layer = dataclasses.replace(layer, wanted=wanted)
-    run = programs(via.group, layer, via.options, dys[0].device)
-    return run(dys[0].shape[0] // ranks, [*dys, *(() if x is None else (x,)), *weights])
+    run = programs(via.group, layer, via.options, dys[0].device, told.digests)
+    given = [*dys, *(() if x is None else (x,)), *weights]
+    return run(dys[0].shape[0] // ranks, given, call.name)
 
 
 def _local_outputs(

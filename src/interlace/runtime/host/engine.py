@@ -202,7 +202,7 @@ class CpuEngine(Engine):
     ) -> tuple[Any, ...]:
         """Enters the teams, fills the table, drives the streams and reads the results."""
         self._refuse_nested()
-        tag, name, text = self._label.entry
+        entry = self._label.entry
         had_grad, mark = torch.is_grad_enabled(), 0
         try:
             self._under_way = True
@@ -210,7 +210,7 @@ class CpuEngine(Engine):
                 self._grad(False)
             if self._entered:
                 for entered in self._entered:
-                    self._flight.run = entered.enter(tag, name, text)
+                    self._flight.run = entered.enter(*entry)
                 mark = self._flight.run << VALUE_BITS
                 for control, contacts in self._apart:
                     control.begin(contacts)

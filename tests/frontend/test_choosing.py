@@ -1,0 +1,102 @@
+"""What ranks choose by is the same on all of them, or one AgreementError says at once what differs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from tests.support.pool import Pool
+from torch import Tensor
+
+import interlace
+from interlace.errors import InterlaceError
+
+TIME_OUT_S = 30.0
+Told = tuple[str, float]
+
+
+def gather_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    group: Any = dist.group.WORLD
+    y = funcol.all_reduce(funcol.all_gather_tensor(x, 0, group) @ w, "sum", group)
+    return y if bias is None else y + bias
+
+
+def differing(own: list[dict[str, Any]], biased: list[bool], trains: bool) -> tuple[Told, bool]:
+    """What ranks hear that compile with these options, a bias, and how long after the first of them
+    the last one did; and whether the same model with no difference is right right after."""
+    torch.compiler.reset()
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    x, w, b = torch.ones(4, 8), torch.ones(8, 8).requires_grad_(trains), torch.ones(8)
+
+    def call(options: dict[str, Any], bias: bool) -> Tensor:
+        given: Any = {"time_out_s": TIME_OUT_S, **options}
+        step = torch.compile(gather_linear, backend="interlace", dynamic=False, options=given)
+        y = step(x, w, b if bias else None)
+        if trains:
+            y.sum().backward()
+        return y
+
+    text = ""
+    try:
+        call(own[rank], biased[rank])
+    except InterlaceError as error:
+        text = f"{type(error).__name__}: {error}"
+    ended = torch.tensor([time.time()], dtype=torch.float64)
+    ends = [torch.zeros_like(ended) for _ in range(dist.get_world_size())]
+    dist.all_gather(ends, ended)
+    interlace.reset()
+    torch.compiler.reset()
+    y = call({}, True)
+    spread = (max(ends) - min(ends)).item()
+    return (text, spread), torch.equal(y.detach(), gather_linear(x, w, b).detach())
+
+
+OPTIONS: list[tuple[Any, Any, str, str]] = [
+    ({"strategy": "ring"}, {"strategy": "peer"}, "strategy='ring'", "strategy='peer'"),
+    ({"strategy": "auto"}, {"strategy": "ring"}, "strategy='auto'", "strategy='ring'"),
+    ({}, {"overlap": False}, "overlap=True", "overlap=False"),
+    ({"chunks": 2}, {}, "chunks=2", "chunks=0"),
+    ({}, {"cache_size": 3}, "cache_size=64", "cache_size=3"),
+    ({"in_order": True}, {}, "in_order=True", "in_order=False"),
+    ({"regather": True}, {"regather": False}, "regather=True", "regather=False"),
+    ({"regather": "auto"}, {"regather": True}, "regather='auto'", "regather=True"),
+    ({}, {"schedules": "{folder}"}, "schedules=None", "schedules='a folder'"),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "ours", "theirs"), OPTIONS)
+def test_options_that_differ_are_named_on_all_ranks(
+    pool: Pool, one: Any, other: Any, ours: str, theirs: str, tmp_path: Path
+) -> None:
+    other = {k: str(tmp_path) if v == "{folder}" else v for k, v in other.items()}
+    results = pool(2).run(differing, [one, other], [True, True], "regather" in one)
+    first: Any = results[0][0][0]
+    assert first.startswith("AgreementError: ranks give "), first
+    for (text, spread), right in results:
+        assert text == first
+        assert f"rank 0 has {ours}, and rank 1 {theirs}" in text
+        assert spread < 1 + LOAD_S
+        assert right
+
+
+LOAD_S = 1.0
+"""What a busy machine adds."""
+
+
+@pytest.mark.parametrize("biased", [[True, False, True], [False, True, False]])
+def test_an_input_of_one_rank_alone_is_named_on_all_ranks(pool: Pool, biased: list[bool]) -> None:
+    results = pool(3).run(differing, [{}] * 3, biased, False)
+    first: Any = results[0][0][0]
+    here, there = biased.index(True), biased.index(False)
+    for (text, spread), right in results:
+        assert text == first
+        assert f"on rank {here}, and not on rank {there}: give it on all ranks" in text
+        assert "bias" in text
+        assert spread < 1 + LOAD_S
+        assert right
