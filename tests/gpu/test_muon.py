@@ -172,3 +172,22 @@ def test_elementwise_kernels_have_the_bits_of_foreach(
     assert all(map(torch.equal, found[0][1], found[1][1]))
     for mine, its in zip(found[0][0], found[1][0], strict=True):
         assert (mine - its).float().norm() < 1e-3 * its.float().norm()
+
+
+@pytest.mark.parametrize("options", [{}, {"gram_variant": True}, {"symmetric": False}], ids=str)
+def test_updates_do_not_depend_on_the_size_of_gradients(options: Any, seed: int) -> None:
+    """Powers of two change no bit, where squares of elements are no numbers of fp32 as well."""
+    found: list[list[Tensor]] = []
+    for power in (0, -95, 66, 110):
+        torch.manual_seed(seed)
+        shapes = [(1024, 2048), (2048, 1024), (256, 512), (256, 512), (8, 40), (3, 64, 128)]
+        params = [nn.Parameter(torch.zeros(shape, device=CUDA)) for shape in shapes]
+        optimizer = Muon(params, lr=1.0, eps=0.0, weight_decay=0.0, **options)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.randn_like(param) * 2.0**power
+            optimizer.step()
+        found.append([param.detach() for param in params])
+    assert all(param.abs().amax() > 0 for param in found[0])
+    for some in found[1:]:
+        assert all(map(torch.equal, some, found[0]))

@@ -212,6 +212,52 @@ def test_updates_below_eps_shrink_unless_eps_is_zero(seed: int) -> None:
     assert not zeros.any()
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": ALONE,
+    "alone without look ahead": {**ALONE, "nesterov": False},
+    "batched": {},
+    "gram": {"gram_variant": True},
+    "parts": {"head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_updates_do_not_depend_on_the_size_of_gradients(
+    way: str, dtype: torch.dtype, seed: int
+) -> None:
+    """Powers of two change no bit: not where squares of elements, or their sums, are too large or
+    too small for fp32, nor with torch's eps where the norm is above it.
+    """
+    powers = [-8, -4, 12] if dtype == torch.float16 else [-100, -70, -40, 40, 62, 64, 90, 125]
+    for eps in (0.0, 1e-7):
+        moved: dict[int, list[Tensor]] = {}
+        for power in [0, *(power for power in powers if power > 0 or eps == 0)]:
+            params = params_of(seed, [(16, 24), (16, 24), (24, 16), (3, 16, 8)], dtype)
+            for param in params:
+                param.data.zero_()
+            optimizer = Muon(params, eps=eps, lr=1.0, weight_decay=0.0, **WAYS[way])
+            train(optimizer, params, seed, 2, 2.0**power)
+            moved[power] = [param.detach() for param in params]
+        assert all(0.5 < each.float().norm() < 50 for each in moved[0])
+        for power, found in moved.items():
+            if dtype == torch.float16:  # which rounds what is small itself
+                pairs = zip(found, moved[0], strict=True)
+                assert all(off(one, other.double()) < FAR for one, other in pairs), (eps, power)
+            else:
+                assert equal(found, moved[0]), (eps, power)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_no_number_stays_none(bad: float, seed: int) -> None:
+    for options in WAYS.values():
+        params = params_of(seed, [(16, 24)])
+        params[0].grad = torch.ones(16, 24)
+        params[0].grad[3, 5] = bad
+        Muon(params, **options).step()
+        assert params[0].isnan().any(), options
+
+
 # -- how parameters are cut ----------------------------------------------------------------------
 
 

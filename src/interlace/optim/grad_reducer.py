@@ -186,6 +186,7 @@ class GradReducer:
         finally:
             self._sync = before
 
+    @torch.compiler.disable
     def finish(self) -> None:
         """Reduces what is left, and returns when main gradients are the same on every rank.
 
@@ -222,6 +223,7 @@ class GradReducer:
         with lent({cast("nn.Parameter", param): self.main_grad(param) for param in chosen}):
             yield
 
+    @torch.compiler.disable
     def zero(self) -> None:
         """Begins a new step: main gradients are 0."""
         self._check_idle()

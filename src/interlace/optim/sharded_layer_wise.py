@@ -189,6 +189,7 @@ class ShardedLayerWise:
         """The optimizer's."""
         return self.optimizer.param_groups
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self) -> None:
         """Updates all parameters. Collective. Hooks of the optimizer come before and after it."""
@@ -231,6 +232,7 @@ class ShardedLayerWise:
                 self._subtract(at - 2, groups)
         self._begin_step()
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The optimizer's."""
         self._check_whole()

@@ -28,10 +28,11 @@ _METHODS = (
     *("is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook"),
     *("register_post_accumulate_grad_hook", "is_same_size"),
 )
+_known: dict[str, Any] = {name: getattr(Tensor, name, None) for name in (*_METHODS, *_PROPERTIES)}
 FACTS: frozenset[Any] = frozenset(
-    {getattr(Tensor, name) for name in _METHODS}
-    | {getattr(Tensor, name).__get__ for name in _PROPERTIES}
-    | {getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "grad_dtype")}
+    {_known[name] for name in _METHODS}
+    | {_known[name].__get__ for name in _PROPERTIES if _known[name] is not None}
+    | {_known[name].__set__ for name in ("requires_grad", "grad", "grad_dtype")}
 )
 """What reads no values."""
 

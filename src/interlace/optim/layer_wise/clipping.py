@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from interlace.optim.layer_wise.optimizer import LayerWise
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def clip_grad_norm_(
     optimizers: Sequence[LayerWise],

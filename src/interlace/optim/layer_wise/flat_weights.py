@@ -206,7 +206,8 @@ class ForwardHook:
         if not torch.compiler.is_compiling():
             if self.root and any(self.weights.pending) and not torch.is_grad_enabled():
                 self.weights.synchronize()
-            self.weights.before(self.name, self.own)
+            if self.own:
+                self.weights.before(self.name, self.own)
         elif any([self.weights.pending[index] for index in self.inside]):
             self.weights.before(self.name, self.inside)
 

@@ -230,6 +230,7 @@ class LayerWise:
         """Seconds that this rank has waited for gathers, on the CPU: what was not hidden."""
         return self._weights.waited_s
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self) -> None:
         """Updates what this rank owns, and starts the gathers. Collective."""
@@ -255,6 +256,7 @@ class LayerWise:
         if due and self._early:  # owners had updated before
             self.check_replicas()
 
+    @torch.compiler.disable
     def zero_grad(self) -> None:
         """Begins a new step: gradients are 0, or None under DistributedDataParallel."""
         if self._reducer is None:
@@ -264,6 +266,7 @@ class LayerWise:
             self._finish_going()
         self._reducer.zero()
 
+    @torch.compiler.disable
     def synchronize(self) -> None:
         """Returns when no gather is in flight; on CUDA the current stream comes after them all.
 
@@ -297,6 +300,7 @@ class LayerWise:
         """
         return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
@@ -310,12 +314,12 @@ class LayerWise:
             sharded = self._differs(self._plan.parts[number].param)
             if acting in grads and (shard == 0 or sharded):
                 grad = grads[acting]
-                kind = torch.promote_types(grad.dtype, torch.float32)
-                norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind)
+                norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 norms[number * shards + shard] = norm
         self._share("norms")
         return torch.linalg.vector_norm(norms, norm_type)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def scale_grads(self, scale: Tensor) -> None:
         """Multiplies the gradients of all ranks."""
@@ -355,6 +359,7 @@ class LayerWise:
         )
         self._gather_loaded()
 
+    @torch.compiler.disable
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Raises ReplicaError unless every rank holds the same bits in all Parameters that the

@@ -50,7 +50,7 @@ def momentum_kernel(
             u = lerp(grad, u.to(tl.float32), momentum).to(kept)
     u = u.to(x.dtype.element_ty)
     tl.store(x + at, u, mask=mask)
-    wide = u.to(tl.float32)
+    wide = u.to(tl.float64)  # whose squares are numbers
     tl.store(squares + tl.program_id(0), tl.sum(wide * wide))
 
 
@@ -72,13 +72,13 @@ def momentum_source(dtype: torch.dtype, average: bool, nesterov: bool) -> Kernel
         types={
             **dict.fromkeys(("update", "moment"), "*" + TYPES[dtype]),
             "x": "*bf16",
-            "squares": "*fp32",
+            "squares": "*fp64",
             "count": "i32",
             **dict.fromkeys(("weight", "momentum"), "fp32"),
         },
         constants={"AVERAGE": average, "NESTEROV": nesterov, "BLOCK": BLOCK},
         num_warps=8,
-        divisible={"count": 16, "squares": 4},
+        divisible={"count": 16, "squares": 8},
     )
 
 

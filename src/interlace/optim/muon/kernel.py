@@ -3,8 +3,7 @@
     y[i] = alpha * a[i] @ b[i]^T + beta * c[i] + gamma * identity     for each i of a batch
 
 ADD says whether there is a c. With TALL, a and b are given transposed, as a tall matrix has its
-columns. With POWER 1 the sum is divided by the norm of a matrix, with POWER 2 the product by its
-square; `squares` has the square of each norm.
+columns.
 
 One block takes a tile on or below the diagonal at a time, multiplies it as any GEMM does, and
 stores it twice: as it is, and transposed at its mirror image. Half of the products are left out,
@@ -72,9 +71,9 @@ def put(y, piece, row, column, rows, SIZE: tl.constexpr):
 
 @triton.jit
 def symmetric_kernel(
-    a_desc, b_desc, c_desc, y, squares, alpha, beta, gamma, eps, count, rows, inner,
+    a_desc, b_desc, c_desc, y, alpha, beta, gamma, count, rows, inner,
     BM: tl.constexpr, BK: tl.constexpr, PIECE: tl.constexpr, ADD: tl.constexpr,
-    TALL: tl.constexpr, POWER: tl.constexpr,
+    TALL: tl.constexpr,
 ):  # fmt: skip
     """`count` matrices of `rows` rows; a and b have `inner` columns. See Note [Diagonal tiles]."""
     side = tl.cdiv(rows, BM)
@@ -94,9 +93,6 @@ def symmetric_kernel(
                 a = a_desc.load([first + row, k * BK])
                 b = b_desc.load([first + column, k * BK])
                 acc = tl.dot(a, b.T, acc)
-        scale = 1.0
-        if POWER > 0:
-            scale = 1.0 / tl.maximum(tl.sqrt(tl.load(squares + matrix)), eps)
         to = y + first.to(tl.int64) * rows
         pieces = (acc,)
         if BM > PIECE:
@@ -105,19 +101,15 @@ def symmetric_kernel(
             down = row + i % 2 * PIECE
             across = column + i // 2 * PIECE
             made = pieces[i] * alpha
-            if POWER == 2:
-                made *= scale * scale
             if ADD:
                 made += c_desc.load([first + down, across]).to(tl.float32) * beta
             line = tl.arange(0, PIECE)
             made += tl.where((down + line)[:, None] == (across + line)[None, :], gamma, 0.0)
-            if POWER == 1:
-                made *= scale
             put(to, made.to(y.dtype.element_ty), down, across, rows, PIECE)
 
 
 def symmetric_source(
-    config: TileConfig, dtype: torch.dtype, add: bool, tall: bool = False, power: int = 0
+    config: TileConfig, dtype: torch.dtype, add: bool, tall: bool = False
 ) -> KernelSource:
     """What is compiled for matrices whose rows are multiples of 16 bytes."""
     piece = min(config.bm, PIECE)
@@ -128,8 +120,7 @@ def symmetric_source(
             **dict.fromkeys(("a_desc", "b_desc"), block_type(dtype, *tile)),
             "c_desc": block_type(dtype, piece, piece),
             "y": "*" + TYPES[dtype],
-            "squares": "*fp32",
-            **dict.fromkeys(("alpha", "beta", "gamma", "eps"), "fp32"),
+            **dict.fromkeys(("alpha", "beta", "gamma"), "fp32"),
             **dict.fromkeys(("count", "rows", "inner"), "i32"),
         },
         constants={
@@ -138,7 +129,6 @@ def symmetric_source(
             "PIECE": piece,
             "ADD": add,
             "TALL": tall,
-            "POWER": power,
         },
         num_warps=config.warps,
         num_stages=config.stages,

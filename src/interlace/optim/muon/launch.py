@@ -17,7 +17,6 @@ from interlace.kernels.gemm.support import TileConfig
 from interlace.kernels.launch import RECENT, LoadedKernel, kernel_of, matrix, on, stream_of
 from interlace.optim.muon.elementwise import BLOCK, descend_source, momentum_source
 from interlace.optim.muon.kernel import symmetric_source
-from interlace.optim.muon.symmetric import Norm
 
 CONFIGS: tuple[tuple[TileConfig, float], ...] = (
     (TileConfig(bm=128, bn=128, stages=3, warps=4, blocks=2), 1.0),
@@ -68,7 +67,6 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 0.0,
     gamma: float = 0.0,
-    norm: Norm | None = None,
 ) -> Tensor:
     """`alpha * a @ b.mT + beta * c + gamma * identity`; see the kernel. Both a and b are
     contiguous, or both are transposed views of what is (see `reads_columns`).
@@ -80,12 +78,10 @@ def symmetric_product(
     config = choose(count, rows, processors(device))
     grid = min(processors(device) * config.blocks, count * tiles(config, rows))
     with on(device):
-        facts = (a.dtype, c is not None, tall, norm.power if norm else 0)
-        program = kernel_of(device, symmetric_source, config, *facts)
+        program = kernel_of(device, symmetric_source, config, a.dtype, c is not None, tall)
         at = [t.data_ptr() for t in (a, b, y if c is None else c, y)]
         args = operands(program, *at, count, rows, inner)
-        squares, eps = (norm.squares.data_ptr(), norm.eps) if norm else (0, 0.0)
-        numbers = (squares, alpha, beta, gamma, eps, count, rows, inner)
+        numbers = (alpha, beta, gamma, count, rows, inner)
         program.launch(stream_of(device), grid, (*args, *numbers))
     return y
 
@@ -98,19 +94,19 @@ def stack(
     nesterov: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Copies contiguous updates of one shape and dtype into one bfloat16 tensor; gives that and the
-    sum of the squares of each, fp32. With `moments`, what is given is gradients: moments are
+    sum of the squares of each, fp64. With `moments`, what is given is gradients: moments are
     averaged with them, in place, and updates are those, or with `nesterov` the look ahead.
     """
     device, size = updates[0].device, updates[0].numel()
     grid, average = -(-size // BLOCK), moments is not None
     x = torch.empty((len(updates), *updates[0].shape), dtype=torch.bfloat16, device=device)
-    squares = torch.empty((len(updates), grid), dtype=torch.float32, device=device)
+    squares = torch.empty((len(updates), grid), dtype=torch.float64, device=device)
     numbers = (size, 1 - momentum, momentum)
     with on(device):
         program = kernel_of(device, momentum_source, updates[0].dtype, average, nesterov)
         for at, update in enumerate(updates):
             moment = moments[at].data_ptr() if moments is not None else 0
-            to = (x.data_ptr() + at * size * x.itemsize, squares.data_ptr() + at * grid * 4)
+            to = (x.data_ptr() + at * size * x.itemsize, squares.data_ptr() + at * grid * 8)
             args = (update.data_ptr(), moment, *to, *numbers)
             program.launch(stream_of(device), grid, args)
     return x, squares.sum(1)

@@ -13,9 +13,10 @@ Note [One factor]
     rounds finer than the difference from a; elsewhere coarser. Errors are the same by size.
 
 Note [Norm]
-    x is divided by its norm, so that its singular values are at most 1. The kernel divides the
-    first g by the norm's square, and the first factor by the norm, instead of x: a pass over memory
-    less. The scale of x does not change how it rounds. An `eps` below LEAST divides x itself.
+    x is divided by its norm, so that its singular values are at most 1. Squares of its elements may
+    not be numbers of fp32, nor its products: so x is first divided by a power of two, which changes
+    no bits of what follows where all squares are numbers. Where squares are summed in fp64, there
+    is no need.
 
 Note [Gram variant]
     Rows by rows matrices are cheaper than x where it is wide. For some steps (RESTART) only
@@ -46,10 +47,11 @@ from interlace.optim.muon.symmetric import Total, factor, polynomial, product, s
 Triple = tuple[float, float, float]
 RESTART = 3
 """Steps of the Gram variant between two products with x."""
+EXPONENT = 0x7F80
+"""The bits of a bfloat16 that are its power of two."""
+TINY = torch.finfo(torch.bfloat16).tiny
 SCALE = 32.0
 """Of x in the Gram variant: a matrix of norm 1 and 4096 rows has a g of some 1/4096."""
-LEAST = 1e-12
-"""The smallest `eps` by which the kernel divides: fp32 has its square, and that of such a norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +138,18 @@ def orthogonalize(
     `symmetric` lets the kernel make the symmetric products where it serves x. Without it, and
     without `gram_variant`, one matrix has the bits of torch.optim.Muon. With `total`, x is some
     columns of one matrix, and the others are elsewhere: see Note [Slices]. `squares`: the squares
-    of the matrices' norms, fp32 of shape [batch], where they are known.
+    of the matrices' norms, fp64 of shape [batch], where they are known.
     """
     kernel = symmetric and serves(x)
     rows, columns = x.shape[-2:]
     gram = gram_variant and gram_pays(rows, columns, len(steps), symmetric)
-    found: Tensor | None = None
     if total is not None:
         normalize_slice(x, eps, total)
-    elif not kernel or gram or eps < LEAST or not steps:
+    elif squares is not None:
+        scale = squares.sqrt().clamp(min=max(eps, TINY)).reciprocal().float()
+        x.mul_(scale.view(-1, *[1] * (x.ndim - 1)))
+    else:
         normalize(x, eps)
-    else:  # see Note [Norm]
-        found = squared_norms(x) if squares is None else squares
     if gram:
         made = x.mul_(SCALE).to(torch.float16)
         for first in range(0, len(steps), RESTART):
@@ -156,8 +158,7 @@ def orthogonalize(
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in steps:
         if kernel:  # see Note [One factor]
-            x = times(factor(x, a, b, c, squares=found, eps=eps, total=total), x)
-            found = None
+            x = times(factor(x, a, b, c, total=total), x)
         else:
             g = x @ x.mT
             g = total(g) if total is not None else g
@@ -165,27 +166,22 @@ def orthogonalize(
     return x
 
 
-def squared_norms(x: Tensor) -> Tensor:
-    """The square of the norm of each matrix, fp32."""
-    norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float32)
-    return norms.square().reshape(-1)
-
-
 def normalize(x: Tensor, eps: float) -> None:
     """Divides each matrix by its norm, or by `eps` where that is larger. With `eps` 0 the result
-    does not depend on the scale of x at all, and a matrix of zeros remains one.
+    does not depend on the scale of x at all, and a matrix of zeros remains one. See Note [Norm].
     """
     each = {} if x.ndim == 2 else {"dim": (-2, -1), "keepdim": True}
-    if eps == 0:
-        eps = torch.finfo(x.dtype).tiny
-        x.div_(torch.linalg.vector_norm(x, torch.inf, **each).clamp(min=eps))
-    x.div_(torch.linalg.vector_norm(x, **each).clamp(min=eps))
+    largest = torch.linalg.vector_norm(x, torch.inf, **each)
+    power = (largest.view(torch.int16) & EXPONENT).view(x.dtype).clamp(min=TINY)
+    x.div_(power)
+    least = torch.full_like(power, eps).div_(power).clamp_(min=TINY)
+    x.div_(torch.maximum(torch.linalg.vector_norm(x, **each), least))
 
 
 def normalize_slice(x: Tensor, eps: float, total: Total) -> None:
     """Divides some columns by the norm of the whole matrix, or by `eps` where that is larger."""
     norm = total(torch.linalg.vector_norm(x, dtype=torch.float64).square().reshape(1)).sqrt()
-    x.copy_(x / norm.clamp(min=eps or torch.finfo(x.dtype).tiny))
+    x.copy_(x / norm.clamp(min=max(eps, TINY)))
 
 
 def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool, total: Total | None) -> Tensor:

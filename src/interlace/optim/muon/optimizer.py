@@ -129,6 +129,7 @@ class Muon(KeepsStates):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.compiler.disable  # few launches of its own, found by addresses: nothing to trace
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Updates every parameter that has a gradient; gives the closure's loss."""

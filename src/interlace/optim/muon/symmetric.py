@@ -16,7 +16,6 @@ Note [Completed square]
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -30,18 +29,6 @@ STEEP = 8.0
 """The square is completed for smaller |b|."""
 STEP = 128
 """A multiple of the columns that each of the kernel's configurations takes at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """The norm of each matrix of a batch, or `eps` where that is larger: with `power` 2 the kernel
-    divides a product by its square, with 1 all that it computes by the norm. `squares` has the
-    squares of the norms, fp32.
-    """
-
-    squares: Tensor
-    eps: float
-    power: int
 
 
 def product(left: Tensor, right: Tensor, *, kernel: bool) -> Tensor:
@@ -61,24 +48,20 @@ def factor(
     b: float,
     c: float,
     *,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
     total: Total | None = None,
 ) -> Tensor:
-    """`a * identity + b * g + c * g @ g`, g being `x @ x.mT`, by the kernel. With `squares`, of the
-    norms of the matrices, as if x were divided by its norm, and the result is divided by it. With
-    `total`, that sums g over ranks.
+    """`a * identity + b * g + c * g @ g`, g being `x @ x.mT`, by the kernel. `total` sums g over
+    ranks.
     """
     from interlace.optim.muon.launch import symmetric_product  # imports Triton
 
-    squared, single = (Norm(squares, eps, i) if squares is not None else None for i in (2, 1))
     if total is not None or abs(b) >= min(STEEP, 4 * abs(c)):
-        g = symmetric_product(x, x, norm=squared)
+        g = symmetric_product(x, x)
         g = total(g) if total is not None else g
-        return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a, norm=single)
+        return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a)
     half = b / (2 * c)  # see Note [Completed square]
-    g = symmetric_product(x, x, gamma=half, norm=squared)
-    return symmetric_product(g, g, alpha=c, gamma=a - half * b / 2, norm=single)
+    g = symmetric_product(x, x, gamma=half)
+    return symmetric_product(g, g, alpha=c, gamma=a - half * b / 2)
 
 
 def polynomial(g: Tensor, a: float, b: float, c: float, *, kernel: bool) -> Tensor:
