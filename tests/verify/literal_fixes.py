@@ -26,6 +26,7 @@ CLAUSES = tuple(
         rf"move line (?P<gone>\d+) (?P<side>to the end){RANK}(?: as (?P<new>`[^`]*`))?",
         rf"replace line (?P<gone>\d+){RANK} by (?P<new>`[^`]*`)",
         rf"remove line (?P<gone>\d+){RANK}",
+        r"then check again: other faults show then \([a-z, -]+\)",
     )
 )
 

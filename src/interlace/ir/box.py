@@ -69,11 +69,15 @@ class Box:
     def overlaps(self, other: Box) -> bool:
         """Whether the two boxes of one buffer share a byte. Never misses one, and exact unless that
         takes more than `MAX_STEPS` steps."""
+        return self.meets(other)[0]
+
+    def meets(self, other: Box) -> tuple[bool, int]:
+        """Whether they overlap, and in how many steps that was found."""
         (start, stop), (other_start, other_stop) = self.hull, other.hull
         if start >= other_stop or other_start >= stop or start == stop or other_start == other_stop:
-            return False
+            return False, 0
         if hash(self) == hash(other) and self == other:
-            return True
+            return True, 0
         # Byte start + sum(s * i) begins a run of one, other_start + sum(t * j) a run of the other.
         # With j counted from the end, their distance is a sum of positive terms less a constant.
         length, mine = runs(self)
@@ -94,8 +98,9 @@ class Box:
 MAX_STEPS = 1 << 17
 
 
-def _reach(most: dict[Int, Int], low: Int, high: Int) -> bool:
-    """Whether some sum of steps, each taken at most so often, lies in [low, high]."""
+def _reach(most: dict[Int, Int], low: Int, high: Int) -> tuple[bool, int]:
+    """Whether some sum of steps, each taken at most so often, lies in [low, high]; and in how many
+    steps that was found."""
     steps = sorted(most, reverse=True)
     rest: list[Int] = [0]
     divisor = [0]  # of the steps from each place on: the largest sum, what divides all
@@ -108,7 +113,7 @@ def _reach(most: dict[Int, Int], low: Int, high: Int) -> bool:
         if high < 0 or low > rest[place] or (place, low) in seen:
             continue
         if low <= 0 or rest[place] <= high:
-            return True
+            return True, MAX_STEPS - budget
         if high // divisor[place] * divisor[place] < low:
             continue
         seen.add((place, low))
@@ -117,13 +122,13 @@ def _reach(most: dict[Int, Int], low: Int, high: Int) -> bool:
         last = min(most[step], high // step)
         count = last - first + 1
         if isinstance(count, Size):
-            return True
+            return True, MAX_STEPS - budget
         budget -= count
         if budget < 0:
-            return True
+            return True, MAX_STEPS
         skips = [(first + i) * step for i in range(count)]
         left += [(place + 1, low - skip, high - skip) for skip in skips]
-    return False
+    return False, MAX_STEPS - budget
 
 
 @cached(4096)
@@ -141,7 +146,7 @@ def _meets_itself(sizes: tuple[Int, ...], strides: tuple[Int, ...]) -> bool:
             most: dict[Int, Int] = {stride: size - 2}
             for step, count in dims[:number]:
                 most[step] = most.get(step, 0) + 2 * (count - 1)
-            if _reach(most, reach - stride, reach - stride):
+            if _reach(most, reach - stride, reach - stride)[0]:
                 return True
         reach += stride * (size - 1)
     return False
@@ -168,7 +173,7 @@ MAX_RUNS = 1 << 16
 """Separate byte runs that are counted one by one, at most."""
 
 
-@cached(4096)
+@cached(16)  # a million runs at most
 def byte_runs(box: Box) -> tuple[tuple[Int, Int], ...] | None:
     """The maximal byte runs of a box, sorted and merged; None if there are more than `MAX_RUNS`, or
     a number of them that is no one number."""

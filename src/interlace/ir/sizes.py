@@ -31,6 +31,10 @@ MOST = 1 << 40
 """No named size is larger."""
 
 
+MAX_TERMS = 256
+"""Terms of a product, at most."""
+
+
 class Size:
     """A polynomial of named sizes over a common divisor: `terms` by monomial, divided by `over`."""
 
@@ -104,6 +108,8 @@ class Size:
 
     def __mul__(self, other: Int) -> Int:
         more, over = _parts(other)
+        if len(self.terms) * len(more) > MAX_TERMS:
+            raise SizeError(f"a product of more than {MAX_TERMS} terms of named sizes")
         terms: dict[Monomial, int] = {}
         for mine, count in self.terms.items():
             for theirs, times in more.items():

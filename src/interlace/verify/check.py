@@ -31,17 +31,17 @@ from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.source import LoweredProgram, lower
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import disagreements, mismatches, shared_names
-from interlace.verify.report import Report
+from interlace.verify.report import MAX_FINDINGS, Report
 from interlace.verify.scales import scales
 from interlace.verify.symmetry.automorphisms import Turns
 from interlace.verify.symmetry.fold import certified
 from interlace.verify.uneven import Uneven
 
 T = TypeVar("T")
+MAX_OPS = 3 << 19
+"""Ops of all ranks that are visited in one check, at most."""
 MAX_PAIRS = 1 << 21
 """Pairs of ranks that signals go between in one run, at most, counted for each op."""
-MAX_FINDINGS = 100
-"""More faults than these are counted and not listed."""
 FIRST = {"mismatch": 0, "deadlock": 1, "event": 2, "signal": 3, "race": 4}
 """Kinds that are listed before the others."""
 
@@ -126,7 +126,7 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
         seconds = time.perf_counter() - began
         told = turns.told()
         return Report((), num_ops, len(turns.first), seconds, symmetry=told, in_order=in_order)
-    _refuse_too_many_pairs(sources)
+    _refuse_too_many(sources)
     builder = GraphBuilder(sources, regions)
     graph = builder.build(runs, unroll)
     sweep = Sweep(graph, regions, lambda frame, version: builder.slot(frame.place, version))
@@ -168,8 +168,15 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
     return with_fixes(report, together, again)
 
 
-def _refuse_too_many_pairs(sources: Sequence[LoweredProgram]) -> None:
-    """A signal between all ranks of a team is one for each pair of them."""
+def _refuse_too_many(sources: Sequence[LoweredProgram]) -> None:
+    """Refuses what would take minutes and gigabytes: a signal between all ranks of a team is one
+    for each pair of them."""
+    num_ops = sum(source.num_places * len(source.ranks) for source in sources)
+    if num_ops > MAX_OPS:
+        raise ProgramError(
+            f"{num_ops:,} ops on all ranks, which were not proved to do the same, so each would be "
+            f"visited: {MAX_OPS:,} are checked at most. Check the schedule on fewer ranks"
+        )
     pairs = 0
     for source in sources:
         for item in source.items:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from interlace.verify.report import Finding, OpRef
 
 MAX_CYCLES = 4
 SEARCH_BUDGET = 50_000
-"""Steps taken at most in search of a shorter cycle: in a large knot, a short one has to do."""
+"""Steps taken at most in search of shorter cycles: in large knots, a short one has to do."""
 
 STREAM = "stream"
 MEETS = "meets"
@@ -59,7 +60,7 @@ def _never(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list[
         ref = explainer.ref(part[0].place, part[1], f"waits for {reason}")
         message = f"an op waits forever, for {reason}"
         words = f"add what line {ref.line} waits for: {reason}; or remove it on every rank"
-        fixes = never(explainer.edges, part)
+        fixes = explainer.proposed("deadlock", partial(never, explainer.edges, part))
         on = tuple(sorted(ranks))
         findings.append(Finding("deadlock", message, (ref,), words, "error", on, fixes))
     return findings
@@ -80,8 +81,11 @@ def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list
 
 def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
     """A shortest cycle of each knot of what cannot finish."""
+    budget = SEARCH_BUDGET
     for knot in _knots(graph, stuck):
-        yield _shortest_cycle(graph, knot)
+        steps, spent = _shortest_cycle(graph, knot, budget)
+        budget -= spent
+        yield steps
 
 
 def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
@@ -106,8 +110,9 @@ def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
                 if path:
                     low[path[-1]] = min(low[path[-1]], low[node])
                 if low[node] == index[node]:
-                    cut = stack.index(node)
-                    knot, stack[cut:] = stack[cut:], []
+                    knot = [stack.pop()]
+                    while knot[-1] != node:
+                        knot.append(stack.pop())
                     done.update(knot)
                     if len(knot) > 1 or node in graph.awaited(node):
                         knots.append(knot)
@@ -118,34 +123,37 @@ def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
     return knots
 
 
-def _shortest_cycle(graph: HappensBefore, knot: list[int]) -> list[CycleLink]:
-    """A cycle with the fewest links from one stream to another."""
+def _shortest_cycle(
+    graph: HappensBefore, knot: list[int], budget: int
+) -> tuple[list[CycleLink], int]:
+    """A cycle with the fewest links from one stream to another, and the steps taken."""
     inside = set(knot)
     best: list[CycleLink] = []
-    limit, budget = 1 << 60, SEARCH_BUDGET
+    limit, taken = 1 << 60, 0
     for node in sorted(knot):
         if graph.part[node] is None:
             continue
-        if best and budget <= 0:
+        if best and taken >= budget:
             break
-        found, spent = _cycle_through(graph, node, inside, limit)
-        budget -= spent
+        found, spent = _cycle_through(graph, node, inside, limit, budget)
+        taken += spent
         if found:
             best, limit = found, sum(link.why != STREAM for link in found)
-    return _joined(best)
+    return _joined(best), taken
 
 
 def _cycle_through(
-    graph: HappensBefore, start: int, inside: set[int], limit: int
+    graph: HappensBefore, start: int, inside: set[int], limit: int, budget: int
 ) -> tuple[list[CycleLink], int]:
-    """The cheapest cycle through a node, if its cost is below the limit, and the steps taken."""
+    """The cheapest cycle through a node, if its cost is below the limit, and the steps taken; any
+    cycle, once these are more than the budget."""
     came_from: dict[int, tuple[int, CycleLink]] = {}
     cost = {start: 0}
     queue = deque([start])
     done: set[int] = set()
     spent = 0
     best: list[CycleLink] = []
-    while queue:
+    while queue and not (best and spent > budget):
         node = queue.popleft()
         if node in done or cost[node] >= limit:
             continue

@@ -5,7 +5,9 @@ Lines are those of the file, for a Program that was parsed from one; else those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from interlace.ir.ops import Fused, Group, Loc
 from interlace.ir.sizes import at_hand
@@ -15,10 +17,10 @@ from interlace.verify.accesses.sweep import AccessFault
 from interlace.verify.accesses.unwritten import Unwritten
 from interlace.verify.fixing import proposals
 from interlace.verify.fixing.edges import Edges
-from interlace.verify.fixing.edits import line_numbers
+from interlace.verify.fixing.edits import Fix, line_numbers
 from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Flaw, Item, LoweredProgram
-from interlace.verify.report import Finding, OpRef
+from interlace.verify.report import MAX_FINDINGS, Finding, OpRef
 
 BEGINS = "the run begins"
 NEIGHBOURS = 2
@@ -33,6 +35,12 @@ class Explainer:
         self.unwritten = unwritten
         self._lines: dict[int, list[int]] = {}
         self._texts: dict[tuple[int, int], str] = {}
+        self._proposed = Counter[str]()
+
+    def proposed(self, kind: str, propose: Callable[[], tuple[Fix, ...]]) -> tuple[Fix, ...]:
+        """What may fix a finding; nothing, after as many of that kind as a report can list."""
+        self._proposed[kind] += 1
+        return propose() if self._proposed[kind] <= MAX_FINDINGS else ()
 
     def line(self, source: LoweredProgram, index: int) -> int:
         """The line of an op or, after the last, of the return; the begin has that of the first."""
@@ -92,7 +100,7 @@ class Explainer:
         source = place.source
         fix = flaw.fix.format(*(self.line(source, index) for index in flaw.lines))
         ops = tuple(self.ref(place, item, role, buffer) for item, role, buffer in flaw.ops)
-        fixes = proposals.flaw(self.edges, source, flaw)
+        fixes = self.proposed(flaw.kind, partial(proposals.flaw, self.edges, source, flaw))
         return Finding(flaw.kind, flaw.message, ops, fix, "error", source.ranks, fixes)
 
     def access(self, entry: ByteAccess) -> OpRef:

@@ -24,7 +24,7 @@ from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Where
 from interlace.ir.view import View
 from interlace.options import BACKENDS
-from interlace.verify.accesses.regions import Regions
+from interlace.verify.accesses.regions import PER_PAIR, Regions
 from interlace.verify.explain import Explainer
 from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
@@ -109,6 +109,7 @@ class _Finder:
         storage, op = self.storage, item.op
         touches = [touch for touch in item.touches if touch.spot.view != RNG]
         writes = [touch for touch in touches if touch.write]
+        self.regions.spend(len(writes) * len(touches))
         for twice in _twice(op):  # its two writes are one touch
             write = next(touch for touch in writes if touch.spot.view == twice)
             yield write, write, ""
@@ -152,6 +153,7 @@ class _Finder:
             )
             places = self.places if form == "own" else self.visited
             places = places[:1] if alike else places
+            self.regions.spend(PER_PAIR * len(places))
             broken = [p.rank for p in places if self.broken(p.where, item, write, other, form)]
             if alike and broken:
                 broken = [place.rank for place in self.places]

@@ -7,6 +7,7 @@ some ranks issue is reported here (where the sequences part) and as the deadlock
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 from interlace.ir.ops import KINDS, Collective, Recv, Send
@@ -87,6 +88,7 @@ class Matcher:
             f"rank {least} issues {count}"
         )
         fix = f"issue it on rank {least} too, or on no rank"
+        self.regions.spend(2 * len(self.meetings.queues))
         for (other, backend), members in self.meetings.queues.items():
             if other != queue[0] or backend == queue[1]:
                 continue
@@ -273,7 +275,8 @@ class Matcher:
                     fix = "raise a signal on one stream alone, or order the two with an event"
                 values = ((one, value), (two, higher))
                 ops = tuple(self.ref(at, f"raises it to {level}") for at, level in values)
-                fixes = notifies(self.explainer.edges, [op.at for op in ops])
+                edges, places = self.explainer.edges, [op.at for op in ops]
+                fixes = self.explainer.proposed("signal", partial(notifies, edges, places))
                 self.findings.append(
                     Finding("signal", message, ops, fix, "error", (writer,), fixes)
                 )
@@ -295,6 +298,7 @@ class Matcher:
             return graph.before(one, other)
         seen, left = {other}, [other]
         for node in left:  # grows while it is walked
+            self.regions.spend(16)
             new = {*graph.preds[node]} - seen
             seen |= new
             left += new

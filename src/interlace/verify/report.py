@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
 
+MAX_FINDINGS = 100
+"""More faults than these are counted and not listed."""
 MAX_FAULTS = 10_000
 """After so many different faults, accesses are compared no more."""
 KINDS: dict[str, str] = {

@@ -22,8 +22,10 @@ from interlace.verify.report import Finding
 
 NEIGHBOURS = 64
 """Ops before a collective that are looked for on a rank that lacks it."""
-MAX_ISSUED = 2_000
+MAX_ISSUED = 400
 """Collectives of one rank that are compared at most."""
+MAX_COMPARED = 256
+"""Findings, sequences of ranks and collectives that are lacking, of which fixes are sought."""
 
 
 class Uneven:
@@ -32,10 +34,12 @@ class Uneven:
     def __init__(self, builder: GraphBuilder, explainer: Explainer) -> None:
         self.builder = builder
         self.explainer = explainer
+        self._left = MAX_COMPARED
 
     def explained(self, finding: Finding) -> Finding:
         """The finding with what to add or remove, if it is about collectives that ranks lack."""
-        queue = self._queue(finding)
+        self._left -= 1
+        queue = self._queue(finding) if self._left >= 0 else None
         if queue is None:
             return finding
         others = [q for q in self.builder.meetings.queues if q[0] == queue[0] and q != queue]
@@ -46,6 +50,8 @@ class Uneven:
         fixes: list[Fix] = []
         words: list[str] = []
         for wanted, _ in popular:
+            if self._left <= 0:
+                break
             like = next(rank for rank, sequence in sequences.items() if sequence == wanted)
             ranks = [rank for rank, sequence in sequences.items() if sequence != wanted]
             edits = [edit for rank in ranks for edit in self._edits(issues, rank, like, words)]
@@ -89,6 +95,7 @@ class Uneven:
         self, issues: dict[int, list[IssuedOp]], rank: int, like: int, words: list[str]
     ) -> list[Edit]:
         """What makes the sequence of one rank that of another; adds to the words."""
+        self._left -= 1
         mine, theirs = issues[rank], issues[like]
         source = next(p.source for p in self.builder.places if p.rank == rank)
         k, found = source.number, list[Edit]()
@@ -110,6 +117,9 @@ class Uneven:
                 words.append(self._lacks(at, rank, like))
                 found.append(Edit(k, index=at.item.index))
             for at in theirs[start:stop]:
+                self._left -= 1
+                if self._left < 0:
+                    break
                 words.append(self._lacks(at, like, rank))
                 behind = _behind(at.source.program.ops, at.item.index, source.program.ops)
                 if low:

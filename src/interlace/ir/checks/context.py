@@ -35,6 +35,10 @@ from interlace.ir.types import (
 from interlace.ir.view import AsStrided, Chunk, View, varying
 
 
+MAX_STEPS = 1 << 25
+"""Steps of one rank that a Program takes to validate, at most: some seconds."""
+
+
 class BrokenRule(Exception):
     """A broken rule: what, the line that says how to fix it, and which line it is about."""
 
@@ -55,6 +59,18 @@ class CheckContext:
         self.ranks: tuple[int, ...] = ()
         self.wheres: tuple[Where, ...] = ()
         self._boxes: dict[object, tuple[Box, ...]] = {}
+        self._joined: set[str] = set()
+        self._steps = 0
+
+    def spend(self, steps: int) -> None:
+        """Counts what is looked at on each rank; a Program that needs too much is refused."""
+        self._steps += steps
+        if self._steps > MAX_STEPS:
+            raise self.fault(
+                f"what differs between {len(self.wheres):,} ranks takes more than {MAX_STEPS:,} "
+                "steps to look at",
+                "write the Program for fewer ranks, or in parts",
+            )
 
     def fault(self, what: str, fix: str) -> BrokenRule:
         """The fault to raise at the place that is being checked."""
@@ -85,6 +101,9 @@ class CheckContext:
         team = self.teams.get(name)
         if team is None:
             raise self.unknown("team", name, self.teams)
+        if name in self._joined:
+            return team
+        self._joined.add(name)
         for where in self.wheres:
             if name not in where.members:
                 raise self.fault(
@@ -97,6 +116,7 @@ class CheckContext:
         """What an index is on each rank."""
         if isinstance(index, RankIndex):
             self.team(index.team)
+        self.spend(len(self.wheres))
         return tuple(where.index(index) for where in self.wheres)
 
     def dims(self, dim: Dim) -> tuple[Int, ...]:
@@ -146,6 +166,7 @@ class CheckContext:
             if isinstance(step, Chunk) and isinstance(step.parts, str):
                 if step.parts not in self.tables:
                     raise self.unknown("table", step.parts, self.tables)
+        self.spend(len(self.wheres) * (16 if depends else 1))
         boxes: list[Box] = []
         for where in self.wheres if depends else self.wheres[:1]:
             try:

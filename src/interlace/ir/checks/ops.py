@@ -291,6 +291,7 @@ class OpChecker:
         if op.kernel is None:
             return
         context = self.context
+        context.spend(len(context.wheres) * len(op.members))
         for rank, where in enumerate(context.wheres):
             try:
                 box: Callable[[View], Box] = lambda view, at=rank: context.boxes(view)[at]  # noqa: E731
@@ -328,6 +329,7 @@ class OpChecker:
         """Each notify of a signal raises it."""
         key = level.signal, level.team
         of_pairs = self.raised.setdefault(key, {})
+        self.context.spend(len(self.context.wheres) + len(of_pairs))
         if isinstance(level.peer, Others):
             found = [(value, reader) for (_, reader), value in of_pairs.items()]
             first = self.context.wheres[0].members[level.team]

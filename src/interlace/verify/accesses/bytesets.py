@@ -15,11 +15,11 @@ size is symbolic, the byte runs of `Box` answer instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import lcm, prod
 
-from interlace.ir.box import Box, byte_runs, runs
+from interlace.ir.box import MAX_RUNS, Box, byte_runs, runs
 from interlace.ir.sizes import Int, Size, number
 
 Interval = tuple[Int, Int]
@@ -30,24 +30,39 @@ Dims = list[tuple[Int, Int]]
 MAX_BRICKS = 512
 
 
-def covered(target: Box, parts: Sequence[Box]) -> bool:
-    """Whether every byte of `target` is in one of `parts`. Never says so wrongly."""
-    found = _left(target, parts)
+def covered(
+    target: Box, parts: Sequence[Box], spend: Callable[[int], None] = lambda steps: None
+) -> bool:
+    """Whether every byte of `target` is in one of `parts`. Never says so wrongly. `spend` is told
+    in how many steps that is found, as they are taken."""
+    spend(len(parts))
+    boxes = (target, *parts)
+    if not any(box.is_sized or isinstance(box.offset, Size) for box in boxes):
+        low, high = target.hull
+        parts = [part for part in parts if part.hull[0] < high and low < part.hull[1]]
+        if not any(runs(box)[1] for box in (target, *parts)):
+            spend(16 * len(parts))
+            return _covered_by_runs(target, parts)
+    found = _left(target, parts, spend)
     if found is None or (found[1] and not found[2]):
+        spend(16 * sum(_num_runs(box) for box in (target, *parts)))
         return _covered_by_runs(target, parts)
     return not found[1]
 
 
 def first_left(target: Box, parts: Sequence[Box]) -> Int | None:
     """The first byte of `target` that is in none of `parts`; None where that is not known."""
-    found = _left(target, parts)
+    found = _left(target, parts, lambda steps: None)
     if found is None or not found[1] or not found[2]:
         return None
     return min(_start(brick, found[0]) for brick in found[1])
 
 
-def _left(target: Box, parts: Sequence[Box]) -> tuple[tuple[int, ...], list[Brick], bool] | None:
+def _left(
+    target: Box, parts: Sequence[Box], spend: Callable[[int], None]
+) -> tuple[tuple[int, ...], list[Brick], bool] | None:
     """The radix, what of `target` is in none of `parts`, and whether all of them were asked."""
+    spend(64 * len(parts))
     dims = [_dims(box) for box in (target, *parts)]
     if any(isinstance(number, Size) for each in dims for pair in each for number in pair):
         return None
@@ -59,6 +74,7 @@ def _left(target: Box, parts: Sequence[Box]) -> tuple[tuple[int, ...], list[Bric
         holes = _bricks(part, radix)
         complete = complete and holes is not None
         for hole in holes or ():
+            spend(4 * len(left) * len(radix))
             left = [rest for piece in left for rest in _subtract(piece, hole)]
     return radix, left, complete
 
@@ -183,6 +199,12 @@ def _subtract(brick: Brick, hole: Brick) -> list[Brick]:
                 found.append((*core[:i], piece, *core[i + 1 :]))
         core[i] = (max(start, low), min(stop, high))
     return found
+
+
+def _num_runs(box: Box) -> int:
+    """How many runs of bytes are counted of a box."""
+    count = prod([size for _, size in runs(box)[1]])
+    return 1 if isinstance(count, Size) or count > MAX_RUNS else count
 
 
 def _covered_by_runs(target: Box, parts: Sequence[Box]) -> bool:

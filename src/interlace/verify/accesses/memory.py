@@ -82,6 +82,7 @@ class Content:
         if self.full or (self.log is None and region in self.parts):
             return True
         if self.log is None:
+            regions.spend(len(self.parts))
             within_one = any(part.contains(region) and not part.strided for part in self.parts)
             return within_one or regions.covered(region, self.parts)
         later: list[Box] = []
@@ -91,9 +92,9 @@ class Content:
             else:
                 lo, hi = event
                 outside = [_dense(0, lo), _dense(hi, self.size)]
-                if not covered(region.exact, [*later, *outside]):
+                if not covered(region.exact, [*later, *outside], regions.spend):
                     return False
-        return covered(region.exact, later)
+        return covered(region.exact, later, regions.spend)
 
 
 def _dense(lo: Int, hi: Int) -> Box:

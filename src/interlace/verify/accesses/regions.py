@@ -13,10 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from interlace.errors import ProgramError
 from interlace.ir.sizes import Int
 from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
 from interlace.ir.view import AsStrided, Box, Chunk, View, varying
 from interlace.verify.accesses.bytesets import covered
+
+
+MAX_STEPS = 1 << 26
+"""Steps that one check compares accesses in, at most: about a minute of a slow core. Two hulls are
+compared in one step; what remembers a comparison counts more, for its memory."""
+PER_PAIR = 32
+"""Steps that a remembered comparison counts as."""
+MANY_PARTS = 64
+"""Whether a region is covered by more parts than these is not remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +73,17 @@ class Regions:
         self._interned: dict[tuple[Box, Box], ByteRegion] = {}
         self._overlaps: dict[tuple[ByteRegion, ByteRegion], bool] = {}
         self._covers: dict[tuple[ByteRegion, frozenset[ByteRegion]], bool] = {}
+        self._steps = 0
+
+    def spend(self, steps: int) -> None:
+        """Counts what comparing takes. Raises ProgramError where that is too much."""
+        self._steps += steps
+        if self._steps > MAX_STEPS:
+            raise ProgramError(
+                f"comparing the accesses of this schedule takes more than {MAX_STEPS:,} steps: "
+                "check it in parts, with fewer ops on a buffer, views of fewer separate pieces, or "
+                "fewer ranks"
+            )
 
     def spot(self, view: View, buffer: Buffer, tables: tuple[Table, ...]) -> Spot:
         """The view, ready to be resolved on any rank."""
@@ -112,16 +133,20 @@ class Regions:
             return one.lo < one.hi
         found = self._overlaps.get((one, other))
         if found is None:
-            found = one.box.overlaps(other.box)
+            found, steps = one.box.meets(other.box)
+            self.spend(PER_PAIR + steps)
             self._overlaps[one, other] = self._overlaps[other, one] = found
         return found
 
     def covered(self, region: ByteRegion, parts: Iterable[ByteRegion]) -> bool:
         """Whether the parts together hold every byte of the region."""
-        key = (region, frozenset(parts))
+        there = list(parts)
+        if len(there) > MANY_PARTS:
+            return covered(region.exact, [part.exact for part in there], self.spend)
+        key = (region, frozenset(there))
         found = self._covers.get(key)
         if found is None:
-            found = covered(region.exact, [part.exact for part in key[1]])
+            found = covered(region.exact, [part.exact for part in there], self.spend)
             self._covers[key] = found
         return found
 

@@ -159,10 +159,9 @@ class Sweep:
     def _bounds(self, frame: Frame, storage: str) -> list[Int]:
         """Where buffers of a storage begin and end."""
         bounds: set[Int] = set()
-        for version in frame.place.source.versions:
-            if version.shared and version.storage == storage:
-                whole = self.regions.at(version.spot, frame.place.where)
-                bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
+        for version in frame.place.source.sharing[storage]:
+            whole = self.regions.at(version.spot, frame.place.where)
+            bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
         return sorted(bounds)
 
     def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
@@ -247,6 +246,7 @@ class Sweep:
                 cell.live.pop(life.content, None)
 
     def _read(self, cell: Cell, new: ByteAccess) -> None:
+        self.regions.spend(1 + len(cell.writes))
         for old in cell.writes:
             if old.lo < new.hi and new.lo < old.hi:
                 self._replaces(cell, new, old)
@@ -254,6 +254,7 @@ class Sweep:
 
     def _write(self, cell: Cell, new: ByteAccess, offset: Int) -> None:
         lo, hi = new.lo, new.hi
+        self.regions.spend(1 + len(cell.writes) + len(cell.reads) + len(cell.live))
         cell.writes = [
             old
             for old in cell.writes
@@ -305,7 +306,9 @@ class Sweep:
     def raced_for(self, read: ByteAccess) -> bool:
         """Whether accesses race that both meet this read; see Note [Any order]."""
         memory = read.content.memory
+        races = self._races.get(memory, {})
+        self.regions.spend(2 * len(races))
         return any(
             all(self._meet(read, one, boxes=not memory.arena) for one in pair)
-            for pair in self._races.get(memory, {}).values()
+            for pair in races.values()
         )

@@ -8,6 +8,7 @@ Where nothing holds, the finding says in words what has to change.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -27,6 +28,8 @@ MAX_OPS_CHECKED = 200_000
 """Ops that all tries of one Report check again at most: some seconds."""
 OPS_A_FINDING = 40
 """Reporting a finding takes about as long as checking so many ops; finding a fault, as one op."""
+MAX_SECONDS = 10.0
+"""And how long they take at most, where ops are compared that touch very many pieces."""
 
 
 Key = tuple[str, frozenset[tuple[int, int | None]]]
@@ -60,6 +63,8 @@ class Trials:
         self._unchecked = MAX_OPS_CHECKED
         listed, others = len(report.findings), report.num_left_out
         self._cost = report.num_ops + OPS_A_FINDING * listed + others
+        self._left_s = MAX_SECONDS
+        self._longest_s = 0.0
         self._all_listed = report.num_left_out == 0
         self._in_order: bool | None = None
         self._chosen: list[tuple[str, Fix]] = []
@@ -79,7 +84,9 @@ class Trials:
             return f"{finding.words}; {why}" if finding.candidates else finding.words, ()
         if held not in self._held:
             self._held.append(held)
-        return describe(self.programs, held.fix), held.fix
+        kinds = ", ".join(dict.fromkeys(one.kind for one in held.left))
+        more = f", then check again: other faults show then ({kinds})" if kinds else ""
+        return describe(self.programs, held.fix) + more, held.fix
 
     def _find(self, finding: Finding) -> tuple[TriedFix | None, str]:
         """The first fix that holds and leaves nothing new, else the first that improves; or why
@@ -95,7 +102,7 @@ class Trials:
         for _ in range(MAX_STEPS):
             following: list[Fix] = []
             for fix in level:
-                if fix in tried or len(tried) >= MAX_TRIED or self._unchecked < self._cost:
+                if fix in tried or len(tried) >= MAX_TRIED or not self._may_try():
                     continue
                 tried.add(fix)
                 outcome = self._try(fix, key)
@@ -121,10 +128,9 @@ class Trials:
         return better, shows or "no edit that was tried does this alone"
 
     def _try(self, fix: Fix, key: Key) -> TriedFix | None:
-        self._unchecked -= self._cost
         try:
             edited = apply(self.programs, fix)
-            report = self.again(edited.programs)
+            report = self._checked(edited.programs)
         except (InterlaceError, Unfit):
             return None
         keys = [_key(finding, edited.origins) for finding in report.errors]
@@ -143,9 +149,24 @@ class Trials:
         return not self._in_order or self._runs_in_order(fix)
 
     def _runs_in_order(self, fix: Fix) -> bool:
-        self._unchecked -= self._cost
         programs = apply(self.programs, fix).programs
-        return "deadlock" not in self.again(programs, in_order=True).kinds()
+        try:
+            return "deadlock" not in self._checked(programs, in_order=True).kinds()
+        except InterlaceError:
+            return False
+
+    def _checked(self, programs: Sequence[Program], **given: bool) -> Report:
+        """A check, which counts as one of the tries."""
+        self._unchecked -= self._cost
+        began = time.thread_time()
+        try:
+            return self.again(programs, **given)
+        finally:
+            spent = time.thread_time() - began
+            self._left_s, self._longest_s = self._left_s - spent, max(self._longest_s, spent)
+
+    def _may_try(self) -> bool:
+        return self._unchecked >= self._cost and self._left_s >= self._longest_s
 
     def _is_clean(self, outcome: TriedFix, key: Key) -> bool:
         """Whether the finding is gone, and nothing is wrong that was not wrong before."""

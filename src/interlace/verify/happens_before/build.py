@@ -21,7 +21,7 @@ from interlace.errors import TeamError
 from interlace.ir.ops import KINDS, UNORDERED, Collective
 from interlace.ir.order import Awaited, Delivery, Meetings, Queue, Retake, Slot, TeamKey
 from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.graph import Frame, HappensBefore, IssuedOp, RankPlace
+from interlace.verify.happens_before.graph import PER_OP, Frame, HappensBefore, IssuedOp, RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram
 
 
@@ -52,6 +52,7 @@ class GraphBuilder:
 
     def _run(self) -> None:
         for place in self.places:
+            self.graph.take(PER_OP * place.source.num_places)
             _FrameBuilder(self, place, self.num_runs).run()
         self.num_runs += 1
 

@@ -41,10 +41,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from interlace.errors import ProgramError
 from interlace.ir.types import Where
 from interlace.verify.happens_before.source import Item, LoweredProgram
 
 Part = tuple["Frame", Item]
+MAX_WORDS = 200_000_000
+"""Words of memory that one graph takes, at most: 1.6 GB, about as many as are counted here."""
+PER_OP, PER_SINCE = 80, 8
+"""Words for an op of a rank, and for each chain that a clock holds apart from its base."""
 MAX_SINCE = 128
 """Chains that a clock holds apart from its base, at most."""
 
@@ -125,6 +130,8 @@ class HappensBefore:
     """By the id of a base (which the clocks keep alive): the bases that it is nowhere behind."""
     order: list[int] = field(default_factory=list[int])
     """The nodes that can finish, in an order in which they can."""
+    words: int = 0
+    """Of memory, as far as it was counted."""
 
     def add(self) -> int:
         """A node without predecessors or place."""
@@ -190,6 +197,7 @@ class HappensBefore:
                 if position > base[chain] and position > since.get(chain, 0):
                     since[chain] = position
         if not since or len(since) <= MAX_SINCE < self.num_chains:
+            self.take(PER_SINCE * (1 + len(since)))
             return Clock(base, since)
         full = list(base)
         for chain, position in since.items():
@@ -213,9 +221,20 @@ class HappensBefore:
 
     def _new_base(self, positions: Iterable[int], *earlier: tuple[int, ...]) -> tuple[int, ...]:
         base = tuple(positions)
+        self.take(len(base))
         if self.num_chains > MAX_SINCE:
             self.made_from[id(base)] = earlier
         return base
+
+    def take(self, words: int) -> None:
+        """Counts memory. Raises ProgramError where that is too much."""
+        self.words += words
+        if self.words > MAX_WORDS:
+            raise ProgramError(
+                f"the order of all ops on {self.num_chains:,} streams, those of all ranks, takes "
+                f"more than {MAX_WORDS * 8:,} bytes: check the schedule on fewer ranks, or with "
+                "fewer streams or ops"
+            )
 
     def _includes(self, base: tuple[int, ...], other: tuple[int, ...]) -> bool:
         """Whether a base is known to be nowhere behind another: made from it, or once removed."""

@@ -10,7 +10,6 @@ Alloc a name means, which Record a Wait sees), and what is wrong in that order a
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -167,6 +166,8 @@ class LoweredProgram:
     """Items, the return, the members of Fuseds, and the begin."""
     enter: Item | None
     """The begin of the run, where parameters are registered: what their callers do before it."""
+    sharing: dict[str, list[Version]]
+    """By storage: the local buffers that share it."""
 
 
 def lower(
@@ -210,7 +211,7 @@ class _Lowering:
         )
         leave = Item(end, None, touches=(*self.results(end), *callers), place=end)
         enter = Item(-1, None, touches=callers, place=self.new_place()) if callers else None
-        self.mark_shared()
+        sharing = self.mark_shared()
         for version in self.versions:
             if version.symmetric and version.free < 0 <= version.alloc:
                 self.leak(items, version)
@@ -233,6 +234,7 @@ class _Lowering:
             sequence=sequence,
             num_places=self.num_places,
             enter=enter,
+            sharing=sharing,
         )
 
     def item(self, index: int, op: Op) -> Item:
@@ -411,9 +413,13 @@ class _Lowering:
             f"free {name} after the last op that uses it",
         )
 
-    def mark_shared(self) -> None:
-        """Marks the local buffers whose storage other local buffers use too."""
-        local = [version for version in self.versions if version.buffer.kind == "local"]
-        users = Counter(version.storage for version in local)
-        for version in local:
-            version.shared = users[version.storage] > 1
+    def mark_shared(self) -> dict[str, list[Version]]:
+        """Marks the local buffers whose storage other local buffers use too: these, by storage."""
+        users: dict[str, list[Version]] = {}
+        for version in self.versions:
+            if version.buffer.kind == "local":
+                users.setdefault(version.storage, []).append(version)
+        sharing = {storage: versions for storage, versions in users.items() if len(versions) > 1}
+        for version in (version for versions in sharing.values() for version in versions):
+            version.shared = True
+        return sharing

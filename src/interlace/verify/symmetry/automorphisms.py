@@ -44,6 +44,8 @@ MOST = 2048
 """Ranks among which order is worked out, at most: each knows how far each of them has come."""
 Map = dict[int, int]
 """A map of the ranks, by rank."""
+MOST_TEAMS = 256
+"""Teams of a Program that may turn: of a set with more, all ranks are visited."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,8 @@ class Turns:
         wheres = {w.rank: w for s in sources for w in s.program.wheres(s.ranks)}
         if len(homes) < sum(len(source.ranks) for source in sources):
             return None  # a rank runs two Programs
+        if max(len(source.program.teams) for source in sources) > MOST_TEAMS:
+            return None
         finder = _Finder(homes, wheres)
         everyone = {rank for groups in finder.groups.values() for group in groups for rank in group}
         return finder.run(sources) if everyone <= homes.keys() else None

@@ -101,6 +101,7 @@ class FoldedGraph(HappensBefore):
         base = self.renamed.get((id(clock.base), rank))
         if base is None:
             base = carried.rename(clock.base)
+            self.take(len(base))
             self.renamed[id(clock.base), rank] = base
             self.held += [clock.base, base]
         since = {carried.to[one]: reached for one, reached in clock.since.items()}

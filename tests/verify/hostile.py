@@ -1,0 +1,638 @@
+"""Schedules that are made to keep a reader busy: of any size, each for one thing that may grow.
+
+    text = HOSTILE["races"](1_000_000)      # about a megabyte
+    measure(text, limit_s=60)               # what `interlace check` says, in a process of its own
+
+Some are sound, most are not, some are refused: what they have in common is that their author wants
+`interlace check` to take for ever, or all memory.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+Lines = Callable[[int], str]
+Hostile = Callable[[int], str]
+
+
+def filled(size: int, head: str, *lines: Lines, end: str = "") -> str:
+    """A text of about so many characters: the head, each line in turn for 0, 1, 2 ..., the end."""
+    made, length = [head], len(head) + len(end)
+    for number in count():
+        for line in lines:
+            text = "".join(f"    {part}\n" for part in line(number).split("\n"))
+            made.append(text)
+            length += len(text)
+        if length >= size:
+            return "".join([*made, end])
+    raise AssertionError
+
+
+def listed(size: int, item: Lines, between: str = ", ") -> str:
+    """Items side by side, about so many characters."""
+    made, length = list[str](), 0
+    for number in count():
+        made.append(item(number))
+        length += len(made[-1]) + len(between)
+        if length >= size:
+            break
+    return between.join(made)
+
+
+ONE = "def f(tp: Team[1], x: f32[4, 4], y: f32[4, 4]):\n"
+TWO = "def f(tp: Team[2], x: f32[4, 4], y: f32[4, 4]):\n"
+WIDE = "def f(tp: Team[1], x: f32[60000, 4096], y: out[f32[60000, 4096]]):\n"
+
+
+# Boxes
+
+
+def long_boxes(size: int) -> str:
+    """Columns of 60,000 runs, on two streams that nothing orders."""
+    return filled(
+        size,
+        WIDE,
+        lambda k: f"main: copy(x[:, {k % 999}:{k % 999 + 9}], y[:, {k % 999}:{k % 999 + 9}])",
+        lambda k: f"side: copy(x[:, {k % 997}:{k % 997 + 7}], y[:, {k % 997}:{k % 997 + 7}])",
+    )
+
+
+def written_columns(size: int) -> str:
+    """Columns of 60,000 runs that are written one by one, and read together, on one stream."""
+    columns: Lines = lambda k: f"main: copy(x[:, {k % 4095}:{k % 4095 + 1}], y[:, {k % 4095}:{k % 4095 + 1}])"  # noqa: E501, E731
+    reads: Lines = lambda k: f"main: copy(y[:, {k % 4000}:{k % 4000 + 96}], x[:, {k % 4000}:{k % 4000 + 96}])"  # noqa: E501, E731
+    return filled(size, WIDE, columns, reads)
+
+
+def odd_strides(size: int) -> str:
+    """Boxes of different buffers' shapes over one storage would be hulls: these are strides that
+    have no small common multiple, of one buffer, through reshapes."""
+
+    def line(k: int) -> str:
+        a, b = 3 + k % 701, 5 + k % 499
+        view = "t.view(-1){0}.view(-1, {1}).slice(1, 0, {2})"
+        one = view.format(f"[0:{a * 1009}]", a, 1 + a // 2)
+        two = view.format(f"[{b}:{b + b * 1009}]", b, 1 + b // 3)
+        return f'main: call("aten.neg_", {one}, out={one}, mutates=True)\nside: call("aten.neg_", {two}, out={two}, mutates=True)'  # noqa: E501
+
+    return filled(size, "def f(tp: Team[1], t: f32[1024, 1024]):\n", line)
+
+
+def deep_boxes(size: int) -> str:
+    """Boxes of eight dimensions, each a part of each."""
+    shape = ", ".join(["8"] * 8)
+    head = f"def f(tp: Team[1], x: f32[{shape}], y: out[f32[{shape}]]):\n"
+
+    def box(k: int) -> str:
+        return "[" + ", ".join(f"{k >> d & 3}:{4 + (k >> d & 3)}" for d in range(8)) + "]"
+
+    return filled(
+        size,
+        head,
+        lambda k: f"main: copy(x{box(k)}, y{box(k + 1)})",
+        lambda k: f"side: copy(y{box(k * 7)}, x{box(k * 3)})",
+    )
+
+
+def wide_strided(size: int) -> str:
+    """`as_strided` boxes of many dimensions whose strides run into each other."""
+
+    def line(k: int) -> str:
+        sizes = ", ".join("3" for _ in range(12))
+        strides = ", ".join(str(1 + (k * 31 + d * d * 7) % 97) for d in range(12))
+        return f"main: copy(x.as_strided(({sizes}), ({strides}), {k % 50}), y.view(-1)[0:531441].view({sizes}))"  # noqa: E501
+
+    return filled(size, "def f(tp: Team[1], x: f32[8000], y: out[f32[531441]]):\n", line)
+
+
+def scattered(size: int) -> str:
+    """Writes of single elements, and reads of all of them."""
+    head = "def f(tp: Team[1], x: f32[100000], y: out[f32[100000]]):\n    t = alloc(f32[100000])\n"
+    return filled(
+        size,
+        head,
+        lambda k: f"main: copy(x[{k * 2}:{k * 2 + 1}], t[{k * 2}:{k * 2 + 1}])",
+        lambda k: f"main: copy(t[0:{k * 2 + 2}], y[0:{k * 2 + 2}])",
+    )
+
+
+def long_views(size: int) -> str:
+    """One view of very many steps."""
+    steps = listed(size // 2, lambda k: f".slice(0, 0, {1000000 - k})", "")
+    turns = listed(size // 2, lambda k: ".permute(1, 0)", "")
+    head = "def f(tp: Team[1], x: f32[1000000], m: f32[8, 8], y: out[f32[8, 8]]):\n"
+    return f"{head}    main: copy(x{steps}[0:64].view(8, 8), y)\n    main: copy(m{turns}, y)\n"
+
+
+def many_views(size: int) -> str:
+    """Chains of a hundred steps, each another."""
+
+    def line(k: int) -> str:
+        steps = "".join(f".slice(0, 0, {100000 - j - k})" for j in range(100))
+        return f"main: copy(x{steps}[0:16].view(4, 4), y)"
+
+    return filled(size, "def f(tp: Team[1], x: f32[100000], y: out[f32[4, 4]]):\n", line)
+
+
+# Names and lists
+
+
+def nested(size: int) -> str:
+    """An expression of brackets in brackets."""
+    return f"{ONE}    main: copy(x[0:{'(' * (size // 2)}4{')' * (size // 2)}], y)\n"
+
+
+def nested_tuples(size: int) -> str:
+    deep = f"{'(' * 80}x,{'),' * 79})"
+    return filled(size, ONE, lambda k: f'main: call("aten.stack", {deep}, out=y)')
+
+
+def long_sum(size: int) -> str:
+    """A size that is a sum of very many terms."""
+    terms = listed(size // 2, lambda k: "S", " + ")
+    head = f"def f(tp: Team[1], S: Size[8], x: f32[{terms}], y: out[f32[{terms}]]):\n"
+    return f"{head}    main: copy(x, y)\n"
+
+
+def long_product(size: int) -> str:
+    """A polynomial that would have millions of terms."""
+    names = [f"S{k}" for k in range(24)]
+    sizes = ", ".join(f"{name}: Size[2]" for name in names)
+    factor = "(" + " + ".join(names) + ")"
+    most = " * ".join([factor] * max(2, size // len(factor)))
+    return f"def f(tp: Team[1], {sizes}, x: f32[{most}]):\n    main: host_sync()\n"
+
+
+def many_sizes(size: int) -> str:
+    """Thousands of named sizes, compared with one another."""
+    sizes = listed(size // 3, lambda k: f"S{k}: Size[{8 + k % 3}]")
+    number = sizes.count(":")
+    inputs = ", ".join(f"x{k}: f32[S{k}, S{k - 1}]" for k in range(1, number, 2))
+    body = lambda k: f"main: copy(x{1 + 2 * (k % (number // 2))}[0:S{k % number} // 2], y)"  # noqa: E731
+    head = f"def f(tp: Team[1], {sizes}, {inputs}, y: out[f32[S0, S1]]):\n"
+    return filled(size, head, body)
+
+
+def sized_boxes(size: int) -> str:
+    """Boxes of two named sizes: each comparison is one that the class has to decide."""
+    head = (
+        "def f(tp: Team[1], S: Size[4096], T: Size[512], x: f32[S + 9000, T], "
+        "y: out[f32[S + 9000, T]]):\n    assume(S >= 1024, T >= 64)\n"
+    )
+    return filled(
+        size,
+        head,
+        lambda k: f"main: copy(x[S + {k}:S + {k + 2}], y[S + {k}:S + {k + 2}])",
+        lambda k: f"main: copy(x[T + {k}:T + {k + 2}], y[T + {k}:T + {k + 2}])",
+    )
+
+
+def many_conditions(size: int) -> str:
+    facts = listed(size, lambda k: f"S * T - {k} * S > {k % 7}")
+    head = "def f(tp: Team[1], S: Size[4096], T: Size[900000], x: f32[S], y: out[f32[S]]):\n"
+    return f"{head}    assume({facts})\n    main: copy(x, y)\n"
+
+
+def many_names(size: int) -> str:
+    """Long names that are alike to the last letter."""
+    same = "a" * 400
+    return filled(size, ONE, lambda k: f"main: record({same}{k})\nside: wait({same}{k})")
+
+
+def many_inputs(size: int) -> str:
+    params = listed(size // 2, lambda k: f"x{k}: f32[4]")
+    number = params.count(":")
+    return filled(
+        size, f"def f(tp: Team[1], {params}):\n", lambda k: f"main: copy(x{k % number}, x{k * 7 % number})"
+    )
+
+
+def many_outputs(size: int) -> str:
+    params = listed(size, lambda k: f"y{k}: out[f32[4]]")
+    return f"def f(tp: Team[1], x: f32[4], {params}):\n    main: copy(x, y0)\n"
+
+
+def many_results(size: int) -> str:
+    results = listed(size // 2, lambda k: f"x[{k % 4}:{k % 4 + 1}]")
+    more = listed(size // 2, lambda k: f"t[{k}:{k + 1}]")
+    return f"{ONE}    t = empty(f32[1000000])\n    main: copy(x, y)\n    return {results}, {more}\n"
+
+
+def many_sites(size: int) -> str:
+    return filled(
+        size,
+        ONE,
+        lambda k: f'site({k}, "all_gather_matmul", "layers.{k}", reason="because")',
+        lambda k: f'remark("decompose", "why not {k}", site={k})',
+    )
+
+
+def many_tables(size: int) -> str:
+    return filled(size, TWO, lambda k: f"t{k} = table(tp, {k % 5}, {4 - k % 5})", lambda k: "")
+
+
+def long_table(size: int) -> str:
+    number = min(65536, size // 3)
+    values = ", ".join(["1"] * number)
+    head = f"def f(tp: Team[{number}], x: f32[{number}, 4], y: out[f32[{number}, 4]]):\n"
+    return f"{head}    rows = table(tp, {values})\n    main: copy(x.chunk(tp.rank, rows), y.chunk(tp.rank, rows))\n"  # noqa: E501
+
+
+def many_regions(size: int) -> str:
+    return filled(
+        size,
+        ONE,
+        lambda k: f'@region\ndef r{k}(a):\n    b = call("aten.neg.default", a)\n    return b',
+        lambda k: f'main: call("r{k}", x, out=(z{k} := f32[4, 4]))',
+    )
+
+
+def many_calls(size: int) -> str:
+    """Results that are made anew, each of two before."""
+    head = f"{ONE}    main: call('aten.add.Tensor', x, x, out=(t0 := f32[4, 4]))\n"
+    return filled(
+        size,
+        head,
+        lambda k: f'main: call("aten.add.Tensor", t{k}, t{k // 2}, out=(t{k + 1} := f32[4, 4]))',
+    )
+
+
+def long_call(size: int) -> str:
+    arguments = listed(size, lambda k: f"x[{k % 4}:{k % 4 + 1}]")
+    return f'{ONE}    main: call("aten.cat.out", ({arguments}), out=y)\n'
+
+
+# Memory
+
+
+def many_buffers(size: int) -> str:
+    return filled(
+        size,
+        ONE,
+        lambda k: f"t{k} = alloc(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)\nmain: free(t{k})",
+    )
+
+
+def one_storage(size: int) -> str:
+    """Buffers of one storage, each begins where no other does."""
+    return filled(
+        size,
+        ONE,
+        lambda k: f'b{k} = alloc(f32[100000], storage="s", offset={k * 4})\nmain: copy(x, b{k}[0:16].view(4, 4))',
+        lambda k: f"main: copy(b{k}[0:16].view(4, 4), y)",
+    )
+
+
+def one_storage_freed(size: int) -> str:
+    return filled(
+        size,
+        ONE,
+        lambda k: f'b{k} = alloc(f32[4, 4], storage="s", offset={k % 64 * 4})\nmain: copy(x, b{k})',
+        lambda k: f"side: copy(b{k}, y)\nside: free(b{k})",
+    )
+
+
+def many_slots(size: int) -> str:
+    return filled(
+        size,
+        TWO,
+        lambda k: f"t{k} = alloc(f32[4, 4], symmetric=tp)\nmain: copy(x, t{k})",
+        lambda k: f"side: get(t{k}, y, peer=tp.rank + 1)\nmain: free(t{k})",
+    )
+
+
+def one_slot(size: int) -> str:
+    """One slot that is taken again and again, and never freed."""
+    return filled(
+        size,
+        TWO,
+        lambda k: f't{k} = alloc(f32[4, 4], symmetric=tp, storage="s")\nmain: copy(x, t{k})',
+    )
+
+
+# Streams and events
+
+
+def many_streams(size: int) -> str:
+    """A stream for each op, and one that awaits them all."""
+    return filled(size, ONE, lambda k: f"s{k}: copy(x, y)\ns{k}: record(e{k})", lambda k: f"main: wait(e{k})")
+
+
+def woven_streams(size: int) -> str:
+    """Streams each of which awaits others: a clock of all for each op."""
+    return filled(
+        size,
+        f"{ONE}    s0: record(e0)\n",
+        lambda k: f"s{k + 1}: wait(e{k})\ns{k + 1}: wait(e{k // 2})\ns{k + 1}: record(e{k + 1})",
+    )
+
+
+def few_streams(size: int) -> str:
+    """A thousand streams, which await each other round and round."""
+
+    def line(k: int) -> str:
+        one, two = k % 1000, (k * 17 + 5) % 1000
+        return f"s{one}: wait(e{two})\ns{one}: copy(x, t{one})\ns{one}: record(e{one})"
+
+    head = "".join(f"    t{k} = alloc(f32[4, 4])\n    s{k}: record(e{k})\n" for k in range(1000))
+    return filled(size, f"{ONE}{head}", line)
+
+
+def one_event(size: int) -> str:
+    return filled(size, ONE, lambda k: "main: record(e)\nside: wait(e)\nside: copy(x, y)")
+
+
+def unrecorded(size: int) -> str:
+    """Waits for events that are recorded only behind them all."""
+    half = filled(size // 2, "", lambda k: f"main: wait(e{k})")
+    return f"{ONE}{half}{filled(size // 2, '', lambda k: f'side: record(e{k})')}"
+
+
+def host_syncs(size: int) -> str:
+    return filled(size, ONE, lambda k: f"s{k}: copy(x, y)\ns{k % 7}: host_sync()")
+
+
+def long_fused(size: int) -> str:
+    """One op of very many parts."""
+    parts = listed(size, lambda k: f'part(call("aten.neg.out", x, out=y), record(e{k}))')
+    return f"{ONE}    main: fused({parts})\n"
+
+
+def one_part(size: int) -> str:
+    """One op of one part with very many members."""
+    members = listed(size, lambda k: f'call("aten.neg.out", x, out=t[{k}]), record(e{k})')
+    number = members.count("call")
+    head = f"def f(tp: Team[1], x: f32[1], t: f32[{number}]):\n"
+    body = members.replace("out=t[", "out=t[").replace("]), rec", f":]), rec")
+    return f"{head}    main: fused(part({body}))\n".replace(":]", "].slice(0, 0, 1)") if 0 else (
+        f"{head}    main: fused(part({listed(size, lambda k: f'call({chr(34)}aten.neg.out{chr(34)}, x, out=t[{k}:{k + 1}]), record(e{k})')}))\n"
+    )
+
+
+# Ranks
+
+
+def signals(size: int) -> str:
+    """A signal that grows, and is awaited from its end backwards."""
+    half = filled(size // 2, "", lambda k: f"main: notify(s, to=tp.rank + 1, value={k + 1})")
+    most = half.count("\n")
+    back = filled(size // 2, "", lambda k: f"side: expect(s, tp.rank + 1, value={max(1, most - k)})")
+    return f"{TWO}{half}{back}"
+
+
+def many_signals(size: int) -> str:
+    return filled(
+        size, TWO, lambda k: f"main: notify(s{k}, to=tp.others)\nside: expect(s{k + 1}, tp.rank + 1)"
+    )
+
+
+def all_signals(size: int) -> str:
+    """Signals between all ranks of a large team."""
+    head = "def f(tp: Team[512], x: f32[4, 4], y: out[f32[4, 4]]):\n"
+    return filled(size, head, lambda k: f"main: notify(s{k}, to=tp.others)\nmain: expect(s{k}, tp.others)")
+
+
+def falling(size: int) -> str:
+    """Notifies that do not grow, in no order."""
+    return filled(
+        size,
+        TWO,
+        lambda k: f"main: notify(s, to=tp.rank + 1, value={k % 9 + 1})",
+        lambda k: f"side: notify(s, to=tp.rank + 1, value={k % 7 + 1})",
+    )
+
+
+def messages(size: int) -> str:
+    """Messages that all wait for each other."""
+    return filled(size, TWO, lambda k: "main: send(x, peer=tp.rank + 1)", lambda k: "main: recv(y, peer=tp.rank + 1)")
+
+
+def crossed(size: int) -> str:
+    """Messages on streams of their own, behind others that wait for them."""
+    return filled(
+        size,
+        TWO,
+        lambda k: f"s{k}: recv(y, peer=tp.rank + 1)\ns{k}: send(x, peer=tp.rank + 1)",
+    )
+
+
+def lonely(size: int) -> str:
+    """Sends and collectives that nobody answers."""
+    one = filled(size // 2, "", lambda k: f"s{k}: send(x, peer=1)")
+    two = filled(size // 2, "", lambda k: f't{k}: all_reduce(x, y, team=tp, reduce="sum")')
+    head = "(tp: Team[[0, 1]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({})\n"
+    return f"def f{head.format(0)}{one}\n\ndef g{head.format(1)}{two}"
+
+
+def long_group(size: int) -> str:
+    both = "send(x[{0}:{1}], peer=tp.rank + 1), recv(y[{0}:{1}], peer=tp.rank + 1)"
+    members = listed(size, lambda k: both.format(k % 4, k % 4 + 1))
+    return f"{TWO}    main: group({members})\n"
+
+
+def collectives(size: int) -> str:
+    """Collectives of many teams that two ranks issue in opposite orders."""
+    number = max(2, size // 100)
+    teams = ", ".join(f"t{k}: Team[[0, 1]]" for k in range(number))
+    head = "({}, x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({})\n"
+    ops = [f'    main: all_reduce(x, y, team=t{k}, reduce="sum")\n' for k in range(number)]
+    one, two = head.format(teams, 0), head.format(teams, 1)
+    return f"def f{one}{''.join(ops)}\n\ndef g{two}{''.join(reversed(ops))}"
+
+
+def unlike(size: int) -> str:
+    """Collectives of which each rank says another thing."""
+    head = "(tp: Team[[0, 1]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({})\n"
+    body = filled(size // 2, "", lambda k: f'main: {"all_reduce(x, y, team=tp, reduce=" + chr(34) + "sum" + chr(34) + ")"}')
+    return f"def f{head.format(0)}{body}\n\ndef g{head.format(1)}{body.replace('sum', 'max')}"
+
+
+def circles(size: int) -> str:
+    """Circles of signals, each on two streams of its own."""
+    return filled(
+        size,
+        TWO,
+        lambda k: f"a{k}: expect(s{k}, tp.rank + 1)\na{k}: notify(t{k}, to=tp.rank + 1)",
+        lambda k: f"b{k}: expect(t{k}, tp.rank + 1)\nb{k}: notify(s{k}, to=tp.rank + 1)",
+    )
+
+
+def long_circle(size: int) -> str:
+    """One circle through everything."""
+    return filled(
+        size,
+        f"{TWO}    a: expect(s0, tp.rank + 1)\n",
+        lambda k: f"a: notify(t{k}, to=tp.rank + 1)\nb: expect(t{k}, tp.rank + 1)\nb: notify(s{k + 1}, to=tp.rank + 1)\na: expect(s{k + 1}, tp.rank + 1)",
+        end="    b: notify(s0, to=tp.rank + 1)\n",
+    )
+
+
+def large_team(size: int) -> str:
+    """A thousand ranks that do not fold, and that signal round and round."""
+    head = (
+        "def f(tp: Team[1024], x: f32[1024, 4], y: f32[1024, 4]):\n"
+        "    main: broadcast(x, y, team=tp, root=0)\n"
+    )
+    return filled(
+        size,
+        head,
+        lambda k: f"main: copy(x[{k % 1024}], y[{k % 1024}])\nmain: notify(s{k}, to=tp.rank + 1)",
+        lambda k: f"side: expect(s{k}, tp.rank - 1)\nside: record(e)\nmain: wait(e)",
+    )
+
+
+def large_local(size: int) -> str:
+    """A thousand ranks that do not fold, with nothing to do with one another."""
+    head = (
+        "def f(tp: Team[1024], x: f32[1024, 4], y: f32[1024, 4]):\n"
+        "    main: broadcast(x, y, team=tp, root=0)\n"
+    )
+    return filled(size, head, lambda k: f"main: copy(x[tp.rank + {k}], y[{k % 1024}])")
+
+
+def largest_team(size: int) -> str:
+    """As many ranks as there may be, told apart by what is at a fixed place."""
+    head = "def f(tp: Team[65536], x: f32[65536, 4], y: out[f32[65536, 4]]):\n"
+    return filled(size, head, lambda k: f"main: copy(x[{k % 65536}], y[{k % 65536}])\nmain: barrier(team=tp)")
+
+
+def named_ranks(size: int) -> str:
+    """A team that lists its ranks."""
+    number = min(65536, size // 7)
+    ranks = ", ".join(map(str, range(number)))
+    head = f"def f(tp: Team[[{ranks}]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({ranks})\n"
+    return f"{head}    main: all_reduce(x, y, team=tp, reduce='sum')\n    main: send(x, peer=0)\n"
+
+
+def many_teams(size: int) -> str:
+    """Teams of teams."""
+    teams = listed(size, lambda k: f"t{k}: Team[[{k % 9}, {(k + 1) % 9 + 9}]]")
+    ranks = ", ".join(map(str, range(19)))
+    return f"def f({teams}, x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({ranks})\n    main: copy(x, y)\n"
+
+
+def many_programs(size: int) -> str:
+    """A Program for each rank of one team."""
+    number = max(2, size // 400)
+    for _ in range(3):  # as large as the list of the ranks is long
+        ranks = ", ".join(map(str, range(number)))
+        number = max(2, min(number, size // (len(ranks) + 80)))
+    head = "def f{0}(tp: Team[[{1}]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({0})\n"
+    ops = '    main: all_reduce(x, y, team=tp, reduce="sum")\n'
+    return "\n\n".join(f"{head.format(k, ranks)}{ops}" for k in range(number))
+
+
+# Faults
+
+
+def races(size: int) -> str:
+    """Two streams that write the same, op by op."""
+    return filled(size, ONE, lambda k: "main: copy(x, y)", lambda k: "side: copy(x, y)")
+
+
+def races_apart(size: int) -> str:
+    """A race for each buffer."""
+    return filled(
+        size, ONE, lambda k: f"t{k} = empty(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)"
+    )
+
+
+def all_unwritten(size: int) -> str:
+    return filled(size, ONE, lambda k: f"t{k} = alloc(f32[4, 4])\nmain: copy(t{k}, y)")
+
+
+def freed_early(size: int) -> str:
+    head = f"{ONE}    t = alloc(f32[4, 4])\n    main: free(t)\n"
+    return filled(size, head, lambda k: "main: copy(x, t)\nside: copy(t, y)\nmain: free(t)")
+
+
+def in_place(size: int) -> str:
+    return filled(size, ONE, lambda k: f"main: copy(y[{k % 3}:{k % 3 + 2}], y[{k % 3 + 1}:{k % 3 + 3}])")
+
+
+def scales(size: int) -> str:
+    """Packed rows that are cut and moved, over and over."""
+    head = (
+        "def f(tp: Team[2], x: bf16[4096, 64], w: f8e4m3[64, 64]):\n"
+        "    p = empty(f8e4m3[4096, 80])\n    q = empty(f8e4m3[4096, 80])\n"
+    )
+    return filled(
+        size,
+        head,
+        lambda k: f"main: copy(p[{k % 4000}:{k % 4000 + 9}], q[{k * 7 % 4000}:{k * 7 % 4000 + 9}])",
+        lambda k: f"main: copy(q[{k % 99}:{k % 99 + 3000}], p[{k * 3 % 99}:{k * 3 % 99 + 3000}])",
+    )
+
+
+def unknown_operators(size: int) -> str:
+    return filled(size, ONE, lambda k: f'main: call("mine.op{k}.default", x, out=y)')
+
+
+def kernels(size: int) -> str:
+    return filled(size, TWO, lambda k: f"main: fused(part(call('aten.mm.out', x, x, out=y)), kernel=scatter_matmul(pieces={k + 1}, own=1))")
+
+
+HOSTILE: dict[str, Hostile] = {
+    each.__name__: each
+    for each in (
+        *(long_boxes, written_columns, odd_strides, deep_boxes, wide_strided, scattered),
+        *(long_views, many_views, nested, nested_tuples, long_sum, long_product, many_sizes),
+        *(sized_boxes, many_conditions, many_names, many_inputs, many_outputs, many_results),
+        *(many_sites, many_tables, long_table, many_regions, many_calls, long_call),
+        *(many_buffers, one_storage, one_storage_freed, many_slots, one_slot),
+        *(many_streams, woven_streams, few_streams, one_event, unrecorded, host_syncs),
+        *(long_fused, one_part, signals, many_signals, all_signals, falling, messages, crossed),
+        *(lonely, long_group, collectives, unlike, circles, long_circle),
+        *(large_team, large_local, largest_team, named_ranks, many_teams, many_programs),
+        *(races, races_apart, all_unwritten, freed_early, in_place, scales),
+        *(unknown_operators, kernels),
+    )
+}
+"""By name: a text of about that many characters."""
+
+
+class Measured(NamedTuple):
+    """How `interlace check` took a text."""
+
+    code: int
+    """1: unsound; 2: refused; negative: killed."""
+    seconds: float
+    most_bytes: int
+    said: str
+
+
+def measure(text: str, limit_s: int, *args: str) -> Measured:
+    """Checks a text in a process of its own, which ends after so many seconds of a processor."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = Path(folder) / "hostile.ilc", Path(folder) / "out"
+        path.write_text(text)
+        command = [sys.executable, "-m", "interlace", "check", str(path), *args]
+        with out.open("w") as said:
+            child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+            most = (limit_s, limit_s + 5)
+            resource.prlimit(child.pid, resource.RLIMIT_CPU, most)
+            _, status, usage = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+        seconds = usage.ru_utime + usage.ru_stime
+        return Measured(child.returncode, seconds, usage.ru_maxrss << 10, out.read_text())
+
+
+if __name__ == "__main__":
+    length, *names = sys.argv[1:]
+    for name in names or HOSTILE:
+        text = HOSTILE[name](int(length))
+        done = measure(text, int(os.environ.get("LIMIT", "90")))
+        first = " | ".join(done.said.strip().splitlines()[:2])[:150]
+        print(
+            f"{name:18} {len(text):8} {done.code:3} {done.seconds:6.1f} s "
+            f"{done.most_bytes >> 20:6} MB {len(done.said):8}  {first}",
+            flush=True,
+        )
