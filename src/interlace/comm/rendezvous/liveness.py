@@ -114,7 +114,8 @@ def _stat(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-boot_id(), own_start()  # now: later there may be no descriptor left to read them
+boot_id()  # now: later there may be no descriptor left to read it
+own_start()
 os.register_at_fork(after_in_child=own_start)
 
 
