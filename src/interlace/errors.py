@@ -36,12 +36,15 @@ class SizeError(InterlaceError):
 class SoundnessError(InterlaceError):
     """The verifier found a race, a deadlock or a lifetime fault; the message is the counterexample.
 
-    `findings` holds the `interlace.verify.Finding`s behind the message.
+    `findings` holds the `interlace.verify.Finding`s behind the message. Of ranks that find the same
+    one raises the whole report; the message of the others is a line that names it, `told_by`.
     """
 
-    def __init__(self, message: str, findings: tuple[object, ...] = ()) -> None:
+    def __init__(
+        self, message: str, findings: tuple[object, ...] = (), told_by: int | None = None
+    ) -> None:
         super().__init__(message)
-        self.findings = findings
+        self.findings, self.told_by = findings, told_by
 
 
 class PassError(InterlaceError):

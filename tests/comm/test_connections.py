@@ -22,7 +22,7 @@ from tests.support.pool import Ranks
 from interlace.comm import backends, release_teams, team_of
 from interlace.comm.backends import apart
 from interlace.comm.cuda import nccl
-from interlace.errors import AgreementError, BackendError, InterlaceError
+from interlace.errors import AgreementError, BackendError, CommTimeoutError, InterlaceError
 from interlace.ir import parse, parse_set
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -35,7 +35,7 @@ class Nccl:
     """A backend that meets through its store."""
 
     def __init__(self, name: str, store: Any, me: int, size: int, *_: Any) -> None:
-        self.store, self.me, self.ranks = apart(store), me, size
+        self.store, self.me, self.ranks = apart(store, 20.0), me, size
         self.aborted = False
 
     def name(self) -> str:
@@ -170,18 +170,29 @@ def test_a_backend_that_was_aborted_is_not_tried_by_a_later_team(pool: Any) -> N
         assert second[0] == "result", second
 
 
-def test_a_store_whose_server_is_gone_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_whose_server_is_gone_says_so_at_once() -> None:
     """To connect to it anew takes as long as its time-out."""
     over = threading.Event()
     store = mock.Mock()
     store.clone.side_effect = lambda: over.wait(20)
-    monkeypatch.setattr(backends, "CLONE_S", 0.1)
+    store.check.side_effect = RuntimeError("Broken pipe")
     begun = time.monotonic()
-    assert apart(store) is store
+    assert apart(store, 20.0) is store
     assert time.monotonic() - begun < 5
     over.set()
     store.clone.side_effect = RuntimeError("pure virtual")
-    assert apart(store) is store
+    assert apart(store, 20.0) is store
+
+
+def test_a_store_that_does_not_answer_is_an_error_within_the_limit() -> None:
+    over = threading.Event()
+    store = mock.Mock()
+    store.clone.side_effect = store.check.side_effect = lambda *_: over.wait(20)
+    begun = time.monotonic()
+    with pytest.raises(CommTimeoutError, match=r"has not answered for .* s: rank 0, which holds"):
+        apart(store, 0.5)
+    assert time.monotonic() - begun < 5
+    over.set()
 
 
 def beside_a_wait() -> float:

@@ -295,16 +295,24 @@ def before_each_transfer(act: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def step_for(seconds: float, limit: float, within: bool) -> Outcome:
+def step_for(seconds: float, limit: float, within: str) -> Outcome:
     """Steps of a Program on gloo, in which rank 0 waits for most of the time: for rank 1 to enter a
-    run, or `within` a collective."""
+    run, or `within` a collective or a message."""
     nap = 0.3 * dist.get_rank()
     with before_each_transfer(lambda: time.sleep(nap if within else 0)):
-        executor = prepared("pipeline", time_out_s=limit)
+        executor = prepared("shift" if within == "message" else "pipeline", time_out_s=limit)
     inputs = inputs_of(executor.program, dist.get_rank(), 1)
     end = time.monotonic() + seconds
 
+    def late(tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(nap if within == "message" else 0)
+        return as_bytes(tensor)
+
     def go() -> str:
+        with mock.patch.object(messages, "as_bytes", late):
+            return step()
+
+    def step() -> str:
         going = True
         while going:
             time.sleep(0 if within else nap)
@@ -332,10 +340,12 @@ def in_a_while(seconds: float, act: Callable[[], object]) -> threading.Timer:
     return thread
 
 
-@pytest.mark.parametrize("within", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_pause_of_the_whole_job_is_no_time_out(pool: Pool, within: bool) -> None:
+@pytest.mark.parametrize(
+    "within", [pytest.param("", marks=pytest.mark.slow), "collective", "message"]
+)
+def test_a_pause_of_the_whole_job_is_no_time_out(pool: Pool, within: str) -> None:
     limit, held_s = 1.5, 3.0
-    pool(2).run(step_for, 0.0, LIMIT_S, False)  # the processes are there
+    pool(2).run(step_for, 0.0, LIMIT_S, "")  # the processes are there
 
     def pause() -> None:
         for sign in (signal.SIGSTOP, signal.SIGCONT):
@@ -415,7 +425,7 @@ def test_a_rank_that_is_stopped_in_a_transfer_of_gloo_is_named(
     pool: Pool, kind: str, seed: int
 ) -> None:
     victim, limit = seed % 3, 1.5
-    pool(3).run(step_for, 0.0, LIMIT_S, False)
+    pool(3).run(step_for, 0.0, LIMIT_S, "")
     thread = in_a_while(0.0, lambda: wake(pool.pids[victim], limit + 3))
     results = pool(3).run(stop_within, kind, victim, limit, replace=True)
     thread.join()

@@ -158,7 +158,7 @@ class Backend:
                     )
             return self.compiled(gm, example_inputs, options_from(options))
         except InterlaceError as error:
-            raise NotCompiled(error) from error
+            raise NotCompiled(error) from error.with_traceback(None)  # without frames of ours
 
     def __reduce__(self) -> str:
         """There is one for the process, and copies of a compiled model share it."""

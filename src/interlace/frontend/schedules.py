@@ -37,7 +37,7 @@ from interlace.ir.size_class import deciding
 from interlace.ir.text.load import load, read
 from interlace.ir.text.printer import Printer, print_program
 from interlace.options import Options
-from interlace.runtime.prepare.agreement import digest, essence, program_rank
+from interlace.runtime.prepare.agreement import digest, essence, in_one_line, program_rank
 from interlace.trace.tracks import write_whole
 from interlace.verify import check
 
@@ -104,8 +104,9 @@ def unsound(
     """The error of a Program that was read from a file, with the lines of the file: what ranks
     agree on has lost them."""
     report = check(program, in_order=options.in_order)
-    text = str(error) if report.sound else str(report)
-    return SoundnessError(f"{path} is unsound:\n{text}", report.errors or error.findings)
+    text, told_by = str(error) if report.sound else str(report), error.told_by
+    whole = f"unsound:\n{text}" if told_by is None else in_one_line(text, told_by)
+    return SoundnessError(f"{path} is {whole}", report.errors or error.findings, told_by)
 
 
 def scheduled(

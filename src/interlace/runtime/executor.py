@@ -27,7 +27,7 @@ import torch.distributed as dist
 from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.teams import check_process, check_size, reset_in_turn
 from interlace.cost import Timeline
-from interlace.errors import ExecutorError, SizeError, TeamError
+from interlace.errors import ExecutorError, InterlaceError, SizeError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.call_names import refuse_others
 from interlace.ir.size_class import FIXED, settled
@@ -176,6 +176,12 @@ class Executor:
 
         Collective: every rank of the Program's teams calls it, in the same order for all Executors.
         """
+        try:
+            return self._prepare()
+        except InterlaceError as error:  # without frames of ours: its message says what happened
+            raise error.with_traceback(None) from error.__cause__
+
+    def _prepare(self) -> Executor:
         if self.engine is not None:
             return self
         self._check_open()

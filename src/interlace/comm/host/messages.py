@@ -233,4 +233,10 @@ def _leave(parts: Sequence[Transfer]) -> None:
     """After a failure: the other sides that are going take part to the end, or are cut off."""
     if any(part.works for part in parts):
         call = _ends(parts, 0.0)
-        leave(lambda: call.is_back(0.0), lambda: [cut(part.backend) for part in parts])
+        leave(lambda: call.is_back(0.0), lambda: _cut(parts))
+
+
+def _cut(parts: Sequence[Transfer]) -> None:
+    for part in parts:
+        if part.works:
+            cut(part.backend)

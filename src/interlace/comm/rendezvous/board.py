@@ -142,18 +142,19 @@ class Board:
 
     def stay(self) -> None:
         """Before this rank leaves by an error: Note [Who is gone]."""
-        if self._stayed or not (self._is_lost or self._holds):
-            return
-        patience, self._next_look = Patience(STAY_S), 0.0
-        with contextlib.suppress(InterlaceError):
-            self.ended(self.ranks)  # so that their processes are known
-        others = {rank: life for rank, life in self.lives.items() if rank != self.rank}
-        while not patience.is_over():
-            staying = [rank for rank, life in others.items() if life.alive(now=True)]
-            if not self._is_lost and all(map(self.word, staying)):
-                return
-            time.sleep(SLICE_S)
-        self._stayed = self._is_lost
+        if self._is_lost:
+            stayed, self._stayed = self._stayed, True
+            time.sleep(0.0 if stayed else STAY_S)
+        elif self._holds:
+            patience, self._next_look = Patience(STAY_S), 0.0
+            with contextlib.suppress(InterlaceError):
+                self.ended(self.ranks)  # so that their processes are known
+            others = {rank: life for rank, life in self.lives.items() if rank != self.rank}
+            while not patience.is_over() and not self._is_lost:
+                staying = [rank for rank, life in others.items() if life.alive(now=True)]
+                if all(map(self.word, staying)):
+                    return
+                time.sleep(SLICE_S)
 
     @property
     def _holds(self) -> bool:
@@ -161,10 +162,13 @@ class Board:
         return self.rank == 0 and not is_agents()
 
     def word(self, rank: int) -> str:
+        stayed, self._stayed = self._stayed, True  # nobody leaves for this
         try:
             (note,) = self._get([_process(rank)])
         except InterlaceError:
             return ""
+        finally:
+            self._stayed = stayed
         return "" if note is None or precedes(note) else note.get("word", "")
 
     def ended(self, ranks: Collection[Any] = ()) -> set[Any]:
@@ -381,9 +385,10 @@ class Board:
         try:
             return call.result()
         except RuntimeError as error:
-            known = self._is_lost
+            why = lost_store(error, self.rank, self.lives, self._is_lost)
             self._is_lost = True
-            raise PeerError(lost_store(error, self.rank, self.lives, known)) from error
+            self.stay()
+            raise PeerError(why) from error
 
     def _silent(self) -> CommTimeoutError:
         return CommTimeoutError(silent_store(self.limit_s, self.rank, self.lives))

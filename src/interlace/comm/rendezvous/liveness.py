@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm.rendezvous.patience import LONGER, Patience
+from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import SharedMemoryError
 
 PROBE_EVERY_S = 0.05
@@ -114,7 +114,8 @@ def _stat(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-boot_id(), own_start()  # now: later there may be no descriptor left to read them
+boot_id()  # now: later there may be no descriptor left to read it
+own_start()
 os.register_at_fork(after_in_child=own_start)
 
 
@@ -246,6 +247,9 @@ def lost_store(
     # Asked anew: whoever ended did so an instant before the store did, or at that moment.
     while True:
         ended = {each for each, life in lives.items() if not life.alive(now=True)}
+        if rank and (0 not in lives or not lives[0].seen):
+            call = Errand(lambda: disconnected(0))  # gloo may connect only now
+            ended |= {0} if call.is_back(PROBE_EVERY_S) and call.result() else set()
         if ended or known or patience.is_over():
             break
         time.sleep(PROBE_EVERY_S)

@@ -233,6 +233,8 @@ class CpuEngine(Engine):
                 self._drive(self._first, mark)
             if (failure := self._failure) is not None:
                 try:
+                    if isinstance(failure, InterlaceError):
+                        failure.with_traceback(None)  # frames of ours: the message has the op
                     raise failure
                 finally:
                     del failure  # else its own traceback would keep it, and the run's tensors

@@ -13,9 +13,10 @@ A rank that does not come is named, which also tells a recompilation on one rank
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,12 +25,20 @@ import torch.distributed as dist
 
 from interlace.comm import TeamComm, attending
 from interlace.comm.rendezvous.board import Board, Note, failure, meet, named
-from interlace.errors import AgreementError, ProgramError, SoundnessError, TeamError
+from interlace.errors import (
+    AgreementError,
+    InterlaceError,
+    ProgramError,
+    SoundnessError,
+    TeamError,
+)
 from interlace.ir import Arg, Call, Loc, Name, Program, View, parse, print_program
 from interlace.ir.types import Member
 from interlace.runtime.prepare.registered import Registration, judge
 from interlace.verify import Report, check
 
+TOLD_S = 5.0
+"""How much later than this rank another may find a fault that both find."""
 LATER_S = 0.5
 """How much later than this rank another may have begun: one that waits for a rank of another team
 then gives up first, and its verdict names that rank."""
@@ -134,10 +143,12 @@ def agree(
     entries = gather(mine, teams, time_out_s)
     judge(program.name, entries, me, found.problem)
     _check_options(entries)
-    if len({entry["skeleton"] for entry in entries.values()}) > 1:
-        report, texts = _verify_set(board, entries, me, text, time_out_s)
-    else:
-        report, texts = _proof(program, in_order), ()
+    place = min(place for place, *_ in mine["teams"])
+    with _told_once(board, f"{place}/fault", me, min(entries)):
+        if len({entry["skeleton"] for entry in entries.values()}) > 1:
+            report, texts = _verify_set(board, entries, me, text, time_out_s)
+        else:
+            report, texts = _proof(program, in_order), ()
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
     tag = int(digest(repr((parts, _places(entries.values()))))[:16], 16)
@@ -171,6 +182,30 @@ def gather(mine: Note, teams: Sequence[TeamComm], time_out_s: float) -> dict[int
         entries = _collect(board, me, mine, time_out_s, look)
     board.forget(entries, [*left, *(f"{place}/{me}" for place in places), _text_of(me, mine)])
     return entries
+
+
+@contextlib.contextmanager
+def _told_once(board: Board, topic: str, me: int, first: int) -> Iterator[None]:
+    """A fault that all ranks find: the first of them raises the whole report, the others a line.
+    They wait until it has found it too, since launchers end all ranks once one has ended."""
+    try:
+        yield
+    except SoundnessError as error:
+        with contextlib.suppress(InterlaceError):
+            if me == first:
+                board.post(topic, {})
+            else:
+                board.collect({first: topic}, TOLD_S)
+        if me == first:
+            raise
+        raise SoundnessError(in_one_line(str(error), first), error.findings, first) from None
+
+
+def in_one_line(report: str, rank: int) -> str:
+    """What a report says first, and which rank has all of it."""
+    lines = report.splitlines()
+    faults = [line.removeprefix("error") for line in lines if line.startswith("error: ")]
+    return f"{lines[0]}{faults[0] if faults else ''} (rank {rank} has the whole report)"
 
 
 def _proof(program: Program, in_order: bool) -> Report:
@@ -268,8 +303,8 @@ def _verify_set(
             first = {entry["hash"]: rank for rank, entry in entries.items()}
             who = "\n".join(f"  {_alike(entries, rank)}" for rank in sorted(first.values()))
             told = f"the Programs of these ranks are not sound as a set:\n{who}\n{why}"
-            raise AgreementError(told) from error
-        raise AgreementError(_difference(entries, texts, why)) from error
+            raise AgreementError(told) from None
+        raise AgreementError(_difference(entries, texts, why)) from None
     return report, tuple((notes[key], of) for key, of in ranks.items())
 
 

@@ -1,0 +1,84 @@
+"""A fault that all ranks find is told whole by one of them, in a line by the others, and without
+frames of Interlace's own."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+import torch.distributed as dist
+from tests.runtime.programs import inputs_of, prepared, program_of, world_group
+from tests.support.pool import Pool
+
+from interlace.errors import InterlaceError, SoundnessError
+from interlace.ir import Op, Program, Wait
+from interlace.runtime import Executor
+
+
+def racy(world: int) -> Program:
+    program = program_of("get", world)
+    return program.replace(ops=tuple(op for op in program.ops if not isinstance(op, Wait)))
+
+
+def failing(program: Program) -> tuple[str, str, int, int | None, list[str]]:
+    """The error's type, text, number of findings and who has the whole; the files of its frames."""
+    try:
+        Executor(program, groups={"tp": world_group()}).prepare()
+    except InterlaceError as error:
+        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        findings = len(getattr(error, "findings", ()))
+        told_by = getattr(error, "told_by", None)
+        return type(error).__name__, str(error), findings, told_by, frames
+    return "", "", 0, None, []
+
+
+def fail_alike() -> tuple[str, str, int, int | None, list[str]]:
+    return failing(racy(dist.get_world_size()))
+
+
+def test_one_rank_has_the_report_and_the_others_a_line(pool: Pool) -> None:
+    (first, whole, findings, nobody, _), *others = pool(3).run(fail_alike)
+    assert first == "SoundnessError"
+    assert len(whole.splitlines()) > 5
+    assert nobody is None
+    for kind, text, count, told_by, frames in others:
+        assert (kind, count, told_by) == (first, findings, 0)
+        assert "\n" not in text
+        assert text.startswith("unsound: ")
+        assert ": race: nothing orders line" in text
+        assert text.endswith("(rank 0 has the whole report)")
+        assert sum("/interlace/" in name for name in frames) == 1, frames
+
+
+def test_the_error_has_an_attribute_that_names_who_tells() -> None:
+    assert SoundnessError("a").told_by is None
+    assert SoundnessError("a", (), 3).told_by == 3
+
+
+def run_and_fail() -> tuple[str, list[str]]:
+    def fail(rank: int, index: int, op: Op) -> None:
+        if armed and rank == 1:
+            raise ValueError("the planted fault")
+
+    armed = False
+    executor = prepared("get", before_op=fail)
+    inputs = inputs_of(executor.program, dist.get_rank(), 1)
+    wanted = executor.run(inputs)[0]
+    dist.barrier()
+    armed = True
+    try:
+        executor.run(inputs)
+    except InterlaceError as error:
+        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        armed = False
+        executor.reset()
+        assert torch.equal(executor.run(inputs)[0], wanted)
+        return str(error), frames
+    return "", []
+
+
+def test_the_error_of_a_run_names_the_op_and_has_no_frames_of_streams(pool: Pool) -> None:
+    for text, frames in pool(2).run(run_and_fail):
+        assert "the planted fault" in text
+        assert not any(name.endswith(("streams.py", "binder.py")) for name in frames), frames
+        assert sum("/interlace/" in name for name in frames) <= 2, frames
