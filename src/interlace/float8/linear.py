@@ -47,7 +47,7 @@ def pack(
         if made is not None:
             return made if form == "pair" else made[0]
         amax = run("amax", x)
-    return run(form, x, amax, recipe.power_of_two, recipe.eps, kind)
+    return run(form, x, amax, recipe.power_of_two, recipe.traced_eps, kind)
 
 
 def place_of(weight: Tensor, role: str) -> tuple[int, str] | None:

@@ -8,7 +8,7 @@ ROW_WISE                                     # a scale for each row
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -56,6 +56,14 @@ class Recipe:
     makes it in backward. None: keeps it where x is kept too, and has no fewer rows than the call's
     weights have together: x and they then take no more memory than x does in bf16."""
 
+    _eps: str = field(init=False, repr=False, compare=False)
+
+    @property
+    def traced_eps(self) -> float:
+        """`eps` for code that TorchDynamo may trace: of a second recipe's float it makes a symbol,
+        which an operator of a `Function` cannot take, and of a string a constant."""
+        return float(self._eps)
+
     def __post_init__(self) -> None:
         _one_of("gradient", self.gradient, FORMATS)
         _one_of("scaling", self.scaling, get_args(Scaling))
@@ -70,6 +78,7 @@ class Recipe:
             raise OptionError(f"eps is {self.eps}: take a finite number of fp32, 0 or more")
         own = self.scaling == "tensor" and self.scale == "shard"
         object.__setattr__(self, "eps", max(float(self.eps), TINY if own else 0.0))
+        object.__setattr__(self, "_eps", repr(self.eps))
         if self.scaling == "tensor" and self.scale == "shard" and not self.power_of_two:
             raise OptionError(
                 "power_of_two=False with scale='shard': scales of shards are powers of two; leave "

@@ -50,7 +50,7 @@ class Bound:
     about_sizes: list[str] = field(default_factory=list[str])
     """Why it was bound although others of its graph were, and why for one size alone."""
     at: dict[str, int] = field(default_factory=dict[str, int])
-    """TorchDynamo's symbols as it was bound, where it has named sizes."""
+    """TorchDynamo's symbols as it was bound, where the graph has some."""
 
     @property
     def serial(self) -> Program:

@@ -37,7 +37,8 @@ from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.call_key import CallKeys, FunctionCall
 from interlace.frontend.calling.direct import Direct, observed
-from interlace.frontend.calling.state import State
+from interlace.frontend.calling.leftovers import none_left
+from interlace.frontend.calling.state import State, referred
 from interlace.frontend.calling.tracing import Unreached, Watch, refuse_sharded, tracing
 from interlace.frontend.compiled_graph import CompiledGraph, Dropped, Setting
 from interlace.frontend.explain import explain
@@ -361,7 +362,10 @@ class Compiled:
         setting = Setting(self.options, meshes, labels, device, elsewhere=elsewhere)
         compilation = Compilation(setting)
         plain, wrap = without_waiting(call.tensors)
-        with compiling(), tracing(self.fn):
+        objects = {name: x for name, x in self._state.modules if name}
+        objects |= {f"argument {i}": x for i, x in enumerate(args)} | kwargs
+        objects |= {name_of(self.fn): self.fn, **referred(self.fn)}
+        with none_left(objects), compiling(), tracing(self.fn):
             compiled = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]
                 plain,

@@ -170,9 +170,12 @@ def _about_sizes(bound: Bound, before: Sequence[Bound], why: str) -> list[str]:
     no others."""
     told: list[str] = []
     if before:
-        known = dict.fromkeys(str(each.executor.sizes) for each in before[-3:])
-        classes = " or ".join(filter(None, known)) or "other sizes or layouts"
-        told.append(f"number {len(before) + 1} of this graph: those before are for {classes}")
+        known = dict.fromkeys(
+            str(each.executor.sizes) or ", ".join(f"{n} == {v}" for n, v in each.at.items())
+            for each in before[-3:]
+        )
+        classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
+        told.append(f"number {len(before) + 1} of its graph, as those before are for {classes}")
     if why := why or bound.executor.single:
         told.append(f"for these sizes alone: {why}")
     return told
@@ -300,9 +303,9 @@ class CompiledGraph:
     def _for(
         self, key: Hashable, args: Sequence[Any]
     ) -> tuple[Bound, Mapping[str, int] | None] | None:
-        """The bound Program for arguments of this signature, with the values of the symbols where
-        it may be for a class of sizes, else for these very sizes where the graph communicates.
-        None: there is to be none."""
+        """The bound Program for arguments of this signature, with what the symbols are: of a class
+        of sizes, if there can be one, else of these very sizes where the graph communicates. None:
+        there is to be none."""
         found = self._shelf.get(key)
         if found is not None or self._traced is not None:
             return found or self._bind(key, args), None
@@ -325,7 +328,7 @@ class CompiledGraph:
         if self._unscheduled:
             log.info("%s %s: %s", self.kind, self._unscheduled, why or f"it was for {sizes}")
             return None
-        return (found, sizes) if found is not None else (self._bind(key, args, why=why), None)
+        return found or self._bind(key, args, sizes, why), sizes
 
     def _bind(
         self,
@@ -334,16 +337,16 @@ class CompiledGraph:
         sizes: Mapping[str, int] | None = None,
         why: str = "",
     ) -> Bound:
+        """Binds for the class of these sizes, or for them alone where there is a reason `why`."""
         values = None
-        if args is not None and key != self._traced and sizes is None:
+        if args is not None and key != self._traced and (why or sizes is None):
             values = propagate(self._gm, args)
         began = time.perf_counter()
-        imported, teams = self._imported(values=values, sizes=sizes)
+        imported, teams = self._imported(values=values, sizes=None if why else sizes)
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
+        bound.at.update(sizes or {})
         bound.about_sizes[:] = _about_sizes(bound, self.bound, why)
-        if sizes is not None:
-            bound.at.update(sizes)
         sites, took = bound.program.sites, time.perf_counter() - began
         log.info(
             "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s%s",

@@ -49,6 +49,8 @@ def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
     if isinstance(model, Program):
         return explain_program(model, why)
     graphs, texts = graphs_of(model), list[str]()
+    if graphs and _compiles_ddp(model):
+        texts.append(DDP)
     if not graphs:
         texts.append(none_of(model))
         graphs = _of_another(model)
@@ -85,6 +87,21 @@ def report(model: Callable[..., Any], path: str | Path) -> Path:
     sound = all(each.report.sound for each in bound)
     facts = [("verifier", "sound" if sound else "unsound"), ("machine", bound[0].machine.name)]
     return write_page(runs, path, name_of(_plain(model)), facts)
+
+
+DDP = (
+    "DistributedDataParallel is what torch.compile was given: TorchDynamo leaves DDP's own forward to "
+    "Python, traces the forward of the module within where that is no class of torch's own (such as "
+    "nn.Sequential), and cuts its graph at DDP's buckets of gradients. The all-reduces of gradients "
+    "run outside of graphs, under backward. Compile the module and wrap what that gives: "
+    'DistributedDataParallel(torch.compile(module, backend="interlace"))'
+)
+
+
+def _compiles_ddp(model: Any) -> bool:
+    """Whether torch.compile was given a DistributedDataParallel for this backend."""
+    ddp = isinstance(_plain(model), nn.parallel.DistributedDataParallel)
+    return ddp and _backend_of(model) == backend.__name__
 
 
 def _run(bound: Bound) -> Run:
@@ -168,6 +185,8 @@ def none_of(model: Any) -> str:
         return f'{name} is compiled by backend={by!r}: use torch.compile(..., backend="interlace")'
     if torch._dynamo.config.disable:
         return f"{name}: TorchDynamo is off (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
+    if _compiles_ddp(model):
+        return f"{name} has no graph. {DDP}"
     if _of_another(model):
         return (
             f"{name} has no graph of its own. torch keeps graphs of another {name} with the same "

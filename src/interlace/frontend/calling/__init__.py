@@ -3,6 +3,7 @@
 call_key.py     what a call is known by
 state.py        the modules and tensors that a function uses, as arguments
 tracing.py      what is in force while `interlace.compile` traces, and what it refuses
+leftovers.py    tensors of a trace that are left in Python objects
 arguments.py    arguments that AOTAutograd or TorchDynamo would take for what they are not
 direct.py       calls of an inference graph without AOTAutograd between
 specialise.py   a symbolic graph made concrete

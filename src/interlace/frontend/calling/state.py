@@ -114,6 +114,11 @@ class State:
                     held[name] = mine
 
 
+def referred(fn: Callable[..., Any]) -> dict[str, Any]:
+    """What a function that is no module is bound to, closes over or names, by name."""
+    return {} if isinstance(fn, nn.Module) else dict(_referred(fn))
+
+
 def _modules(values: Iterable[tuple[str, Any]]) -> tuple[tuple[str, nn.Module], ...]:
     """The modules among these, each once and under a name of its own."""
     found: dict[int, tuple[str, nn.Module]] = {}

@@ -336,6 +336,8 @@ class Importer(SerialEmitter):
         if node.target is operator.getitem:
             return self.arg(node.args[0])[node.args[1]]
         name = str(node.target)
+        if name in SAME_DTYPES:
+            self._refuse_mixed(node)
         lowering = self.lowerings.get(name)
         if lowering is not None:
             return lowering(self, node, bound(node))
@@ -352,6 +354,26 @@ class Importer(SerialEmitter):
             fn, target = "aten.zero_.default", (result,)  # a sound Program reads what was written
             self.emit(Call(fn=fn, args=target, outs=target, mutates=True, loc=self.loc))
         return result
+
+    def _refuse_mixed(self, node: fx.Node) -> None:
+        """Eager refuses operands of several dtypes; a trace on fake tensors does not."""
+        operands = [(n, self.value(n)) for n in node.all_input_nodes]
+        floats = [(n, x) for n, x in operands if isinstance(x, torch.Tensor)]
+        if len({x.dtype for _, x in floats}) > 1:
+            told = ", ".join(f"{self._operand(n)} is {x.dtype}" for n, x in floats)
+            raise self.unsupported(
+                node,
+                f"its operands must have the same dtype, as in eager: {told}",
+                "Cast one (x.to(weight.dtype), or module.to(x.dtype)), or use torch.autocast",
+            )
+
+    def _operand(self, node: fx.Node) -> str:
+        """An operand as its user knows it: the argument that it is a view of, or who made it."""
+        while node.op == "call_function" and is_view(node):
+            node = node.all_input_nodes[0]
+        if node.op == "placeholder":
+            return f"argument {parameter_name(node, self.labels)}"
+        return f"what {describe(node)} gives"
 
     def _view(self, name: str, args: list[Any], value: torch.Tensor) -> View:
         source = self.view(args[0])
@@ -399,6 +421,13 @@ class Importer(SerialEmitter):
             )
         self._call(node, str(node.target), node.args, node.kwargs, outs=tuple(views), mutates=True)
         return views[0] if len(views) == 1 else tuple(views)
+
+
+SAME_DTYPES = {
+    *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")),
+    *("aten.convolution.default", "aten.linear.default"),
+}
+"""Operators that eager refuses to call with operands of several dtypes."""
 
 
 def _opaque(node: fx.Node, name: str) -> tuple[str, str]:

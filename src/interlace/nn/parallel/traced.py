@@ -184,7 +184,7 @@ def _packed(
         amax = run("amax", x)
         if team is not None and recipe.scale == "team":
             amax = _summed(amax, "all_reduce", team, "max")
-    return run(form, x, amax, recipe.power_of_two, recipe.eps, kind)
+    return run(form, x, amax, recipe.power_of_two, recipe.traced_eps, kind)
 
 
 def _gathered(x: Tensor, team: Team) -> Tensor:
