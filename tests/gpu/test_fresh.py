@@ -93,7 +93,8 @@ def trained(how: str, seed: int) -> tuple[float, int]:
     x = torch.randn(2, TOKENS * world, WIDTH, device="cuda", dtype=torch.bfloat16)
     mine = x.chunk(world, 1)[rank].contiguous()
     # The norms' gradients are partial sums, which torch would add up by NCCL.
-    names = [n for n, p in sharded[0].named_parameters() if p.placements[0].is_shard()]
+    known: Any = dict(sharded[0].named_parameters())
+    names = [name for name, weight in known.items() if weight.placements[0].is_shard()]
     weights = [[each.get_parameter(name) for name in names] for each in sharded]
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, enabled=how == "scaler")
     found: list[torch.Tensor] = []
