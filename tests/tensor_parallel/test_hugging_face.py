@@ -19,9 +19,31 @@ from interlace.tensor_parallel import parallelize
 
 pytest.importorskip("transformers")
 VOCABULARY = 33
+OWN: dict[str, dict[str, Any]] = {
+    "Qwen2": {"tie_word_embeddings": True},
+    "Mixtral": {"num_local_experts": 4},
+    "DeepseekV2": {  # latent attention: "mla_kv_a_proj"
+        "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "n_routed_experts": 4,
+        "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+    },
+    "Llama4": {  # experts [in, out]: "packed_rowwise"
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 20,
+        "interleave_moe_layer_step": 2, "attention_chunk_size": 8,
+    },
+    "Qwen3Next": {  # a mixer reads its convolution's weight itself
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    },
+}  # fmt: skip
+"""What kinds have beside the sizes of all."""
+NEWER = ("DeepseekV2", "Llama4", "Qwen3Next")
 
 
-def model_of(kind: str, **changes: Any) -> Any:
+def model_of(kind: str, experts: str = "eager", **changes: Any) -> Any:
     """A tiny model of random weights."""
     transformers: Any = importlib.import_module("transformers")
     sizes = {
@@ -32,15 +54,23 @@ def model_of(kind: str, **changes: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 6,
-        "tie_word_embeddings": kind == "Qwen2",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
         "pad_token_id": None,
         "eos_token_id": None,
-        **({"num_local_experts": 4} if kind == "Mixtral" else {}),
+        **OWN.get(kind, {}),
         **changes,
     }
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    config._experts_implementation = "eager"  # which takes float64
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    name = "Llama4Text" if kind == "Llama4" else kind
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"this release of transformers has no {kind}")
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    config._experts_implementation = experts
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if kind == "Llama4":  # whose experts begin as zeros
+        for param in model.parameters():
+            torch.nn.init.normal_(param, std=0.2)
+    return model
 
 
 def trained(model: Any, batches: list[Tensor]) -> dict[str, Tensor]:
@@ -68,7 +98,9 @@ def like_whole(kind: str, seed: int) -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = copy.deepcopy(whole)
     done = parallelize(model, mesh, sum_gradients=bool(seed % 2))
-    assert not any("proj" in name or "embed" in name for name in done.replicated)
+    left = ("q_a_proj", "kv_a_proj")  # of latent attention
+    whole_ones = [name for name in done.replicated if not any(part in name for part in left)]
+    assert not any("proj" in name or "embed" in name for name in whole_ones)
     assert list(model.state_dict()) == list(whole.state_dict())
     expected = trained(whole, batches)
     found = trained(model, batches)
@@ -87,11 +119,49 @@ def like_whole(kind: str, seed: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["Llama", "Qwen3", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Qwen2", "Mixtral"))],
+    [
+        "Llama",
+        "Qwen3",
+        *NEWER,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Qwen2", "Mixtral")),
+    ],
 )
 @pytest.mark.timeout(110)
 def test_trains_and_generates_as_the_whole_model(pool: Pool, kind: str, seed: int) -> None:
     for wrong in pool(2).run(like_whole, kind, seed, time_out_s=100):
+        assert not wrong
+
+
+def compiled_like_whole(kind: str, seed: int) -> list[str]:
+    """What differs of a step that `backend="interlace"` compiles, on this rank."""
+    torch.manual_seed(seed)
+    whole = model_of(kind, experts="batched_mm").double()
+    tokens = torch.randint(VOCABULARY, (2, 7))
+    model = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize(model, mesh)
+    compiled: Any = torch.compile(model, backend="interlace", fullgraph=True)
+    found: list[dict[str, Any]] = []
+    for call, owner in ((whole, whole), (compiled, model)):
+        made = call(input_ids=tokens, labels=tokens)
+        made.loss.backward()
+        found.append({"logits": made.logits, **{n: p.grad for n, p in owner.named_parameters()}})
+    expected, values = found
+    wrong = []
+    for name, right in expected.items():
+        value = values[name]
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if (value is None) != (right is None):
+            wrong.append(f"{name}: {value} for {right}")
+        elif right is not None and not torch.allclose(value, right, rtol=1e-5, atol=1e-6):
+            wrong.append(f"{name}: off by {(value - right).abs().max()}")
+    return wrong
+
+
+@pytest.mark.parametrize("kind", NEWER)
+@pytest.mark.timeout(230)
+def test_compiled_as_the_whole_model(pool: Pool, kind: str, seed: int) -> None:
+    for wrong in pool(2).run(compiled_like_whole, kind, seed, time_out_s=220):
         assert not wrong
 
 
@@ -106,11 +176,14 @@ def refused() -> None:
         (InputError, torch.nn.Linear(2, 2), {}, "Linear has no `tp_plan`"),
         (InputError, model_of("Llama", num_key_value_heads=1), {}, "num_key_value_heads 1"),
         (InputError, model_of("Llama", intermediate_size=21), {}, "out_features 21"),
-        (InputError, llama, {"plan": {f"{layer}.input_layernorm": "rowwise"}}, "a LlamaRMSNorm"),
+        (InputError, llama, {"plan": {f"{layer}.input_layernorm": "rowwise"}}, r"LlamaRMSNorm: "),
         (UnsupportedError, llama, {"plan": {mlp: "all_reduce"}}, "layers.0.mlp is 'all_reduce'"),
         (UnsupportedError, llama, {"plan": {"lm_head.weight": "rowwise"}}, "for a Parameter"),
         (UnsupportedError, experts, {"plan": {f"{mlp}.experts": "moe_tp_experts"}}, "is None in"),
         (InputError, model_of("Mixtral", intermediate_size=21), {}, "multiples of 4"),
+        (InputError, model_of("DeepseekV2", num_attention_heads=3), {}, "num_attention_heads 3"),
+        (InputError, llama, {"plan": {f"{layer}.q": "colwise"}}, "names nothing"),
+        (InputError, llama, {"plan": {"lm_head": "mla_kv_a_proj"}}, "has `qk_rope_head_dim`"),
     ]
     for error, model, given, told in attempts:
         with pytest.raises(error, match=told):

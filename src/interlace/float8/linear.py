@@ -24,8 +24,9 @@ from interlace.float8.recipe import E4M3, Recipe
 
 Packed = tuple[Tensor, Tensor | None]
 """Packed rows of a weight [N, K], and those of its transpose."""
-Keep = dict[tuple[torch.dtype, bool], Packed]
-"""A weight quantised once, for each dtype, and whether in inference mode."""
+Keep = dict[tuple[torch.dtype, bool], tuple[Tensor, int, Packed]]
+"""A weight quantised once, for each dtype, and whether in inference mode; the weight as it was, on
+its memory, which so is not used again, and its version."""
 
 
 def pack(
@@ -153,23 +154,31 @@ def _linear(
     recipe: Recipe,
     keep: Keep | None,
 ) -> Tensor:
-    kind = x.device.type
+    kind, own = x.device.type, weight
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = (_cast(tensor, dtype) for tensor in (x, weight, bias))
     _check(x, weight, bias)
     with torch.autocast(kind, enabled=False):
         kept = None
-        if keep is not None:
+        # What counts no versions may change unseen; what is no Parameter is made for each call.
+        if keep is not None and type(own) is nn.Parameter and not own.is_inference():
             key = x.dtype, torch.is_inference_mode_enabled()  # whose tensors backward cannot save
-            if key not in keep:
-                keep[key] = pack(weight.detach(), E4M3, recipe, "pair")
-            kept = keep[key]
+            if key not in keep or not _unchanged(own, *keep[key][:2]):
+                packed = pack(weight.detach(), E4M3, recipe, "pair")
+                keep[key] = own.detach(), own._version, packed
+            kept = keep[key][2]
         given = x.reshape(-1, x.shape[-1]), weight, bias
         if not torch.is_grad_enabled():  # a Function is told of gradients that nobody takes, too
             given = [None if tensor is None else tensor.detach() for tensor in given]
         out = Float8Product.apply(recipe, kept, *given)
     return out.view(*x.shape[:-1], len(weight))
+
+
+def _unchanged(weight: Tensor, before: Tensor, version: int) -> bool:
+    """Whether a weight lies where it lay, and was not written to."""
+    same = weight.data_ptr() == before.data_ptr() and weight.stride() == before.stride()
+    return same and weight._version == version
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> Any:
@@ -262,17 +271,29 @@ def convert_to_float8(
 
 @contextmanager
 def kept_weights(model: nn.Module) -> Iterator[None]:
-    """Quantises the weight of each `Float8Linear` once, for all calls in this context.
+    """Quantises the weight of each `Float8Linear` once for all calls in this context, and anew
+    where it has changed: a step of an optimizer, load_state_dict, any write that autograd sees, and
+    another tensor in its place. A write to `weight.data` goes unseen: write to the weight itself.
 
         with kept_weights(model):
             for batch in micro_batches:
                 loss(model(batch)).backward()
         optimizer.step()
 
-    Weights must not change within. They take two bytes a number more; torch.compile quantises them
-    in every call all the same.
+    They take two bytes a number more. Weights that fully_shard gathers, unseen too, are quantised
+    in every call all the same, and so are all under torch.compile.
     """
-    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    from torch.distributed.fsdp import FSDPModule  # takes long
+
+    sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    gathered = {layer for part in sharded for layer in part.modules()}
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, Float8Linear)
+        and module not in gathered
+        and type(module._parameters.get("weight")) is nn.Parameter
+    ]
     for layer in layers:
         layer._kept = {}
     try:

@@ -91,7 +91,7 @@ def _check_sizes(module: nn.Module, name: str, word: str, mesh: DeviceMesh) -> N
     """Refuses what is no layer, and widths that the mesh does not divide; a vocabulary may be."""
     if word == "replicated_with_grad_allreduce":
         return
-    check_layer(module)
+    check_layer(module, name)
     sizes = {"colwise": "out_features", "rowwise": "in_features"}
     size = getattr(module, sizes.get(word, ""), 0)
     if size % mesh.size():

@@ -118,6 +118,12 @@ def parallelize(
     names: dict[str, Any] = modules | dict(model.named_parameters())
     named = {p: [n for n in names if _matches(n, p)] for p in sorted(given, key=names.__contains__)}
     found: dict[str, Any] = {name: given[p] for p in named for name in named[p]}
+    if not found:
+        names_of = "', '".join([*modules][1:4])
+        raise InputError(
+            f"the plan names nothing of this {type(model).__name__}, whose modules are called "
+            f"'{names_of}', ...: give the module that the plan is for, or a plan of these names"
+        )
     words = {name: word for name, word in found.items() if not isinstance(word, ParallelStyle)}
     theirs = {name: style for name, style in found.items() if name not in words}
     how = {"options": options, "overlap": overlap}

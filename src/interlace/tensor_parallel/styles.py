@@ -229,7 +229,9 @@ class OverlapRowwise(_Overlap, RowwiseParallel):
 
         def forward(self_: Any, input: Tensor) -> Tensor:
             if self.traced:
-                return as_torch(self, FEATURES, self_, input, mesh)
+                y = as_torch(self, FEATURES, self_, input, mesh)
+                # torch refuses in-place writes to what to_local() gives; a graph drops the clone.
+                return y.clone() if dim is None and self.use_local_output else y
             x = local(input, mesh, self.input_layouts, FEATURES)
             given = x, *local_of(self_)
             if dim is None:
@@ -250,12 +252,18 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise InputError(f"the mesh has {mesh.ndim} dimensions: give one of them, mesh[name]")
 
 
-def check_layer(module: nn.Module) -> None:
+def check_layer(module: nn.Module, name: str = "") -> None:
     """Refuses what is no layer that a style takes."""
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        raise InputError(
-            f"the plan names a {type(module).__name__}: nn.Linear and nn.Embedding are taken"
+    if isinstance(module, nn.Linear | nn.Embedding) and "weight" in module._parameters:
+        return
+    kind, start = type(module), f"{name}: " if name else ""
+    fix = "nn.Linear and nn.Embedding are taken, whose weight is a Parameter"
+    if hasattr(module, "base_layer"):
+        fix += (
+            "; name the layers inside it in the plan: `base_layer` as it is here, and an adapter's "
+            "`lora_B.*` colwise beside a colwise one, its `lora_A.*` rowwise beside a rowwise one"
         )
+    raise InputError(f"{start}the plan names a {kind.__module__}.{kind.__qualname__}: {fix}")
 
 
 def check_parameters(
