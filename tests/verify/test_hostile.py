@@ -93,7 +93,7 @@ def test_tries_of_fixes_end_after_some_seconds(monkeypatch: pytest.MonkeyPatch) 
     many = len(tries)
     monkeypatch.setattr(trials, "MAX_SECONDS", 0.0)
     assert str(checked(text))
-    assert 1 <= len(tries) - many <= 3 < many  # one, and what keeps the order of the list
+    assert len(tries) == many > 0
 
 
 BEHIND = """\
@@ -110,5 +110,7 @@ def test_a_fix_that_uncovers_another_fault_says_check_again() -> None:
     assert finding.kind == "deadlock"
     assert finding.edits
     assert finding.fix.endswith(", then check again: other faults show then (uninitialized)")
-    (alone,) = checked(BEHIND.replace("    main: expect", "    main: copy(x, t)\n    main: expect")).errors
+    (alone,) = checked(
+        BEHIND.replace("    main: expect", "    main: copy(x, t)\n    main: expect")
+    ).errors
     assert "check again" not in alone.fix
