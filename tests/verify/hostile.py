@@ -68,13 +68,12 @@ def long_boxes(size: int) -> str:
 
 def written_columns(size: int) -> str:
     """Columns of 60,000 runs that are written one by one, and read together, on one stream."""
-    columns: Lines = lambda k: (
-        f"main: copy(x[:, {k % 4095}:{k % 4095 + 1}], y[:, {k % 4095}:{k % 4095 + 1}])"
+    return filled(
+        size,
+        WIDE,
+        lambda k: f"main: copy(x[:, {k % 4095}:{k % 4095 + 1}], y[:, {k % 4095}:{k % 4095 + 1}])",
+        lambda k: f"main: copy(y[:, {k % 4000}:{k % 4000 + 96}], x[:, {k % 4000}:{k % 4000 + 96}])",
     )
-    reads: Lines = lambda k: (
-        f"main: copy(y[:, {k % 4000}:{k % 4000 + 96}], x[:, {k % 4000}:{k % 4000 + 96}])"
-    )
-    return filled(size, WIDE, columns, reads)
 
 
 def odd_strides(size: int) -> str:
