@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Schedules that are made to keep a reader busy: of any size, each for one thing that may grow.
 
     text = HOSTILE["races"](1_000_000)      # about a megabyte
@@ -67,9 +68,12 @@ def long_boxes(size: int) -> str:
 
 def written_columns(size: int) -> str:
     """Columns of 60,000 runs that are written one by one, and read together, on one stream."""
-    columns: Lines = lambda k: f"main: copy(x[:, {k % 4095}:{k % 4095 + 1}], y[:, {k % 4095}:{k % 4095 + 1}])"  # noqa: E501, E731
-    reads: Lines = lambda k: f"main: copy(y[:, {k % 4000}:{k % 4000 + 96}], x[:, {k % 4000}:{k % 4000 + 96}])"  # noqa: E501, E731
-    return filled(size, WIDE, columns, reads)
+    return filled(
+        size,
+        WIDE,
+        lambda k: f"main: copy(x[:, {k % 4095}:{k % 4095 + 1}], y[:, {k % 4095}:{k % 4095 + 1}])",
+        lambda k: f"main: copy(y[:, {k % 4000}:{k % 4000 + 96}], x[:, {k % 4000}:{k % 4000 + 96}])",
+    )
 
 
 def odd_strides(size: int) -> str:
@@ -81,7 +85,7 @@ def odd_strides(size: int) -> str:
         view = "t.view(-1){0}.view(-1, {1}).slice(1, 0, {2})"
         one = view.format(f"[0:{a * 1009}]", a, 1 + a // 2)
         two = view.format(f"[{b}:{b + b * 1009}]", b, 1 + b // 3)
-        return f'main: call("aten.neg_", {one}, out={one}, mutates=True)\nside: call("aten.neg_", {two}, out={two}, mutates=True)'  # noqa: E501
+        return f'main: call("aten.neg_", {one}, out={one}, mutates=True)\nside: call("aten.neg_", {two}, out={two}, mutates=True)'
 
     return filled(size, "def f(tp: Team[1], t: f32[1024, 1024]):\n", line)
 
@@ -108,7 +112,7 @@ def wide_strided(size: int) -> str:
     def line(k: int) -> str:
         sizes = ", ".join("3" for _ in range(12))
         strides = ", ".join(str(1 + (k * 31 + d * d * 7) % 97) for d in range(12))
-        return f"main: copy(x.as_strided(({sizes}), ({strides}), {k % 50}), y.view(-1)[0:531441].view({sizes}))"  # noqa: E501
+        return f"main: copy(x.as_strided(({sizes}), ({strides}), {k % 50}), y.view(-1)[0:531441].view({sizes}))"
 
     return filled(size, "def f(tp: Team[1], x: f32[8000], y: out[f32[531441]]):\n", line)
 
@@ -211,7 +215,9 @@ def many_inputs(size: int) -> str:
     params = listed(size // 2, lambda k: f"x{k}: f32[4]")
     number = params.count(":")
     return filled(
-        size, f"def f(tp: Team[1], {params}):\n", lambda k: f"main: copy(x{k % number}, x{k * 7 % number})"
+        size,
+        f"def f(tp: Team[1], {params}):\n",
+        lambda k: f"main: copy(x{k % number}, x{k * 7 % number})",
     )
 
 
@@ -243,7 +249,7 @@ def long_table(size: int) -> str:
     number = min(65536, size // 3)
     values = ", ".join(["1"] * number)
     head = f"def f(tp: Team[{number}], x: f32[{number}, 4], y: out[f32[{number}, 4]]):\n"
-    return f"{head}    rows = table(tp, {values})\n    main: copy(x.chunk(tp.rank, rows), y.chunk(tp.rank, rows))\n"  # noqa: E501
+    return f"{head}    rows = table(tp, {values})\n    main: copy(x.chunk(tp.rank, rows), y.chunk(tp.rank, rows))\n"
 
 
 def many_regions(size: int) -> str:
@@ -277,7 +283,9 @@ def many_buffers(size: int) -> str:
     return filled(
         size,
         ONE,
-        lambda k: f"t{k} = alloc(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)\nmain: free(t{k})",
+        lambda k: (
+            f"t{k} = alloc(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)\nmain: free(t{k})"
+        ),
     )
 
 
@@ -286,7 +294,9 @@ def one_storage(size: int) -> str:
     return filled(
         size,
         ONE,
-        lambda k: f'b{k} = alloc(f32[100000], storage="s", offset={k * 4})\nmain: copy(x, b{k}[0:16].view(4, 4))',
+        lambda k: (
+            f'b{k} = alloc(f32[100000], storage="s", offset={k * 4})\nmain: copy(x, b{k}[0:16].view(4, 4))'
+        ),
         lambda k: f"main: copy(b{k}[0:16].view(4, 4), y)",
     )
 
@@ -323,7 +333,9 @@ def one_slot(size: int) -> str:
 
 def many_streams(size: int) -> str:
     """A stream for each op, and one that awaits them all."""
-    return filled(size, ONE, lambda k: f"s{k}: copy(x, y)\ns{k}: record(e{k})", lambda k: f"main: wait(e{k})")
+    return filled(
+        size, ONE, lambda k: f"s{k}: copy(x, y)\ns{k}: record(e{k})", lambda k: f"main: wait(e{k})"
+    )
 
 
 def woven_streams(size: int) -> str:
@@ -368,13 +380,10 @@ def long_fused(size: int) -> str:
 
 def one_part(size: int) -> str:
     """One op of one part with very many members."""
-    members = listed(size, lambda k: f'call("aten.neg.out", x, out=t[{k}]), record(e{k})')
-    number = members.count("call")
-    head = f"def f(tp: Team[1], x: f32[1], t: f32[{number}]):\n"
-    body = members.replace("out=t[", "out=t[").replace("]), rec", f":]), rec")
-    return f"{head}    main: fused(part({body}))\n".replace(":]", "].slice(0, 0, 1)") if 0 else (
-        f"{head}    main: fused(part({listed(size, lambda k: f'call({chr(34)}aten.neg.out{chr(34)}, x, out=t[{k}:{k + 1}]), record(e{k})')}))\n"
-    )
+    call = 'call("aten.neg.out", x, out=t[{0}:{1}]), record(e{0})'
+    members = listed(size, lambda k: call.format(k, k + 1))
+    head = f"def f(tp: Team[1], x: f32[1], t: f32[{members.count('call')}]):\n"
+    return f"{head}    main: fused(part({members}))\n"
 
 
 # Ranks
@@ -384,20 +393,26 @@ def signals(size: int) -> str:
     """A signal that grows, and is awaited from its end backwards."""
     half = filled(size // 2, "", lambda k: f"main: notify(s, to=tp.rank + 1, value={k + 1})")
     most = half.count("\n")
-    back = filled(size // 2, "", lambda k: f"side: expect(s, tp.rank + 1, value={max(1, most - k)})")
+    back = filled(
+        size // 2, "", lambda k: f"side: expect(s, tp.rank + 1, value={max(1, most - k)})"
+    )
     return f"{TWO}{half}{back}"
 
 
 def many_signals(size: int) -> str:
     return filled(
-        size, TWO, lambda k: f"main: notify(s{k}, to=tp.others)\nside: expect(s{k + 1}, tp.rank + 1)"
+        size,
+        TWO,
+        lambda k: f"main: notify(s{k}, to=tp.others)\nside: expect(s{k + 1}, tp.rank + 1)",
     )
 
 
 def all_signals(size: int) -> str:
     """Signals between all ranks of a large team."""
     head = "def f(tp: Team[512], x: f32[4, 4], y: out[f32[4, 4]]):\n"
-    return filled(size, head, lambda k: f"main: notify(s{k}, to=tp.others)\nmain: expect(s{k}, tp.others)")
+    return filled(
+        size, head, lambda k: f"main: notify(s{k}, to=tp.others)\nmain: expect(s{k}, tp.others)"
+    )
 
 
 def falling(size: int) -> str:
@@ -412,7 +427,12 @@ def falling(size: int) -> str:
 
 def messages(size: int) -> str:
     """Messages that all wait for each other."""
-    return filled(size, TWO, lambda k: "main: send(x, peer=tp.rank + 1)", lambda k: "main: recv(y, peer=tp.rank + 1)")
+    return filled(
+        size,
+        TWO,
+        lambda k: "main: send(x, peer=tp.rank + 1)",
+        lambda k: "main: recv(y, peer=tp.rank + 1)",
+    )
 
 
 def crossed(size: int) -> str:
@@ -451,7 +471,11 @@ def collectives(size: int) -> str:
 def unlike(size: int) -> str:
     """Collectives of which each rank says another thing."""
     head = "(tp: Team[[0, 1]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({})\n"
-    body = filled(size // 2, "", lambda k: f'main: {"all_reduce(x, y, team=tp, reduce=" + chr(34) + "sum" + chr(34) + ")"}')
+    body = filled(
+        size // 2,
+        "",
+        lambda k: f"main: {'all_reduce(x, y, team=tp, reduce=' + chr(34) + 'sum' + chr(34) + ')'}",
+    )
     return f"def f{head.format(0)}{body}\n\ndef g{head.format(1)}{body.replace('sum', 'max')}"
 
 
@@ -470,7 +494,9 @@ def long_circle(size: int) -> str:
     return filled(
         size,
         f"{TWO}    a: expect(s0, tp.rank + 1)\n",
-        lambda k: f"a: notify(t{k}, to=tp.rank + 1)\nb: expect(t{k}, tp.rank + 1)\nb: notify(s{k + 1}, to=tp.rank + 1)\na: expect(s{k + 1}, tp.rank + 1)",
+        lambda k: (
+            f"a: notify(t{k}, to=tp.rank + 1)\nb: expect(t{k}, tp.rank + 1)\nb: notify(s{k + 1}, to=tp.rank + 1)\na: expect(s{k + 1}, tp.rank + 1)"
+        ),
         end="    b: notify(s0, to=tp.rank + 1)\n",
     )
 
@@ -501,7 +527,9 @@ def large_local(size: int) -> str:
 def largest_team(size: int) -> str:
     """As many ranks as there may be, told apart by what is at a fixed place."""
     head = "def f(tp: Team[65536], x: f32[65536, 4], y: out[f32[65536, 4]]):\n"
-    return filled(size, head, lambda k: f"main: copy(x[{k % 65536}], y[{k % 65536}])\nmain: barrier(team=tp)")
+    return filled(
+        size, head, lambda k: f"main: copy(x[{k % 65536}], y[{k % 65536}])\nmain: barrier(team=tp)"
+    )
 
 
 def named_ranks(size: int) -> str:
@@ -555,7 +583,9 @@ def freed_early(size: int) -> str:
 
 
 def in_place(size: int) -> str:
-    return filled(size, ONE, lambda k: f"main: copy(y[{k % 3}:{k % 3 + 2}], y[{k % 3 + 1}:{k % 3 + 3}])")
+    return filled(
+        size, ONE, lambda k: f"main: copy(y[{k % 3}:{k % 3 + 2}], y[{k % 3 + 1}:{k % 3 + 3}])"
+    )
 
 
 def scales(size: int) -> str:
@@ -577,7 +607,13 @@ def unknown_operators(size: int) -> str:
 
 
 def kernels(size: int) -> str:
-    return filled(size, TWO, lambda k: f"main: fused(part(call('aten.mm.out', x, x, out=y)), kernel=scatter_matmul(pieces={k + 1}, own=1))")
+    return filled(
+        size,
+        TWO,
+        lambda k: (
+            f"main: fused(part(call('aten.mm.out', x, x, out=y)), kernel=scatter_matmul(pieces={k + 1}, own=1))"
+        ),
+    )
 
 
 HOSTILE: dict[str, Hostile] = {

@@ -246,7 +246,9 @@ def test_the_cheapest_circle_through_a_node(seed: int, monkeypatch: pytest.Monke
         looked_at: list[int] = []
         monkeypatch.setattr(deadlock, "_links", links(edges, looked_at))
         limit, graph = draw.choice((1, 2, 3, 1 << 60)), SimpleNamespace()
-        found, steps = deadlock._cycle_through(graph, 0, set(range(count)), limit)  # pyright: ignore
+        found, steps = deadlock._cycle_through(  # pyright: ignore
+            graph, 0, set(range(count)), limit, 1 << 60
+        )
         least = cheapest(edges, 0, count)
         if found:
             assert [link.other for link in found] == [link.part for link in found[1:] + found[:1]]
@@ -273,7 +275,7 @@ def test_no_node_is_looked_at_that_costs_as_much_as_the_limit(
     looked_at: list[int] = []
     monkeypatch.setattr(deadlock, "_links", links(edges, looked_at))
     graph: Any = SimpleNamespace()
-    deadlock._cycle_through(graph, 0, {0, 1, 2}, limit)  # pyright: ignore[reportPrivateUsage]
+    deadlock._cycle_through(graph, 0, {0, 1, 2}, limit, 1 << 60)  # pyright: ignore
     assert looked_at == wanted
 
 
@@ -287,9 +289,9 @@ def test_a_shorter_circle_is_searched_for_while_the_budget_lasts(
     1 is a meeting, from which no search begins."""
     edges: Edges = {0: [(2, False)], 1: [], 2: [(3, False)], 3: [(0, False), (2, False)]}
     monkeypatch.setattr(deadlock, "_links", links(edges, []))
-    monkeypatch.setattr(deadlock, "SEARCH_BUDGET", budget)
     graph: Any = SimpleNamespace(part={node: node if node != 1 else None for node in edges})
-    found = deadlock._shortest_cycle(graph, [3, 2, 1, 0])  # pyright: ignore[reportPrivateUsage]
+    knot = [3, 2, 1, 0]
+    found, _ = deadlock._shortest_cycle(graph, knot, budget)  # pyright: ignore[reportPrivateUsage]
     assert len(found) == length
 
 
@@ -297,12 +299,13 @@ def test_the_budget_is_for_all_searches_together(monkeypatch: pytest.MonkeyPatch
     """Each takes 2 steps: with 4 there are two."""
     spent: list[int] = []
 
-    def search(graph: object, node: int, inside: set[int], limit: int) -> tuple[list[Any], int]:
+    def search(
+        graph: object, node: int, inside: set[int], limit: int, budget: int
+    ) -> tuple[list[Any], int]:
         spent.append(node)
         return ([CycleLink(node, node + 10, "why")] if node == 0 else []), 2  # pyright: ignore
 
     monkeypatch.setattr(deadlock, "_cycle_through", search)
-    monkeypatch.setattr(deadlock, "SEARCH_BUDGET", 4)
     graph: Any = SimpleNamespace(part={node: node for node in range(6)})
-    deadlock._shortest_cycle(graph, [*range(6)])  # pyright: ignore[reportPrivateUsage]
+    deadlock._shortest_cycle(graph, [*range(6)], 4)  # pyright: ignore[reportPrivateUsage]
     assert spent == [0, 1]

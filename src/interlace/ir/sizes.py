@@ -29,8 +29,6 @@ Monomial = tuple[str, ...]
 """The sizes that are multiplied, sorted; () is the constant term."""
 MOST = 1 << 40
 """No named size is larger."""
-
-
 MAX_TERMS = 256
 """Terms of a product, at most."""
 

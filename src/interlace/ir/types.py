@@ -194,7 +194,11 @@ class TeamLayout:
         self._teams, self._world = teams, world
         self._positions = {rank: position for position, rank in enumerate(ranks)}
         self._groups = {
-            team.name: {rank: group for group in reversed(team.groups) for rank in group}
+            team.name: {
+                rank: Member(index, group)
+                for group in reversed(team.groups)
+                for index, rank in enumerate(group)
+            }
             for team in teams
             if team.groups is not None
         }
@@ -218,9 +222,9 @@ class TeamLayout:
                     self._axes[team.name, first] = ranks
                 found[team.name] = Member(index, ranks)
             else:
-                group = self._groups[team.name].get(rank)
-                if group is not None:
-                    found[team.name] = Member(group.index(rank), group)
+                member = self._groups[team.name].get(rank)
+                if member is not None:
+                    found[team.name] = member
         return found
 
 

@@ -38,7 +38,7 @@ from interlace.verify.symmetry.fold import certified
 from interlace.verify.uneven import Uneven
 
 T = TypeVar("T")
-MAX_OPS = 3 << 19
+MAX_OPS = 1 << 20
 """Ops of all ranks that are visited in one check, at most."""
 MAX_PAIRS = 1 << 21
 """Pairs of ranks that signals go between in one run, at most, counted for each op."""

@@ -34,7 +34,6 @@ from interlace.ir.types import (
 )
 from interlace.ir.view import AsStrided, Chunk, View, varying
 
-
 MAX_STEPS = 1 << 25
 """Steps of one rank that a Program takes to validate, at most: some seconds."""
 

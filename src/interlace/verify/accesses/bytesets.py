@@ -45,14 +45,14 @@ def covered(
             return _covered_by_runs(target, parts)
     found = _left(target, parts, spend)
     if found is None or (found[1] and not found[2]):
-        spend(16 * sum(_num_runs(box) for box in (target, *parts)))
+        spend(16 * sum(num_runs(box) for box in (target, *parts)))
         return _covered_by_runs(target, parts)
     return not found[1]
 
 
 def first_left(target: Box, parts: Sequence[Box]) -> Int | None:
     """The first byte of `target` that is in none of `parts`; None where that is not known."""
-    found = _left(target, parts, lambda steps: None)
+    found = _left(target, parts, lambda steps: None) if len(parts) <= MAX_BRICKS else None
     if found is None or not found[1] or not found[2]:
         return None
     return min(_start(brick, found[0]) for brick in found[1])
@@ -201,7 +201,7 @@ def _subtract(brick: Brick, hole: Brick) -> list[Brick]:
     return found
 
 
-def _num_runs(box: Box) -> int:
+def num_runs(box: Box) -> int:
     """How many runs of bytes are counted of a box."""
     count = prod([size for _, size in runs(box)[1]])
     return 1 if isinstance(count, Size) or count > MAX_RUNS else count

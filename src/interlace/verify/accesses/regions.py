@@ -19,7 +19,6 @@ from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
 from interlace.ir.view import AsStrided, Box, Chunk, View, varying
 from interlace.verify.accesses.bytesets import covered
 
-
 MAX_STEPS = 1 << 26
 """Steps that one check compares accesses in, at most: about a minute of a slow core. Two hulls are
 compared in one step; what remembers a comparison counts more, for its memory."""

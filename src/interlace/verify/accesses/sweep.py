@@ -28,6 +28,8 @@ from interlace.verify.report import MAX_FAULTS
 
 Pair = tuple[ByteRegion, Content, ByteRegion, Content]
 """What two accesses that race touch."""
+PER_REPLACED = 4
+"""Steps that a comparison of more than hulls counts as."""
 MAX_REPEATS = 256
 """Of one fault on many ranks and in many runs, so many are kept."""
 
@@ -274,6 +276,7 @@ class Sweep:
 
     def _replaces(self, cell: Cell, new: ByteAccess, old: ByteAccess) -> bool:
         """Compares accesses whose hulls meet; whether the old one may go: Note [Frontier]."""
+        self.regions.spend(PER_REPLACED)
         if old.node == new.node:
             ordered = old.item is new.item  # for this purpose those of one op are
         else:

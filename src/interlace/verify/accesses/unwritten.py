@@ -10,7 +10,7 @@ from math import prod
 from interlace.ir.box import Box, byte_runs
 from interlace.ir.sizes import Int
 from interlace.ir.types import DType
-from interlace.verify.accesses.bytesets import first_left
+from interlace.verify.accesses.bytesets import first_left, num_runs
 from interlace.verify.accesses.memory import ByteAccess, Content
 from interlace.verify.accesses.sweep import Sweep
 from interlace.verify.happens_before.graph import Frame, RankPlace
@@ -18,6 +18,8 @@ from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 
 Run = tuple[Int, Int]
 WriteOf = tuple[Frame, Item, Item, Touch]
+MAX_RUNS = 1 << 23
+"""Runs of bytes that are looked at for one report."""
 MAX_LISTED = 4
 """Ranges and ops that are listed."""
 
@@ -29,6 +31,7 @@ class Unwritten:
         self.sweep = sweep
         self.regions = sweep.regions
         self._known: defaultdict[Content, list[WriteOf]] | None = None
+        self._left = MAX_RUNS
 
     def __call__(self, entry: ByteAccess) -> tuple[str, list[tuple[LoweredProgram, int, int]]]:
         """The rows in words, and the ops that write some of them, but not before the read."""
@@ -51,6 +54,10 @@ class Unwritten:
                 done.append(box)
             else:
                 others.append((box, writer, item))
+        counts = [num_runs(box) for box in (exact, *done, *(box for box, *_ in others))]
+        self._left -= sum(counts) + counts[0] * len(counts)
+        if self._left < 0:
+            return f"some bytes of {content.name}", []
         missing, all_of_it = _missing(exact, done)
         late = {
             (id(writer.source), item.index): (writer.source, item.index, writer.rank)

@@ -64,7 +64,7 @@ class Trials:
         listed, others = len(report.findings), report.num_left_out
         self._cost = report.num_ops + OPS_A_FINDING * listed + others
         self._left_s = MAX_SECONDS
-        self._longest_s = 0.0
+        self._longest_s = report.seconds
         self._all_listed = report.num_left_out == 0
         self._in_order: bool | None = None
         self._chosen: list[tuple[str, Fix]] = []

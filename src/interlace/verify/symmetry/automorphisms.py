@@ -77,7 +77,7 @@ class Turns:
         wheres = {w.rank: w for s in sources for w in s.program.wheres(s.ranks)}
         if len(homes) < sum(len(source.ranks) for source in sources):
             return None  # a rank runs two Programs
-        if max(len(source.program.teams) for source in sources) > MOST_TEAMS:
+        if any(len(source.program.teams) > MOST_TEAMS for source in sources):
             return None
         finder = _Finder(homes, wheres)
         everyone = {rank for groups in finder.groups.values() for group in groups for rank in group}
@@ -129,9 +129,12 @@ class _Finder:
     def __init__(self, homes: Mapping[int, LoweredProgram], wheres: Mapping[int, Where]) -> None:
         self.homes, self.wheres = homes, wheres
         self.groups: dict[str, list[tuple[int, ...]]] = {}
-        for group in dict.fromkeys(
-            (name, m.ranks) for where in wheres.values() for name, m in where.members.items()
-        ):
+        shared = {  # members of an instance have one tuple, which is long to hash
+            (name, id(m.ranks)): m.ranks
+            for where in wheres.values()
+            for name, m in where.members.items()
+        }
+        for group in dict.fromkeys((name, ranks) for (name, _), ranks in shared.items()):
             self.groups.setdefault(group[0], []).append(group[1])
 
     def run(self, sources: Sequence[LoweredProgram]) -> Turns | None:

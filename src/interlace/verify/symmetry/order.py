@@ -268,6 +268,7 @@ class FoldedBuilder(GraphBuilder):
         self, k: int, standing: dict[int, list[IssuedOp]], come: dict[int, IssuedOp]
     ) -> None:
         """The k-th collective of a queue, of which all members come."""
+        self.regions.spend(8 * len(standing))
         graph = self.graph
         meeting, others = graph.add(), list[int]()
         gives: dict[int, bool] = {}

@@ -1,0 +1,116 @@
+"""Schedules that are made to keep a reader busy get an answer, or a refusal that says a number.
+
+`python -m tests.verify.hostile 1000000` measures all of them at a megabyte.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.verify.hostile import HOSTILE, ONE, filled, measure
+
+from interlace.errors import ProgramError
+from interlace.ir import parse_set, validate
+from interlace.verify import Report, check
+from interlace.verify.accesses import regions
+from interlace.verify.fixing import trials
+from interlace.verify.happens_before import graph
+
+MOST_SECONDS, MOST_BYTES = 60, 2 << 30
+"""Of a processor, so that a busy machine takes no more."""
+
+
+def assert_answered(name: str, size: int, seconds: int) -> None:
+    done = measure(HOSTILE[name](size), seconds)
+    shown = f"{name}: {done._replace(said=done.said[:300])}"
+    assert done.code in (0, 1, 2), shown
+    assert done.seconds <= seconds, shown
+    assert done.most_bytes <= MOST_BYTES, shown
+    assert ("error: " in done.said) == (done.code == 2) or done.code == 1, shown
+
+
+@pytest.mark.timeout(400)
+def test_some_are_answered(seed: int) -> None:
+    for name in random.Random(seed).sample(sorted(HOSTILE), 4):
+        assert_answered(name, 20_000, MOST_SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_megabyte_is_answered(name: str) -> None:
+    assert_answered(name, 1_000_000, MOST_SECONDS)
+
+
+@pytest.mark.timeout(400)
+def test_a_hundred_ops_on_boxes_of_sixty_thousand_runs() -> None:
+    done = measure(HOSTILE["long_boxes"](8_000), MOST_SECONDS)
+    assert done.code == 1, done
+    assert "race: nothing orders" in done.said
+    assert done.most_bytes < MOST_BYTES
+
+
+def checked(text: str) -> Report:
+    programs = parse_set(text)
+    for program in programs:
+        validate(program)
+    return check(programs)
+
+
+def test_what_is_too_large_is_refused_with_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = filled(4_000, ONE, lambda k: "main: copy(x, y)", lambda k: f"s{k}: copy(x, y)")
+    assert not checked(text).sound
+    monkeypatch.setattr(regions, "MAX_STEPS", 100)
+    with pytest.raises(ProgramError, match="takes more than 100 steps: check it in parts"):
+        checked(text)
+    monkeypatch.setattr(graph, "MAX_WORDS", 1_000)
+    with pytest.raises(ProgramError, match="takes more than 8,000 bytes: check the schedule on"):
+        checked(text)
+
+
+def test_a_product_of_too_many_terms_is_refused() -> None:
+    names = [f"S{k}" for k in range(20)]
+    sizes = ", ".join(f"{name}: Size[2]" for name in names)
+    size = f"({' + '.join(names)})"
+    text = "def f(tp: Team[1], {}, x: f32[{}]):\n    main: host_sync()\n"
+    assert checked(text.format(sizes, size)).sound
+    with pytest.raises(Exception, match="a product of more than 256 terms of named sizes"):
+        checked(text.format(sizes, f"{size} * {size}"))
+
+
+def test_tries_of_fixes_end_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[bool] = []
+    real = trials.Trials._checked  # pyright: ignore[reportPrivateUsage]
+
+    def counted(self: trials.Trials, *args: object, **given: bool) -> Report:
+        tries.append(True)
+        return real(self, *args, **given)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(trials.Trials, "_checked", counted)
+    text = filled(2_000, ONE, lambda k: f"a{k}: copy(x, y)")
+    assert str(checked(text))
+    many = len(tries)
+    monkeypatch.setattr(trials, "MAX_SECONDS", 0.0)
+    assert str(checked(text))
+    assert len(tries) == many > 0
+
+
+BEHIND = """\
+def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
+    t = empty(f32[4])
+    main: expect(s, tp.rank + 1)
+    main: copy(t, y)
+    main: notify(s, to=tp.rank + 1)
+"""
+
+
+def test_a_fix_that_uncovers_another_fault_says_check_again() -> None:
+    (finding,) = checked(BEHIND).errors
+    assert finding.kind == "deadlock"
+    assert finding.edits
+    assert finding.fix.endswith(", then check again: other faults show then (uninitialized)")
+    (alone,) = checked(
+        BEHIND.replace("    main: expect", "    main: copy(x, t)\n    main: expect")
+    ).errors
+    assert "check again" not in alone.fix
