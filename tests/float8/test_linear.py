@@ -261,3 +261,21 @@ def test_kept_weights_of_inference_do_not_reach_training(monkeypatch: pytest.Mon
         layer(x).sum().backward()
     assert isinstance(layer.weight, Tensor)
     assert layer.weight.grad is not None
+
+
+def test_recipes_compile_one_after_another() -> None:
+    torch.compiler.reset()  # TorchDynamo makes a symbol of a number that it meets anew
+    recipes = [Recipe(), Recipe(eps=1e-12), ROW_WISE, Recipe(keep_transposes=True, eps=0.5)]
+    for recipe in recipes:
+        torch.manual_seed(0)
+        models = [convert_to_float8(nn.Linear(32, 16), recipe) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        step = torch.compile(models[0], backend="interlace", fullgraph=True)
+        for rows in (32, 48):
+            x = torch.randn(rows, 32)
+            step(x).square().sum().backward()
+            models[1](x).square().sum().backward()
+        for mine, eager in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert mine.grad is not None
+            assert eager.grad is not None
+            assert torch.equal(mine.grad, eager.grad), recipe

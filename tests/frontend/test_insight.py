@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import interlace
@@ -262,3 +263,42 @@ def test_the_log_tells_what_is_compiled_bound_and_evicted(caplog: Any) -> None:
     bound = "bound forward: 0 of 0 communications overlapped, "
     assert sum(text.startswith(bound) for text in texts) == 3
     assert "evicted the oldest of Sequential, which keeps 1" in texts
+
+
+class Doubled(nn.Module):
+    """A class of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, 8]."""
+        return self.linear(x) * 2
+
+
+def of_ddp() -> list[str]:
+    """What is told of compiled DDP modules: before and after a call, around a class of torch's and
+    one of the user's own, and of a DDP around what was compiled."""
+    torch.compiler.reset()
+    told: list[str] = []
+    for module in (nn.Sequential(nn.Linear(8, 8)), Doubled()):
+        call: Any = torch.compile(DistributedDataParallel(module), backend="interlace")
+        told.append(interlace.explain(call))
+        call(torch.ones(2, 8)).sum().backward()
+        told.append(interlace.explain(call))
+    torch.compiler.reset()  # else torch runs the graph of the other one
+    inner = DistributedDataParallel(torch.compile(Doubled(), backend="interlace"))
+    inner(torch.ones(2, 8)).sum().backward()
+    return [*told, interlace.explain(inner)]
+
+
+def test_of_a_compiled_ddp(pool: Pool) -> None:
+    for told in pool(2).run(of_ddp):
+        *around, inner = told
+        assert all("DistributedDataParallel is what torch.compile was given" in x for x in around)
+        assert all("buckets of gradients" in text for text in around)
+        assert not any("not called yet" in text for text in told)
+        assert "forward: 0 communications, sound" in around[3]
+        assert "is what torch.compile was given" not in inner
+        assert "forward: 0 communications, sound" in inner

@@ -8,13 +8,15 @@ import random
 import pytest
 
 from interlace.ir import Box, DType
-from interlace.ir.sizes import number
+from interlace.ir.size_class import NamedSize, SizeClass, deciding
+from interlace.ir.sizes import at, named, number
 from interlace.passes.sites.rows import (
     COLUMNS,
     PAD,
     ByteRun,
     Contents,
     Refused,
+    box_runs,
     in_rows,
     join,
     seen,
@@ -87,3 +89,20 @@ def test_a_transposed_matrix_is_refused_at_once() -> None:
     rows = Box(0, (1 << 14, 1 << 14), (1, 1 << 14), DType.f32)
     with pytest.raises(Refused, match=COLUMNS):
         seen((ByteRun(0, rows.nbytes, 0, 0),), rows, 4 << 14)
+
+
+def test_stretches_that_named_sizes_part() -> None:
+    """Heads of rows whose number is a name: as for each number, and for the whole class."""
+    rows = named("S")
+    with deciding(SizeClass((NamedSize("S", value=6),))) as known:
+        runs = [*box_runs(Box(rows, (2, 3, 4 * rows), (12 * rows, 4 * rows, 1), DType.f32))]
+        parted = [*box_runs(Box(0, (3, 2, 8), (8, 24 * rows, 1), DType.f32))]
+    for value in (6, 7, 50):
+        own = Box(value, (2, 3, 4 * value), (12 * value, 4 * value, 1), DType.f32)
+        assert known.size_class().holds({"S": value})
+        for found, box in (
+            (runs, own),
+            (parted, Box(0, (3, 2, 8), (8, 24 * value, 1), DType.f32)),
+        ):
+            numbers = [tuple(at(n, {"S": value}) for n in run) for run in found]
+            assert numbers == [*box_runs(box)]

@@ -90,11 +90,11 @@ def report(model: Callable[..., Any], path: str | Path) -> Path:
 
 
 DDP = (
-    "DistributedDataParallel is what torch.compile was given: TorchDynamo leaves DDP's own forward to "
-    "Python, traces the forward of the module within where that is no class of torch's own (such as "
-    "nn.Sequential), and cuts its graph at DDP's buckets of gradients. The all-reduces of gradients "
-    "run outside of graphs, under backward. Compile the module and wrap what that gives: "
-    'DistributedDataParallel(torch.compile(module, backend="interlace"))'
+    "DistributedDataParallel is what torch.compile was given: TorchDynamo leaves DDP's own forward "
+    "to Python, traces the forward of the module within where that is no class of torch's own "
+    "(such as nn.Sequential), and cuts its graph at DDP's buckets of gradients. The all-reduces of "
+    "gradients run outside of graphs, under backward. fix: compile the module and wrap what that "
+    'gives, DistributedDataParallel(torch.compile(module, backend="interlace"))'
 )
 
 

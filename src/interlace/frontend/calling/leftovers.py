@@ -41,9 +41,7 @@ def none_left(roots: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         for holder, name in _containers(roots):
-            left = [
-                key for key, x in _items(holder).items() if id(x) not in own and _of_a_trace(x)
-            ]
+            left = [key for key, x in _items(holder).items() if id(x) not in own and _of_a_trace(x)]
             if left:
                 problem = problem or f"{name}.{left[0]}"
         if problem:

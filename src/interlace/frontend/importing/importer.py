@@ -423,11 +423,8 @@ class Importer(SerialEmitter):
         return views[0] if len(views) == 1 else tuple(views)
 
 
-SAME_DTYPES = {
-    *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")),
-    *("aten.convolution.default", "aten.linear.default"),
-}
-"""Operators that eager refuses to call with operands of several dtypes."""
+SAME_DTYPES = {f"aten.{name}.default" for name in ("mm", "addmm", "mv", "addmv", "dot", "linear")}
+"""Operators that eager refuses to call with operands of several dtypes, and a trace does not."""
 
 
 def _opaque(node: fx.Node, name: str) -> tuple[str, str]:

@@ -113,11 +113,12 @@ class Symbols:
                 symbols = expr.free_symbols & unknown
                 if read is None or len(symbols) != 1:
                     continue
-                reader = _solved(expr, *symbols, index, read)
+                (symbol,) = symbols
+                reader = _solved(expr, symbol, index, read)
                 if reader is not None:
                     found = True
-                    unknown -= symbols
-                    self._readers[symbols.pop().name] = reader
+                    unknown.remove(symbol)
+                    self._readers[symbol.name] = reader
         self._missing = sorted(map(str, unknown))
 
     def values(self, args: Sequence[Any]) -> dict[str, int]:
