@@ -186,7 +186,8 @@ def _whole(
     sums = {
         id(module): getattr(styles.get(name), "sees_heads", False)
         for name, module in modules.items()
-        if _is_left(module) and (name in rest or getattr(styles.get(name), "is_partial", None) is False)
+        if _is_left(module)
+        and (name in rest or getattr(styles.get(name), "is_partial", None) is False)
     }
     found: list[tuple[str, ParallelStyle]] = []
     for name in filter(rest.__contains__, modules):

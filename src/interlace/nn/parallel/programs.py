@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.teams import check_alive
 from interlace.errors import AgreementError
 from interlace.frontend.binding import Bound, bind
 from interlace.frontend.compiled_graph import MOST_CAPTURED, Shelf
@@ -93,6 +94,7 @@ def programs(
     group: dist.ProcessGroup, layer: LinearLayer, options: Options, device: torch.device
 ) -> Programs:
     """Those of a layer; the least recently used layers of a group go beyond `MOST_LAYERS`."""
+    check_alive(group, "tp")
     kept = _programs.setdefault(group, {})
     key = layer, options, device
     found = kept.pop(key, None) or Programs(group, *key)

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from interlace.comm.teams import group_of_mesh
 from interlace.cost import Timeline
 from interlace.errors import (
     GradientError,
@@ -189,7 +190,7 @@ class LayerWise:
             acting, self._owned = self._stand_ins.acting, self._stand_ins.owned
             self._main_grads = self._stand_ins.main_grads
             self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
-            group = mesh.get_group()
+            group = group_of_mesh(mesh)
             self._sums = sum_slices(
                 optimizer, plan.parts, acting, group, self._device, chosen, made
             )
