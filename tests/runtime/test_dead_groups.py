@@ -108,7 +108,7 @@ def compiled(by_torch: bool) -> None:
 
 
 def optimizers() -> None:
-    """The reducer of main gradients; LayerWise's steps run in a group of its own, while it lives."""
+    """The reducer of main gradients, and new ones."""
     group: Any = dist.new_group([0, 1])
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     model, x = mlp(), torch.ones(4, 16)

@@ -1,4 +1,4 @@
-"""Modules that a plan of words leaves whole, read by others than themselves, on 2 real processes."""
+"""Modules that a plan of words leaves whole, read by others too, on 2 real processes."""
 
 from __future__ import annotations
 

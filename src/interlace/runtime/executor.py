@@ -383,7 +383,7 @@ class Executor:
 
     def _is_gone(self) -> bool:
         """Whether the process group of a team was destroyed."""
-        for team in self._teams.values():  # noqa: SIM110 (any() takes longer)
+        for team in self._teams.values():
             if team.is_gone:
                 return True
         return False
