@@ -201,7 +201,7 @@ def refused() -> None:
         (lambda: OverlapColwiseGroup(["a"], input_layouts=Shard(-1)), "`input_layouts` is"),
         (lambda: parallelize_module(layer, square, OverlapColwise()), "mesh has 2 dimensions"),
         (lambda: parallelize_module(nn.Linear(1, 4), mesh, OverlapRowwise()), "without any"),
-        (lambda: parallelize_module(nn.ReLU(), mesh, OverlapColwise()), "names a ReLU"),
+        (lambda: parallelize_module(nn.ReLU(), mesh, OverlapColwise()), r"activation\.ReLU: nn"),
         (lambda: parallelize_module(own, mesh, OverlapRowwise(recipe=recipe)), "given for a Own"),
         (lambda: parallelize_module(layer, mesh, OverlapColwise()), "`weight` is shared"),
         (
