@@ -71,8 +71,8 @@ def test_a_larger_world_holds_copies(write, world: int, ops: int) -> None:
     assert (code, out) == (0, said)
 
 
-@pytest.mark.parametrize(("size", "ranks"), [("tp=3", 3), ("tp=7", 7), ("dp=2,tp=4", 8)])
-def test_mesh_sizes_teams_and_adds_axes(write, size: str, ranks: int) -> None:
+@pytest.mark.parametrize(("size", "ranks"), [("tp=3", 3), ("tp=7", 7)])
+def test_mesh_sizes_teams(write, size: str, ranks: int) -> None:
     teams = " and ".join(re.findall(r"[a-z]+", size))
     said = f"sound ({ranks} ranks by symmetry of {teams}: 1 visited, {ranks} ops, _ ms)\n"
     assert run("check", write(RING), "--mesh", size)[1] == said
@@ -107,9 +107,11 @@ def test_a_set_of_programs(write) -> None:
         (["--mesh", "tp=2,dp"], "write axes and their sizes, such as dp=2,tp=4"),
         (["--mesh", "tp=0"], "write axes and their sizes"),
         (["--mesh", "tp=2,tp=4"], "axis tp stands there twice"),
-        (["--mesh", "tp=2,dp=2", "--world", "8"], "--world 8 and a mesh of 4 ranks do not agree"),
+        (["--mesh", "tp=4", "--world", "8"], "--world 8 and a mesh of 4 ranks do not agree"),
+        (["--mesh", "tp=2,dp=2"], "--mesh sizes dp, and the teams of all_gather_linear are tp"),
+        (["--mesh", "dp=2"], "--mesh sizes dp, and the teams of all_gather_linear are tp"),
     ],
-    ids=["indivisible", "none", "no-size", "zero", "twice", "both"],
+    ids=["indivisible", "none", "no-size", "zero", "twice", "both", "further", "unknown"],
 )
 def test_worlds_that_do_not_fit_are_errors(write, args: list[str], told: str) -> None:
     code, out, err = run("check", write(SOUND), *args)

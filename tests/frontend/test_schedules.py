@@ -236,6 +236,39 @@ def test_schedules_of_another_model_are_refused(pool: Pool, tmp_path: Path) -> N
         assert "the schedule of this forward graph is forward-" in mine
 
 
+def renamed(folder: Path) -> list[str]:
+    """What is said of a forward schedule under other names, with its serial text and without."""
+    made, _ = step(None)
+    first = dist.get_rank() == 0
+    if first:
+        interlace.export(made, folder)
+    dist.barrier()
+    (path,) = [p for p in folder.glob("forward-*") if ".serial" not in p.suffixes]
+    dist.barrier()
+    found = []
+    for name, serial in (("forward-00000000", True), ("tuned", True), ("tuned", False)):
+        endings = (".ilc", ".serial.ilc") if serial else (".ilc",)
+        pairs = [(path.with_suffix(end), path.with_name(f"{name}{end}")) for end in endings]
+        for old, new in pairs if first else []:
+            old.rename(new)
+        dist.barrier()
+        found.append(said(mlp(), folder).replace(path.name, "WANTED"))
+        dist.barrier()
+        for old, new in pairs if first else []:
+            new.rename(old)
+        dist.barrier()
+    return found
+
+
+def test_renamed_files_are_told_by_their_hash(pool: Pool, tmp_path: Path) -> None:
+    for other, tuned, alone in pool(2).run(renamed, tmp_path):
+        assert "forward-00000000.ilc is the schedule of this forward graph under another" in other
+        assert "call it WANTED" in other
+        for told in (tuned, alone):
+            assert "tuned.ilc would never run" in told
+            assert "it is that of this forward graph: call it WANTED again" in told
+
+
 def by_both_ways(folder: Path) -> str:
     """What is said where files of torch.compile are given to interlace.compile."""
     made, _ = step(None, compiled=True)

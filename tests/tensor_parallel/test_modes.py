@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from tests.support.pool import Pool
 from tests.tensor_parallel.test_styles import Model, drawn, mesh_of, plan_of, trained
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from interlace.errors import GradientError, InputError
-from interlace.float8 import Recipe
+from interlace.float8 import Recipe, convert_to_float8, kept_weights
 from interlace.nn.functional import all_gather_linear
 from interlace.optim import GradAccumulator
 from interlace.tensor_parallel import OverlapColwise, OverlapColwiseGroup, OverlapRowwise
@@ -200,7 +201,7 @@ def refused() -> None:
         (lambda: OverlapColwiseGroup(["a"], input_layouts=Shard(-1)), "`input_layouts` is"),
         (lambda: parallelize_module(layer, square, OverlapColwise()), "mesh has 2 dimensions"),
         (lambda: parallelize_module(nn.Linear(1, 4), mesh, OverlapRowwise()), "without any"),
-        (lambda: parallelize_module(nn.ReLU(), mesh, OverlapColwise()), "names a ReLU"),
+        (lambda: parallelize_module(nn.ReLU(), mesh, OverlapColwise()), r"activation\.ReLU: nn"),
         (lambda: parallelize_module(own, mesh, OverlapRowwise(recipe=recipe)), "given for a Own"),
         (lambda: parallelize_module(layer, mesh, OverlapColwise()), "`weight` is shared"),
         (
@@ -218,3 +219,67 @@ def refused() -> None:
 
 def test_what_does_not_fit_is_refused(pool: Pool) -> None:
     pool(2).run(refused)
+
+
+def changed_between(seed: int) -> list[str]:
+    """Layers of one input, called by themselves, of which one's Parameters change between."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(seed)
+    whole = nn.ModuleDict({name: nn.Linear(16, 8) for name in ("a", "b")})
+    x, wrong = torch.randn(4, 16), []
+
+    def new(layer: Any, name: str, value: Any) -> None:
+        setattr(layer, name, nn.Parameter(value))
+
+    def data(layer: Any, name: str, value: Any) -> None:
+        getattr(layer, name).data = value
+
+    def local(layer: Any, name: str, value: Any) -> None:
+        with torch.no_grad():
+            getattr(layer, name).to_local().copy_(value.to_local())
+
+    for change in (new, data, local):
+        for name in ("weight", "bias"):
+            model = copy.deepcopy(whole)
+            style = OverlapColwiseGroup(("a", "b"), input_layouts=Replicate())
+            parallelize_module(model, mesh, style)
+            model["a"](x)
+            param = getattr(model["b"], name)
+            change(model["b"], name, 2 * param.detach())
+            expected = F.linear(x, *(p.to_local() for p in model["b"].parameters()))
+            if not torch.allclose(model["b"](x), expected):
+                wrong.append(f"{change.__name__} {name}")
+    return wrong
+
+
+def test_parameters_that_change_between_layers_of_a_group(pool: Pool, seed: int) -> None:
+    assert pool(2).run(changed_between, seed) == [[]] * 2
+
+
+def kept_and_sharded(seed: int) -> list[bool]:
+    """Whether outputs within `kept_weights` are those of the weights of now, with FSDP2."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(seed)
+    models: list[Any] = []
+    for plain in [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))] * 2:
+        model: Any = convert_to_float8(copy.deepcopy(plain))
+        for part in (model[0], model):  # the root's layers stay whole until its backward
+            fully_shard(part, mesh=mesh)
+        models.append(model)
+    x, found = torch.randn(16, 32), []
+    kept, fresh = models
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    kept(x)  # enters with the root's layers whole
+    with kept_weights(kept):
+        for _ in range(3):
+            outputs = [model(x) for model in (kept, fresh)]
+            found.append(torch.equal(*outputs))
+            for y, optimizer in zip(outputs, optimizers, strict=True):
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+def test_kept_weights_of_fsdp2_are_those_of_now(pool: Pool, seed: int) -> None:
+    assert pool(2).run(kept_and_sharded, seed) == [[True] * 3] * 2

@@ -1,4 +1,4 @@
-"""Modules that a plan of words leaves whole, read by others than themselves, on 2 real processes."""
+"""Modules that a plan of words leaves whole, read by others too, on 2 real processes."""
 
 from __future__ import annotations
 
@@ -140,8 +140,12 @@ class Adapter(nn.Module):
     def __init__(self, base_layer: nn.Linear, rank: int = 4) -> None:
         super().__init__()
         self.base_layer = base_layer
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+        self.lora_A = nn.ModuleDict(
+            {"default": nn.Linear(base_layer.in_features, rank, bias=False)}
+        )
+        self.lora_B = nn.ModuleDict(
+            {"default": nn.Linear(rank, base_layer.out_features, bias=False)}
+        )
 
     @property
     def weight(self) -> Tensor:

@@ -215,12 +215,12 @@ class Connections:
             mine = self.users(device)
             usual = "gloo" if device == "cpu" else "nccl"
             name = str(mine.name()) if mine is not None else usual
-        require_backend(name)
         if name == "nccl" and device == "cpu":
             raise BackendError(
                 "the backend 'nccl' is not there for tensors of the CPU (team "
                 f"{self._team.name}): run the Program on device 'cuda', or choose gloo or peer"
             )
+        require_backend(name)
         return name
 
     def get(

@@ -98,15 +98,10 @@ class TeamComm:
     def __init__(
         self, group: dist.ProcessGroup, name: str, limit_s: float, part: Part = None
     ) -> None:
+        check_alive(group, name)
         self._group = weakref.ref(group)
-        try:
-            ranks = dist.get_process_group_ranks(group)
-            store, rank = apart(c10d._get_default_store(), limit_s), dist.get_rank()
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise TeamError(
-                f"the process group of team {name!r} is not one of torch.distributed's "
-                f"({error}): make it with init_process_group, new_group or a DeviceMesh"
-            ) from error
+        ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+        store = apart(c10d._get_default_store(), limit_s)
         self.ranks = tuple(ranks if part is None else [ranks[member] for member in part])
         self.is_part = part is not None
         if rank not in self.ranks:
@@ -130,13 +125,22 @@ class TeamComm:
         self.topic = ""
         """Where the notes of its present processes are; `meet` finds it."""
         self.slots = SlotPool(self.board)
-        self._connections = Connections(weakref.proxy(self), weakref.ref(group), store)
+        self._group = weakref.ref(group)
+        self._connections = Connections(weakref.proxy(self), self._group, store)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process group was destroyed."""
+        return self._group() not in c10d._world.pg_map
+
+    def check_alive(self) -> None:
+        check_alive(self._group(), self.name)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -462,6 +466,7 @@ def team_of(
     """The TeamComm of a process group, or of a part of it, made at the first call; the first `name`
     that is not empty is for messages, `limit_s` bounds what it asks the store."""
     check_process(weakref.ref(group))
+    check_alive(group, name)
     with _teams_lock:
         team = _teams.get(group, {}).get(part)
         if team is None:
@@ -471,13 +476,34 @@ def team_of(
         return team
 
 
+def check_alive(group: dist.ProcessGroup | None, name: str) -> None:
+    """Raises `TeamError` for a process group that torch.distributed does not have (any more)."""
+    if group not in c10d._world.pg_map:
+        raise TeamError(
+            f"the process group of team {name!r} was destroyed, or torch.distributed never had it. "
+            "Nothing can run on it any more, nor can a backward whose forward did. Fix: make a "
+            "group (init_process_group, new_group, a DeviceMesh) and what runs on it anew; destroy "
+            "groups after the last backward"
+        )
+
+
+def group_of_mesh(mesh: dist.DeviceMesh, dim: int = 0) -> dist.ProcessGroup:
+    """The process group of a dimension of a mesh, which keeps its name; raises `TeamError`."""
+    try:
+        return mesh.get_group(dim)
+    except RuntimeError as error:
+        raise TeamError(
+            f"the process group of {mesh} was destroyed ({error}). Fix: make the group, its mesh "
+            "and what runs on it anew; destroy groups after the last backward"
+        ) from error
+
+
 def live_teams() -> list[TeamComm]:
     """The teams of groups that were not destroyed, in an order that all ranks share."""
     check_process()
     with _teams_lock:
-        live = [made for group, made in _teams.items() if group in c10d._world.pg_map]
-    teams = [team for made in live for team in made.values()]
-    return sorted(teams, key=lambda team: team.key)
+        teams = [team for made in _teams.values() for team in made.values()]
+    return sorted((team for team in teams if not team.is_gone), key=lambda team: team.key)
 
 
 def between_hosts() -> list[HostsControl]:
@@ -544,6 +570,8 @@ def _groups() -> list[dist.ProcessGroup]:
 
 def reset_in_turn(teams: Sequence[TeamComm], time_out_s: float, renew: bool = True) -> None:
     """Resets these teams, in an order that all ranks share; peers hear of it in all at once."""
+    for team in teams:
+        team.check_alive()
     try:
         for team in teams:
             team.begin_reset(time_out_s)

@@ -112,7 +112,7 @@ def on_mesh(
     """The Programs on a world of that many ranks, or on a mesh of those axes.
 
     A world that is a multiple of the Program's holds copies of it side by side. A mesh gives the
-    Program's teams other sizes, and adds the axes that it has no team for.
+    Program's teams other sizes; each of its axes is one of them.
     """
     if world is None and not mesh:
         return programs
@@ -123,6 +123,12 @@ def on_mesh(
     check_world(max(world or 0, math.prod(mesh.values())))
     program = programs[0]
     if mesh:
+        own = [team.name for team in program.teams]
+        if unknown := [name for name in mesh if name not in own]:
+            raise TeamError(
+                f"--mesh sizes {', '.join(unknown)}, and the teams of {program.name} are "
+                f"{', '.join(own) or 'none'}: name those alone; --world holds copies side by side"
+            )
         program = _on_axes(program, mesh)
         if world is not None and world != len(program.world):
             raise TeamError(

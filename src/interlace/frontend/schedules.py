@@ -167,9 +167,12 @@ def _find(kind: str, graph: Program, rank: int, folder: Path) -> Program | None:
         )
     wanted = f"{kind}-{key_of(graph)}.ilc"
     if other := next((path for path in files if not NAME.fullmatch(path.name)), None):
+        it = f"it is that of this {kind} graph: call it {wanted} again"
+        if not _is_of(other, wanted, graph, rank):
+            it = f"the schedule of this {kind} graph is {wanted}"
         raise ScheduleError(
             f"{other} would never run: no graph's schedule has that name. Keep the names that "
-            f"interlace.export gave; the schedule of this {kind} graph is {wanted}"
+            f"interlace.export gave; {it}"
         )
     alike = [path for path in files if path.name.startswith(f"{kind}-")]
     for path in alike:
@@ -183,6 +186,11 @@ def _find(kind: str, graph: Program, rank: int, folder: Path) -> Program | None:
             return program
     if not alike:
         return None
+    if renamed := next((path for path in alike if _is_of(path, wanted, graph, rank)), None):
+        raise ScheduleError(
+            f"{renamed} is the schedule of this {kind} graph under another name, which would never "
+            f"run: call it {wanted}, as interlace.export did"
+        )
     near = {path: differences(_on_ranks_of(graph, load(path)), graph, rank) for path in alike}
     path = min(near, key=lambda path: len(near[path]))
     told = near[path] or _changed(path.with_suffix(".serial.ilc"), graph)
@@ -193,6 +201,15 @@ def _find(kind: str, graph: Program, rank: int, folder: Path) -> Program | None:
         f"differently. From {path.name} it differs by:\n{_listed(told)}\n"
         f"Export it anew, or remove the files {kind}-*.ilc to have all {kind} schedules generated"
     )
+
+
+def _is_of(path: Path, wanted: str, graph: Program, rank: int) -> bool:
+    """Whether a file is a graph's schedule, although not called so: by the digest of the serial
+    text beside it, or where that kept its name, by signature and results."""
+    own, left = path.with_suffix(".serial.ilc"), path.with_name(wanted).with_suffix(".serial.ilc")
+    if own.exists():
+        return key_of(load(own)) == key_of(graph)
+    return left.exists() and not differences(_on_ranks_of(graph, load(path)), graph, rank)
 
 
 def _on_ranks_of(graph: Program, found: Program) -> Program:

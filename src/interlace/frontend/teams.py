@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.comm import Board, attending, known_lives, known_teams, limit_s, team_of
+from interlace.comm.teams import group_of_mesh
 from interlace.errors import AgreementError, TeamError
 from interlace.ir import Team, Where
 
@@ -187,7 +188,7 @@ def _axis(mesh: DeviceMesh, dim: int) -> tuple[str, KnownTeam]:
     rows = mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist()
     groups = tuple(tuple(row) for row in rows)
     complete = len({rank for row in groups for rank in row}) == dist.get_world_size()
-    return mesh.get_group(dim).group_name, KnownTeam(name, groups, complete)
+    return group_of_mesh(mesh, dim).group_name, KnownTeam(name, groups, complete)
 
 
 def _plain_group(name: str) -> KnownTeam:
@@ -295,4 +296,10 @@ def consent_of_ranks(
 
 
 def _process_group(name: str) -> ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    except RuntimeError as error:
+        raise TeamError(
+            f"there is no process group {name!r} ({error}): it was destroyed, or the graph was "
+            "traced with another. Fix: make the group, its mesh and what is compiled with it anew"
+        ) from error

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.teams import group_of_mesh
 from interlace.errors import InputError
 
 
@@ -25,7 +26,7 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
             )
         if group.get_coordinate() is None:
             raise InputError(f"`group` is {group!r}, which this rank is not in")
-        group = group.get_group()
+        group = group_of_mesh(group)
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(f"`group` is {group!r}: not a process group of this rank, nor a mesh")
     return group if size_of(group) > 1 else None

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from interlace.comm.teams import group_of_mesh
 from interlace.cost import Timeline
 from interlace.errors import GradientError, InterlaceError, OptimizerError, UnsupportedError
 from interlace.optim.adam.state import local
@@ -466,7 +467,7 @@ def _team(params: Mapping[str, DTensor]) -> tuple[dist.ProcessGroup, int, int]:
         )
     ((mesh, placements),) = meshes
     dim = next(dim for dim, placement in enumerate(placements) if placement.is_shard())
-    return mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
+    return group_of_mesh(mesh, dim), mesh.size(dim), mesh.get_local_rank(dim)
 
 
 def _item(optimizer: Optimizer, name: str, param: DTensor, ranks: int) -> ParameterCost:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import TeamComm, limit_s, team_of
-from interlace.comm.teams import check_process, check_size, reset_in_turn
+from interlace.comm.teams import check_alive, check_process, check_size, reset_in_turn
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, InterlaceError, SizeError, TeamError
 from interlace.ir import Program, validate
@@ -143,6 +143,8 @@ class Executor:
         self.options = options or Options()
         self._engine_class, self.device = engine_for(device, self.options.graph)
         self._groups = dict(groups or {})
+        for name, group in self._groups.items():
+            check_alive(group, name)
         self.rank = program_rank(program, self._groups)
         self.before_op = before_op
         self.host = frozenset(host)
@@ -198,6 +200,8 @@ class Executor:
                     "Program with one team"
                 )
             self._teams[name] = team
+            if self.options.transport not in ("auto", "peer"):  # also where no op needs it
+                self._backend_name(name, None)
         if teams := self._ordered():
             self._lock = teams[0].lock if len(teams) == 1 else TeamLocks(teams)
         # Made in inference mode, memory could not be written by runs out of it.
@@ -345,7 +349,8 @@ class Executor:
         Program: then `reset()`, called by all, lets runs go on.
         """
         lock = self._lock
-        if self.engine is None or self._poison is not None or not lock.acquire(False):
+        unfit = self.engine is None or self._poison is not None or self._is_gone()
+        if unfit or not lock.acquire(False):
             return self._check_and_run(inputs, out)
         try:
             engine = self.engine  # another thread may have closed it
@@ -401,6 +406,13 @@ class Executor:
             yield
         finally:
             self._lock.release()
+
+    def _is_gone(self) -> bool:
+        """Whether the process group of a team was destroyed."""
+        for team in self._teams.values():
+            if team.is_gone:
+                return True
+        return False
 
     def _resets(self) -> list[int]:
         return [team.resets for team in self._teams.values()]
@@ -462,6 +474,8 @@ class Executor:
             raise ExecutorError(
                 f"{self.program.name} was not prepared: every rank calls prepare() before run()"
             )
+        for team in self._teams.values():
+            team.check_alive()
         if self._poison is not None:
             why, resets = self._poison
             if any(a == b for a, b in zip(resets, self._resets(), strict=True)):

@@ -164,7 +164,7 @@ class _Shared:
             return compute(x, [self.layers[index]])[0]
         kind = x.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        weights = [layer.weight._version for layer in self.layers]
+        weights = [_mark(p) for layer in self.layers for p in layer._parameters.values()]
         state = x._version, torch.is_grad_enabled(), autocast, weights
         if self.input is not x or self.state != state or index not in self.outputs:
             self.outputs = dict(enumerate(compute(x, self.layers)))
@@ -173,6 +173,14 @@ class _Shared:
         if not self.outputs:
             self.forget()
         return y
+
+
+def _mark(param: Any) -> tuple[int, ...] | None:
+    """Another one where a Parameter is written to or replaced, whole or by what it is made of."""
+    if param is None:
+        return None
+    part = getattr(param, "_local_tensor", param)
+    return id(param), param._version, part._version, part.data_ptr()
 
 
 class _LeftRows(PrepareModuleInput):

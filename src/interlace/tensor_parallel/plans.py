@@ -85,7 +85,8 @@ def parallelize(
     """Distributes a model, or a block of one, in place, from the first rank's Parameters.
 
     With words, all Parameters become DTensors, under the same names, so that optimizers and
-    `clip_grad_norm_` take them together; modules that the plan leaves whole see local tensors.
+    `clip_grad_norm_` take them together; modules that the plan leaves whole, and those around them,
+    see local tensors of theirs.
 
     Args:
         model: one of transformers, or any module where `plan` is given.
@@ -95,8 +96,9 @@ def parallelize(
             which `*` stands for a part without dots; a name itself goes before such a pattern. By
             default `model.tp_plan`. Words that are taken are "colwise", "colwise_gather_output"
             ("colwise_rep"), "rowwise", "rowwise_split_input" ("rowwise_rep"), "embedding_rowwise",
-            "embedding_colwise", "replicated_with_grad_allreduce", "replicate", and
-            "moe_tp_experts" with its Parameters' "packed_colwise", "colwise" and "rowwise".
+            "embedding_colwise", "replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", and
+            "moe_tp_experts" with its Parameters' "packed_colwise", "packed_rowwise", "colwise" and
+            "rowwise".
         sum_gradients: one `OverlapColwiseGroup` for layers of an input that all ranks have, by
             their names (q_proj, k_proj, v_proj; gate_proj, up_proj; wq, wk, wv; w1, w3): the
             gradients that they give it are summed before one all-reduce.

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
-from interlace.errors import UnsupportedError
+from interlace.errors import TeamError, UnsupportedError
 from interlace.frontend.calling.state import State
 from interlace.frontend.importing.nodes import flatten, raised_at
 
@@ -240,6 +240,11 @@ def own_errors(fn: Callable[..., Any]) -> Iterator[None]:
             'or use torch.compile(..., backend="interlace"), which leaves such lines to Python'
         ) from error
     except RuntimeError as error:
+        if "resolve the process group" in str(error):
+            raise TeamError(
+                f"{name} communicates in a process group that was destroyed ({error}). Fix: make "
+                "the group, its mesh and the module on it anew"
+            ) from error
         if "use_reentrant=True" not in str(error):
             raise
         raise UnsupportedError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.teams import group_of_mesh
 from interlace.errors import InputError, UnsupportedError
 from interlace.nn.cross_entropy.steps import Shards
 from interlace.nn.groups import is_dtensor
@@ -86,6 +87,7 @@ def cut_of(tensor: Any, dim: int, what: str) -> tuple[torch.Tensor, Any, list[in
     local = tensor.to_local()
     if cut is None:
         return local, None, None
+    group = group_of_mesh(mesh, cut)
     world, total = mesh.size(cut), tensor.shape[dim]
     each = -(-total // world)
     sizes = [max(0, min(each, total - rank * each)) for rank in range(world)]
@@ -94,7 +96,7 @@ def cut_of(tensor: Any, dim: int, what: str) -> tuple[torch.Tensor, Any, list[in
             f"{what} has {local.shape[dim]} classes here, where DTensor would have put "
             f"{sizes[mesh.get_local_rank(cut)]} of {total}; give `to_local()` and the group"
         )
-    return local, mesh.get_group(cut), sizes
+    return local, group, sizes
 
 
 def beside(vector: Any, cut: Any, dim: int, what: str) -> torch.Tensor | None:

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm import TeamComm, limit_s, team_of
+from interlace.comm.teams import check_alive
 from interlace.frontend.binding import Bound, bind
 from interlace.frontend.compiled_graph import MOST_CAPTURED, Shelf
 from interlace.frontend.importing.importer import Imported
@@ -204,6 +205,7 @@ def programs(
     digests: tuple[int, ...],
 ) -> Programs:
     """Those of a layer; the least recently used layers of a group go beyond `MOST_LAYERS`."""
+    check_alive(group, "tp")
     kept = _of(group).programs
     key = digests, layer, options, device
     found = kept.pop(key, None) or Programs(group, layer, options, device)

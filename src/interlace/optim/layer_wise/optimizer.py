@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from interlace.comm.teams import group_of_mesh
 from interlace.cost import Timeline
 from interlace.errors import (
     GradientError,
@@ -133,6 +134,7 @@ class LayerWise:
             raise OptimizerError(
                 f"the mesh has {mesh.ndim} dimensions: give one of them, such as mesh['dp']"
             )
+        group = group_of_mesh(mesh)
         check_reduction(op, bucket_bytes, main_grad_dtype)
         if min(split_parts, split_matrices) < 1:
             raise OptionError(
@@ -187,7 +189,6 @@ class LayerWise:
             acting, self._owned = self._stand_ins.acting, self._stand_ins.owned
             self._main_grads = self._stand_ins.main_grads
             self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
-            group = mesh.get_group()
             self._sums = sum_slices(
                 optimizer, plan.parts, acting, group, self._device, chosen, made
             )
