@@ -103,3 +103,28 @@ def test_compiled_has_the_bits_of_eager(pool: Pool, case: tuple[Any, ...], seed:
 def test_with_owners_on_several_ranks(pool: Pool, backend: str, seed: int) -> None:
     ranks = pool(4).run(off, seed, (2, 2), backend, "ours", "layers", True, time_out_s=200)
     assert ranks == [[]] * 4
+
+
+def many(seed: int, how: str) -> None:
+    """More layers than torch makes versions of one graph."""
+    torch._dynamo.reset()
+    module = model(seed, lambda: nn.Sequential(*(Layer() for _ in range(10))))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    inner = OPTIMIZERS["sgd"](module.parameters())
+    limited = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+    if how == "before":
+        for layer in module:
+            layer.compile(backend="aot_eager")
+    with LayerWise(inner, module, mesh, bucket_bytes=1 << 12) as optimizing, limited:
+        if how == "after":
+            for layer in module:
+                layer.compile(backend="aot_eager")
+        for _ in range(3):
+            module(torch.ones(TOKENS, DIM)).square().mean().backward()
+            optimizing.step()
+            optimizing.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_layers_share_their_graphs(pool: Pool, how: str, seed: int) -> None:
+    pool(2).run(many, seed, how)

@@ -1,4 +1,4 @@
-"""What layers and losses need of autograd, autocast and torch.compile.
+"""What layers and losses need of autograd and autocast.
 
 `first_order` makes a gradient raise when it is differentiated again. torch's `once_differentiable`
 does so only where the upstream gradient asks for a gradient; where the inputs alone do, what
@@ -7,22 +7,12 @@ follows from the gradient would silently have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from interlace.errors import UnsupportedError
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def eager(function: Callable[P, T]) -> Callable[P, T]:
-    """The function as it is, where torch.compile breaks its graph: what it does is one kernel."""
-    disabled: Any = torch.compiler.disable(function)
-    return disabled
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:

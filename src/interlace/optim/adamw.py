@@ -28,6 +28,7 @@ from interlace.errors import OptimizerError
 from interlace.optim.adam.plan import StepPlan, arrived
 from interlace.optim.adam.state import KEPT, MASTERS, STATE_DTYPES, check_param, fit, master_of
 from interlace.optim.loading import KeepsStates
+from interlace.optim.untraced import eager
 
 
 class Adam(KeepsStates):
@@ -115,7 +116,7 @@ class Adam(KeepsStates):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.compiler.disable  # few launches of its own, found by addresses: nothing to trace
+    @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Updates every parameter that has a gradient; gives the closure's loss."""

@@ -46,6 +46,7 @@ from interlace.errors import GradientError, OptionError
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns, all_reduced
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
+from interlace.optim.untraced import eager
 from interlace.options import Options
 
 ALIGNMENT = 128
@@ -186,7 +187,7 @@ class GradReducer:
         finally:
             self._sync = before
 
-    @torch.compiler.disable
+    @eager
     def finish(self) -> None:
         """Reduces what is left, and returns when main gradients are the same on every rank.
 
@@ -223,7 +224,7 @@ class GradReducer:
         with lent({cast("nn.Parameter", param): self.main_grad(param) for param in chosen}):
             yield
 
-    @torch.compiler.disable
+    @eager
     def zero(self) -> None:
         """Begins a new step: main gradients are 0."""
         self._check_idle()

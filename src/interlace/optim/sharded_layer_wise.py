@@ -57,6 +57,7 @@ from interlace.optim.muon.update import (
     orthogonal,
 )
 from interlace.optim.shard_exchange import ShardExchange, exchanges_of
+from interlace.optim.untraced import eager
 from interlace.options import Options
 
 SLOTS = 3
@@ -190,7 +191,7 @@ class ShardedLayerWise:
         """The optimizer's."""
         return self.optimizer.param_groups
 
-    @torch.compiler.disable
+    @eager
     @torch.no_grad()
     def step(self) -> None:
         """Updates all parameters. Collective. Hooks of the optimizer come before and after it."""
@@ -233,7 +234,7 @@ class ShardedLayerWise:
                 self._subtract(at - 2, groups)
         self._begin_step()
 
-    @torch.compiler.disable
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The optimizer's."""
         self._check_whole()

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from interlace.errors import InputError
 from interlace.float8 import Recipe
-from interlace.nn.autograd import eager
 from interlace.nn.functional import all_gather_linear, replicated_linear
 from interlace.nn.parallel.linear import Given
+from interlace.optim.untraced import eager
 from interlace.tensor_parallel.styles import (
     ALL,
     FEATURES,

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from interlace.errors import InputError
-from interlace.nn.autograd import eager, first_order, without_autocast
+from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.cross_entropy.chunks import Chunks, Operands
 from interlace.nn.cross_entropy.loss import LOGITS, LossSetup, Reduction, terms_of
 from interlace.nn.cross_entropy.steps import steps_for
 from interlace.nn.cross_entropy.vocabulary import beside, cut_of, full_of, is_dtensor
+from interlace.optim.untraced import eager
 
 
 @eager

@@ -26,7 +26,7 @@ from typing import Any, Literal, SupportsIndex, get_args
 import torch
 
 from interlace.errors import InputError, TargetError
-from interlace.nn.autograd import eager, first_order
+from interlace.nn.autograd import first_order
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word, steps_for
 from interlace.nn.cross_entropy.vocabulary import (
     Waiting,
@@ -37,6 +37,7 @@ from interlace.nn.cross_entropy.vocabulary import (
     gather,
 )
 from interlace.nn.groups import group_of, is_dtensor
+from interlace.optim.untraced import eager
 
 Reduction = Literal["none", "mean", "sum"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)

@@ -5,6 +5,7 @@ update_plan.py          who updates what; from sharded_parameters.py (how Parame
                         parts they can be cut) and ownership.py (owners and places, numbers alone)
 step_runs.py            the Programs of a step, and what precedes and follows each
 flat_weights.py         weights in flat buffers, and the modules that wait for them
+arriving.py             Parameters that wait when they are read
 bucket_update.py        updates bucket by bucket
 tensor_homes.py         matrices of tensor parallelism that one rank updates whole
 stand_ins.py            what the optimizer updates in place of the module's Parameters

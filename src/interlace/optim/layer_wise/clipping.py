@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from interlace.errors import GradientError
+from interlace.optim.untraced import eager
 
 if TYPE_CHECKING:
     from interlace.optim.layer_wise.optimizer import LayerWise
 
 
-@torch.compiler.disable
+@eager
 @torch.no_grad()
 def clip_grad_norm_(
     optimizers: Sequence[LayerWise],

@@ -11,9 +11,9 @@ Note [What waits]
     the first forward needs them is known, and each stream that runs a module waits. A `UNITS`
     module waits for all Parameters inside, and so does a compiled one, inside which there are no
     hooks. A ParameterList is never called: who holds it waits. Whoever takes a state_dict, loads
-    one, or runs the whole module without gradients waits for everything. What torch traces with
-    hooks has no wait where nothing is under way; else the outermost module waits for all inside, so
-    that there is one graph break, before a checkpoint or a collective, and never amid them.
+    one, or runs the whole module without gradients waits for everything; so does a module that was
+    compiled later, before anything is computed: torch traces hooks then, and what waits breaks its
+    graph. Inside a checkpoint a break may lose gradients, so nothing waits there.
 
 Note [Own storages]
     A Parameter has its memory in a flat buffer, and a storage of its own for that: torch cannot
@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +38,7 @@ from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.grad_reducer import Bucket
 from interlace.optim.layer_wise.arriving import arriving
+from interlace.optim.untraced import eager
 
 UNITS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch that read what modules inside hold."""
@@ -66,6 +66,8 @@ class FlatWeights:
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.params}
         self.pending = [False] * len(buckets)
         """The buckets whose gather nothing has waited for."""
+        self.idle = True
+        """Whether there is none."""
         self.waited_s = 0.0
         """How long this rank has waited for gathers, on the CPU."""
         self._on_gpu = any(bucket.flat.is_cuda for bucket in buckets)
@@ -84,7 +86,7 @@ class FlatWeights:
                     param.data = own
         self._own = [[type(param) for param in bucket.params] for bucket in buckets]
         """The classes of Parameters, and those that they have while they arrive."""
-        self._arriving = [
+        self._arriving: list[dict[Any, Any]] = [
             {kind: arriving(kind, partial(self._read, index)) for kind in set(kinds)}
             for index, kinds in enumerate(self._own)
         ]
@@ -95,12 +97,13 @@ class FlatWeights:
         self._waited.clear()
         for index in order:
             self._runs.start(self._first + index)
-            self.pending[index] = True
+            self.pending[index], self.idle = True, False
             for param, kind in zip(self.buckets[index].params, self._own[index], strict=True):
                 param.__class__ = self._arriving[index][kind]
         if wait:
             self.synchronize()
 
+    @eager
     def synchronize(self) -> None:
         """Returns when every gather is over; on CUDA the current stream comes after them."""
         for index in self.under_way():
@@ -147,8 +150,9 @@ class FlatWeights:
         for param, kind in zip(self.buckets[index].params, self._own[index], strict=True):
             param.__class__ = kind
         self.pending[index] = False
+        self.idle = not any(self.pending)
 
-    @torch.compiler.disable
+    @eager
     def _read(self, index: int) -> None:
         self._finish(index, "a read of a Parameter")
 
@@ -156,9 +160,10 @@ class FlatWeights:
         """The Parameters of a bucket by name."""
         return shown([self._names[param] for param in self.buckets[index].params])
 
-    @torch.compiler.disable
-    def before(self, name: str, indices: Sequence[int]) -> None:
-        """What a module does before its forward."""
+    def before(self, name: str, indices: Sequence[int], *, whole: bool) -> None:
+        """What a module does before its forward; the whole one without gradients waits for all."""
+        if whole and not self.idle and not torch.is_grad_enabled():
+            self.synchronize()
         if self.needed is not None:
             self.needed.update(dict.fromkeys(indices))
         stream = torch.cuda.current_stream() if self._on_gpu else None
@@ -176,57 +181,44 @@ class FlatWeights:
     def _hooks(self, root: nn.Module) -> Iterator[Any]:
         compiled: list[str] = []
         for name, module in root.named_modules():
-            yield module.register_state_dict_pre_hook(WholeHook(self))
-            yield module.register_load_state_dict_pre_hook(WholeHook(self))
+            yield module.register_state_dict_pre_hook(EagerHook(self, self.synchronize))
+            yield module.register_load_state_dict_pre_hook(EagerHook(self, self.synchronize))
             if any(name.startswith(prefix) for prefix in compiled):
                 continue
             if _is_compiled(module):
                 compiled.append(f"{name}." if name else "")
-            own, inside = (
-                sorted({self._bucket_of[p] for p in params if p in self._bucket_of})
-                for params in (_needed(module), module.parameters())
-            )
-            if inside:
-                waits = ForwardHook(self, name, own, inside, module is root)
-                yield module.register_forward_pre_hook(waits, prepend=True)  # others may read
+            params = _needed(module)
+            own = sorted({self._bucket_of[p] for p in params if p in self._bucket_of})
+            whole = module is root
+            kind = TracedHook if not _is_compiled(module) else EagerHook
+            hook = kind(self, partial(self.before, name, own, whole=whole))
+            yield module.register_forward_pre_hook(hook, prepend=True)  # others may read
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardHook:
-    """A module waits: see Note [What waits]. A copy of the module has a hook that does nothing."""
+class EagerHook:
+    """Waits for weights. A copy of the module that has it has a hook that does nothing."""
 
-    weights: FlatWeights
-    name: str
-    own: Sequence[int]
-    inside: Sequence[int]
-    root: bool
+    def __init__(self, weights: FlatWeights, wait: Callable[[], None]) -> None:
+        self._weights, self._wait = weights, wait
+
+    @eager
+    def __call__(self, *_: object) -> None:
+        self._wait()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NOTHING
+
+
+class TracedHook(EagerHook):
+    """The same of a module that may be traced: then it has no graph break where nothing is to be
+    waited for, and else waits for everything.
+    """
 
     def __call__(self, *_: object) -> None:
-        """Waits for its own buckets, or all inside."""
         if not torch.compiler.is_compiling():
-            if self.root and any(self.weights.pending) and not torch.is_grad_enabled():
-                self.weights.synchronize()
-            if self.own:
-                self.weights.before(self.name, self.own)
-        elif any([self.weights.pending[index] for index in self.inside]):
-            self.weights.before(self.name, self.inside)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NOTHING
-
-
-class WholeHook:
-    """Waits for everything. A copy of the module has a hook that does nothing."""
-
-    def __init__(self, weights: FlatWeights) -> None:
-        self._weights = weights
-
-    @torch.compiler.disable
-    def __call__(self, *_: object) -> None:
-        self._weights.synchronize()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NOTHING
+            self._wait()
+        elif not self._weights.idle:
+            self._weights.synchronize()
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -62,6 +62,7 @@ from interlace.optim.layer_wise.step_runs import (
 from interlace.optim.layer_wise.tensor_homes import homes_of
 from interlace.optim.layer_wise.update_plan import planned
 from interlace.optim.layer_wise.whole_parameters import hash_of, uncompiled
+from interlace.optim.untraced import eager
 from interlace.options import Options
 
 
@@ -231,7 +232,7 @@ class LayerWise:
         """Seconds that this rank has waited for gathers, on the CPU: what was not hidden."""
         return self._weights.waited_s
 
-    @torch.compiler.disable
+    @eager
     @torch.no_grad()
     def step(self) -> None:
         """Updates what this rank owns, and starts the gathers. Collective."""
@@ -257,7 +258,7 @@ class LayerWise:
         if due and self._early:  # owners had updated before
             self.check_replicas()
 
-    @torch.compiler.disable
+    @eager
     def zero_grad(self) -> None:
         """Begins a new step: gradients are 0, or None under DistributedDataParallel."""
         if self._reducer is None:
@@ -267,7 +268,7 @@ class LayerWise:
             self._finish_going()
         self._reducer.zero()
 
-    @torch.compiler.disable
+    @eager
     def synchronize(self) -> None:
         """Returns when no gather is in flight; on CUDA the current stream comes after them all.
 
@@ -301,7 +302,7 @@ class LayerWise:
         """
         return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 
-    @torch.compiler.disable
+    @eager
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
@@ -320,7 +321,7 @@ class LayerWise:
         self._share("norms")
         return torch.linalg.vector_norm(norms, norm_type)
 
-    @torch.compiler.disable
+    @eager
     @torch.no_grad()
     def scale_grads(self, scale: Tensor) -> None:
         """Multiplies the gradients of all ranks."""
@@ -360,7 +361,7 @@ class LayerWise:
         )
         self._gather_loaded()
 
-    @torch.compiler.disable
+    @eager
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Raises ReplicaError unless every rank holds the same bits in all Parameters that the

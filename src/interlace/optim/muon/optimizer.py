@@ -32,6 +32,7 @@ from interlace.optim.muon.update import (
     matrices,
     step_group,
 )
+from interlace.optim.untraced import eager
 
 ELEMENT_FLOPS = 4096.0
 """What an element costs beside matrix products: the 16 to 28 bytes that move for it take as long
@@ -63,9 +64,10 @@ class Muon(KeepsStates):
     - `adamw`: options of the groups with `use_muon=False`, those of `interlace.optim.AdamW`, whose
       defaults they have, and not this class's `lr` and `weight_decay`.
 
-    With `batched=False` and `symmetric=False` a step has torch.optim.Muon's bits, but in one case:
+    With `batched=False` and `symmetric=False` a step has torch.optim.Muon's bits, but in two cases:
     torch up to 2.13, with `nesterov=False` and bfloat16 gradients, normalises its own momentum
-    buffer, which is not done here. Each of the two options may change the order of additions.
+    buffer, which is not done here; and its update is 0 where squares are too large for fp32. Each
+    of the two options may change the order of additions.
 
     A parameter is Muon's unless its group says `use_muon=False`; `muon_groups(model)` makes such
     groups by rules, and `explain` shows them. All options may be set per group. DTensors whose
@@ -129,7 +131,7 @@ class Muon(KeepsStates):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.compiler.disable  # few launches of its own, found by addresses: nothing to trace
+    @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Updates every parameter that has a gradient; gives the closure's loss."""
