@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tests.support.operator_sweep import Tally, sweep
 
 LEAST = 0.9

@@ -184,4 +184,5 @@ def cases(sample: int | None = None, seed: int = 0) -> Iterator[Case]:
                             kept[str(op), dtype] += 1
                             inputs = {a.name for a in op._schema.arguments if not a.is_out}
                             named = {key: value for key, value in kwargs.items() if key in inputs}
-                            yield Case(op, *copied((args, named)), form, info.name)
+                            own, given = copied((args, named))
+                            yield Case(op, own, given, form, info.name)
