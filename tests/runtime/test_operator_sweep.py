@@ -17,6 +17,9 @@ REASONS = (
 """Why an operator may be refused."""
 
 
+pytest.importorskip("expecttest", reason="torch.testing imports it: in the extra dev")
+
+
 def assert_as_eager(tally: Tally, overloads: int) -> None:
     print(tally)
     assert not tally.otherwise
