@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.frontend.tracing import agrees, graphs, imported
 
 from interlace.ir import Alloc, Call, Copy, Program
+from interlace.verify import check
 
 
 def cache_slice(cache: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -165,3 +166,29 @@ def test_running_statistics_are_written() -> None:
     args = (torch.zeros(3), torch.ones(3), torch.randn(4, 3), torch.ones(3).requires_grad_())
     for graph in graphs(fn, *args):
         agrees(graph, imported(graph))
+
+
+def test_memory_that_a_graph_allocates_and_fills_by_parts_is_written() -> None:
+    """A functional graph reads `empty` before it has filled it; a Program reads what is written."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(4, 3)
+        y[:2] = x
+        y[2:] = x * 2
+        return y
+
+    (graph,) = graphs(model, torch.ones(2, 3))
+    made = imported(graph)
+    assert check(made.program).sound, made.program
+    agrees(graph, made)
+
+
+def test_memory_that_is_filled_whole_is_not_filled_twice() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x).fill_(2.0) + x
+
+    (graph,) = graphs(model, torch.ones(2, 3))
+    made = imported(graph)
+    assert check(made.program).sound, made.program
+    assert not any(isinstance(op, Call) and "zero_" in op.fn for op in made.program.ops)
+    agrees(graph, made)

@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,7 +106,13 @@ def _own(name: str, args: Any, kwargs: Any) -> Op | None:
             overload = torch._C._jit_resolve_packet(f"aten::{name}", *copied(args), **kwargs)
     except Exception:
         return None
-    return getattr(packet, overload or "default")
+    return found if (found := getattr(packet, overload or "default")).name() in _names() else None
+
+
+@cache
+def _names() -> frozenset[str]:
+    """What the dispatcher has: TorchScript has overloads of its own beside."""
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def _calls(info: Any, dtype: torch.dtype) -> Iterator[tuple[Op, Any, Any]]:
@@ -145,7 +152,11 @@ def _siblings(op: Op) -> Iterator[tuple[str, Op]]:
                 found = getattr(packet, overload)
             except RuntimeError:
                 continue
-            if found is op or any(a.is_out for a in found._schema.arguments) != (form == "out"):
+            if (
+                found is op
+                or found.name() not in _names()
+                or any(a.is_out for a in found._schema.arguments) != (form == "out")
+            ):
                 continue
             mine = [(a.name, str(a.type)) for a in found._schema.arguments if not a.is_out]
             if mine == wanted:
@@ -173,4 +184,5 @@ def cases(sample: int | None = None, seed: int = 0) -> Iterator[Case]:
                             kept[str(op), dtype] += 1
                             inputs = {a.name for a in op._schema.arguments if not a.is_out}
                             named = {key: value for key, value in kwargs.items() if key in inputs}
-                            yield Case(op, *copied((args, named)), form, info.name)
+                            own, given = copied((args, named))
+                            yield Case(op, own, given, form, info.name)

@@ -12,7 +12,7 @@ seen when it is made (calls.py); `may_share` says of which operators that has to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +40,8 @@ _REMADE = frozenset(
     }
 )
 """Operators that change what an argument is, beside those with torch's tag `inplace_view`."""
+_UNFILLED = frozenset({"_ctc_loss.out", "_ctc_loss.Tensor_out", "fft_ihfft2.out", "fft_ihfftn.out"})
+"""Overloads that leave some of the memory that they are given as it was, for some arguments."""
 _UNWRITTEN = re.compile(r"(new_|_)?empty(_|$)")
 _SHAPE_ONLY = re.compile(
     r"(full|zeros|ones|empty|rand|randn|randint)_like|new_(full|zeros|ones|empty|empty_strided)"
@@ -54,7 +56,11 @@ _DRAWS = frozenset({"interlace::get_rng_state", "interlace::set_rng_state"})
 @lru_cache(4096)
 def effects(op: torch._ops.OpOverload) -> Facts:
     """What a call of it does, but for reading its arguments and making its results."""
-    schema, full = op._schema, op.name()
+    return effects_by(op._schema, {tag.name for tag in op.tags})
+
+
+def effects_by(schema: Any, tags: Collection[str]) -> Facts:
+    """The same, of an operator with this schema and the tags of these names."""
     space, _, name = schema.name.partition("::")
     arguments = list(enumerate(schema.arguments))
     writes = [
@@ -67,19 +73,19 @@ def effects(op: torch._ops.OpOverload) -> Facts:
         running = ("running_mean", "running_var")
         writes += [(place, arg.name) for place, arg in arguments if arg.name in running]
     rate = next(((i, arg.name) for i, arg in arguments if arg.name == "dropout_p"), None)
-    draws = torch.Tag.nondeterministic_seeded in op.tags or full in _DRAWS
+    draws = "nondeterministic_seeded" in tags or schema.name in _DRAWS
     whole = f"{name}.{schema.overload_name}"
     return Facts(
         writes=tuple(writes),
         outs=tuple(argument.name for _, argument in arguments if argument.is_out),
         draws=draws,
         unless=rate if draws else None,
-        unwritten=plain and _UNWRITTEN.match(name) is not None,
+        unwritten=plain and (_UNWRITTEN.match(name) is not None or whole in _UNFILLED),
         shape_only=plain
         and (
             _SHAPE_ONLY.fullmatch(name) is not None or _PROBABILITY_GIVEN.match(whole) is not None
         ),
-        remakes=torch.Tag.inplace_view in op.tags or (plain and name in _REMADE),
+        remakes="inplace_view" in tags or (plain and name in _REMADE),
     )
 
 
