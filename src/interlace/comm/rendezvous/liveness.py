@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rendezvous
 
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import SharedMemoryError
@@ -224,7 +225,8 @@ class PeerProcess:
 
 def is_agents() -> bool:
     """Whether torchrun's agent holds the store, as it tells its ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    told: Any = getattr(rendezvous, "_torchelastic_use_agent_store", dist.is_torchelastic_launched)
+    return bool(told())
 
 
 def store_holder(rank: int, lives: Mapping[int, PeerProcess]) -> str:
