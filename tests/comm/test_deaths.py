@@ -16,6 +16,8 @@ from tests.runtime.programs import Outcome, attempt, prepared
 from tests.support.deaths import blamed, trial, wrong
 from tests.support.pool import Pool
 
+from interlace.comm.rendezvous.liveness import PeerProcess, identity, lost_store, store_holder
+
 LIMIT_S = 1.5
 
 
@@ -36,6 +38,17 @@ def test_who_is_blamed_is_read_from_the_words_of_errors() -> None:
     assert blamed("rank 1 stopped: rank 2 of team tp died: its process has ended") == {2}
     assert blamed("ranks 1 and 2 cannot come to 'x' any more: the process has ended") == {1, 2}
     assert blamed("rank 1 cannot come to 'x' any more, for it stopped: oh") == set()
+
+
+def test_errors_say_who_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store_holder(1, {}) == "rank 0"
+    assert store_holder(1, {0: PeerProcess.of(*identity())}) == "a process that is no rank"
+    assert "has ended, and the store" in lost_store(
+        RuntimeError("gone"), 1, {0: PeerProcess(None, ended=True)}
+    )
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert store_holder(1, {}) == "the launcher"
+    assert "the launcher, which holds it" in lost_store(RuntimeError("gone"), 1, {}, known=True)
 
 
 def prepare_over_a_stopped_store() -> Outcome:

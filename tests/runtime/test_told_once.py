@@ -81,4 +81,4 @@ def test_the_error_of_a_run_names_the_op_and_has_no_frames_of_streams(pool: Pool
     for text, frames in pool(2).run(run_and_fail):
         assert "the planted fault" in text
         assert not any(name.endswith(("streams.py", "binder.py")) for name in frames), frames
-        assert sum("/interlace/" in name for name in frames) <= 2, frames
+        assert sum("/interlace/" in name for name in frames) <= 3, frames

@@ -437,8 +437,7 @@ _parents: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    global _teams_lock
-    _teams_lock = threading.Lock()  # another thread of the parent may have held it
+    _teams_lock._at_fork_reinit()  # pyright: ignore  # another thread may have held it
     _parents.update(c10d._world.pg_map)
     for made in _teams.values():
         for team in made.values():

@@ -23,6 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import (
+    _torchelastic_use_agent_store,  # pyright: ignore  # which no public name tells
+)
 
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import SharedMemoryError
@@ -224,7 +227,7 @@ class PeerProcess:
 
 def is_agents() -> bool:
     """Whether torchrun's agent holds the store, as it tells its ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _torchelastic_use_agent_store()
 
 
 def store_holder(rank: int, lives: Mapping[int, PeerProcess]) -> str:
@@ -253,7 +256,7 @@ def lost_store(
         if ended or known or patience.is_over():
             break
         time.sleep(PROBE_EVERY_S)
-    if others := sorted(ended - {0}):
+    if others := sorted(ended - ({0} if holder == "rank 0" else set())):
         who = " and ".join(f"rank {other}" for other in others)
         return (
             f"the process of {who} has ended, and {what}: {holder}, which held it, has left since"
