@@ -128,6 +128,9 @@ class FakeDriver:
         return self.allocations.get(address, 1)
 
 
+CURRENT_STREAM = torch.cuda.current_stream
+
+
 class FakeSide:
     """The device side of a team of which only this rank is there."""
 
@@ -448,8 +451,10 @@ def fake_engine(
         device_now = stack.enter_context(device_of)
         device_now.return_value = 0
         stack.enter_context(replaced_module(name, kernels))
-        for name in ("device", "stream", "current_stream"):
+        for name in ("device", "stream"):
             patch(torch.cuda, name, lambda _: contextlib.nullcontext())
+        if torch.cuda.current_stream is CURRENT_STREAM:  # no test's own
+            patch(torch.cuda, "current_stream", lambda _: None)
         patch(support, "refuse_device", lambda device: refuses)
         patch(kernels_file, "TILE_ROWS", 1)
         asked = mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", create=True)
