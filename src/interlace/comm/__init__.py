@@ -28,6 +28,7 @@ from interlace.comm.teams import (
     attending,
     known_lives,
     known_teams,
+    num_resets,
     release_teams,
     team_of,
 )

@@ -72,6 +72,8 @@ class ResetCount:
     number: int = 0
     unfinished: bool = False
     """Whether the last one failed: the next call is the same reset."""
+    heard: int | None = None
+    """The rank that called reset() first, as another told."""
 
     def begin(self) -> None:
         """A reset begins."""
@@ -243,16 +245,17 @@ class TeamComm:
         if now or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_EVERY_S
             if (first := self._ahead(self.count.number + (not in_reset))) is not None:
+                self.count.heard = first
                 raise called_reset(first)
 
     def _ahead(self, number: int) -> int | None:
-        """A rank that was reset that often before its team was set up."""
+        """The first rank that was reset that often before its team was set up."""
         peers = [rank for rank in self.ranks if rank != self.rank]
         notes = self.board.read_all(f"resets/{rank}" for rank in peers)
-        for rank, note in zip(peers, notes, strict=True):
+        for note in notes:
             known = {} if note is None or precedes(note) else note["groups"]
-            if known.get(self.group_name, 0) >= number:
-                return rank
+            if note is not None and known.get(self.group_name, 0) >= number:
+                return note["first"]
         return None
 
     def exchange(self, number: int, what: str, time_out_s: float) -> tuple[int, ...]:
@@ -477,10 +480,12 @@ def reset_teams(time_out_s: float | None = None) -> None:
     if early:
         told = {group.group_name: count.number for group, count in _counts.items()}
         board = Board(apart(c10d._get_default_store()), (), dist.get_rank(), limit_s=limit)
-        board.post(f"resets/{board.rank}", {"groups": told, **moment()})
+        heard = [count.heard for count in _counts.values() if count.heard is not None]
+        first = heard[0] if heard else board.rank
+        board.post(f"resets/{board.rank}", {"groups": told, "first": first, **moment()})
     reset_in_turn([team for team in teams if team.is_set_up], limit, renew=False)
     for count in counts:
-        count.unfinished = False
+        count.unfinished, count.heard = False, None
 
 
 def forget_unset(groups: Collection[str]) -> None:
@@ -488,6 +493,11 @@ def forget_unset(groups: Collection[str]) -> None:
     for team in live_teams():
         if team.group_name in groups and not team.is_set_up:
             team.forget()
+
+
+def num_resets() -> int:
+    """How many resets of process groups this rank called."""
+    return sum([count.number for count in list(_counts.values())])
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -396,11 +396,13 @@ class Executor:
         values: Mapping[str, int],
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None = None,
+        origin: str = "",
     ) -> tuple[Any, ...]:
         """A run of these values of the named sizes. Only sizes that are no dimension of an input
         need it: `run` measures the others."""
         self._check_ready()
         with self._locked():
+            self._carry(origin)
             self._turn_to(tuple([values[name] for name in self.sizes.values]))
             return self.run(inputs, out)
 
@@ -408,10 +410,13 @@ class Executor:
         """A run that belongs to `origin`, which is the same on all ranks: who pairs it with a run
         of another origin gets an AgreementError, although the Program is the same."""
         with self._locked():
-            self._origin = origin
-            if self.engine is not None:
-                self.engine.context.label.carry(origin)
+            self._carry(origin)
             return self.run(inputs)
+
+    def _carry(self, origin: str) -> None:
+        self._origin = origin
+        if self.engine is not None:
+            self.engine.context.label.carry(origin)
 
     def _turn_to(self, at: tuple[int, ...]) -> None:
         """Makes the next runs those of these values of the named sizes."""
