@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import TeamComm, limit_s, team_of
-from interlace.comm.teams import check_size, reset_in_turn
+from interlace.comm.resets import reset_in_turn
+from interlace.comm.teams import check_size
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, SizeError, TeamError
 from interlace.ir import Program, validate
