@@ -235,14 +235,14 @@ class TeamComm:
         with attending((team, place) for team in known_teams([self.ranks])) as look:
             return self.board.exchange(place, note, time_out_s, look, over)
 
-    def hear_resets(self, now: bool = False) -> None:
+    def hear_resets(self) -> None:
         """Raises where a peer called reset() that this rank has not called; asks the store a few
-        times a second, or now."""
+        times a second."""
         control = self._control
         in_reset = self._in_reset
         if control is not None and not in_reset and (first := control.resetting()) is not None:
             raise called_reset(first)
-        if now or time.monotonic() >= self._next_look:
+        if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_EVERY_S
             if (first := self._ahead(self.count.number + (not in_reset))) is not None:
                 self.count.heard = first
@@ -273,7 +273,7 @@ class TeamComm:
         are to know; gives what raises a failure that comes meanwhile."""
         control = self._control
         if control is None:
-            self.hear_resets(now=True)
+            self._next_look = 0.0
             yield self.hear_resets
             return
         quiet = control.quiet()  # else what failed was heard before this meeting
