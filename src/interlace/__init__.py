@@ -10,8 +10,8 @@ from interlace.errors import InterlaceError
 from interlace.options import Options
 
 if TYPE_CHECKING:
+    from interlace.comm.resets import reset_teams as reset
     from interlace.comm.teams import release_teams as release
-    from interlace.comm.teams import reset_teams as reset
     from interlace.cost import simulate
     from interlace.external.graphs.check import check_graph
     from interlace.external.pipelining import check_pipelining
@@ -67,7 +67,7 @@ _LAZY = {
     "program": ("interlace.ir.build.builder", "program"),
     "release": ("interlace.comm.teams", "release_teams"),
     "report": ("interlace.frontend.insight", "report"),
-    "reset": ("interlace.comm.teams", "reset_teams"),
+    "reset": ("interlace.comm.resets", "reset_teams"),
     "save_recording": ("interlace.external.recorded", "save_recording"),
     "simulate": ("interlace.cost", "simulate"),
     "synchronize": ("interlace.runtime", "synchronize"),

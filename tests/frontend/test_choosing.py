@@ -1,4 +1,4 @@
-"""What ranks choose by is the same on all of them, or one AgreementError says at once what differs."""
+"""What ranks choose by is the same on all of them, or one AgreementError names the difference."""
 
 from __future__ import annotations
 
@@ -100,3 +100,62 @@ def test_an_input_of_one_rank_alone_is_named_on_all_ranks(pool: Pool, biased: li
         assert "bias" in text
         assert spread < 1 + LOAD_S
         assert right
+
+
+class Block(torch.nn.Module):
+    """A gather before a matmul, as often compiled as there are layers of it."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((4, 4), scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        group: Any = dist.group.WORLD
+        return funcol.all_gather_tensor_autograd(x, 0, group).relu() @ self.w
+
+
+class Saves(Block):
+    """The same, of which backward needs nothing that forward made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        group: Any = dist.group.WORLD
+        return funcol.all_gather_tensor_autograd(x @ self.w, 0, group)
+
+
+def backward_in_another_order(kind: Any, dynamic: bool) -> list[str]:
+    """What becomes of steps of two layers: backward in one order, in two, and in one again."""
+    torch.compiler.reset()
+    torch._dynamo.reset()
+    given: Any = {"time_out_s": TIME_OUT_S}
+    layers = [
+        torch.compile(kind(1.0 + i), backend="interlace", dynamic=dynamic, options=given)
+        for i in range(2)
+    ]
+    told: list[str] = []
+    for order in ((0, 1), (0, 1) if dist.get_rank() == 0 else (1, 0), (1, 0)):
+        xs = [torch.ones(3, 4, requires_grad=True) for _ in layers]
+        try:
+            ys = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+            for i in order:
+                ys[i].sum().backward()
+            grads = [x.grad for x in xs]
+            right = [torch.full((3, 4), 4.0 * (1 + i) * dist.get_world_size()) for i in range(2)]
+            pairs = zip(grads, right, strict=True)
+            same = all(grad is not None and torch.equal(grad, want) for grad, want in pairs)
+            told.append("right" if same else f"WRONG {grads}")
+        except InterlaceError as error:
+            told.append(f"{type(error).__name__}: {error}")
+            interlace.reset()
+    return told
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", [Block, Saves])
+def test_compiled_layers_that_go_backward_in_another_order_are_an_error(
+    pool: Pool, kind: Any, dynamic: bool
+) -> None:
+    for first, other, last in pool(2).run(backward_in_another_order, kind, dynamic, replace=True):
+        assert first == last == "right"
+        assert other.startswith("AgreementError: ranks call Programs in different order")
+        assert "of forward 3" in other
+        assert "of forward 4" in other

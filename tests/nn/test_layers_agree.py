@@ -1,4 +1,4 @@
-"""Layers whose ranks hold other shards, are given other arguments, or go backward in other orders."""
+"""Layers whose ranks hold other shards, give other arguments, or go backward in other orders."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def steps(kind: str, fault: str, first: int, early: bool) -> list[Result]:
         x, start = torch.full((1, 1), 100.0 * batch + me), time.monotonic()
         right = [[100.0 * batch + rank] for rank in range(ranks)]
         try:
-            with failing(fault if me == first and batch == 0 else ""):
+            with Failing(fault if me == first and batch == 0 else ""):
                 rows = step(x).tolist()
             found.append(("right" if rows == right else "WRONG", str(rows), 0.0))
         except (interlace.InterlaceError, ValueError, KeyboardInterrupt) as error:
@@ -75,7 +75,7 @@ def steps(kind: str, fault: str, first: int, early: bool) -> list[Result]:
     return found
 
 
-class failing:  # noqa: N801
+class Failing:
     """Makes this rank fail within: before the step, as it waits for others, or in set-up."""
 
     def __init__(self, fault: str) -> None:
@@ -86,7 +86,7 @@ class failing:  # noqa: N801
             raise ValueError("a bad batch")
         if self.fault == "interrupt":  # while it waits for the others
             self.old = signal.signal(signal.SIGALRM, self.interrupt)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)  # one in a finalizer is lost
         if self.fault == "set-up":  # the others have set up their part by then
             self.patch = mock.patch.object(teams, "Control", self.late)
             self.patch.start()
@@ -129,8 +129,8 @@ def test_a_step_that_one_rank_left_out_is_given_up_by_all(
     results = pool(ranks).run(steps, kind, fault, first, early)
     for rank, found in enumerate(results):
         outcomes = [outcome for outcome, _, _ in found]
-        assert outcomes[1:] == ["right", "right"], found
-        assert outcomes[0] in (("ValueError", "Interrupt") if rank == first else HEARD), found
+        assert outcomes[1:] == ["right", "right"], results
+        assert outcomes[0] in (("ValueError", "Interrupt") if rank == first else HEARD), results
         assert rank == first or f"rank {first}" in found[0][1], found
         assert found[0][2] < 5, found
 

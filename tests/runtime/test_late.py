@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.comm import team_of
 from interlace.comm.rendezvous.board import Board
-from interlace.comm.teams import reset_teams
+from interlace.comm.resets import reset_teams
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor

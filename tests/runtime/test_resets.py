@@ -13,7 +13,7 @@ from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, progra
 from tests.support.pool import Pool
 
 from interlace.comm import team_of
-from interlace.comm.teams import reset_teams
+from interlace.comm.resets import reset_teams
 from interlace.frontend.teams import consent_of_ranks, learn_groups
 from interlace.ir import Notify, Op, parse
 from interlace.options import Options

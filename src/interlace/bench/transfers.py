@@ -31,7 +31,7 @@ from interlace.bench.ranks import WAIT_S, Ranks
 from interlace.bench.timing import burst, describe
 from interlace.comm.backends import require_backend
 from interlace.comm.host.shared_memory import Segment, share
-from interlace.comm.teams import reset_teams
+from interlace.comm.resets import reset_teams
 from interlace.cost.fit import Sample
 from interlace.errors import BackendError, InterlaceError
 from interlace.ir import parse

@@ -1,6 +1,7 @@
 """Teams and what moves bytes between their ranks.
 
 teams.py         a team over a process group, its set-up and reset
+resets.py        resets of all teams, also of those that are not set up
 backends.py      a team's backends of torch, connected by all of its ranks or by none
 control.py       the block where ranks see each other's runs, progress and errors
 between_hosts.py the same where they share no memory
@@ -23,6 +24,7 @@ from interlace.comm.host.signals import BoundedWait, fence, stamp
 from interlace.comm.host.slots import Slot, SlotPool, Use
 from interlace.comm.host.workspace import Demand, Message, Workspace
 from interlace.comm.rendezvous.board import Board
+from interlace.comm.resets import num_resets
 from interlace.comm.teams import (
     TeamComm,
     attending,

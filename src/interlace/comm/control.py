@@ -279,8 +279,8 @@ class Control:
         return f"{self._mine[ENTERED]}.{self._mine[ASKED]}"
 
     def exchange(self, number: int, time_out_s: float, what: str) -> tuple[int, ...]:
-        """The numbers of all ranks, which ask for one another's in the same order; costs no question
-        to the store. `what` is for messages."""
+        """The numbers of all ranks, which ask for one another's in the same order. No store is
+        asked; `what` is for messages."""
         mine, cells = self._mine, self._cells
         count = mine[ASKED] + 1
         at = ANSWERS + count % 2  # a peer may ask once more before this rank has read
@@ -298,8 +298,8 @@ class Control:
                 entry = self._entry(passed[0], cells[passed[0]][ENTERED])
                 error = AgreementError(
                     f"{self._who(self.me)} of team {self.team} calls {what} for the first time, "
-                    f"and {self._who(passed[0])} does not: it runs {entry[1] if entry else '?'!r}, or "
-                    "prepares another. Every rank of a team gives a layer the same arguments, in the same "
+                    f"and {self._who(passed[0])} does not: it runs {entry[1] if entry else '?'!r}, "
+                    "or prepares another. Every rank gives a layer the same arguments, in the same "
                     "order, and makes its weights anew when the others do"
                 )
                 self.fail(error)

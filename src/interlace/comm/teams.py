@@ -39,7 +39,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,14 +47,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from interlace.comm.backends import Connections, apart, limit_s
+from interlace.comm.backends import Connections, apart
 from interlace.comm.between_hosts import STORE_S as SHORT_S
 from interlace.comm.between_hosts import HostsControl
 from interlace.comm.control import NBYTES, Control, called_reset
 from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import LOOK_EVERY_S, STORE_S, Board, Note, Party, meet, named
-from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, identity, moment, precedes
+from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, identity, precedes
 from interlace.errors import BackendError, InterlaceError, TeamError
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class ResetCount:
     number: int = 0
     unfinished: bool = False
     """Whether the last one failed: the next call is the same reset."""
+    heard: int | None = None
+    """The rank that called reset() first, as another told."""
 
     def begin(self) -> None:
         """A reset begins."""
@@ -117,7 +119,7 @@ class TeamComm:
         """The round in which the last Program was prepared."""
         self.group_name = group.group_name
         self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}{'/part' * self.is_part}"
-        self.count = _counts.setdefault(group, ResetCount())
+        self.count = counts.setdefault(group, ResetCount())
         self.party = Party(f"{self.key}/greeting/{self.count.number}", self.ranks, host())
         self._next_look, self._in_reset = 0.0, False
         own = weakref.WeakMethod(self.hear_resets)
@@ -247,26 +249,27 @@ class TeamComm:
         with attending((team, place) for team in known_teams([self.ranks])) as look:
             return self.board.exchange(place, note, time_out_s, look, over)
 
-    def hear_resets(self, now: bool = False) -> None:
+    def hear_resets(self) -> None:
         """Raises where a peer called reset() that this rank has not called; asks the store a few
-        times a second, or now."""
+        times a second."""
         control = self._control
         in_reset = self._in_reset
         if control is not None and not in_reset and (first := control.resetting()) is not None:
             raise called_reset(first)
-        if now or time.monotonic() >= self._next_look:
+        if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_EVERY_S
             if (first := self._ahead(self.count.number + (not in_reset))) is not None:
+                self.count.heard = first
                 raise called_reset(first)
 
     def _ahead(self, number: int) -> int | None:
-        """A rank that was reset that often before its team was set up."""
+        """The first rank that was reset that often before its team was set up."""
         peers = [rank for rank in self.ranks if rank != self.rank]
         notes = self.board.read_all(f"resets/{rank}" for rank in peers)
-        for rank, note in zip(peers, notes, strict=True):
+        for note in notes:
             known = {} if note is None or precedes(note) else note["groups"]
-            if known.get(self.group_name, 0) >= number:
-                return rank
+            if note is not None and known.get(self.group_name, 0) >= number:
+                return note["first"]
         return None
 
     def exchange(self, number: int, what: str, time_out_s: float) -> tuple[int, ...]:
@@ -284,7 +287,7 @@ class TeamComm:
         are to know; gives what raises a failure that comes meanwhile."""
         control = self._control
         if control is None:
-            self.hear_resets(now=True)
+            self._next_look = 0.0
             yield self.hear_resets
             return
         quiet = control.quiet()  # else what failed was heard before this meeting
@@ -429,7 +432,7 @@ _teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Part, TeamComm]]
 _teams = weakref.WeakKeyDictionary()
 """One TeamComm for each live process group and part of one: Note [One queue per team]."""
 _teams_lock = threading.Lock()
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, ResetCount] = weakref.WeakKeyDictionary()
+counts: weakref.WeakKeyDictionary[dist.ProcessGroup, ResetCount] = weakref.WeakKeyDictionary()
 """They outlive the teams that `release_teams` ends."""
 
 _parents: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -527,61 +530,6 @@ def attending(meetings: Iterable[tuple[TeamComm, str]]) -> Iterator[Callable[[],
 def known_lives() -> dict[int, PeerProcess]:
     """The processes of the ranks of all teams that are set up, as far as they are known."""
     return {rank: life for team in live_teams() for rank, life in team.board.lives.items()}
-
-
-def reset_teams(time_out_s: float | None = None) -> None:
-    """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
-
-    Every rank calls it, once for each failure. Who waits for a rank that is here hears of it at
-    once. It is collective for teams that are set up; ranks of others are told, and not waited for.
-    Where nothing failed, connections stay.
-    """
-    limit, teams = limit_s(time_out_s), live_teams()
-    whole = {team.group_name for team in teams if team.is_set_up and not team.is_part}
-    early = [group for group in _groups() if group.group_name not in whole]
-    counts = [_counts.setdefault(group, ResetCount()) for group in early]
-    forget_unset({g.group_name for g, c in zip(early, counts, strict=True) if not c.unfinished})
-    for count in counts:
-        count.begin()
-    if early:
-        told = {group.group_name: count.number for group, count in _counts.items()}
-        store = apart(c10d._get_default_store(), limit)
-        board = Board(store, (), dist.get_rank(), limit_s=limit)
-        board.post(f"resets/{board.rank}", {"groups": told, **moment()})
-    reset_in_turn([team for team in teams if team.is_set_up], limit, renew=False)
-    for count in counts:
-        count.unfinished = False
-
-
-def forget_unset(groups: Collection[str]) -> None:
-    """Forgets the teams of these groups that are not set up."""
-    for team in live_teams():
-        if team.group_name in groups and not team.is_set_up:
-            team.forget()
-
-
-def _groups() -> list[dist.ProcessGroup]:
-    """The process groups of several ranks, of which this is one."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    return [group for group in c10d._world.pg_map if group.size() > 1]
-
-
-def reset_in_turn(teams: Sequence[TeamComm], time_out_s: float, renew: bool = True) -> None:
-    """Resets these teams, in an order that all ranks share; peers hear of it in all at once."""
-    for team in teams:
-        team.check_alive()
-    try:
-        for team in teams:
-            team.begin_reset(time_out_s)
-        for team in teams:
-            team.reset(time_out_s, renew)
-        forget_unset({team.group_name for team in teams if not team.is_part})
-    except BaseException as error:
-        for team in teams:
-            if team.is_set_up:
-                team.control.give_up_reset(error)
-        raise
 
 
 def release_teams() -> None:

@@ -6,6 +6,8 @@ as_module.py       what that gives for a module: a module itself
 dynamic.py         interlace.compile(fn, dynamic=True), by TorchDynamo
 compiled_graph.py  a compiled graph, with a bound Program for each signature
 binding.py         serial Program -> overlapped, agreed on, bound
+choosing.py        what ranks agree on before they lower a graph, and choose once
+forwards.py        which forward pass a backward pass belongs to
 schedules.py       the Programs as files, and files run in place of generated Programs
 explain.py         the Programs behind a compiled model, and what became of each site
 insight.py         interlace.explain and interlace.report, for what torch.compile made too

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from interlace.errors import InterlaceError, OptionError, UnsupportedError
+from interlace.errors import CalibrationError, InterlaceError, OptionError, UnsupportedError
 from interlace.frontend.calling.arguments import with_sizes, without_waiting
 from interlace.frontend.calling.symbolic import symbolic_sizes
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
@@ -62,7 +62,10 @@ class Compilation:
     def compilers(self) -> dict[str, Any]:
         """The keyword arguments that AOTAutograd takes."""
         options, elsewhere = self.setting.options, self.setting.elsewhere
-        machine = elsewhere or shared_machine(options, self.setting.device)
+        try:
+            machine = elsewhere or shared_machine(options, self.setting.device)
+        except CalibrationError:  # all ranks are told as they bind
+            machine = None
         cut = Partition(options.regather, machine, options.time_out_s, alone=elsewhere is not None)
         return {
             "fw_compiler": lambda gm, _: self._compile("forward", gm),

@@ -103,12 +103,12 @@ class Bound:
         """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, where
         tensors do not tell them all; `origin` is as in `Executor.run_for`."""
         given = self.imported.gather(args)
-        if origin:
+        if values is not None:
+            results = self.executor.run_at(self._own(values), given, origin=origin)
+        elif origin:
             results = self.executor.run_for(origin, given)
-        elif values is None:
-            results = self.executor.run(given)
         else:
-            results = self.executor.run_at(self._own(values), given)
+            results = self.executor.run(given)
         return self.imported.scatter(results, args)
 
 

@@ -157,7 +157,8 @@ def _compare(name: str, entries: Mapping[int, Note]) -> None:
                 if ours != theirs:
                     raise AgreementError(
                         f"ranks give {name!r} different {noun}: rank {first} has {key}={ours!r}, "
-                        f"and rank {rank} {key}={theirs!r}: give all ranks the same (pad what is short)"
+                        f"and rank {rank} {key}={theirs!r}: give all ranks the same (pad what is "
+                        "short)"
                     )
         ours, theirs = one["calibration"], entry["calibration"]
         if ours["digest"] != theirs["digest"]:

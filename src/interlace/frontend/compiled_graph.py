@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from interlace.frontend.calling.specialise import (
     recorded_signature,
     signature,
 )
+from interlace.frontend.forwards import Forwards
 from interlace.frontend.importing.exchanges import Exchange, communications
 from interlace.frontend.importing.importer import Imported, import_graph
 from interlace.frontend.importing.nodes import draws_random_numbers, location
@@ -72,6 +73,7 @@ class Setting:
     """The machine for which this is traced alone: no peer is asked, and nothing is bound."""
     origin: GraphOrigin | None = None
     """Where TorchDynamo met it, if that traced it."""
+    forwards: Forwards = field(default_factory=Forwards, compare=False)
 
 
 class Dropped:
@@ -242,7 +244,11 @@ class CompiledGraph:
         tell = self.listener(given) if self.listener is not None else None
         _, bound, sizes = last
         told = bound.executor.measured  # else numbers beside the tensors tell sizes
-        results = bound.run(given, None if told else sizes)
+        forwards = self.setting.forwards
+        origin = forwards.origin(given) if self.kind == "backward" else ""
+        results = bound.run(given, None if told else sizes, origin)
+        if self.kind == "forward":
+            forwards.note(results, given)
         if tell is not None:
             tell(results)
         return results

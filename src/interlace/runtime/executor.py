@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import TeamComm, limit_s, team_of
-from interlace.comm.teams import check_alive, check_process, check_size, reset_in_turn
+from interlace.comm.resets import reset_in_turn
+from interlace.comm.teams import check_alive, check_process, check_size
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, InterlaceError, SizeError, TeamError
 from interlace.ir import Program, validate
@@ -433,11 +434,13 @@ class Executor:
         values: Mapping[str, int],
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None = None,
+        origin: str = "",
     ) -> tuple[Any, ...]:
         """A run of these values of the named sizes. Only sizes that are no dimension of an input
         need it: `run` measures the others."""
         self._check_ready()
         with self._locked():
+            self._carry(origin)
             self._turn_to(tuple([values[name] for name in self.sizes.values]))
             return self.run(inputs, out)
 
@@ -445,10 +448,13 @@ class Executor:
         """A run that belongs to `origin`, which is the same on all ranks: who pairs it with a run
         of another origin gets an AgreementError, although the Program is the same."""
         with self._locked():
-            self._origin = origin
-            if self.engine is not None:
-                self.engine.context.label.carry(origin)
+            self._carry(origin)
             return self.run(inputs)
+
+    def _carry(self, origin: str) -> None:
+        self._origin = origin
+        if self.engine is not None:
+            self.engine.context.label.carry(origin)
 
     def _turn_to(self, at: tuple[int, ...]) -> None:
         """Makes the next runs those of these values of the named sizes."""

@@ -22,7 +22,7 @@ import torch
 
 from interlace.bench.ranks import Ranks
 from interlace.bench.timing import Run, Timing, describe
-from interlace.comm.teams import reset_teams
+from interlace.comm.resets import reset_teams
 from interlace.errors import InterlaceError
 
 Sets = Sequence[Sequence[Any]]

@@ -224,8 +224,13 @@ class Board:
             absent = sorted(missing())
             if not absent or not ended.isdisjoint(absent) or patience.is_over(late):
                 return absent
-            self.look()
-            look()
+            try:
+                self.look()
+                look()
+            except PeerError:  # who has reset since may have come to this before
+                if missing():
+                    raise
+                return []
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE_S)
 

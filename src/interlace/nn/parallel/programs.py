@@ -191,7 +191,11 @@ def arguments(layer: LinearLayer, rows: int) -> dict[str, Any]:
     else:
         told["rows of the weight"] = layer.outer[0]
     if layer.wanted is not None:
-        names = ["x", *(f"weight[{i}]" for i in range(count)), *(f"bias[{i}]" for i in range(count))]
+        names = [
+            "x",
+            *(f"weight[{i}]" for i in range(count)),
+            *(f"bias[{i}]" for i in range(count)),
+        ]
         pairs = zip(names, layer.wanted, strict=True)
         told |= {f"gradient of {name}": want for name, want in pairs}
     return {**told, "recipe": str(layer.recipe), "keeps x": layer.keeps}

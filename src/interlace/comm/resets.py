@@ -1,0 +1,82 @@
+"""Resets: what every rank calls after a failure, so that runs may go on.
+
+    reset_teams()                # as `interlace.reset()`: every team of this process
+
+See Note [Resets before a set-up] in teams.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from interlace.comm.backends import apart, limit_s
+from interlace.comm.rendezvous.board import Board
+from interlace.comm.rendezvous.liveness import moment
+from interlace.comm.teams import ResetCount, TeamComm, counts, live_teams
+
+
+def reset_teams(time_out_s: float | None = None) -> None:
+    """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
+
+    Every rank calls it, once for each failure. Who waits for a rank that is here hears of it at
+    once. It is collective for teams that are set up; ranks of others are told, and not waited for.
+    Where nothing failed, connections stay.
+    """
+    limit, teams = limit_s(time_out_s), live_teams()
+    set_up = [team for team in teams if team.is_set_up]
+    whole = {team.group_name for team in set_up if not team.is_part}
+    early = [group for group in _groups() if group.group_name not in whole]
+    begun = [counts.setdefault(group, ResetCount()) for group in early]
+    forget_unset({g.group_name for g, c in zip(early, begun, strict=True) if not c.unfinished})
+    for count in begun:
+        count.begin()
+    if early:
+        told = {group.group_name: count.number for group, count in counts.items()}
+        store = apart(c10d._get_default_store(), limit)
+        board = Board(store, (), dist.get_rank(), limit_s=limit)
+        heard = [count.heard for count in counts.values()]
+        heard += [team.control.resetting() for team in set_up]
+        first = next((rank for rank in heard if rank is not None), board.rank)
+        board.post(f"resets/{board.rank}", {"groups": told, "first": first, **moment()})
+    reset_in_turn(set_up, limit, renew=False)
+    for count in begun:
+        count.unfinished, count.heard = False, None
+
+
+def forget_unset(groups: Collection[str]) -> None:
+    """Forgets the teams of these groups that are not set up."""
+    for team in live_teams():
+        if team.group_name in groups and not team.is_set_up:
+            team.forget()
+
+
+def num_resets() -> int:
+    """How many resets of process groups this rank called."""
+    return sum([count.number for count in list(counts.values())])
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """The process groups of several ranks, of which this is one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    return [group for group in c10d._world.pg_map if group.size() > 1]
+
+
+def reset_in_turn(teams: Sequence[TeamComm], time_out_s: float, renew: bool = True) -> None:
+    """Resets these teams, in an order that all ranks share; peers hear of it in all at once."""
+    for team in teams:
+        team.check_alive()
+    try:
+        for team in teams:
+            team.begin_reset(time_out_s)
+        for team in teams:
+            team.reset(time_out_s, renew)
+        forget_unset({team.group_name for team in teams if not team.is_part})
+    except BaseException as error:
+        for team in teams:
+            if team.is_set_up:
+                team.control.give_up_reset(error)
+        raise
