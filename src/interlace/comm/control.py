@@ -306,7 +306,12 @@ class Control:
                 raise error
             return not missing
 
-        wait = BoundedWait(time_out_s, lambda: f"{what} of team {self.team}", self.check)
+        def check() -> None:
+            if (first := self.resetting()) is not None:
+                raise called_reset(first)
+            self.check()
+
+        wait = BoundedWait(time_out_s, lambda: f"{what} of team {self.team}", check)
         wait.until(answered, lambda: self.where(sorted(self._unasked(count))))
         return tuple(theirs[at] for theirs in cells)
 

@@ -168,9 +168,9 @@ def _of(group: dist.ProcessGroup) -> OfGroup:
     if own is None:
         team = team_of(group, "tp")
         own = _programs[group] = OfGroup(team, team.resets)
-    if not own.team.is_set_up or own.team.resets != own.resets:
-        own.team = team_of(group, "tp")
-        own.resets = own.team.resets
+    team = own.team if own.team.is_set_up else team_of(group, "tp")
+    if team is not own.team or team.resets != own.resets:
+        own.team, own.resets = team, team.resets
         own.known.clear()
     return own
 
