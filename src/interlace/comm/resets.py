@@ -43,7 +43,9 @@ def reset_teams(time_out_s: float | None = None) -> None:
         board.post(f"resets/{board.rank}", {"groups": told, "first": first, **moment()})
     reset_in_turn(set_up, limit, renew=False)
     for count in begun:
-        count.unfinished, count.heard = False, None
+        count.unfinished = False
+    for count in counts.values():
+        count.heard = None
 
 
 def forget_unset(groups: Collection[str]) -> None:
