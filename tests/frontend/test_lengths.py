@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from tests.support.pool import Pool
 from torch import nn
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -36,7 +37,7 @@ def symbols_of(*hints: int) -> tuple[ShapeEnv, list[torch.SymInt]]:
     env = ShapeEnv()
     made: list[torch.SymInt] = []
     for number, hint in enumerate(hints):
-        source = torch._dynamo.source.ConstantSource(f"n{number}")
+        source = ConstantSource(f"n{number}")
         symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC)
         made.append(env.create_symintnode(symbol, hint=hint, source=source))  # type: ignore[arg-type]
     return env, made
@@ -103,7 +104,7 @@ def checkpointed(lengths: list[int]) -> list[float]:
         for module in (block, plain):
             x = DTensor.from_local(local, mesh, [Shard(1)], run_check=False).requires_grad_()
             module(x).to_local().square().mean().backward()
-            assert x.grad is not None
+            assert isinstance(x.grad, DTensor)
             grads.append(x.grad.to_local())
         found.append((grads[0] - grads[1]).abs().max().item())
     return found
@@ -123,7 +124,8 @@ def generated(first: int, steps: int) -> list[float]:
         input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
     )
     table = parallelize_module(table, mesh, style)
-    call = torch.compile(layer, backend="interlace", dynamic=True, options={"time_out_s": 40.0})
+    options: Any = {"time_out_s": 40.0}
+    call = torch.compile(layer, backend="interlace", dynamic=True, options=options)
     found: list[float] = []
     with torch.no_grad():
         for length in range(first, first + steps):
@@ -142,10 +144,11 @@ def summed(lengths: list[int]) -> list[float]:
     torch.compiler.reset()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
 
-    def total(x: DTensor) -> torch.Tensor:
+    def total(x: Any) -> torch.Tensor:
         return (x * 2).sum(0).redistribute(mesh, [Replicate()]).to_local()
 
-    call = torch.compile(total, backend="interlace", dynamic=True, options={"time_out_s": 40.0})
+    options: Any = {"time_out_s": 40.0}
+    call: Any = torch.compile(total, backend="interlace", dynamic=True, options=options)
     found: list[float] = []
     for length in lengths:
         x = distribute_tensor(torch.ones(length, 4), mesh, [Shard(0)], src_data_rank=None)
@@ -169,7 +172,7 @@ def reasons(lengths: list[int], own: bool) -> tuple[list[str], str]:
     log.addHandler(handler)
     level = log.level
     log.setLevel(logging.INFO)
-    group = torch.distributed.group.WORLD
+    group: Any = torch.distributed.group.WORLD
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return x.sum() + all_reduce(w @ w, "sum", group).sum()

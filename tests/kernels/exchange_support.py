@@ -33,14 +33,14 @@ POISON = 0x7F
 
 def interpreted() -> ModuleType:
     """The module of the kernel, loaded anew for Triton's interpreter."""
-    import triton
+    from triton import knobs
 
     spec = importlib.util.spec_from_file_location("x_kernel", KERNEL / "kernel.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
         spec.loader.exec_module(module)
     _mend_index()
     return module

@@ -58,10 +58,11 @@ def alone(kind: str, how: str) -> dict[str, torch.Tensor]:
         loss.backward()
         return loss
 
+    step_of: Any = optimizer.step
     runs: dict[str, Callable[[], Any]] = {
         "eager": optimizer.step,
         "step": torch.compile(optimizer.step, backend="aot_eager"),
-        "closure": torch.compile(lambda: optimizer.step(closure), backend="aot_eager"),
+        "closure": torch.compile(lambda: step_of(closure), backend="aot_eager"),
     }
     for _ in range(5):
         if how == "closure":

@@ -48,6 +48,7 @@ def trained(
     run = module
 
     def compile_it() -> Any:
+        assert backend is not None
         if how == "layers":
             for layer in module:
                 layer.compile(backend=backend)

@@ -103,7 +103,7 @@ def compiled_step(seed: int, **options: Any) -> Step:
         model.zero_grad()
         y = compiled(x)
         y.square().sum().backward()
-        grads = [p.grad for p in model.parameters()]
+        grads: list[Any] = [p.grad for p in model.parameters()]
         return [t.to_local() if isinstance(t, DTensor) else t for t in (y.detach(), *grads)]
 
     return step

@@ -246,7 +246,8 @@ def changed_between(seed: int) -> list[str]:
             model["a"](x)
             param = getattr(model["b"], name)
             change(model["b"], name, 2 * param.detach())
-            expected = F.linear(x, *(p.to_local() for p in model["b"].parameters()))
+            params: Any = model["b"].parameters()
+            expected = F.linear(x, *(p.to_local() for p in params))
             if not torch.allclose(model["b"](x), expected):
                 wrong.append(f"{change.__name__} {name}")
     return wrong

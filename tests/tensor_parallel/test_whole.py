@@ -152,7 +152,8 @@ class Adapter(nn.Module):
         return self.base_layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.lora_A["default"](x.to(self.lora_A["default"].weight.dtype))
+        lora_a: Any = self.lora_A["default"]
+        inner = lora_a(x.to(lora_a.weight.dtype))
         return self.base_layer(x) + 0.5 * self.lora_B["default"](inner)
 
 

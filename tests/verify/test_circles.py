@@ -245,7 +245,8 @@ def test_the_cheapest_circle_through_a_node(seed: int, monkeypatch: pytest.Monke
         }
         looked_at: list[int] = []
         monkeypatch.setattr(deadlock, "_links", links(edges, looked_at))
-        limit, graph = draw.choice((1, 2, 3, 1 << 60)), SimpleNamespace()
+        graph: Any = SimpleNamespace()
+        limit = draw.choice((1, 2, 3, 1 << 60))
         found, steps = deadlock._cycle_through(  # pyright: ignore
             graph, 0, set(range(count)), limit, 1 << 60
         )

@@ -63,7 +63,7 @@ class Programs:
         if last is None or last[0] != rows:
             known = self._shelf.get(rows) or self._shelf.fitting({"S": rows})
             bound = known or self._bind(rows)
-            self._shelf.last = last = (rows, bound)
+            self._shelf.last = last = (rows, bound, None)
         return last[1].run(tensors, origin=origin)
 
     def all(self) -> list[Bound]:
