@@ -145,7 +145,8 @@ def orthogonalize(
     gram = gram_variant and gram_pays(rows, columns, len(steps), symmetric)
     if total is not None:
         normalize_slice(x, eps, total)
-    elif squares is not None:
+    elif kernel:
+        squares = squared_norms(x) if squares is None else squares
         scale = squares.sqrt().clamp(min=max(eps, TINY)).reciprocal().float()
         x.mul_(scale.view(-1, *[1] * (x.ndim - 1)))
     else:
@@ -164,6 +165,12 @@ def orthogonalize(
             g = total(g) if total is not None else g
             x = add(x, polynomial(g, 0.0, b, c, kernel=False), x, beta=a)
     return x
+
+
+def squared_norms(x: Tensor) -> Tensor:
+    """The square of the norm of each matrix, fp64."""
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64)
+    return norms.square().reshape(-1)
 
 
 def normalize(x: Tensor, eps: float) -> None:
