@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Iterator
@@ -109,10 +110,10 @@ def test_an_error_of_the_driver_is_raised(device: Any, monkeypatch: pytest.Monke
 def test_without_a_thread_there_is_no_unbounded_call(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(_: threading.Thread) -> None:
+    def no_room(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", no_room)
+    monkeypatch.setattr(_thread, "start_new_thread", no_room)
     with pytest.raises(DriverHeldUpError, match="can't start new thread"):
         WordAccess(device).read(0, 1)
     assert not device.calls

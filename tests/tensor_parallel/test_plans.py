@@ -118,7 +118,7 @@ def unchanged(seed: int) -> None:
     mesh = mesh_of()
     good = plan_of("torch sequence")
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"norm": ColwiseParallel()}, "names a RMSNorm"),
+        ({"norm": ColwiseParallel()}, r"names a torch\.nn\.modules\.normalization\.RMSNorm"),
         ({"head": RowwiseParallel()}, "`weight` is shared"),
         ({"norm.weight": ColwiseParallel()}, "norm.weight is a Parameter"),
         ({"norm_2": OverlapColwiseGroup(["0"])}, "`names` has '0'"),

@@ -30,6 +30,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 TABLE = Path(__file__).with_name("operators.txt")
+_TEXT = TABLE.read_text()
+"""Read when this is imported: later a process may have no file descriptor left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,7 @@ def _read(name: str, word: str) -> tuple[str, Facts]:
 
 @cache
 def _lines() -> Mapping[str, str]:
-    lines = (line.partition(" ") for line in TABLE.read_text().splitlines())
+    lines = (line.partition(" ") for line in _TEXT.splitlines())
     return {name: words for name, _, words in lines if not name.startswith("#")}
 
 

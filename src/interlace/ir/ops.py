@@ -195,18 +195,20 @@ class Call(Op):
         return (*found, *self.outs) if self.mutates else found
 
     def reads(self) -> tuple[Access, ...]:
-        found = tuple(map(Access, self.views()))
-        if self.facts.shape_only:
+        facts, found = self.facts, tuple(map(Access, self.views()))
+        if facts.shape_only:
             first = views_in(self.args[:1])
             found = (*(Access(view, contents=False) for view in first), *found[len(first) :])
-        return (*found, Access(RNG)) if self.draws else found
+        return (*found, Access(RNG)) if self.rng or (facts.draws and self.draws) else found
 
     def writes(self) -> tuple[Access, ...]:
+        facts = self.facts
         made = (*self.outs, *[View(buffer.name) for buffer in self.fresh])
-        contents, written = not self.facts.unwritten, self.written
-        views = dict.fromkeys(made, contents) | dict.fromkeys(written, True)
+        views = dict.fromkeys(made, not facts.unwritten)
+        if facts.writes or self.mutates:
+            views |= dict.fromkeys(self.written, True)
         found = tuple([Access(view, contents=there) for view, there in views.items()])
-        return (*found, Access(RNG)) if self.draws else found
+        return (*found, Access(RNG)) if self.rng or (facts.draws and self.draws) else found
 
     def declares(self) -> tuple[Buffer, ...]:
         return self.fresh

@@ -271,13 +271,14 @@ class Executor:
 
     def _not_classed(self, agreement: Agreement) -> str:
         """Why there is one size alone to run, if so."""
-        if agreement.texts:  # each has names of its own, and must meet the others' in each run
-            return "the ranks' Programs differ, as those of uneven shards do"
+        programs = agreement.programs(self.program, self.rank) if agreement.texts else (self._own,)
+        if any(program.sizes != self._own.sizes for program in programs):
+            return "the ranks' Programs differ in their sizes, as those of uneven shards do"
         if agreement.report.single:
             return agreement.report.single
         if self.options.graph:
             return "CUDA graphs are for one size"
-        if not (grows(self._own) and self.sizes.holds(self.sizes.largest)):
+        if not (all(map(grows, programs)) and self.sizes.holds(self.sizes.largest)):
             return "memory for the largest sizes of its class is not enough for the others"
         return ""
 

@@ -74,7 +74,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
 LOOK_EVERY_S, PROBE_EVERY_S = 0.25, 1.0
 """How often it is asked after ranks of which nothing is known: the store, and their connections."""
 WORD_S = 1.0
-STAY_S = 1.0
+STAY_S, HOLD_S = 1.0, 0.4
 """How long a rank that leaves by an error stays for the others, at most: Note [Who is gone]."""
 
 
@@ -146,7 +146,7 @@ class Board:
             stayed, self._stayed = self._stayed, True
             time.sleep(0.0 if stayed else STAY_S)
         elif self._holds:
-            patience, self._next_look = Patience(STAY_S), 0.0
+            patience, self._next_look = Patience(HOLD_S), 0.0
             with contextlib.suppress(InterlaceError):
                 self.ended(self.ranks)  # so that their processes are known
             others = {rank: life for rank, life in self.lives.items() if rank != self.rank}
