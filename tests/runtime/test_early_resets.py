@@ -136,3 +136,26 @@ def test_a_step_that_one_rank_left_out_is_given_up_by_all(
 
 
 HEARD = ("PeerError", "AgreementError")
+_kept: list[Any] = []
+
+
+def keep_groups() -> None:
+    """Process groups that were reset, and are kept although others take their place."""
+    _kept.extend(dist.new_group() for _ in range(3))
+    interlace.reset(TIME_OUT_S)
+
+
+def steps_on_new_groups() -> list[list[list[float]]]:
+    """First steps on groups that are named as those that were kept; one reset came before."""
+    interlace.reset(TIME_OUT_S)
+    dist.barrier()
+    found: list[list[list[float]]] = []
+    for _ in range(3):
+        step = step_of("executor", dist.new_group())
+        found.append(step(torch.full((1, 1), float(dist.get_rank()))).tolist())
+    return found
+
+
+def test_the_reset_of_a_group_that_is_gone_is_not_taken_for_that_of_a_new_one(pool: Pool) -> None:
+    pool(3).run(keep_groups)
+    assert pool(2).run(steps_on_new_groups, replace=True) == [[[[0.0], [1.0]]] * 3] * 2

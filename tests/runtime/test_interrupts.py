@@ -10,16 +10,19 @@ import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.runtime.programs import inputs_of, prepared
-from tests.support.interrupts import WAYS, campaign
+from tests.support.interrupts import WAYS, campaign, compiled_step
 from tests.support.pool import Pool
+from torch.distributed.tensor import DTensor
 
 import interlace
 from interlace.comm.rendezvous.patience import Errand
+from interlace.frontend.backend import backend
 
 SOON_S = 5.0
 """Far below the time-out, on a machine that is busy with other tests."""
@@ -29,6 +32,35 @@ SOON_S = 5.0
 def test_an_interrupt_at_a_random_moment_is_raised_at_once(pool: Pool, way: str, seed: int) -> None:
     for trials in pool(2).run(campaign, way, seed, 8, time_out_s=110):
         assert [wrong for trial in trials if (wrong := trial.wrong(SOON_S))] == []
+
+
+def interrupted_guards(seed: int) -> tuple[str, int, bool]:
+    """An interrupt of rank 0 amid the guards of its compiled model: the error; how often that was
+    compiled since; and whether the values are right afterwards."""
+    step, error = compiled_step(seed), ""
+    wanted = [tensor.clone() for tensor in step()]
+    step()
+    known = len(backend.graphs)
+
+    def interrupt(_: DTensor) -> None:
+        patch.stop()
+        raise KeyboardInterrupt
+
+    patch = mock.patch.object(DTensor, "device_mesh", property(interrupt))
+    try:
+        if dist.get_rank() == 0:
+            patch.start()
+        step()
+    except (KeyboardInterrupt, Exception) as caught:
+        error = type(caught).__name__
+    interlace.reset()
+    equal = all(map(torch.equal, step(), wanted))
+    return error, len(backend.graphs) - known, equal
+
+
+def test_an_interrupt_that_torch_loses_amid_guards_is_raised(pool: Pool, seed: int) -> None:
+    results = pool(2).run(interrupted_guards, seed)
+    assert results == [("KeyboardInterrupt", 0, True), ("PeerError", 0, True)]
 
 
 @pytest.mark.slow

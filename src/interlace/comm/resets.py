@@ -34,7 +34,8 @@ def reset_teams(time_out_s: float | None = None) -> None:
     for count in begun:
         count.begin()
     if early:
-        told = {group.group_name: count.number for group, count in counts.items()}
+        # Of those that live: a new one may have the name of one that was destroyed.
+        told = {group.group_name: counts[group].number for group in _groups() if group in counts}
         store = apart(c10d._get_default_store(), limit)
         board = Board(store, (), dist.get_rank(), limit_s=limit)
         heard = [count.heard for count in counts.values()]

@@ -42,6 +42,7 @@ from interlace.frontend.importing.exchanges import forget
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
+from interlace.frontend.lost_interrupts import look_for_lost_interrupts
 from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.partition import Partition
 from interlace.options import Options
@@ -182,6 +183,7 @@ class Backend:
         mesh: DeviceMesh | None = None,
     ) -> Callable[..., Any]:
         """What runs one graph; `mesh` names teams that no argument names."""
+        look_for_lost_interrupts()
         places = gm.graph.find_nodes(op="placeholder")
         sources = list(map(_source, places))
         origin = GraphOrigin.of(gm)
