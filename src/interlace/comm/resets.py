@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from interlace.comm.backends import apart, limit_s
 from interlace.comm.rendezvous.board import Board
 from interlace.comm.rendezvous.liveness import moment
-from interlace.comm.teams import ResetCount, TeamComm, counts, live_teams
+from interlace.comm.teams import ResetCount, TeamComm, count_key, counts, live_teams
 
 
 def reset_teams(time_out_s: float | None = None) -> None:
@@ -29,13 +29,13 @@ def reset_teams(time_out_s: float | None = None) -> None:
     set_up = [team for team in teams if team.is_set_up]
     whole = {team.group_name for team in set_up if not team.is_part}
     early = [group for group in _groups() if group.group_name not in whole]
-    begun = [counts.setdefault(group, ResetCount()) for group in early]
+    begun = [counts.setdefault(count_key(group), ResetCount()) for group in early]
     forget_unset({g.group_name for g, c in zip(early, begun, strict=True) if not c.unfinished})
     for count in begun:
         count.begin()
     if early:
-        # Of those that live: a new one may have the name of one that was destroyed.
-        told = {group.group_name: counts[group].number for group in _groups() if group in counts}
+        # Of no others: the reset of a team that is set up is collective, and may be tried again.
+        told = {count_key(g): count.number for g, count in zip(early, begun, strict=True)}
         store = apart(c10d._get_default_store(), limit)
         board = Board(store, (), dist.get_rank(), limit_s=limit)
         heard = [count.heard for count in counts.values()]

@@ -119,7 +119,8 @@ class TeamComm:
         """The round in which the last Program was prepared."""
         self.group_name = group.group_name
         self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}{'/part' * self.is_part}"
-        self.count = counts.setdefault(group, ResetCount())
+        self.count_key = count_key(group)
+        self.count = counts.setdefault(self.count_key, ResetCount())
         self.party = Party(f"{self.key}/greeting/{self.count.number}", self.ranks, host())
         self._next_look, self._in_reset = 0.0, False
         own = weakref.WeakMethod(self.hear_resets)
@@ -127,7 +128,6 @@ class TeamComm:
         self.topic = ""
         """Where the notes of its present processes are; `meet` finds it."""
         self.slots = SlotPool(self.board)
-        self._group = weakref.ref(group)
         self._connections = Connections(weakref.proxy(self), self._group, store)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
@@ -268,7 +268,7 @@ class TeamComm:
         notes = self.board.read_all(f"resets/{rank}" for rank in peers)
         for note in notes:
             known = {} if note is None or precedes(note) else note["groups"]
-            if note is not None and known.get(self.group_name, 0) >= number:
+            if note is not None and known.get(self.count_key, -1) >= number:
                 return note["first"]
         return None
 
@@ -432,8 +432,9 @@ _teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Part, TeamComm]]
 _teams = weakref.WeakKeyDictionary()
 """One TeamComm for each live process group and part of one: Note [One queue per team]."""
 _teams_lock = threading.Lock()
-counts: weakref.WeakKeyDictionary[dist.ProcessGroup, ResetCount] = weakref.WeakKeyDictionary()
-"""They outlive the teams that `release_teams` ends."""
+counts: dict[str, ResetCount] = {}
+"""By `count_key`. They outlive teams and groups: the notes in the store do, and torch gives a name
+anew after `destroy_process_group`."""
 
 _parents: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """In a forked process the groups of its parent: Note [Forked processes]."""
@@ -448,6 +449,11 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+def count_key(group: dist.ProcessGroup) -> str:
+    """Name and ranks of a process group, which tell it from others of its name."""
+    return f"{group.group_name}/{'-'.join(map(str, dist.get_process_group_ranks(group)))}"
 
 
 def check_process(group: weakref.ref[dist.ProcessGroup] | None = None) -> None:

@@ -290,9 +290,7 @@ def kept_weights(model: nn.Module) -> Iterator[None]:
     layers = [
         module
         for module in model.modules()
-        if isinstance(module, Float8Linear)
-        and module not in gathered
-        and type(module._parameters.get("weight")) is nn.Parameter
+        if isinstance(module, Float8Linear) and module not in gathered
     ]
     for layer in layers:
         layer._kept = {}

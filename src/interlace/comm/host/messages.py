@@ -184,7 +184,8 @@ def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: B
         _end(parts, wait)
     except BaseException:
         for part, tensor in zip(parts, packed, strict=True):
-            part.leave(tensor)
+            with contextlib.suppress(RuntimeError):  # gloo's, of a peer that is gone
+                part.leave(tensor)
         _leave(parts)
         raise
     for part, tensor, pack in zip(parts, tensors, packed, strict=True):
