@@ -16,6 +16,7 @@ Note [Both or neither]
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
