@@ -51,6 +51,8 @@ class Bound:
     """Why it was bound although others of its graph were, and why for one size alone."""
     at: dict[str, int] = field(default_factory=dict[str, int])
     """TorchDynamo's symbols as it was bound, where the graph has some."""
+    kept: list[int] = field(default_factory=list[int])
+    """What `Forwards.note` knows of its results."""
 
     @property
     def serial(self) -> Program:
