@@ -249,7 +249,7 @@ class CompiledGraph:
         told = bound.executor.measured  # else numbers beside the tensors tell sizes
         forwards = self.setting.forwards
         counted = forwards.saved is not None
-        origin = forwards.origin(given) if counted and self.kind == "backward" else ""
+        origin = forwards.origin(given) if counted and self.kind == "backward" else None
         results = bound.run(given, None if told else sizes, origin)
         if counted and self.kind == "forward":
             forwards.note(results, given, bound.kept)
