@@ -50,6 +50,18 @@ def test_the_current_gpu_is_taken_where_none_is_named(monkeypatch: pytest.Monkey
     assert binding.placed("cpu") == torch.device("cpu")
 
 
+def test_a_backward_without_an_origin_does_not_keep_the_last_one() -> None:
+    class Labelled:
+        def run_for(self, origin: str, inputs: Any) -> tuple[Any, ...]:
+            return (torch.tensor(len(origin)),)
+
+    executor: Any = Labelled()
+    machine: Any = None
+    of = binding.Bound("backward", Imported(parse(TEXT), (0, 1), (), (0,)), executor, machine)
+    args = [torch.ones(4), torch.ones(())]
+    assert [int(of.run(args, origin=origin)[0]) for origin in ("of forward 1", "")] == [12, 0]
+
+
 @pytest.mark.parametrize("triton", [True, False])
 def test_regions_by_what_is_there(monkeypatch: pytest.MonkeyPatch, triton: bool) -> None:
     found = importlib.util.find_spec

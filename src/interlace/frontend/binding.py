@@ -51,6 +51,8 @@ class Bound:
     """Why it was bound although others of its graph were, and why for one size alone."""
     at: dict[str, int] = field(default_factory=dict[str, int])
     """TorchDynamo's symbols as it was bound, where the graph has some."""
+    kept: list[int] = field(default_factory=list[int])
+    """What `Forwards.note` knows of its results."""
 
     @property
     def serial(self) -> Program:
@@ -98,14 +100,17 @@ class Bound:
         return {name: values[symbol] for name, symbol in self.imported.symbols.items()}
 
     def run(
-        self, args: Sequence[Any], values: Mapping[str, int] | None = None, origin: str = ""
+        self,
+        args: Sequence[Any],
+        values: Mapping[str, int] | None = None,
+        origin: str | None = None,
     ) -> list[Any]:
         """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, where
-        tensors do not tell them all; `origin` is as in `Executor.run_for`."""
+        tensors do not tell them all; `origin` is as in `Executor.run_for`, None for no backward."""
         given = self.imported.gather(args)
         if values is not None:
-            results = self.executor.run_at(self._own(values), given, origin=origin)
-        elif origin:
+            results = self.executor.run_at(self._own(values), given, origin=origin or "")
+        elif origin is not None:  # else the label would be that of the run before
             results = self.executor.run_for(origin, given)
         else:
             results = self.executor.run(given)

@@ -198,6 +198,9 @@ class CompiledGraph:
         self.graph = gm.graph
         self._gm = gm
         self._exchange = Exchange(gm.graph)
+        if kind == "backward" and any(communications(gm.graph)):
+            places = gm.graph.find_nodes(op="placeholder")
+            setting.forwards.saved = sum("tangents" not in str(node.target) for node in places)
         self._unscheduled, self._captured = "", 0
         self._single = ""
         """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
@@ -245,10 +248,11 @@ class CompiledGraph:
         _, bound, sizes = last
         told = bound.executor.measured  # else numbers beside the tensors tell sizes
         forwards = self.setting.forwards
-        origin = forwards.origin(given) if self.kind == "backward" else ""
+        counted = forwards.saved is not None
+        origin = forwards.origin(given) if counted and self.kind == "backward" else None
         results = bound.run(given, None if told else sizes, origin)
-        if self.kind == "forward":
-            forwards.note(results, given)
+        if counted and self.kind == "forward":
+            forwards.note(results, given, bound.kept)
         if tell is not None:
             tell(results)
         return results

@@ -1,13 +1,14 @@
 """Which forward pass a backward pass belongs to, on all ranks alike.
 
-    forwards.note(results, args)         # after the run of a forward graph
-    forwards.origin(args)                # in backward: "of forward 3"
+    forwards.note(results, args, bound.kept)    # after the run of a forward graph
+    forwards.origin(args)                       # in backward: "of forward 3"
 
 Layers alike share one compiled graph, and autograd may go backward through them in another order on
-each rank. So the runs of a forward graph are counted, and a backward pass carries the number of its
-own (`Executor.run_for`). AOTAutograd hands nothing on but what is saved, so the number is kept by
-the storage of the last tensor that the forward made; or of all that it hands on, if it saves none.
-Where hooks pack what is saved (to offload it, say) the number is not found, on all ranks alike.
+each rank. So the runs of a forward graph are counted, and a backward pass that communicates carries
+the number of its own (`Executor.run_for`). AOTAutograd hands nothing on but what is saved, so the
+number is kept by the storage of the last tensor that the forward made, if that is saved; or of all
+that it hands on. Where hooks pack what is saved (to offload it, say) the number is not found, on
+all ranks alike.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ class Forwards:
     """The forward passes of one compilation of which what they saved still lives."""
 
     def __init__(self) -> None:
+        self.saved: int | None = None
+        """How many values its backward takes from a forward; None: it does not communicate, and
+        nothing need be known."""
         self._number, self._resets, self._room = 0, 0, 64
         self._names: dict[Storages, tuple[list[StorageWeakRef], str]] = {}
         self._place = 0
         """Of what told it last, among a backward's arguments."""
 
-    def note(self, results: Sequence[Any], args: Sequence[Any]) -> None:
-        """A forward pass was run: saved tensors are the last of its results."""
+    def note(self, results: Sequence[Any], args: Sequence[Any], kept: list[int]) -> None:
+        """A forward pass was run: what is saved are the last of its results. `kept` has the places
+        of those that the number is kept by; empty: the first of such passes, which finds them."""
         if (resets := num_resets()) != self._resets:  # ranks may have counted apart until then
             self._resets, self._number = resets, 0
         self._number += 1
@@ -42,14 +47,20 @@ class Forwards:
                 key: item for key, item in self._names.items() if not any(map(_ended, item[0]))
             }
             self._room = max(64, 2 * len(self._names))
-        given = {_storage(arg) for arg in args}
-        made = next((r for r in reversed(results) if _storage(r) not in given), None)
-        handed_on = [r for r in results if _storage(r) and _storage(r) in given]
-        for kept in ([] if made is None else [made], handed_on):
-            if kept:
-                refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in kept]
-                key = tuple(sorted({*map(_storage, kept)}))
-                self._names[key] = refs, f"of forward {self._number}"
+        if not kept:
+            kept += self._telling(results, args)
+        storages = [r.untyped_storage() for r in (results[i] for i in kept) if _is_plain(r)]
+        if storages:
+            key = tuple(sorted({storage._cdata for storage in storages}))
+            self._names[key] = [*map(StorageWeakRef, storages)], f"of forward {self._number}"
+
+    def _telling(self, results: Sequence[Any], args: Sequence[Any]) -> list[int]:
+        """The place of the last result that was made, if it is saved; or of all handed on."""
+        given, found = {_storage(arg) for arg in args}, [*map(_storage, results)]
+        made = [place for place, storage in enumerate(found) if storage and storage not in given]
+        if made and made[-1] >= len(results) - (self.saved or 0):
+            return made[-1:]
+        return [place for place, storage in enumerate(found) if storage and storage in given]
 
     def origin(self, args: Sequence[Any]) -> str:
         """The name of the forward pass that saved these arguments; empty where none is known."""
@@ -68,8 +79,11 @@ class Forwards:
 
 def _storage(value: Any) -> int:
     """The identity of a plain tensor's storage; 0 for what has none."""
-    plain = type(value) is torch.Tensor or type(value) is torch.nn.Parameter
-    return value.untyped_storage()._cdata if plain else 0
+    return value.untyped_storage()._cdata if _is_plain(value) else 0
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
 
 
 def _ended(ref: StorageWeakRef) -> bool:
