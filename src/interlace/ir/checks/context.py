@@ -34,8 +34,8 @@ from interlace.ir.types import (
 )
 from interlace.ir.view import AsStrided, Chunk, View, varying
 
-MAX_PLACES = 1 << 20
-"""Places of ranks in teams."""
+MAX_PLACES = 1 << 19
+"""Places of ranks in teams, at most: of all ranks that there may be, in 8 teams."""
 MAX_STEPS = 1 << 25
 """Steps of one rank that a Program takes to validate, at most: some seconds."""
 
@@ -91,8 +91,8 @@ class CheckContext:
             asked = ranks if self._asked is None else tuple(self._asked)
             if len(asked) * len(program.teams) > MAX_PLACES:
                 raise self.fault(
-                    f"{len(asked):,} ranks that each look for their place in {len(program.teams):,} "
-                    f"teams: {MAX_PLACES:,} places are looked up at most",
+                    f"{len(asked):,} ranks, each with a place in {len(program.teams):,} teams: "
+                    f"{MAX_PLACES:,} places are looked up at most",
                     "write the Program with fewer teams, or for fewer ranks",
                 )
             for where in program.wheres(asked):

@@ -19,10 +19,10 @@ from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
 from interlace.ir.view import AsStrided, Box, Chunk, View, varying
 from interlace.verify.accesses.bytesets import covered
 
-MAX_STEPS = 1 << 26
-"""Steps that one check compares accesses in, at most: about a minute of a slow core. Two hulls are
+MAX_STEPS = 1 << 25
+"""Steps that one check compares accesses in, at most: half a minute of a slow core. Two hulls are
 compared in one step; what remembers a comparison counts more, for its memory."""
-PER_SIZED = 16
+PER_SIZED = 32
 """Steps that comparing two hulls counts as, where some are of named sizes: those are decided."""
 PER_PAIR = 32
 """Steps that a remembered comparison counts as."""
