@@ -532,6 +532,26 @@ def largest_team(size: int) -> str:
     )
 
 
+def many_members(size: int) -> str:
+    """As many ranks as there may be, which fold, and each collective is of other views."""
+    head = "def f(tp: Team[65536], x: f32[1000000, 4], y: f32[1000000, 4]):\n"
+    return filled(
+        size,
+        head,
+        lambda k: (
+            f'main: all_reduce(x[{k}:{k + 2}], y[{k}:{k + 2}], team=tp, reduce="sum", '
+            f'backend="b{k}")'
+        ),
+    )
+
+
+def wide_mesh(size: int) -> str:
+    """As many ranks as there may be, each with a place in very many teams."""
+    teams = [f"t{k}: Team[2]" for k in range(16)]
+    more = listed(size, lambda k: f"u{k}: Team[1]")
+    return f"def f({', '.join(teams)}, {more}, x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
+
+
 def named_ranks(size: int) -> str:
     """A team that lists its ranks."""
     number = min(65536, size // 7)
@@ -627,7 +647,16 @@ HOSTILE: dict[str, Hostile] = {
         *(many_streams, woven_streams, few_streams, one_event, unrecorded, host_syncs),
         *(long_fused, one_part, signals, many_signals, all_signals, falling, messages, crossed),
         *(lonely, long_group, collectives, unlike, circles, long_circle),
-        *(large_team, large_local, largest_team, named_ranks, many_teams, many_programs),
+        *(
+            large_team,
+            large_local,
+            largest_team,
+            many_members,
+            wide_mesh,
+            named_ranks,
+            many_teams,
+            many_programs,
+        ),
         *(races, races_apart, all_unwritten, freed_early, in_place, scales),
         *(unknown_operators, kernels),
     )

@@ -12,10 +12,12 @@ from tests.verify.hostile import HOSTILE, ONE, filled, measure
 
 from interlace.errors import ProgramError
 from interlace.ir import parse_set, validate
+from interlace.ir.checks import context
 from interlace.verify import Report, check
 from interlace.verify.accesses import regions
 from interlace.verify.fixing import trials
 from interlace.verify.happens_before import graph
+from interlace.verify.symmetry import fold
 
 MOST_SECONDS, MOST_BYTES = 60, 2 << 30
 """Of a processor, so that a busy machine takes no more."""
@@ -77,6 +79,39 @@ def test_a_product_of_too_many_terms_is_refused() -> None:
     assert checked(text.format(sizes, size)).sound
     with pytest.raises(Exception, match="a product of more than 256 terms of named sizes"):
         checked(text.format(sizes, f"{size} * {size}"))
+
+
+def test_ranks_with_places_in_too_many_teams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "MAX_PLACES", 64 * 6)
+    teams = ", ".join(f"t{k}: Team[2]" for k in range(6))
+    text = "def f({}, x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
+    assert checked(text.format(teams)).sound
+    with pytest.raises(ProgramError, match="384 places are looked up at most"):
+        checked(text.format(f"{teams}, more: Team[1]"))
+
+
+def test_a_collective_of_all_ranks_is_compared_for_those_that_stand_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = """\
+def f(tp: Team[1024], x: f32[4], y: out[f32[4096]], z: out[f32[4]]):
+    main: all_gather(x, y, team=tp)
+    main: reduce_scatter(y, z, team=tp, reduce="sum")
+"""
+    monkeypatch.setattr(fold, "PER_MEMBER", regions.MAX_STEPS)
+    assert checked(text).sound
+
+
+def test_comparing_named_sizes_counts_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "def f(tp: Team[1], {}x: f32[{} + 99], y: f32[{} + 99]):\n"
+    body = "".join(
+        f"    main: copy(x[{{2}}+{k}:{{2}}+{k + 1}], y[{{2}}+{k}:{{2}}+{k + 1}])\n"
+        for k in range(50)
+    )
+    monkeypatch.setattr(regions, "MAX_STEPS", 20_000)
+    assert checked((text + body.replace("{2}", "64")).format("", "64", "64")).sound
+    with pytest.raises(ProgramError, match="takes more than 20,000 steps"):
+        checked((text + body.replace("{2}", "S")).format("S: Size[64], ", "S", "S"))
 
 
 def test_tries_of_fixes_end_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

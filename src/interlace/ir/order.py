@@ -12,8 +12,10 @@ an op (a node, a task) is the caller's. The exhaustive oracle shares nothing wit
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 from interlace.errors import TeamError
@@ -169,6 +171,8 @@ class Meetings(Generic[T]):
         """By signal and run: the values in the order in which they are raised."""
         self.awaited: list[tuple[Signal, int, int, T]] = []
         """Signal, run, value."""
+        self._tops: dict[tuple[Signal, int], list[int]] = {}
+        """Of what is raised: the highest value so far, by each notify."""
         self._held: dict[tuple[int, int, str], tuple[Slot, int]] = {}  # by rank, run and buffer
         self._teams: dict[tuple[int, str], TeamKey] = {}
         self._instances: dict[tuple[str, int], list[TeamKey]] = {}  # by name and first rank
@@ -280,9 +284,19 @@ class Meetings(Generic[T]):
     def levels(self) -> Iterator[Awaited[T]]:
         """Each awaited value, with the first notify of that run that suffices."""
         for signal, run, value, at in self.awaited:
-            raised = self.raised.get((signal, run), ())
-            notify = next((source for reached, source in raised if reached >= value), None)
-            yield Awaited(signal, value, at, notify, max((v for v, _ in raised), default=0))
+            notify, highest = self.first_raise(signal, run, value)
+            yield Awaited(signal, value, at, notify, highest)
+
+    def first_raise(self, signal: Signal, run: int, value: int) -> tuple[T | None, int]:
+        """The first notify of that run that raises a signal so far, and the highest value of any.
+        Asked for once all ops are there."""
+        raised = self.raised.get((signal, run), ())
+        tops = self._tops.get((signal, run))
+        if tops is None:
+            tops = list(accumulate((reached for reached, _ in raised), max))
+            self._tops[signal, run] = tops
+        at = bisect_left(tops, value)
+        return (raised[at][1] if at < len(tops) else None), tops[-1] if tops else 0
 
     def retakes(self) -> Iterator[Retake[T]]:
         """The takes of each slot that await what ranks free of it."""

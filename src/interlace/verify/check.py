@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -40,7 +40,7 @@ from interlace.verify.uneven import Uneven
 T = TypeVar("T")
 MAX_OPS = 1 << 20
 """Ops of all ranks that are visited in one check, at most."""
-MAX_PAIRS = 1 << 21
+MAX_PAIRS = 1 << 19
 """Pairs of ranks that signals go between in one run, at most, counted for each op."""
 FIRST = {"mismatch": 0, "deadlock": 1, "event": 2, "signal": 3, "race": 4}
 """Kinds that are listed before the others."""
@@ -121,6 +121,8 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
     regions = Regions()
     sources = [lower(program, regions, in_order, k) for k, program in enumerate(together)]
     turns = None if unroll else Turns.of(sources)
+    if turns is not None:
+        _refuse_too_many_pairs(sources, {*turns.visited})
     if turns is not None and certified(sources, regions, turns):
         num_ops = sum(len(source.items) * len(source.ranks) for source in sources)
         seconds = time.perf_counter() - began
@@ -177,12 +179,18 @@ def _refuse_too_many(sources: Sequence[LoweredProgram]) -> None:
             f"{num_ops:,} ops on all ranks, which were not proved to do the same, so each would be "
             f"visited: {MAX_OPS:,} are checked at most. Check the schedule on fewer ranks"
         )
+    _refuse_too_many_pairs(sources, {rank for source in sources for rank in source.ranks})
+
+
+def _refuse_too_many_pairs(sources: Sequence[LoweredProgram], visited: Collection[int]) -> None:
+    """Refuses signals between too many pairs, of which one is a rank that is visited."""
     pairs = 0
     for source in sources:
+        num_ranks = sum(rank in visited for rank in source.ranks)
         for item in source.items:
             for level in (item.ordering.raises, item.ordering.expects):
                 if level is not None and isinstance(level.peer, Others):
-                    pairs += (source.program.team(level.team).size - 1) * len(source.ranks)
+                    pairs += (source.program.team(level.team).size - 1) * num_ranks
                 if pairs > MAX_PAIRS:
                     raise ProgramError(
                         f"{source.program.name}: signals between more than {MAX_PAIRS:,} pairs of "

@@ -126,15 +126,17 @@ class Matcher:
         root = None if op.root is None else where.index(op.root)
         return at.item, root, *(self.regions.at(touch.spot, where) for touch in at.item.touches)
 
-    def differs(self, met: Sequence[IssuedOp]) -> Difference | None:
-        """The first fact that two members disagree on."""
+    def differs(
+        self, met: Sequence[IssuedOp], counts: Sequence[int] | None = None
+    ) -> Difference | None:
+        """The first fact that two members disagree on; each may stand for a number of them."""
         facts = [self.facts(issue) for issue in met]
         for name in facts[0]:
             known = [(i, str(fact[name])) for i, fact in enumerate(facts) if fact[name] is not None]
             for other in known[1:]:
                 if other[1] != known[0][1]:
                     return name, known[0], other
-        return self.sizes(met)
+        return self.sizes(met, [1] * len(met) if counts is None else counts)
 
     def facts(self, issue: IssuedOp) -> dict[str, object]:
         """What all members must say alike; None: a member says nothing of it."""
@@ -161,13 +163,16 @@ class Matcher:
             **shapes,
         }
 
-    def sizes(self, met: Sequence[IssuedOp]) -> Difference | None:
+    def sizes(self, met: Sequence[IssuedOp], counts: Sequence[int]) -> Difference | None:
         """Whether what goes in is as much as what comes out."""
         op = met[0].item.op
         assert isinstance(op, Collective)
         row = KINDS[op.kind]
         boxes = [(self.box(issue, "src"), self.box(issue, "dst")) for issue in met]
-        all_in, all_out = (sum(b.numel for b in side if b) for side in zip(*boxes, strict=True))
+        all_in, all_out = (
+            sum(box.numel * count for box, count in zip(side, counts, strict=True) if box)
+            for side in zip(*boxes, strict=True)
+        )
         for i, (src, dst) in enumerate(boxes):
             given = None if src is None else src.numel
             wanted = None if dst is None else dst.numel

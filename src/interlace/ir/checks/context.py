@@ -34,6 +34,8 @@ from interlace.ir.types import (
 )
 from interlace.ir.view import AsStrided, Chunk, View, varying
 
+MAX_PLACES = 1 << 19
+"""Places of ranks in teams, at most: of all ranks that there may be, in 8 teams."""
 MAX_STEPS = 1 << 25
 """Steps of one rank that a Program takes to validate, at most: some seconds."""
 
@@ -86,7 +88,14 @@ class CheckContext:
         seen: dict[tuple[int, ...], Where] = {}
         try:
             ranks = program.world if program.rank is None else (program.rank,)
-            for where in program.wheres(ranks if self._asked is None else self._asked):
+            asked = ranks if self._asked is None else tuple(self._asked)
+            if len(asked) * len(program.teams) > MAX_PLACES:
+                raise self.fault(
+                    f"{len(asked):,} ranks, each with a place in {len(program.teams):,} teams: "
+                    f"{MAX_PLACES:,} places are looked up at most",
+                    "write the Program with fewer teams, or for fewer ranks",
+                )
+            for where in program.wheres(asked):
                 places = where.members
                 key = tuple(places[name].index if name in places else -1 for name in self.teams)
                 seen.setdefault(key, where)

@@ -49,6 +49,8 @@ class OpChecker:
         self.regions = {region.name: region for region in context.program.regions}
         self.sites = {site.id for site in context.program.sites}
         self.events: set[str] = set()
+        self.agreed: set[tuple[object, ...]] = set()
+        """Collectives and the boxes of their two views, by what they are: they fit together."""
         self.raised: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
         """By signal and team what a notify to one rank raised it to, by writer and reader."""
         self.raised_to_itself: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
@@ -219,7 +221,8 @@ class OpChecker:
                 raise context.fault(f"{op.kind} lacks {name}", f"give {op.kind}(src, dst, ...)")
             if view is not None and role == "none":
                 raise context.fault(f"{op.kind} takes no views", f"write {op.kind}(team={op.team})")
-            if view is not None and not all(box.contiguous for box in context.boxes(view)):
+            boxes = {} if view is None else {id(box): box for box in context.boxes(view)}
+            if view is not None and not all(box.contiguous for box in boxes.values()):
                 raise context.fault(
                     f"{self.show(view)} is not contiguous", "copy it to a contiguous buffer first"
                 )
@@ -228,8 +231,16 @@ class OpChecker:
             what = f"table {op.splits!r} has {len(values)} entries for {team.size} ranks"
             raise context.fault(what, f"give one for each rank of {op.team!r}")
         if op.src is not None and op.dst is not None:
-            boxes = zip(context.wheres, context.boxes(op.src), context.boxes(op.dst), strict=True)
-            for where, src, dst in boxes:
+            both = context.boxes(op.src), context.boxes(op.dst)
+            key = op.kind, op.team, op.splits, *map(id, both)  # layers have them alike
+            if key in self.agreed:
+                return
+            context.spend(len(context.wheres))
+            self.agreed.add(key)
+            found = zip(context.wheres, *both, strict=True)
+            if values is None:  # then it does not matter which rank has them
+                found = {(id(src), id(dst)): (w, src, dst) for w, src, dst in found}.values()
+            for where, src, dst in found:
                 index = where.members[op.team].index
                 wrong = _collective_mismatch(op.kind, src, dst, index, team.size, values)
                 if wrong is not None:

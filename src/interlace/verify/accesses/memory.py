@@ -82,7 +82,7 @@ class Content:
         if self.full or (self.log is None and region in self.parts):
             return True
         if self.log is None:
-            regions.spend(len(self.parts))
+            regions.compare(len(self.parts))
             within_one = any(part.contains(region) and not part.strided for part in self.parts)
             return within_one or regions.covered(region, self.parts)
         later: list[Box] = []

@@ -14,14 +14,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from interlace.errors import ProgramError
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import Int, Size
 from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
 from interlace.ir.view import AsStrided, Box, Chunk, View, varying
 from interlace.verify.accesses.bytesets import covered
 
-MAX_STEPS = 1 << 26
-"""Steps that one check compares accesses in, at most: about a minute of a slow core. Two hulls are
+MAX_STEPS = 1 << 25
+"""Steps that one check compares accesses in, at most: half a minute of a slow core. Two hulls are
 compared in one step; what remembers a comparison counts more, for its memory."""
+PER_SIZED = 32
+"""Steps that comparing two hulls counts as, where some are of named sizes: those are decided."""
 PER_PAIR = 32
 """Steps that a remembered comparison counts as."""
 MANY_PARTS = 64
@@ -73,6 +75,11 @@ class Regions:
         self._overlaps: dict[tuple[ByteRegion, ByteRegion], bool] = {}
         self._covers: dict[tuple[ByteRegion, frozenset[ByteRegion]], bool] = {}
         self._steps = 0
+        self._per_hull = 1
+
+    def compare(self, hulls: int) -> None:
+        """Counts comparisons with so many hulls."""
+        self.spend(hulls * self._per_hull)
 
     def spend(self, steps: int) -> None:
         """Counts what comparing takes. Raises ProgramError where that is too much."""
@@ -119,6 +126,8 @@ class Regions:
         region = self._interned.get((box, exact))
         if region is None:
             lo, hi = box.hull
+            if isinstance(lo, Size) or isinstance(hi, Size):
+                self._per_hull = PER_SIZED
             region = self._interned[box, exact] = ByteRegion(
                 box, exact, lo, hi, _dense(box), box is not exact
             )
@@ -133,7 +142,8 @@ class Regions:
         found = self._overlaps.get((one, other))
         if found is None:
             found, steps = one.box.meets(other.box)
-            self.spend(PER_PAIR + steps)
+            self.compare(PER_PAIR)
+            self.spend(steps)
             self._overlaps[one, other] = self._overlaps[other, one] = found
         return found
 

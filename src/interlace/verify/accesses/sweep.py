@@ -248,7 +248,7 @@ class Sweep:
                 cell.live.pop(life.content, None)
 
     def _read(self, cell: Cell, new: ByteAccess) -> None:
-        self.regions.spend(1 + len(cell.writes))
+        self.regions.compare(1 + len(cell.writes))
         for old in cell.writes:
             if old.lo < new.hi and new.lo < old.hi:
                 self._replaces(cell, new, old)
@@ -256,7 +256,7 @@ class Sweep:
 
     def _write(self, cell: Cell, new: ByteAccess, offset: Int) -> None:
         lo, hi = new.lo, new.hi
-        self.regions.spend(1 + len(cell.writes) + len(cell.reads) + len(cell.live))
+        self.regions.compare(1 + len(cell.writes) + len(cell.reads) + len(cell.live))
         cell.writes = [
             old
             for old in cell.writes
@@ -310,7 +310,7 @@ class Sweep:
         """Whether accesses race that both meet this read; see Note [Any order]."""
         memory = read.content.memory
         races = self._races.get(memory, {})
-        self.regions.spend(2 * len(races))
+        self.regions.compare(2 * len(races))
         return any(
             all(self._meet(read, one, boxes=not memory.arena) for one in pair)
             for pair in races.values()

@@ -10,13 +10,16 @@ a verdict of unsound and what is said of a fault never come from a fold.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from interlace.ir.ops import Collective, Recv, Send
-from interlace.ir.order import Signal, Slot
+from interlace.ir.order import Signal, Slot, TeamKey
 from interlace.ir.sizes import Int
+from interlace.ir.types import TableEntry
+from interlace.ir.view import Chunk
 from interlace.verify.accesses.memory import ByteAccess, Memory
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.accesses.sweep import AccessFault, BufferLife, Sweep
@@ -30,6 +33,9 @@ from interlace.verify.matching import Matcher, facts_of, shared_names
 from interlace.verify.scales import takes_blocks
 from interlace.verify.symmetry.automorphisms import Turns
 from interlace.verify.symmetry.order import FoldedBuilder, Unfit
+
+PER_MEMBER = 16
+"""Steps that comparing what one member of a collective says counts as."""
 
 
 def certified(sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> bool:
@@ -187,18 +193,26 @@ class _Agreement:
         """All members of each, those too between which order is not sought."""
         builder = self.builder
         known: set[tuple[object, ...]] = set()
+        standing: dict[TeamKey, Counter[int]] = {}
         for queue, members in [*self.meetings.queues.items()]:
             place = builder.everywhere[next(iter(members))]
             ranks = place.where.member(queue[0].name).ranks
-            firsts = {builder.first(rank): rank for rank in ranks}
+            if queue[0] not in standing:
+                builder.regions.spend(len(ranks))
+                standing[queue[0]] = Counter(map(builder.first, ranks))
+            firsts = standing[queue[0]]
             mine = {first: builder.queue(queue, first) for first in firsts}
             for k in range(len(next(iter(members.values())))):
                 key = (queue, *(_said(mine[first][k]) for first in firsts))
                 if key in known:
                     continue
                 known.add(key)
-                met = [builder.on(mine[builder.first(rank)][k], rank) for rank in ranks]
-                if self.matcher.differs(met) is not None:
+                met, counts = [mine[first][k] for first in firsts], [*firsts.values()]
+                if not all(map(_sized_alike, met)):
+                    builder.regions.spend(PER_MEMBER * len(ranks))
+                    met = [builder.on(mine[builder.first(rank)][k], rank) for rank in ranks]
+                    counts = [1] * len(met)
+                if self.matcher.differs(met, counts) is not None:
                     raise Unfit("members of a collective that disagree")
 
     def messages(self) -> None:
@@ -255,6 +269,20 @@ class _Agreement:
                 other = has.get((self.builder.key(first, team.name), name), {}).get(first)
                 if other != wanted:
                     raise Unfit("registered parameters that differ")
+
+
+def _sized_alike(at: IssuedOp) -> bool:
+    """Whether a collective says the same on all ranks that its own stands for: where a rank chooses
+    which chunk its views are, and no table how large that is. (Its root is the same for all of
+    them, or their team is not turned.)"""
+    return not any(
+        any(isinstance(value, TableEntry) for value in touch.spot.by_rank)
+        or any(
+            isinstance(step, Chunk) and isinstance(step.parts, str)
+            for step in touch.spot.view.steps
+        )
+        for touch in at.item.touches
+    )
 
 
 def _said(at: IssuedOp) -> tuple[object, ...]:

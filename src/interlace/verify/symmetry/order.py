@@ -258,8 +258,7 @@ class FoldedBuilder(GraphBuilder):
             name, team, writer, reader = signal
             first = self.first(writer)
             here = name, self.key(first, team.name), first, self.turns.back(writer)[reader]
-            raised = met.raised.get((here, run), ())
-            notify = next((one for reached, one in raised if reached >= value), None)
+            notify, _ = met.first_raise(here, run, value)
             if notify is None:
                 raise Unfit("a signal that nobody raises")
             self._link(at.end, notify.end, writer)
