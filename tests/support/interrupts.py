@@ -69,9 +69,9 @@ def functional_step(seed: int, **options: Any) -> Step:
     """Two eager layers, forward and backward."""
     world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     draw = torch.Generator().manual_seed(seed)
-    x = torch.randint(-4, 5, (8, 32), generator=draw).float()
+    x = torch.randint(-4, 5, (12, 32), generator=draw).float()
     up, down = (
-        torch.randint(-4, 5, shape, generator=draw).float() for shape in ((64, 32), (32, 64))
+        torch.randint(-4, 5, shape, generator=draw).float() for shape in ((96, 32), (32, 96))
     )
     mine = x.chunk(world)[rank].clone().requires_grad_()
     up, down = up.chunk(world)[rank].clone(), down.chunk(world, 1)[rank].clone()
@@ -89,7 +89,7 @@ def functional_step(seed: int, **options: Any) -> Step:
 def compiled_step(seed: int, **options: Any) -> Step:
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    mlp = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    mlp = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 32))
     plan = {
         "0": ColwiseParallel(input_layouts=Shard(0)),
         "2": RowwiseParallel(output_layouts=Shard(0)),
@@ -97,7 +97,7 @@ def compiled_step(seed: int, **options: Any) -> Step:
     model = parallelize_module(mlp, mesh, plan)
     backend = {"backend": "interlace", "options": {"time_out_s": LIMIT_S, **options}}
     compiled: Any = torch.compile(model, **backend)
-    x = torch.randn(8, 32).chunk(dist.get_world_size())[dist.get_rank()].clone()
+    x = torch.randn(12, 32).chunk(dist.get_world_size())[dist.get_rank()].clone()
 
     def step() -> list[torch.Tensor]:
         model.zero_grad()
