@@ -112,13 +112,13 @@ def what_it_tells(lengths: list[int]) -> dict[str, Any]:
     inputs = [torch.randn(2, n, WIDTH) for n in lengths]
     options: Any = {"time_out_s": 60.0, "strategy": "peer"}
     call = interlace.compile(model, inputs[0], mesh=mesh, dynamic=True, options=options)
-    prepared = [bound.kind for bound in call.bound]
+    prepared, sizes = [bound.kind for bound in call.bound], str(call.program.sizes)
     wrong = steps(model, call, inputs)
     return {
         "wrong": wrong,
         "prepared": prepared,
         "kinds": [bound.kind for bound in call.bound],
-        "sizes": str(call.program.sizes),
+        "sizes": sizes,
         "explain": call.explain(),
         "predicted": call.simulate(kind="backward").makespan_s > 0,
     }
@@ -131,6 +131,7 @@ def test_a_compiled_object_tells_of_its_sizes(pool: Pool) -> None:
         assert told["prepared"] == ["forward"]
         assert told["kinds"] == ["forward", "backward"]
         assert "s0" in told["sizes"]
+        assert "sizes: for these sizes alone" in told["explain"]
         assert "all_gather_matmul" in told["explain"]
         assert "sound where" in told["explain"]
         assert told["predicted"]

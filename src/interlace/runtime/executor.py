@@ -272,7 +272,8 @@ class Executor:
     def _not_classed(self, agreement: Agreement) -> str:
         """Why there is one size alone to run, if so."""
         programs = agreement.programs(self.program, self.rank) if agreement.texts else (self._own,)
-        if any(program.sizes != self._own.sizes for program in programs):
+        # The class is that of the set; each must know its sizes by the same names.
+        if any(program.sizes.values != self._own.sizes.values for program in programs):
             return "the ranks' Programs differ in their sizes, as those of uneven shards do"
         if agreement.report.single:
             return agreement.report.single
