@@ -143,7 +143,7 @@ def agree(
     entries = gather(mine, teams, time_out_s)
     judge(program.name, entries, me, found.problem)
     _check_options(entries)
-    place = min(place for place, *_ in mine["teams"])
+    place = _places(entries.values())[0]  # the same on all ranks, whose own teams differ
     with _told_once(board, f"{place}/fault", me, min(entries)):
         if len({entry["skeleton"] for entry in entries.values()}) > 1:
             report, texts = _verify_set(board, entries, me, text, time_out_s)
