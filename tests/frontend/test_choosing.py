@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -117,8 +117,8 @@ def compile_or_prepare() -> str:
     """What a rank that compiles hears where another prepares a Program by hand."""
     torch.compiler.reset()
     group: Any = dist.group.WORLD
-    options = Options(time_out_s=TIME_OUT_S)
-    step = torch.compile(gather_linear, backend="interlace", options={"time_out_s": TIME_OUT_S})
+    options, given = Options(time_out_s=TIME_OUT_S), cast(Any, {"time_out_s": TIME_OUT_S})
+    step = torch.compile(gather_linear, backend="interlace", options=given)
     try:
         if dist.get_rank() == 0:
             step(torch.ones(4, 8), torch.ones(8, 8), None)
