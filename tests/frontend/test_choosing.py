@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 
 import interlace
 from interlace.errors import InterlaceError
+from interlace.ir import parse
+from interlace.options import Options
+from interlace.runtime import Executor
 
 TIME_OUT_S = 30.0
 Told = tuple[str, float]
@@ -100,6 +103,37 @@ def test_an_input_of_one_rank_alone_is_named_on_all_ranks(pool: Pool, biased: li
         assert "bias" in text
         assert spread < 1 + LOAD_S
         assert right
+
+
+SUM = """
+def total(tp: Team[2], x: f32[2]):
+    y = empty(f32[2])
+    main: all_reduce(x, y, team=tp, reduce="sum")
+    return y
+"""
+
+
+def compile_or_prepare() -> str:
+    """What a rank that compiles hears where another prepares a Program by hand."""
+    torch.compiler.reset()
+    group: Any = dist.group.WORLD
+    options, given = Options(time_out_s=TIME_OUT_S), cast(Any, {"time_out_s": TIME_OUT_S})
+    step = torch.compile(gather_linear, backend="interlace", options=given)
+    try:
+        if dist.get_rank() == 0:
+            step(torch.ones(4, 8), torch.ones(8, 8), None)
+        else:
+            Executor(parse(SUM), groups={"tp": group}, options=options).prepare()
+    except InterlaceError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_compiles_and_one_that_prepares_are_told_apart(pool: Pool) -> None:
+    first, other = pool(2).run(compile_or_prepare)
+    assert first == other
+    assert first.startswith("AgreementError: ranks meet to do different things: rank 0 to choose ")
+    assert "rank 1 to prepare 'total'" in first
 
 
 class Block(torch.nn.Module):

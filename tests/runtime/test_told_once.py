@@ -7,12 +7,15 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import inputs_of, prepared, program_of, world_group
+from tests.runtime.programs import attempt, inputs_of, prepared, program_of, world_group
 from tests.support.pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.errors import InterlaceError, SoundnessError
-from interlace.ir import Op, Program, Wait
+from interlace.ir import Op, Program, Wait, parse
+from interlace.options import Options
 from interlace.runtime import Executor
+from interlace.runtime.prepare.agreement import TOLD_S
 
 
 def racy(world: int) -> Program:
@@ -48,6 +51,35 @@ def test_one_rank_has_the_report_and_the_others_a_line(pool: Pool) -> None:
         assert ": race: nothing orders line" in text
         assert text.endswith("(rank 0 has the whole report)")
         assert sum("/interlace/" in name for name in frames) == 1, frames
+
+
+MESH = """
+def mesh(dp: Team[2], tp: Team[2], x: f32[2]):
+    y = empty(f32[2])
+    z = empty(f32[2])
+    main: all_reduce(x, y, team=tp, reduce="sum")
+    {}
+    grads: all_reduce(y, z, team=dp, reduce="sum")
+    return z
+"""
+
+
+def fail_on_a_mesh() -> tuple[str, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = {name: mesh.get_group(name) for name in ("dp", "tp")}
+    options = Options(time_out_s=20.0)
+    sound = parse(MESH.format("main: record(made)\n    grads: wait(made)"))
+    Executor(sound, groups=groups, options=options).prepare().close()
+    dist.barrier()
+    racing = Executor(parse(MESH.format("")), groups=groups, options=options)
+    kind, _, took = attempt(racing.prepare)
+    return kind, took
+
+
+def test_ranks_without_a_team_in_common_wait_at_one_place(pool: Pool) -> None:
+    for kind, took in pool(4).run(fail_on_a_mesh):
+        assert kind == "SoundnessError"
+        assert took < TOLD_S
 
 
 def test_the_error_has_an_attribute_that_names_who_tells() -> None:

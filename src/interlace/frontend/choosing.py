@@ -83,6 +83,7 @@ def facts_of_all(
     rank, plain = program_rank(graph, groups), essence(graph)
     text = print_program(plain)
     mine: Note = {
+        "step": "choose how to overlap",
         "rank": rank,
         "name": graph.name,
         "hash": digest(text),

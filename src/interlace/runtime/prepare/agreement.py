@@ -124,6 +124,7 @@ def agree(
     plain = essence(program)
     text = print_program(plain)
     mine: Note = {
+        "step": "prepare",
         "rank": rank,
         "name": program.name,
         "hash": digest(text),
@@ -143,7 +144,7 @@ def agree(
     entries = gather(mine, teams, time_out_s)
     judge(program.name, entries, me, found.problem)
     _check_options(entries)
-    place = min(place for place, *_ in mine["teams"])
+    place = _places(entries.values())[0]  # the same on all ranks, whose own teams differ
     with _told_once(board, f"{place}/fault", me, min(entries)):
         if len({entry["skeleton"] for entry in entries.values()}) > 1:
             report, texts = _verify_set(board, entries, me, text, time_out_s)
@@ -161,7 +162,8 @@ def agree(
 
 def gather(mine: Note, teams: Sequence[TeamComm], time_out_s: float) -> dict[int, Note]:
     """The notes of all ranks that teams join to this one, by global rank; each has the name of the
-    Program that they are about. All of these ranks get them, or none."""
+    Program that it is about, and what the rank is to do with it (`step`), the same on all of them.
+    All of these ranks get them, or none."""
     meet(teams, f"prepare Program {mine['name']!r}", time_out_s)
     left: list[str] = []
     board, me = teams[0].board, teams[0].rank
@@ -181,6 +183,12 @@ def gather(mine: Note, teams: Sequence[TeamComm], time_out_s: float) -> dict[int
     with attending(zip(teams, places, strict=True)) as look:
         entries = _collect(board, me, mine, time_out_s, look)
     board.forget(entries, [*left, *(f"{place}/{me}" for place in places), _text_of(me, mine)])
+    if len({entry["step"] for entry in entries.values()}) > 1:
+        steps = [f"rank {r} to {e['step']} {e['name']!r}" for r, e in sorted(entries.items())]
+        raise AgreementError(
+            f"ranks meet to do different things: {', '.join(steps)}. Every rank must compile and "
+            "prepare the same Programs in the same order"
+        )
     return entries
 
 
