@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 
 from interlace.ir.ops import Collective, MessageEnd, SignalLevel
 from interlace.ir.types import Index, Others, TableEntry, Where
-from interlace.verify.happens_before.source import LoweredProgram, Touch
+from interlace.verify.happens_before.source import LoweredProgram
 from interlace.verify.report import Symmetry
 from interlace.verify.symmetry.turning import spots_of, turning
 
@@ -273,12 +273,11 @@ def _ends(source: LoweredProgram) -> Ends:
     seen: set[int] = set()
     for item in source.items:
         for one in (item, *item.members):
+            found |= {(t.team, t.peer) for t in one.touches if t.team and t.peer is not None}
             order = one.ordering
-            ends: list[MessageEnd | SignalLevel | Touch] = []
             if id(order) not in seen:  # ops that are alike have one
                 seen.add(id(order))
-                ends += [*order.messages]
+                ends: list[MessageEnd | SignalLevel] = [*order.messages]
                 ends += [level for level in (order.raises, order.expects) if level is not None]
-            ends += [touch for touch in one.touches if touch.peer is not None]
-            found |= {(end.team, end.peer) for end in ends if end.team and end.peer is not None}
+                found |= {(end.team, end.peer) for end in ends if end.team}
     return found
