@@ -88,9 +88,10 @@ def describe(programs: Sequence[Program], fix: Fix) -> str:
     """The fix in words, line by line, complete."""
     said: list[str] = []
     last: Edit | None = None
+    lines_of = {k: line_numbers(programs[k]) for k in {edit.program for edit in fix}}
     for edit in fix:
-        program = programs[edit.program]
-        lines, on = line_numbers(program), _on_ranks(programs, program)
+        program, lines = programs[edit.program], lines_of[edit.program]
+        on = _on_ranks(programs, program)
         text = "" if edit.op is None else f"`{print_op(edit.op, program)}`"
         side, where = "after" if edit.after else "before", ""
         if edit.anchor is not None:

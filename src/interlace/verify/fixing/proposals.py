@@ -115,7 +115,7 @@ def free_later(edges: Edges, source: LoweredProgram, number: int) -> list[Fix]:
     """A Free after all uses, by list order and by events; added where there is none."""
     version, program = source.versions[number], source.program
     k, name = source.number, version.buffer.name
-    uses = {program.ops[i].stream: i for i in _uses(source, number)}
+    uses = {program.ops[i].stream: i for i in source.uses(number)}
     if any(touch.version == number for touch in source.exit.touches):
         return []
     if not uses:
@@ -143,7 +143,7 @@ def free_later(edges: Edges, source: LoweredProgram, number: int) -> list[Fix]:
 def alloc_sooner(edges: Edges, source: LoweredProgram, number: int) -> list[Fix]:
     """An Alloc before the first use, by list order and by an event."""
     version, program = source.versions[number], source.program
-    uses = _uses(source, number)
+    uses = source.uses(number)
     if not uses or version.alloc < 0 or uses[0] > version.alloc:
         return []
     k, op, at = source.number, program.ops[version.alloc], uses[0]
@@ -209,15 +209,6 @@ def flaw(edges: Edges, source: LoweredProgram, flaw: Flaw) -> tuple[Fix, ...]:
             return tuple(_recorded(source, places, items[0].op))
         case _:
             return ()
-
-
-def _uses(source: LoweredProgram, version: int) -> list[int]:
-    """The ops that touch a buffer, in list order."""
-    return [
-        item.index
-        for item in source.items
-        if any(t.version == version for one in (item, *item.members) for t in one.touches)
-    ]
 
 
 # Deadlocks

@@ -168,6 +168,16 @@ class LoweredProgram:
     """The begin of the run, where parameters are registered: what their callers do before it."""
     sharing: dict[str, list[Version]]
     """By storage: the local buffers that share it."""
+    _uses: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+
+    def uses(self, version: int) -> list[int]:
+        """The ops that touch a buffer, in list order; all are found at the first question."""
+        if not self._uses:
+            for item in self.items:
+                touches = [touch for one in (item, *item.members) for touch in one.touches]
+                for touched in dict.fromkeys(touch.version for touch in touches):
+                    self._uses.setdefault(touched, []).append(item.index)
+        return self._uses.get(version, [])
 
 
 def lower(
