@@ -18,11 +18,11 @@ Note [Resets before a set-up]
     A rank that calls reset() before a team of it is set up has no block in which its peers would
     see that, and may have left out a step that they are in. So each rank counts the resets of a
     process group, known by its name and ranks, tells the count in the store, and forgets what teams
-    there are that are not set up. Processes greet one another under this number: ranks that were reset as often meet, and one
-    that was reset less often hears, in whatever meeting it waits or comes to, that it must call
-    reset() too. Nobody is waited for. Where a team is set up, its reset is collective and the ranks
-    agree on the count; but a rank that was interrupted as the last one set up tells its own in the
-    store, and its peers, in their reset(), forget their team as well.
+    there are that are not set up. Processes greet one another under this number: ranks that were
+    reset as often meet, and one that was reset less often hears, in whatever meeting it waits or
+    comes to, that it must call reset() too. Nobody is waited for. Where a team is set up, its reset
+    is collective and the ranks agree on the count; but a rank that was interrupted as the last one
+    set up tells its own in the store, and its peers, in their reset(), forget their team as well.
 
 Note [Forked processes]
     A process that was forked from a rank has that rank's shared memory, and its connections to the
