@@ -28,8 +28,8 @@ from interlace.verify.report import MAX_FAULTS
 
 Pair = tuple[ByteRegion, Content, ByteRegion, Content]
 """What two accesses that race touch."""
-PER_REPLACED = 4
-"""Steps that a comparison of more than hulls counts as."""
+FEW, PER_WRITE = 8, 4
+"""So many entries of a cell are not worth counting; of more, each counts as so many steps."""
 MAX_REPEATS = 256
 """Of one fault on many ranks and in many runs, so many are kept."""
 
@@ -191,12 +191,10 @@ class Sweep:
                 self._write(cell, entry, offset)
             else:
                 self._read(cell, entry)
-        if not contents:
-            return
         if entry.write:
-            if not entry.by_caller:
+            if contents and not entry.by_caller:
                 content.write(region)
-        elif not content.full and not content.holds(region, self.regions):
+        elif contents and not content.full and not content.holds(region, self.regions):
             kind = "uninitialized" if content.log is None else "overwritten"
             self._fault(kind, None, entry)
 
@@ -248,7 +246,8 @@ class Sweep:
                 cell.live.pop(life.content, None)
 
     def _read(self, cell: Cell, new: ByteAccess) -> None:
-        self.regions.compare(1 + len(cell.writes))
+        if len(cell.writes) > FEW:
+            self.regions.compare(PER_WRITE * len(cell.writes))
         for old in cell.writes:
             if old.lo < new.hi and new.lo < old.hi:
                 self._replaces(cell, new, old)
@@ -256,7 +255,9 @@ class Sweep:
 
     def _write(self, cell: Cell, new: ByteAccess, offset: Int) -> None:
         lo, hi = new.lo, new.hi
-        self.regions.compare(1 + len(cell.writes) + len(cell.reads) + len(cell.live))
+        if len(cell.writes) + len(cell.reads) + len(cell.live) > FEW:
+            met = PER_WRITE * (len(cell.writes) + len(cell.reads))
+            self.regions.compare(met + len(cell.live))
         cell.writes = [
             old
             for old in cell.writes
@@ -276,7 +277,6 @@ class Sweep:
 
     def _replaces(self, cell: Cell, new: ByteAccess, old: ByteAccess) -> bool:
         """Compares accesses whose hulls meet; whether the old one may go: Note [Frontier]."""
-        self.regions.spend(PER_REPLACED)
         if old.node == new.node:
             ordered = old.item is new.item  # for this purpose those of one op are
         else:
