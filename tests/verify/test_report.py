@@ -166,3 +166,12 @@ def test_every_kind_that_is_found_is_described() -> None:
     found = {kind for damaged, _, _ in FAULTS.values() for kind in check(damaged).kinds()}
     assert len(found) >= 10
     assert found <= set(KINDS)
+
+
+def test_a_rank_without_ops_raises_no_signal() -> None:
+    """The fix has no op of that rank to stand behind."""
+    waits = parse("def f(tp: Team[2]):\n    main: expect(ready, 1)\n").instantiate(0)
+    nothing = parse("def f(tp: Team[2]):\n    pass\n").instantiate(1)
+    report = check([waits, nothing])
+    assert report.kinds() == {"deadlock"}
+    assert "fix: remove line 2 on rank 0" in str(report)

@@ -342,7 +342,7 @@ def _notified(edges: Edges, part: Part) -> Iterator[Fix]:
         places = [i for i in range(len(ops)) if _writes_to_team(sources[0], i)]
         peers = [to, Others(op.team)] if isinstance(to, RankIndex) else [to]
         notify = Notify(signal=op.signal, peer=to, team=op.team, value=op.value)
-        for i in dict.fromkeys([*places[::-1][:MAX_PLACES], len(ops) - 1]):
+        for i in dict.fromkeys([*places[::-1][:MAX_PLACES], *range(len(ops))[-1:]]):
             for peer in peers:
                 new = dataclasses.replace(notify, peer=peer, stream=ops[i].stream)
                 yield (Edit(k, new, anchor=i, after=True),)
