@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import interlace
-from interlace.bench.rows import append, facts
+from interlace_bench.rows import append, facts
 
 BAR = 1.3
 """How many times as long as `aot_eager`'s the first step may take."""

@@ -54,8 +54,6 @@ def work(given: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from interlace.bench.rows import append, facts
-    from interlace.bench.sites import SiteCase
     from interlace.commands.output import say, table
     from interlace.cost import default_machine
     from interlace.cost.machine import Link
@@ -63,6 +61,8 @@ def work(given: argparse.Namespace) -> None:
     from interlace.passes import lower
     from interlace.runtime import Executor
     from interlace.runtime.hosts import on_hosts
+    from interlace_bench.rows import append, facts
+    from interlace_bench.sites import SiteCase
 
     dist.init_process_group("gloo")
     me, world = dist.get_rank(), dist.get_world_size()

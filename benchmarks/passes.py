@@ -19,9 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.rows import append, facts
-from interlace.bench.transformer.models import MODELS
-from interlace.bench.transformer.stage_text import StageText
 from interlace.comm.host.signals import fence
 from interlace.cost import default_machine, simulate
 from interlace.ir import Notify, Program, parse, validate
@@ -29,6 +26,9 @@ from interlace.options import Options
 from interlace.passes import lower, run_pipeline
 from interlace.passes.dependencies import dependencies
 from interlace.verify import check
+from interlace_bench.rows import append, facts
+from interlace_bench.transformer.models import MODELS
+from interlace_bench.transformer.stage_text import StageText
 
 HEAD = ("pass", "ranks", "ops", "rounds", "least_ms", "median_ms", "most_ms")
 BARS_MS = {

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from interlace.bench.plots import (
+from interlace_bench.plots import (
     draw_interconnect,
     draw_kernels,
     draw_layer,
     draw_overlap,
     draw_transformer,
 )
-from interlace.bench.rows import Row, read
+from interlace_bench.rows import Row, read
 
 RESULTS = Path(__file__).parent / "results"
 GPU = "NVIDIA H200"

@@ -24,16 +24,16 @@ import torch.distributed as dist
 from tests.support.hosts import Hosts, HostsPool, NoHosts
 from tests.support.pool import Pool
 
-from interlace.bench.interconnect import calibrate_work, calibration_settings
-from interlace.bench.ranks import here
-from interlace.bench.rows import append, facts
-from interlace.bench.transfers import timed
 from interlace.cost import Machine, predict
 from interlace.ir import Program, Team, parse
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.runtime import Executor
 from interlace.trace.figures import text_table
+from interlace_bench.interconnect import calibrate_work, calibration_settings
+from interlace_bench.ranks import here
+from interlace_bench.rows import append, facts
+from interlace_bench.transfers import timed
 
 LAYOUTS = ((1, 2), (1, 4), (2, 1), (2, 2))
 SMALLER = {(1, 4): (1, 2), (2, 2): (2, 1)}

@@ -26,8 +26,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.rows import append, facts
 from interlace.launch import joined, launch
+from interlace_bench.rows import append, facts
 
 BARS = {
     ("lengths", "cpu"): ("aot_eager", 1.2),

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from interlace.bench.rows import append, facts
-from interlace.bench.transformer.step import LAYERS, StepSettings, step_of
 from interlace.strategies import StrategyName
 from interlace.verify import check
+from interlace_bench.rows import append, facts
+from interlace_bench.transformer.step import LAYERS, StepSettings, step_of
 
 BAR_S = 10.0
 

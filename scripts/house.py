@@ -3,7 +3,7 @@
     python scripts/house.py                   # this tree
     python scripts/house.py ../before .       # two trees side by side
 
-Lines are those of `src/interlace/**/*.py`, all of them (code, docstrings, imports, blank lines).
+Lines are those of `src/**/*.py`, all of them (code, docstrings, imports, blank lines).
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class House:
 
 
 def measure(tree: Path) -> House:
-    """Reads every module under `tree`/src/interlace."""
-    house, root = House(), tree / "src/interlace"
+    """Reads every module under `tree`/src."""
+    house, root = House(), tree / "src"
     for path in sorted(root.rglob("*.py")):
         text, name = path.read_text(), path.relative_to(root)
-        room = name.parts[0] if len(name.parts) > 1 else "(top)"
+        package, *inner = name.parts
+        room = package if package != "interlace" else inner[0] if len(inner) > 1 else "(top)"
         num_lines = len(text.splitlines())
         house.files[room] += 1
         house.lines[room] += num_lines

@@ -441,7 +441,7 @@ def test_commands_of_a_page_exist(block: Block) -> None:
         command: Any = typer.main.get_command(app)
         words = words[place + 1 :]
         while hasattr(command, "commands"):
-            command, words = command.commands[words[0]], words[1:]
+            command, words = command.get_command(typer.Context(command), words[0]), words[1:]
         command.make_context("interlace", words)
 
 

@@ -15,6 +15,7 @@ from markdown_table import table
 
 from interlace.cli import app
 from interlace.options import Options
+from interlace_bench.commands.commands import bench
 
 CLI_HEAD = """# Command line
 
@@ -71,20 +72,17 @@ def field_docstrings() -> dict[str, str]:
 
 def _sections(commands: typer.Typer, prefix: str, mark: str) -> Iterator[str]:
     group: Any = typer.main.get_command(commands)
-    given: dict[str, Any] = {
-        c.callback.__name__: c.callback for c in commands.registered_commands if c.callback
-    }
-    for name, command in group.commands.items():
-        title = f"{prefix} {name}"
-        if name not in given:
+    context: Any = typer.Context(group)
+    for name in group.list_commands(context):
+        command, title = group.get_command(context, name), f"{prefix} {name}"
+        if hasattr(command, "commands"):
             yield f"{mark} {title}\n\n{command.help}\n"
-            (nested,) = (g.typer_instance for g in commands.registered_groups)
-            yield from _sections(nested, title, mark + "#")  # type: ignore[arg-type]
+            yield from _sections(bench, title, mark + "#")
             continue
         arguments = [p for p in command.params if not p.opts[0].startswith("-")]
         usage = " ".join([title, *(p.name.upper() for p in arguments), "[OPTIONS]"])
         yield f"{mark} {title}\n\n```text\n{usage}\n```\n\n{textwrap.dedent(command.help or '')}\n"
-        hints = inspect.signature(given[name], eval_str=True).parameters
+        hints = inspect.signature(command.callback, eval_str=True).parameters
         yield table(
             ("option", "value", "default", "meaning"),
             (_row(p, hints[p.name].annotation) for p in command.params if p.name in hints),

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from interlace.comm.resets import reset_teams as reset
     from interlace.comm.teams import release_teams as release
     from interlace.cost import simulate
-    from interlace.external.graphs.check import check_graph
-    from interlace.external.pipelining import check_pipelining
-    from interlace.external.recorded import check_recorded, save_recording
     from interlace.frontend.compile import compile
     from interlace.frontend.insight import explain, report
     from interlace.frontend.schedules import export
@@ -24,6 +21,9 @@ if TYPE_CHECKING:
     from interlace.ir.text.parser import parse, parse_set
     from interlace.runtime import Executor, synchronize
     from interlace.verify import check
+    from interlace_check.graphs.check import check_graph
+    from interlace_check.pipelining import check_pipelining
+    from interlace_check.recorded import check_recorded, save_recording
 
 __all__ = [
     "Executor",
@@ -54,9 +54,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "Executor": ("interlace.runtime", "Executor"),
     "check": ("interlace.verify", "check"),
-    "check_graph": ("interlace.external.graphs.check", "check_graph"),
-    "check_pipelining": ("interlace.external.pipelining", "check_pipelining"),
-    "check_recorded": ("interlace.external.recorded", "check_recorded"),
+    "check_graph": ("interlace_check.graphs.check", "check_graph"),
+    "check_pipelining": ("interlace_check.pipelining", "check_pipelining"),
+    "check_recorded": ("interlace_check.recorded", "check_recorded"),
     "compile": ("interlace.frontend.compile", "compile"),
     "explain": ("interlace.frontend.insight", "explain"),
     "export": ("interlace.frontend.schedules", "export"),
@@ -68,7 +68,7 @@ _LAZY = {
     "release": ("interlace.comm.teams", "release_teams"),
     "report": ("interlace.frontend.insight", "report"),
     "reset": ("interlace.comm.resets", "reset_teams"),
-    "save_recording": ("interlace.external.recorded", "save_recording"),
+    "save_recording": ("interlace_check.recorded", "save_recording"),
     "simulate": ("interlace.cost", "simulate"),
     "synchronize": ("interlace.runtime", "synchronize"),
 }

@@ -4,32 +4,70 @@ $ interlace demo
 $ interlace check ring.ilc --world 4
 $ interlace opt mlp.ilc -p "find_sites,decompose{strategy=peer},schedule" --diff
 
-Reading the help is quick, and so are the commands on text: torch is imported by those that run
-something (`demo`, `doctor`).
+A command's module is imported when the command is used, or when the help lists them all; torch is
+imported by those that run something (`demo`, `doctor`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from interlace.commands.bench.commands import bench
-from interlace.commands.calibrate import calibrate
-from interlace.commands.check import check
-from interlace.commands.demo import demo
-from interlace.commands.doctor import doctor
-from interlace.commands.explain import explain
-from interlace.commands.fuzz import fuzz
-from interlace.commands.run import run
-from interlace.commands.schedules import opt, show, simulate
+COMMANDS = {
+    "demo": "interlace.commands.demo:demo",
+    "run": "interlace_bench.commands.run:run",
+    "check": "interlace.commands.check:check",
+    "opt": "interlace.commands.schedules:opt",
+    "show": "interlace.commands.schedules:show",
+    "simulate": "interlace.commands.schedules:simulate",
+    "explain": "interlace.commands.explain:explain",
+    "calibrate": "interlace_bench.commands.calibrate:calibrate",
+    "doctor": "interlace.commands.doctor:doctor",
+    "bench": "interlace_bench.commands.commands:bench",
+}
+"""Where each command is: a function, or a group of commands."""
+
+GONE = {"fuzz": "it is `python -m tests.fuzzing` in a checkout of the repository"}
+"""Commands that went, and their replacement: for one release."""
+
+
+class Commands(TyperGroup):
+    """The group of all commands, which imports each when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in GONE:
+            raise typer.BadParameter(f"the command {cmd_name} went: {GONE[cmd_name]}")
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name].split(":")
+        command = getattr(import_module(module), name)
+        if isinstance(command, typer.Typer):
+            return typer.main.get_command(command)
+        alone = typer.Typer(
+            rich_markup_mode="markdown",
+            pretty_exceptions_enable=False,
+            add_completion=False,
+            context_settings=CONTEXT,
+        )
+        alone.command(cmd_name, no_args_is_help=False)(command)
+        return typer.main.get_command(alone)
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     name="interlace",
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=CONTEXT,
 )
 
 
@@ -49,11 +87,6 @@ def options(
     ] = False,
 ) -> None:
     """Hide communication under computation, by schedules that can be read and are proved sound."""
-
-
-for function in (demo, run, check, opt, show, simulate, explain, calibrate, fuzz, doctor):
-    app.command(no_args_is_help=False)(function)
-app.add_typer(bench)
 
 
 def main() -> None:

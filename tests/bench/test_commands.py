@@ -13,11 +13,11 @@ import pytest
 from tests.cli.schedules import ROOT, command
 from typer.testing import CliRunner
 
-from interlace.bench.rows import read
 from interlace.cli import app
-from interlace.commands.bench.commands import nbytes
-from interlace.commands.bench.interconnect import by_backend, size
 from interlace.cost import Machine, default_machine, fingerprint
+from interlace_bench.commands.commands import nbytes
+from interlace_bench.commands.interconnect import by_backend, size
+from interlace_bench.rows import read
 
 pytestmark = pytest.mark.timeout(300)
 TINY = ("--device", "cpu", "--preset", "tiny", "--dtype", "f32", "--host-runs", "5")

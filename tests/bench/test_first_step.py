@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchmarks import first_step
 
-from interlace.bench.rows import read
+from interlace_bench.rows import read
 
 
 def test_both_backends_have_rows_and_the_slower_one_misses_the_bar(

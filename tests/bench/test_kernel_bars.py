@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from interlace.bench.bars import judge_kernels, missed
+from interlace_bench.bars import judge_kernels, missed
 
 CE = {"op": "cross-entropy", "shape": "8192x128256", "dtype": "bf16", "does": "forward+backward"}
 LINEAR = {**CE, "op": "linear-cross-entropy", "shape": "8192x4096x128256"}

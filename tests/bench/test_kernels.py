@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from tests.cli.schedules import command
 from typer.testing import CliRunner
 
-from interlace.bench.kernels import adam, grouped, losses, muon
-from interlace.bench.kernels.case import COPY, OURS, BuiltCase, KernelCase, Opened, Way, time_case
-from interlace.bench.kernels.host import COUNTS, LAYERS, host_cases
-from interlace.bench.kernels.work import OPS, KernelSettings, cases_of
-from interlace.bench.ranks import Alone
-from interlace.bench.rows import read
-from interlace.bench.timing import time_in_turn
-from interlace.commands.bench.commands import bench
 from interlace.errors import OptionError, UnsupportedError
 from interlace.nn.functional import cross_entropy
+from interlace_bench.commands.commands import bench
+from interlace_bench.kernels import adam, grouped, losses, muon
+from interlace_bench.kernels.case import COPY, OURS, BuiltCase, KernelCase, Opened, Way, time_case
+from interlace_bench.kernels.host import COUNTS, LAYERS, host_cases
+from interlace_bench.kernels.work import OPS, KernelSettings, cases_of
+from interlace_bench.ranks import Alone
+from interlace_bench.rows import read
+from interlace_bench.timing import time_in_turn
 
 CPU = torch.device("cpu")
 ALONE = Alone(CPU)

@@ -10,15 +10,15 @@ import torch
 from tests.support.pool import Pool
 from typer.testing import CliRunner
 
-from interlace.bench.bars import judge_optimizer, missed
-from interlace.bench.optimizer.link import moved_bytes, slow_link
-from interlace.bench.optimizer.model import SIZES, Llama
-from interlace.bench.optimizer.ways import WAYS
-from interlace.bench.optimizer.work import OptimizerSettings, work
-from interlace.bench.ranks import here
 from interlace.cli import app
 from interlace.ir import parse
 from interlace.optim import bucket_runs
+from interlace_bench.bars import judge_optimizer, missed
+from interlace_bench.optimizer.link import moved_bytes, slow_link
+from interlace_bench.optimizer.model import SIZES, Llama
+from interlace_bench.optimizer.ways import WAYS
+from interlace_bench.optimizer.work import OptimizerSettings, work
+from interlace_bench.ranks import here
 
 pytestmark = pytest.mark.timeout(300)
 

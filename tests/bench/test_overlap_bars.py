@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from interlace.bench.bars import judge_overlap
-from interlace.bench.rows import Row
+from interlace_bench.bars import judge_overlap
+from interlace_bench.rows import Row
 
 TIMES = {
     ("auto", "eager"): 100.0,

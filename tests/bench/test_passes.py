@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from benchmarks.passes import BARS_MS, HEAD, layers, main
 
-from interlace.bench.rows import read
 from interlace.verify import check
+from interlace_bench.rows import read
 
 
 def test_every_pass_has_its_row(

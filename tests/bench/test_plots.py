@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from interlace.bench.plots import OURS, draw_overlap, kernels_over_roof, layers_over_ideal
-from interlace.bench.rows import Row, read
+from interlace_bench.plots import OURS, draw_overlap, kernels_over_roof, layers_over_ideal
+from interlace_bench.rows import Row, read
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

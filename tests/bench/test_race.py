@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
 
-from interlace.bench import overlap, timing
-from interlace.bench.ranks import here
-from interlace.bench.sites import SiteCase
-from interlace.bench.timing import Timing, percentile, race
+from interlace_bench import overlap, timing
+from interlace_bench.ranks import here
+from interlace_bench.sites import SiteCase
+from interlace_bench.timing import Timing, percentile, race
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from interlace.bench.bars import BarVerdict, judge_overlap, missed
-from interlace.bench.interconnect import engine_share
-from interlace.bench.interconnect import row as row_of
-from interlace.bench.rows import append, number, read
-from interlace.bench.transfers import Figure
+from interlace_bench.bars import BarVerdict, judge_overlap, missed
+from interlace_bench.interconnect import engine_share
+from interlace_bench.interconnect import row as row_of
+from interlace_bench.rows import append, number, read
+from interlace_bench.transfers import Figure
 
 
 def test_rows_are_appended_and_columns_grow(tmp_path: Path) -> None:

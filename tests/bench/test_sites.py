@@ -6,8 +6,11 @@ import pytest
 import torch
 from tests.support.pool import Pool
 
-from interlace.bench.ranks import here
-from interlace.bench.sites import (
+from interlace.errors import OptionError
+from interlace.float8.data import TAIL
+from interlace.verify import check
+from interlace_bench.ranks import here
+from interlace_bench.sites import (
     CACHE,
     FLOAT8,
     OPS,
@@ -17,10 +20,7 @@ from interlace.bench.sites import (
     deviation,
     make_inputs,
 )
-from interlace.bench.transfers import sizes_between
-from interlace.errors import OptionError
-from interlace.float8.data import TAIL
-from interlace.verify import check
+from interlace_bench.transfers import sizes_between
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from benchmarks import sizes
 
-from interlace.bench.rows import read
+from interlace_bench.rows import read
 
 
 def test_a_way_that_is_slower_or_wrong_misses_the_bar(

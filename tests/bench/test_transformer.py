@@ -15,12 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from interlace.bench.bars import judge_transformer, missed
-from interlace.bench.race.ways import prepare
-from interlace.bench.ranks import here
-from interlace.bench.rows import read
-from interlace.bench.transformer.candidates import LIMIT, Candidates, limit
-from interlace.bench.transformer.models import (
+from interlace.cli import app
+from interlace.float8 import Recipe
+from interlace_bench.bars import judge_transformer, missed
+from interlace_bench.race.ways import prepare
+from interlace_bench.ranks import here
+from interlace_bench.rows import read
+from interlace_bench.transformer.candidates import LIMIT, Candidates, limit
+from interlace_bench.transformer.models import (
     MODELS,
     Gathered,
     Layers,
@@ -28,9 +30,7 @@ from interlace.bench.transformer.models import (
     Plain,
     flops,
 )
-from interlace.bench.transformer.work import Stages, TransformerSettings, rows_of, work
-from interlace.cli import app
-from interlace.float8 import Recipe
+from interlace_bench.transformer.work import Stages, TransformerSettings, rows_of, work
 
 pytestmark = pytest.mark.timeout(300)
 CPU = torch.device("cpu")

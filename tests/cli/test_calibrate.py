@@ -29,7 +29,7 @@ SITE = """def f(tp: Team[4], x: bf16[{part}, 512], w: bf16[512, 1024]):
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of GPUs are read here as where there are none."""
-    monkeypatch.setattr("interlace.commands.calibrate.count_gpus", lambda: 0)
+    monkeypatch.setattr("interlace_bench.commands.calibrate.count_gpus", lambda: 0)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_what_is_measured_on_several_hosts(
         asked.append(settings)
         return {"calibration": str(found), "rows": [], "skipped": [], "first": True}
 
-    monkeypatch.setattr("interlace.bench.ranks.run", measure)
+    monkeypatch.setattr("interlace_bench.ranks.run", measure)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     run("calibrate", "--device", "cpu")

@@ -154,7 +154,7 @@ def test_a_benchmark_looks_first_whether_it_can_write(
     def ran(*_: object, **__: object) -> None:
         raise AssertionError("measured before the folder was looked at")
 
-    monkeypatch.setattr("interlace.bench.ranks.run", ran)
+    monkeypatch.setattr("interlace_bench.ranks.run", ran)
     (tmp_path / "file").write_text("")
     for line in ("bench interconnect --device cpu --out", "calibrate --device cpu --out"):
         args = [*line.split(), str(tmp_path / "file" / "x")]

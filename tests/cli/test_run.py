@@ -16,12 +16,12 @@ from tests.cli.schedules import RACE, SOUND, STAGES, command
 from tests.support.pool import Pool
 from typer.testing import CliRunner
 
-from interlace.bench.schedule import RunSettings, compare, work
 from interlace.cli import app
-from interlace.commands.run import the_one
 from interlace.cost import Timeline
 from interlace.errors import InputError
 from interlace.ir import parse_set
+from interlace_bench.commands.run import the_one
+from interlace_bench.schedule import RunSettings, compare, work
 
 SERIAL = """\
 def all_gather_linear(tp: Team[2], x: f32[64, 256], w: f32[256, 512]):

@@ -8,8 +8,6 @@ import pytest
 from tests.cost.test_between_hosts import APART
 from tests.passes.samples import KINDS, STRATEGIES
 
-from interlace.bench.transformer.models import MODELS
-from interlace.bench.transformer.stage_text import StageText
 from interlace.commands.files import scaled
 from interlace.cost import Machine, default_machine, predict, run_after_run, simulate
 from interlace.cost.graph import build
@@ -19,6 +17,8 @@ from interlace.ir import Program, Team, parse, parse_set
 from interlace.options import Options
 from interlace.passes import lower, run_pipeline
 from interlace.strategies import StrategyName
+from interlace_bench.transformer.models import MODELS
+from interlace_bench.transformer.stage_text import StageText
 
 SHARED = APART.replace(between=(("gloo", Link(latency_s=0.5, bandwidth=8.0, shared=True)),))
 STEP = """

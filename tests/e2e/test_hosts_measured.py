@@ -10,10 +10,10 @@ import pytest
 import torch
 from tests.support.hosts import Hosts, HostsPool, NoHosts
 
-from interlace.bench import transfers
-from interlace.bench.interconnect import calibrate_work, calibration_settings
-from interlace.bench.ranks import here
 from interlace.cost import Machine, default_machine
+from interlace_bench import transfers
+from interlace_bench.interconnect import calibrate_work, calibration_settings
+from interlace_bench.ranks import here
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from interlace import InterlaceError, check_graph
 from interlace.errors import OptionError, ProgramError, TeamError, UnsupportedError
-from interlace.external.graphs import reordered
+from interlace_check.graphs import reordered
 
 
 def everything(fixed: bool) -> fx.GraphModule:

@@ -15,7 +15,7 @@ from torch import fx
 
 from interlace import check_graph
 from interlace.errors import SoundnessError, TeamError
-from interlace.external.graphs.check import Order
+from interlace_check.graphs.check import Order
 
 
 def every_form(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from interlace.errors import InterlaceError, ParseError
-from interlace.external.pipelining import check_pipelining
-from interlace.external.pipelining.actions import (
+from interlace_check.pipelining import check_pipelining
+from interlace_check.pipelining.actions import (
     COMPUTE,
     WITH_MICROBATCH,
     WITHOUT_MICROBATCH,
     parse_action,
 )
-from interlace.external.pipelining.csv_file import MAX_CELLS, MAX_CHARACTERS, parse_csv
+from interlace_check.pipelining.csv_file import MAX_CELLS, MAX_CHARACTERS, parse_csv
 
 TWO = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 """The smallest pipeline with communication."""

@@ -14,12 +14,12 @@ from tests.external.pipelining_schedules import MULTI, SINGLE, make, tokens
 
 from interlace import check_pipelining
 from interlace.errors import ParseError, SoundnessError, UnsupportedError
-from interlace.external.pipelining import KINDS, MODELS
-from interlace.external.pipelining.live import take
-from interlace.external.pipelining.lowering import add_messages
-from interlace.external.pipelining.programs import to_programs
-from interlace.external.pipelining.schedule import Layout, PipelineOrder, plan_of
 from interlace.ir import parse_set, print_set, validate
+from interlace_check.pipelining import KINDS, MODELS
+from interlace_check.pipelining.live import take
+from interlace_check.pipelining.lowering import add_messages
+from interlace_check.pipelining.programs import to_programs
+from interlace_check.pipelining.schedule import Layout, PipelineOrder, plan_of
 
 Rows = list[list[str]]
 SIZES = [(2, 4), (3, 6), (5, 10)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from interlace.external.pipelining.single import SINGLE
+from interlace_check.pipelining.single import SINGLE
 
 Steps = list[tuple[str, tuple[str, ...]]]
 

@@ -10,8 +10,8 @@ import pytest
 from tests.external.recorded_runs import Run
 
 import interlace
-from interlace.external.recorded import KINDS, RecordedFinding, RecordedReport
 from interlace.ir.checks.validate import validate
+from interlace_check.recorded import KINDS, RecordedFinding, RecordedReport
 
 Make = Callable[[bool], Run]
 
@@ -480,7 +480,7 @@ def test_a_group_that_was_destroyed_and_made_again(tmp_path: Path) -> None:
 
 def test_records_of_two_libraries_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that NCCL and gloo both serve has two numberings: that of gloo is kept apart."""
-    from interlace.external.recorded import saving
+    from interlace_check.recorded import saving
 
     nccl, gloo = Run(1), Run(1, "gloo")
     for run, kind in (nccl, "all_reduce"), (gloo, "barrier"):

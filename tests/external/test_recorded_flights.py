@@ -19,7 +19,7 @@ from tests.support.pool import Pool
 import interlace
 from interlace import Executor, parse
 from interlace.errors import RecordingError
-from interlace.external.recorded.flights import FlightLog, flight_log, stalled
+from interlace_check.recorded.flights import FlightLog, flight_log, stalled
 
 GATHER = """
 def gather(tp: Team[3], x: f32[2, 4], y: out[f32[6, 4]]):

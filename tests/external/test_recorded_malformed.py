@@ -15,11 +15,11 @@ import pytest
 from tests.external.recorded_runs import Run
 
 from interlace.errors import InterlaceError, RecordingError
-from interlace.external.recorded import reading
-from interlace.external.recorded.alignment import align
-from interlace.external.recorded.check import explained
-from interlace.external.recorded.reading import parse_dump
 from interlace.ir.text.parser import parse
+from interlace_check.recorded import reading
+from interlace_check.recorded.alignment import align
+from interlace_check.recorded.check import explained
+from interlace_check.recorded.reading import parse_dump
 
 MAX_S = 2.0
 """For one damaged dump, on a busy machine."""

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.bench.kernels.case import COPY, OURS, peak
-from interlace.bench.kernels.host import WIDTH, chain, program
-from interlace.bench.kernels.work import OPS, KernelSettings, work
-from interlace.bench.ranks import Alone
 from interlace.runtime import Executor
+from interlace_bench.kernels.case import COPY, OURS, peak
+from interlace_bench.kernels.host import WIDTH, chain, program
+from interlace_bench.kernels.work import OPS, KernelSettings, work
+from interlace_bench.ranks import Alone
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.fuzzing.oracle import explore
 
 import interlace
 from interlace.cost import default_machine, graph, simulate
@@ -23,7 +24,6 @@ from interlace.ir.types import Team
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.plan_memory import PlanMemory
 from interlace.verify import check
-from interlace.verify.oracle import explore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

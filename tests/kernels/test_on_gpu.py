@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from interlace.bench.sites import FAST
 from interlace.float8 import E4M3, E5M2, Float8Data, Recipe, quantize
 from interlace.float8.products import multiply_into
 from interlace.kernels import sum_slots, sum_slots_twin
@@ -25,6 +24,7 @@ from interlace.kernels.gemm.support import (
     refuse,
     refuse_packed,
 )
+from interlace_bench.sites import FAST
 
 pytestmark = pytest.mark.gpu
 

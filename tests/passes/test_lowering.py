@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.fuzzing.draw import Draw
 
 from interlace.ir import Fused, Recv, Send, parse
 from interlace.options import Options, Regions
 from interlace.passes import lower
 from interlace.passes.pipeline import lowering
 from interlace.verify import check
-from interlace.verify.fuzz.draw import Draw
 
 MESSAGES = """
 def f(tp: Team[2], x: f32[4], y: out[f32[4]], w: f32[8, 4], z: out[f32[16, 4]]):

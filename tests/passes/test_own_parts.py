@@ -6,12 +6,12 @@ from typing import Literal
 
 import pytest
 
-from interlace.bench.sites import OPS, SiteCase
 from interlace.cost import default_machine
 from interlace.ir import Call, Copy
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.verify import check
+from interlace_bench.sites import OPS, SiteCase
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

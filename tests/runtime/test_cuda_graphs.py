@@ -23,7 +23,6 @@ from tests.runtime.test_cuda_plain import TWO_STREAMS
 from tests.support.fake_cuda import MAIN, Fake, fake_engine
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.bench.kernels.host import WIDTH, program
 from interlace.comm import Use
 from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda.memory import tensor_at
@@ -35,6 +34,7 @@ from interlace.runtime.cuda.graphs.capture_thread import capture_thread
 from interlace.runtime.cuda.graphs.captured import launcher
 from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.runtime.prepare.plan import Turn
+from interlace_bench.kernels.host import WIDTH, program
 
 CAPTURE = 4711
 NBYTES = 4 * WIDTH * WIDTH

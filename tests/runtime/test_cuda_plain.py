@@ -15,13 +15,13 @@ import torch
 from tests.support.fake_cuda import MAIN, Fake, fake_engine
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.bench.kernels.host import WIDTH, program
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime.cuda.engine import keeps_memory
 from interlace.runtime.executor import TeamLocks
+from interlace_bench.kernels.host import WIDTH, program
 
 TWO_STREAMS = f"""
 def two(x: f32[{WIDTH}, {WIDTH}], w: f32[{WIDTH}, {WIDTH}], y: out[f32[{WIDTH}, {WIDTH}]]):

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.fuzzing.draw import Draw
 from tests.runtime.programs import world_group
 from tests.support.held_back import held_back
 from tests.support.interpreter import Deadlock, LifetimeFault, run_ranks
@@ -39,7 +40,6 @@ from interlace.ir import (
 from interlace.options import Backend, Options
 from interlace.runtime import Executor
 from interlace.verify import Report, check
-from interlace.verify.fuzz.draw import Draw
 
 RUNS = 10
 """Of each Program, in a row."""

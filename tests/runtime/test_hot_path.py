@@ -14,11 +14,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.bench.kernels.host import WIDTH, chain, program
 from interlace.errors import ExecutorError
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
+from interlace_bench.kernels.host import WIDTH, chain, program
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,11 @@ import random
 import re
 from collections.abc import Iterator
 
+from tests.fuzzing.sets import random_set
+
 from interlace.errors import ProgramError
 from interlace.ir import Expect, Notify, Op, Program, Record, Wait, parse_set, print_set, validate
 from interlace.verify import Finding, check
-from interlace.verify.fuzz.sets import random_set
 
 RANK = r"(?: on ranks? (?P<rank>\d+)(?: to \d+|, \d+)*)?"
 CLAUSES = tuple(

@@ -27,6 +27,7 @@ from typing import NamedTuple, cast
 
 import torch
 from tests.e2e.test_hierarchy import text_of
+from tests.fuzzing import compare
 from tests.passes.samples import STRATEGIES
 from tests.support.interpreter import run_ranks
 from tests.support.torch_ops import DTYPES
@@ -55,7 +56,6 @@ from interlace.ir.program import map_views
 from interlace.ir.view import Chunk, Slice
 from interlace.passes import run_pipeline
 from interlace.verify import check
-from interlace.verify.fuzz import compare
 
 SITES = ("gather", "scatter", "reduce", "dispatch", "combine")
 WAYS = {**STRATEGIES, "hierarchical": "strategy=hierarchical,chunks=4"}

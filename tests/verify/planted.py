@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fuzzing import campaign as campaigns
 from tests.verify.schedules import GOLDEN
 
 from interlace.ir.order import Awaited, Meetings
 from interlace.verify.accesses.memory import Cell, Content
 from interlace.verify.accesses.regions import ByteRegion, Regions
 from interlace.verify.accesses.sweep import Sweep
-from interlace.verify.fuzz import campaign as campaigns
 from interlace.verify.happens_before.build import GraphBuilder, _FrameBuilder
 from interlace.verify.happens_before.graph import HappensBefore
 from interlace.verify.happens_before.source import Item, _Lowering

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from tests.fuzzing import Plan, Tally, compare, drawn, keep, run
+from tests.fuzzing import campaign as campaigns
+from tests.fuzzing.compare import header
+from tests.fuzzing.shrink import MAX_OPS
 from tests.verify.orders import shuffled
 from tests.verify.planted import FOLDER, PLANTED, planted
 
 from interlace.ir import Program, parse_set, print_set
 from interlace.verify import Report, check
-from interlace.verify.fuzz import Plan, Tally, compare, drawn, keep, run
-from interlace.verify.fuzz import campaign as campaigns
-from interlace.verify.fuzz.compare import header
-from interlace.verify.fuzz.shrink import MAX_OPS
 from interlace.verify.happens_before.build import GraphBuilder
 
 PROGRAMS = 4_000
@@ -157,7 +157,7 @@ def test_it_needs_nothing_but_python(seed: int) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1))\n"
         "for name in ('torch', 'typer', 'rich', 'numpy'): sys.modules[name] = None\n"
-        "import runpy; runpy.run_module('interlace.verify.fuzz', run_name='__main__')\n"
+        "import runpy; runpy.run_module('tests.fuzzing', run_name='__main__')\n"
     )
     src = str(Path(campaigns.__file__).parents[3])
     words = [src, "--programs", "60", "--seed", str(seed), "--json"]

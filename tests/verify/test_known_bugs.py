@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.fuzzing.oracle.machine import explore
 from tests.verify.schedules import GOLDEN
 
 from interlace.ir import parse_set, validate
 from interlace.verify import check
-from interlace.verify.oracle.machine import explore
 
 BUGS = sorted((GOLDEN / "bugs").glob("*.bad.ilc"))
 

@@ -6,17 +6,17 @@ import random
 from collections.abc import Iterator
 
 import pytest
-
-from interlace.ir import Program, parse, parse_set, print_set
-from interlace.verify.fuzz.sets import random_set
-from interlace.verify.oracle.machine import (
+from tests.fuzzing.oracle.machine import (
     OracleMachine,
     OracleMemory,
     OracleVerdict,
     conflicts,
     explore,
 )
-from interlace.verify.oracle.script import Clause, Script
+from tests.fuzzing.oracle.script import Clause, Script
+from tests.fuzzing.sets import random_set
+
+from interlace.ir import Program, parse, parse_set, print_set
 
 
 def spmd(*lines: str, runs: int = 1, world: int = 2, params: str = "") -> OracleVerdict:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tests.fuzzing.oracle.machine import explore
 from tests.support.registered import TEXTS
 
 from interlace.ir import Program, parse, validate
 from interlace.verify import Report, check
-from interlace.verify.oracle.machine import explore
 
 
 def agreed(programs: Program | list[Program]) -> Report:

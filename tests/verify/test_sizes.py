@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+from tests.fuzzing.draw import Draw
 
 from interlace.errors import InterlaceError
 from interlace.ir import (
@@ -29,7 +30,6 @@ from interlace.ir.program import map_values
 from interlace.ir.size_class import NamedSize, SizeClass
 from interlace.ir.sizes import Int, divided, named
 from interlace.verify import check
-from interlace.verify.fuzz.draw import Draw
 
 S = named("S")
 

@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fuzzing.draw import Draw
+from tests.fuzzing.sets import mutilate
 from tests.passes.samples import KINDS, STRATEGIES
 
-from interlace.bench.transformer.step import StepSettings, step_of
 from interlace.commands.files import on_mesh
 from interlace.errors import InterlaceError, ProgramError, TeamError
 from interlace.ir import Collective, Expect, Program, Team, View, Wait, parse, parse_set
@@ -24,11 +25,10 @@ from interlace.ir.checks.validate import validate
 from interlace.passes import run_pipeline
 from interlace.verify import Report, check
 from interlace.verify.accesses.regions import Regions
-from interlace.verify.fuzz.draw import Draw
-from interlace.verify.fuzz.sets import mutilate
 from interlace.verify.happens_before.graph import HappensBefore
 from interlace.verify.happens_before.source import lower
 from interlace.verify.symmetry.automorphisms import Turns
+from interlace_bench.transformer.step import StepSettings, step_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

@@ -6,11 +6,10 @@ files.py      reading schedules, and laying them on another mesh or world
 check.py      whether a schedule can go wrong
 schedules.py  passes, pages and predictions of a schedule
 explain.py    the strategy of every site, and why
-run.py        a schedule, run on this machine
-demo.py, calibrate.py, doctor.py    what runs on this machine
-doctor_job.py what `doctor` finds out about the hosts of a job
+demo.py       an example that trains
+doctor.py     the state of this machine;  doctor_job.py: of the hosts of a job
 
-bench/        the benchmarks
+`run`, `calibrate` and `bench` measure, and stand in `interlace_bench.commands`.
 
 None imports torch, nor anything else that is slow, before it runs.
 """

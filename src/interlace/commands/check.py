@@ -21,10 +21,10 @@ from interlace.commands.output import UNSOUND, command, print_json, say
 from interlace.errors import InputError, ProgramError
 
 if TYPE_CHECKING:
-    from interlace.external.pipelining import PipeliningReport
-    from interlace.external.recorded.report import RecordedReport
     from interlace.ir import Program
     from interlace.verify import Finding, Report
+    from interlace_check.pipelining import PipeliningReport
+    from interlace_check.recorded.report import RecordedReport
 
 
 @command

@@ -31,9 +31,9 @@ from interlace.ir import Team
 from interlace.strategies import STRATEGIES, Strategy, names
 
 if TYPE_CHECKING:
-    from interlace.bench.ranks import Ranks
-    from interlace.bench.transfers import Figure
     from interlace.comm import Board
+    from interlace_bench.ranks import Ranks
+    from interlace_bench.transfers import Figure
 
 Note = dict[str, Any]
 SMALL, LARGE = 8, 1 << 20
@@ -66,9 +66,9 @@ def survey(found: Sequence[Inspection], time_out_s: float) -> Job | None:
     """
     import torch.distributed as dist
 
-    from interlace.bench.ranks import here, pick_device
     from interlace.comm import Board
     from interlace.launch import joined, prepare_for_gpus
+    from interlace_bench.ranks import here, pick_device
 
     prepare_for_gpus(os.environ)
     device, limit = pick_device("auto"), timedelta(seconds=time_out_s)
@@ -288,7 +288,7 @@ def _messages(ranks: Ranks, pair: Sequence[int], nbytes: int) -> Figure:
     import torch
     import torch.distributed as dist
 
-    from interlace.bench.transfers import attempt, timed
+    from interlace_bench.transfers import attempt, timed
 
     out = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
     into, peer = torch.zeros_like(out), pair[ranks.me == pair[0]]

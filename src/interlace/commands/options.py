@@ -58,7 +58,7 @@ World = Annotated[int | None, typer.Option(help="Ranks; default: a rank for each
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """The options of every benchmark, with which `interlace.bench.ranks` runs it."""
+    """The options of every benchmark, with which `interlace_bench.ranks` runs it."""
 
     out: Annotated[Path, typer.Option(help="Folder of the CSV rows.")] = RESULTS
     name: Annotated[str, typer.Option(help="Name of the CSV file.")] = ""

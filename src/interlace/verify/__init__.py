@@ -32,12 +32,12 @@ What is not
     function); time; libraries that break their word; resources of a device, such as a kernel that
     spins while the one it waits for finds no room.
 
-`oracle.explore` runs small programs in every interleaving, shares nothing with `check` but the
-ops, and must agree with it on thousands of random programs in every test run (fuzz/).
+The tests hold `check` against an oracle that runs small programs in every interleaving, shares
+nothing with it but the ops, and must agree with it on thousands of random programs.
 
 Reading order: happens_before/ (the order), accesses/ (races and lifetimes), in_place.py (one op
 alone), scales.py (FP8), deadlock.py, matching.py, explain.py, uneven.py and report.py (findings),
-fixing/ (fixes), symmetry/ (few ranks stand for all), check.py; then oracle/ and fuzz/. reuse.py
+fixing/ (fixes), symmetry/ (few ranks stand for all), check.py, reuse.py
 (takes of slots that may share memory).
 """
 

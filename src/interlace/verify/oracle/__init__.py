@@ -1,8 +1,0 @@
-"""The slow twin of the checker, which shares nothing with it but the ops: every order is tried.
-
-machine.py   a machine that does what semantics.md says;  script.py: the acts it plays
-"""
-
-from interlace.verify.oracle.machine import OracleVerdict, explore
-
-__all__ = ["OracleVerdict", "explore"]

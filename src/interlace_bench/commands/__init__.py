@@ -1,0 +1,8 @@
+"""The commands that measure: `interlace run`, `calibrate` and `bench`, and what they print.
+
+run.py           a schedule, run on this machine
+calibrate.py     links, matmuls and sites of this machine, measured
+commands.py      a command for each benchmark
+interconnect.py  the tables of links and of backends
+report.py        the tables of all others, and whether bars are met
+"""

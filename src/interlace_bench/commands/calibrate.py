@@ -1,0 +1,239 @@
+"""`interlace calibrate`: measure this machine once, so that later runs choose without measuring.
+
+$ interlace calibrate                                   # links, matmuls and sites; a few minutes
+$ torchrun --nproc-per-node 4 -m interlace calibrate --shapes "ag_gemm:8192,4096,7168"
+$ torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+    -m interlace calibrate
+$ interlace calibrate --from benchmarks/results/overlap.csv      # what was measured before
+
+The file goes where `auto` looks, or to --out. What is not measured again stays in it. On several
+hosts rank 0's writes it: the links inside its host and between hosts, but no sites.
+"""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from interlace.commands.files import count_gpus
+from interlace.commands.options import (
+    BenchOptions,
+    Device,
+    Json,
+    Shapes,
+    TimeOut,
+    Verbose,
+    World,
+    nbytes,
+)
+from interlace.commands.output import command, print_json, say, table, words
+from interlace.commands.pages import check_places
+from interlace.errors import CalibrationError, OptionError
+
+if TYPE_CHECKING:
+    from interlace.cost import Machine
+    from interlace.cost.machine import Link
+
+PARTS = ("interconnect", "overlap")
+
+
+@command
+def calibrate(
+    measure: Annotated[
+        str, typer.Option(help="What to measure, with commas: interconnect, overlap (sites).")
+    ] = "",
+    given: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="CSV of `bench overlap`, or of samples; measures nothing."),
+    ] = None,
+    preset: Annotated[str, typer.Option(help="Sites: bars, others, tiny, cpu; or several.")] = "",
+    shapes: Shapes = "",
+    dtype: Annotated[str, typer.Option(help="Element types; default: bf16, on CPUs f32.")] = "",
+    most: Annotated[
+        str, typer.Option(help="Largest message; default: 256MiB on GPUs, 4MiB on CPUs.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="Time for the sites; the rest is left out.")] = 240,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; default: where auto looks.")
+    ] = None,
+    device: Device = "auto",
+    world: World = None,
+    time_out: TimeOut = 580,
+    verbose: Verbose = False,
+    json: Json = False,
+) -> None:
+    """Measure links, matmuls and whole sites of this machine, for `auto` to choose by.
+
+    Under torchrun on several hosts it measures the links inside a host and between hosts, and no
+    sites.
+    """
+    from interlace_bench.ranks import several_hosts
+
+    spans = several_hosts()
+    parts = words(measure) or ([] if given else list(PARTS[:1] if spans else PARTS))
+    for part in parts:
+        if part not in PARTS:
+            raise OptionError(f"--measure {part}: choose from {', '.join(PARTS)}")
+    if seconds < 0:
+        raise OptionError(f"--seconds {seconds:g}: give 0 or more")
+    if parts:
+        check_places(out)
+    if spans and "overlap" in parts:
+        raise OptionError("--measure overlap: sites are measured with all ranks on one host")
+    texts = [(path, _read(path)) for path in given or ()]
+    place = _Place(device, [row for _, rows in texts for row in rows], out)
+    machine = _from_samples(place.start(), texts, place.host)
+    rows: list[Mapping[str, Any]] = [row for _, rows in texts for row in rows if "op" in row]
+    skipped: list[str] = []
+    first = True
+    if parts:
+        from interlace.cost import Machine, default_machine
+        from interlace_bench.interconnect import calibrate_work, calibration_settings
+        from interlace_bench.ranks import run
+        from interlace_bench.sites import cases_of
+
+        wanted = preset or ("bars" if place.cuda else "cpu")
+        dtypes = words(dtype or ("bf16" if place.cuda else "f32"))
+        options = BenchOptions(device=place.device, time_out=time_out, verbose=verbose)
+        with tempfile.TemporaryDirectory() as folder:
+            settings = calibration_settings(
+                calibration=f"{folder}/machine.json" if "interconnect" in parts else "",
+                dtypes=dtypes,
+                most=nbytes(most or ("256MiB" if place.cuda else "4MiB")),
+                cases=cases_of(wanted, shapes, dtypes) if "overlap" in parts else (),
+                seconds=seconds,
+            )
+            report = run("calibrate", calibrate_work, settings, options, world)
+            if report is None:
+                return  # no first rank of a host, of torchrun
+            if report["calibration"]:
+                found = Machine.load(report["calibration"], any_host=True)
+                base = default_machine(place.device)
+                machine = found.replace(
+                    sites=machine.sites,
+                    links=_measured(found.links, base.links, machine.links),
+                    between=_measured(found.between, base.between, machine.between),
+                )
+        rows += report["rows"]
+        skipped, first = report["skipped"], report["first"]
+    saved = _save(machine, rows, place)
+    if not first:
+        return
+    if json:
+        print_json({"schema": 1, "file": str(place.path), "host": saved.host, **_facts(saved)})
+        return
+    table(("of", "what"), [(key, str(value)) for key, value in _facts(saved).items()])
+    if skipped:
+        say(f"no time left for: {'; '.join(skipped)}")
+    say(f"wrote {place.path}")
+
+
+Links = tuple[tuple[str, "Link"], ...]
+
+
+def _measured(found: Links, base: Links, before: Links) -> Links:
+    """The links that were found, and those before where that is only what is built in."""
+    known, kept = dict(base), dict(before)
+    return tuple((n, kept.get(n, link) if link == known.get(n) else link) for n, link in found)
+
+
+class _Place:
+    """Which machine is calibrated: this one, or for rows alone the one that they come from."""
+
+    def __init__(self, device: Device, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
+        from interlace.cost import Machine, default_path, fingerprint
+        from interlace.passes.strategies.candidates import gpu_of
+        from interlace.runtime.machine import gpus_of
+        from interlace_bench.ranks import pick_device
+
+        gpu, world = gpu_of(rows)
+        elsewhere = device == "cuda" and rows and not count_gpus()
+        self.device: Literal["cpu", "cuda"] = "cuda" if elsewhere else pick_device(device)
+        self.cuda = self.device == "cuda"
+        if elsewhere and not gpu:
+            if out is None or not out.exists():
+                raise CalibrationError(
+                    "the rows do not say which GPU they come from: calibrate where it is, or give "
+                    "its file as --out"
+                )
+            self.path, self.host = out, Machine.load(out, any_host=True).host
+            return
+        gpus = f"{world} x {gpu}" if elsewhere else gpus_of(self.device)
+        self.path, self.host = out or default_path(gpus), fingerprint(gpus)
+        if gpu not in (gpus if self.cuda else self.host):
+            away = "" if count_gpus() else "; away from those GPUs give --device cuda"
+            here = gpus or self.host
+            raise CalibrationError(f"the rows were measured on {gpu!r}, and this is {here!r}{away}")
+
+    def start(self) -> Machine:
+        """What the file says already, or the built-in model."""
+        from interlace.cost import Machine, default_machine
+
+        if self.path.exists():
+            try:
+                found = Machine.load(self.path, any_host=True)
+            except CalibrationError as error:
+                say(f"starting anew: {error}")
+            else:
+                if (found.device, found.host) == (self.device, self.host):
+                    return found
+        return default_machine(self.device)
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="") as file:
+            return [dict(row) for row in csv.DictReader(file)]
+    except OSError as error:
+        raise CalibrationError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _from_samples(
+    machine: Machine, texts: Sequence[tuple[Path, Sequence[Mapping[str, str]]]], host: str
+) -> Machine:
+    """The machine with what files of samples tell."""
+    from interlace.cost import fit
+    from interlace.cost.fit import sample_of
+
+    samples = [
+        sample_of(row, f"{path}, line {i}")
+        for path, rows in texts
+        for i, row in enumerate(rows, start=2)
+        if "op" not in row
+    ]
+    if not samples:
+        return machine
+    return fit(samples, machine, host=host).replace(sites=machine.sites)
+
+
+def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], place: _Place) -> Machine:
+    """Writes the machine with the sites of these rows."""
+    from interlace.passes.strategies.candidates import site_times, with_sites
+
+    path = place.path
+    named = machine.replace(name=path.stem, host=place.host)
+    saved = with_sites(named, site_times(rows))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CalibrationError(f"cannot make folder {path.parent}: {error}") from error
+    saved.save(path)
+    return saved
+
+
+def _facts(machine: Machine) -> dict[str, object]:
+    """How much of a machine was measured."""
+    sites = {time.site for time in machine.sites}
+    return {
+        "host": machine.host,
+        "transfers": sum(len(link.curves) for _, link in machine.links),
+        "between hosts": sum(len(link.curves) for _, link in machine.between),
+        "matmuls": len(machine.gemms),
+        "sites": len(sites),
+        "site times": len(machine.sites),
+    }

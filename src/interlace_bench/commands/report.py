@@ -1,0 +1,105 @@
+"""What `interlace bench` prints of its rows: a table, what failed, sites, bars; or all as JSON.
+
+columns = {"way": "{way}", "median us": "{median_us:.1f}"}        # formats of a row
+conclude(report, "one layer", columns, "{step} {way}", given)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from interlace.commands.explain import gain_of
+from interlace.commands.options import BenchOptions
+from interlace.commands.output import UNSOUND, print_json, say, table
+
+if TYPE_CHECKING:
+    from interlace_bench.bars import BarVerdict
+
+
+def conclude(
+    report: dict[str, Any],
+    headline: str,
+    columns: Mapping[str, str],
+    place: str,
+    given: BenchOptions,
+    verdicts: Sequence[BarVerdict] = (),
+) -> None:
+    """The rows for scripts or for people: a table, what was not timed, the bars; code 1 where one
+    is missed. `columns` and `place` are formats of a row."""
+    from interlace_bench.bars import missed
+    from interlace_bench.rows import plain
+
+    if given.json:
+        bars = [verdict.to_json() for verdict in verdicts]
+        print_json({"schema": 1, **plain(report), "bars": bars})
+    else:
+        facts = report["facts"]
+        say(f"{facts['gpu']}, torch {facts['torch']}, {headline}\n")
+        cells = [[_cell(form, row) for form in columns.values()] for row in report["rows"]]
+        good = [line for line, row in zip(cells, report["rows"], strict=True) if not row["error"]]
+        table(tuple(columns), good)
+        failed = [row for row in report["rows"] if row["error"]]
+        if failed:
+            say("\nnot timed:")
+        for row in failed:
+            say(f"  {place.format_map(row)}: {row['error']}")
+        if report.get("skipped"):
+            say(f"no time left for: {'; '.join(report['skipped'])}")
+        if report.get("sites"):
+            say("")
+            _show_sites(report["sites"])
+        if verdicts:
+            say("")
+            _show_bars(verdicts)
+        say(f"\nwrote {given.path}")
+    if missed(verdicts):
+        raise typer.Exit(UNSOUND)
+
+
+def _cell(form: str, row: Mapping[str, Any]) -> str:
+    """One cell; what a row has in bytes is there in GiB as well."""
+    gib = {f"{name}_gib": row[name] / 2**30 for name in row if name.endswith("_bytes")}
+    text = form.format_map({**row, **gib})
+    return "-" if text.startswith("nan") else text
+
+
+def _show_sites(rows: Sequence[Mapping[str, Any]]) -> None:
+    """What becomes of each communication: how it is overlapped, what it takes, what is exposed."""
+    table(
+        ("way", "site", "kind", "how", "gain", "comm", "exposed"),
+        [
+            (
+                row["way"],
+                f"{row['program']} {row['module']}".strip(),
+                functools.reduce(lambda kind, pair: kind.replace(*pair), SHORT, row["kind"]),
+                row["how"],
+                gain_of(row["serial_ms"], row["predicted_ms"]),
+                f"{row['comm_ms']:.3f}",
+                f"{row['exposed_ms']:.3f}",
+            )
+            for row in rows
+        ],
+        title="communication by site, in ms (the gain of all of it is predicted)",
+    )
+
+
+SHORT = (
+    ("all_gather", "AG"),
+    ("reduce_scatter", "RS"),
+    ("all_reduce", "AR"),
+    ("matmul", "GEMM"),
+    ("_", "+"),
+)
+
+
+def _show_bars(verdicts: Sequence[BarVerdict]) -> None:
+    cells = [
+        [v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED"]
+        + [str(value) for value in v.of.values()]
+        for v in verdicts
+    ]
+    table(("bar", "limit", "figure", "", *verdicts[0].of), cells, title="bars")

@@ -1,0 +1,158 @@
+"""A grouped linear layer, forward and backward, its weight gradient added to an fp32 main gradient.
+
+    cases = grouped_cases(small=False)
+
+Others make the gradient first and then add it: torch's grouped GEMM, or a linear for each group (of
+which the host knows the sizes). Rows of the result, of the gradient of x and the main gradient are
+compared with products in wide arithmetic, for the first group that has rows and the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from interlace.nn import GroupedLinear
+from interlace.optim import GradAccumulator
+from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase
+from interlace_bench.kernels.losses import BOTH, relative, unit
+from interlace_bench.race.ways import Opened, Way, worst
+from interlace_bench.sites import DTYPES
+
+LOOSE = 4.0
+Layer = tuple[Callable[[Tensor], Tensor], Callable[[], None]]
+"""What computes, and what adds the gradient of the weight afterwards."""
+SHAPES = (
+    # groups, tokens, in, out, sizes: Mixtral, DeepSeek-V2-Lite and Qwen3-30B, forward and backward
+    (8, 16384, 4096, 14336, "even"),
+    (64, 32768, 2048, 1408, "even"),
+    (64, 32768, 2048, 1408, "skewed"),
+    (128, 32768, 2048, 768, "skewed"),
+    (128, 4096, 2048, 768, "skewed"),
+)
+SMALL = ((4, 48, 16, 32, "even"), (8, 64, 16, 32, "skewed"))
+
+
+def grouped_cases(small: bool) -> list[KernelCase]:
+    """The cases of `GroupedLinear`."""
+    dtype = "f32" if small else "bf16"
+    return [
+        KernelCase(
+            op="grouped",
+            shape=f"{groups}x{tokens}x{inner}x{outer} {how}",
+            dtype=dtype,
+            does=BOTH,
+            build=functools.partial(grouped_case, groups, tokens, inner, outer, how, dtype),
+        )
+        for groups, tokens, inner, outer, how in (SMALL if small else SHAPES)
+    ]
+
+
+def group_sizes(groups: int, tokens: int, how: str) -> list[int]:
+    """Even sizes, or skewed: the rows of group g go as 1 / (g + 1), and every eighth has none."""
+    if how == "even":
+        return [tokens * (g + 1) // groups - tokens * g // groups for g in range(groups)]
+    shares = [0.0 if g % 8 == 7 else 1 / (g + 1) for g in range(groups)]
+    sizes = [int(tokens * share / sum(shares)) for share in shares]
+    sizes[0] += tokens - sum(sizes)
+    return sizes
+
+
+def grouped_case(
+    groups: int, tokens: int, inner: int, outer: int, how: str, dtype: str, device: torch.device
+) -> BuiltCase:
+    kind, sizes = DTYPES[dtype], group_sizes(groups, tokens, how)
+    x = torch.randn(tokens, inner, device=device, dtype=kind)
+    weight = torch.empty(groups, outer, inner, device=device, dtype=kind)
+    weight.normal_(0, inner**-0.5)
+    dy = torch.randn(tokens, outer, device=device, dtype=kind)
+    main = torch.zeros(groups, outer, inner, device=device)
+    on_device = torch.tensor(sizes, device=device, dtype=torch.int32)
+
+    def opened(make: Callable[..., Layer], given: Any) -> Opened:
+        layer, add = make(weight, main, given)
+
+        def run(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+            x = x.detach().requires_grad_()
+            y = layer(x)
+            y.backward(dy)
+            add()
+            return y.detach(), x.grad
+
+        def off() -> float:
+            main.zero_()
+            return _off(run(x, dy), main, (x, weight, dy), sizes)
+
+        return Opened(run, off)
+
+    ways = (
+        Way(OURS, lambda: opened(grouped_layer, on_device)),
+        Way("torch", lambda: opened(torch_layer, on_device)),
+        Way("loop", lambda: opened(_loop, sizes)),
+    )
+    flops = 3 * 2 * tokens * inner * outer
+    return BuiltCase(ways=ways, sets=[(x, dy)], flops=flops, limit=LOOSE)
+
+
+def grouped_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:
+    """Ours, on that weight, adding to that main gradient."""
+    groups, outer, inner = weight.shape
+    layer = GroupedLinear(groups, inner, outer, bias=False, device="meta", dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight)
+    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    return lambda x: layer(x, sizes), lambda: None
+
+
+def torch_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:
+    """torch's grouped GEMM, whose gradient is added afterwards."""
+    param, ends = nn.Parameter(weight), sizes.cumsum(0, dtype=torch.int32)
+
+    def add() -> None:
+        assert param.grad is not None
+        main.add_(param.grad)
+        param.grad = None
+
+    return lambda x: torch._grouped_mm(x, param.transpose(1, 2), offs=ends), add
+
+
+def _loop(weight: Tensor, main: Tensor, sizes: Sequence[int]) -> Layer:
+    params = [nn.Parameter(part) for part in weight]
+
+    def layer(x: Tensor) -> Tensor:
+        parts = zip(x.split(list(sizes)), params, strict=True)
+        return torch.cat([F.linear(rows, param) for rows, param in parts if len(rows)])
+
+    def add() -> None:
+        for param, part in zip(params, main, strict=True):
+            if param.grad is not None:
+                part.add_(param.grad)
+                param.grad = None
+
+    return layer, add
+
+
+def _off(
+    found: tuple[Tensor, Tensor | None],
+    main: Tensor,
+    given: tuple[Tensor, Tensor, Tensor],
+    sizes: Sequence[int],
+) -> float:
+    """The furthest of result, gradient of x, and main gradient; an empty group's is 0."""
+    (y, dx), (x, weight, dy) = found, given
+    assert dx is not None
+    wide = torch.float32 if x.element_size() == 2 else torch.float64
+    ends = list(itertools.accumulate(sizes))
+    taken = [g for g, size in enumerate(sizes) if size]
+    far = [float(main[g].abs().max()) for g, size in enumerate(sizes) if not size]
+    for g in (taken[0], taken[-1]):
+        rows = slice(ends[g] - sizes[g], ends[g])
+        w, part, up = (t.to(wide) for t in (weight[g], x[rows], dy[rows]))
+        far += [relative(y[rows], part @ w.t()), relative(dx[rows], up @ w)]
+        far.append(relative(main[g], up.t() @ part))
+    return worst(far) / unit(x.dtype)

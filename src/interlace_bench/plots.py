@@ -1,0 +1,270 @@
+"""Pictures of benchmark rows, by matplotlib (`pip install interlace[bench]`).
+
+draw_interconnect(read(Path("benchmarks/results/interconnect.csv")), Path("interconnect.png"))
+draw_overlap(read(Path("benchmarks/results/overlap.csv")), Path("overlap.png"))
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from interlace.errors import BackendError
+from interlace_bench.rows import Row, number
+from interlace_bench.sites import FLOAT8
+
+STYLES = {"peer": "--", "gloo": ":", "put": "--", "send": ":"}
+Series = dict[str, list[tuple[float, float, float]]]
+Times = dict[tuple[str, str], float]
+"""By case and name, or by way and mode."""
+
+
+def _pyplot() -> Any:
+    try:
+        importlib.import_module("matplotlib").use("agg")
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise BackendError(
+            "no plot: matplotlib is not there (pip install 'interlace[bench]', or --no-plot)"
+        ) from error
+
+
+def draw_interconnect(rows: Sequence[Row], path: Path) -> None:
+    """Bandwidth and time over size: copies between ranks, and collectives."""
+    pyplot = _pyplot()
+    good = [row for row in rows if not row["error"] and number(row["nbytes"]) > 0]
+    copies, teams = Series(), Series()
+    for row in good:
+        point = number(row["nbytes"]), number(row["us"]), number(row["gbs"])
+        if row["pattern"] == "team":
+            name, place = f"{row['backend']} {row['kind']}", teams
+        elif ">" in row["pattern"] and row["pattern"] != "0>1":
+            continue  # one pair stands for all
+        else:
+            name, place = f"{row['kind']} {row['protocol']} {row['pattern']}", copies
+        place.setdefault(name, []).append(point)
+    figure, axes = pyplot.subplots(2, 2, figsize=(14, 10), layout="constrained")
+    for column, (title, series) in enumerate((("copies", copies), ("collectives", teams))):
+        for name, points in sorted(series.items()):
+            sizes, times, rates = zip(*sorted(points), strict=True)
+            style = {"marker": ".", "label": name, "linestyle": STYLES.get(name.split()[0], "-")}
+            axes[0][column].plot(sizes, rates, **style)
+            axes[1][column].plot(sizes, times, **style)
+        axes[0][column].set(title=title, xscale="log", ylabel="GB/s of a rank")
+        axes[1][column].set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
+        if series:
+            axes[0][column].legend(fontsize=7)
+    _save(pyplot, figure, path)
+
+
+def draw_overlap(rows: Sequence[Row], path: Path, layers: Sequence[Row] = ()) -> None:
+    """Time over the roof by shape, of NCCL and a matmul in sequence, async-TP and ours: a column
+    for each number of ranks; below the kernels, layers of `bench transformer` over the ideal. Rows
+    in FP8 are left out.
+
+    Each is shown in its faster mode, eager or as a CUDA graph. A dark picture goes beside the
+    light one, as `-dark.png`.
+    """
+    pyplot = _pyplot()
+    rows = [row for row in rows if row["dtype"] != FLOAT8]
+    columns = kernels_over_roof(rows)
+    where = ", ".join(dict.fromkeys(f"{row['gpu']}, {row['dtype']}" for row in rows))
+    for world, found in layers_over_ideal(layers).items():
+        columns.setdefault(world, {}).update(found)
+    for suffix, (ink, paper, colours) in THEMES.items():
+        inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+        papers = ("figure.facecolor", "axes.facecolor")
+        with pyplot.rc_context(dict.fromkeys(inks, ink) | dict.fromkeys(papers, paper)):
+            most = max((len(lines) for lines in columns.values()), default=1)
+            size = {"figsize": (6.5 * max(1, len(columns)), 2 + 0.19 * most), "squeeze": False}
+            figure, axes = pyplot.subplots(1, max(1, len(columns)), layout="constrained", **size)
+            for axis, (world, lines) in zip(axes[0], sorted(columns.items()), strict=False):
+                axis.set_title(f"{world} ranks", fontsize=10)
+                _dots(axis, lines, ink, colours)
+                axis.set_ylim(most - 0.3, -1.2)
+            handles, labels = axes[0][0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+            figure.suptitle(f"{where}. {OVERLAP_SAID}", fontsize=10)
+            _save(pyplot, figure, path.with_name(f"{path.stem}{suffix}{path.suffix}"))
+
+
+OURS = "Interlace"
+WAYS = {"sequential": "NCCL, then matmul", "async-tp": "async-TP", "auto": OURS}
+LAYER_WAYS = {"inductor": "NCCL, then matmul", "async-tp": "async-TP", "compile": OURS}
+"""What stands for the same in layers: those of Inductor with NCCL, of torch and ours."""
+OPS = {"ag_gemm": "AG+GEMM", "gemm_rs": "GEMM+RS", "gemm_ar": "GEMM+AR"}
+MARKS = {"NCCL, then matmul": "s", "async-TP": "D", OURS: "o"}
+MOST_R = 4.0
+"""Of the scale; what takes longer stands at its end, with its number."""
+THEMES = {
+    "": ("#1b2330", "#ffffff", ("#8793a5", "#d9480f", "#2459c9")),
+    "-dark": ("#e4e9f0", "#0d1117", ("#8b98ab", "#ff9a6b", "#7aa7ff")),
+}
+"""Ink, paper, and a colour of each way, by the suffix of the file."""
+OVERLAP_SAID = """\
+The roof of a kernel is its matmul alone or its bytes at full bandwidth, whichever is longer; of a
+layer (forward and backward), the layer without communication. Kernels of M x K x N of a rank, each
+way in its faster mode, eager or as a CUDA graph (async-TP is eager); each shape of one run."""
+
+Lines = dict[str, dict[str, float]]
+"""Of each shape and way: time over the roof."""
+
+
+def kernels_over_roof(rows: Sequence[Row]) -> dict[int, Lines]:
+    """By number of ranks, and shapes in order of op and size.
+
+    What is compared was measured together: a shape's times are those of one commit, the last that
+    timed as many ways as any.
+    """
+    shapes: dict[tuple[int, tuple[str, ...]], dict[str, Times]] = {}
+    for row in rows:
+        if row["strategy"] in WAYS and not (row["error"] or math.isnan(number(row["r"]))):
+            shape = row["op"], row["m"], row["k"], row["n"]
+            commits = shapes.setdefault((int(row["world"]), shape), {})
+            times = commits.pop(row["commit"], {})
+            times[WAYS[row["strategy"]], row["mode"]] = number(row["r"])
+            commits[row["commit"]] = times  # the last one
+    places = list(OPS)
+    columns: dict[int, Lines] = {}
+    for (world, (op, *sizes)), commits in sorted(
+        shapes.items(), key=lambda item: (places.index(item[0][1][0]), int(item[0][1][1]))
+    ):
+        found = [_faster_mode(times) for times in commits.values()]
+        whole = max(map(len, found))
+        line = next(times for times in reversed(found) if len(times) == whole)
+        columns.setdefault(world, {})[f"{OPS[op]} {' x '.join(sizes)}"] = line
+    return columns
+
+
+def _faster_mode(times: Times) -> dict[str, float]:
+    """Of each way the lesser of its modes' times."""
+    best: dict[str, float] = {}
+    for (way, _), r in times.items():
+        best[way] = min(r, best.get(way, math.inf))
+    return best
+
+
+def layers_over_ideal(rows: Sequence[Row]) -> dict[int, Lines]:
+    """Forward and backward of layers over the same without communication: of the latest measured
+    run that timed all ways."""
+    runs: dict[tuple[int, str, str], dict[str, float]] = {}
+    for row in rows:
+        if row["way"] in LAYER_WAYS and row["how"] == "measured" and not row["error"]:
+            line = f"layer {row['model']}, {int(row['batch']) * int(row['sequence'])} tokens"
+            found = runs.setdefault((int(row["world"]), line, row["commit"]), {})
+            found[LAYER_WAYS[row["way"]]] = 1 / (1 - number(row["exposed_share"]))
+    columns: dict[int, Lines] = {}
+    for (world, line, _), found in runs.items():
+        if len(found) == len(LAYER_WAYS):
+            columns.setdefault(world, {})[line] = found
+    return columns
+
+
+def _dots(axis: Any, lines: Lines, ink: str, colours: Sequence[str]) -> None:
+    """A line for each shape, from its fastest way to its slowest, a mark for each of them."""
+    names = list(lines)
+    for y, times in enumerate(lines.values()):
+        span = [min(r, MOST_R) for r in times.values()]
+        axis.plot([min(span), max(span)], [y, y], color=ink, alpha=0.25, linewidth=1, zorder=1)
+    for (way, mark), colour in zip(MARKS.items(), colours, strict=True):
+        shown = [(y, times[way]) for y, times in enumerate(lines.values()) if way in times]
+        near = [(y, r) for y, r in shown if r <= MOST_R]
+        style = {"color": colour, "marker": mark, "linestyle": "none", "label": way}
+        axis.plot([r for _, r in near], [y for y, _ in near], markersize=5, zorder=3, **style)
+        for y, r in shown:
+            if r > MOST_R:
+                given = {"color": colour, "fontsize": 7, "va": "center"}
+                axis.text(MOST_R * 1.02, y, f"{r:.0f} \u2192", **given)
+    axis.axvline(1.0, color=ink, linewidth=1.2, label="the roof", zorder=2)
+    for y in range(1, len(names)):
+        if names[y].split()[0] != names[y - 1].split()[0]:
+            axis.axhline(y - 0.5, color=ink, alpha=0.3, linewidth=0.6)
+    ticks = [1, 1.25, 1.5, 2, 3, 4]
+    axis.set(xscale="log", xlim=(0.9, MOST_R * 1.25), xlabel="time over the roof")
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.grid(axis="x", color=ink, alpha=0.12)
+    axis.tick_params(axis="y", length=0)
+    axis.tick_params(axis="x", top=True, labeltop=True)
+    axis.spines[["right", "left"]].set_visible(False)
+
+
+def _bars(times: Times) -> Iterator[tuple[str, list[float], list[float], float]]:
+    """Of each name: its bars' places beside those of the others, their lengths, their width."""
+    cases = list(dict.fromkeys(case for case, _ in times))
+    names = list(dict.fromkeys(name for _, name in times))
+    width = 0.8 / len(names)
+    for place, name in enumerate(names):
+        lengths = [times.get((case, name), math.nan) for case in cases]
+        yield name, [i + place * width for i in range(len(cases))], lengths, width
+
+
+def draw_layer(rows: Sequence[Row], path: Path) -> None:
+    """The median time of each way, by step."""
+    pyplot = _pyplot()
+    good = {(r["step"], r["way"]): number(r["median_us"]) for r in rows if not r["error"]}
+    steps = list(dict.fromkeys(step for step, _ in good))
+    figure, axes = pyplot.subplots(
+        1, max(1, len(steps)), figsize=(5 * max(1, len(steps)), 4), layout="constrained"
+    )
+    for axis, step in zip([axes] if len(steps) < 2 else axes, steps, strict=False):
+        ways = {way: time for (s, way), time in good.items() if s == step}
+        axis.barh(list(ways), list(ways.values()))
+        axis.set(title=step, xlabel="us")
+    _save(pyplot, figure, path)
+
+
+def draw_transformer(rows: Sequence[Row], path: Path) -> None:
+    """Forward, backward and step of each way, one after another, by what was trained and where."""
+    pyplot = _pyplot()
+    latest: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if not row["error"]:
+            sizes = f"{row['model']} x {row['layers']}, {row['batch']} x {row['sequence']} tokens"
+            where = f"{row['world']} ranks, {row['how']}, {row['gpu']}"
+            latest.setdefault(f"{sizes}, {row['dtype']}\n{where}", {})[row["way"]] = row
+    size = {"figsize": (10, 1 + 3 * max(1, len(latest))), "squeeze": False}
+    figure, axes = pyplot.subplots(max(1, len(latest)), 1, layout="constrained", **size)
+    for (title, ways), (axis,) in zip(latest.items(), axes, strict=False):
+        begin = dict.fromkeys(ways, 0.0)
+        for stage in ("forward", "backward", "step"):
+            took = {way: number(row[f"{stage}_ms"]) for way, row in ways.items()}
+            axis.barh(list(ways), list(took.values()), left=list(begin.values()), label=stage)
+            begin = {way: at + took[way] for way, at in begin.items()}
+        axis.set(title=title, xlabel="ms")
+        axis.invert_yaxis()
+        axis.legend(fontsize=7)
+    _save(pyplot, figure, path)
+
+
+def draw_kernels(rows: Sequence[Row], path: Path) -> None:
+    """The median time of each way over ours, by case: a panel for each op."""
+    pyplot = _pyplot()
+    latest: dict[str, Times] = {}
+    for row in rows:
+        if not row["error"] and row["way"] != "copy":
+            case = " ".join(row[name] for name in ("shape", "dtype", "does"))
+            latest.setdefault(row["op"], {})[case, row["way"]] = number(row["median_us"])
+    size = {"figsize": (12, 1 + 5 * max(1, len(latest))), "squeeze": False}
+    figure, axes = pyplot.subplots(max(1, len(latest)), 1, layout="constrained", **size)
+    for (op, times), (axis,) in zip(latest.items(), axes, strict=False):
+        cases = list(dict.fromkeys(case for case, _ in times))
+        ours = {case: times.get((case, "interlace"), math.nan) for case in cases}
+        over = {(case, way): time / ours[case] for (case, way), time in times.items()}
+        for way, places, lengths, width in _bars(over):
+            axis.barh(places, lengths, width, label=way)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set(title=op, xlabel="time over ours")
+        axis.set_yticks([i + 0.4 for i in range(len(cases))], cases, fontsize=7)
+        axis.legend(fontsize=7)
+    _save(pyplot, figure, path)
+
+
+def _save(pyplot: Any, figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

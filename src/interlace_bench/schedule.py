@@ -1,0 +1,418 @@
+"""`interlace run`: a schedule from a file on all ranks, timed, drawn and compared with another.
+
+    report = work(settings, device)         # on every rank of the default process group
+
+Each rank draws its inputs by seed and rank, or reads them; runs the Programs on copies of these;
+compares results and inputs that were written in place; times the Programs in turn, run by run, of
+which the slowest rank counts; and records a timeline. Rank 0 reports, and writes the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace.cost import Timeline, simulate
+from interlace.errors import BackendError, InputError
+from interlace.ir import Buffer, Program, View
+from interlace.ir.text.printer import print_view
+from interlace.options import Options
+from interlace.runtime import Executor
+from interlace.runtime.machine import machine_for
+from interlace.runtime.values import DTYPES, once, whole
+from interlace.trace import Run, figures_json, write_page
+from interlace.trace.figures import milliseconds
+from interlace.trace.tracks import ranks_of, write_whole
+from interlace_bench.ranks import Alone, Ranks, here
+
+TOLERANCES = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+    torch.float8_e4m3fn: 0.25,
+    torch.float8_e5m2: 0.5,
+    torch.complex64: 1e-5,
+    torch.complex128: 1e-10,
+}
+"""Of the greatest element of a tensor: how far its elements may be off, where sums are taken in
+another order. Other types must be equal."""
+WARM_UPS, TRACED_RUNS = 2, 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What is run."""
+
+    programs: tuple[Program, ...]
+    against: tuple[Program, ...] = ()
+    """What results are compared with; none: nothing."""
+    against_name: str = ""
+    in_order: bool = False
+    """Whether what they are compared with runs one op after another."""
+    inputs: str | None = None
+    """Path of a safetensors file, in which `{rank}` stands for the rank."""
+    seed: int = 0
+    runs: int = 20
+    html: str | None = None
+    """Path of the page with the timelines."""
+    out: str | None = None
+    """Path of the measured timeline as data."""
+    time_out_s: float = 60.0
+
+    def options(self, against: bool, trace: bool = False) -> Options:
+        """The options of the Executors of either set."""
+        in_order = against and self.in_order
+        return Options(time_out_s=self.time_out_s, in_order=in_order, trace=trace)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultComparison:
+    """How one result of one rank differs from what it is compared with."""
+
+    verdict: str
+    """`equal` (bit for bit), `close` (within the tolerance of its type) or `differs`."""
+    off: float | None = 0.0
+    """The largest difference, as a part of the greatest element; None where that is no number."""
+    at: tuple[int, ...] = ()
+    """Where that is."""
+    found: str = ""
+    wanted: str = ""
+
+
+class OpenedSchedule:
+    """A Program of a set, bound on this rank, with inputs that its runs may write."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        ranks: Ranks,
+        groups: dict[tuple[str, tuple[int, ...]], Any],
+        given: dict[str, Tensor],
+        options: Options,
+    ) -> None:
+        program = next(p for p in programs if ranks.me in ranks_of(p))
+        own = program.instantiate(ranks.me).at(program.sizes.values)
+        members = program.where(ranks.me).members
+        self.inputs = {b.name: _empty(b, ranks.device) for b in inputs_of(own)}
+        outs = {b.name: _empty(b, ranks.device) for b in own.params if b.kind == "output"}
+        registered = {b.name for b in own.params if b.registered}
+        writes = {access.view.buffer for op in own.ops for access in op.writes()}
+        self._written = [name for name in self.inputs if name in writes]
+        self._out = list(outs.values())
+        handed = self.inputs.keys() - writes
+        self._names: list[str | None] = []
+        for result in own.returned():
+            name = print_view(result, own) if isinstance(result, View) else str(result)
+            name = f"{name} ({len(self._names)})" if name in self._names else name
+            through = isinstance(result, View) and result.buffer in handed
+            self._names.append(None if through else name)
+        self._given = given
+        self._fill()
+        self.executor = Executor(
+            program,
+            groups={name: groups[name, member.ranks] for name, member in members.items()},
+            device=ranks.device,
+            options=options,
+            registered={n: t for n, t in (self.inputs | outs).items() if n in registered},
+        ).prepare()
+
+    def _fill(self) -> None:
+        for name, tensor in self.inputs.items():
+            place = once(tensor)
+            place.copy_(self._given[name][tuple(map(slice, place.shape))])
+
+    def run(self) -> tuple[Any, ...]:
+        """One run on the inputs as they are now."""
+        found = self.executor.run([*self.inputs.values()], self._out or None)
+        self.executor.synchronize()
+        return found
+
+    def results(self, seed: int) -> dict[str, Tensor]:
+        """Results of a run on the inputs as they were given, and inputs that it wrote; without
+        inputs that are handed through."""
+        self._fill()
+        torch.manual_seed(seed)
+        named = {n: x for n, x in zip(self._names, self.run(), strict=True) if n is not None}
+        named |= {name: self.inputs[name] for name in self._written}
+        return {n: torch.as_tensor(x).clone() for n, x in named.items() if x is not None}
+
+
+@torch.no_grad()
+def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
+    """Runs the schedule on this rank of the default process group; rank 0 reports."""
+    ranks = here(device) if dist.get_world_size() > 1 else Alone(device)
+    sets = [settings.programs, *([settings.against] if settings.against else [])]
+    groups = groups_of([program for each in sets for program in each], ranks)
+    given, drawn = make_inputs(sets, settings, ranks)
+    with contextlib.ExitStack() as stack:
+        opened: list[OpenedSchedule] = []
+        for number, programs in enumerate(sets):
+            options = settings.options(against=number > 0)
+            opened.append(OpenedSchedule(programs, ranks, groups, given, options))
+            stack.callback(opened[-1].executor.close)
+        seed = settings.seed + ranks.me
+        results = [each.results(seed) for each in opened]
+        compared = compare_all(*results) if len(results) > 1 else {}
+        note = {
+            "outputs": {n: [str(_type(x)), digest(x)] for n, x in results[0].items()},
+            "compared": {name: asdict(item) for name, item in compared.items()},
+            "inputs": {n: str(_type(x)) for n, x in opened[0].inputs.items()},
+            "drawn": drawn,
+        }
+        seconds = timed(opened, settings.runs, ranks)
+    told = ranks.exchange(note)
+    drawing = settings.html is not None or settings.out is not None
+    timelines = traced(sets, settings, ranks, groups, given) if drawing else []
+    if ranks.me:
+        return None
+    report: dict[str, Any] = {
+        "schema": 1,
+        "world": ranks.size,
+        "device": torch.cuda.get_device_name() if ranks.cuda else "cpu",
+        "seed": settings.seed,
+        "ranks": told,
+        **times(seconds[0]),
+    }
+    if settings.against:
+        report["against"] = {"name": settings.against_name, **times(seconds[1])}
+    if drawing:
+        report |= draw(settings, timelines, ranks, seconds)
+    return report
+
+
+def groups_of(programs: Sequence[Program], ranks: Ranks) -> dict[tuple[str, tuple[int, ...]], Any]:
+    """A process group for each team and its ranks. All ranks call it."""
+    wanted = {
+        (name, member.ranks)
+        for program in programs
+        for rank in ranks_of(program)
+        for name, member in program.where(rank).members.items()
+    }
+    return {(name, of): dist.new_group(list(of)) for name, of in sorted(wanted)}
+
+
+def inputs_of(program: Program) -> list[Buffer]:
+    """The inputs of a Program, in order."""
+    return [buffer for buffer in program.params if buffer.kind == "input"]
+
+
+def make_inputs(
+    sets: Sequence[Sequence[Program]], settings: RunSettings, ranks: Ranks
+) -> tuple[dict[str, Tensor], list[str]]:
+    """This rank's inputs by name, and those that were drawn. Raises InputError where the two sets
+    take others, or a file has others."""
+    signatures: list[dict[str, Buffer]] = []
+    for programs in sets:
+        program = next(p for p in programs if ranks.me in ranks_of(p))
+        own = program.instantiate(ranks.me).at(program.sizes.values)
+        signatures.append({buffer.name: buffer for buffer in inputs_of(own)})
+    first = signatures[0]
+    for other in signatures[1:]:
+        ours, theirs = ({n: str(whole(b)) for n, b in each.items()} for each in (first, other))
+        if wrong := [n for n in ours | theirs if ours.get(n) != theirs.get(n)]:
+            raise InputError(
+                f"{settings.against_name} takes other inputs: {', '.join(wrong)}. Results are "
+                "compared of schedules that have the same inputs"
+            )
+    stored = read_tensors(settings.inputs, ranks.me) if settings.inputs else {}
+    if unknown := sorted(stored.keys() - first.keys()):
+        raise InputError(
+            f"{settings.inputs} holds {', '.join(unknown)}: the inputs are {', '.join(first)}"
+        )
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + ranks.me)
+    given: dict[str, Tensor] = {}
+    for name, buffer in first.items():
+        box = whole(buffer)
+        shape, dtype = tuple(map(int, box.sizes)), DTYPES[box.dtype]
+        value = draw_tensor(shape, dtype, generator)
+        if name in stored:
+            value = stored[name]
+            if (value.shape, value.dtype) != (shape, dtype):
+                raise InputError(
+                    f"{settings.inputs}: {name} is {_type(value)}, and rank {ranks.me} takes "
+                    f"{box.dtype}[{', '.join(map(str, shape))}]: store what a rank holds; where "
+                    "ranks hold different parts, a file for each, named with {rank}"
+                )
+        given[name] = value.to(ranks.device)
+    return given, [name for name in first if name not in stored]
+
+
+def draw_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Normal numbers; for integers 0 and 1, which are in the range of nearly any index."""
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = dtype if dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+    return torch.randint(2, shape, generator=generator).to(dtype)
+
+
+def need_safetensors() -> None:
+    """Raises BackendError where safetensors is not installed."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise BackendError(
+            "--inputs needs the package safetensors, which is not installed: pip install "
+            "'interlace[run]', or leave --inputs out to draw the inputs by --seed"
+        )
+
+
+def read_tensors(path: str, rank: int) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises InputError where it cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    place = path.replace("{rank}", str(rank))
+    try:
+        return load_file(place)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot read {place}: {error}") from error
+
+
+def _empty(buffer: Buffer, device: torch.device) -> Tensor:
+    box = whole(buffer)
+    sizes, strides = (tuple(map(int, each)) for each in (box.sizes, box.strides))
+    return torch.empty_strided(sizes, strides, dtype=DTYPES[box.dtype], device=device)
+
+
+def _type(tensor: Tensor) -> str:
+    short = next(str(name) for name, dtype in DTYPES.items() if dtype == tensor.dtype)
+    return f"{short}[{', '.join(map(str, tensor.shape))}]"
+
+
+def digest(tensor: Tensor) -> str:
+    """A short digest of the bytes of a tensor."""
+    return hashlib.sha256(_bytes(tensor).numpy().data).hexdigest()[:8]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+
+
+def compare_all(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, ResultComparison]:
+    """Results compared in order: the two Programs may call them otherwise."""
+    if len(found) != len(wanted):
+        raise InputError(f"one schedule has {len(found)} results, and the other {len(wanted)}")
+    pairs = zip(found.items(), wanted.values(), strict=True)
+    return {name: compare(one, other) for (name, one), other in pairs}
+
+
+def compare(found: Tensor, wanted: Tensor) -> ResultComparison:
+    """How a tensor differs from another."""
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        return ResultComparison("differs", None, (), _type(found), _type(wanted))
+    if torch.equal(_bytes(found), _bytes(wanted)):
+        return ResultComparison("equal")
+    wide = torch.complex128 if found.is_complex() else torch.float64
+    one, other = found.cpu().to(wide).reshape(-1), wanted.cpu().to(wide).reshape(-1)
+    apart = (one - other).abs()
+    same = (one == other) | (one.isnan() & other.isnan())
+    apart = torch.where(same, 0.0, torch.nan_to_num(apart, nan=math.inf))
+    greatest = torch.nan_to_num(other.abs(), nan=0.0, posinf=0.0).max().item()
+    place = int(apart.argmax())
+    most = apart[place].item()
+    off = most / greatest if greatest else (math.inf if most else 0.0)
+    allowed = TOLERANCES.get(found.dtype, 0.0)
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), found.shape))
+    shown = (str(x.reshape(-1)[place].item()) for x in (found, wanted))
+    verdict = "close" if off <= allowed else "differs"
+    return ResultComparison(verdict, off if math.isfinite(off) else None, at, *shown)
+
+
+def timed(opened: Sequence[OpenedSchedule], runs: int, ranks: Ranks) -> list[list[float]]:
+    """Seconds of each run of each, of which the slowest rank counts; they take turns."""
+    found: list[list[float]] = [[] for _ in opened]
+    for number in range(WARM_UPS + runs):
+        for each, spent in zip(opened, found, strict=True):
+            ranks.align()
+            begun = time.perf_counter()
+            each.run()
+            if number >= WARM_UPS:
+                spent.append(time.perf_counter() - begun)
+    return [ranks.maximum(spent) for spent in found]
+
+
+def times(seconds: Sequence[float]) -> dict[str, Any]:
+    """The figures of some runs, in milliseconds."""
+    ordered = sorted(seconds)
+    return {
+        "runs": len(ordered),
+        "median_ms": statistics.median(ordered) * 1e3,
+        "least_ms": ordered[0] * 1e3,
+        "most_ms": ordered[-1] * 1e3,
+    }
+
+
+def traced(
+    sets: Sequence[Sequence[Program]], settings: RunSettings, ranks: Ranks, groups: Any, given: Any
+) -> list[Timeline]:
+    """How each set of Programs ran on all ranks, in the run of median time of some; they take
+    turns. All ranks call it."""
+    found: list[list[Timeline]] = [[] for _ in sets]
+    with contextlib.ExitStack() as stack:
+        opened: list[OpenedSchedule] = []
+        for number, programs in enumerate(sets):
+            options = settings.options(against=number > 0, trace=True)
+            opened.append(OpenedSchedule(programs, ranks, groups, given, options))
+            stack.callback(opened[-1].executor.close)
+        for _ in range(WARM_UPS + TRACED_RUNS):
+            for each, runs in zip(opened, found, strict=True):
+                ranks.align()
+                each.run()
+                told = ranks.exchange({"timeline": each.executor.timeline().to_json()})
+                parts = [Timeline.from_json(note["timeline"]) for note in told]
+                spans = tuple(span for part in parts for span in part.spans)
+                runs.append(Timeline(spans, parts[0].name, "measured"))
+    return [
+        sorted(runs[WARM_UPS:], key=lambda run: run.makespan_s)[TRACED_RUNS // 2] for runs in found
+    ]
+
+
+def draw(
+    settings: RunSettings,
+    timelines: Sequence[Timeline],
+    ranks: Ranks,
+    seconds: Sequence[Sequence[float]],
+) -> dict[str, Any]:
+    """Writes the page and the data that are wanted; what they show as figures, and their paths.
+    `seconds` are those of the runs that were timed and not recorded."""
+    files: list[Path] = []
+    if settings.out is not None:
+        files.append(write_whole(settings.out, timelines[0].to_json() + "\n"))
+    if settings.html is not None:
+        files.append(_page(settings.html, settings, timelines, ranks, seconds))
+    return {"figures": figures_json(timelines), "files": list(map(str, files))}
+
+
+def _page(
+    path: str,
+    settings: RunSettings,
+    timelines: Sequence[Timeline],
+    ranks: Ranks,
+    seconds: Sequence[Sequence[float]],
+) -> Path:
+    machine, before = machine_for(Options(), ranks.device.type), None
+    if settings.against:
+        predicted = None if settings.in_order else simulate(settings.against, machine)
+        before = Run(settings.against, predicted, timelines[1], label=settings.against_name)
+    predicted = simulate(settings.programs, machine)
+    run = Run(settings.programs, predicted, timelines[0], label="this schedule", before=before)
+    facts = [
+        *(("ranks", str(ranks.size)), ("verifier", "sound"), ("machine", machine.name)),
+        ("recorded", f"the run of median time of {TRACED_RUNS}"),
+        (
+            f"median of {settings.runs} runs that were not",
+            " → ".join(milliseconds(statistics.median(spent)) for spent in reversed(seconds)),
+        ),
+    ]
+    return write_page([run], path, facts=facts)

@@ -1,0 +1,298 @@
+"""The sites that are timed: AG+GEMM, GEMM+RS, GEMM+AR; Program, inputs, reference, limit.
+
+    >>> case = SiteCase("ag_gemm", 8192, 8192, 14336)
+    >>> print(case.program(4))
+    def ag_gemm(tp: Team[4], x: bf16[2048, 8192], w: bf16[8192, 14336]):
+    ...
+
+M, K and N are those of the matmul that one rank does: M are all ranks' rows. Of dtype `f8e4m3` x
+and w are packed rows (Note [Packed rows] in float8/data.py), with one scale on all ranks; w is
+[N, K], as FP8's GEMM takes it, and results are bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from interlace.errors import OptionError
+from interlace.float8 import E4M3, Float8Data, Recipe, quantize
+from interlace.float8.data import ALIGNMENT, width
+from interlace.ir import Program, parse
+from interlace_bench.ranks import Ranks
+
+OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+Pair = tuple[torch.Tensor, torch.Tensor]
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
+FLOAT8 = "f8e4m3"
+RECIPE = Recipe(scale="team", power_of_two=True)
+"""How x and w become FP8."""
+
+
+def check_dtypes(*names: str, known: Collection[str] = tuple(DTYPES)) -> None:
+    """Raises OptionError for what is no element type of a benchmark."""
+    for name in names:
+        if name not in known:
+            raise OptionError(f"{name!r} is no element type: choose from {', '.join(known)}")
+
+
+CACHE = 60 << 20
+"""Bytes of the last cache of an H200: inputs come in turn until twice as many went by."""
+MOST_SETS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SiteCase:
+    """One row's work."""
+
+    op: str
+    m: int
+    k: int
+    n: int
+    dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.m},{self.k},{self.n} {self.dtype}"
+
+    def check(self, world: int) -> None:
+        """Raises OptionError for what cannot be cut over that many ranks."""
+        if self.op not in OPS:
+            raise OptionError(f"{self.op!r} is no site: choose from {', '.join(OPS)}")
+        check_dtypes(self.dtype, known=(*DTYPES, FLOAT8))
+        if self.float8 and (self.k % ALIGNMENT or self.n % ALIGNMENT):
+            raise OptionError(f"{self}: FP8's GEMM takes K and N that are multiples of {ALIGNMENT}")
+        if min(self.m, self.k, self.n) < 1 or self.m % world:
+            raise OptionError(f"{self}: M does not divide over {world} ranks")
+
+    @property
+    def float8(self) -> bool:
+        """Whether x and w are packed rows of FP8."""
+        return self.dtype == FLOAT8
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """That of the result."""
+        return torch.bfloat16 if self.float8 else DTYPES[self.dtype]
+
+    def program(self, world: int) -> Program:
+        """The serial Program."""
+        m, k, n, t = self.m, self.k, self.n, self.dtype
+        gathers, part = self.op == "ag_gemm", m // world
+        given, out = "full" if gathers else "x", "bf16" if self.float8 else t
+        if self.float8:
+            k, w = width(k), f"{t}[{n}, {width(k)}]"
+            of = f"{given}, w.permute(1, 0), {world if gathers else 1}, None, True"
+            matmul = f"""y = empty({out}[{m}, {n}])
+    main: call("interlace.float8_mm.out", {of}, out=y)"""
+        else:
+            w = f"{t}[{k}, {n}]"
+            matmul = f'main: call("aten.mm.default", {given}, w, out=(y := {t}[{m}, {n}]))'
+        if gathers:
+            return parse(f"""
+def ag_gemm(tp: Team[{world}], x: {t}[{part}, {k}], w: {w}):
+    full = empty({t}[{m}, {k}])
+    main: all_gather(x, full, team=tp)
+    {matmul}
+    return y
+""")
+        kind, rows = ("reduce_scatter", part) if self.op == "gemm_rs" else ("all_reduce", m)
+        return parse(f"""
+def {self.op}(tp: Team[{world}], x: {t}[{m}, {k}], w: {w}):
+    {matmul}
+    out = empty({out}[{rows}, {n}])
+    main: {kind}(y, out, reduce="sum", team=tp)
+    return out
+""")
+
+    def row_bytes(self) -> int:
+        """The bytes of a row that is sent."""
+        if self.op == "ag_gemm":
+            return width(self.k) if self.float8 else self.k * DTYPES[self.dtype].itemsize
+        return self.n * self.out_dtype.itemsize
+
+    def link_bytes(self, world: int) -> int:
+        """The bytes that must go into (and out of) every rank."""
+        moved = self.m // world * self.row_bytes() * (world - 1)
+        return 2 * moved if self.op == "gemm_ar" else moved
+
+    def num_sets(self, world: int) -> int:
+        """How many sets of inputs take turns, so that none is in the cache when its turn comes."""
+        rows = self.m // world if self.op == "ag_gemm" else self.m
+        size = 1 if self.float8 else DTYPES[self.dtype].itemsize
+        nbytes = (rows * self.k + self.k * self.n) * size
+        return min(MOST_SETS, 2 + 2 * CACHE // nbytes)
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Sets of inputs on this rank, what a whole matmul takes, and what the first sets must give.
+
+    Eager candidates get another x and w each time. Those that replay a graph get another x (where
+    it is copied in, that counts) and one w, which is a parameter.
+    """
+
+    sets: list[Pair]
+    whole: list[Pair]
+    """The same for the matmul alone: AG+GEMM's rows gathered."""
+    checks: dict[str, list[tuple[Pair, Pair]]]
+    """By mode, some inputs with the result and what it may be off by."""
+
+    def of(self, mode: str) -> list[Pair]:
+        """The sets that a candidate of that mode gets."""
+        return self.sets if mode == "eager" else [(x, self.sets[0][1]) for x, _ in self.sets]
+
+
+def make_inputs(case: SiteCase, ranks: Ranks, seed: int = 0) -> Inputs:
+    """Random inputs; all ranks call it, since references need all ranks' inputs."""
+    generator = torch.Generator(ranks.device).manual_seed(1000 * seed + ranks.me)
+    rows = case.m // ranks.size if case.op == "ag_gemm" else case.m
+
+    def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
+        made = torch.empty(sizes, dtype=case.out_dtype, device=ranks.device)
+        made.normal_(generator=generator).mul_(scale)
+        return quantize(made, E4M3, RECIPE, group=ranks.group).packed if case.float8 else made
+
+    count = case.num_sets(ranks.size) if ranks.cuda else 2
+    weight = (case.n, case.k) if case.float8 else (case.k, case.n)
+    sets = [(random(rows, case.k), random(*weight, scale=case.k**-0.5)) for _ in range(count)]
+    whole = [(gathered(case, x, ranks), w) for x, w in sets]
+    known = {
+        (i, j): reference(case, whole[i][0], whole[j][1], ranks)
+        for i, j in ((0, 0), (1, 1), (1, 0) if ranks.cuda else (0, 0))
+    }
+    checks = {
+        mode: [((sets[i][0], sets[j][1]), known[i, j]) for i, j in places if (i, j) in known]
+        for mode, places in (("eager", ((0, 0), (1, 1))), ("graph", ((0, 0), (1, 0))))
+    }
+    return Inputs(sets, whole, checks)
+
+
+def gathered(case: SiteCase, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """All rows that a rank multiplies."""
+    if case.op != "ag_gemm":
+        return x
+    full = x.new_empty(case.m, x.shape[1])
+    each = torch.uint8 if case.float8 else x.dtype  # not every backend knows FP8
+    dist.all_gather_into_tensor(full.view(each), x.view(each))
+    return full
+
+
+def reference(
+    case: SiteCase, x: torch.Tensor, w: torch.Tensor, ranks: Ranks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result in wide arithmetic, and what rounding may change of it, element by element.
+
+    Products of 16-bit numbers are exact in fp32, so its sums tell them from wrong ones; wider ones
+    are added in fp64. The allowance is half an ulp of the partial results and of their sum.
+    """
+    part = _product(case, x, w)
+    sizes = part.abs()
+    if case.op != "ag_gemm":
+        dist.all_reduce(part)
+        dist.all_reduce(sizes)
+        if case.op == "gemm_rs":
+            part, sizes = (t.chunk(ranks.size)[ranks.me].clone() for t in (part, sizes))
+    return part, _allowed(part, sizes.add_(part.abs()), case)
+
+
+def _product(case: SiteCase, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if case.float8:
+        x, w = (Float8Data(packed, case.k).dequantize() for packed in (x, w))
+        return x @ w.t()
+    wide = torch.float32 if x.dtype.itemsize < 4 else torch.float64
+    return x.to(wide) @ w.to(wide)
+
+
+def _allowed(want: torch.Tensor, sizes: torch.Tensor, case: SiteCase) -> torch.Tensor:
+    """What rounding numbers of these sizes may change, in place of the sizes."""
+    unit = max(torch.finfo(case.out_dtype).eps / 2, 2.0**-20)
+    inner = FAST if case.float8 else 2.0**-12
+    return sizes.mul_(unit).add_(want.square().mean().sqrt().item() * inner)
+
+
+FAST = 2.0**-5
+"""What FP8's GEMM, whose fast sums keep fewer bits than fp32, may be off by, of the results' root
+mean square."""
+
+
+def whole_check(case: SiteCase, inputs: Inputs) -> tuple[Pair, Pair]:
+    """Inputs of the matmul alone, with its result and what that may be off by."""
+    x, w = inputs.whole[0]
+    want = _product(case, x, w)
+    return (x, w), (want, _allowed(want, want.abs(), case))
+
+
+def deviation(found: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """The largest difference in units of what is allowed: up to 1 is right, NaN is wrong."""
+    want, allowed = expected
+    if found.shape != want.shape:
+        return math.inf
+    off = (found.to(want.dtype) - want).abs_().div_(allowed)
+    return off.max().item() if off.numel() else 0.0
+
+
+def _cases(op: str, *shapes: tuple[int, int, int]) -> list[tuple[str, int, int, int]]:
+    return [(op, *shape) for shape in shapes]
+
+
+SMALL_ROWS = (64, 128, 256, 512, 1024)
+
+PRESETS: dict[str, list[tuple[str, int, int, int]]] = {
+    "bars": [
+        *_cases("ag_gemm", (8192, 8192, 14336), (8192, 8192, 2560), (4096, 4096, 7168)),
+        *_cases("ag_gemm", (2048, 4096, 7168), (16384, 8192, 14336)),
+        *_cases("gemm_rs", (8192, 7168, 8192), (8192, 2048, 8192), (4096, 3584, 4096)),
+        *_cases("gemm_rs", (16384, 7168, 8192)),
+        *_cases("gemm_ar", (4096, 3584, 4096), (1024, 3584, 4096), (256, 3584, 4096)),
+        *_cases("ag_gemm", *((rows, 4096, 4096) for rows in SMALL_ROWS)),
+        *_cases("gemm_rs", *((rows, 4096, 4096) for rows in SMALL_ROWS)),
+    ],
+    "others": [
+        *_cases("ag_gemm", (8192, 5120, 6912), (6144, 6144, 4096), (3072, 2048, 8192)),
+        *_cases("ag_gemm", (1536, 8192, 3584), (32768, 4096, 3584), (384, 2048, 5632)),
+        *_cases("gemm_rs", (8192, 3456, 5120), (6144, 4096, 6144), (3072, 5632, 2048)),
+        *_cases("gemm_rs", (1536, 3584, 8192), (32768, 3584, 4096), (384, 5632, 2048)),
+        *_cases("gemm_ar", (2048, 2048, 8192), (512, 5632, 2048), (8192, 3584, 4096)),
+    ],
+    "tiny": [
+        *_cases("ag_gemm", (64, 32, 48)),
+        *_cases("gemm_rs", (64, 48, 32)),
+        *_cases("gemm_ar", (64, 48, 32)),
+    ],
+    "cpu": [
+        *_cases("ag_gemm", (256, 256, 512), (1024, 256, 768), (2048, 512, 2048)),
+        *_cases("gemm_rs", (256, 512, 256), (1024, 768, 256), (2048, 2048, 512)),
+        *_cases("gemm_ar", (256, 256, 256), (1024, 512, 512)),
+    ],
+}
+"""`bars`: the shapes that the bars name; `others`: so that nothing is tuned to those; `tiny`: to
+see that all works; `cpu`: to calibrate a CPU by, where the others take too long or tell too little.
+"""
+
+
+def cases_of(presets: str, shapes: str, dtypes: Sequence[str]) -> list[SiteCase]:
+    """The cases of `shapes`, such as `ag_gemm:8192,8192,14336 gemm_rs:4096,3584,4096`, or without
+    any those of `presets`, with commas."""
+    if shapes:
+        return [case for text in shapes.split() for case in _parsed(text, dtypes)]
+    names = [name.strip() for name in presets.split(",") if name.strip()]
+    for name in names:
+        if name not in PRESETS:
+            raise OptionError(f"--preset {name}: choose from {', '.join(PRESETS)}")
+    every = [(shape, dtype) for name in names for dtype in dtypes for shape in PRESETS[name]]
+    return [SiteCase(*shape, dtype) for shape, dtype in every]
+
+
+def _parsed(text: str, dtypes: Sequence[str]) -> list[SiteCase]:
+    op, _, sizes = text.partition(":")
+    try:
+        m, k, n = map(int, sizes.split(","))
+    except ValueError:
+        raise OptionError(
+            f"--shapes {text}: write them as ag_gemm:M,K,N, with spaces between"
+        ) from None
+    return [SiteCase(op, m, k, n, dtype) for dtype in dtypes]

@@ -1,0 +1,270 @@
+"""Functional collectives, messages and transfers of a graph, as steps that begin and steps that
+wait.
+
+A collective begins on a stream of its group's own after what is on the current stream, and a
+`wait_tensor` makes the stream that is current there wait for it.
+
+    communication.lower(call, "_c10d_functional::wait_tensor", op, {"tensor": tensor})
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from interlace.errors import ProgramError
+from interlace_check.graphs.reading import targets
+from interlace_check.graphs.reading.aliasing import aliases
+from interlace_check.graphs.reading.tensors import Storage, TensorRef
+from interlace_check.graphs.reading.values import Value, tensors_in
+from interlace_check.graphs.steps import Issue, Step
+
+if TYPE_CHECKING:
+    from interlace_check.graphs.reading.walk import GraphCall, Walker
+
+NEVER = 1 << 60
+_AGREED = ("reduce_op", "group_size", "src", "gather_dim", "shard_dim")
+
+
+class BegunCommunication:
+    """What was begun and not waited for so far."""
+
+    def __init__(self, walker: Walker) -> None:
+        self.walker = walker
+        self.begun: dict[int, list[int]] = defaultdict(list)
+        """By storage: the steps that began something there which nothing has waited for since."""
+        self.waits: dict[int, int] = {}
+        """By storage: the last step that waited for it."""
+        self.touched: dict[int, list[Storage]] = {}
+        """By step that began something: the storages that it touches."""
+        self.waited: set[int] = set()
+        self.last: dict[str, int] = {}
+        """By group (or pair of ranks): the step that began something there last."""
+        self.queues: dict[int, str] = {}
+        self._free: defaultdict[str, list[str]] = defaultdict(list)
+        self._num_queues = 0
+
+    def lower(self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
+        """One operator of these."""
+        if name in targets.FINISHES:
+            return self._finish(call, bound, targets.FINISHES[name])
+        if name in targets.TRANSFERS:
+            source = tensors_in(bound[targets.TRANSFERS[name]])
+            issue = Issue("", name.removeprefix("ao::"))
+            return self._begin(call, issue, source, [], op, bound)
+        if name in targets.MESSAGES:
+            return self._message(call, name, op, bound)
+        if name == targets.BATCH:
+            return self._batch(call, op, bound)
+        row = targets.COLLECTIVES[name]
+        source = tensors_in(bound[row.source])
+        filled = source if row.in_place else tensors_in(bound[row.out]) if row.out else []
+        issue = self._issue(call.node, row, bound, source, name.endswith("coalesced"))
+        value = self._begin(call, issue, source, filled, op, bound)
+        return self._wait_for(call, value) if row.waits else value
+
+    def _issue(
+        self,
+        node: fx.Node,
+        row: targets.CollectiveRow,
+        bound: dict[str, Any],
+        source: list[TensorRef],
+        coalesced: bool,
+    ) -> Issue:
+        group = group_of(node, bound[row.group])
+        agreed = [("kind", row.kind + (" (coalesced)" if coalesced else ""))]
+        agreed += [(name, str(bound[name])) for name in _AGREED if bound.get(name) is not None]
+        splits = None
+        if row.kind == "all_to_all" and "input_split_sizes" in bound:
+            given = _integers(bound["input_split_sizes"])
+            taken = _integers(bound["output_split_sizes"])
+            splits = None if given is None or taken is None else (given, taken)
+        for index, tensor in enumerate(source):
+            if tensor.facts is None:
+                continue
+            agreed.append((f"dtype of input {index}", tensor.facts.dtype))
+            if splits is None:
+                agreed.append((f"elements of input {index}", str(tensor.facts.numel)))
+        size = bound.get("group_size")
+        if size is not None and (type(size) is not int or size < 1):
+            raise ProgramError(
+                f"node {node.name!r} has a group of {size!r} ranks; fix: group_size is an integer "
+                f">= 1"
+            )
+        return Issue("", row.kind, group, tuple(agreed), splits, size)
+
+    def _begin(
+        self,
+        call: GraphCall,
+        issue: Issue,
+        source: list[TensorRef],
+        filled: list[TensorRef],
+        op: OpOverload,
+        bound: dict[str, Any],
+    ) -> Value:
+        """Begins something that reads `source` and writes `filled`, or else what it makes."""
+        walker = self.walker
+        makes: list[Storage] = []
+        if not filled and not issue.sends:
+            kind = str(op._schema.returns[0].type) if op._schema.returns else ""
+            data = walker.made(call, _example(call.node), kind, makes)
+        else:
+            shared = aliases(op, bound)
+            kind = str(op._schema.returns[0].type) if op._schema.returns else ""
+            given = shared[0] if shared and shared[0] else filled or source
+            data = list(given) if "List" in kind else given[0] if given else None
+        writes = [tensor.view for tensor in filled]
+        for tensor in filled:
+            tensor.storage.written = True
+        after, ordered = call.after, f"{issue.group} {issue.peer} {issue.sends}"
+        if ordered in self.last:  # a group's collectives stay in the order listed
+            after |= {self.last[ordered]}
+        issue = dataclasses.replace(issue, queue=self._queue(issue, call.stream))
+        step = Step(
+            "start",
+            call.place,
+            call.stream,
+            tuple(dict.fromkeys(tensor.view for tensor in source)),
+            tuple(dict.fromkeys(writes)),
+            tuple(makes),
+            after,
+            issue=issue,
+        )
+        number = self.last[ordered] = walker.add(step)
+        self.queues[number] = issue.queue
+        touched = [*makes, *[tensor.storage for tensor in (*source, *filled)]]
+        self.touched[number] = touched
+        named = [*makes, *[tensor.storage for tensor in filled]] or touched
+        for storage in named:
+            self.begun[storage.number].append(number)
+        return Value(data, frozenset((number,)))
+
+    def _queue(self, issue: Issue, stream: str) -> str:
+        """A stream for it to run on.
+
+        That a later collective of the group is done does not mean that this one is: it holds for
+        some backends and is no promise. So each has a stream of its own, or one on which all is
+        done that the stream which begins it has waited for.
+        """
+        free = self._free[stream]
+        if free:
+            return free.pop()
+        self._num_queues += 1
+        return f"queue{self._num_queues}"
+
+    def _finish(self, call: GraphCall, bound: dict[str, Any], argument: str) -> Value:
+        """The current stream waits for what fills these tensors, and torch forgets that it did: it
+        waits for nothing a second time, whatever the stream."""
+        storages = {tensor.storage.number for tensor in tensors_in(bound[argument])}
+        finishes = tuple(sorted({b for one in storages for b in self.begun.pop(one, ())}))
+        for begun in set(finishes) - self.waited:
+            self._free[call.stream].append(self.queues[begun])
+        self.waited.update(finishes)
+        for begun in finishes:
+            for storage in self.touched[begun]:
+                storage.last_use = max(storage.last_use, call.place.number)
+        after = call.after | {self.waits[one] for one in storages if one in self.waits}
+        step = Step("finish", call.place, call.stream, after=after, finishes=finishes)
+        number = self.walker.add(step)
+        self.waits.update(dict.fromkeys(storages, number))
+        return Value(bound[argument], frozenset((number,)))
+
+    def _wait_for(self, call: GraphCall, value: Value) -> Value:
+        return self._finish(
+            type(call)(
+                call.node,
+                call.place,
+                call.stream,
+                call.args,
+                call.kwargs,
+                value.after,
+                call.depth,
+                call.values,
+            ),
+            {"tensor": value.data},
+            "tensor",
+        )
+
+    def _message(self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
+        tensor_name, peer_name = targets.MESSAGES[name]
+        group, peer = group_of(call.node, bound["group_name"]), bound[peer_name]
+        tensors = tensors_in(bound[tensor_name])
+        sends = peer_name == "dst"
+        issue = _message_issue(call.node, group, peer, sends, tensors)
+        return self._begin(
+            call, issue, tensors if sends else [], [] if sends else tensors, op, bound
+        )
+
+    def _batch(self, call: GraphCall, op: OpOverload, bound: dict[str, Any]) -> Value:
+        """Several messages: each on a queue of its own, so that none blocks another."""
+        group = group_of(call.node, bound["group_name"])
+        kinds, peers = bound["op_list"], bound["peer_list"]
+        tensors = bound["tensors"]
+        if not all(isinstance(each, tuple | list) for each in (kinds, peers, tensors)) or not (
+            len(kinds) == len(peers) == len(tensors)
+        ):
+            raise ProgramError(
+                f"node {call.node.name!r} lists other numbers of ops, peers and tensors; fix: "
+                f"give one of each for a message"
+            )
+        after = call.after
+        for kind, peer, tensor in zip(kinds, peers, tensors, strict=True):
+            held, sends = tensors_in(tensor), "send" in str(kind)
+            issue = _message_issue(call.node, group, peer, sends, held)
+            value = self._begin(
+                call, issue, held if sends else [], [] if sends else held, op, bound
+            )
+            after |= value.after
+        return Value(list(tensors), after)
+
+    def keep_unfinished(self) -> None:
+        """Torch keeps what it works on until it is waited for."""
+        for begun, storages in self.touched.items():
+            if begun not in self.waited:
+                for storage in storages:
+                    storage.last_use = NEVER
+
+
+def _message_issue(
+    node: fx.Node, group: str, peer: Any, sends: bool, tensors: list[TensorRef]
+) -> Issue:
+    if type(peer) is not int or peer < 0:
+        raise ProgramError(
+            f"node {node.name!r} has a message with rank {peer!r}; fix: a peer is an integer >= 0"
+        )
+    facts = tensors[0].facts if tensors else None
+    num_bytes = None if facts is None else facts.numel * facts.itemsize
+    kind = "send" if sends else "recv"
+    return Issue("", kind, group, peer=peer, sends=sends, num_bytes=num_bytes)
+
+
+def group_of(node: fx.Node, group: Any) -> str:
+    """The name of a process group, however a graph spells it."""
+    if isinstance(group, str):
+        return group
+    name = getattr(group, "group_name", None)
+    if isinstance(name, str):
+        return name
+    position = len(node.args) - 1
+    for used in node.all_input_nodes:
+        if "process_group" in used.name or "pg" in used.name:
+            return used.name
+    raise ProgramError(
+        f"node {node.name!r} has {type(group).__name__} as its process group (argument {position});"
+        f" fix: name the group by a string"
+    )
+
+
+def _integers(sizes: Any) -> tuple[int, ...] | None:
+    if isinstance(sizes, tuple | list) and all(type(size) is int for size in sizes):
+        return tuple(sizes)
+    return None
+
+
+def _example(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return node.meta.get("example_value") if value is None else value

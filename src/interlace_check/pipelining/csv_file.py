@@ -1,0 +1,98 @@
+"""Reads the CSV that `_dump_csv` of torch's pipeline schedules writes: a row is a rank.
+
+    >>> parse_csv("0F0,0SEND_F0\\n1RECV_F0,1F0\\n").cells[1]
+    (Action(kind='RECV_F', ...), Action(kind='F', ...))
+
+Accepted as torch accepts it: rows of different lengths, blank cells (a step in which a rank waits),
+spaces around a token, either end of line. Also accepted, with a remark, is what torch's loader
+refuses and a spreadsheet writes: a byte order mark, blank lines at the end, and blank cells in a
+schedule with communication.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import sys
+from pathlib import Path
+
+from interlace.errors import ParseError
+from interlace.ir.text.load import unreadable
+from interlace_check.pipelining.actions import Action, parse_action
+from interlace_check.pipelining.schedule import PipelineOrder
+
+MAX_CHARACTERS = 1 << 24
+MAX_CELLS = 1 << 16
+"""Actions of all ranks together, with blank cells: 8 ranks with 8,192 each."""
+MAX_RANKS = 1 << 10
+
+
+def read_csv(path: str | os.PathLike[str]) -> PipelineOrder:
+    """The schedule of a file, or of standard input for `-`. Raises ParseError."""
+    try:
+        if str(path) == "-":
+            return parse_csv(sys.stdin.read(MAX_CHARACTERS + 1), "<stdin>")
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    return parse_csv(text, Path(path).name)
+
+
+def parse_csv(text: str, file: str = "schedule.csv") -> PipelineOrder:
+    """The schedule of a CSV text. Raises ParseError, which names row, column, token and fix."""
+    if len(text) > MAX_CHARACTERS:
+        raise ParseError(
+            f"{file} holds more than {MAX_CHARACTERS:,} characters: check a schedule "
+            "of fewer microbatches"
+        )
+    remarks: list[str] = []
+    if text.startswith("\ufeff"):
+        text = text[1:]
+        remarks.append("the file begins with a byte order mark, which torch's loader refuses")
+    rows = _rows(text, file)
+    last = len(rows)
+    while last and not any(rows[last - 1]):
+        last -= 1
+    if last < len(rows):
+        del rows[last:]
+        remarks.append("blank lines at the end, which torch's loader counts as ranks")
+    if not rows:
+        raise ParseError(f"{file} holds no action; fix: dump the schedule with `_dump_csv`")
+    order = PipelineOrder(tuple(rows), tuple(remarks))
+    if order.has_messages and any(action is None for row in rows for action in row):
+        remark = "blank cells, which torch's loader refuses in a schedule with communication"
+        return PipelineOrder(order.cells, (*order.remarks, remark))
+    return order
+
+
+def _rows(text: str, file: str) -> list[tuple[Action | None, ...]]:
+    rows: list[tuple[Action | None, ...]] = []
+    cells = 0
+    reader = csv.reader(io.StringIO(text, newline=""))
+    try:
+        for row in reader:
+            cells += len(row)
+            if cells > MAX_CELLS or len(rows) >= MAX_RANKS:
+                raise ParseError(
+                    f"{file} holds more than {MAX_RANKS:,} ranks or {MAX_CELLS:,} actions: check a "
+                    "schedule of fewer microbatches"
+                )
+            rows.append(tuple([_cell(cell, len(rows), k, file) for k, cell in enumerate(row)]))
+    except csv.Error as error:
+        raise ParseError(
+            f"{file}, line {reader.line_num}: {error}; fix: write plain CSV"
+        ) from error
+    return rows
+
+
+def _cell(cell: str, row: int, column: int, file: str) -> Action | None:
+    try:
+        return parse_action(cell)
+    except ParseError as error:
+        shown = cell.strip()
+        shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+        raise ParseError(
+            f"{file}, row {row + 1} (rank {row}), column {column + 1}: {shown!r}: {error}"
+        ) from None

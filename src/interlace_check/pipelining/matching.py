@@ -1,0 +1,123 @@
+"""Whether the n-th send between two ranks is the n-th receive: NCCL has no tags, and gloo's are 0.
+
+    >>> list(exchanges(plans, layout, "pair"))
+    [PipeliningFinding(kind='exchanged', message='rank 1 to rank 0, message 3: ...')]
+
+The receive gets whatever comes next on its communicator: shapes of microbatches are alike, so that
+nothing fails, and a gradient is added to the wrong microbatch. torch's own simulator pairs sends
+with receives by name, and therefore does not see it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from interlace_check.pipelining.actions import SENDS
+from interlace_check.pipelining.report import PipeliningFinding
+from interlace_check.pipelining.schedule import Key, Layout, Placed, Step, messages
+
+Channel = tuple[str, int, int]
+"""A communicator, and the ranks that send and receive."""
+Ends = tuple[list[Placed], list[Placed]]
+
+
+def communicator(step: Step, model: str) -> str:
+    """What carries a step's messages: NCCL has a communicator of its own for mixed batches, beside
+    those of pairs. Elsewhere all go the same way."""
+    return "batched" if model == "pair" and is_mixed(step) else "pp"
+
+
+def is_mixed(step: Step) -> bool:
+    """Whether sends and receives are issued together: NCCL takes them as one batch."""
+    return len({placed.action.kind in SENDS for placed in step.actions}) > 1
+
+
+def channels(plans: Sequence[Sequence[Step]], layout: Layout, model: str) -> dict[Channel, Ends]:
+    """The sends and the receives of each communicator, in the order in which ranks issue them."""
+    found: dict[Channel, Ends] = {}
+    for rank, plan in enumerate(plans):
+        for step in messages(plan):
+            name = communicator(step, model)
+            for placed in step.actions:
+                peer = layout.peer(placed.action)
+                if peer is None or peer == rank:
+                    continue
+                sends = placed.action.kind in SENDS
+                channel = (name, rank, peer) if sends else (name, peer, rank)
+                found.setdefault(channel, ([], []))[0 if sends else 1].append(placed)
+    return found
+
+
+def exchanges(
+    plans: Sequence[Sequence[Step]], layout: Layout, model: str
+) -> Iterator[PipeliningFinding]:
+    """The messages that go to the wrong receive, and those without another end."""
+    for (_, sender, receiver), (sends, receives) in sorted(channels(plans, layout, model).items()):
+        expected = [_received_as(send, layout) for send in sends]
+        given = [receive.key for receive in receives]
+        lacks_receive = _surplus(sends, expected, given)
+        lacks_send = _surplus(receives, given, expected)
+        way = f"rank {sender} to rank {receiver}"
+        for send in lacks_receive:
+            other = layout.other_end(send.action)
+            yield PipeliningFinding(
+                "unmatched",
+                f"{way}: {send} has no `{other}` on rank {receiver}",
+                (send,),
+                f"add `{other}` to rank {receiver}",
+                models=(model,),
+            )
+        for receive in lacks_send:
+            other = layout.other_end(receive.action)
+            yield PipeliningFinding(
+                "unmatched",
+                f"{way}: {receive} has no `{other}` on rank {sender}",
+                (receive,),
+                f"add `{other}` to rank {sender}",
+                models=(model,),
+            )
+        yield from _crossed(way, sends, receives, layout, model)
+
+
+def _crossed(
+    way: str, sends: list[Placed], receives: list[Placed], layout: Layout, model: str
+) -> Iterator[PipeliningFinding]:
+    """The first message that a receive for another takes; the others follow from it."""
+    wrong = [
+        k
+        for k, (send, receive) in enumerate(zip(sends, receives, strict=False))
+        if _received_as(send, layout) != receive.key
+    ]
+    if not wrong:
+        return
+    send, receive = sends[wrong[0]], receives[wrong[0]]
+    what = {"F": "the activation", "B": "the gradient"}
+    one, other = send.action, receive.action
+    message = (
+        f"{way}, message {wrong[0] + 1}: {send} is taken by {receive}: {what[one.kind[-1]]} of "
+        f"microbatch {one.microbatch} from stage {one.stage} arrives as {what[other.kind[-1]]} of "
+        f"microbatch {other.microbatch} for stage {other.stage}"
+    )
+    if len(wrong) > 1:
+        message += f" ({len(wrong)} of {len(sends)} messages go wrong)"
+    fix = "issue the receives in the order of the sends: " + ", ".join(
+        f"`{layout.other_end(each.action)}`" for each in sends[wrong[0] : wrong[0] + 3]
+    )
+    yield PipeliningFinding("exchanged", message, (send, receive), fix, models=(model,))
+
+
+def _received_as(send: Placed, layout: Layout) -> Key:
+    other = layout.other_end(send.action)
+    return other.kind, other.stage, other.microbatch
+
+
+def _surplus(placed: list[Placed], keys: list[Key], others: list[Key]) -> list[Placed]:
+    """Those whose key occurs among the others less often."""
+    left = Counter(others)
+    found: list[Placed] = []
+    for place, key in zip(placed, keys, strict=True):
+        left[key] -= 1
+        if left[key] < 0:
+            found.append(place)
+    return found

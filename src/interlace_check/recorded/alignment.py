@@ -1,0 +1,384 @@
+"""Lays the records of all ranks side by side: number by number in each process group, and message
+by message between each two ranks.
+
+Up to a point all members have issued the same, and it has ended. From there on each group and
+each channel is `Open`, and the ranks' Programs are made of what is open. What the dumps cannot
+say, and what was taken for granted instead, stands in `Aligned.assumed`.
+
+>>> aligned = align(dumps)
+>>> aligned.open[0].missing     # ranks that did not issue number `aligned.open[0].seq`
+(2,)
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from interlace_check.recorded.entries import Dump, Entry, EntryContent, GroupKey, IssuedCall
+from interlace_check.recorded.words import ranks_in_words
+
+MAX_OPEN = 1024
+"""Groups, and pairs of ranks with messages, whose open ops are looked at."""
+MAX_SHIFT = 8
+"""Calls that a rank may have left out, or made too many of, for that to be recognised."""
+MAX_COMPARED = 256
+"""Calls that are looked at for that."""
+NUM_ALIKE = 3
+"""Calls that must agree with those of the peers, moved by so many."""
+
+Channel = tuple[GroupKey, int, int]
+"""Messages of a group from one global rank to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A group that is not settled from a number on."""
+
+    group: GroupKey
+    start: int
+    """The first number that had not ended on all ranks."""
+    seq: int
+    """The first number at which members disagree or are missing; without any, `start`."""
+    calls: Mapping[int, IssuedCall]
+    """What each rank issued at number `seq`."""
+    missing: tuple[int, ...]
+    """Ranks with a dump that did not issue it."""
+    silent: tuple[int, ...]
+    """Ranks of which that is not known: there is no dump, or it lacks what came before."""
+    differs: str = ""
+    """What the members disagree on: kind, size or element type."""
+    num_behind: int = 0
+    """Further numbers of the group that some rank has issued."""
+    shifts: Mapping[int, int] = field(default_factory=dict[int, int])
+    """By how many calls a rank is ahead of (or, negative, behind) what its peers issue there."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenChannel:
+    """Messages between two ranks, from the first that is not settled."""
+
+    channel: Channel
+    sends: tuple[Entry, ...]
+    recvs: tuple[Entry, ...]
+    differs: str = ""
+
+
+@dataclass(slots=True)
+class Aligned:
+    """The dumps side by side."""
+
+    dumps: Mapping[int, Dump]
+    world: tuple[int, ...]
+    open: list[Open] = field(default_factory=list[Open])
+    channels: list[OpenChannel] = field(default_factory=list[OpenChannel])
+    lone: list[Entry] = field(default_factory=list[Entry])
+    """What a rank issued last, in a group of which no dump says the ranks, and no other knows."""
+    assumed: list[str] = field(default_factory=list[str])
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Ranks without a dump."""
+        return tuple(rank for rank in self.world if rank not in self.dumps)
+
+
+def align(dumps: Sequence[Dump]) -> Aligned:
+    """The dumps of one run side by side."""
+    aligned = Aligned({dump.rank: dump for dump in dumps}, ())
+    members = _resolve(dumps, aligned)
+    ranks = {rank for group in members for rank in members[group]}
+    aligned.world = tuple(sorted({*ranks, *aligned.dumps}))
+    for dump in dumps:
+        if not dump.begins and dump.entries:
+            first = dump.entries[0].record
+            aligned.assumed.append(
+                f"rank {dump.rank}: its dump begins with record {first}; what its peers issued "
+                "before that is taken to have been issued and to have ended there"
+            )
+        if dump.gaps:
+            aligned.assumed.append(
+                f"rank {dump.rank}: records are missing between others; they are taken to be of "
+                "ops that had ended"
+            )
+    calls, channels = _sorted_out(dumps)
+    for group in members:
+        _Numbers(group, members[group], calls.get(group, {}), aligned).find()
+    for channel, (sends, recvs) in channels.items():
+        _match(channel, sends, recvs, aligned)
+    for what, found in ("groups", aligned.open), ("pairs of ranks", aligned.channels):
+        if len(found) > MAX_OPEN:
+            aligned.assumed.append(
+                f"{len(found) - MAX_OPEN:,} further {what} have ops that are open, and were left "
+                "out"
+            )
+            del found[MAX_OPEN:]
+    return aligned
+
+
+# Which ranks a group has
+
+
+def _resolve(dumps: Sequence[Dump], aligned: Aligned) -> dict[GroupKey, tuple[int, ...]]:
+    """The members of each group; entries then name one and the same key for one group."""
+    keys: dict[tuple[str, tuple[int, ...] | None], GroupKey] = {}
+    configured: dict[str, list[GroupKey]] = defaultdict(list)
+    for dump in dumps:
+        for group in dump.groups:
+            if (group.name, group.ranks) not in keys:
+                keys[group.name, group.ranks] = group
+                configured[group.name].append(group)
+    inferred: dict[str, set[int]] = defaultdict(set)
+    unknown: list[Entry] = []
+    for dump in dumps:
+        for entry in dump.entries:
+            group = entry.group
+            if group.ranks is not None:
+                entry.group = keys[group.name, group.ranks]
+                continue
+            known = [one for one in configured[group.name] if dump.rank in (one.ranks or ())]
+            if len(known) == 1:
+                entry.group = known[0]
+                continue
+            unknown.append(entry)
+            inferred[group.name].add(dump.rank)
+            if entry.peer is not None:
+                inferred[group.name].add(entry.peer)
+            keys.setdefault((group.name, None), group)
+    whole = max((dump.rank for dump in dumps), default=-1) + 1
+    made: dict[str, GroupKey] = {}
+    for name, ranks in inferred.items():
+        group = keys.pop((name, None))
+        if group.desc == "default_pg":
+            ranks = set(range(whole))
+        made[name] = keys[name, None] = GroupKey(name, group.desc, tuple(sorted(ranks)))
+        aligned.assumed.append(
+            f"group {group}: the dumps do not say which ranks it has; taken to be "
+            f"{ranks_in_words(sorted(ranks))}"
+        )
+    last = {id(dump.last) for dump in dumps}
+    for entry in unknown:
+        entry.group = made[entry.group.name]
+        if len(entry.group.ranks or ()) == 1 and id(entry) in last:
+            aligned.lone.append(entry)
+    return {group: group.ranks or () for group in keys.values()}
+
+
+def _sorted_out(
+    dumps: Sequence[Dump],
+) -> tuple[
+    dict[GroupKey, dict[int, dict[int, IssuedCall]]],
+    dict[Channel, tuple[list[Entry], list[Entry]]],
+]:
+    """Collectives by group, rank and number; sends and receives by channel."""
+    issued: dict[GroupKey, dict[int, dict[int, list[Entry]]]] = defaultdict(dict)
+    channels: dict[Channel, tuple[list[Entry], list[Entry]]] = {}
+    for dump in dumps:
+        for entry in _latest(dump.entries):
+            if entry.peer is None:
+                mine = issued[entry.group].setdefault(dump.rank, {})
+                mine.setdefault(entry.seq, []).append(entry)
+                continue
+            sends = entry.content.label == "send"
+            way = (entry.rank, entry.peer) if sends else (entry.peer, entry.rank)
+            ends = channels.setdefault((entry.group, *way), ([], []))
+            ends[0 if sends else 1].append(entry)
+    calls = {
+        group: {
+            rank: {seq: IssuedCall(tuple(same)) for seq, same in mine.items()}
+            for rank, mine in by_rank.items()
+        }
+        for group, by_rank in issued.items()
+    }
+    return calls, channels
+
+
+def _latest(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries without those of groups that were destroyed and made again under one name: their
+    numbers begin anew. Calls that NCCL is still coalescing have one number, and come last."""
+    later: dict[tuple[GroupKey, bool], Entry] = {}
+    again: set[tuple[GroupKey, bool]] = set()
+    counted: set[tuple[GroupKey, bool]] = set()
+    kept: list[Entry] = []
+    for entry in reversed(entries):
+        key = (entry.group, entry.is_message)
+        after = later.setdefault(key, entry)
+        if after.seq != entry.seq:
+            counted.add(key)
+        alone = entry.batch is None and (entry.backend == "gloo" or key in counted)
+        if after.seq < entry.seq or (after is not entry and after.seq == entry.seq and alone):
+            again.add(key)
+        later[key] = entry
+        if key not in again:
+            kept.append(entry)
+    return kept[::-1]
+
+
+# Collectives
+
+
+class _Numbers:
+    """One group: finds the first number that is not settled."""
+
+    def __init__(
+        self,
+        group: GroupKey,
+        members: Sequence[int],
+        calls: Mapping[int, Mapping[int, IssuedCall]],
+        aligned: Aligned,
+    ) -> None:
+        self.group, self.calls, self.aligned = group, calls, aligned
+        self.known: list[int] = []
+        """Members of which it is known how far they came."""
+        self.silent: list[int] = []
+        for rank in members:
+            dump = aligned.dumps.get(rank)
+            whole = dump is not None and dump.begins and not dump.gaps
+            (self.known if whole or rank in calls else self.silent).append(rank)
+        self.top = {rank: max(calls.get(rank, {}), default=-1) for rank in self.known}
+        self.ended = {
+            rank: max((seq for seq, call in mine.items() if call.ended), default=-1)
+            for rank, mine in calls.items()
+        }
+
+    def find(self) -> None:
+        """Adds the group to what is open, if it is."""
+        numbers = sorted({seq for mine in self.calls.values() for seq in mine})
+        start: int | None = None
+        at: int | None = None
+        for seq in numbers:
+            met, missing = self.at(seq)
+            waits = missing and any(call.first.may_wait for call in met.values())
+            if self.differs(met, missing) or waits:
+                at = seq
+                break
+            late = any(seq > self.ended[rank] for rank in met)
+            if start is None and (late or (seq == numbers[-1] and self.unsure(met))):
+                start = seq
+        at = start if at is None else at
+        if at is not None:
+            self.aligned.open.append(self.opened(at if start is None else start, at, numbers))
+        unsure = [rank for rank in self.silent if rank in self.aligned.dumps]
+        if numbers and unsure:
+            self.aligned.assumed.append(
+                f"group {self.group}: {ranks_in_words(unsure)} recorded nothing of it since its "
+                "dump begins, so it is not known how far it came"
+            )
+
+    def at(self, seq: int) -> tuple[dict[int, IssuedCall], tuple[int, ...]]:
+        """What was issued at a number, and by whom not."""
+        met = {rank: mine[seq] for rank, mine in self.calls.items() if seq in mine}
+        return met, tuple(rank for rank in self.known if self.top[rank] < seq)
+
+    def unsure(self, met: Mapping[int, IssuedCall]) -> bool:
+        """Whether the last op may wait for a rank without a dump: gloo does not say how it ended,
+        in time or by a time-out."""
+        gloo = any(call.first.backend == "gloo" for call in met.values())
+        return gloo and any(rank not in self.aligned.dumps for rank in self.silent)
+
+    def opened(self, start: int, seq: int, numbers: Sequence[int]) -> Open:
+        met, missing = self.at(seq)
+        differs = self.differs(met, missing)
+        return Open(
+            group=self.group,
+            start=start,
+            seq=seq,
+            calls=met,
+            missing=missing,
+            silent=tuple(self.silent),
+            differs=differs,
+            num_behind=len(numbers) - numbers.index(seq) - 1,
+            shifts=self.shifts(numbers, seq, met) if differs else {},
+        )
+
+    def differs(self, met: Mapping[int, IssuedCall], missing: Sequence[int]) -> str:
+        """What members disagree on at a number, if on anything."""
+        contents = {call.contents for call in met.values()}
+        if len(contents) > 1 and (found := unlike(contents)):
+            return found
+        moved = [entry.moved for call in met.values() for entry in call.entries]
+        if missing or len(met) < len(self.known) or self.silent or None in moved:
+            return ""
+        sent, received = (sum(one[side] for one in moved if one) for side in (0, 1))
+        return "size" if sent != received else ""
+
+    def shifts(
+        self, numbers: Sequence[int], seq: int, met: Mapping[int, IssuedCall]
+    ) -> dict[int, int]:
+        """Ranks whose calls from here on are those of their peers, moved by a few."""
+        usual, _ = Counter(call.contents for call in met.values()).most_common(1)[0]
+        whose = {rank for rank, call in met.items() if call.contents == usual}
+        sample = self.calls[min(whose)]
+        found: dict[int, int] = {}
+        first = numbers.index(seq)
+        numbers = numbers[first : first + MAX_COMPARED]
+        for rank in met.keys() - whose:
+            mine = self.calls[rank]
+            for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
+                pairs = [
+                    (mine[at].contents, sample[at + shift].contents)
+                    for at in numbers
+                    if shift and at in mine and at + shift >= seq and at + shift in sample
+                ]
+                if len(pairs) >= NUM_ALIKE and all(not unlike(set(pair)) for pair in pairs):
+                    found[rank] = shift
+                    break
+        return found
+
+
+def unlike(contents: Iterable[tuple[EntryContent, ...]]) -> str:
+    """What several calls that should be one and the same differ in, if anything."""
+    calls = list(contents)
+    if len({tuple(one.label for one in call) for call in calls}) > 1:
+        return "kind"
+    for members in zip(*calls, strict=True):
+        sizes = {one.elements for one in members if one.elements is not None}
+        if len(sizes) > 1:
+            return "size"
+        if len({one.dtype for one in members if one.dtype}) > 1:
+            return "element type"
+    return ""
+
+
+# Messages
+
+
+def _match(
+    channel: Channel, sends: Sequence[Entry], recvs: Sequence[Entry], aligned: Aligned
+) -> None:
+    """The n-th send of a channel is the n-th receive. Where the begin of a dump is lost, those are
+    matched of which neither end has ended."""
+    _, source, target = channel
+    ends = [aligned.dumps.get(rank) for rank in (source, target)]
+    if None in ends:
+        either = [one for one in (*sends, *recvs) if one.may_wait]
+        if either:
+            aligned.channels.append(
+                OpenChannel(
+                    channel,
+                    tuple(one for one in sends if one.may_wait),
+                    tuple(one for one in recvs if one.may_wait),
+                )
+            )
+        return
+    if not all(dump is not None and dump.begins and not dump.gaps for dump in ends):
+        sends = [one for one in sends if one.may_wait]
+        recvs = [one for one in recvs if one.may_wait]
+        said = (
+            f"messages from rank {source} to rank {target}: the begin of a dump is lost, so those "
+            "that had not ended were matched in order"
+        )
+        if said not in aligned.assumed:
+            aligned.assumed.append(said)
+    for place in range(max(len(sends), len(recvs))):
+        pair = [*sends[place : place + 1], *recvs[place : place + 1]]
+        differs = unlike([_message(one) for one in pair]) if len(pair) == 2 else ""
+        waits = not all(one.ended for one in pair) if len(pair) == 2 else pair[0].may_wait
+        if differs or waits:
+            left = OpenChannel(channel, tuple(sends[place:]), tuple(recvs[place:]), differs)
+            aligned.channels.append(left)
+            return
+
+
+def _message(entry: Entry) -> tuple[EntryContent, ...]:
+    return (entry.content._replace(label="message"),)
