@@ -155,7 +155,7 @@ def test_nouns_print_as_they_are_written() -> None:
     assert str(Team("tp", 2).others) == "tp.others"
     assert Team("tp", 2).others == Others("tp")
     assert MESH.tables[0][RankIndex("tp")] == TableEntry("rows", RankIndex("tp"))
-    assert MESH.tables[0].start(2) == 3
+    assert MESH.tables[0].starts[2] == 3
 
 
 def test_kinds_of_collectives_are_rows_of_one_table() -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 
 from interlace.errors import ProgramError, TeamError
 from interlace.ir.sizes import Int, Size
@@ -113,14 +114,15 @@ class Table:
     name: str
     team: str
     values: tuple[Int, ...]
+    starts: tuple[Int, ...] = field(init=False, repr=False, compare=False)
+    """Where chunk i begins: the sum of the entries before it; then the sum of all."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "starts", tuple(accumulate(self.values, initial=0)))
 
     def __getitem__(self, index: Index) -> TableEntry:
         """The entry of a rank, as a size; printed `rows[tp.rank]`."""
         return TableEntry(self.name, index)
-
-    def start(self, index: int) -> Int:
-        """Sum of the entries before `index`: where chunk `index` begins."""
-        return sum(self.values[:index])
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,7 @@ def _own_row(where: Where, op: Collective, rows: Int) -> Int:
     """The row of the whole at which a rank's own part begins."""
     member = where.member(op.team)
     if op.splits is not None:
-        return where.table(op.splits).start(member.index)
+        return where.table(op.splits).starts[member.index]
     return rows // len(member.ranks) * member.index
 
 

@@ -173,7 +173,7 @@ class _Walk:
             row = box.nbytes // max(box.sizes[0], 1)
             first = index * box.sizes[0]
             if op.splits is not None:
-                first = where.table(op.splits).start(index)
+                first = where.table(op.splits).starts[index]
             return cut(root, first * row, box.nbytes)
         if op.kind == "all_to_all":
             if op.splits is not None:
