@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from interlace.optim import LayerWise, Muon, ShardedLayerWise
 from interlace.options import Options
 
-HOW = ["LayerWise", "slices", "ShardedLayerWise"]
+HOW = ["LayerWise", "ShardedLayerWise"]
 WIDE = 8 * DIM
 
 
@@ -36,7 +36,7 @@ def trained(how: str, power: int, seed: int) -> list[torch.Tensor]:
     if how == "ShardedLayerWise":
         made: Any = ShardedLayerWise(inner, module, **facts)
     else:
-        made = LayerWise(inner, module, mesh, split_matrices=2 if how == "slices" else 1, **facts)
+        made = LayerWise(inner, module, mesh, **facts)
     with made:
         for step in range(3):
             draw = torch.Generator().manual_seed(seed + step)

@@ -28,6 +28,7 @@ from torch import nn
 
 from interlace.errors import OptimizerError, OptionError
 from interlace.optim import AdamW, LayerWise
+from interlace.optim.layer_wise.optimizer import REMOVED
 
 
 def backward(module: nn.Module, seed: int, step: int = 0) -> None:
@@ -131,7 +132,10 @@ def under_backward(seed: int) -> int:
     with pytest.raises(OptimizerError, match="stochastic rounding"):
         LayerWise(AdamW(narrow.parameters()), narrow, mesh(), update_under_backward=True)
     wrongs: list[dict[str, Any]] = [{"op": "max"}, {"main_grad_dtype": torch.float16}]
-    wrongs += [{"bucket_bytes": 0}, {"split_parts": 0}, {"split_matrices": -1}]
+    wrongs += [{"bucket_bytes": 0}]
+    for option in REMOVED:
+        with pytest.raises(OptionError, match=f"{option} is no option of LayerWise any more. fix"):
+            layer_wise(model(seed), "sgd", **{option: 2})
     for wrong in wrongs:
         with pytest.raises(OptionError, match=f"{next(iter(wrong))}="):
             layer_wise(model(seed), "sgd", **wrong)
@@ -160,9 +164,9 @@ def failed(seed: int) -> list[str]:
     module, held = model(seed, lambda: nn.Linear(128, 128).bfloat16()), {*threading.enumerate()}
     optimizer = AdamW(module.parameters())
     with pytest.raises(OptimizerError, match="stochastic rounding"):
-        LayerWise(optimizer, module, mesh(), split_parts=2, update_under_backward=True)
+        LayerWise(optimizer, module, mesh(), update_under_backward=True)
     assert optimizer.param_groups[0]["params"] == [*module.parameters()]
-    with LayerWise(optimizer, module, mesh(), split_parts=2) as optimizing:
+    with LayerWise(optimizer, module, mesh()) as optimizing:
         module(torch.ones(2, 128).bfloat16()).sum().backward()
         optimizing.step()
     return [each.name for each in {*threading.enumerate()} - held]

@@ -25,7 +25,7 @@ Note [A step]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -50,9 +50,7 @@ from interlace.optim.layer_wise.bucket_update import UpdatesInOrder
 from interlace.optim.layer_wise.clipping import clip_grad_norm_
 from interlace.optim.layer_wise.flat_weights import FlatWeights, shown
 from interlace.optim.layer_wise.owned_state import load, saved
-from interlace.optim.layer_wise.row_slices import sum_slices
-from interlace.optim.layer_wise.sharded_parameters import is_sharded
-from interlace.optim.layer_wise.stand_ins import StandIns
+from interlace.optim.layer_wise.sharded_parameters import is_sharded, like
 from interlace.optim.layer_wise.step_runs import (
     buckets_of,
     by_copies_if_possible,
@@ -64,6 +62,14 @@ from interlace.optim.layer_wise.update_plan import planned
 from interlace.optim.layer_wise.whole_parameters import hash_of, uncompiled
 from interlace.optim.untraced import eager
 from interlace.options import Options
+
+REMOVED = {
+    "split_parts": "owners have whole Parameters: make experts Parameters of their own, or shard "
+    "them over tensor or expert parallelism",
+    "split_matrices": "owners have whole matrices: shard large ones by tensor parallelism, where "
+    "each has one home among the ranks of its owner",
+}
+"""Options of former releases, and what serves instead."""
 
 
 class LayerWise:
@@ -83,13 +89,6 @@ class LayerWise:
     `close()`. Which these are the optimizer's `needs_whole(parameter)` says; without it, all but
     those of torch's elementwise optimizers and of `interlace.optim.AdamW`. `shards`: a mesh whose
     ranks have other parts in plain Parameters, such as experts, which the norm of gradients counts.
-
-    With `split_parts=N`, experts and heads that the optimizer updates one by one (its
-    `rows_apart(parameter)` says so), and rows of elementwise optimizers, are cut into at most N
-    parts with owners of their own, without a change of bits: see Note [Parts]. N is the same when a
-    checkpoint is loaded. With `split_matrices=N`, N ranks that follow one another update the rows
-    of a matrix together (`interlace.optim.Muon`, matrices with as many rows as columns or more):
-    less work for each, sums over them, and **not bit-equal**. See Note [Together].
 
     Under `DistributedDataParallel` the gradients are reduced already: `.grad` is taken as it is.
     Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op` "mean" or
@@ -121,8 +120,6 @@ class LayerWise:
         mesh: DeviceMesh,
         *,
         shards: DeviceMesh | None = None,
-        split_parts: int = 1,
-        split_matrices: int = 1,
         overlap_param_gather: bool = True,
         update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
@@ -130,37 +127,28 @@ class LayerWise:
         op: Literal["mean", "sum"] = "mean",
         check_replicas_every: int = 0,
         options: Options | None = None,
+        **removed: object,
     ) -> None:
+        refuse_removed(removed)
         if mesh.ndim != 1:
             raise OptimizerError(
                 f"the mesh has {mesh.ndim} dimensions: give one of them, such as mesh['dp']"
             )
         group = group_of_mesh(mesh)
         check_reduction(op, bucket_bytes, main_grad_dtype)
-        if min(split_parts, split_matrices) < 1:
-            raise OptionError(
-                f"split_parts={split_parts}, split_matrices={split_matrices}: give 1 or more"
-            )
         self.optimizer, self.module = optimizer, module
         self._plan = plan = planned(
-            optimizer,
-            module,
-            mesh,
-            shards=shards,
-            most=split_parts,
-            width=split_matrices,
-            bucket_bytes=bucket_bytes,
+            optimizer, module, mesh, shards=shards, bucket_bytes=bucket_bytes
         )
-        self._names = {param: name for name, param in plan.params.items()}
+        self._names = dict(zip(plan.params, plan.names, strict=True))
         self._plain_shards = shards is not None
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
         reduces = not isinstance(uncompiled(module), DistributedDataParallel)
-        cut = len(plan.parts) > len(plan.params) or any(map(is_sharded, plan.params.values()))
-        if cut and not reduces:
+        if any(map(is_sharded, plan.params)) and not reduces:
             raise UnsupportedError(
-                "under DistributedDataParallel no sharded DTensors, split_parts and split_matrices "
-                "are served: give LayerWise the module without it, and it reduces gradients itself"
+                "under DistributedDataParallel no sharded DTensors are served: give LayerWise the "
+                "module without it, and it reduces gradients itself"
             )
         weights = buckets_of(plan, None)
         grads = buckets_of(plan, main_grad_dtype) if reduces else []
@@ -168,7 +156,7 @@ class LayerWise:
         self._order = list(range(len(weights)))
         self._shared = {
             "norms": torch.zeros(
-                len(plan.parts) * plan.shards, dtype=torch.float64, device=self._device
+                len(plan.params) * plan.shards, dtype=torch.float64, device=self._device
             ),
             "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
             "hashes": torch.zeros(
@@ -184,15 +172,18 @@ class LayerWise:
             )
         with contextlib.ExitStack() as made:  # undone here if something fails, else by close()
             self._homes = homes_of(plan, weights, grads, self._shared, chosen, made)
-            self._stand_ins = StandIns(plan, weights, grads, self._homes)
-            made.callback(self._stand_ins.leave, optimizer)
-            self._stand_ins.enter(optimizer)
-            acting, self._owned = self._stand_ins.acting, self._stand_ins.owned
-            self._main_grads = self._stand_ins.main_grads
-            self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
-            self._sums = sum_slices(
-                optimizer, plan.parts, acting, group, self._device, chosen, made
+            whole, homed = (
+                ({}, {}) if self._homes is None else (self._homes.whole, self._homes.grads)
             )
+            if self._homes is not None:
+                made.callback(self._homes.leave, optimizer)
+                self._homes.enter(optimizer)
+            self._acting = [whole.get(param, param) for param in plan.params]
+            self._names |= dict(zip(self._acting, plan.names, strict=True))
+            pairs = zip(self._acting, plan.params, strict=True)
+            self._owned = {a: p for n, (a, p) in enumerate(pairs) if plan.is_mine(n)}
+            main = {p: v for b in grads for p, v in zip(b.params, b.views, strict=True)} | homed
+            self._main_grads = {a: like(a, main[p]) for a, p in self._owned.items() if p in main}
             self._updates = UpdatesInOrder(optimizer, weights, self._owned)
             early = self._updates.under_backward(self._main_grads) if self._early else []
             before, then = calls_around(weights, grads, [*self._shared], self._homes, early)
@@ -312,8 +303,8 @@ class LayerWise:
             )
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
         shard, shards = self._plan.shard, self._plan.shards
-        for number, acting in enumerate(self._stand_ins.acting):
-            sharded = self._differs(self._plan.parts[number].param)
+        for number, acting in enumerate(self._acting):
+            sharded = self._differs(self._plan.params[number])
             if acting in grads and (shard == 0 or sharded):
                 grad = grads[acting]
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
@@ -341,7 +332,7 @@ class LayerWise:
 
         `torch.distributed.checkpoint` saves and loads it as it is, on any number of ranks: each
         saves what it owns, and reads what it owns then. For that, an optimizer that has no state
-        yet gets the state that a first step begins with; with `split_matrices` that is collective.
+        yet gets the state that a first step begins with.
         """
         self._check_whole()
         self.synchronize()
@@ -369,10 +360,10 @@ class LayerWise:
         backward.
         """
         self.synchronize()
-        names, shard, shards = [*self._plan.params], self._plan.shard, self._plan.shards
+        names, shard, shards = self._plan.names, self._plan.shard, self._plan.shards
         hashes = self._shared["hashes"].view(2, len(names), shards)
         hashes.fill_(torch.iinfo(torch.int64).min)
-        for number, param in enumerate(self._plan.params.values()):
+        for number, param in enumerate(self._plan.params):
             own, held = hash_of(param), [shard] if self._differs(param) else range(shards)
             for place in held:  # a hash, and what has its least for its greatest
                 hashes[0, number, place], hashes[1, number, place] = own, ~own
@@ -391,9 +382,7 @@ class LayerWise:
 
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""
-        executors = [*self._runs.executors]
-        for others in filter(None, (self._homes, self._sums)):
-            executors += others.executors
+        executors = [*self._runs.executors, *(self._homes.executors if self._homes else ())]
         return "\n".join([*self._plan.explain(), *(str(each.program) for each in executors)])
 
     def timelines(self) -> list[Timeline]:
@@ -412,8 +401,8 @@ class LayerWise:
             self._reducer.reset()
         else:
             self._runs.reset()
-        for others in filter(None, (self._homes, self._sums)):
-            others.reset()
+        if self._homes is not None:
+            self._homes.reset()
 
     def close(self) -> None:
         """Waits for what is in flight, and takes hooks, thread and process group away."""
@@ -439,7 +428,7 @@ class LayerWise:
             with lent({p: g for p, g in grads.items() if self._owned[p].requires_grad}):
                 yield
             return
-        others = set(self._plan.params.values()) - set(self._owned)
+        others = set(self._plan.params) - set(self._owned)
         kept = {param: param.grad for param in others}
         for param in others:
             param.grad = None
@@ -488,3 +477,11 @@ class LayerWise:
         index = len(self._runs.executors) - len(self._shared) + list(self._shared).index(name)
         self._runs.start(index)
         self._runs.wait(index)
+
+
+def refuse_removed(options: Mapping[str, object]) -> None:
+    """Raises OptionError for an option of a former release, TypeError for one that never was."""
+    for name in options:
+        if name not in REMOVED:
+            raise TypeError(f"LayerWise.__init__() got an unexpected keyword argument {name!r}")
+        raise OptionError(f"{name} is no option of LayerWise any more. fix: {REMOVED[name]}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from interlace.errors import BackendError
 from interlace.optim.bucket_runs import BucketExchange, BucketRuns, Write, all_reduced
@@ -33,12 +33,8 @@ def buckets_of(plan: UpdatePlan, dtype: torch.dtype | None) -> list[Bucket]:
     """Buffers for all buckets, of that type or of the parameters' own."""
     buckets: list[Bucket] = []
     for bucket in plan.ownership.buckets:
-        pairs = zip(bucket.items, bucket.starts, strict=True)
-        members: dict[nn.Parameter, int] = {}
-        for number, start in pairs:
-            members.setdefault(plan.parts[number].param, start)  # of several parts, the first one's
-        kind = dtype or next(iter(members)).dtype
-        buckets.append(laid_out([*members], [*members.values()], bucket.numel, kind))
+        params = [plan.params[number] for number in bucket.items]
+        buckets.append(laid_out(params, bucket.starts, bucket.numel, dtype or params[0].dtype))
     return buckets
 
 
@@ -58,7 +54,7 @@ def runs_of(
     reductions: list[tuple[Write, Tensor]] = []
     gathers: list[tuple[Write, Tensor]] = []
     for i, bucket in enumerate(plan.ownership.buckets):
-        about = shown([plan.parts[number].name for number in bucket.items])
+        about = shown([plan.names[number] for number in bucket.items])
         exchange, flat = BucketExchange(bucket, about, peer, copies), weights[i].flat
         gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
         if grads:

@@ -1,6 +1,7 @@
 """Sharded matrices that one rank updates whole: brought to their homes, and given back.
 
     homes = homes_of(plan, weights, grads, shared, options, made)   # None without a mesh of shards
+    homes.enter(optimizer)             # groups have whole matrices; leave(optimizer) undoes that
     homes.bring_grads(0)               # bucket 0, after its reduction: shards become whole matrices
     homes.bring_weights(0)             # before the update
     optimizer.step()                   # updates homes.whole[param] instead of a DTensor
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from interlace.ir import Program, parse
 from interlace.optim.bucket_runs import NAMES, Write, all_reduced, beside, prepared
@@ -245,16 +247,15 @@ class TensorHomes:
         at its home."""
         self.grads: dict[nn.Parameter, Tensor] = {}
         """The whole gradients of those DTensors that have their home here."""
-        self.rank, self.size = plan.shard, plan.shards
+        self.rank, self.size, self._plan = plan.shard, plan.shards, plan
         self._runs: dict[tuple[str, int | str], tuple[Executor, list[Tensor]]] = {}
 
         def prepare(key: tuple[str, int | str], write: Write, *tensors: Tensor) -> None:
             executor = prepared(write, group, tensors, options, made)
             self._runs[key] = executor, [*tensors]
 
-        for part, home in zip(plan.parts, plan.ownership.homes, strict=True):
+        for param, home in zip(plan.params, plan.ownership.homes, strict=True):
             if home is not None:
-                param = part.param
                 meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
                 self.whole[param] = nn.Parameter(meta, param.requires_grad)
         owners, homes = plan.ownership.owners, plan.ownership.homes
@@ -268,7 +269,7 @@ class TensorHomes:
                 continue
             ends, matrices = [0] * self.size, list[HomedMatrix]()
             for number, start, home in here:
-                param = plan.parts[number].param
+                param = plan.params[number]
                 (placement,) = cast("DTensor", param).placements
                 dim = cast("Shard", placement).dim
                 matrices.append(HomedMatrix(home, start, ends[home], tuple(param.shape), dim))
@@ -278,12 +279,12 @@ class TensorHomes:
             wholes = [torch.zeros(mine, dtype=f.dtype, device=f.device) for f in flats]
             for (number, _, home), matrix in zip(here, matrices, strict=True):
                 if home == self.rank:
-                    param = plan.parts[number].param
+                    param = plan.params[number]
                     place = slice(matrix.at, matrix.at + param.numel())
                     weight, grad = (each[place].view(param.shape) for each in wholes)
                     self.whole[param] = nn.Parameter(weight, param.requires_grad)
                     self.grads[param] = grad
-            about = shown([plan.parts[number].name for number, *_ in here])
+            about = shown([plan.names[number] for number, *_ in here])
             exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
             for what, write, kind in (
                 ("gradients_to_homes", exchange.brought, 1),
@@ -295,6 +296,27 @@ class TensorHomes:
         for name in SHARED:
             flat, op = shared[name], "sum" if name == "norms" else "max"
             prepare(("share", name), partial(all_reduced, name, flat, op, team="tp"), flat)
+
+    def enter(self, optimizer: Optimizer) -> None:
+        """Puts whole matrices in the places of DTensors in all groups, with what states there are.
+
+        The states of DTensors go one by one, so that not all are held twice.
+        """
+        owners = zip(self._plan.params, self._plan.ownership.owners, strict=True)
+        for number, (param, owner) in enumerate(owners):
+            if param not in self.whole:
+                continue
+            state = optimizer.state.pop(param, {})
+            moved = {n: _whole(v) for n, v in state.items()} if owner == self._plan.rank else {}
+            if moved and self._plan.is_mine(number):
+                optimizer.state[self.whole[param]] = moved
+        _replace(optimizer, self.whole)
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """Puts the DTensors back, without states."""
+        for matrix in self.whole.values():
+            optimizer.state.pop(matrix, None)
+        _replace(optimizer, {matrix: param for param, matrix in self.whole.items()})
 
     @property
     def executors(self) -> list[Executor]:
@@ -331,3 +353,15 @@ class TensorHomes:
     def reset(self) -> None:
         """After a failure, every rank."""
         self.executors[0].reset()  # which resets the team of all
+
+
+def _replace(optimizer: Optimizer, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group["params"][:] = [by.get(param, param) for param in group["params"]]
+
+
+def _whole(value: object) -> object:
+    """A value of a DTensor's state, of the whole. Collective, if it is a DTensor."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return value.clone() if isinstance(value, Tensor) else value

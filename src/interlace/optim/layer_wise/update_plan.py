@@ -1,7 +1,7 @@
-"""Who updates what: Parameters, their parts and their costs, with an owner for each.
+"""Who updates what: Parameters and the costs of their updates, with an owner for each.
 
-plan = planned(optimizer, module, mesh["dp"], shards=None, most=1, width=1, bucket_bytes=1 << 26)
-plan.is_mine(0)                  # whether this rank updates the first part
+plan = planned(optimizer, module, mesh["dp"], shards=None, bucket_bytes=1 << 26)
+plan.is_mine(0)                  # whether this rank updates the first Parameter
 """
 
 from __future__ import annotations
@@ -14,16 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from interlace.errors import OptimizerError
 from interlace.optim.layer_wise.ownership import Ownership, ParameterCost, explained, own
-from interlace.optim.layer_wise.sharded_parameters import (
-    ParameterPart,
-    cost_of,
-    needs_whole,
-    parts_of,
-    rows_apart,
-    shard_mesh,
-)
+from interlace.optim.layer_wise.sharded_parameters import cost_of, needs_whole, shard_mesh
 from interlace.optim.layer_wise.whole_parameters import parameters_of
 
 
@@ -31,10 +23,9 @@ from interlace.optim.layer_wise.whole_parameters import parameters_of
 class UpdatePlan:
     """What every rank knows, and where this rank is in it."""
 
-    params: dict[str, nn.Parameter]
-    parts: tuple[ParameterPart, ...]
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
     costs: tuple[ParameterCost, ...]
-    """One for each part."""
     ownership: Ownership
     mesh: DeviceMesh | None
     """That of shards,"""
@@ -44,7 +35,7 @@ class UpdatePlan:
     shards: int
 
     def is_mine(self, number: int) -> bool:
-        """Whether this rank updates that part."""
+        """Whether this rank updates that Parameter."""
         owner, home = self.ownership.owners[number], self.ownership.homes[number]
         return owner == self.rank and home in (None, self.shard)
 
@@ -54,7 +45,7 @@ class UpdatePlan:
             f", {p.placements[0]} of {'x'.join(map(str, p.shape))}"
             if isinstance(p, DTensor)
             else ""
-            for p in (part.param for part in self.parts)
+            for p in self.params
         ]
         return explained(self.costs, self.ownership, self.shards, layouts)
 
@@ -65,41 +56,27 @@ def planned(
     mesh: DeviceMesh,
     *,
     shards: DeviceMesh | None,
-    most: int,
-    width: int,
     bucket_bytes: int,
 ) -> UpdatePlan:
-    """The plan of all ranks: of parts, at most so many of a Parameter, or `width` slices of it.
+    """The plan of all ranks.
 
     Raises OptimizerError and UnsupportedError for what cannot be served.
     """
     params = parameters_of(optimizer, module)
-    found = shard_mesh(params, mesh, shards)
-    count, shard = (1, 0) if found is None else (found.size(), found.get_local_rank())
-    slices: Any = getattr(optimizer, "has_slices", None)
-    if width > 1 and (slices is None or found is not None or mesh.size() % width):
-        raise OptimizerError(
-            f"split_matrices={width} is for interlace.optim.Muon, over unsharded Parameters and a "
-            f"multiple of as many ranks: these are {mesh.size()}"
-        )
-    parts = parts_of(
-        params,
-        most,
-        rows_apart(optimizer),
-        shard=shard,
-        shards=count,
-        width=width,
-        has_slices=slices,
-    )
+    over = shard_mesh(params, mesh, shards)
+    count, shard = (1, 0) if over is None else (over.size(), over.get_local_rank())
     cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
     whole = needs_whole(optimizer)
-    costs = tuple(cost_of(part, cost, homed=whole(part.param), shards=count) for part in parts)
+    costs = tuple(
+        cost_of(name, param, cost, homed=whole(param), shards=count)
+        for name, param in params.items()
+    )
     return UpdatePlan(
-        params=params,
-        parts=tuple(parts),
+        names=tuple(params),
+        params=tuple(params.values()),
         costs=costs,
         ownership=own(costs, mesh.size(), bucket_bytes, count),
-        mesh=found,
+        mesh=over,
         rank=mesh.get_local_rank(),
         shard=shard,
         shards=count,

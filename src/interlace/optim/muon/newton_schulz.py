@@ -26,11 +26,6 @@ Note [Gram variant]
     rounding, and such errors grow by a^2 at each step, as what they fall on does: x is made and g
     computed anew after RESTART steps. The variant computes in float16, which rounds 8 times finer
     than bfloat16; x is scaled so that elements of g are of a size that float16 has.
-
-Note [Slices]
-    Of a wide matrix several ranks may hold some columns each. g is the sum of their x @ x.mT, and
-    all else is done by columns: so a step costs one sum of rows x rows numbers, and each rank does
-    its share of both products with x. Sums have another order then: not bit-equal.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ import torch
 from torch import Tensor
 
 from interlace.errors import OptimizerError
-from interlace.optim.muon.symmetric import Total, factor, polynomial, product, serves, times
+from interlace.optim.muon.symmetric import factor, polynomial, product, serves, times
 
 Triple = tuple[float, float, float]
 RESTART = 3
@@ -128,7 +123,6 @@ def orthogonalize(
     eps: float,
     gram_variant: bool = False,
     symmetric: bool = True,
-    total: Total | None = None,
     squares: Tensor | None = None,
 ) -> Tensor:
     """The iteration on `x`, bfloat16 of shape [rows, columns] or [batch, rows, columns] with
@@ -136,16 +130,13 @@ def orthogonalize(
     result has its shape and dtype, and by the kernel its layout.
 
     `symmetric` lets the kernel make the symmetric products where it serves x. Without it, and
-    without `gram_variant`, one matrix has the bits of torch.optim.Muon. With `total`, x is some
-    columns of one matrix, and the others are elsewhere: see Note [Slices]. `squares`: the squares
-    of the matrices' norms, fp64 of shape [batch], where they are known.
+    without `gram_variant`, one matrix has the bits of torch.optim.Muon. `squares`: the squares of
+    the matrices' norms, fp64 of shape [batch], where they are known.
     """
     kernel = symmetric and serves(x)
     rows, columns = x.shape[-2:]
     gram = gram_variant and gram_pays(rows, columns, len(steps), symmetric)
-    if total is not None:
-        normalize_slice(x, eps, total)
-    elif kernel:
+    if kernel:
         squares = squared_norms(x) if squares is None else squares
         scale = squares.sqrt().clamp(min=max(eps, TINY)).reciprocal().float()
         x.mul_(scale.view(-1, *[1] * (x.ndim - 1)))
@@ -154,16 +145,14 @@ def orthogonalize(
     if gram:
         made = x.mul_(SCALE).to(torch.float16)
         for first in range(0, len(steps), RESTART):
-            made = _gram_steps(made, steps[first : first + RESTART], kernel, total)
+            made = _gram_steps(made, steps[first : first + RESTART], kernel)
         return torch.mul(made, 1 / SCALE, out=x)
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in steps:
         if kernel:  # see Note [One factor]
-            x = times(factor(x, a, b, c, total=total), x)
+            x = times(factor(x, a, b, c), x)
         else:
-            g = x @ x.mT
-            g = total(g) if total is not None else g
-            x = add(x, polynomial(g, 0.0, b, c, kernel=False), x, beta=a)
+            x = add(x, polynomial(x @ x.mT, 0.0, b, c, kernel=False), x, beta=a)
     return x
 
 
@@ -185,17 +174,9 @@ def normalize(x: Tensor, eps: float) -> None:
     x.div_(torch.maximum(torch.linalg.vector_norm(x, **each), least))
 
 
-def normalize_slice(x: Tensor, eps: float, total: Total) -> None:
-    """Divides some columns by the norm of the whole matrix, or by `eps` where that is larger."""
-    norm = total(torch.linalg.vector_norm(x, dtype=torch.float64).square().reshape(1)).sqrt()
-    x.copy_(x / norm.clamp(min=max(eps, TINY)))
-
-
-def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool, total: Total | None) -> Tensor:
+def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool) -> Tensor:
     """Some steps at once, of a float16 x that is SCALE times as large; see Note [Gram variant]."""
     g = product(x, x.mT, kernel=kernel)
-    if total is not None:
-        g = total(g)
     q: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
         p = polynomial(g, a, b / SCALE**2, c / SCALE**4, kernel=kernel)

@@ -15,7 +15,6 @@ Note [Completed square]
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -23,8 +22,6 @@ from torch import Tensor
 
 from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
 
-Total = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that hold slices of a matrix."""
 STEEP = 8.0
 """The square is completed for smaller |b|."""
 STEP = 128
@@ -42,22 +39,12 @@ def product(left: Tensor, right: Tensor, *, kernel: bool) -> Tensor:
     return left @ right
 
 
-def factor(
-    x: Tensor,
-    a: float,
-    b: float,
-    c: float,
-    *,
-    total: Total | None = None,
-) -> Tensor:
-    """`a * identity + b * g + c * g @ g`, g being `x @ x.mT`, by the kernel. `total` sums g over
-    ranks.
-    """
+def factor(x: Tensor, a: float, b: float, c: float) -> Tensor:
+    """`a * identity + b * g + c * g @ g`, g being `x @ x.mT`, by the kernel."""
     from interlace.optim.muon.launch import symmetric_product  # imports Triton
 
-    if total is not None or abs(b) >= min(STEEP, 4 * abs(c)):
+    if abs(b) >= min(STEEP, 4 * abs(c)):
         g = symmetric_product(x, x)
-        g = total(g) if total is not None else g
         return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a)
     half = b / (2 * c)  # see Note [Completed square]
     g = symmetric_product(x, x, gamma=half)
