@@ -97,7 +97,7 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
     elif how == "GradReducer":
         made = GradReducer(module)
     else:
-        made = layer_wise(run, "ours", update_under_backward=how == "under the backward")
+        made = layer_wise(run, "ours")
     own = AdamW(module.parameters(), lr=0.01)
 
     def step() -> None:
@@ -107,7 +107,7 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
                 own.step()
             made.zero()
             return
-        if isinstance(made, LayerWise) and how != "under the backward":
+        if isinstance(made, LayerWise):
             made.clip_grad_norm_(1.0)
             clip_grad_norm_([made], 0.5)
         made.step()
@@ -136,7 +136,7 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
 
 def off(how: str, seed: int) -> list[str]:
     step = differing(compiled(how, "step", seed), compiled(how, "eager", seed))
-    if how in ("under the backward", "ShardedLayerWise"):
+    if how == "ShardedLayerWise":
         step += differing(compiled(how, "alone", seed), compiled(how, "eager", seed))
     else:
         compiled(how, "alone", seed)
@@ -144,8 +144,7 @@ def off(how: str, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["LayerWise", "LayerWise under DDP", "under the backward", "ShardedLayerWise", "GradReducer"],
+    "how", ["LayerWise", "LayerWise under DDP", "ShardedLayerWise", "GradReducer"]
 )
 def test_compiled_steps_of_several_ranks(pool: Pool, how: str, seed: int) -> None:
     assert pool(2).run(off, how, seed) == [[], []]

@@ -160,7 +160,6 @@ def wander(seed: int, steps: int) -> list[str]:
                 draw.choice(list(OPTIMIZERS)),
                 overlap_param_gather=overlap,
                 bucket_bytes=draw.choice([1, 2048, 1 << 13, 1 << 20]),
-                update_under_backward=draw.random() < 0.3,
             )
         with optimizing:
             for number in range(steps):

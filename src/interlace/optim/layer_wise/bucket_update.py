@@ -1,8 +1,7 @@
-"""Updates the parameters of buckets by themselves, in an order, or while a backward goes on.
+"""Updates the parameters of buckets by themselves, in an order.
 
     updates = UpdatesInOrder(optimizer, buckets, owned)
     updates.step([2, 0, 1], start_gather)        # which is called as each bucket is updated
-    then = updates.under_backward(main_grads)    # or: what updates each, once it is reduced
 
 Note [In order]
     A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
@@ -20,14 +19,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from interlace.errors import OptimizerError
 from interlace.optim.grad_reducer import Bucket, lent
 from interlace.optim.layer_wise.sharded_parameters import is_sharded
 from interlace.optim.layer_wise.whole_parameters import rounds_at_random
@@ -99,28 +96,14 @@ class UpdatesInOrder:
         self._replicated(take(self._replicated))
         _give_back(left)
 
-    def under_backward(self, main_grads: Mapping[nn.Parameter, Tensor]) -> list[Callable[[], None]]:
-        """What updates each bucket by its main gradients."""
-        if not self._updates:
-            raise OptimizerError(
-                "update_under_backward=True with stochastic rounding would give bits that depend "
-                "on the buckets: leave one out"
-            )
-
-        def run(updates: Sequence[BucketUpdate]) -> None:
-            for update in updates:
-                update.under_backward({p: main_grads[p] for p in update.sources})
-
-        return [partial(run, updates) for updates in self._updates]
-
 
 class BucketUpdate:
     """Updates parameters of one bucket, by a part of the optimizer with the same state.
 
-    While it runs, a backward may go on, which sets `.grad` of other Parameters for moments: the
-    part has none of them, nor have optimizers that the optimizer holds. `sources`: what it updates,
-    each with the module's Parameter that is trained by that, or frozen. With `places` it has all
-    Parameters, in the places that random bits depend on, and no backward may go on.
+    The part has no other Parameters, nor have optimizers that the optimizer holds, so that what an
+    optimizer plans for its Parameters stays. `sources`: what it updates, each with the module's
+    Parameter that is trained by that, or frozen. With `places` it has all Parameters, in the places
+    that random bits depend on.
     """
 
     def __init__(
@@ -178,14 +161,6 @@ class BucketUpdate:
             for part, whole, _ in self._parts
             for group, now in zip(part.param_groups, whole.param_groups, strict=True)
         )
-
-    def under_backward(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        """The same where no step of the whole may follow."""
-        if not self(grads):
-            raise OptimizerError(
-                "the optimizer changes its param_groups in each step (a count of steps?), and so "
-                "cannot update bucket by bucket: give update_under_backward=False"
-            )
 
 
 def _give_back(grads: Mapping[nn.Parameter, Tensor]) -> None:

@@ -66,6 +66,8 @@ from interlace.options import Options
 REMOVED = {
     "split_parts": "owners have whole Parameters: make experts Parameters of their own, or shard "
     "them over tensor or expert parallelism",
+    "update_under_backward": "step() updates, and gathers run under that and the next forward, "
+    "which is faster where copy engines gather",
     "split_matrices": "owners have whole matrices: shard large ones by tensor parallelism, where "
     "each has one home among the ranks of its owner",
 }
@@ -96,18 +98,12 @@ class LayerWise:
     gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same bits.
     `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones have
     less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that, else
-    by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`
-    (or ends with it, where updates run under the backward).
+    by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`.
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`. On GPUs of one host weights are copied from their owners' memory by
     copy engines, and gradients reduced by NCCL; `transport="nccl"` has NCCL do both, which needs
     SMs while the optimizer and the forward compute; with `transport="peer"` ranks read each other's
     memory for both, and sums go in rank order (GPUs that ranks share need that).
-
-    With `update_under_backward=True` the owners of a bucket update it as soon as its gradients are
-    reduced, under the rest of the backward (on the thread or the stream of the reductions), with
-    the learning rate of then; the first backward, and buckets whose gradients are not complete
-    before, wait for `step`. Nothing can be clipped, or a step left out.
 
     Raises OptimizerError or UnsupportedError for parameters that cannot be served so. When a peer
     fails, the error names the bucket and the module that waited; the weights are then undefined.
@@ -121,7 +117,6 @@ class LayerWise:
         *,
         shards: DeviceMesh | None = None,
         overlap_param_gather: bool = True,
-        update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
         main_grad_dtype: torch.dtype | None = torch.float32,
         op: Literal["mean", "sum"] = "mean",
@@ -164,12 +159,6 @@ class LayerWise:
             ),
         }
         chosen = options or Options()
-        self._early = update_under_backward
-        if self._early and not reduces:
-            raise OptimizerError(
-                "update_under_backward=True is for gradients that LayerWise reduces itself: give "
-                "it the module without DistributedDataParallel"
-            )
         with contextlib.ExitStack() as made:  # undone here if something fails, else by close()
             self._homes = homes_of(plan, weights, grads, self._shared, chosen, made)
             whole, homed = (
@@ -185,8 +174,7 @@ class LayerWise:
             main = {p: v for b in grads for p, v in zip(b.params, b.views, strict=True)} | homed
             self._main_grads = {a: like(a, main[p]) for a, p in self._owned.items() if p in main}
             self._updates = UpdatesInOrder(optimizer, weights, self._owned)
-            early = self._updates.under_backward(self._main_grads) if self._early else []
-            before, then = calls_around(weights, grads, [*self._shared], self._homes, early)
+            before, then = calls_around(weights, grads, [*self._shared], self._homes)
 
             def runs_by(copies: bool) -> BucketRuns:
                 runs = runs_of(plan, weights, grads, op, chosen.transport, copies, self._shared)
@@ -235,10 +223,9 @@ class LayerWise:
                 "close() it, and make another"
             )
         self._finish()
-        due = self._check_every > 0 and self._steps % self._check_every == 0
-        if due and not self._early:
+        if self._check_every > 0 and self._steps % self._check_every == 0:
             self.check_replicas()
-        if self._homes is not None and not self._early:
+        if self._homes is not None:
             self._homes.bring_all_weights()
         with self._grads():
             self._updates.step(self._order, self._updated)
@@ -246,8 +233,6 @@ class LayerWise:
         self._learn()
         left = [index for index in self._order if not self._weights.pending[index]]
         self._weights.start(left, wait=not self._overlap)
-        if due and self._early:  # owners had updated before
-            self.check_replicas()
 
     @eager
     def zero_grad(self) -> None:
@@ -255,8 +240,7 @@ class LayerWise:
         if self._reducer is None:
             self.optimizer.zero_grad()
             return
-        if not self._early:  # this step is left out
-            self._finish_going()
+        self._finish_going()  # this step is left out
         self._reducer.zero()
 
     @eager
@@ -297,10 +281,6 @@ class LayerWise:
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
-        if self._early:
-            raise OptimizerError(
-                "update_under_backward=True has updated before all norms are known"
-            )
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
         shard, shards = self._plan.shard, self._plan.shards
         for number, acting in enumerate(self._acting):
@@ -334,7 +314,6 @@ class LayerWise:
         saves what it owns, and reads what it owns then. For that, an optimizer that has no state
         yet gets the state that a first step begins with.
         """
-        self._check_whole()
         self.synchronize()
         return saved(self.optimizer, self._owned, self._names)
 
@@ -344,7 +323,6 @@ class LayerWise:
         OptimizerError for a state that was saved with other owners, which is to be loaded by
         torch.distributed.checkpoint.
         """
-        self._check_whole()
         self.synchronize()
         complete = self._reducer is not None
         load(
@@ -424,8 +402,8 @@ class LayerWise:
         """Inside, what this rank owns and trains has its gradient, reduced, and nothing else."""
         if self._reducer is not None:
             self._finish()
-            grads = {} if self._early else self._main_grads
-            with lent({p: g for p, g in grads.items() if self._owned[p].requires_grad}):
+            grads = self._main_grads.items()
+            with lent({p: g for p, g in grads if self._owned[p].requires_grad}):
                 yield
             return
         others = set(self._plan.params) - set(self._owned)
@@ -452,13 +430,6 @@ class LayerWise:
         """The same, if any began."""
         if self._reducer is not None and self._reducer.going:
             self._reducer.finish()
-
-    def _check_whole(self) -> None:
-        """Raises OptimizerError where some weights are updated already, and others are not."""
-        if self._early and self._reducer is not None and self._reducer.going:
-            raise OptimizerError(
-                "update_under_backward=True has updated a part of the weights: call step() first"
-            )
 
     def _learn(self) -> None:
         """In the first step, or after `relearn`: the order of gathers, as rank 0 needed them."""

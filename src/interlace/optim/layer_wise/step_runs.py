@@ -1,7 +1,7 @@
 """The runs of a LayerWise step: what they are of, and what precedes and follows each.
 
     runs = runs_of(plan, weights, grads, op, "auto", False, shared)
-    before, then = calls_around(weights, grads, shared, homes, updates)
+    before, then = calls_around(weights, grads, shared, homes)
     runs = BucketRuns(runs, group, options, apart=True, before=before, then=then)
 
 First come the reductions in the order of backward, then the gathers in that of the model, and then
@@ -21,7 +21,7 @@ from interlace.errors import BackendError
 from interlace.optim.bucket_runs import BucketExchange, BucketRuns, Write, all_reduced
 from interlace.optim.grad_reducer import Bucket, laid_out
 from interlace.optim.layer_wise.flat_weights import shown
-from interlace.optim.layer_wise.tensor_homes import SHARED, TensorHomes
+from interlace.optim.layer_wise.tensor_homes import TensorHomes
 from interlace.optim.layer_wise.update_plan import UpdatePlan
 
 log = logging.getLogger(__name__)
@@ -90,27 +90,13 @@ def calls_around(
     grads: Sequence[Bucket],
     shared: Sequence[str],
     homes: TensorHomes | None,
-    updates: Sequence[Callable[[], None]],
 ) -> tuple[Calls, Calls]:
-    """What precedes runs, and what follows them: moves to homes and back, and `updates` of buckets
-    that come under the backward.
-    """
-    before: Calls = {}
-    then: dict[int, list[Callable[[], None]]] = {i: [] for i in range(len(grads))}
-    for index in range(len(grads)):
-        reduced = then[len(grads) - 1 - index]
-        if homes is not None:
-            before[len(grads) + index] = partial(homes.give_back, index)
-            reduced.append(partial(homes.bring_grads, index))
-        if homes is not None and updates:
-            reduced.append(partial(homes.bring_weights, index))
-        reduced += updates[index : index + 1]
+    """What precedes runs, and what follows them: moves to homes and back."""
+    if homes is None:
+        return {}, {}
+    count = len(grads)
+    before: Calls = {count + i: partial(homes.give_back, i) for i in range(count)}
+    then: Calls = {count - 1 - i: partial(homes.bring_grads, i) for i in range(count)}
     for number, name in enumerate(shared):
-        if homes is not None and name in SHARED:
-            then[len(grads) + len(weights) + number] = [partial(homes.share, name)]
-    return before, {index: partial(_in_turn, calls) for index, calls in then.items()}
-
-
-def _in_turn(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
+        then[count + len(weights) + number] = partial(homes.share, name)
+    return before, then

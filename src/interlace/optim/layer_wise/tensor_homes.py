@@ -3,7 +3,7 @@
     homes = homes_of(plan, weights, grads, shared, options, made)   # None without a mesh of shards
     homes.enter(optimizer)             # groups have whole matrices; leave(optimizer) undoes that
     homes.bring_grads(0)               # bucket 0, after its reduction: shards become whole matrices
-    homes.bring_weights(0)             # before the update
+    homes.bring_all_weights()          # before the update
     optimizer.step()                   # updates homes.whole[param] instead of a DTensor
     homes.give_back(0)                 # before the bucket is gathered: the shards are updated
 
@@ -38,9 +38,6 @@ from interlace.optim.layer_wise.ownership import ALIGNMENT
 from interlace.optim.layer_wise.update_plan import UpdatePlan
 from interlace.options import Options
 from interlace.runtime import Executor
-
-SHARED = ("norms", "order", "hashes")
-"""What ranks that hold shards tell one another too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +226,7 @@ def homes_of(
 class TensorHomes:
     """The whole matrices that have their home on this rank, and the Programs that move them.
 
-    Of the tensors in `shared`, those of `SHARED` are reduced over the group by `share`.
+    The tensors in `shared` are reduced over the group by `share`.
     """
 
     def __init__(
@@ -293,8 +290,8 @@ class TensorHomes:
             ):
                 both = flats[kind], wholes[kind]
                 prepare((what, index), partial(write, f"{what}_{index}", *both), *both)
-        for name in SHARED:
-            flat, op = shared[name], "sum" if name == "norms" else "max"
+        for name, flat in shared.items():
+            op = "sum" if name == "norms" else "max"
             prepare(("share", name), partial(all_reduced, name, flat, op, team="tp"), flat)
 
     def enter(self, optimizer: Optimizer) -> None:
@@ -326,10 +323,6 @@ class TensorHomes:
     def bring_grads(self, index: int) -> None:
         """Gradients of a bucket, reduced, to homes. Collective, as all that moves."""
         self._run("gradients_to_homes", index)
-
-    def bring_weights(self, index: int) -> None:
-        """Weights of a bucket to homes."""
-        self._run("weights_to_homes", index)
 
     def bring_all_weights(self) -> None:
         """Weights of all buckets to homes, while nothing else moves."""
