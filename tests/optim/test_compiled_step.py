@@ -20,7 +20,6 @@ from interlace.optim import (
     GradReducer,
     LayerWise,
     Muon,
-    ShardedLayerWise,
     clip_grad_norm_,
     muon_groups,
 )
@@ -89,11 +88,11 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
     if how == "LayerWise under DDP":
         run = DistributedDataParallel(module)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    if how == "ShardedLayerWise":
+    if how == "fully_shard":
         for layer in module:
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
-        made: Any = ShardedLayerWise(Muon(muon_groups(module), lr=0.02), module)
+        made: Any = LayerWise(Muon(muon_groups(module), lr=0.02), module, mesh)
     elif how == "GradReducer":
         made = GradReducer(module)
     else:
@@ -136,15 +135,13 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
 
 def off(how: str, seed: int) -> list[str]:
     step = differing(compiled(how, "step", seed), compiled(how, "eager", seed))
-    if how == "ShardedLayerWise":
+    if how == "fully_shard":
         step += differing(compiled(how, "alone", seed), compiled(how, "eager", seed))
     else:
         compiled(how, "alone", seed)
     return step
 
 
-@pytest.mark.parametrize(
-    "how", ["LayerWise", "LayerWise under DDP", "ShardedLayerWise", "GradReducer"]
-)
+@pytest.mark.parametrize("how", ["LayerWise", "LayerWise under DDP", "fully_shard", "GradReducer"])
 def test_compiled_steps_of_several_ranks(pool: Pool, how: str, seed: int) -> None:
     assert pool(2).run(off, how, seed) == [[], []]

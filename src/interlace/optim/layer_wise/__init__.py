@@ -7,6 +7,8 @@ step_runs.py            the Programs of a step, and what precedes and follows ea
 flat_weights.py         weights in flat buffers, and the modules that wait for them
 arriving.py             Parameters that wait when they are read
 bucket_update.py        updates bucket by bucket
+shard_pipeline.py       shards of fully_shard, whose matrices owners make orthogonal, and
+                        shard_exchange.py, how those come to owners and back
 tensor_homes.py         matrices of tensor parallelism that one rank updates whole
 owned_state.py          the part of the state that a rank owns
 clipping.py             the norm over several LayerWise

@@ -1,7 +1,7 @@
 """Updates the parameters of buckets by themselves, in an order.
 
     updates = UpdatesInOrder(optimizer, buckets, owned)
-    updates.step([2, 0, 1], start_gather)        # which is called as each bucket is updated
+    updates.step(start_gather)        # which is called as each bucket is updated
 
 Note [In order]
     A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,24 +58,14 @@ class UpdatesInOrder:
         """Empty where only the whole can be updated."""
         self._replicated = BucketUpdate(optimizer, kinds[0] if kinds[1] else {}, places=True)
 
-    def step(self, order: Sequence[int], updated: Callable[[int], None]) -> None:
+    def step(self, updated: Callable[[int], None]) -> None:
         """Updates by what is in `.grad`, and tells of each bucket of which nothing is left."""
-        optimizer, taken = self._optimizer, dict[nn.Parameter, Tensor]()
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        before = optimizer.register_step_pre_hook(  # after the user's
-            lambda *_: self._by_bucket(order, updated, taken)
-        )
-        after = optimizer.register_step_post_hook(lambda *_: _give_back(taken))
-        hooks.move_to_end(after.id, last=False)
-        try:
-            optimizer.step()
-        finally:
-            before.remove()
-            after.remove()
+        taken: dict[nn.Parameter, Tensor] = {}
+        by_bucket = partial(self._by_bucket, updated, taken)
+        step_between(self._optimizer, by_bucket, partial(give_back, taken))
 
     def _by_bucket(
         self,
-        order: Sequence[int],
         updated: Callable[[int], None],
         taken: dict[nn.Parameter, Tensor],
     ) -> None:
@@ -88,13 +79,13 @@ class UpdatesInOrder:
             taken.update(mine)
             return mine
 
-        for index in order if self._updates else ():
-            if not all(update(take(update)) for update in self._updates[index]):
+        for index, updates in enumerate(self._updates):
+            if not all(update(take(update)) for update in updates):
                 self._updates = []
                 break
             updated(index)
         self._replicated(take(self._replicated))
-        _give_back(left)
+        give_back(left)
 
 
 class BucketUpdate:
@@ -163,7 +154,29 @@ class BucketUpdate:
         )
 
 
-def _give_back(grads: Mapping[nn.Parameter, Tensor]) -> None:
+def step_between(optimizer: Optimizer, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """A step of the optimizer, in which `begin` comes after the hooks of others that precede it,
+    and `end` before those that follow. Each comes once: a class whose step calls that of its base
+    has hooks called twice.
+    """
+    left = {"begin": begin, "end": end}
+
+    def call(name: str, *_: object) -> None:
+        left.pop(name, lambda: None)()
+
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    before = optimizer.register_step_pre_hook(partial(call, "begin"))
+    after = optimizer.register_step_post_hook(partial(call, "end"))
+    hooks.move_to_end(after.id, last=False)
+    try:
+        optimizer.step()
+    finally:
+        before.remove()
+        after.remove()
+
+
+def give_back(grads: Mapping[nn.Parameter, Tensor]) -> None:
+    """Puts gradients into `.grad`."""
     for param, grad in grads.items():
         param.grad = grad
 

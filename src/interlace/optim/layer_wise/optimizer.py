@@ -9,23 +9,24 @@
 
 Any torch optimizer will do, also one that needs whole matrices. A parameter's owner holds its
 state, and nobody else does (as in ZeRO-1). What is sharded by tensor parallelism has as owner a
-group of ranks.
+group of ranks. What `fully_shard` has sharded over the data-parallel ranks stays so, with its
+state: of a matrix the owner makes the update orthogonal (shard_pipeline.py).
 
 Note [A step]
     Buckets hold parameters that follow one another in the model. Each has two flat buffers with one
     layout (ownership.py), one of main gradients and one that the Parameters are views of, and two
     Programs: a reduce-scatter and what brings gradients to owners, and what brings weights to
     shards and an all-gather. Both run in place, so that nothing is allocated for them. The gathers
-    of a step begin in the order in which the first forward needed the buckets, as rank 0 saw it;
-    modules wait as they come to run (Note [What waits]), in whatever order. Updates go in that
-    order too (Note [In order]). Where matrices have homes, what brings them there and back follows
-    the reductions and precedes the gathers (tensor_homes.py).
+    of a step begin in the order of the model, and updates go in that order too (Note [In order]);
+    modules wait as they come to run (Note [What waits]), in whatever order. Where matrices have
+    homes, what brings them there and back follows the reductions and precedes the gathers
+    (tensor_homes.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -45,11 +46,12 @@ from interlace.errors import (
 )
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns
-from interlace.optim.grad_reducer import GradReducer, check_reduction, lent
+from interlace.optim.grad_reducer import Bucket, GradReducer, check_reduction, lent
 from interlace.optim.layer_wise.bucket_update import UpdatesInOrder
 from interlace.optim.layer_wise.clipping import clip_grad_norm_
 from interlace.optim.layer_wise.flat_weights import FlatWeights, shown
 from interlace.optim.layer_wise.owned_state import load, saved
+from interlace.optim.layer_wise.shard_pipeline import ShardPipeline, lies_over
 from interlace.optim.layer_wise.sharded_parameters import is_sharded, like
 from interlace.optim.layer_wise.step_runs import (
     buckets_of,
@@ -58,8 +60,8 @@ from interlace.optim.layer_wise.step_runs import (
     runs_of,
 )
 from interlace.optim.layer_wise.tensor_homes import homes_of
-from interlace.optim.layer_wise.update_plan import planned
-from interlace.optim.layer_wise.whole_parameters import hash_of, uncompiled
+from interlace.optim.layer_wise.update_plan import nothing_planned, planned
+from interlace.optim.layer_wise.whole_parameters import hash_of, parameters_of, uncompiled
 from interlace.optim.untraced import eager
 from interlace.options import Options
 
@@ -68,6 +70,7 @@ REMOVED = {
     "them over tensor or expert parallelism",
     "update_under_backward": "step() updates, and gathers run under that and the next forward, "
     "which is faster where copy engines gather",
+    "exchange_under_backward": "step() exchanges the shards of fully_shard, under the updates",
     "split_matrices": "owners have whole matrices: shard large ones by tensor parallelism, where "
     "each has one home among the ranks of its owner",
 }
@@ -92,13 +95,21 @@ class LayerWise:
     those of torch's elementwise optimizers and of `interlace.optim.AdamW`. `shards`: a mesh whose
     ranks have other parts in plain Parameters, such as experts, which the norm of gradients counts.
 
-    Under `DistributedDataParallel` the gradients are reduced already: `.grad` is taken as it is.
-    Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op` "mean" or
-    "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used has the
-    gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same bits.
-    `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones have
-    less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that, else
-    by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`.
+    Or Parameters are those of `fully_shard`, sharded by rows over the ranks of `mesh`, and maybe
+    replicated over others (HSDP). `optimizer` is then `interlace.optim.Muon` or `torch.optim.Muon`,
+    and has the same `param_groups` and states as without this class. What needs no exchange it
+    updates itself: groups with `use_muon=False`, and what shards have whole matrices of. Given the
+    same gradients, weights have the bits of the optimizer on whole parameters in one process, with
+    `batched=False`. `bucket_bytes` bounds a rank's shards of a bucket, in bfloat16, which has at
+    least as many matrices as there are ranks; `overlap_param_gather=False` waits for each exchange.
+
+    Under `DistributedDataParallel` or `fully_shard` gradients are reduced already: `.grad` is taken
+    as it is. Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op`
+    "mean" or "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used
+    has the gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same
+    bits. `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones
+    have less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that,
+    else by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`.
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`. On GPUs of one host weights are copied from their owners' memory by
     copy engines, and gradients reduced by NCCL; `transport="nccl"` has NCCL do both, which needs
@@ -132,56 +143,51 @@ class LayerWise:
         group = group_of_mesh(mesh)
         check_reduction(op, bucket_bytes, main_grad_dtype)
         self.optimizer, self.module = optimizer, module
-        self._plan = plan = planned(
-            optimizer, module, mesh, shards=shards, bucket_bytes=bucket_bytes
-        )
-        self._names = dict(zip(plan.params, plan.names, strict=True))
+        chosen = options or Options()
+        params = parameters_of(optimizer, module)
         self._plain_shards = shards is not None
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
-        reduces = not isinstance(uncompiled(module), DistributedDataParallel)
-        if any(map(is_sharded, plan.params)) and not reduces:
+        ddp = isinstance(uncompiled(module), DistributedDataParallel)
+        if ddp and any(map(is_sharded, params.values())):
             raise UnsupportedError(
                 "under DistributedDataParallel no sharded DTensors are served: give LayerWise the "
                 "module without it, and it reduces gradients itself"
             )
+        self._pipeline = None
+        if any(lies_over(param, mesh) for param in params.values()):
+            overlap = chosen.overlap and overlap_param_gather
+            self._pipeline = ShardPipeline(optimizer, params, mesh, bucket_bytes, overlap)
+            plan = nothing_planned(params, mesh)
+        else:
+            plan = planned(optimizer, params, mesh, shards=shards, bucket_bytes=bucket_bytes)
+        self._plan = plan
+        reduces = self._pipeline is None and not ddp
         weights = buckets_of(plan, None)
         grads = buckets_of(plan, main_grad_dtype) if reduces else []
-        self._device = weights[0].flat.device
-        self._order = list(range(len(weights)))
+        places, device = len(params) * plan.shards, plan.params[0].device
         self._shared = {
-            "norms": torch.zeros(
-                len(plan.params) * plan.shards, dtype=torch.float64, device=self._device
-            ),
-            "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
-            "hashes": torch.zeros(
-                2 * len(plan.params) * plan.shards, dtype=torch.int64, device=self._device
-            ),
+            "norms": torch.zeros(places, dtype=torch.float64, device=device),
+            "hashes": torch.zeros(2 * places, dtype=torch.int64, device=device),
         }
-        chosen = options or Options()
         with contextlib.ExitStack() as made:  # undone here if something fails, else by close()
             self._homes = homes_of(plan, weights, grads, self._shared, chosen, made)
-            whole, homed = (
-                ({}, {}) if self._homes is None else (self._homes.whole, self._homes.grads)
-            )
             if self._homes is not None:
                 made.callback(self._homes.leave, optimizer)
                 self._homes.enter(optimizer)
-            self._acting = [whole.get(param, param) for param in plan.params]
-            self._names |= dict(zip(self._acting, plan.names, strict=True))
-            pairs = zip(self._acting, plan.params, strict=True)
-            self._owned = {a: p for n, (a, p) in enumerate(pairs) if plan.is_mine(n)}
-            main = {p: v for b in grads for p, v in zip(b.params, b.views, strict=True)} | homed
-            self._main_grads = {a: like(a, main[p]) for a, p in self._owned.items() if p in main}
-            self._updates = UpdatesInOrder(optimizer, weights, self._owned)
+            self._take_parts(grads)
+            self._updates = self._pipeline or UpdatesInOrder(optimizer, weights, self._owned)
             before, then = calls_around(weights, grads, [*self._shared], self._homes)
 
             def runs_by(copies: bool) -> BucketRuns:
                 runs = runs_of(plan, weights, grads, op, chosen.transport, copies, self._shared)
+                runs = [*(self._pipeline.programs if self._pipeline else ()), *runs]
                 return BucketRuns(runs, group, chosen, apart=True, before=before, then=then)
 
-            self._runs = by_copies_if_possible(runs_by, chosen.transport, self._device)
+            self._runs = by_copies_if_possible(runs_by, chosen.transport, device)
             made.callback(self._runs.close)
+            if self._pipeline is not None:
+                self._pipeline.runs = self._runs
             self._reducer = None
             if reduces:
                 self._reducer = GradReducer.over(grads[::-1], self._runs, chosen)
@@ -194,12 +200,29 @@ class LayerWise:
             self._gather_loaded()
             self._made = made.pop_all()
 
+    def _take_parts(self, grads: Sequence[Bucket]) -> None:
+        """Notes what the optimizer updates, and by which gradients if LayerWise reduces them."""
+        plan, homes = self._plan, self._homes
+        whole, homed = ({}, {}) if homes is None else (homes.whole, homes.grads)
+        self._acting = [whole.get(param, param) for param in plan.params]
+        """Of each Parameter what is updated: without memory if that is elsewhere."""
+        self._names = {
+            **dict(zip(plan.params, plan.names, strict=True)),
+            **dict(zip(self._acting, plan.names, strict=True)),
+        }
+        pairs = enumerate(zip(self._acting, plan.params, strict=True))
+        self._owned = {acting: param for number, (acting, param) in pairs if plan.is_mine(number)}
+        """What this rank updates, and of which Parameter each is."""
+        main = {p: v for each in grads for p, v in zip(each.params, each.views, strict=True)}
+        main |= homed
+        self._main_grads = {a: like(a, main[p]) for a, p in self._owned.items() if p in main}
+
     def _gather_loaded(self) -> None:
         """Gathers weights that were written from outside; a step on the way is left out."""
         self._finish_going()
         if self._homes is not None:
             self._homes.bring_all_weights()
-        self._weights.start(self._order, wait=True)
+        self._weights.start_rest(wait=True)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -228,11 +251,9 @@ class LayerWise:
         if self._homes is not None:
             self._homes.bring_all_weights()
         with self._grads():
-            self._updates.step(self._order, self._updated)
+            self._updates.step(self._updated)
         self._steps += 1
-        self._learn()
-        left = [index for index in self._order if not self._weights.pending[index]]
-        self._weights.start(left, wait=not self._overlap)
+        self._weights.start_rest(wait=not self._overlap)
 
     @eager
     def zero_grad(self) -> None:
@@ -254,15 +275,17 @@ class LayerWise:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside only add to the gradients: for all micro-batches but the last."""
         if self._reducer is None:
-            raise GradientError("under DistributedDataParallel use its own no_sync()")
+            raise GradientError(
+                "LayerWise does not reduce these gradients: use no_sync() of "
+                "DistributedDataParallel, or set_requires_gradient_sync() of fully_shard"
+            )
         return self._reducer.no_sync()
 
     def relearn(self) -> None:
-        """Forgets the order of the first forward, and how often Parameters were ready.
+        """Forgets how often Parameters were ready.
 
         Call it on every rank, between steps, before one whose backwards differ (see GradReducer).
         """
-        self._weights.needed = {}
         if self._reducer is not None:
             self._reducer.relearn()
 
@@ -305,7 +328,7 @@ class LayerWise:
         if self._reducer is not None:
             grads = self._main_grads.items()
             return {p: local(g) for p, g in grads if self._owned[p].requires_grad}
-        return {param: param.grad for param in self._owned if param.grad is not None}
+        return {param: local(param.grad) for param in self._owned if param.grad is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The options of all groups, and the state of what this rank owns, by Parameters' names.
@@ -361,7 +384,8 @@ class LayerWise:
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""
         executors = [*self._runs.executors, *(self._homes.executors if self._homes else ())]
-        return "\n".join([*self._plan.explain(), *(str(each.program) for each in executors)])
+        lines = (self._pipeline or self._plan).explain()
+        return "\n".join([*lines, *(str(each.program) for each in executors)])
 
     def timelines(self) -> list[Timeline]:
         """When each Program ran last, reductions first, then gathers; needs the option `trace`."""
@@ -373,8 +397,7 @@ class LayerWise:
         The weights are undefined: load them.
         """
         self._weights.drop()
-        self._weights.needed = {}
-        self._order, self._steps = list(range(len(self._order))), 0
+        self._steps = 0
         if self._reducer is not None:
             self._reducer.reset()
         else:
@@ -418,7 +441,7 @@ class LayerWise:
 
     def _updated(self, index: int) -> None:
         """Starts the gather of a bucket while others are updated, once the order is known."""
-        if self._overlap and self._weights.needed is None:
+        if self._overlap:
             self._weights.start([index], wait=False)
 
     def _finish(self) -> None:
@@ -430,18 +453,6 @@ class LayerWise:
         """The same, if any began."""
         if self._reducer is not None and self._reducer.going:
             self._reducer.finish()
-
-    def _learn(self) -> None:
-        """In the first step, or after `relearn`: the order of gathers, as rank 0 needed them."""
-        if self._weights.needed is None:
-            return
-        order, needed = self._shared["order"].zero_(), self._weights.needed
-        if self._plan.rank == 0 and self._plan.shard == 0:
-            rest = [index for index in self._order if index not in needed]
-            order.copy_(torch.tensor([*needed, *rest]))
-        self._weights.needed = None
-        self._share("order")
-        self._order = order.tolist()
 
     def _share(self, name: str) -> None:
         """Runs one of the Programs of `_shared`, which all ranks then have the result of."""

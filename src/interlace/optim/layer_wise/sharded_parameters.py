@@ -41,8 +41,8 @@ def shard_mesh(
         if len(replicas & set(mesh.mesh.flatten().tolist())) > 1:
             raise UnsupportedError(
                 f"{name} is a DTensor on ranks of the data-parallel mesh: its shards have homes "
-                "already. Give such parameters an optimizer of their own (a ShardedLayerWise for "
-                "those of fully_shard), and LayerWise those that all ranks of `mesh` have alike"
+                "already. Give such parameters a LayerWise of their own (over those ranks, if "
+                "fully_shard made them), and this one those that all ranks of `mesh` have alike"
             )
         if mesh.ndim != 1:
             raise UnsupportedError(
@@ -77,7 +77,7 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 def is_sharded(param: Tensor) -> bool:
     """Whether this rank holds a shard alone."""
-    return isinstance(param, DTensor) and not param.placements[0].is_replicate()
+    return isinstance(param, DTensor) and not all(p.is_replicate() for p in param.placements)
 
 
 def needs_whole(optimizer: Optimizer) -> Callable[[Tensor], bool]:

@@ -1,11 +1,12 @@
 """Who updates what: Parameters and the costs of their updates, with an owner for each.
 
-plan = planned(optimizer, module, mesh["dp"], shards=None, bucket_bytes=1 << 26)
+plan = planned(optimizer, params, mesh["dp"], shards=None, bucket_bytes=1 << 26)
 plan.is_mine(0)                  # whether this rank updates the first Parameter
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.optim import Optimizer
 
 from interlace.optim.layer_wise.ownership import Ownership, ParameterCost, explained, own
 from interlace.optim.layer_wise.sharded_parameters import cost_of, needs_whole, shard_mesh
-from interlace.optim.layer_wise.whole_parameters import parameters_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class UpdatePlan:
 
     def is_mine(self, number: int) -> bool:
         """Whether this rank updates that Parameter."""
+        if not self.ownership.buckets:  # it updates its shards
+            return True
         owner, home = self.ownership.owners[number], self.ownership.homes[number]
         return owner == self.rank and home in (None, self.shard)
 
@@ -52,7 +54,7 @@ class UpdatePlan:
 
 def planned(
     optimizer: Optimizer,
-    module: nn.Module,
+    params: Mapping[str, nn.Parameter],
     mesh: DeviceMesh,
     *,
     shards: DeviceMesh | None,
@@ -62,7 +64,6 @@ def planned(
 
     Raises OptimizerError and UnsupportedError for what cannot be served.
     """
-    params = parameters_of(optimizer, module)
     over = shard_mesh(params, mesh, shards)
     count, shard = (1, 0) if over is None else (over.size(), over.get_local_rank())
     cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
@@ -80,4 +81,18 @@ def planned(
         rank=mesh.get_local_rank(),
         shard=shard,
         shards=count,
+    )
+
+
+def nothing_planned(params: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> UpdatePlan:
+    """The plan of Parameters whose shards, over `mesh`, are updated where they lie."""
+    return UpdatePlan(
+        names=tuple(params),
+        params=tuple(params.values()),
+        costs=(),
+        ownership=Ownership((), (), ()),
+        mesh=None,
+        rank=mesh.get_local_rank(),
+        shard=mesh.get_local_rank(),
+        shards=mesh.size(),
     )
