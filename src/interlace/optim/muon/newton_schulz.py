@@ -1,7 +1,7 @@
 """Newton-Schulz iterations: the singular values of a matrix are driven to about one.
 
     x = update.to(torch.bfloat16)                              # rows <= columns
-    x = orthogonalize(x, coefficients("polar_express", 5), eps=1e-7)
+    x = orthogonalize(x, coefficients((3.4445, -4.7750, 2.0315), 5), eps=1e-7)
 
 A step with coefficients (a, b, c) maps each singular value s to a s + b s^3 + c s^5:
 
@@ -30,8 +30,7 @@ Note [Gram variant]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -49,71 +48,21 @@ SCALE = 32.0
 """Of x in the Gram variant: a matrix of norm 1 and 4096 rows has a g of some 1/4096."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoefficientSet:
-    """Coefficients by step; further steps begin anew (`cycles`) or repeat the last."""
-
-    triples: tuple[Triple, ...]
-    cycles: bool = False
-
-
-COEFFICIENTS: Mapping[str, CoefficientSet] = {
-    # Keller Jordan's, torch.optim.Muon's default
-    "simple": CoefficientSet(((3.4445, -4.7750, 2.0315),)),
-    # leloykun.github.io/ponder/muon-opt-coeffs, as in modded-nanogpt
-    "quintic": CoefficientSet(
-        (
-            (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
-        ), cycles=True,
-    ),
-    # Polar Express, arXiv:2505.16932, divided by its safety factor
-    "polar_express": CoefficientSet(
-        (
-            (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
-            (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585),
-            (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
-        )
-    ),
-    # CANS, arXiv:2506.10935; without a safety factor: small matrices may diverge in bfloat16
-    "cans": CoefficientSet(
-        (
-            (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
-            (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162),
-        )
-    ),
-    # flash-newton-schulz
-    "aol": CoefficientSet(
-        (
-            (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
-            (2.7215, -3.0494, 1.3169),
-        ), cycles=True,
-    ),
-    # DeepSeek-V4: eight steps that grow and two that settle
-    "deepseekv4": CoefficientSet((*[(3.4445, -4.7750, 2.0315)] * 8, *[(2.0, -1.5, 0.5)] * 2)),
-}  # fmt: skip
-
-
 def coefficients(given: object, steps: int) -> tuple[Triple, ...]:
-    """Those of each step: of a set's name, of one triple for all, or of a sequence of triples,
-    whose last is repeated. Raises OptimizerError for anything else.
+    """Those of each step: of one triple for all, or of a sequence of triples, whose last is
+    repeated. Raises OptimizerError for anything else.
     """
-    if isinstance(given, str) and given in COEFFICIENTS:
-        found = COEFFICIENTS[given]
-    elif isinstance(given, Sequence) and not isinstance(given, str) and given:
-        triples = given if isinstance(given[0], Sequence) else (given,)
-        if not all(len(triple) == 3 for triple in triples):
-            raise OptimizerError(f"ns_coefficients={given!r}: three numbers (a, b, c) a step")
-        found = CoefficientSet(tuple((float(a), float(b), float(c)) for a, b, c in triples))
-    else:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise OptimizerError(
-            f"ns_coefficients={given!r}: three numbers, a sequence of three for each step, or one "
-            f"of {', '.join(COEFFICIENTS)}"
+            f"ns_coefficients={given!r}: three numbers, or a sequence of three for each step. Sets "
+            "have no names any more. fix: give the numbers, such as ((8.2051, -22.9019, 16.4607), "
+            "(4.0664, -2.8612, 0.5184), ...) of Polar Express"
         )
-    most = len(found.triples)
-    return tuple(
-        found.triples[step % most if found.cycles else min(step, most - 1)] for step in range(steps)
-    )
+    triples = given if isinstance(given[0], Sequence) else (given,)
+    if not all(len(triple) == 3 for triple in triples):
+        raise OptimizerError(f"ns_coefficients={given!r}: three numbers (a, b, c) a step")
+    numbers = [(float(a), float(b), float(c)) for a, b, c in triples]
+    return tuple(numbers[min(step, len(numbers) - 1)] for step in range(steps))
 
 
 def orthogonalize(

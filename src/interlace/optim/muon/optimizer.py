@@ -47,8 +47,7 @@ class Muon(KeepsStates):
     "match_rms_adamw", by 0.2 sqrt(max(A, B)), which allows AdamW's learning rates;
     "spectral_unclamped", by sqrt(A/B). Weight decay is decoupled and not adjusted.
 
-    - `ns_coefficients`: also a sequence of three numbers for each step, or the name of a set in
-      `interlace.optim.muon.newton_schulz.COEFFICIENTS` ("polar_express", "cans", ...).
+    - `ns_coefficients`: also a sequence of three numbers for each step, the last for all further.
     - `eps`: of the norm that an update is divided by. torch's 1e-7 stops updates whose norm is
       below it, which gradient clipping can bring about; 0 makes updates independent of the scale.
     - `split_sizes`, `head_dim`, `split_dim`: a parameter is cut along dimension `split_dim` (0,
