@@ -37,7 +37,7 @@ from interlace.errors import BackendError
 from interlace.ir import Collective
 from interlace.optim import AdamW, LayerWise, bucket_runs
 from interlace.optim.bucket_runs import BucketRuns
-from interlace.optim.layer_wise.step_runs import by_copies_if_possible
+from interlace.optim.layer_wise.optimizer import by_copies_if_possible
 from interlace.options import Options, Transport
 from interlace.runtime import Executor
 

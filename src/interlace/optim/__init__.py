@@ -10,8 +10,7 @@ from interlace.errors import OptionError
 from interlace.optim.adamw import Adam, AdamW
 from interlace.optim.grad_accumulator import GradAccumulator
 from interlace.optim.grad_reducer import GradReducer
-from interlace.optim.layer_wise.clipping import clip_grad_norm_
-from interlace.optim.layer_wise.optimizer import LayerWise
+from interlace.optim.layer_wise.optimizer import LayerWise, clip_grad_norm_
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.routing import muon_groups
 

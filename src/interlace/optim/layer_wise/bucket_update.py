@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from interlace.optim.grad_reducer import Bucket, lent
-from interlace.optim.layer_wise.sharded_parameters import is_sharded
-from interlace.optim.layer_wise.whole_parameters import rounds_at_random
+from interlace.optim.layer_wise.update_plan import is_sharded, rounds_at_random
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 APART = ("param_groups", "step", *HOOKS)

@@ -26,7 +26,9 @@ Note [A step]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,6 +40,7 @@ from torch.optim import Optimizer
 from interlace.comm.teams import group_of_mesh
 from interlace.cost import Timeline
 from interlace.errors import (
+    BackendError,
     GradientError,
     OptimizerError,
     OptionError,
@@ -45,26 +48,28 @@ from interlace.errors import (
     UnsupportedError,
 )
 from interlace.optim.adam.state import local
-from interlace.optim.bucket_runs import BucketRuns
-from interlace.optim.grad_reducer import Bucket, GradReducer, check_reduction, lent
+from interlace.optim.bucket_runs import BucketExchange, BucketRuns, Write, all_reduced
+from interlace.optim.grad_reducer import Bucket, GradReducer, check_reduction, laid_out, lent
 from interlace.optim.layer_wise.bucket_update import UpdatesInOrder
-from interlace.optim.layer_wise.clipping import clip_grad_norm_
 from interlace.optim.layer_wise.flat_weights import FlatWeights, shown
 from interlace.optim.layer_wise.owned_state import load, saved
-from interlace.optim.layer_wise.shard_pipeline import ShardPipeline, lies_over
-from interlace.optim.layer_wise.sharded_parameters import is_sharded, like
-from interlace.optim.layer_wise.step_runs import (
-    buckets_of,
-    by_copies_if_possible,
-    calls_around,
-    runs_of,
+from interlace.optim.layer_wise.shard_pipeline import ShardPipeline
+from interlace.optim.layer_wise.tensor_homes import TensorHomes, homes_of
+from interlace.optim.layer_wise.update_plan import (
+    UpdatePlan,
+    hash_of,
+    is_sharded,
+    like,
+    parameters_of,
+    planned,
+    uncompiled,
 )
-from interlace.optim.layer_wise.tensor_homes import homes_of
-from interlace.optim.layer_wise.update_plan import nothing_planned, planned
-from interlace.optim.layer_wise.whole_parameters import hash_of, parameters_of, uncompiled
 from interlace.optim.untraced import eager
 from interlace.options import Options
 
+log = logging.getLogger(__name__)
+Calls = dict[int, Callable[[], None]]
+"""By the number of a run."""
 REMOVED = {
     "split_parts": "owners have whole Parameters: make experts Parameters of their own, or shard "
     "them over tensor or expert parallelism",
@@ -154,15 +159,12 @@ class LayerWise:
                 "under DistributedDataParallel no sharded DTensors are served: give LayerWise the "
                 "module without it, and it reduces gradients itself"
             )
-        self._pipeline = None
-        if any(lies_over(param, mesh) for param in params.values()):
+        plan = planned(optimizer, params, mesh, shards=shards, bucket_bytes=bucket_bytes)
+        self._plan, self._pipeline = plan, None
+        if plan.in_place:
             overlap = chosen.overlap and overlap_param_gather
             self._pipeline = ShardPipeline(optimizer, params, mesh, bucket_bytes, overlap)
-            plan = nothing_planned(params, mesh)
-        else:
-            plan = planned(optimizer, params, mesh, shards=shards, bucket_bytes=bucket_bytes)
-        self._plan = plan
-        reduces = self._pipeline is None and not ddp
+        reduces = not ddp and not plan.in_place
         weights = buckets_of(plan, None)
         grads = buckets_of(plan, main_grad_dtype) if reduces else []
         places, device = len(params) * plan.shards, plan.params[0].device
@@ -467,3 +469,102 @@ def refuse_removed(options: Mapping[str, object]) -> None:
         if name not in REMOVED:
             raise TypeError(f"LayerWise.__init__() got an unexpected keyword argument {name!r}")
         raise OptionError(f"{name} is no option of LayerWise any more. fix: {REMOVED[name]}")
+
+
+@eager
+@torch.no_grad()
+def clip_grad_norm_(
+    optimizers: Sequence[LayerWise],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clips the gradients of all optimizers together, as torch.nn.utils.clip_grad_norm_ does.
+
+    Gives the norm of all gradients, a scalar of fp64, the same on every rank. Collective; once
+    a step, after its last backward.
+    """
+    norms = [optimizer.grad_norm(norm_type) for optimizer in optimizers]
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise GradientError(f"the norm of the gradients is {total.item()}")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for optimizer in optimizers:
+        optimizer.scale_grads(scale)
+    return total
+
+
+# -- the runs of a step ---------------------------------------------------------------------------
+
+
+def buckets_of(plan: UpdatePlan, dtype: torch.dtype | None) -> list[Bucket]:
+    """Buffers for all buckets, of that type or of the parameters' own."""
+    buckets: list[Bucket] = []
+    for bucket in plan.ownership.buckets:
+        params = [plan.params[number] for number in bucket.items]
+        buckets.append(laid_out(params, bucket.starts, bucket.numel, dtype or params[0].dtype))
+    return buckets
+
+
+def runs_of(
+    plan: UpdatePlan,
+    weights: Sequence[Bucket],
+    grads: Sequence[Bucket],
+    op: str,
+    transport: str,
+    copies: bool,
+    shared: Mapping[str, Tensor],
+) -> list[tuple[Write, Tensor]]:
+    """The Programs with their buffers; `grads` is empty where gradients come reduced. `copies`:
+    weights are copied from their owners' memory.
+    """
+    peer = transport == "peer"
+    reductions: list[tuple[Write, Tensor]] = []
+    gathers: list[tuple[Write, Tensor]] = []
+    for i, bucket in enumerate(plan.ownership.buckets):
+        about = shown([plan.names[number] for number in bucket.items])
+        exchange, flat = BucketExchange(bucket, about, peer, copies), weights[i].flat
+        gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
+        if grads:
+            flat = grads[i].flat
+            write = partial(exchange.reduced, f"reduce_bucket_{i}", flat, op)
+            reductions.insert(0, (write, flat))
+    reduces = {name: "sum" if name == "norms" else "max" for name in shared}
+    return [
+        *reductions,
+        *gathers,
+        *((partial(all_reduced, name, flat, reduces[name]), flat) for name, flat in shared.items()),
+    ]
+
+
+def by_copies_if_possible(
+    make: Callable[[bool], BucketRuns], transport: str, device: torch.device
+) -> BucketRuns:
+    """The runs with weights copied from their owners' memory (`make(True)`) where the transport is
+    "peer", or it is "auto" on GPUs whose memory all ranks can map; else by all-gathers.
+    """
+    if transport == "peer":
+        return make(True)
+    if transport == "auto" and device.type == "cuda":
+        try:
+            return make(True)
+        except BackendError as error:  # on every rank: one of them cannot share its memory
+            log.info("LayerWise gathers weights by NCCL, not by copies: %s", error)
+    return make(False)
+
+
+def calls_around(
+    weights: Sequence[Bucket],
+    grads: Sequence[Bucket],
+    shared: Sequence[str],
+    homes: TensorHomes | None,
+) -> tuple[Calls, Calls]:
+    """What precedes runs, and what follows them: moves to homes and back."""
+    if homes is None:
+        return {}, {}
+    count = len(grads)
+    before: Calls = {count + i: partial(homes.give_back, i) for i in range(count)}
+    then: Calls = {count - 1 - i: partial(homes.bring_grads, i) for i in range(count)}
+    for number, name in enumerate(shared):
+        then[count + len(weights) + number] = partial(homes.share, name)
+    return before, then

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from interlace.ir import Program, parse
-from interlace.optim.bucket_runs import NAMES, Write, all_reduced, beside, prepared
+from interlace.optim.bucket_runs import NAMES, Move, Write, all_reduced, beside, moved, prepared
 from interlace.optim.grad_reducer import Bucket
 from interlace.optim.layer_wise.flat_weights import shown
 from interlace.optim.layer_wise.ownership import ALIGNMENT
@@ -116,76 +116,35 @@ class HomeExchange:
     peer: bool
     """Whether homes read and write the memory of the other ranks, and nothing is sent."""
 
-    def brought(self, name: str, flat: Tensor, whole: Tensor, ranks: int, rank: int) -> Program:
-        """Shards to homes."""
-        own, away, regions, staged = self._shards(ranks, rank)
-        others, homes = _ranks(s.rank for s, _ in regions), _ranks(s.of.home for s in away)
-        copies = [f"copy({s.of_shape(s.flat)}, {s.whole}" for s in own]
-        spread = [f"copy({s.of_shape(at)}, {s.whole}" for s, at in regions if not s.region]
-        if self.peer:
-            moves = [
-                *(f"notify(there, to={home}, team=tp" for home in homes),
-                *(f"expect(there, {other}, team=tp" for other in others),
-                *(f"get({s.flat}, {at}, peer={s.rank}, team=tp" for s, at in regions),
-                *(f"notify(taken, to={other}, team=tp" for other in others),
-                *(f"expect(taken, {home}, team=tp" for home in homes),
-            ]
-        else:
-            moves = _group(
-                [f"send({s.flat}, peer={s.of.home}, team=tp)" for s in away],
-                [f"recv({at}, peer={s.rank}, team=tp)" for s, at in regions],
-            )
-        return self._program(name, flat, whole, staged, [*copies, *moves, *spread], ranks, rank)
-
-    def given_back(self, name: str, flat: Tensor, whole: Tensor, ranks: int, rank: int) -> Program:
-        """Whole matrices to shards."""
-        own, away, regions, staged = self._shards(ranks, rank)
-        others, homes = _ranks(s.rank for s, _ in regions), _ranks(s.of.home for s in away)
-        copies = [f"copy({s.whole}, {s.of_shape(s.flat)}" for s in own]
-        copies += [f"copy({s.whole}, {s.of_shape(at)}" for s, at in regions if not s.region]
-        if self.peer:
-            moves = [
-                *(f"notify(there, to={home}, team=tp" for home in homes),
-                *(f"expect(there, {other}, team=tp" for other in others),
-                *(f"put({at}, {s.flat}, peer={s.rank}, team=tp" for s, at in regions),
-                *(f"notify(given, to={other}, team=tp" for other in others),
-                *(f"expect(given, {home}, team=tp" for home in homes),
-            ]
-        else:
-            moves = _group(
-                [f"send({at}, peer={s.rank}, team=tp)" for s, at in regions],
-                [f"recv({s.flat}, peer={s.of.home}, team=tp)" for s in away],
-            )
-        return self._program(name, flat, whole, staged, [*copies, *moves], ranks, rank)
-
-    def _shards(
-        self, ranks: int, rank: int
-    ) -> tuple[list[ShardPlace], list[ShardPlace], list[tuple[ShardPlace, str]], int]:
-        """The shards held here of matrices that have their home here, or elsewhere; those that
-        others hold of matrices that have their home here, each with one region of memory, and the
-        elements of staging memory, which has those that are no region of the whole matrix.
-        """
-        every = [shard for matrix in self.matrices for shard in matrix.shards(ranks)]
-        held = [shard for shard in every if shard.rank == rank]
-        regions: list[tuple[ShardPlace, str]] = []
-        size = 0
-        for shard in every:
-            if shard.of.home == rank and shard.rank != rank:
-                regions.append((shard, shard.region or f"staged[{size}:{size + shard.numel}]"))
-                size += 0 if shard.region else shard.numel
-        own = [shard for shard in held if shard.of.home == rank]
-        return own, [shard for shard in held if shard.of.home != rank], regions, size
-
-    def _program(
-        self,
-        name: str,
-        flat: Tensor,
-        whole: Tensor,
-        staged: int,
-        ops: Sequence[str],
-        ranks: int,
-        rank: int,
+    def program(
+        self, name: str, flat: Tensor, whole: Tensor, to_homes: bool, ranks: int, rank: int
     ) -> Program:
+        """Shards to homes, or whole matrices to shards."""
+        own: list[tuple[str, str]] = []
+        spread: list[tuple[str, str]] = []
+        """What is copied here, each with its place in the whole matrix: own shards, and staging
+        memory of those that are no region there."""
+        moves: list[Move] = []
+        staged = 0
+        for shard in (shard for matrix in self.matrices for shard in matrix.shards(ranks)):
+            home, place = shard.of.home, shard.region
+            if shard.rank == home == rank:
+                own.append((shard.of_shape(shard.flat), shard.whole))
+            if home == rank != shard.rank and place is None:
+                place = f"staged[{staged}:{staged + shard.numel}]"
+                staged += shard.numel
+                spread.append((shard.of_shape(place), shard.whole))
+            if home != shard.rank:  # who has no home here needs no place in it
+                places = shard.flat, place or ""
+                ends = (shard.rank, home) if to_homes else (home, shard.rank)
+                moves.append(Move(*ends, *(places if to_homes else places[::-1])))
+        way = "messages" if not self.peer else "get" if to_homes else "put"
+        ops = moved(moves, rank, "tp", way)
+        if to_homes:
+            before, after = ([f"copy({a}, {b}" for a, b in each] for each in (own, spread))
+        else:
+            before, after = [f"copy({b}, {a}" for a, b in [*own, *spread]], []
+        ops = [*before, *ops, *after]
         kind, registered = NAMES[flat.dtype], ".registered(tp)" if self.peer else ""
         params = f"flat: {kind}[{flat.numel()}]{registered}, whole: {kind}[{whole.numel()}]"
         lines = [f"def {name}(tp: Team[{ranks}], {params}):"]
@@ -193,15 +152,6 @@ class HomeExchange:
             lines.append(f"    staged = alloc({kind}[{staged}])")
         lines += [f'    comm: {op}, loc="{self.about}")' for op in ops] or ["    pass"]
         return parse("\n".join(lines)).instantiate(rank)
-
-
-def _ranks(ranks: Iterable[int]) -> list[int]:
-    return sorted(set(ranks))
-
-
-def _group(sent: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """One op of all messages, if there are any."""
-    return [f"group({', '.join([*sent, *taken])}"] if sent or taken else []
 
 
 def homes_of(
@@ -217,7 +167,7 @@ def homes_of(
     Every rank of the job asks, also those whose plan has none.
     """
     ranks = [] if plan.mesh is None else dist.get_process_group_ranks(plan.mesh.get_group())
-    group = made.enter_context(beside(ranks, weights[0].flat.device))
+    group = made.enter_context(beside(ranks, plan.params[0].device))
     if group is None:
         return None
     return TensorHomes(plan, weights, grads, group, shared, options, made)
@@ -283,13 +233,12 @@ class TensorHomes:
                     self.grads[param] = grad
             about = shown([plan.names[number] for number, *_ in here])
             exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
-            for what, write, kind in (
-                ("gradients_to_homes", exchange.brought, 1),
-                ("weights_to_homes", exchange.brought, 0),
-                ("weights_to_shards", exchange.given_back, 0),
-            ):
-                both = flats[kind], wholes[kind]
-                prepare((what, index), partial(write, f"{what}_{index}", *both), *both)
+            for what, kind in (
+                ("gradients_to_homes", 1), ("weights_to_homes", 0), ("weights_to_shards", 0)
+            ):  # fmt: skip
+                both, to_homes = (flats[kind], wholes[kind]), what.endswith("homes")
+                write = partial(exchange.program, f"{what}_{index}", *both, to_homes)
+                prepare((what, index), write, *both)
         for name, flat in shared.items():
             op = "sum" if name == "norms" else "max"
             prepare(("share", name), partial(all_reduced, name, flat, op, team="tp"), flat)
