@@ -17,8 +17,13 @@ pytest.importorskip("triton")
 
 from interlace.optim import Muon
 from interlace.optim.muon import launch, update
-from interlace.optim.muon.newton_schulz import coefficients, orthogonalize
-from interlace.optim.muon.symmetric import polynomial, product, serves
+from interlace.optim.muon.newton_schulz import (
+    coefficients,
+    orthogonalize,
+    polynomial,
+    product,
+    serves,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,8 +23,7 @@ from interlace.bench.kernels.losses import relative, unit
 from interlace.bench.race.ways import Opened, Way, worst
 from interlace.bench.sites import DTYPES
 from interlace.optim import Muon
-from interlace.optim.muon.newton_schulz import coefficients, flops
-from interlace.optim.muon.symmetric import polynomial, product, serves
+from interlace.optim.muon.newton_schulz import coefficients, flops, polynomial, product, serves
 from interlace.optim.muon.update import batches, orthogonal
 
 GRAM, POLYNOMIAL, ITERATION, STEP = "x @ x.mT", "b*g + c*g@g", "newton-schulz", "step"

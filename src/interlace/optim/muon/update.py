@@ -30,8 +30,7 @@ from interlace.errors import OptimizerError
 from interlace.kernels.gemm.support import ALIGNMENT, LIMIT
 from interlace.optim.adam.state import local
 from interlace.optim.grad_accumulator import placed_grad
-from interlace.optim.muon.newton_schulz import coefficients, orthogonalize
-from interlace.optim.muon.symmetric import reads_columns, runs_on
+from interlace.optim.muon.newton_schulz import coefficients, orthogonalize, reads_columns, runs_on
 
 Adjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 ADJUSTMENTS = (None, *get_args(Adjustment))
