@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from tests.optim.muon_sets import SETS
 from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
 from interlace.optim import Muon
 from interlace.optim.muon import launch, update
-from interlace.optim.muon.newton_schulz import COEFFICIENTS, coefficients, orthogonalize
-from interlace.optim.muon.symmetric import polynomial, product, serves
+from interlace.optim.muon.newton_schulz import (
+    coefficients,
+    orthogonalize,
+    polynomial,
+    product,
+    serves,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,11 +93,11 @@ def test_runs_are_equal_and_any_a_and_b_give_a_symmetric_result(seed: int) -> No
         assert torch.equal(launch.symmetric_product(a, b), wanted)
 
 
-@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("gram_variant", [False, True])
 def test_the_iteration_agrees_with_fp64(name: str, gram_variant: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    steps = coefficients(name, 4 if name == "aol" else 10 if name == "deepseekv4" else 5)
+    steps = coefficients(*SETS[name])
     given = torch.randn(2, 256, 1024, device=CUDA)
     x = given.double() / torch.linalg.vector_norm(given.double(), dim=(1, 2), keepdim=True)
     for a, b, c in steps:

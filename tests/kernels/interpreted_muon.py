@@ -21,8 +21,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from interlace.optim.muon.elementwise import descend_kernel, momentum_kernel
-from interlace.optim.muon.kernel import symmetric_kernel, triangle
+from interlace.optim.muon.kernel import descend_kernel, momentum_kernel, symmetric_kernel, triangle
 
 patch_tensor = interpreter._patch_lang_tensor
 

@@ -20,7 +20,6 @@ from interlace.optim import (
     GradReducer,
     LayerWise,
     Muon,
-    ShardedLayerWise,
     clip_grad_norm_,
     muon_groups,
 )
@@ -89,15 +88,15 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
     if how == "LayerWise under DDP":
         run = DistributedDataParallel(module)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    if how == "ShardedLayerWise":
+    if how == "fully_shard":
         for layer in module:
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
-        made: Any = ShardedLayerWise(Muon(muon_groups(module), lr=0.02), module)
+        made: Any = LayerWise(Muon(muon_groups(module), lr=0.02), module, mesh)
     elif how == "GradReducer":
         made = GradReducer(module)
     else:
-        made = layer_wise(run, "ours", update_under_backward=how == "under the backward")
+        made = layer_wise(run, "ours")
     own = AdamW(module.parameters(), lr=0.01)
 
     def step() -> None:
@@ -107,7 +106,7 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
                 own.step()
             made.zero()
             return
-        if isinstance(made, LayerWise) and how != "under the backward":
+        if isinstance(made, LayerWise):
             made.clip_grad_norm_(1.0)
             clip_grad_norm_([made], 0.5)
         made.step()
@@ -136,16 +135,13 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
 
 def off(how: str, seed: int) -> list[str]:
     step = differing(compiled(how, "step", seed), compiled(how, "eager", seed))
-    if how in ("under the backward", "ShardedLayerWise"):
+    if how == "fully_shard":
         step += differing(compiled(how, "alone", seed), compiled(how, "eager", seed))
     else:
         compiled(how, "alone", seed)
     return step
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["LayerWise", "LayerWise under DDP", "under the backward", "ShardedLayerWise", "GradReducer"],
-)
+@pytest.mark.parametrize("how", ["LayerWise", "LayerWise under DDP", "fully_shard", "GradReducer"])
 def test_compiled_steps_of_several_ranks(pool: Pool, how: str, seed: int) -> None:
     assert pool(2).run(off, how, seed) == [[], []]

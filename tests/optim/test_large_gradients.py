@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from interlace.optim import LayerWise, Muon, ShardedLayerWise
+from interlace.optim import LayerWise, Muon
 from interlace.options import Options
 
-HOW = ["LayerWise", "slices", "ShardedLayerWise"]
+HOW = ["replicas", "fully_shard"]
 WIDE = 8 * DIM
 
 
@@ -28,16 +28,12 @@ def trained(how: str, power: int, seed: int) -> list[torch.Tensor]:
     )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     facts: dict[str, Any] = {"options": Options(time_out_s=30)}
-    if how == "ShardedLayerWise":
+    if how == "fully_shard":
         for layer in module:
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
     inner = Muon(module.parameters(), lr=0.02, eps=0.0)
-    if how == "ShardedLayerWise":
-        made: Any = ShardedLayerWise(inner, module, **facts)
-    else:
-        made = LayerWise(inner, module, mesh, split_matrices=2 if how == "slices" else 1, **facts)
-    with made:
+    with LayerWise(inner, module, mesh, **facts) as made:
         for step in range(3):
             draw = torch.Generator().manual_seed(seed + step)
             loss = module(torch.randn(4, DIM, generator=draw)).sum() * 2.0**power

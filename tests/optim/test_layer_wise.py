@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import re
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ from interlace.errors import BackendError
 from interlace.ir import Collective
 from interlace.optim import AdamW, LayerWise, bucket_runs
 from interlace.optim.bucket_runs import BucketRuns
-from interlace.optim.layer_wise.step_runs import by_copies_if_possible
+from interlace.optim.layer_wise.optimizer import by_copies_if_possible
 from interlace.options import Options, Transport
 from interlace.runtime import Executor
 
@@ -363,58 +362,3 @@ def apart(seed: int) -> list[str]:
 
 def test_groups_of_experts_are_kept_apart(pool: Pool, seed: int) -> None:
     assert pool(4).run(apart, seed) == [[]] * 4
-
-
-def early(seed: int, optimizer: str, device: str = "cpu") -> list[str]:
-    """What differs if updates run under the backward; the learning rate changes on the way."""
-    made = []
-    for under in (True, False):
-        module = model(seed).to(device)
-        plain = OPTIMIZERS[optimizer](module.parameters())
-        schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
-        facts: Any = {"bucket_bytes": layerwise.SMALL, "check_replicas_every": 1 + 2 * under}
-        with LayerWise(
-            plain, module, layerwise.mesh(device), update_under_backward=under, **facts
-        ) as optimizing:
-            losses = []
-            for step in range(8):
-                losses += train(optimizing, module, seed, range(step, step + 1), None)
-                schedule.step()
-        made.append((losses, weights(module)))
-    return differing(made[0][1], made[1][1]) + ["losses"] * (made[0][0] != made[1][0])
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "ours"])
-def test_updates_under_the_backward_have_the_same_bits(
-    pool: Pool, optimizer: str, seed: int
-) -> None:
-    assert pool(2).run(early, seed, optimizer) == [[], []]
-
-
-def updated(seed: int) -> list[bool]:
-    """Whether the head was updated when the backward came to the first block, by step."""
-    module, seen = model(seed), []
-    with layer_wise(module, "sgd", update_under_backward=True) as optimizing:
-        head = optimizing.optimizer.param_groups[0]["params"][-2]
-        mine = head in {p for p in optimizing.optimizer.state} or None
-
-        def look(_: torch.Tensor) -> None:
-            deadline = time.monotonic() + (15 if seen and mine else 0.1)
-            while torch.equal(head, before) and time.monotonic() < deadline:
-                time.sleep(0.001)
-            seen.append(not torch.equal(head, before))
-
-        for step in range(3):
-            optimizing.synchronize()
-            mine, before = bool(optimizing.optimizer.state.get(head)), head.detach().clone()
-            x = batch(seed, step).requires_grad_()
-            x.register_hook(look)
-            module(x).square().mean().backward()
-            optimizing.step()
-            optimizing.zero_grad()
-        return seen if mine else []
-
-
-def test_updates_run_under_the_backward(pool: Pool, seed: int) -> None:
-    """From the second step on, by the head's owner: the backward waits to see it."""
-    assert sorted(pool(2).run(updated, seed)) == [[], [False, True, True]]

@@ -11,7 +11,6 @@ import torch
 from tests.optim.layerwise import SMALL, differing, mesh, model, train, weights
 from tests.support.pool import Pool
 
-from interlace.errors import OptimizerError
 from interlace.ir import Collective
 from interlace.optim import LayerWise, bucket_runs
 from interlace.runtime import Executor
@@ -77,21 +76,6 @@ def scaled(seed: int) -> list[str]:
 
 def test_attributes_of_the_optimizer_may_be_set_later(pool: Pool, seed: int) -> None:
     assert pool(2).run(scaled, seed) == [[], []]
-
-
-def refuses_counts(seed: int) -> None:
-    module = model(seed)
-    optimizer = LayerWise(Counting(module.parameters()), module, mesh(), update_under_backward=True)
-    with pytest.raises(OptimizerError, match="update_under_backward=False"):
-        train(optimizer, module, seed, range(1), clip=None)
-    optimizer.reset()
-    optimizer.close()
-
-
-def test_an_optimizer_that_counts_steps_is_refused_under_the_backward(
-    pool: Pool, seed: int
-) -> None:
-    pool(2).run(refuses_counts, seed)
 
 
 def has_grads(optimizer: torch.optim.Optimizer) -> bool:

@@ -193,31 +193,25 @@ def test_has_the_bits_of_one_process(
         assert max(homes) - min(homes) <= 1
 
 
-def both_ways(seed: int, tp: int, optimizer: str, early: bool) -> list[str]:
+def both_ways(seed: int, tp: int, optimizer: str) -> list[str]:
     """What differs between an overlapped run, whose ops are delayed, and a synchronous one."""
     made = []
     for overlap in (True, False):
         mesh = grid(tp)
         module = parallel(seed, mesh)
         facts: Any = {"overlap_param_gather": overlap, "check_replicas_every": 1}
-        facts["update_under_backward"] = early and overlap
         with slowly(seed if overlap else None):
             optimizing = optimized(module, mesh, optimizer, **facts)
         with optimizing:
-            losses = go(optimizing, mesh, seed, range(6), None if early else 0.1)
+            losses = go(optimizing, mesh, seed, range(6), 0.1)
         made.append((losses, weights(module)))
     assert made[0][0][0] > made[0][0][-1]
     return differing(made[0][1], made[1][1]) + ["losses"] * (made[0][0] != made[1][0])
 
 
-@pytest.mark.parametrize(
-    ("world", "tp", "optimizer", "early"),
-    [(4, 2, "muon", False), pytest.param(4, 2, "ours", True, marks=pytest.mark.slow)],
-)
-def test_overlapped_is_synchronous(
-    pool: Pool, world: int, tp: int, optimizer: str, early: bool, seed: int
-) -> None:
-    assert pool(world).run(both_ways, seed, tp, optimizer, early) == [[]] * world
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("ours", marks=pytest.mark.slow)])
+def test_overlapped_is_synchronous(pool: Pool, optimizer: str, seed: int) -> None:
+    assert pool(4).run(both_ways, seed, 2, optimizer) == [[]] * 4
 
 
 class Uneven(nn.Module):
@@ -299,29 +293,21 @@ def thin(seed: int) -> list[str]:
     return differing(*ends)
 
 
-def stages(seed: int) -> tuple[bool, bool]:
-    """Stages of a pipeline of which one has homes, and then slices, and the other has none."""
+def stages(seed: int) -> bool:
+    """Stages of a pipeline of which one has homes, and the other has none."""
     pp, tp, dp = (f"{name}{next(NUMBERS)}" for name in ("pp", "tp", "dp"))
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=(pp, tp, dp))
-    first, told = mesh[pp].get_local_rank() == 0, list[str]()
-    for width in (1, 2):
-        module, over = (
-            model(seed, lambda: nn.Linear(64, 256 if first else 32, bias=False)),
-            mesh[tp],
-        )
-        if first and width == 1:
-            whole_one, over = module.weight.detach(), mesh[dp]
-            module.weight = nn.Parameter(distribute_tensor(whole_one, mesh[tp], [Shard(0)]))
-        optimizer, options = Muon(module.parameters(), lr=0.1), Options(time_out_s=10)
-        with LayerWise(
-            optimizer, module, over, split_matrices=width, options=options
-        ) as optimizing:
-            told.append(optimizing.explain())
-    return "home 1" in told[0] or "home 0" in told[0], "def sum_" in told[1]
+    module, over = model(seed, lambda: nn.Linear(64, 32, bias=False)), mesh[tp]
+    if mesh[pp].get_local_rank() == 0:
+        whole_one, over = module.weight.detach(), mesh[dp]
+        module.weight = nn.Parameter(distribute_tensor(whole_one, mesh[tp], [Shard(0)]))
+    optimizer, options = Muon(module.parameters(), lr=0.1), Options(time_out_s=10)
+    with LayerWise(optimizer, module, over, options=options) as optimizing:
+        return ", home " in optimizing.explain()
 
 
 def test_stages_that_differ(pool: Pool, seed: int) -> None:
-    assert pool(4).run(stages, seed) == [(True, True)] * 2 + [(False, False)] * 2
+    assert pool(4).run(stages, seed) == [True] * 2 + [False] * 2
 
 
 def rolled_back(seed: int) -> list[str]:

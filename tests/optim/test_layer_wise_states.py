@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from tests.optim.layerwise import (
-    DIM,
     Blocks,
     batch,
     differing,
@@ -26,8 +25,10 @@ from tests.optim.test_layer_wise_order import Counting
 from tests.support.pool import Pool
 from torch import nn
 
-from interlace.errors import OptimizerError, OptionError
+from interlace.errors import BackendError, OptimizerError, OptionError
 from interlace.optim import AdamW, LayerWise
+from interlace.optim.layer_wise.optimizer import REMOVED
+from interlace.options import Options
 
 
 def backward(module: nn.Module, seed: int, step: int = 0) -> None:
@@ -117,25 +118,16 @@ def left_out(seed: int) -> list[str]:
     return differing(before, weights(module))
 
 
-def under_backward(seed: int) -> int:
-    """Hooks of the user are called once a step; half a step is not saved."""
-    module, calls = model(seed), []
-    with layer_wise(module, "adamw", update_under_backward=True) as optimizing:
-        optimizing.optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-        train(optimizing, module, seed, range(1), clip=None)
-        backward(module, seed, 1)
-        with pytest.raises(OptimizerError, match=r"call step\(\) first"):
-            optimizing.state_dict()
-        optimizing.step()
-    narrow = nn.Linear(DIM, DIM).bfloat16()
-    with pytest.raises(OptimizerError, match="stochastic rounding"):
-        LayerWise(AdamW(narrow.parameters()), narrow, mesh(), update_under_backward=True)
+def refused(seed: int) -> None:
+    """Options that cannot be, and those of former releases."""
     wrongs: list[dict[str, Any]] = [{"op": "max"}, {"main_grad_dtype": torch.float16}]
-    wrongs += [{"bucket_bytes": 0}, {"split_parts": 0}, {"split_matrices": -1}]
+    wrongs += [{"bucket_bytes": 0}]
+    for option in REMOVED:
+        with pytest.raises(OptionError, match=f"{option} is no option of LayerWise any more. fix"):
+            layer_wise(model(seed), "sgd", **{option: 2})
     for wrong in wrongs:
         with pytest.raises(OptionError, match=f"{next(iter(wrong))}="):
             layer_wise(model(seed), "sgd", **wrong)
-    return len(calls)
 
 
 @pytest.mark.parametrize("course", [saved_early, other_order])
@@ -151,18 +143,18 @@ def test_a_step_that_is_left_out(pool: Pool, seed: int) -> None:
     assert all(pool(2).run(left_out, seed))
 
 
-def test_updates_under_the_backward(pool: Pool, seed: int) -> None:
-    assert pool(2).run(under_backward, seed) == [2] * 2
+def test_options_are_refused(pool: Pool, seed: int) -> None:
+    pool(2).run(refused, seed)
 
 
 def failed(seed: int) -> list[str]:
     """A LayerWise that is refused leaves the optimizer as it was, and nothing of its own."""
     module, held = model(seed, lambda: nn.Linear(128, 128).bfloat16()), {*threading.enumerate()}
     optimizer = AdamW(module.parameters())
-    with pytest.raises(OptimizerError, match="stochastic rounding"):
-        LayerWise(optimizer, module, mesh(), split_parts=2, update_under_backward=True)
+    with pytest.raises(BackendError, match="nccl"):
+        LayerWise(optimizer, module, mesh(), options=Options(transport="nccl"))
     assert optimizer.param_groups[0]["params"] == [*module.parameters()]
-    with LayerWise(optimizer, module, mesh(), split_parts=2) as optimizing:
+    with LayerWise(optimizer, module, mesh()) as optimizing:
         module(torch.ones(2, 128).bfloat16()).sum().backward()
         optimizing.step()
     return [each.name for each in {*threading.enumerate()} - held]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.optim.muon_sets import POLAR_EXPRESS, SETS, SIMPLE
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -25,7 +26,6 @@ from interlace.errors import OptimizerError
 from interlace.nn import GroupedLinear
 from interlace.optim import AdamW, Muon, muon_groups
 from interlace.optim.muon.newton_schulz import (
-    COEFFICIENTS,
     coefficients,
     flops,
     gram_pays,
@@ -70,7 +70,7 @@ def equal(one: list[Any], other: list[Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def exact(update: Tensor, steps: int = 5, given: Any = "simple") -> Tensor:
+def exact(update: Tensor, steps: int = 5, given: Any = SIMPLE) -> Tensor:
     """The iteration in fp64."""
     x = update.double() / update.double().norm()
     for a, b, c in coefficients(given, steps):
@@ -155,32 +155,28 @@ def test_batches_and_the_gram_variant_agree_with_fp64(variant: Any, seed: int) -
             assert off(got, scale * exact(grad)) < FAR
 
 
-@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize("name", SETS)
 def test_every_set_drives_singular_values_to_one(name: str, seed: int) -> None:
     """Also those far below the norm, in both variants, as far as fp64 does."""
     torch.manual_seed(seed)
     u, v = (torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64))[0] for _ in range(2))
     update = u @ torch.diag(torch.logspace(0, -1.5, 64, dtype=torch.float64)) @ v
     update = torch.cat([update, torch.zeros(64, 192, dtype=torch.float64)], 1)
-    steps = 4 if name == "aol" else 10 if name == "deepseekv4" else 5
-    wanted = exact(update, steps, name)
+    triples, steps = SETS[name]
+    wanted = exact(update, steps, triples)
     assert 0.5 < torch.linalg.svdvals(wanted).min() <= torch.linalg.svdvals(wanted).max() < 1.5
     for gram_variant in (False, True):
         x = update.to(BF16)
         found = orthogonalize(
-            x, coefficients(name, steps), eps=1e-7, gram_variant=gram_variant, symmetric=False
+            x, coefficients(triples, steps), eps=1e-7, gram_variant=gram_variant, symmetric=False
         )
         assert off(found, wanted) < 0.1, gram_variant
 
 
 def test_coefficients_by_step() -> None:
-    (simple,) = COEFFICIENTS["simple"].triples
-    assert coefficients(simple, 3) == coefficients("simple", 3) == (simple,) * 3
-    polar = COEFFICIENTS["polar_express"].triples
-    assert coefficients("polar_express", 10) == (*polar, polar[-1], polar[-1])
-    quintic = COEFFICIENTS["quintic"].triples
-    assert coefficients("quintic", 6) == (*quintic, quintic[0])
-    assert coefficients([simple, (2, -1.5, 0.5)], 3)[1:] == ((2.0, -1.5, 0.5),) * 2
+    assert coefficients(SIMPLE, 3) == (SIMPLE,) * 3
+    assert coefficients(POLAR_EXPRESS, 10) == (*POLAR_EXPRESS, *POLAR_EXPRESS[-1:] * 2)
+    assert coefficients([SIMPLE, (2, -1.5, 0.5)], 3)[1:] == ((2.0, -1.5, 0.5),) * 2
 
 
 def test_the_gram_variant_is_taken_where_it_is_cheaper() -> None:
@@ -314,7 +310,7 @@ def test_parts_are_matrices_of_their_own(batched: bool, seed: int) -> None:
         ((8, 4), {"lr": -1.0}, "cannot be negative"),
         ((8, 4), {"momentum": -0.5}, "cannot be negative"),
         ((8, 4), {"ns_steps": 100}, "from 1 to 99"),
-        ((8, 4), {"ns_coefficients": "magic"}, "polar_express"),
+        ((8, 4), {"ns_coefficients": "polar_express"}, "Sets have no names any more. fix"),
         ((8, 4), {"ns_coefficients": (1.0, 2.0)}, "three numbers"),
         ((8, 4), {"adjust_lr_fn": "magic"}, "match_rms_adamw"),
         ((8, 4), {"lr": torch.ones(2)}, "give it one"),

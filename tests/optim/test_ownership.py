@@ -151,21 +151,3 @@ def test_homes_are_balanced(shards: int) -> None:
                 cost[owner][shard] += each.cost
         every = [one for row in cost for one in row]
         assert max(every) * len(every) <= 1.15 * sum(every), ranks
-
-
-def test_parts_stand_by_owner() -> None:
-    """Those that are updated together are at ranks that follow one another; a bucket for each."""
-    stack = [ParameterCost(f"e{i}", 4096, "f32", 4, 10.0, parts=12) for i in range(12)]
-    slices = [
-        ParameterCost(f"s{i}", 4096, "f32", 4, 25.0, parts=4, together=True) for i in range(8)
-    ]
-    rest = [ParameterCost(f"p{i}", 4096, "f32", 4, 1.0) for i in range(9)]
-    plan = own([*slices, *stack, *rest], 8, 1 << 14)
-    assert plan.owners[:4] in ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert {*plan.owners[:4], *plan.owners[4:8]} == {*range(8)}
-    assert list(plan.owners[8:20]) == sorted(plan.owners[8:20])
-    assert [bucket.items for bucket in plan.buckets[:3]] == [
-        (0, 1, 2, 3), (4, 5, 6, 7), tuple(range(8, 20))
-    ]  # fmt: skip
-    for bucket in plan.buckets[:3]:
-        assert bucket.starts == tuple(4096 * i for i in range(len(bucket.items)))

@@ -1,4 +1,4 @@
-"""ShardedLayerWise trains modules of fully_shard as Muon on whole parameters does."""
+"""LayerWise trains modules of fully_shard as Muon on whole parameters does."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from interlace.errors import GradientError, InterlaceError, OptimizerError, UnsupportedError
+import interlace.optim
+from interlace.errors import InterlaceError, OptimizerError, OptionError, UnsupportedError
 from interlace.ir import Collective
-from interlace.optim import LayerWise, Muon, ShardedLayerWise, bucket_runs, sharded_layer_wise
+from interlace.optim import LayerWise, Muon, bucket_runs
+from interlace.optim.layer_wise import shard_pipeline
 from interlace.optim.layer_wise.ownership import ParameterCost
-from interlace.optim.shard_exchange import exchanges_of
+from interlace.optim.layer_wise.shard_pipeline import exchanges_of
 from interlace.options import Options
 from interlace.runtime import Executor
 
@@ -86,9 +88,11 @@ def muon(module: nn.Module, kind: str = "ours", **options: Any) -> Optimizer:
     return Muon(groups, lr=0.02, adamw={"lr": 0.01}, **facts)
 
 
-def wrapped(optimizer: Optimizer, module: nn.Module, **facts: Any) -> ShardedLayerWise:
+def wrapped(optimizer: Optimizer, module: nn.Module, **facts: Any) -> LayerWise:
     options = Options(**{"time_out_s": 20, **facts.pop("options", {})})
-    return ShardedLayerWise(optimizer, module, **{"bucket_bytes": 1, "options": options, **facts})
+    over: Any = getattr(next(module.parameters()), "device_mesh", None) or layerwise.mesh()
+    over = over["shards"] if over.ndim > 1 else over
+    return LayerWise(optimizer, module, over, **{"bucket_bytes": 1, "options": options, **facts})
 
 
 def train(
@@ -130,7 +134,6 @@ def both_ways(
 FACTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one bucket": {"bucket_bytes": 1 << 20},
-    "backward": {"exchange_under_backward": True},
     "peer": {"options": {"transport": "peer"}},
 }
 
@@ -152,23 +155,23 @@ def test_two_hundred_steps(pool: Pool, kind: str, facts: str, seed: int) -> None
     assert found == [[]] * 4
 
 
-def recorded(
-    seed: int, steps: int, kind: str, replicas: int, facts: dict[str, Any]
-) -> tuple[list[Weights], Weights]:
+def recorded(seed: int, steps: int, kind: str, replicas: int) -> tuple[list[Weights], Weights]:
     """The reduced gradients of each step, and the weights at the end."""
     module, seen = sharded(seed, replicas), []
     module.odd.weight.requires_grad_(False)
     optimizer = muon(module, kind)
     with slowly(seed):
-        optimizing = wrapped(optimizer, module, **facts)
+        optimizing = wrapped(optimizer, module)
     with optimizing:
         for step in range(steps):
             if step == 2:
                 module.blocks[0].up.weight.requires_grad_(False)
                 module.odd.weight.requires_grad_(True)
             module(batch(seed, step)).square().mean().backward()
-            if not facts:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            used = [p.grad for p in held if p.grad is not None]
+            wanted = torch.nn.utils.get_total_norm(used).full_tensor()
+            torch.testing.assert_close(optimizing.clip_grad_norm_(0.5).float(), wanted)
             grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
             seen.append(full(grads))
             optimizing.step()
@@ -179,14 +182,9 @@ def recorded(
     return seen, full(module.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("kind", "replicas", "facts"),
-    [("torch", 1, "plain"), ("ours", 1, "plain"), ("ours", 2, "plain"), ("ours", 1, "backward")],
-)
-def test_has_the_bits_of_one_process(
-    pool: Pool, kind: str, replicas: int, facts: str, seed: int
-) -> None:
-    ranks = pool(4).run(recorded, seed, 5, kind, replicas, FACTS[facts])
+@pytest.mark.parametrize(("kind", "replicas"), [("torch", 1), ("ours", 1), ("ours", 2)])
+def test_has_the_bits_of_one_process(pool: Pool, kind: str, replicas: int, seed: int) -> None:
+    ranks = pool(4).run(recorded, seed, 5, kind, replicas)
     module = model(seed, Uneven)
     alone, named = muon(module, kind), dict(module.named_parameters())
     for grads in ranks[0][0]:
@@ -204,7 +202,7 @@ class Twice(torch.optim.Muon):
         return super().step(closure)
 
 
-def hooked(seed: int, kind: str, facts: dict[str, Any]) -> list[str]:
+def hooked(seed: int, kind: str) -> list[str]:
     """What hooks that scale gradients see and do, against the same by hand."""
     made: list[Weights] = []
     for by_hand in (True, False):
@@ -216,7 +214,7 @@ def hooked(seed: int, kind: str, facts: dict[str, Any]) -> list[str]:
 
         def before(*_: Any, seen: Any = seen, params: Any = params) -> None:
             seen.append(all(p.grad is not None for p in params))
-            if seen[-1] and not facts:
+            if seen[-1]:
                 torch._foreach_mul_([p.grad for p in params], 0.5)
 
         def after(*_: Any, seen: Any = seen, module: Any = module) -> None:
@@ -225,10 +223,10 @@ def hooked(seed: int, kind: str, facts: dict[str, Any]) -> list[str]:
         if not by_hand:
             optimizer.register_step_pre_hook(before)
             optimizer.register_step_post_hook(after)
-        with wrapped(optimizer, module, **facts) as optimizing:
+        with wrapped(optimizer, module) as optimizing:
             for step in range(3):
                 module(batch(seed, step)).square().mean().backward()
-                if by_hand and not facts:
+                if by_hand:
                     torch._foreach_mul_([p.grad for p in params], 0.5)
                 optimizing.step()
                 made += [full(module.state_dict())] if by_hand else []
@@ -239,13 +237,9 @@ def hooked(seed: int, kind: str, facts: dict[str, Any]) -> list[str]:
     return [n for i, each in enumerate(states) for n in differing(each, made[i // times])]
 
 
-@pytest.mark.parametrize(
-    ("kind", "facts"), [("ours", "plain"), ("torch", "plain"), ("ours", "backward")]
-)
-def test_hooks_see_gradients_and_updated_weights(
-    pool: Pool, kind: str, facts: str, seed: int
-) -> None:
-    assert pool(2).run(hooked, seed, kind, FACTS[facts]) == [[], []]
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_hooks_see_gradients_and_updated_weights(pool: Pool, kind: str, seed: int) -> None:
+    assert pool(2).run(hooked, seed, kind) == [[], []]
 
 
 def few(seed: int) -> list[str]:
@@ -266,40 +260,35 @@ def test_fewer_matrices_than_ranks(pool: Pool, seed: int) -> None:
 # -- overlap --------------------------------------------------------------------------------------
 
 
-def meets(seed: int, under_backward: bool) -> list[bool]:
+def meets(seed: int) -> list[bool]:
     """Whether an exchange, held until the compute beside it is reached, is run under that."""
     module, reached, told = sharded(seed), threading.Event(), []
-    held = 0 if under_backward else 1
-    steps = sharded_layer_wise.orthogonal
+    steps = shard_pipeline.orthogonal
 
     def hold(rank: int, index: int, op: Any) -> None:
-        if op.loc.module == optimizing.about(held) and op.src.buffer == "shards":
+        exchange = optimizing._pipeline._exchanges[1]
+        if op.loc.module == exchange.about and op.src.buffer == "shards":
             told.append(reached.wait(15))
 
     def reach(*given: Any) -> Any:
-        if not under_backward:
-            reached.set()
+        reached.set()
         return steps(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=hold))
-        patch.setattr(sharded_layer_wise, "orthogonal", reach)
-        facts = {"exchange_under_backward": under_backward}
-        with wrapped(muon(module), module, **facts) as optimizing:
+        patch.setattr(shard_pipeline, "orthogonal", reach)
+        optimizing: Any = wrapped(muon(module), module)
+        with optimizing:
             for step in range(2):
                 reached.clear()
-                x = batch(seed, step).requires_grad_()
-                if under_backward:
-                    x.register_hook(lambda _: reached.set())
-                module(x).square().mean().backward()
+                module(batch(seed, step)).square().mean().backward()
                 optimizing.step()
                 optimizing.zero_grad()
     return told
 
 
-@pytest.mark.parametrize("under_backward", [False, True])
-def test_exchanges_run_under_compute(pool: Pool, under_backward: bool, seed: int) -> None:
-    for told in pool(2).run(meets, seed, under_backward):
+def test_exchanges_run_under_compute(pool: Pool, seed: int) -> None:
+    for told in pool(2).run(meets, seed):
         assert told == [True] * 2
 
 
@@ -347,7 +336,7 @@ def loaded(seed: int, folder: str) -> tuple[Weights, Weights, Weights]:
         return *held, full(module.state_dict())
 
 
-def momenta(optimizing: ShardedLayerWise) -> Weights:
+def momenta(optimizing: LayerWise) -> Weights:
     states = optimizing.state_dict()["state"]
     return full({f"{n}.{key}": v for n, state in states.items() for key, v in state.items()})
 
@@ -377,41 +366,22 @@ def wrongs(seed: int) -> list[str]:
     module = sharded(seed)
     expect(OptimizerError, lambda: wrapped(torch.optim.SGD(module.parameters()), module))
     plain = model(seed)
+    plain.mixer = module.mixer  # of fully_shard
     expect(UnsupportedError, lambda: wrapped(muon(plain), plain))
     columns = fully_shard(
         model(seed), mesh=layerwise.mesh(), shard_placement_fn=lambda p: Shard(p.dim() - 1)
     )
     expect(UnsupportedError, lambda: wrapped(muon(columns), columns))
-    expect(UnsupportedError, lambda: LayerWise(muon(module, "torch"), module, layerwise.mesh()))
-
-    def backward(step: int) -> None:
-        module(batch(seed, step)).square().mean().backward()
-
-    with wrapped(muon(module), module, exchange_under_backward=True) as optimizing:
-        train(optimizing, module, seed, range(2), None)
-        module.set_requires_gradient_sync(False)
-        backward(2)
-        module.set_requires_gradient_sync(True)
-        backward(3)
-        for refused in (optimizing.zero_grad, optimizing.state_dict):
-            expect(OptimizerError, refused)
-        expect(GradientError, lambda: backward(4))
-        torch.nn.utils.clip_grad_norm_([module.mixer], 1e-3)
-        expect(GradientError, optimizing.step)
+    with pytest.raises(OptionError, match=r"fix: LayerWise\(optimizer, module, mesh\)"):
+        _ = interlace.optim.ShardedLayerWise
     return told
 
 
 def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
-    for told in pool(2).run(wrongs, seed):
-        kind, plain, columns, other, zero, state, again, clipped = told
+    for kind, plain, columns in pool(2).run(wrongs, seed):
         assert "SGD is neither interlace.optim.Muon nor torch.optim.Muon" in kind
         assert "head.weight is not sharded" in plain
         assert "head.weight of shape (8, 24) has the placements (Shard(dim=1),)" in columns
-        assert "ShardedLayerWise" in other
-        assert "call step() first" in zero
-        assert "call step() first" in state
-        assert "set_requires_gradient_sync" in again
-        assert "was changed after its momentum was averaged" in clipped
 
 
 def killed(seed: int, victim: int) -> str:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import interlace
 from interlace.errors import ExecutorError
 from interlace.ir import Program, parse
-from interlace.optim.layer_wise.ownership import BucketMessage, BucketPlan
+from interlace.optim.layer_wise.ownership import BucketPlan
 from interlace.options import Options
 from interlace.runtime import Executor
 
@@ -54,6 +54,40 @@ def all_reduced(
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """A region of memory that goes from one rank to another, with its place at each."""
+
+    source: int
+    target: int
+    sent: str
+    taken: str
+
+
+def moved(moves: Sequence[Move], rank: int, team: str, way: str) -> list[str]:
+    """This rank's part of moves: one group of messages; or targets `get` from the registered memory
+    of sources; or sources `put` into that of targets. Who does that waits for each peer in turn.
+    """
+    sent = [(move, move.target) for move in moves if move.source == rank]
+    taken = [(move, move.source) for move in moves if move.target == rank]
+    if way == "messages":
+        parts = [
+            *(f"send({move.sent}, peer={peer}, team={team})" for move, peer in sent),
+            *(f"recv({move.taken}, peer={peer}, team={team})" for move, peer in taken),
+        ]
+        return [f"group({', '.join(parts)}"] if parts else []
+    acting, waiting = (taken, sent) if way == "get" else (sent, taken)
+    peers = dict.fromkeys(peer for _, peer in acting)
+    others = sorted({peer for _, peer in waiting})
+    ops = [f"notify(there, to={peer}, team={team}" for peer in others]
+    for peer in peers:
+        ops.append(f"expect(there, {peer}, team={team}")
+        own = (move for move, other in acting if other == peer)
+        ops += [f"{way}({move.sent}, {move.taken}, peer={peer}, team={team}" for move in own]
+    ops += [f"notify(over, to={peer}, team={team}" for peer in peers]
+    return ops + [f"expect(over, {peer}, team={team}" for peer in others]
+
+
+@dataclass(frozen=True, slots=True)
 class BucketExchange:
     """How one bucket's gradients come to owners, and its weights from them."""
 
@@ -69,54 +103,30 @@ class BucketExchange:
 
     def reduced(self, name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
         """Gradients: shards are reduced, and what another rank owns of a shard goes to it."""
-        ends = [(m, m.holder, m.owner) for m in self.plan.messages()]
+        moves = [_move(m.holder, m.owner, m.start, m.stop) for m in self.plan.messages()]
+        way = "get" if self.peer else "messages"
         reduce = f'reduce_scatter(flat, flat[dp.rank], reduce="{REDUCES[op]}", team=dp'
-        ops = [reduce, *self._moves(ends, rank)]
-        shared = self.peer and bool(ends)
-        return self._program(name, flat, ops, ranks, rank if ends else None, shared=shared)
+        ops = [reduce, *moved(moves, rank, "dp", way)]
+        shared = self.peer and bool(moves)
+        return self._program(name, flat, ops, ranks, rank if moves else None, shared=shared)
 
     def gathered(self, name: str, flat: torch.Tensor, ranks: int, rank: int) -> Program:
         """Weights: what lies in others' shards goes there, and the shards are gathered; or, by
         `copies`, each rank gets what the others own.
         """
         if self.copies and ranks > 1:
-            return self._program(name, flat, self._copied(ranks, rank), ranks, rank, shared=True)
-        ends = [(m, m.owner, m.holder) for m in self.plan.messages()]
-        ops = [*self._moves(ends, rank), "all_gather(flat[dp.rank], flat, team=dp"]
-        return self._program(name, flat, ops, ranks, rank if ends else None)
-
-    def _copied(self, ranks: int, rank: int) -> list[str]:
-        """This rank's part of a gather by copies."""
-        owned = [*pairwise(self.plan.bounds)]
-        others = [(rank + k) % ranks for k in range(1, ranks)]
-        sources = [peer for peer in others if owned[peer][0] < owned[peer][1]]
-        readers = others if owned[rank][0] < owned[rank][1] else []
-        ops = [f"notify(there, to={peer}, team=dp" for peer in readers]
-        for peer in sources:
-            start, stop = owned[peer]
-            ops.append(f"expect(there, {peer}, team=dp")
-            ops.append(f"get(flat[{start}:{stop}], peer={peer}, team=dp")
-        ops += [f"notify(taken, to={peer}, team=dp" for peer in sources]
-        return ops + [f"expect(taken, {peer}, team=dp" for peer in readers]
-
-    def _moves(self, ends: Sequence[tuple[BucketMessage, int, int]], rank: int) -> list[str]:
-        """This rank's part of moves, each from a rank to another."""
-        sent = [(m, target) for m, source, target in ends if source == rank]
-        taken = [(m, source) for m, source, target in ends if target == rank]
-        if self.peer:
-            sources, targets = (sorted({peer for _, peer in each}) for each in (taken, sent))
-            return [
-                *(f"notify(there, to={peer}, team=dp" for peer in targets),
-                *(f"expect(there, {peer}, team=dp" for peer in sources),
-                *(f"get(flat[{m.start}:{m.stop}], peer={peer}, team=dp" for m, peer in taken),
-                *(f"notify(taken, to={peer}, team=dp" for peer in sources),
-                *(f"expect(taken, {peer}, team=dp" for peer in targets),
+            moves = [
+                _move(owner, reader, *bounds)
+                for owner, bounds in enumerate(pairwise(self.plan.bounds))
+                for reader in range(ranks)
+                if reader != owner and bounds[0] < bounds[1]
             ]
-        parts = [
-            *(f"send(flat[{m.start}:{m.stop}], peer={peer}, team=dp)" for m, peer in sent),
-            *(f"recv(flat[{m.start}:{m.stop}], peer={peer}, team=dp)" for m, peer in taken),
-        ]
-        return [f"group({', '.join(parts)}"] if parts else []
+            moves.sort(key=lambda move: (move.source - rank) % ranks)  # each begins with another
+            ops = moved(moves, rank, "dp", "get")
+            return self._program(name, flat, ops, ranks, rank, shared=True)
+        moves = [_move(m.owner, m.holder, m.start, m.stop) for m in self.plan.messages()]
+        ops = [*moved(moves, rank, "dp", "messages"), "all_gather(flat[dp.rank], flat, team=dp"]
+        return self._program(name, flat, ops, ranks, rank if moves else None)
 
     def _program(
         self,
@@ -134,6 +144,11 @@ class BucketExchange:
         lines = [f'    comm: {op}, loc="{self.about}")' for op in ops]
         program = parse("\n".join([f"def {name}(dp: Team[{ranks}], flat: {kind}):", *lines]))
         return program if rank is None else program.instantiate(rank)
+
+
+def _move(source: int, target: int, start: int, stop: int) -> Move:
+    """A region that has the same place in both buffers."""
+    return Move(source, target, f"flat[{start}:{stop}]", f"flat[{start}:{stop}]")
 
 
 class BucketRuns:

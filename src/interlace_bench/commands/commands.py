@@ -360,10 +360,9 @@ def optimizer(
 ) -> None:
     """Time training steps with Muon over data parallelism, LayerWise against others.
 
-    The ways, in turn: overlap (LayerWise), its twins synchronous, under-backward (updates under
-    the backward) and no-gather (without any gather: wrong, and the ideal); torch-ddp
-    (torch.optim.Muon under DistributedDataParallel); dion and torchtitan (DistMuon on FSDP2), on
-    GPUs where they are installed.
+    The ways, in turn: overlap (LayerWise), its twins synchronous and no-gather (without any
+    gather: wrong, and the ideal); torch-ddp (torch.optim.Muon under DistributedDataParallel);
+    dion and torchtitan (DistMuon on FSDP2), on GPUs where they are installed.
     """
     from interlace_bench.bars import judge_optimizer
     from interlace_bench.optimizer.work import OptimizerSettings, work

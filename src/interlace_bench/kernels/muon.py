@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import _muon
 
 from interlace.optim import Muon
-from interlace.optim.muon.newton_schulz import coefficients, flops
-from interlace.optim.muon.symmetric import polynomial, product, serves
+from interlace.optim.muon.newton_schulz import coefficients, flops, polynomial, product, serves
 from interlace.optim.muon.update import batches, orthogonal
 from interlace_bench.kernels.adam import state_bytes
 from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase

@@ -40,12 +40,11 @@ from interlace_bench.sites import DTYPES
 if TYPE_CHECKING:
     from interlace_bench.optimizer.work import OptimizerSettings
 
-SYNCHRONOUS, OVERLAP, BACKWARD, NO_GATHER = "synchronous", "overlap", "under-backward", "no-gather"
+SYNCHRONOUS, OVERLAP, NO_GATHER = "synchronous", "overlap", "no-gather"
 BY_NCCL = "overlap-nccl"
 OURS: dict[str, dict[str, Any]] = {
     SYNCHRONOUS: {"overlap_param_gather": False},
     OVERLAP: {},
-    BACKWARD: {"update_under_backward": True},
     BY_NCCL: {"options": Options(transport="nccl")},
     NO_GATHER: {},
 }
@@ -125,7 +124,7 @@ class OptimizerWays:
         def off() -> float:
             for _ in range(NUM_CHECKED):
                 trained.run(*self.sets[0])
-            trained.step()  # a backward may have updated a part of the weights
+            trained.step()
             trained.end()
             found = self._off(name, model, before)
             trained.zero()

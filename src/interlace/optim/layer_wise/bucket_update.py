@@ -1,8 +1,7 @@
-"""Updates the parameters of buckets by themselves, in an order, or while a backward goes on.
+"""Updates the parameters of buckets by themselves, in an order.
 
     updates = UpdatesInOrder(optimizer, buckets, owned)
-    updates.step([2, 0, 1], start_gather)        # which is called as each bucket is updated
-    then = updates.under_backward(main_grads)    # or: what updates each, once it is reduced
+    updates.step(start_gather)        # which is called as each bucket is updated
 
 Note [In order]
     A step updates bucket by bucket, in the order of the gathers, each of which begins as soon as
@@ -27,10 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from interlace.errors import OptimizerError
 from interlace.optim.grad_reducer import Bucket, lent
-from interlace.optim.layer_wise.sharded_parameters import is_sharded
-from interlace.optim.layer_wise.whole_parameters import rounds_at_random
+from interlace.optim.layer_wise.update_plan import is_sharded, rounds_at_random
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 APART = ("param_groups", "step", *HOOKS)
@@ -60,24 +57,14 @@ class UpdatesInOrder:
         """Empty where only the whole can be updated."""
         self._replicated = BucketUpdate(optimizer, kinds[0] if kinds[1] else {}, places=True)
 
-    def step(self, order: Sequence[int], updated: Callable[[int], None]) -> None:
+    def step(self, updated: Callable[[int], None]) -> None:
         """Updates by what is in `.grad`, and tells of each bucket of which nothing is left."""
-        optimizer, taken = self._optimizer, dict[nn.Parameter, Tensor]()
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        before = optimizer.register_step_pre_hook(  # after the user's
-            lambda *_: self._by_bucket(order, updated, taken)
-        )
-        after = optimizer.register_step_post_hook(lambda *_: _give_back(taken))
-        hooks.move_to_end(after.id, last=False)
-        try:
-            optimizer.step()
-        finally:
-            before.remove()
-            after.remove()
+        taken: dict[nn.Parameter, Tensor] = {}
+        by_bucket = partial(self._by_bucket, updated, taken)
+        step_between(self._optimizer, by_bucket, partial(give_back, taken))
 
     def _by_bucket(
         self,
-        order: Sequence[int],
         updated: Callable[[int], None],
         taken: dict[nn.Parameter, Tensor],
     ) -> None:
@@ -91,36 +78,22 @@ class UpdatesInOrder:
             taken.update(mine)
             return mine
 
-        for index in order if self._updates else ():
-            if not all(update(take(update)) for update in self._updates[index]):
+        for index, updates in enumerate(self._updates):
+            if not all(update(take(update)) for update in updates):
                 self._updates = []
                 break
             updated(index)
         self._replicated(take(self._replicated))
-        _give_back(left)
-
-    def under_backward(self, main_grads: Mapping[nn.Parameter, Tensor]) -> list[Callable[[], None]]:
-        """What updates each bucket by its main gradients."""
-        if not self._updates:
-            raise OptimizerError(
-                "update_under_backward=True with stochastic rounding would give bits that depend "
-                "on the buckets: leave one out"
-            )
-
-        def run(updates: Sequence[BucketUpdate]) -> None:
-            for update in updates:
-                update.under_backward({p: main_grads[p] for p in update.sources})
-
-        return [partial(run, updates) for updates in self._updates]
+        give_back(left)
 
 
 class BucketUpdate:
     """Updates parameters of one bucket, by a part of the optimizer with the same state.
 
-    While it runs, a backward may go on, which sets `.grad` of other Parameters for moments: the
-    part has none of them, nor have optimizers that the optimizer holds. `sources`: what it updates,
-    each with the module's Parameter that is trained by that, or frozen. With `places` it has all
-    Parameters, in the places that random bits depend on, and no backward may go on.
+    The part has no other Parameters, nor have optimizers that the optimizer holds, so that what an
+    optimizer plans for its Parameters stays. `sources`: what it updates, each with the module's
+    Parameter that is trained by that, or frozen. With `places` it has all Parameters, in the places
+    that random bits depend on.
     """
 
     def __init__(
@@ -179,16 +152,30 @@ class BucketUpdate:
             for group, now in zip(part.param_groups, whole.param_groups, strict=True)
         )
 
-    def under_backward(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        """The same where no step of the whole may follow."""
-        if not self(grads):
-            raise OptimizerError(
-                "the optimizer changes its param_groups in each step (a count of steps?), and so "
-                "cannot update bucket by bucket: give update_under_backward=False"
-            )
+
+def step_between(optimizer: Optimizer, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """A step of the optimizer, in which `begin` comes after the hooks of others that precede it,
+    and `end` before those that follow. Each comes once: a class whose step calls that of its base
+    has hooks called twice.
+    """
+    left = {"begin": begin, "end": end}
+
+    def call(name: str, *_: object) -> None:
+        left.pop(name, lambda: None)()
+
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    before = optimizer.register_step_pre_hook(partial(call, "begin"))
+    after = optimizer.register_step_post_hook(partial(call, "end"))
+    hooks.move_to_end(after.id, last=False)
+    try:
+        optimizer.step()
+    finally:
+        before.remove()
+        after.remove()
 
 
-def _give_back(grads: Mapping[nn.Parameter, Tensor]) -> None:
+def give_back(grads: Mapping[nn.Parameter, Tensor]) -> None:
+    """Puts gradients into `.grad`."""
     for param, grad in grads.items():
         param.grad = grad
 

@@ -73,8 +73,6 @@ class FlatWeights:
         self._on_gpu = any(bucket.flat.is_cuda for bucket in buckets)
         self._waited: set[tuple[int, Any]] = set()
         """On GPUs, buckets and the streams that come after their gathers."""
-        self.needed: dict[int, None] | None = {}
-        """Buckets in the order in which modules came to need them; None: that is known."""
         for bucket in buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 with torch.no_grad():
@@ -90,10 +88,15 @@ class FlatWeights:
             {kind: arriving(kind, partial(self._read, index)) for kind in set(kinds)}
             for index, kinds in enumerate(self._own)
         ]
-        self._handles = [*self._hooks(module)]
+        self._handles = [*self._hooks(module)] if buckets else []
+
+    def start_rest(self, *, wait: bool) -> None:
+        """Starts the gathers of all buckets that were not started, in order."""
+        rest = [index for index, pending in enumerate(self.pending) if not pending]
+        self.start(rest, wait=wait)
 
     def start(self, order: Sequence[int], *, wait: bool) -> None:
-        """Starts the gathers of all buckets, in that order."""
+        """Starts the gathers of these buckets."""
         self._waited.clear()
         for index in order:
             self._runs.start(self._first + index)
@@ -164,8 +167,6 @@ class FlatWeights:
         """What a module does before its forward; the whole one without gradients waits for all."""
         if whole and not self.idle and not torch.is_grad_enabled():
             self.synchronize()
-        if self.needed is not None:
-            self.needed.update(dict.fromkeys(indices))
         stream = torch.cuda.current_stream() if self._on_gpu else None
         for index in indices:
             if self.pending[index]:

@@ -9,23 +9,26 @@
 
 Any torch optimizer will do, also one that needs whole matrices. A parameter's owner holds its
 state, and nobody else does (as in ZeRO-1). What is sharded by tensor parallelism has as owner a
-group of ranks.
+group of ranks. What `fully_shard` has sharded over the data-parallel ranks stays so, with its
+state: of a matrix the owner makes the update orthogonal (shard_pipeline.py).
 
 Note [A step]
     Buckets hold parameters that follow one another in the model. Each has two flat buffers with one
     layout (ownership.py), one of main gradients and one that the Parameters are views of, and two
     Programs: a reduce-scatter and what brings gradients to owners, and what brings weights to
     shards and an all-gather. Both run in place, so that nothing is allocated for them. The gathers
-    of a step begin in the order in which the first forward needed the buckets, as rank 0 saw it;
-    modules wait as they come to run (Note [What waits]), in whatever order. Updates go in that
-    order too (Note [In order]). Where matrices have homes, what brings them there and back follows
-    the reductions and precedes the gathers (tensor_homes.py).
+    of a step begin in the order of the model, and updates go in that order too (Note [In order]);
+    modules wait as they come to run (Note [What waits]), in whatever order. Where matrices have
+    homes, what brings them there and back follows the reductions and precedes the gathers
+    (tensor_homes.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,6 +40,7 @@ from torch.optim import Optimizer
 from interlace.comm.teams import group_of_mesh
 from interlace.cost import Timeline
 from interlace.errors import (
+    BackendError,
     GradientError,
     OptimizerError,
     OptionError,
@@ -44,26 +48,38 @@ from interlace.errors import (
     UnsupportedError,
 )
 from interlace.optim.adam.state import local
-from interlace.optim.bucket_runs import BucketRuns
-from interlace.optim.grad_reducer import GradReducer, check_reduction, lent
+from interlace.optim.bucket_runs import BucketExchange, BucketRuns, Write, all_reduced
+from interlace.optim.grad_reducer import Bucket, GradReducer, check_reduction, laid_out, lent
 from interlace.optim.layer_wise.bucket_update import UpdatesInOrder
-from interlace.optim.layer_wise.clipping import clip_grad_norm_
 from interlace.optim.layer_wise.flat_weights import FlatWeights, shown
 from interlace.optim.layer_wise.owned_state import load, saved
-from interlace.optim.layer_wise.row_slices import sum_slices
-from interlace.optim.layer_wise.sharded_parameters import is_sharded
-from interlace.optim.layer_wise.stand_ins import StandIns
-from interlace.optim.layer_wise.step_runs import (
-    buckets_of,
-    by_copies_if_possible,
-    calls_around,
-    runs_of,
+from interlace.optim.layer_wise.shard_pipeline import ShardPipeline
+from interlace.optim.layer_wise.tensor_homes import TensorHomes, homes_of
+from interlace.optim.layer_wise.update_plan import (
+    UpdatePlan,
+    hash_of,
+    is_sharded,
+    like,
+    parameters_of,
+    planned,
+    uncompiled,
 )
-from interlace.optim.layer_wise.tensor_homes import homes_of
-from interlace.optim.layer_wise.update_plan import planned
-from interlace.optim.layer_wise.whole_parameters import hash_of, uncompiled
 from interlace.optim.untraced import eager
 from interlace.options import Options
+
+log = logging.getLogger(__name__)
+Calls = dict[int, Callable[[], None]]
+"""By the number of a run."""
+REMOVED = {
+    "split_parts": "owners have whole Parameters: make experts Parameters of their own, or shard "
+    "them over tensor or expert parallelism",
+    "update_under_backward": "step() updates, and gathers run under that and the next forward, "
+    "which is faster where copy engines gather",
+    "exchange_under_backward": "step() exchanges the shards of fully_shard, under the updates",
+    "split_matrices": "owners have whole matrices: shard large ones by tensor parallelism, where "
+    "each has one home among the ranks of its owner",
+}
+"""Options of former releases, and what serves instead."""
 
 
 class LayerWise:
@@ -84,31 +100,26 @@ class LayerWise:
     those of torch's elementwise optimizers and of `interlace.optim.AdamW`. `shards`: a mesh whose
     ranks have other parts in plain Parameters, such as experts, which the norm of gradients counts.
 
-    With `split_parts=N`, experts and heads that the optimizer updates one by one (its
-    `rows_apart(parameter)` says so), and rows of elementwise optimizers, are cut into at most N
-    parts with owners of their own, without a change of bits: see Note [Parts]. N is the same when a
-    checkpoint is loaded. With `split_matrices=N`, N ranks that follow one another update the rows
-    of a matrix together (`interlace.optim.Muon`, matrices with as many rows as columns or more):
-    less work for each, sums over them, and **not bit-equal**. See Note [Together].
+    Or Parameters are those of `fully_shard`, sharded by rows over the ranks of `mesh`, and maybe
+    replicated over others (HSDP). `optimizer` is then `interlace.optim.Muon` or `torch.optim.Muon`,
+    and has the same `param_groups` and states as without this class. What needs no exchange it
+    updates itself: groups with `use_muon=False`, and what shards have whole matrices of. Given the
+    same gradients, weights have the bits of the optimizer on whole parameters in one process, with
+    `batched=False`. `bucket_bytes` bounds a rank's shards of a bucket, in bfloat16, which has at
+    least as many matrices as there are ranks; `overlap_param_gather=False` waits for each exchange.
 
-    Under `DistributedDataParallel` the gradients are reduced already: `.grad` is taken as it is.
-    Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op` "mean" or
-    "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used has the
-    gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same bits.
-    `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones have
-    less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that, else
-    by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`
-    (or ends with it, where updates run under the backward).
+    Under `DistributedDataParallel` or `fully_shard` gradients are reduced already: `.grad` is taken
+    as it is. Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op`
+    "mean" or "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used
+    has the gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same
+    bits. `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones
+    have less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that,
+    else by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`.
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`. On GPUs of one host weights are copied from their owners' memory by
     copy engines, and gradients reduced by NCCL; `transport="nccl"` has NCCL do both, which needs
     SMs while the optimizer and the forward compute; with `transport="peer"` ranks read each other's
     memory for both, and sums go in rank order (GPUs that ranks share need that).
-
-    With `update_under_backward=True` the owners of a bucket update it as soon as its gradients are
-    reduced, under the rest of the backward (on the thread or the stream of the reductions), with
-    the learning rate of then; the first backward, and buckets whose gradients are not complete
-    before, wait for `step`. Nothing can be clipped, or a step left out.
 
     Raises OptimizerError or UnsupportedError for parameters that cannot be served so. When a peer
     fails, the error names the bucket and the module that waited; the weights are then undefined.
@@ -121,88 +132,64 @@ class LayerWise:
         mesh: DeviceMesh,
         *,
         shards: DeviceMesh | None = None,
-        split_parts: int = 1,
-        split_matrices: int = 1,
         overlap_param_gather: bool = True,
-        update_under_backward: bool = False,
         bucket_bytes: int = 64 << 20,
         main_grad_dtype: torch.dtype | None = torch.float32,
         op: Literal["mean", "sum"] = "mean",
         check_replicas_every: int = 0,
         options: Options | None = None,
+        **removed: object,
     ) -> None:
+        refuse_removed(removed)
         if mesh.ndim != 1:
             raise OptimizerError(
                 f"the mesh has {mesh.ndim} dimensions: give one of them, such as mesh['dp']"
             )
         group = group_of_mesh(mesh)
         check_reduction(op, bucket_bytes, main_grad_dtype)
-        if min(split_parts, split_matrices) < 1:
-            raise OptionError(
-                f"split_parts={split_parts}, split_matrices={split_matrices}: give 1 or more"
-            )
         self.optimizer, self.module = optimizer, module
-        self._plan = plan = planned(
-            optimizer,
-            module,
-            mesh,
-            shards=shards,
-            most=split_parts,
-            width=split_matrices,
-            bucket_bytes=bucket_bytes,
-        )
-        self._names = {param: name for name, param in plan.params.items()}
+        chosen = options or Options()
+        params = parameters_of(optimizer, module)
         self._plain_shards = shards is not None
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
-        reduces = not isinstance(uncompiled(module), DistributedDataParallel)
-        cut = len(plan.parts) > len(plan.params) or any(map(is_sharded, plan.params.values()))
-        if cut and not reduces:
+        ddp = isinstance(uncompiled(module), DistributedDataParallel)
+        if ddp and any(map(is_sharded, params.values())):
             raise UnsupportedError(
-                "under DistributedDataParallel no sharded DTensors, split_parts and split_matrices "
-                "are served: give LayerWise the module without it, and it reduces gradients itself"
+                "under DistributedDataParallel no sharded DTensors are served: give LayerWise the "
+                "module without it, and it reduces gradients itself"
             )
+        plan = planned(optimizer, params, mesh, shards=shards, bucket_bytes=bucket_bytes)
+        self._plan, self._pipeline = plan, None
+        if plan.in_place:
+            overlap = chosen.overlap and overlap_param_gather
+            self._pipeline = ShardPipeline(optimizer, params, mesh, bucket_bytes, overlap)
+        reduces = not ddp and not plan.in_place
         weights = buckets_of(plan, None)
         grads = buckets_of(plan, main_grad_dtype) if reduces else []
-        self._device = weights[0].flat.device
-        self._order = list(range(len(weights)))
+        places, device = len(params) * plan.shards, plan.params[0].device
         self._shared = {
-            "norms": torch.zeros(
-                len(plan.parts) * plan.shards, dtype=torch.float64, device=self._device
-            ),
-            "order": torch.zeros(len(weights), dtype=torch.int64, device=self._device),
-            "hashes": torch.zeros(
-                2 * len(plan.params) * plan.shards, dtype=torch.int64, device=self._device
-            ),
+            "norms": torch.zeros(places, dtype=torch.float64, device=device),
+            "hashes": torch.zeros(2 * places, dtype=torch.int64, device=device),
         }
-        chosen = options or Options()
-        self._early = update_under_backward
-        if self._early and not reduces:
-            raise OptimizerError(
-                "update_under_backward=True is for gradients that LayerWise reduces itself: give "
-                "it the module without DistributedDataParallel"
-            )
         with contextlib.ExitStack() as made:  # undone here if something fails, else by close()
             self._homes = homes_of(plan, weights, grads, self._shared, chosen, made)
-            self._stand_ins = StandIns(plan, weights, grads, self._homes)
-            made.callback(self._stand_ins.leave, optimizer)
-            self._stand_ins.enter(optimizer)
-            acting, self._owned = self._stand_ins.acting, self._stand_ins.owned
-            self._main_grads = self._stand_ins.main_grads
-            self._names |= {p: part.name for part, p in zip(plan.parts, acting, strict=True)}
-            self._sums = sum_slices(
-                optimizer, plan.parts, acting, group, self._device, chosen, made
-            )
-            self._updates = UpdatesInOrder(optimizer, weights, self._owned)
-            early = self._updates.under_backward(self._main_grads) if self._early else []
-            before, then = calls_around(weights, grads, [*self._shared], self._homes, early)
+            if self._homes is not None:
+                made.callback(self._homes.leave, optimizer)
+                self._homes.enter(optimizer)
+            self._take_parts(grads)
+            self._updates = self._pipeline or UpdatesInOrder(optimizer, weights, self._owned)
+            before, then = calls_around(weights, grads, [*self._shared], self._homes)
 
             def runs_by(copies: bool) -> BucketRuns:
                 runs = runs_of(plan, weights, grads, op, chosen.transport, copies, self._shared)
+                runs = [*(self._pipeline.programs if self._pipeline else ()), *runs]
                 return BucketRuns(runs, group, chosen, apart=True, before=before, then=then)
 
-            self._runs = by_copies_if_possible(runs_by, chosen.transport, self._device)
+            self._runs = by_copies_if_possible(runs_by, chosen.transport, device)
             made.callback(self._runs.close)
+            if self._pipeline is not None:
+                self._pipeline.runs = self._runs
             self._reducer = None
             if reduces:
                 self._reducer = GradReducer.over(grads[::-1], self._runs, chosen)
@@ -215,12 +202,29 @@ class LayerWise:
             self._gather_loaded()
             self._made = made.pop_all()
 
+    def _take_parts(self, grads: Sequence[Bucket]) -> None:
+        """Notes what the optimizer updates, and by which gradients if LayerWise reduces them."""
+        plan, homes = self._plan, self._homes
+        whole, homed = ({}, {}) if homes is None else (homes.whole, homes.grads)
+        self._acting = [whole.get(param, param) for param in plan.params]
+        """Of each Parameter what is updated: without memory if that is elsewhere."""
+        self._names = {
+            **dict(zip(plan.params, plan.names, strict=True)),
+            **dict(zip(self._acting, plan.names, strict=True)),
+        }
+        pairs = enumerate(zip(self._acting, plan.params, strict=True))
+        self._owned = {acting: param for number, (acting, param) in pairs if plan.is_mine(number)}
+        """What this rank updates, and of which Parameter each is."""
+        main = {p: v for each in grads for p, v in zip(each.params, each.views, strict=True)}
+        main |= homed
+        self._main_grads = {a: like(a, main[p]) for a, p in self._owned.items() if p in main}
+
     def _gather_loaded(self) -> None:
         """Gathers weights that were written from outside; a step on the way is left out."""
         self._finish_going()
         if self._homes is not None:
             self._homes.bring_all_weights()
-        self._weights.start(self._order, wait=True)
+        self._weights.start_rest(wait=True)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -244,19 +248,14 @@ class LayerWise:
                 "close() it, and make another"
             )
         self._finish()
-        due = self._check_every > 0 and self._steps % self._check_every == 0
-        if due and not self._early:
+        if self._check_every > 0 and self._steps % self._check_every == 0:
             self.check_replicas()
-        if self._homes is not None and not self._early:
+        if self._homes is not None:
             self._homes.bring_all_weights()
         with self._grads():
-            self._updates.step(self._order, self._updated)
+            self._updates.step(self._updated)
         self._steps += 1
-        self._learn()
-        left = [index for index in self._order if not self._weights.pending[index]]
-        self._weights.start(left, wait=not self._overlap)
-        if due and self._early:  # owners had updated before
-            self.check_replicas()
+        self._weights.start_rest(wait=not self._overlap)
 
     @eager
     def zero_grad(self) -> None:
@@ -264,8 +263,7 @@ class LayerWise:
         if self._reducer is None:
             self.optimizer.zero_grad()
             return
-        if not self._early:  # this step is left out
-            self._finish_going()
+        self._finish_going()  # this step is left out
         self._reducer.zero()
 
     @eager
@@ -279,15 +277,17 @@ class LayerWise:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside only add to the gradients: for all micro-batches but the last."""
         if self._reducer is None:
-            raise GradientError("under DistributedDataParallel use its own no_sync()")
+            raise GradientError(
+                "LayerWise does not reduce these gradients: use no_sync() of "
+                "DistributedDataParallel, or set_requires_gradient_sync() of fully_shard"
+            )
         return self._reducer.no_sync()
 
     def relearn(self) -> None:
-        """Forgets the order of the first forward, and how often Parameters were ready.
+        """Forgets how often Parameters were ready.
 
         Call it on every rank, between steps, before one whose backwards differ (see GradReducer).
         """
-        self._weights.needed = {}
         if self._reducer is not None:
             self._reducer.relearn()
 
@@ -306,14 +306,10 @@ class LayerWise:
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
-        if self._early:
-            raise OptimizerError(
-                "update_under_backward=True has updated before all norms are known"
-            )
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
         shard, shards = self._plan.shard, self._plan.shards
-        for number, acting in enumerate(self._stand_ins.acting):
-            sharded = self._differs(self._plan.parts[number].param)
+        for number, acting in enumerate(self._acting):
+            sharded = self._differs(self._plan.params[number])
             if acting in grads and (shard == 0 or sharded):
                 grad = grads[acting]
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
@@ -334,16 +330,15 @@ class LayerWise:
         if self._reducer is not None:
             grads = self._main_grads.items()
             return {p: local(g) for p, g in grads if self._owned[p].requires_grad}
-        return {param: param.grad for param in self._owned if param.grad is not None}
+        return {param: local(param.grad) for param in self._owned if param.grad is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The options of all groups, and the state of what this rank owns, by Parameters' names.
 
         `torch.distributed.checkpoint` saves and loads it as it is, on any number of ranks: each
         saves what it owns, and reads what it owns then. For that, an optimizer that has no state
-        yet gets the state that a first step begins with; with `split_matrices` that is collective.
+        yet gets the state that a first step begins with.
         """
-        self._check_whole()
         self.synchronize()
         return saved(self.optimizer, self._owned, self._names)
 
@@ -353,7 +348,6 @@ class LayerWise:
         OptimizerError for a state that was saved with other owners, which is to be loaded by
         torch.distributed.checkpoint.
         """
-        self._check_whole()
         self.synchronize()
         complete = self._reducer is not None
         load(
@@ -369,10 +363,10 @@ class LayerWise:
         backward.
         """
         self.synchronize()
-        names, shard, shards = [*self._plan.params], self._plan.shard, self._plan.shards
+        names, shard, shards = self._plan.names, self._plan.shard, self._plan.shards
         hashes = self._shared["hashes"].view(2, len(names), shards)
         hashes.fill_(torch.iinfo(torch.int64).min)
-        for number, param in enumerate(self._plan.params.values()):
+        for number, param in enumerate(self._plan.params):
             own, held = hash_of(param), [shard] if self._differs(param) else range(shards)
             for place in held:  # a hash, and what has its least for its greatest
                 hashes[0, number, place], hashes[1, number, place] = own, ~own
@@ -391,10 +385,9 @@ class LayerWise:
 
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""
-        executors = [*self._runs.executors]
-        for others in filter(None, (self._homes, self._sums)):
-            executors += others.executors
-        return "\n".join([*self._plan.explain(), *(str(each.program) for each in executors)])
+        executors = [*self._runs.executors, *(self._homes.executors if self._homes else ())]
+        lines = (self._pipeline or self._plan).explain()
+        return "\n".join([*lines, *(str(each.program) for each in executors)])
 
     def timelines(self) -> list[Timeline]:
         """When each Program ran last, reductions first, then gathers; needs the option `trace`."""
@@ -406,14 +399,13 @@ class LayerWise:
         The weights are undefined: load them.
         """
         self._weights.drop()
-        self._weights.needed = {}
-        self._order, self._steps = list(range(len(self._order))), 0
+        self._steps = 0
         if self._reducer is not None:
             self._reducer.reset()
         else:
             self._runs.reset()
-        for others in filter(None, (self._homes, self._sums)):
-            others.reset()
+        if self._homes is not None:
+            self._homes.reset()
 
     def close(self) -> None:
         """Waits for what is in flight, and takes hooks, thread and process group away."""
@@ -435,11 +427,11 @@ class LayerWise:
         """Inside, what this rank owns and trains has its gradient, reduced, and nothing else."""
         if self._reducer is not None:
             self._finish()
-            grads = {} if self._early else self._main_grads
-            with lent({p: g for p, g in grads.items() if self._owned[p].requires_grad}):
+            grads = self._main_grads.items()
+            with lent({p: g for p, g in grads if self._owned[p].requires_grad}):
                 yield
             return
-        others = set(self._plan.params.values()) - set(self._owned)
+        others = set(self._plan.params) - set(self._owned)
         kept = {param: param.grad for param in others}
         for param in others:
             param.grad = None
@@ -451,7 +443,7 @@ class LayerWise:
 
     def _updated(self, index: int) -> None:
         """Starts the gather of a bucket while others are updated, once the order is known."""
-        if self._overlap and self._weights.needed is None:
+        if self._overlap:
             self._weights.start([index], wait=False)
 
     def _finish(self) -> None:
@@ -464,27 +456,115 @@ class LayerWise:
         if self._reducer is not None and self._reducer.going:
             self._reducer.finish()
 
-    def _check_whole(self) -> None:
-        """Raises OptimizerError where some weights are updated already, and others are not."""
-        if self._early and self._reducer is not None and self._reducer.going:
-            raise OptimizerError(
-                "update_under_backward=True has updated a part of the weights: call step() first"
-            )
-
-    def _learn(self) -> None:
-        """In the first step, or after `relearn`: the order of gathers, as rank 0 needed them."""
-        if self._weights.needed is None:
-            return
-        order, needed = self._shared["order"].zero_(), self._weights.needed
-        if self._plan.rank == 0 and self._plan.shard == 0:
-            rest = [index for index in self._order if index not in needed]
-            order.copy_(torch.tensor([*needed, *rest]))
-        self._weights.needed = None
-        self._share("order")
-        self._order = order.tolist()
-
     def _share(self, name: str) -> None:
         """Runs one of the Programs of `_shared`, which all ranks then have the result of."""
         index = len(self._runs.executors) - len(self._shared) + list(self._shared).index(name)
         self._runs.start(index)
         self._runs.wait(index)
+
+
+def refuse_removed(options: Mapping[str, object]) -> None:
+    """Raises OptionError for an option of a former release, TypeError for one that never was."""
+    for name in options:
+        if name not in REMOVED:
+            raise TypeError(f"LayerWise.__init__() got an unexpected keyword argument {name!r}")
+        raise OptionError(f"{name} is no option of LayerWise any more. fix: {REMOVED[name]}")
+
+
+@eager
+@torch.no_grad()
+def clip_grad_norm_(
+    optimizers: Sequence[LayerWise],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clips the gradients of all optimizers together, as torch.nn.utils.clip_grad_norm_ does.
+
+    Gives the norm of all gradients, a scalar of fp64, the same on every rank. Collective; once
+    a step, after its last backward.
+    """
+    norms = [optimizer.grad_norm(norm_type) for optimizer in optimizers]
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise GradientError(f"the norm of the gradients is {total.item()}")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for optimizer in optimizers:
+        optimizer.scale_grads(scale)
+    return total
+
+
+# -- the runs of a step ---------------------------------------------------------------------------
+
+
+def buckets_of(plan: UpdatePlan, dtype: torch.dtype | None) -> list[Bucket]:
+    """Buffers for all buckets, of that type or of the parameters' own."""
+    buckets: list[Bucket] = []
+    for bucket in plan.ownership.buckets:
+        params = [plan.params[number] for number in bucket.items]
+        buckets.append(laid_out(params, bucket.starts, bucket.numel, dtype or params[0].dtype))
+    return buckets
+
+
+def runs_of(
+    plan: UpdatePlan,
+    weights: Sequence[Bucket],
+    grads: Sequence[Bucket],
+    op: str,
+    transport: str,
+    copies: bool,
+    shared: Mapping[str, Tensor],
+) -> list[tuple[Write, Tensor]]:
+    """The Programs with their buffers; `grads` is empty where gradients come reduced. `copies`:
+    weights are copied from their owners' memory.
+    """
+    peer = transport == "peer"
+    reductions: list[tuple[Write, Tensor]] = []
+    gathers: list[tuple[Write, Tensor]] = []
+    for i, bucket in enumerate(plan.ownership.buckets):
+        about = shown([plan.names[number] for number in bucket.items])
+        exchange, flat = BucketExchange(bucket, about, peer, copies), weights[i].flat
+        gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
+        if grads:
+            flat = grads[i].flat
+            write = partial(exchange.reduced, f"reduce_bucket_{i}", flat, op)
+            reductions.insert(0, (write, flat))
+    reduces = {name: "sum" if name == "norms" else "max" for name in shared}
+    return [
+        *reductions,
+        *gathers,
+        *((partial(all_reduced, name, flat, reduces[name]), flat) for name, flat in shared.items()),
+    ]
+
+
+def by_copies_if_possible(
+    make: Callable[[bool], BucketRuns], transport: str, device: torch.device
+) -> BucketRuns:
+    """The runs with weights copied from their owners' memory (`make(True)`) where the transport is
+    "peer", or it is "auto" on GPUs whose memory all ranks can map; else by all-gathers.
+    """
+    if transport == "peer":
+        return make(True)
+    if transport == "auto" and device.type == "cuda":
+        try:
+            return make(True)
+        except BackendError as error:  # on every rank: one of them cannot share its memory
+            log.info("LayerWise gathers weights by NCCL, not by copies: %s", error)
+    return make(False)
+
+
+def calls_around(
+    weights: Sequence[Bucket],
+    grads: Sequence[Bucket],
+    shared: Sequence[str],
+    homes: TensorHomes | None,
+) -> tuple[Calls, Calls]:
+    """What precedes runs, and what follows them: moves to homes and back."""
+    if homes is None:
+        return {}, {}
+    count = len(grads)
+    before: Calls = {count + i: partial(homes.give_back, i) for i in range(count)}
+    then: Calls = {count - 1 - i: partial(homes.bring_grads, i) for i in range(count)}
+    for number, name in enumerate(shared):
+        then[count + len(weights) + number] = partial(homes.share, name)
+    return before, then

@@ -40,10 +40,6 @@ class ParameterCost:
     """Of its update, in any unit that all share."""
     homed: bool = False
     """Whether its place holds a shard, and one of the ranks that hold shards updates the whole."""
-    parts: int = 1
-    """If it is one of so many equal parts of a parameter, which follow one another."""
-    together: bool = False
-    """Whether as many ranks, from a multiple of that on, update the parts in one computation."""
 
     @property
     def padded(self) -> int:
@@ -107,7 +103,6 @@ def own(
     Each of the `ranks` is as many as `shards`, with a shard each.
     """
     owners, homes = assign(items, ranks, shards)
-    owners = _in_order(items, owners)
     buckets = tuple(placed(items, b, owners, ranks) for b in _filled(items, bucket_bytes))
     return Ownership(owners, buckets, homes)
 
@@ -133,48 +128,27 @@ def assign(
     cost, held = ([[0.0] * shards for _ in range(ranks)] for _ in range(2))
     owners = [0] * len(items)
     homes: list[int | None] = [None] * len(items)
-    for group in sorted(_decided_together(items), key=lambda group: (-share[group[0]], group[0])):
-        first = group[0]
-        item, size = items[first], nbytes[first]
+    for number in sorted(range(len(items)), key=lambda number: (-share[number], number)):
+        item, size = items[number], nbytes[number]
         places = [
             (max(cost[o][s] for o, s in cells), max(held[o][s] for o, s in cells), cells)
             for cells in _cells(item, ranks, shards)
         ]
         room = [place for place in places if place[1] + size <= most]
         _, _, cells = min(room) if room else min(places, key=lambda p: (p[1], p[0], p[2]))
-        for owner, mate in cells:
-            cost[owner][mate] += item.cost
-            held[owner][mate] += size
-        for number in group:
-            owners[number] = cells[0][0] + number - first
-            homes[number] = cells[0][1] if item.homed else None
+        for owner, shard in cells:
+            cost[owner][shard] += item.cost
+            held[owner][shard] += size
+        owners[number] = cells[0][0]
+        homes[number] = cells[0][1] if item.homed else None
     return tuple(owners), tuple(homes)
 
 
-def _decided_together(items: Sequence[ParameterCost]) -> list[range]:
-    found: list[range] = []
-    while (at := found[-1].stop if found else 0) < len(items):
-        found.append(range(at, at + (items[at].parts if items[at].together else 1)))
-    return found
-
-
 def _cells(item: ParameterCost, ranks: int, shards: int) -> list[tuple[tuple[int, int], ...]]:
-    """The places that an item may have: each one or more ranks, with their shards."""
+    """The places that an item may have: each a rank, with one of its shards or all of them."""
     if item.homed:
         return [((owner, shard),) for owner in range(ranks) for shard in range(shards)]
-    width = item.parts if item.together else 1
-    return [
-        tuple((owner, shard) for owner in range(first, first + width) for shard in range(shards))
-        for first in range(0, ranks - width + 1, width)
-    ]
-
-
-def _in_order(items: Sequence[ParameterCost], owners: Sequence[int]) -> tuple[int, ...]:
-    """Parts of a parameter are equal: owners have them in the order of their ranks."""
-    found: list[int] = []
-    while len(found) < len(items):
-        found += sorted(owners[len(found) : len(found) + items[len(found)].parts])
-    return tuple(found)
+    return [tuple((owner, shard) for shard in range(shards)) for owner in range(ranks)]
 
 
 def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]]:
@@ -190,12 +164,6 @@ def _filled(items: Sequence[ParameterCost], bucket_bytes: int) -> list[list[int]
     for number, item in enumerate(items):
         nbytes = item.padded * item.itemsize
         before += nbytes
-        if item.parts > 1:  # in a bucket of their own
-            if filled and items[number - 1].parts == item.parts and len(filled[-1]) < item.parts:
-                filled[-1].append(number)
-            else:
-                filled.append([number])
-            continue
         bucket, size = last.get(item.dtype, ([], bucket_bytes))
         if size + nbytes > most:
             bucket, size = [], 0

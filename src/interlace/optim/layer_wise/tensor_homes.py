@@ -1,8 +1,9 @@
 """Sharded matrices that one rank updates whole: brought to their homes, and given back.
 
     homes = homes_of(plan, weights, grads, shared, options, made)   # None without a mesh of shards
+    homes.enter(optimizer)             # groups have whole matrices; leave(optimizer) undoes that
     homes.bring_grads(0)               # bucket 0, after its reduction: shards become whole matrices
-    homes.bring_weights(0)             # before the update
+    homes.bring_all_weights()          # before the update
     optimizer.step()                   # updates homes.whole[param] instead of a DTensor
     homes.give_back(0)                 # before the bucket is gathered: the shards are updated
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -27,18 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from interlace.ir import Program, parse
-from interlace.optim.bucket_runs import NAMES, Write, all_reduced, beside, prepared
+from interlace.optim.bucket_runs import NAMES, Move, Write, all_reduced, beside, moved, prepared
 from interlace.optim.grad_reducer import Bucket
 from interlace.optim.layer_wise.flat_weights import shown
 from interlace.optim.layer_wise.ownership import ALIGNMENT
 from interlace.optim.layer_wise.update_plan import UpdatePlan
 from interlace.options import Options
 from interlace.runtime import Executor
-
-SHARED = ("norms", "order", "hashes")
-"""What ranks that hold shards tell one another too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,76 +116,35 @@ class HomeExchange:
     peer: bool
     """Whether homes read and write the memory of the other ranks, and nothing is sent."""
 
-    def brought(self, name: str, flat: Tensor, whole: Tensor, ranks: int, rank: int) -> Program:
-        """Shards to homes."""
-        own, away, regions, staged = self._shards(ranks, rank)
-        others, homes = _ranks(s.rank for s, _ in regions), _ranks(s.of.home for s in away)
-        copies = [f"copy({s.of_shape(s.flat)}, {s.whole}" for s in own]
-        spread = [f"copy({s.of_shape(at)}, {s.whole}" for s, at in regions if not s.region]
-        if self.peer:
-            moves = [
-                *(f"notify(there, to={home}, team=tp" for home in homes),
-                *(f"expect(there, {other}, team=tp" for other in others),
-                *(f"get({s.flat}, {at}, peer={s.rank}, team=tp" for s, at in regions),
-                *(f"notify(taken, to={other}, team=tp" for other in others),
-                *(f"expect(taken, {home}, team=tp" for home in homes),
-            ]
-        else:
-            moves = _group(
-                [f"send({s.flat}, peer={s.of.home}, team=tp)" for s in away],
-                [f"recv({at}, peer={s.rank}, team=tp)" for s, at in regions],
-            )
-        return self._program(name, flat, whole, staged, [*copies, *moves, *spread], ranks, rank)
-
-    def given_back(self, name: str, flat: Tensor, whole: Tensor, ranks: int, rank: int) -> Program:
-        """Whole matrices to shards."""
-        own, away, regions, staged = self._shards(ranks, rank)
-        others, homes = _ranks(s.rank for s, _ in regions), _ranks(s.of.home for s in away)
-        copies = [f"copy({s.whole}, {s.of_shape(s.flat)}" for s in own]
-        copies += [f"copy({s.whole}, {s.of_shape(at)}" for s, at in regions if not s.region]
-        if self.peer:
-            moves = [
-                *(f"notify(there, to={home}, team=tp" for home in homes),
-                *(f"expect(there, {other}, team=tp" for other in others),
-                *(f"put({at}, {s.flat}, peer={s.rank}, team=tp" for s, at in regions),
-                *(f"notify(given, to={other}, team=tp" for other in others),
-                *(f"expect(given, {home}, team=tp" for home in homes),
-            ]
-        else:
-            moves = _group(
-                [f"send({at}, peer={s.rank}, team=tp)" for s, at in regions],
-                [f"recv({s.flat}, peer={s.of.home}, team=tp)" for s in away],
-            )
-        return self._program(name, flat, whole, staged, [*copies, *moves], ranks, rank)
-
-    def _shards(
-        self, ranks: int, rank: int
-    ) -> tuple[list[ShardPlace], list[ShardPlace], list[tuple[ShardPlace, str]], int]:
-        """The shards held here of matrices that have their home here, or elsewhere; those that
-        others hold of matrices that have their home here, each with one region of memory, and the
-        elements of staging memory, which has those that are no region of the whole matrix.
-        """
-        every = [shard for matrix in self.matrices for shard in matrix.shards(ranks)]
-        held = [shard for shard in every if shard.rank == rank]
-        regions: list[tuple[ShardPlace, str]] = []
-        size = 0
-        for shard in every:
-            if shard.of.home == rank and shard.rank != rank:
-                regions.append((shard, shard.region or f"staged[{size}:{size + shard.numel}]"))
-                size += 0 if shard.region else shard.numel
-        own = [shard for shard in held if shard.of.home == rank]
-        return own, [shard for shard in held if shard.of.home != rank], regions, size
-
-    def _program(
-        self,
-        name: str,
-        flat: Tensor,
-        whole: Tensor,
-        staged: int,
-        ops: Sequence[str],
-        ranks: int,
-        rank: int,
+    def program(
+        self, name: str, flat: Tensor, whole: Tensor, to_homes: bool, ranks: int, rank: int
     ) -> Program:
+        """Shards to homes, or whole matrices to shards."""
+        own: list[tuple[str, str]] = []
+        spread: list[tuple[str, str]] = []
+        """What is copied here, each with its place in the whole matrix: own shards, and staging
+        memory of those that are no region there."""
+        moves: list[Move] = []
+        staged = 0
+        for shard in (shard for matrix in self.matrices for shard in matrix.shards(ranks)):
+            home, place = shard.of.home, shard.region
+            if shard.rank == home == rank:
+                own.append((shard.of_shape(shard.flat), shard.whole))
+            if home == rank != shard.rank and place is None:
+                place = f"staged[{staged}:{staged + shard.numel}]"
+                staged += shard.numel
+                spread.append((shard.of_shape(place), shard.whole))
+            if home != shard.rank:  # who has no home here needs no place in it
+                places = shard.flat, place or ""
+                ends = (shard.rank, home) if to_homes else (home, shard.rank)
+                moves.append(Move(*ends, *(places if to_homes else places[::-1])))
+        way = "messages" if not self.peer else "get" if to_homes else "put"
+        ops = moved(moves, rank, "tp", way)
+        if to_homes:
+            before, after = ([f"copy({a}, {b}" for a, b in each] for each in (own, spread))
+        else:
+            before, after = [f"copy({b}, {a}" for a, b in [*own, *spread]], []
+        ops = [*before, *ops, *after]
         kind, registered = NAMES[flat.dtype], ".registered(tp)" if self.peer else ""
         params = f"flat: {kind}[{flat.numel()}]{registered}, whole: {kind}[{whole.numel()}]"
         lines = [f"def {name}(tp: Team[{ranks}], {params}):"]
@@ -194,15 +152,6 @@ class HomeExchange:
             lines.append(f"    staged = alloc({kind}[{staged}])")
         lines += [f'    comm: {op}, loc="{self.about}")' for op in ops] or ["    pass"]
         return parse("\n".join(lines)).instantiate(rank)
-
-
-def _ranks(ranks: Iterable[int]) -> list[int]:
-    return sorted(set(ranks))
-
-
-def _group(sent: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """One op of all messages, if there are any."""
-    return [f"group({', '.join([*sent, *taken])}"] if sent or taken else []
 
 
 def homes_of(
@@ -218,7 +167,7 @@ def homes_of(
     Every rank of the job asks, also those whose plan has none.
     """
     ranks = [] if plan.mesh is None else dist.get_process_group_ranks(plan.mesh.get_group())
-    group = made.enter_context(beside(ranks, weights[0].flat.device))
+    group = made.enter_context(beside(ranks, plan.params[0].device))
     if group is None:
         return None
     return TensorHomes(plan, weights, grads, group, shared, options, made)
@@ -227,7 +176,7 @@ def homes_of(
 class TensorHomes:
     """The whole matrices that have their home on this rank, and the Programs that move them.
 
-    Of the tensors in `shared`, those of `SHARED` are reduced over the group by `share`.
+    The tensors in `shared` are reduced over the group by `share`.
     """
 
     def __init__(
@@ -245,16 +194,15 @@ class TensorHomes:
         at its home."""
         self.grads: dict[nn.Parameter, Tensor] = {}
         """The whole gradients of those DTensors that have their home here."""
-        self.rank, self.size = plan.shard, plan.shards
+        self.rank, self.size, self._plan = plan.shard, plan.shards, plan
         self._runs: dict[tuple[str, int | str], tuple[Executor, list[Tensor]]] = {}
 
         def prepare(key: tuple[str, int | str], write: Write, *tensors: Tensor) -> None:
             executor = prepared(write, group, tensors, options, made)
             self._runs[key] = executor, [*tensors]
 
-        for part, home in zip(plan.parts, plan.ownership.homes, strict=True):
+        for param, home in zip(plan.params, plan.ownership.homes, strict=True):
             if home is not None:
-                param = part.param
                 meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
                 self.whole[param] = nn.Parameter(meta, param.requires_grad)
         owners, homes = plan.ownership.owners, plan.ownership.homes
@@ -268,7 +216,7 @@ class TensorHomes:
                 continue
             ends, matrices = [0] * self.size, list[HomedMatrix]()
             for number, start, home in here:
-                param = plan.parts[number].param
+                param = plan.params[number]
                 (placement,) = cast("DTensor", param).placements
                 dim = cast("Shard", placement).dim
                 matrices.append(HomedMatrix(home, start, ends[home], tuple(param.shape), dim))
@@ -278,23 +226,43 @@ class TensorHomes:
             wholes = [torch.zeros(mine, dtype=f.dtype, device=f.device) for f in flats]
             for (number, _, home), matrix in zip(here, matrices, strict=True):
                 if home == self.rank:
-                    param = plan.parts[number].param
+                    param = plan.params[number]
                     place = slice(matrix.at, matrix.at + param.numel())
                     weight, grad = (each[place].view(param.shape) for each in wholes)
                     self.whole[param] = nn.Parameter(weight, param.requires_grad)
                     self.grads[param] = grad
-            about = shown([plan.parts[number].name for number, *_ in here])
+            about = shown([plan.names[number] for number, *_ in here])
             exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
-            for what, write, kind in (
-                ("gradients_to_homes", exchange.brought, 1),
-                ("weights_to_homes", exchange.brought, 0),
-                ("weights_to_shards", exchange.given_back, 0),
-            ):
-                both = flats[kind], wholes[kind]
-                prepare((what, index), partial(write, f"{what}_{index}", *both), *both)
-        for name in SHARED:
-            flat, op = shared[name], "sum" if name == "norms" else "max"
+            for what, kind in (
+                ("gradients_to_homes", 1), ("weights_to_homes", 0), ("weights_to_shards", 0)
+            ):  # fmt: skip
+                both, to_homes = (flats[kind], wholes[kind]), what.endswith("homes")
+                write = partial(exchange.program, f"{what}_{index}", *both, to_homes)
+                prepare((what, index), write, *both)
+        for name, flat in shared.items():
+            op = "sum" if name == "norms" else "max"
             prepare(("share", name), partial(all_reduced, name, flat, op, team="tp"), flat)
+
+    def enter(self, optimizer: Optimizer) -> None:
+        """Puts whole matrices in the places of DTensors in all groups, with what states there are.
+
+        The states of DTensors go one by one, so that not all are held twice.
+        """
+        owners = zip(self._plan.params, self._plan.ownership.owners, strict=True)
+        for number, (param, owner) in enumerate(owners):
+            if param not in self.whole:
+                continue
+            state = optimizer.state.pop(param, {})
+            moved = {n: _whole(v) for n, v in state.items()} if owner == self._plan.rank else {}
+            if moved and self._plan.is_mine(number):
+                optimizer.state[self.whole[param]] = moved
+        _replace(optimizer, self.whole)
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """Puts the DTensors back, without states."""
+        for matrix in self.whole.values():
+            optimizer.state.pop(matrix, None)
+        _replace(optimizer, {matrix: param for param, matrix in self.whole.items()})
 
     @property
     def executors(self) -> list[Executor]:
@@ -304,10 +272,6 @@ class TensorHomes:
     def bring_grads(self, index: int) -> None:
         """Gradients of a bucket, reduced, to homes. Collective, as all that moves."""
         self._run("gradients_to_homes", index)
-
-    def bring_weights(self, index: int) -> None:
-        """Weights of a bucket to homes."""
-        self._run("weights_to_homes", index)
 
     def bring_all_weights(self) -> None:
         """Weights of all buckets to homes, while nothing else moves."""
@@ -331,3 +295,15 @@ class TensorHomes:
     def reset(self) -> None:
         """After a failure, every rank."""
         self.executors[0].reset()  # which resets the team of all
+
+
+def _replace(optimizer: Optimizer, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group["params"][:] = [by.get(param, param) for param in group["params"]]
+
+
+def _whole(value: object) -> object:
+    """A value of a DTensor's state, of the whole. Collective, if it is a DTensor."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return value.clone() if isinstance(value, Tensor) else value

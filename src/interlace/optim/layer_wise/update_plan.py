@@ -1,40 +1,46 @@
-"""Who updates what: Parameters, their parts and their costs, with an owner for each.
+"""Who updates what: Parameters as they lie, the costs of their updates, and an owner for each.
 
-plan = planned(optimizer, module, mesh["dp"], shards=None, most=1, width=1, bucket_bytes=1 << 26)
-plan.is_mine(0)                  # whether this rank updates the first part
+params = parameters_of(optimizer, module)         # by name
+plan = planned(optimizer, params, mesh["dp"], shards=None, bucket_bytes=1 << 26)
+plan.is_mine(0)                                   # whether this rank updates the first Parameter
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from interlace.errors import OptimizerError
+from interlace.comm.teams import group_of_mesh
+from interlace.errors import OptimizerError, UnsupportedError
+from interlace.optim.adam.state import local
+from interlace.optim.adamw import Adam, AdamW
+from interlace.optim.bucket_runs import NAMES
 from interlace.optim.layer_wise.ownership import Ownership, ParameterCost, explained, own
-from interlace.optim.layer_wise.sharded_parameters import (
-    ParameterPart,
-    cost_of,
-    needs_whole,
-    parts_of,
-    rows_apart,
-    shard_mesh,
+
+ELEMENTWISE = (
+    *(Adam, AdamW, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta),
+    *(torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Rprop),
 )
-from interlace.optim.layer_wise.whole_parameters import parameters_of
+"""Optimizers whose update of an element depends on that element alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
     """What every rank knows, and where this rank is in it."""
 
-    params: dict[str, nn.Parameter]
-    parts: tuple[ParameterPart, ...]
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
     costs: tuple[ParameterCost, ...]
-    """One for each part."""
     ownership: Ownership
     mesh: DeviceMesh | None
     """That of shards,"""
@@ -43,8 +49,15 @@ class UpdatePlan:
     """and this rank among the owners, and among those that hold shards."""
     shards: int
 
+    @property
+    def in_place(self) -> bool:
+        """Whether Parameters are sharded over the mesh, and each rank updates its shards."""
+        return not self.ownership.buckets
+
     def is_mine(self, number: int) -> bool:
-        """Whether this rank updates that part."""
+        """Whether this rank updates that Parameter."""
+        if self.in_place:
+            return True
         owner, home = self.ownership.owners[number], self.ownership.homes[number]
         return owner == self.rank and home in (None, self.shard)
 
@@ -54,53 +67,183 @@ class UpdatePlan:
             f", {p.placements[0]} of {'x'.join(map(str, p.shape))}"
             if isinstance(p, DTensor)
             else ""
-            for p in (part.param for part in self.parts)
+            for p in self.params
         ]
         return explained(self.costs, self.ownership, self.shards, layouts)
 
 
 def planned(
     optimizer: Optimizer,
-    module: nn.Module,
+    params: Mapping[str, nn.Parameter],
     mesh: DeviceMesh,
     *,
     shards: DeviceMesh | None,
-    most: int,
-    width: int,
     bucket_bytes: int,
 ) -> UpdatePlan:
-    """The plan of all ranks: of parts, at most so many of a Parameter, or `width` slices of it.
+    """The plan of all ranks; without owners for Parameters that are sharded over `mesh`.
 
     Raises OptimizerError and UnsupportedError for what cannot be served.
     """
-    params = parameters_of(optimizer, module)
-    found = shard_mesh(params, mesh, shards)
-    count, shard = (1, 0) if found is None else (found.size(), found.get_local_rank())
-    slices: Any = getattr(optimizer, "has_slices", None)
-    if width > 1 and (slices is None or found is not None or mesh.size() % width):
-        raise OptimizerError(
-            f"split_matrices={width} is for interlace.optim.Muon, over unsharded Parameters and a "
-            f"multiple of as many ranks: these are {mesh.size()}"
+    rank, empty = mesh.get_local_rank(), Ownership((), (), ())
+    if any(lies_over(param, mesh) for param in params.values()):
+        costs, ownership, over, count, shard = (), empty, None, mesh.size(), rank
+    else:
+        over = shard_mesh(params, mesh, shards)
+        count, shard = (1, 0) if over is None else (over.size(), over.get_local_rank())
+        cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
+        whole = needs_whole(optimizer)
+        costs = tuple(
+            cost_of(name, param, cost, homed=whole(param), shards=count)
+            for name, param in params.items()
         )
-    parts = parts_of(
-        params,
-        most,
-        rows_apart(optimizer),
-        shard=shard,
-        shards=count,
-        width=width,
-        has_slices=slices,
-    )
-    cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
-    whole = needs_whole(optimizer)
-    costs = tuple(cost_of(part, cost, homed=whole(part.param), shards=count) for part in parts)
+        ownership = own(costs, mesh.size(), bucket_bytes, count)
     return UpdatePlan(
-        params=params,
-        parts=tuple(parts),
+        names=tuple(params),
+        params=tuple(params.values()),
         costs=costs,
-        ownership=own(costs, mesh.size(), bucket_bytes, count),
-        mesh=found,
-        rank=mesh.get_local_rank(),
+        ownership=ownership,
+        mesh=over,
+        rank=rank,
         shard=shard,
         shards=count,
+    )
+
+
+# -- Parameters -----------------------------------------------------------------------------------
+
+
+def parameters_of(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
+    """The optimizer's Parameters by name, in the order of the module; raises for others."""
+    wanted = {param for group in optimizer.param_groups for param in group["params"]}
+    found = {name: param for name, param in named(module).items() if param in wanted}
+    if not found or len(found) < len(wanted):
+        raise OptimizerError(
+            f"{len(wanted) - len(found)} of {len(wanted)} parameters of the optimizer are not in "
+            "the module: nothing would gather them. Give the module that holds them all"
+        )
+    for name, param in found.items():
+        if param.dtype not in NAMES or not param.dtype.is_floating_point:
+            raise OptimizerError(f"{name} is {param.dtype}: give fp64, fp32, bf16 or fp16")
+    devices = {str(param.device) for param in found.values()}
+    if len(devices) > 1:
+        raise OptimizerError(f"parameters lie on {sorted(devices)}: give those of one device")
+    return found
+
+
+def named(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names that they have without what DDP and torch.compile wrap around."""
+    wrapped = uncompiled(module)
+    inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+    return {name.replace("_orig_mod.", ""): param for name, param in inner.named_parameters()}
+
+
+def rounds_at_random(group: dict[str, Any]) -> bool:
+    """Whether interlace's Adam draws random bits for what a group stores."""
+    kinds = [group.get("exp_avg_dtype"), group.get("exp_avg_sq_dtype")]
+    if not group.get("master_weights"):
+        kinds += [param.dtype for param in group["params"]]
+    return bool(group.get("stochastic_rounding")) and torch.bfloat16 in kinds
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    return getattr(module, "_orig_mod", module)
+
+
+def hash_of(param: Tensor) -> Tensor:
+    """64 bits of a tensor's bits, by their places."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.itemsize]
+    bits = local(param).detach().flatten().view(words)
+    places = torch.arange(bits.numel(), device=param.device) % 65_521 + 1
+    return (bits.to(torch.int64) * places).sum()
+
+
+def shard_mesh(
+    params: Mapping[str, nn.Parameter], data: DeviceMesh, given: DeviceMesh | None
+) -> DeviceMesh | None:
+    """The mesh of one dimension that DTensors lie on, or `given`; raises for others."""
+    replicas, found = set(_ranks(data)), given
+    for name, param in params.items():
+        if not isinstance(param, DTensor):
+            continue
+        mesh = param.device_mesh
+        if len(replicas & set(mesh.mesh.flatten().tolist())) > 1:
+            raise UnsupportedError(
+                f"{name} is a DTensor on ranks of the data-parallel mesh: its shards have homes "
+                "already. Give such parameters a LayerWise of their own (over those ranks, if "
+                "fully_shard made them), and this one those that all ranks of `mesh` have alike"
+            )
+        if mesh.ndim != 1:
+            raise UnsupportedError(
+                f"{name} is a DTensor on a mesh of {mesh.ndim} dimensions: LayerWise takes those "
+                "on a mesh of one, such as mesh['tp']"
+            )
+        placement, part = param.placements[0], local(param)
+        if not placement.is_replicate() and type(placement) is not Shard:
+            raise UnsupportedError(f"{name} is laid out as {placement}: give Shard or Replicate")
+        if not placement.is_replicate() and not part.is_contiguous():
+            raise UnsupportedError(
+                f"the shard of {name} has strides {part.stride()}: make the Parameter contiguous"
+            )
+        if found is not None and _ranks(found) != _ranks(mesh):
+            raise OptimizerError(
+                f"{name} is sharded over ranks {_ranks(mesh)}, and others over {_ranks(found)}: "
+                "make a LayerWise for the Parameters of each mesh, and clip the gradients of all "
+                "together by interlace.optim.clip_grad_norm_"
+            )
+        found = mesh
+    if found is not None and (found.ndim != 1 or len(replicas & set(_ranks(found))) > 1):
+        raise OptimizerError(
+            f"shards over ranks {_ranks(found)}: give a mesh of one dimension whose ranks are of "
+            "different data-parallel groups, such as mesh['ep']"
+        )
+    return found
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    return mesh.mesh.flatten().tolist()
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether this rank holds a shard alone."""
+    return isinstance(param, DTensor) and not all(p.is_replicate() for p in param.placements)
+
+
+def needs_whole(optimizer: Optimizer) -> Callable[[Tensor], bool]:
+    """Which sharded parameters are updated whole: as the optimizer's `needs_whole(parameter)` says;
+    without it, all unless it is one of `ELEMENTWISE`.
+    """
+    says: Any = getattr(optimizer, "needs_whole", None)
+    whole = says or (lambda _: type(optimizer) not in ELEMENTWISE)
+    return lambda param: is_sharded(param) and bool(whole(param))
+
+
+def cost_of(
+    name: str, param: Tensor, cost: Callable[[Tensor], float], *, homed: bool, shards: int
+) -> ParameterCost:
+    """What a plan needs to know: the place of the largest shard, the cost of what one rank does."""
+    numel, times = param.numel(), 1
+    if isinstance(param, DTensor) and isinstance(placement := param.placements[0], Shard):
+        size = param.shape[placement.dim]
+        numel, times = numel // max(size, 1) * -(-size // shards), 1 if homed else shards
+    kind, each = NAMES[param.dtype], float(cost(param)) / times
+    return ParameterCost(name, numel, kind, param.itemsize, each, homed)
+
+
+def like(param: Tensor, part: Tensor) -> Tensor:
+    """A tensor of which this rank has that part, laid out as a parameter is."""
+    if not isinstance(param, DTensor):
+        return part
+    mesh, placements = param.device_mesh, param.placements
+    shape, stride = param.shape, param.stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def lies_over(param: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether a parameter is sharded over the ranks of this mesh, as `fully_shard` does."""
+    if not isinstance(param, DTensor):
+        return False
+    ranks = mesh.mesh.flatten().tolist()
+    return any(
+        placement.is_shard() and ranks == dist.get_process_group_ranks(group_of_mesh(over, axis))
+        for over, (axis, placement) in ((param.device_mesh, p) for p in enumerate(param.placements))
     )

@@ -2,7 +2,6 @@
 
 optimizer.py        the class;  routing.py: which parameter goes where, by rules that are data
 update.py           one step of a group: matrices of equal shapes in batches
-newton_schulz.py    the iteration, its coefficients and its Gram variant
-symmetric.py        symmetric products and their plain-torch twin
-kernel.py           the kernel;  launch.py: how it is cut and launched
+newton_schulz.py    the iteration, its Gram variant, and symmetric products
+kernel.py           the kernels;  launch.py: how they are cut and launched
 """

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from interlace.kernels.gemm.support import TileConfig
 from interlace.kernels.launch import RECENT, LoadedKernel, kernel_of, matrix, on, stream_of
-from interlace.optim.muon.elementwise import BLOCK, descend_source, momentum_source
-from interlace.optim.muon.kernel import symmetric_source
+from interlace.optim.muon.kernel import BLOCK, descend_source, momentum_source, symmetric_source
 
 CONFIGS: tuple[tuple[TileConfig, float], ...] = (
     (TileConfig(bm=128, bn=128, stages=3, warps=4, blocks=2), 1.0),

@@ -1,7 +1,7 @@
 """Newton-Schulz iterations: the singular values of a matrix are driven to about one.
 
     x = update.to(torch.bfloat16)                              # rows <= columns
-    x = orthogonalize(x, coefficients("polar_express", 5), eps=1e-7)
+    x = orthogonalize(x, coefficients((3.4445, -4.7750, 2.0315), 5), eps=1e-7)
 
 A step with coefficients (a, b, c) maps each singular value s to a s + b s^3 + c s^5:
 
@@ -11,6 +11,16 @@ Note [One factor]
     The kernel adds a to the diagonal before it rounds b g + c g^2, so x is multiplied once and not
     copied for the sum, which addmm does. Where singular values are about one, so is the factor, and
     rounds finer than the difference from a; elsewhere coarser. Errors are the same by size.
+
+Note [Symmetric products]
+    They cost about half of dense ones where the kernel `serves`, which computes the lower triangle
+    and mirrors it: its results are symmetric bit for bit. The twin is what torch.optim.Muon calls,
+    whose results are symmetric within rounding.
+
+Note [Completed square]
+    a + b g + c g^2 is c (g + h)^2 + a - b h / 2 with h = b / (2 c), which reads one matrix and not
+    two. g + h is rounded where g was: the diagonal by 2^-9 of h, which the factor has b times, so
+    b may not be steep. Else the sum is as it stands.
 
 Note [Norm]
     x is divided by its norm, so that its singular values are at most 1. Squares of its elements may
@@ -26,23 +36,18 @@ Note [Gram variant]
     rounding, and such errors grow by a^2 at each step, as what they fall on does: x is made and g
     computed anew after RESTART steps. The variant computes in float16, which rounds 8 times finer
     than bfloat16; x is scaled so that elements of g are of a size that float16 has.
-
-Note [Slices]
-    Of a wide matrix several ranks may hold some columns each. g is the sum of their x @ x.mT, and
-    all else is done by columns: so a step costs one sum of rows x rows numbers, and each rank does
-    its share of both products with x. Sums have another order then: not bit-equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from interlace.errors import OptimizerError
-from interlace.optim.muon.symmetric import Total, factor, polynomial, product, serves, times
+from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
 
 Triple = tuple[float, float, float]
 RESTART = 3
@@ -52,73 +57,27 @@ EXPONENT = 0x7F80
 TINY = torch.finfo(torch.bfloat16).tiny
 SCALE = 32.0
 """Of x in the Gram variant: a matrix of norm 1 and 4096 rows has a g of some 1/4096."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoefficientSet:
-    """Coefficients by step; further steps begin anew (`cycles`) or repeat the last."""
-
-    triples: tuple[Triple, ...]
-    cycles: bool = False
-
-
-COEFFICIENTS: Mapping[str, CoefficientSet] = {
-    # Keller Jordan's, torch.optim.Muon's default
-    "simple": CoefficientSet(((3.4445, -4.7750, 2.0315),)),
-    # leloykun.github.io/ponder/muon-opt-coeffs, as in modded-nanogpt
-    "quintic": CoefficientSet(
-        (
-            (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
-        ), cycles=True,
-    ),
-    # Polar Express, arXiv:2505.16932, divided by its safety factor
-    "polar_express": CoefficientSet(
-        (
-            (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
-            (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585),
-            (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
-        )
-    ),
-    # CANS, arXiv:2506.10935; without a safety factor: small matrices may diverge in bfloat16
-    "cans": CoefficientSet(
-        (
-            (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
-            (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162),
-        )
-    ),
-    # flash-newton-schulz
-    "aol": CoefficientSet(
-        (
-            (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
-            (2.7215, -3.0494, 1.3169),
-        ), cycles=True,
-    ),
-    # DeepSeek-V4: eight steps that grow and two that settle
-    "deepseekv4": CoefficientSet((*[(3.4445, -4.7750, 2.0315)] * 8, *[(2.0, -1.5, 0.5)] * 2)),
-}  # fmt: skip
+STEEP = 8.0
+"""The square is completed for smaller |b|."""
+STEP = 128
+"""A multiple of the columns that each of the kernel's configurations takes at a time."""
 
 
 def coefficients(given: object, steps: int) -> tuple[Triple, ...]:
-    """Those of each step: of a set's name, of one triple for all, or of a sequence of triples,
-    whose last is repeated. Raises OptimizerError for anything else.
+    """Those of each step: of one triple for all, or of a sequence of triples, whose last is
+    repeated. Raises OptimizerError for anything else.
     """
-    if isinstance(given, str) and given in COEFFICIENTS:
-        found = COEFFICIENTS[given]
-    elif isinstance(given, Sequence) and not isinstance(given, str) and given:
-        triples = given if isinstance(given[0], Sequence) else (given,)
-        if not all(len(triple) == 3 for triple in triples):
-            raise OptimizerError(f"ns_coefficients={given!r}: three numbers (a, b, c) a step")
-        found = CoefficientSet(tuple((float(a), float(b), float(c)) for a, b, c in triples))
-    else:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise OptimizerError(
-            f"ns_coefficients={given!r}: three numbers, a sequence of three for each step, or one "
-            f"of {', '.join(COEFFICIENTS)}"
+            f"ns_coefficients={given!r}: three numbers, or a sequence of three for each step. Sets "
+            "have no names any more. fix: give the numbers, such as ((8.2051, -22.9019, 16.4607), "
+            "(4.0664, -2.8612, 0.5184), ...) of Polar Express"
         )
-    most = len(found.triples)
-    return tuple(
-        found.triples[step % most if found.cycles else min(step, most - 1)] for step in range(steps)
-    )
+    triples = given if isinstance(given[0], Sequence) else (given,)
+    if not all(len(triple) == 3 for triple in triples):
+        raise OptimizerError(f"ns_coefficients={given!r}: three numbers (a, b, c) a step")
+    numbers = [(float(a), float(b), float(c)) for a, b, c in triples]
+    return tuple(numbers[min(step, len(numbers) - 1)] for step in range(steps))
 
 
 def orthogonalize(
@@ -128,7 +87,6 @@ def orthogonalize(
     eps: float,
     gram_variant: bool = False,
     symmetric: bool = True,
-    total: Total | None = None,
     squares: Tensor | None = None,
 ) -> Tensor:
     """The iteration on `x`, bfloat16 of shape [rows, columns] or [batch, rows, columns] with
@@ -136,16 +94,13 @@ def orthogonalize(
     result has its shape and dtype, and by the kernel its layout.
 
     `symmetric` lets the kernel make the symmetric products where it serves x. Without it, and
-    without `gram_variant`, one matrix has the bits of torch.optim.Muon. With `total`, x is some
-    columns of one matrix, and the others are elsewhere: see Note [Slices]. `squares`: the squares
-    of the matrices' norms, fp64 of shape [batch], where they are known.
+    without `gram_variant`, one matrix has the bits of torch.optim.Muon. `squares`: the squares of
+    the matrices' norms, fp64 of shape [batch], where they are known.
     """
     kernel = symmetric and serves(x)
     rows, columns = x.shape[-2:]
     gram = gram_variant and gram_pays(rows, columns, len(steps), symmetric)
-    if total is not None:
-        normalize_slice(x, eps, total)
-    elif kernel:
+    if kernel:
         squares = squared_norms(x) if squares is None else squares
         scale = squares.sqrt().clamp(min=max(eps, TINY)).reciprocal().float()
         x.mul_(scale.view(-1, *[1] * (x.ndim - 1)))
@@ -154,16 +109,14 @@ def orthogonalize(
     if gram:
         made = x.mul_(SCALE).to(torch.float16)
         for first in range(0, len(steps), RESTART):
-            made = _gram_steps(made, steps[first : first + RESTART], kernel, total)
+            made = _gram_steps(made, steps[first : first + RESTART], kernel)
         return torch.mul(made, 1 / SCALE, out=x)
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in steps:
         if kernel:  # see Note [One factor]
-            x = times(factor(x, a, b, c, total=total), x)
+            x = times(factor(x, a, b, c), x)
         else:
-            g = x @ x.mT
-            g = total(g) if total is not None else g
-            x = add(x, polynomial(g, 0.0, b, c, kernel=False), x, beta=a)
+            x = add(x, polynomial(x @ x.mT, 0.0, b, c, kernel=False), x, beta=a)
     return x
 
 
@@ -185,17 +138,9 @@ def normalize(x: Tensor, eps: float) -> None:
     x.div_(torch.maximum(torch.linalg.vector_norm(x, **each), least))
 
 
-def normalize_slice(x: Tensor, eps: float, total: Total) -> None:
-    """Divides some columns by the norm of the whole matrix, or by `eps` where that is larger."""
-    norm = total(torch.linalg.vector_norm(x, dtype=torch.float64).square().reshape(1)).sqrt()
-    x.copy_(x / norm.clamp(min=max(eps, TINY)))
-
-
-def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool, total: Total | None) -> Tensor:
+def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool) -> Tensor:
     """Some steps at once, of a float16 x that is SCALE times as large; see Note [Gram variant]."""
     g = product(x, x.mT, kernel=kernel)
-    if total is not None:
-        g = total(g)
     q: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
         p = polynomial(g, a, b / SCALE**2, c / SCALE**4, kernel=kernel)
@@ -232,3 +177,76 @@ def _gram_cost(rows: int, columns: int, steps: int, symmetric: bool) -> float:
         count = min(RESTART, steps - first)
         total += columns + share * (columns + rows * (count + 3 * (count - 1)))
     return 2.0 * rows**2 * total
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+def product(left: Tensor, right: Tensor, *, kernel: bool) -> Tensor:
+    """`left @ right` of matrices or batches of them, where that is symmetric: `right` is `left.mT`,
+    or both are symmetric and commute.
+    """
+    if kernel:
+        from interlace.optim.muon.launch import symmetric_product  # imports Triton
+
+        return symmetric_product(left, right.mT)
+    return left @ right
+
+
+def factor(x: Tensor, a: float, b: float, c: float) -> Tensor:
+    """`a * identity + b * g + c * g @ g`, g being `x @ x.mT`, by the kernel."""
+    from interlace.optim.muon.launch import symmetric_product  # imports Triton
+
+    if abs(b) >= min(STEEP, 4 * abs(c)):
+        g = symmetric_product(x, x)
+        return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a)
+    half = b / (2 * c)  # see Note [Completed square]
+    g = symmetric_product(x, x, gamma=half)
+    return symmetric_product(g, g, alpha=c, gamma=a - half * b / 2)
+
+
+def polynomial(g: Tensor, a: float, b: float, c: float, *, kernel: bool) -> Tensor:
+    """`a * identity + b * g + c * g @ g` of symmetric matrices or batches of them."""
+    if kernel:
+        from interlace.optim.muon.launch import symmetric_product  # imports Triton
+
+        return symmetric_product(g, g, g, alpha=c, beta=b, gamma=a)
+    if c == 0:  # torch 2.13's baddbmm of bfloat16 ignores beta then, on CPUs
+        made = g * b
+    else:
+        made = (torch.addmm if g.ndim == 2 else torch.baddbmm)(g, g, g, beta=b, alpha=c)
+    if a:
+        made.diagonal(dim1=-2, dim2=-1).add_(a)
+    return made
+
+
+def times(p: Tensor, x: Tensor) -> Tensor:
+    """`p @ x` of a symmetric p, laid out as x is."""
+    return p @ x if x.is_contiguous() else (x.mT @ p).mT
+
+
+def reads_columns(count: int, inner: int) -> bool:
+    """Whether the kernel takes `count` matrices of `inner` columns that are transposed views: a
+    step along the columns must not end in the next matrix.
+    """
+    return count == 1 or inner % STEP == 0
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernel makes products of x, and of square matrices with its rows."""
+    rows, inner = x.shape[-2:]
+    whole = rows * x.itemsize % ALIGNMENT == 0 and inner * x.itemsize % ALIGNMENT == 0
+    by_columns = x.mT.is_contiguous() and reads_columns(x.shape[:-2].numel(), inner)
+    dense = (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and (x.is_contiguous() or by_columns)
+        and x.data_ptr() % ALIGNMENT == 0
+    )
+    small = x.numel() // max(min(rows, inner), 1) < LIMIT
+    return whole and dense and small and x.numel() > 0 and runs_on(x.device)
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel runs on this device."""
+    return torch.version.hip is None and refuse_device(device, newer=True) is None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, overload
 
 import torch
@@ -26,7 +25,6 @@ from interlace.optim.muon.routing import explain_groups
 from interlace.optim.muon.update import (
     ADJUSTMENTS,
     Adjustment,
-    RowSlices,
     check_cut,
     in_whole_matrices,
     matrices,
@@ -49,8 +47,7 @@ class Muon(KeepsStates):
     "match_rms_adamw", by 0.2 sqrt(max(A, B)), which allows AdamW's learning rates;
     "spectral_unclamped", by sqrt(A/B). Weight decay is decoupled and not adjusted.
 
-    - `ns_coefficients`: also a sequence of three numbers for each step, or the name of a set in
-      `interlace.optim.muon.newton_schulz.COEFFICIENTS` ("polar_express", "cans", ...).
+    - `ns_coefficients`: also a sequence of three numbers for each step, the last for all further.
     - `eps`: of the norm that an update is divided by. torch's 1e-7 stops updates whose norm is
       below it, which gradient clipping can bring about; 0 makes updates independent of the scale.
     - `split_sizes`, `head_dim`, `split_dim`: a parameter is cut along dimension `split_dim` (0,
@@ -76,7 +73,6 @@ class Muon(KeepsStates):
     Errors are OptimizerError (a ValueError).
     """
 
-    _slices: Mapping[Tensor, RowSlices] = MappingProxyType({})
     kept = ("use_muon", "why", "batched", "symmetric", *KEPT)
 
     def __init__(
@@ -142,7 +138,7 @@ class Muon(KeepsStates):
         others: list[dict[str, Any]] = []
         for group in self.param_groups:
             if group["use_muon"]:
-                step_group(group, self.state, self._slices)
+                step_group(group, self.state)
             else:
                 others.append(group)
         if others:
@@ -182,28 +178,6 @@ class Muon(KeepsStates):
         """
         group = self._group_of(parameter)
         return group["use_muon"] and not in_whole_matrices(parameter, group)
-
-    def rows_apart(self, parameter: Tensor) -> int:
-        """In how many equal runs of rows this parameter can be cut with the same bits: experts,
-        heads, or the rows of AdamW. Raises OptimizerError for a parameter of no group.
-        """
-        group = self._group_of(parameter)
-        if parameter.ndim > 2 or not group["use_muon"]:
-            return parameter.shape[0]
-        by_heads = group["head_dim"] and group["split_dim"] == 0
-        return parameter.shape[0] // group["head_dim"] if by_heads else 1
-
-    def has_slices(self, parameter: Tensor) -> bool:
-        """Whether ranks may each update some rows of this parameter, with sums over them: a matrix
-        with as many rows as columns or more, not cut into parts. Not bit-equal.
-        """
-        group = self._group_of(parameter)
-        whole = group["use_muon"] and not group["head_dim"] and not group["split_sizes"]
-        return whole and parameter.ndim == 2 and parameter.shape[0] >= parameter.shape[1]
-
-    def take_slices(self, slices: Mapping[Tensor, RowSlices]) -> None:
-        """Says which parameters are some rows of a matrix, each with how to sum over its ranks."""
-        self._slices = slices
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         for group in self.param_groups:

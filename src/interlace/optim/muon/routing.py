@@ -8,7 +8,6 @@ print(optimizer.explain())
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,79 +17,37 @@ HEADS = ("lm_head", "head", "output", "output_layer", "embed_out", "classifier",
 """Last parts of the names of output layers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamFacts:
-    """What rules look at."""
-
-    name: str
-    """With the module's path."""
-    shape: tuple[int, ...]
-    module: nn.Module
-    """The module that the parameter belongs to."""
-    table: tuple[int, ...]
-    """The shape of the model's largest embedding, (0, 0) where it has none."""
-
-    @property
-    def last(self) -> str:
-        """The parameter's own name."""
-        return self.name.rpartition(".")[2]
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingRule:
-    """What is done with the parameters that it fits, and why."""
-
-    name: str
-    use_muon: bool
-    why: str
-    fits: Callable[[ParamFacts], bool]
-
-
-def _is_embedding(facts: ParamFacts) -> bool:
-    kinds = type(facts.module).__mro__
-    return any("Embedding" in kind.__name__ for kind in kinds) or "embed" in facts.last
-
-
-def _is_head(facts: ParamFacts) -> bool:
-    path = facts.name.split(".")[:-1]
+def rule_of(
+    name: str, shape: tuple[int, ...], module: nn.Module, table: tuple[int, ...]
+) -> tuple[bool, str]:
+    """Whether Muon updates a parameter of `module`, and why. `table` is the shape of the model's
+    largest embedding, (0, 0) where it has none. The first rule that fits decides.
+    """
+    path, last = name.split(".")[:-1], name.rpartition(".")[2]
     named = path[-1:] != [] and path[-1] in HEADS and len(path) <= 2
-    rows, columns = facts.table
-    return len(facts.shape) == 2 and (named or (facts.shape == facts.table and rows != columns))
-
-
-RULES: tuple[RoutingRule, ...] = (
-    RoutingRule(
-        "embedding", False, "a table, whose rows are looked up and not multiplied", _is_embedding
-    ),
-    RoutingRule("vector", False, "fewer than 2 dimensions", lambda facts: len(facts.shape) < 2),
-    RoutingRule(
-        "bias", False, "a bias of several layers", lambda facts: facts.last.endswith("bias")
-    ),
-    RoutingRule(
-        "head", False, "the output layer, by its name or its shape, the embedding's", _is_head
-    ),
-    RoutingRule(
-        "convolution", False, "a convolution's kernel, which is no matrix",
-        lambda facts: isinstance(facts.module, nn.modules.conv._ConvNd),
-    ),
-    RoutingRule(
-        "thin", False, "a vector in the shape of a matrix",
-        lambda facts: min(facts.shape[-2:]) < 2,
-    ),
-    RoutingRule(
-        "experts", True, "a stack of matrices, each made orthogonal for itself",
-        lambda facts: len(facts.shape) == 3,
-    ),
-    RoutingRule("matrix", True, "a weight matrix", lambda facts: len(facts.shape) == 2),
-    RoutingRule("other", False, "more than 3 dimensions", lambda facts: True),
-)  # fmt: skip
-"""In order: the first that fits decides."""
+    tied = shape == table and table[0] != table[1]
+    if any("Embedding" in kind.__name__ for kind in type(module).__mro__) or "embed" in last:
+        return False, "embedding: a table, whose rows are looked up and not multiplied"
+    if len(shape) < 2:
+        return False, "vector: fewer than 2 dimensions"
+    if last.endswith("bias"):
+        return False, "bias: a bias of several layers"
+    if len(shape) == 2 and (named or tied):
+        return False, "head: the output layer, by its name or its shape, the embedding's"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return False, "convolution: a convolution's kernel, which is no matrix"
+    if min(shape[-2:]) < 2:
+        return False, "thin: a vector in the shape of a matrix"
+    if len(shape) > 3:
+        return False, "other: more than 3 dimensions"
+    if len(shape) == 3:
+        return True, "experts: a stack of matrices, each made orthogonal for itself"
+    return True, "matrix: a weight matrix"
 
 
 def muon_groups(
     model: nn.Module,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    rules: Sequence[RoutingRule] = RULES,
 ) -> list[dict[str, Any]]:
     """Parameter groups of `Muon` with the names of all parameters of a model; a shared parameter
     is in the first place that it is found in.
@@ -104,20 +61,15 @@ def muon_groups(
     table = tuple(max(tables, default=(0, 0)))
     groups: dict[tuple[str, str | None], dict[str, Any]] = {}
     for name, param in model.named_parameters():
-        facts = ParamFacts(
-            name=name,
-            shape=tuple(param.shape),
-            module=modules[name.rpartition(".")[0]],
-            table=table,
-        )
-        rule = next(rule for rule in rules if rule.fits(facts))
+        module = modules[name.rpartition(".")[0]]
+        use_muon, why = rule_of(name, tuple(param.shape), module, table)
         pattern = next((p for p in options or () if fnmatchcase(name, p)), None)
         asked = dict(options[pattern]) if options and pattern is not None else {}
-        why = f"{rule.name}: {rule.why}"
-        if asked.get("use_muon", rule.use_muon) != rule.use_muon:
+        rule = why
+        if asked.get("use_muon", use_muon) != use_muon:
             why = f"requested by {pattern!r}; else {why}"
-        made = {"params": [], "use_muon": rule.use_muon, "why": why, **asked}
-        groups.setdefault((rule.name, pattern), made)["params"].append((name, param))
+        made = {"params": [], "use_muon": use_muon, "why": why, **asked}
+        groups.setdefault((rule, pattern), made)["params"].append((name, param))
     return list(groups.values())
 
 

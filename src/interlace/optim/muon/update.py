@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,8 +30,7 @@ from interlace.errors import OptimizerError
 from interlace.kernels.gemm.support import ALIGNMENT, LIMIT
 from interlace.optim.adam.state import local
 from interlace.optim.grad_accumulator import placed_grad
-from interlace.optim.muon.newton_schulz import Total, coefficients, orthogonalize
-from interlace.optim.muon.symmetric import reads_columns, runs_on
+from interlace.optim.muon.newton_schulz import coefficients, orthogonalize, reads_columns, runs_on
 
 Adjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 ADJUSTMENTS = (None, *get_args(Adjustment))
@@ -92,37 +90,19 @@ def check_cut(shape: torch.Size, group: Mapping[str, Any]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RowSlices:
-    """What the rows of a matrix are, of which this rank has one of `count` equal slices."""
-
-    count: int
-    total: Total
-
-
-def step_group(
-    group: Mapping[str, Any],
-    states: MutableMapping[Any, Any],
-    slices: Mapping[Tensor, RowSlices],
-) -> None:
-    """Updates the parameters of the group that have gradients; `slices` has those that are some
-    rows of a matrix.
-    """
+def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> None:
+    """Updates the parameters of the group that have gradients."""
     params = [param for param in group["params"] if param.grad is not None and param.numel()]
     if not params:
         return
     grads, moments = grads_and_moments(params, group, states)
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
-        sharded = isinstance(param, DTensor) and not in_whole_matrices(param, group)
-        if sharded or param in slices:
+        if isinstance(param, DTensor) and not in_whole_matrices(param, group):
             average([grad], [moment], group)
             decay([local(param)], group)
             update = grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
-            if sharded:
-                update_sharded(param, update, group)
-            else:
-                add_slice(param, update, group, slices[param])
+            update_sharded(param, update, group)
             continue
         parts = [local(t.detach()) for t in (param, grad, moment)]
         if not parts[0].numel():
@@ -251,15 +231,11 @@ def batches(targets: Matrices, batched: bool) -> Iterator[slice]:
     return (slice(at, at + most) for at in range(0, len(targets), most))
 
 
-def orthogonal(
-    updates: Matrices, group: Mapping[str, Any], slices: RowSlices | None = None
-) -> Tensor:
-    """The updates, of one shape, made orthogonal: one matrix or a stack of them, bfloat16; or some
-    rows of a matrix that has more rows than columns.
-    """
+def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
+    """The updates, of one shape, made orthogonal: one matrix or a stack of them, bfloat16."""
     squares: Tensor | None = None
     kernel = group["symmetric"] and runs_on(updates[0].device)
-    if slices is None and passes_once(updates, group):
+    if passes_once(updates, group):
         from interlace.optim.muon.launch import stack  # imports Triton
 
         x, squares = stack(updates)
@@ -269,18 +245,16 @@ def orthogonal(
         torch._foreach_copy_([*x], [*updates])
     else:
         x = updates[0].to(torch.bfloat16, copy=True)[None]  # see Note [A copy]
-    return orthogonal_stack(x, squares, group, slices)
+    return orthogonal_stack(x, squares, group)
 
 
-def orthogonal_stack(
-    x: Tensor, squares: Tensor | None, group: Mapping[str, Any], slices: RowSlices | None = None
-) -> Tensor:
+def orthogonal_stack(x: Tensor, squares: Tensor | None, group: Mapping[str, Any]) -> Tensor:
     """The same of a stack of matrices, bfloat16, which may be overwritten; `squares` of their norms
     where they are known.
     """
     count, rows, columns = x.shape
     x = x if count > 1 else x[0]
-    tall = rows > columns or slices is not None
+    tall = rows > columns
     if tall:
         x = x.mT if reads_columns(count, rows) else x.mT.contiguous()
     steps = coefficients(group["ns_coefficients"], group["ns_steps"])
@@ -290,17 +264,9 @@ def orthogonal_stack(
         eps=group["eps"],
         gram_variant=group["gram_variant"],
         symmetric=group["symmetric"],
-        total=slices.total if slices is not None else None,
         squares=squares,
     )
     return x.mT if tall else x
-
-
-def add_slice(param: Tensor, update: Tensor, group: Mapping[str, Any], slices: RowSlices) -> None:
-    """Updates some rows of a matrix, together with the ranks that have the others."""
-    rows, columns = param.shape
-    alpha = -adjusted_lr(group, rows * slices.count, columns)
-    param.add_(orthogonal([update], group, slices), alpha=alpha)
 
 
 def update_sharded(param: DTensor, update: Tensor, group: Mapping[str, Any]) -> None:
