@@ -73,9 +73,7 @@ class CrossEntropyLoss(Loss):
 
     weight: torch.Tensor | None
 
-    def __init__(
-        self, weight: torch.Tensor | None = None, **options: Unpack[LossOptions]
-    ) -> None:
+    def __init__(self, weight: torch.Tensor | None = None, **options: Unpack[LossOptions]) -> None:
         super().__init__(LossOptions, options)
         self.register_buffer("weight", weight)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_of
+from interlace.kernels.launch import ELEMENTS, KernelSource, kernel_of, on, stream_of
 from interlace.nn.cross_entropy import kernel
 from interlace.nn.cross_entropy.layout import ALIGNMENT, GRAD_TILES, Constants, KernelRows
 from interlace.nn.cross_entropy.steps import Problem
@@ -19,8 +19,6 @@ SCALED, SCALERS = 2048, 1056
 """Elements that a program of `scale_kernel` takes at a time, and the programs: 8 a processor."""
 MERGED_ROWS = 128
 """Rows that a program of `merge_kernel` joins."""
-ELEMENTS = {**TYPES, torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32"}
-"""Triton's names of the types that a tensor given to a kernel may have."""
 NARROW = ("rows", "local", "parts", "groups_a_part", "groups_a_program")
 """Counts of 32 bits; all others are of 64."""
 FLOATS = ("smoothing", "z_loss", "softcap", "number")
