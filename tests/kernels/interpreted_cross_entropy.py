@@ -76,7 +76,7 @@ def targets(draw: random.Random, batch: tuple[int, ...], classes: int, bad: bool
     y[flat < 0.2] = -100
     if bad:
         y[flat > 0.9] = draw.choice([classes, classes + 7, -1])
-    return y.int() if draw.random() < 0.3 else y
+    return (y.int() if draw.random() < 0.3 else y).contiguous()
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, rtol: float, atol: float, what: object) -> None:

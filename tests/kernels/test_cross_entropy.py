@@ -32,7 +32,7 @@ def test_kernels_compute_what_the_twin_does(seed: int) -> None:
 
 
 FLAGS: dict[str, Any] = {
-    "RANK": 0, "WORLD": 1, "MEASURED": False, "DIMS": 1, "STRIDED": False, "EVEN": True,
+    "RANK": 0, "WORLD": 1, "MEASURED": False, "DIMS": 1, "EVEN": True,
     "SMOOTH": False, "WEIGHTED": False, "ZLOSS": False, "CAP": False,
 }  # fmt: skip
 
@@ -75,10 +75,9 @@ def test_loads_of_16_bytes_and_no_spills(
     name: str, element: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Each thread has its loads of 16 bytes under way together, also in rows of odd length."""
-    from interlace.nn.cross_entropy.layout import GRAD_UNROLL, UNROLL, WARPS
+    from interlace.nn.cross_entropy.layout import UNROLL, WARPS
 
-    forward = name == "stats_kernel"
-    loads = UNROLL if forward else GRAD_UNROLL
+    forward, loads = name == "stats_kernel", UNROLL
     cut = {"U": loads, "LANES": 32 * WARPS, "VEC": 16 // element.itemsize}
     # fmt: off
     own: dict[str, Any] = (
@@ -102,7 +101,7 @@ def test_loads_of_16_bytes_and_no_spills(
 @pytest.mark.kernels
 @pytest.mark.parametrize("picks", [True, False])
 def test_the_small_kernels_compile(picks: bool) -> None:
-    flags = {k: v for k, v in FLAGS.items() if k not in ("STRIDED", "EVEN")}
+    flags = {k: v for k, v in FLAGS.items() if k != "EVEN"}
     constants = {**flags, "PICK": picks, "FINISH": not picks, "BLOCK": 128, "SMOOTH": True}
     assert ptx_of("merge_kernel", torch.bfloat16, constants, 4)
     total = {"MEAN": True, "WEIGHTED": picks, "FIGURE": 3, "GIVEN": False, "BLOCK": 4096}
@@ -183,7 +182,7 @@ def test_kernels_are_given_what_they_name(
     assert given["sizes"] is None
     assert given["weight"] is weight
     assert given["local"] == given["g_row"] == 4096
-    assert (given["s2"], given["skew"], given["first_row"]) == (4097, (1 + rows) % 4, rows)
+    assert (given["step"], given["skew"], given["first_row"]) == (4097, (1 + rows) % 4, rows)
     assert given["logits"].data_ptr() % 16 == 0
     _, grid, columns, given = programs["stats_kernel"][0].launched[1]
     assert (grid, columns > 1) == (rows, rows == 3)
@@ -210,6 +209,7 @@ def test_kernels_are_given_what_they_name(
         ((2, 4, 80), lambda x: x[..., :63], 1, False),
         ((3, 2, 64), lambda x: x.transpose(0, 1), 2, True),
         ((2, 3, 4, 6, 64), lambda x: x.permute(3, 2, 1, 0, 4), 1, True),
+        ((64, 2, 3, 1, 4), lambda x: x.movedim(0, -1), 1, True),
     ],
 )
 def test_rows_are_found_without_a_copy(
@@ -221,6 +221,6 @@ def test_rows_are_found_without_a_copy(
     y = torch.zeros(x.shape[:-1], dtype=torch.int64)
     problem = Problem(x, y, None, Terms(), Shards.alone(x.shape[-1]), new_word("cpu"))
     layout = KernelRows(problem)
-    assert (layout.cut.dims, dict(layout.cut.ways)["EVEN"]) == (dims, even)
+    assert (layout.cut.dims, dict(layout.cut.variant)["EVEN"]) == (dims, even)
     copied = layout.logits.data_ptr() != x.data_ptr()
-    assert copied == (len(shape) > 4), "only what takes more than three strides is copied"
+    assert copied == (len(shape) > 4), "only what two strides do not describe is copied"

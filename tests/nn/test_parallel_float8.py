@@ -24,7 +24,7 @@ from interlace.nn.functional import (
     linear_reduce_scatter,
     replicated_linear,
 )
-from interlace.nn.parallel.text import LinearLayer, serial
+from interlace.nn.parallel.serial import LinearLayer, serial
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "copy")
 MANY = ("all_gather", "copy")
@@ -301,4 +301,4 @@ def test_half_the_bytes_travel() -> None:
     assert "full = empty(f8e4m3[2 * S, 4224])" in text
     assert "all_reduce" not in text
     team = LinearLayer("all_gather", "bf16", 4096, (1024,), (False,), recipe=Recipe(scale="team"))
-    assert 'all_reduce(x8_amax, x8_most, reduce="max", team=tp)' in str(serial(team, (0, 1), 2048))
+    assert 'all_reduce(x_amax, reduced, reduce="max", team=tp)' in str(serial(team, (0, 1), 2048))

@@ -162,7 +162,7 @@ def compiled(seed: int) -> str:
         expected = stepped(theirs, tokens)
         for kind in kinds:
             model: Any = copy.deepcopy(whole)
-            parallelize(model, mesh, plan_of(kind), sum_gradients=True)
+            parallelize(model, mesh, plan_of(kind))
             if kind == "torch sequence":
                 traced = interlace.compile(model, tokens, mesh=mesh)
                 told = traced.explain()

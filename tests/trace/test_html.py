@@ -18,7 +18,7 @@ from tests.trace.samples import RANKS, TEXT, run, sample, serial_sample
 
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Loc, Program, Remark, Site, parse
-from interlace.trace import Run, html_page, write_html, write_page
+from interlace.trace import Run, html_page, write_page
 from interlace.trace.figures import milliseconds, percent
 from interlace.trace.page_data import page_data
 
@@ -68,7 +68,9 @@ def hostile(text: str) -> tuple[Program, Timeline]:
 
 def test_the_page_is_one_file_that_fetches_nothing(tmp_path: Path):
     program = sample()
-    path = write_html(run(program), run(program, "measured"), tmp_path / "t.html", program=program)
+    path = write_page(
+        [Run((program,), run(program), run(program, "measured"))], tmp_path / "t.html"
+    )
     assert list(tmp_path.iterdir()) == [path]
     page = path.read_text()
     for tag, attributes in tags(page):
@@ -221,7 +223,7 @@ def test_the_serial_schedule_stands_above_on_one_scale_in_the_same_colours():
 def test_chromium_draws_every_row(tmp_path: Path):
     program = sample()
     predicted, measured = run(program), run(program, "measured", 1.3)
-    path = write_html(predicted, measured, tmp_path / "t.html", program=program)
+    path = write_page([Run((program,), predicted, measured)], tmp_path / "t.html")
     dom = dump_dom(path, "op=0:3&theme=dark")
     assert 'data-ready="yes"' in dom
     assert 'data-theme="dark"' in dom
@@ -243,7 +245,7 @@ def test_chromium_shows_all_lines_of_a_long_op(tmp_path: Path):
     counts = Counter(re.findall(r'data-op="(0:\d+)"', page))
     op, count = counts.most_common(1)[0]
     assert count > 1
-    dom = dump_dom(write_html(timeline, None, tmp_path / "t.html", program=program), f"op={op}")
+    dom = dump_dom(write_page([Run((program,), timeline)], tmp_path / "t.html"), f"op={op}")
     assert len(re.findall(rf'<li data-op="{op}"[^>]*class="[^"]*picked"', dom)) == count
     detail = dom[dom.index('id="detail"') :].split("</section>")[0]
     assert re.search(r"<code>main: call\(.+\)</code>", detail), "the whole op, in one line"
@@ -251,7 +253,7 @@ def test_chromium_shows_all_lines_of_a_long_op(tmp_path: Path):
 
 def test_chromium_runs_nothing_hostile(tmp_path: Path):
     program, timeline = hostile("".join(HOSTILE))
-    path = write_html(timeline, timeline, tmp_path / "t.html", program=program)
+    path = write_page([Run((program,), timeline, timeline)], tmp_path / "t.html")
     dom = dump_dom(path)
     assert 'data-ready="yes"' in dom
     assert "<title>owned" not in dom

@@ -8,7 +8,7 @@ import pytest
 
 from interlace.float8 import Recipe
 from interlace.ir import Program, parse, parse_set
-from interlace.nn.parallel.text import LinearLayer, serial
+from interlace.nn.parallel.serial import LinearLayer, serial
 from interlace.options import Options
 from interlace.passes.pipeline import lower
 from interlace.strategies import StrategyName

@@ -23,7 +23,7 @@ from interlace.float8.kernel import (
     turn_kernel,
 )
 from interlace.float8.recipe import Recipe
-from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_of
+from interlace.kernels.launch import ELEMENTS, KernelSource, divisible, kernel_of, on, stream_of
 
 PARTS = 512
 """Programs of the maximum of a whole tensor, and numbers that they give: for any size."""
@@ -40,29 +40,16 @@ LINE_TILE: Mapping[str, int] = {"BM": 32, "BK": 128}
 CAST_TILE: Mapping[str, int] = {"BM": 128, "BK": 128}
 WARPS = 8
 READ_WARPS = 16
-KINDS = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 
 
 def amax_source(dtype: torch.dtype, whole: tuple[bool, ...]) -> KernelSource:
     """`whole`: which of x's address, columns and stride are multiples of 16."""
-    return KernelSource(
-        kernel=amax_kernel,
-        types={"x": _element(dtype), "found": "*fp32", **_numbers("rows", "columns", "stride")},
-        constants={"BF16": dtype == torch.bfloat16, "BLOCK": BLOCK},
-        num_warps=READ_WARPS,
-        divisible=_divisible(whole),
-    )
+    return _source(amax_kernel, dtype, None, {"BLOCK": BLOCK}, _divisible(whole), READ_WARPS)
 
 
 def lines_source(dtype: torch.dtype, axis: int, whole: tuple[bool, ...]) -> KernelSource:
     """The same, of the maxima of rows (1) or columns (0)."""
-    return KernelSource(
-        kernel=lines_kernel,
-        types={"x": _element(dtype), "found": "*fp32", **_numbers("rows", "columns", "stride")},
-        constants={"AXIS": axis, "BF16": dtype == torch.bfloat16, **LINE_TILE},
-        num_warps=WARPS,
-        divisible=_divisible(whole),
-    )
+    return _source(lines_kernel, dtype, None, {"AXIS": axis, **LINE_TILE}, _divisible(whole))
 
 
 def cast_source(
@@ -72,88 +59,73 @@ def cast_source(
     """`rows`, `across`: which are made. `count`: a power of two that is no less than the numbers of
     `amax`; `whole` as above.
     """
-    return KernelSource(
-        kernel=cast_kernel,
-        types={
-            "x": _element(dtype),
-            **dict.fromkeys(("amax", "amax_t"), "*fp32"),
-            "data": "*" + KINDS[kind],
-            **dict.fromkeys(("words", "words_t"), "*i32"),
-            **_numbers("rows", "columns", "stride", "width", "width_t", "count"),
-            "eps": "fp32",
-        },
-        constants={
-            "BY_ROW": by_row,
-            "ROWS": rows,
-            "ACROSS": across,
-            "POWER_OF_TWO": power_of_two,
-            "E5M2": kind == torch.float8_e5m2,
-            "LARGEST": torch.finfo(kind).max,
-            "BF16": dtype == torch.bfloat16,
-            "COUNT": count,
-            **CAST_TILE,
-        },
-        num_warps=WARPS,
-        divisible={**_divisible(whole), "width": 16, "width_t": 16, "amax": 4},
-        options={"enable_fp_fusion": False, "launch_pdl": True},
-    )
+    constants = {
+        "BY_ROW": by_row,
+        "ROWS": rows,
+        "ACROSS": across,
+        "POWER_OF_TWO": power_of_two,
+        "LARGEST": torch.finfo(kind).max,
+        "COUNT": count,
+        **CAST_TILE,
+    }
+    by = {**_divisible(whole), "width": 16, "width_t": 16, "amax": 4}
+    return _source(cast_kernel, dtype, kind, constants, by, enable_fp_fusion=False, launch_pdl=True)
 
 
 def guess_source(
     dtype: torch.dtype, kind: torch.dtype, rows: bool, across: bool, mends: bool,
     whole: tuple[bool, ...],
 ) -> KernelSource:  # fmt: skip
-    """Of `guess_kernel`, or `mends`."""
-    return KernelSource(
-        kernel=mend_kernel if mends else guess_kernel,
-        types={
-            "x": _element(dtype),
-            **dict.fromkeys(("near", "parts"), "*fp32"),
-            "data": "*" + KINDS[kind],
-            **dict.fromkeys(("words", "words_t"), "*i32"),
-            **_numbers("rows", "columns", "stride", "width", "width_t"),
-            "eps": "fp32",
-        },
-        constants={
-            "ROWS": rows,
-            "ACROSS": across,
-            "E5M2": kind == torch.float8_e5m2,
-            "LARGEST": torch.finfo(kind).max,
-            "BF16": dtype == torch.bfloat16,
-            **({"COUNT": JOINED} if mends else {}),
-            **CAST_TILE,
-        },
-        num_warps=WARPS,
-        divisible={**_divisible(whole), "width": 16, "width_t": 16, "near": 4},
-        options={"enable_fp_fusion": False, **({"launch_pdl": True} if mends else {})},
-    )
+    """The source of `guess_kernel`, or of `mend_kernel`."""
+    constants = {"ROWS": rows, "ACROSS": across, "LARGEST": torch.finfo(kind).max, **CAST_TILE}
+    by = {**_divisible(whole), "width": 16, "width_t": 16, "near": 4}
+    options = {"enable_fp_fusion": False}
+    if mends:
+        constants["COUNT"] = JOINED
+        options["launch_pdl"] = True
+    return _source(mend_kernel if mends else guess_kernel, dtype, kind, constants, by, **options)
 
 
 def turn_source(
     kind: torch.dtype, shift: bool, by: bool, alike: bool, count: int, whole: bool
 ) -> KernelSource:
     """`count`: a power of two that is no less than the blocks; `whole`: columns come by 16."""
+    constants = {"SHIFT": shift, "BY": by, "ALIKE": alike, "COUNT": count, **CAST_TILE}
+    widths = dict.fromkeys(("width", "width_by", "width_t"), 16)
+    places = {"columns": 16 if whole else 1, **widths}
+    return _source(turn_kernel, None, kind, constants, places, enable_fp_fusion=False)
+
+
+def _source(
+    kernel: Any,
+    dtype: torch.dtype | None,
+    kind: torch.dtype | None,
+    constants: Mapping[str, Any],
+    divisible: Mapping[str, int],
+    num_warps: int = WARPS,
+    **options: bool,
+) -> KernelSource:
+    """A kernel that reads x of `dtype`, and reads or writes FP8 of that `kind`."""
+    types: dict[str, str] = {
+        **dict.fromkeys(("found", "amax", "amax_t", "near", "parts"), "*fp32"),
+        **dict.fromkeys(("words", "words_t", "by"), "*i32"),
+        **dict.fromkeys(("rows", "columns", "count", "blocks"), "i32"),
+        **dict.fromkeys(("width", "width_t", "width_by"), "i32"),
+        **{"stride": "i64", "eps": "fp32"},
+    }
+    known: dict[str, Any] = {}
+    if dtype is not None:
+        bf16 = dtype == torch.bfloat16
+        types["x"], known["BF16"] = "*i16" if bf16 else "*" + ELEMENTS[dtype], bf16
+    if kind is not None:
+        types["data"], known["E5M2"] = "*" + ELEMENTS[kind], kind == torch.float8_e5m2
     return KernelSource(
-        kernel=turn_kernel,
-        types={
-            "data": "*" + KINDS[kind],
-            **dict.fromkeys(("words", "by", "words_t"), "*i32"),
-            **_numbers("rows", "columns", "width", "width_by", "width_t", "blocks"),
-        },
-        constants={
-            "SHIFT": shift,
-            "BY": by,
-            "ALIKE": alike,
-            "E5M2": kind == torch.float8_e5m2,
-            "COUNT": count,
-            **CAST_TILE,
-        },
-        num_warps=WARPS,
-        divisible={
-            "columns": 16 if whole else 1,
-            **dict.fromkeys(("width", "width_by", "width_t"), 16),
-        },
-        options={"enable_fp_fusion": False},
+        kernel=kernel,
+        types=types,
+        constants={**known, **constants},
+        num_warps=num_warps,
+        divisible=divisible,
+        options=options,
     )
 
 
@@ -258,10 +230,6 @@ def _lines(x: Tensor, axis: int) -> Tensor:
     return found
 
 
-def _element(dtype: torch.dtype) -> str:
-    return "*i16" if dtype == torch.bfloat16 else "*" + TYPES[dtype]
-
-
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
@@ -274,14 +242,9 @@ def _width(packed: Tensor | None) -> int:
     return 0 if packed is None else packed.shape[1]
 
 
-def _numbers(*names: str) -> dict[str, Any]:
-    return {name: "i64" if name == "stride" else "i32" for name in names}
-
-
 def _whole(x: Tensor, columns: int) -> tuple[bool, ...]:
     return x.data_ptr() % 16 == 0, columns % 16 == 0, x.stride(0) % 16 == 0
 
 
 def _divisible(whole: tuple[bool, ...]) -> dict[str, int]:
-    names = ("x", "columns", "stride")
-    return {name: 16 if by16 else 1 for name, by16 in zip(names, whole, strict=True)}
+    return divisible(("x", "columns", "stride"), whole)

@@ -31,8 +31,15 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
 }
 """Triton's names of the element types that the kernels take."""
-FLOAT8: Mapping[torch.dtype, str] = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
-"""Those that some take besides."""
+ELEMENTS: Mapping[torch.dtype, str] = {
+    **TYPES,
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
+"""Names of the element types that some kernels take."""
 RECENT = 64
 """Sets of addresses that are cached for a kernel: making a tensor map takes microseconds."""
 
@@ -51,7 +58,7 @@ def stream_of(device: torch.device) -> int:
 
 def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = False) -> str:
     """The signature of a tensor descriptor whose tiles have that shape; Gluon's say the layout."""
-    layout, name = "", TYPES.get(dtype) or FLOAT8[dtype]
+    layout, name = "", ELEMENTS[dtype]
     if gluon:
         from triton.experimental.gluon import language as gl
 
@@ -59,6 +66,11 @@ def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = Fal
         element = next(element for element in elements if element.name == name)
         layout = f",{gl.NVMMASharedLayout.get_default_for([rows, columns], element)!r}"
     return f"tensordesc<{name}[{rows}, {columns}]{layout}>"
+
+
+def divisible(names: tuple[str, ...], whole: tuple[bool, ...]) -> dict[str, int]:
+    """The `divisible` of a source, of arguments that are multiples of 16 where `whole` says so."""
+    return {name: 16 if by16 else 1 for name, by16 in zip(names, whole, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)

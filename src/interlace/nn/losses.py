@@ -6,8 +6,8 @@ loss = LinearCrossEntropyLoss(z_loss=1e-4)(hidden, head.weight, target)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -16,14 +16,42 @@ from interlace.nn.cross_entropy.loss import Reduction
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
 
 
+class LossOptions(TypedDict, total=False):
+    """Options of `interlace.nn.functional.cross_entropy`."""
+
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+    group: Any
+    z_loss: float
+    softcap: float | None
+    denominator: torch.Tensor | float | None
+    check_targets: bool
+    shard_sizes: Sequence[int] | None
+
+
+class LinearLossOptions(LossOptions, total=False):
+    """Options of `interlace.nn.functional.linear_cross_entropy`."""
+
+    chunk_size: int | None
+    accumulate_dtype: torch.dtype | None
+    overlap: bool
+
+
 class Loss(nn.Module):
     """A loss whose options are set."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, kind: type[LossOptions], options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.options = options
+        known = kind.__optional_keys__
+        if unknown := sorted(options.keys() - known):
+            raise TypeError(
+                f"{type(self).__name__} has no option {unknown[0]!r}: fix: take one of "
+                f"{', '.join(sorted(known))}"
+            )
+        self.options = dict(options)
 
-    def given(self, denominator: torch.Tensor | float | None) -> dict[str, Any]:
+    def with_denominator(self, denominator: torch.Tensor | float | None) -> dict[str, Any]:
         """The options, with this denominator if one is given."""
         return self.options if denominator is None else {**self.options, "denominator": denominator}
 
@@ -36,8 +64,8 @@ class Loss(nn.Module):
 class CrossEntropyLoss(Loss):
     """`interlace.nn.functional.cross_entropy` with its options set.
 
-    Takes the arguments of `torch.nn.CrossEntropyLoss` (without the deprecated ones), then those of
-    the function. Logits are (..., classes): the classes come last. `weight` is a buffer.
+    Takes the options of `torch.nn.CrossEntropyLoss` (without the deprecated ones), and those of the
+    function. Logits are (..., classes): the classes come last. `weight` is a buffer.
 
     A target that is no class makes this loss NaN, and a later call raises TargetError;
     `check_targets=True` raises at once, and has the host wait for the device.
@@ -45,31 +73,8 @@ class CrossEntropyLoss(Loss):
 
     weight: torch.Tensor | None
 
-    def __init__(
-        self,
-        weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: Reduction = "mean",
-        label_smoothing: float = 0.0,
-        *,
-        group: Any = None,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        denominator: torch.Tensor | float | None = None,
-        check_targets: bool = False,
-        shard_sizes: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            group=group,
-            z_loss=z_loss,
-            softcap=softcap,
-            denominator=denominator,
-            check_targets=check_targets,
-            shard_sizes=shard_sizes,
-        )
+    def __init__(self, weight: torch.Tensor | None = None, **options: Unpack[LossOptions]) -> None:
+        super().__init__(LossOptions, options)
         self.register_buffer("weight", weight)
 
     def forward(
@@ -79,7 +84,7 @@ class CrossEntropyLoss(Loss):
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         """The loss; a `denominator` replaces the option in this call."""
-        return cross_entropy(logits, target, self.weight, **self.given(denominator))
+        return cross_entropy(logits, target, self.weight, **self.with_denominator(denominator))
 
 
 class LinearCrossEntropyLoss(Loss):
@@ -92,36 +97,9 @@ class LinearCrossEntropyLoss(Loss):
     class_weight: torch.Tensor | None
 
     def __init__(
-        self,
-        class_weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: Reduction = "mean",
-        label_smoothing: float = 0.0,
-        *,
-        group: Any = None,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        denominator: torch.Tensor | float | None = None,
-        check_targets: bool = False,
-        shard_sizes: Sequence[int] | None = None,
-        chunk_size: int | None = None,
-        accumulate_dtype: torch.dtype | None = None,
-        overlap: bool = True,
+        self, class_weight: torch.Tensor | None = None, **options: Unpack[LinearLossOptions]
     ) -> None:
-        super().__init__(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            group=group,
-            z_loss=z_loss,
-            softcap=softcap,
-            denominator=denominator,
-            check_targets=check_targets,
-            shard_sizes=shard_sizes,
-            chunk_size=chunk_size,
-            accumulate_dtype=accumulate_dtype,
-            overlap=overlap,
-        )
+        super().__init__(LinearLossOptions, options)
         self.register_buffer("class_weight", class_weight)
 
     def forward(
@@ -133,5 +111,5 @@ class LinearCrossEntropyLoss(Loss):
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         """The loss; a `denominator` replaces the option in this call."""
-        options = {"class_weight": self.class_weight, **self.given(denominator)}
+        options = {"class_weight": self.class_weight, **self.with_denominator(denominator)}
         return linear_cross_entropy(hidden, weight, target, bias, **options)

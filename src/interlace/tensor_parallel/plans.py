@@ -47,13 +47,6 @@ from interlace.tensor_parallel.styles import (
     is_plain,
 )
 
-GROUPS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("wq", "wk", "wv"),
-    ("w1", "w3"),
-)
-"""Layers that are given one input, by the names that models have for them."""
 OF_ROWS = (ColwiseParallel, RowwiseParallel, SequenceParallel, OverlapRowwise)
 """Styles below a module that are right whether its input is in parts or whole."""
 
@@ -77,7 +70,6 @@ def parallelize(
     mesh: DeviceMesh,
     plan: Mapping[str, str] | Mapping[str, ParallelStyle] | None = None,
     *,
-    sum_gradients: bool = False,
     options: Given = None,
     overlap: bool = True,
     recipe: Recipe | None = None,
@@ -99,9 +91,6 @@ def parallelize(
             "embedding_colwise", "replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", and
             "moe_tp_experts" with its Parameters' "packed_colwise", "packed_rowwise", "colwise" and
             "rowwise".
-        sum_gradients: one `OverlapColwiseGroup` for layers of an input that all ranks have, by
-            their names (q_proj, k_proj, v_proj; gate_proj, up_proj; wq, wk, wv; w1, w3): the
-            gradients that they give it are summed before one all-reduce.
         options, overlap, recipe: as of `OverlapColwise` and `OverlapRowwise`, for the layers that
             overlap; of words, for row-parallel ones.
 
@@ -131,8 +120,6 @@ def parallelize(
     how = {"options": options, "overlap": overlap}
     styles = styles_of_words(model, words, mesh, how, recipe)
     kept = _rewrite(theirs, modules, styles, how, recipe)
-    if sum_gradients:
-        _group(modules, styles, how)
     plain = {n: kept.get(n) or _why(styles[n], modules[n]) for n in found if n in styles}
     groups = {n: s for n, s in styles.items() if isinstance(s, OverlapColwiseGroup)}
     members = {_below(parent, name) for parent, s in groups.items() for name in s.names}
@@ -211,25 +198,6 @@ def _is_called(module: nn.Module) -> bool:
 
 def _below(parent: str, name: str) -> str:
     return f"{parent}.{name}".removeprefix(".")
-
-
-def _group(
-    modules: Mapping[str, nn.Module], styles: dict[str, ParallelStyle], how: dict[str, Any]
-) -> None:
-    """Gives layers of one input, which all ranks have, to a style of their parent."""
-    for parent in modules:
-        for group in GROUPS:
-            names = [_below(parent, name) for name in group]
-            if parent not in styles and all(_is_column(styles.get(name)) for name in names):
-                styles[parent] = OverlapColwiseGroup(group, **how)
-                for name in names:
-                    del styles[name]
-
-
-def _is_column(style: Any) -> bool:
-    """Whether a layer takes what all ranks have, and gives its columns as a local tensor."""
-    plain = type(style) is OverlapColwise and style.use_local_output
-    return plain and style.input_layouts == ALL and style.output_layouts == FEATURES
 
 
 # torch's styles

@@ -14,7 +14,7 @@ tracks.py     runs, what stands in one row, the arrows, and how files are writte
 """
 
 from interlace.trace.figures import figures_json, figures_rows, figures_text
-from interlace.trace.html import html_page, write_html, write_page
+from interlace.trace.html import html_page, write_page
 from interlace.trace.perfetto import write_perfetto
 from interlace.trace.tracks import Arrow, Run, Track, arrows, tracks
 
@@ -28,7 +28,6 @@ __all__ = [
     "figures_text",
     "html_page",
     "tracks",
-    "write_html",
     "write_page",
     "write_perfetto",
 ]

@@ -23,7 +23,6 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from interlace.cost.timeline import Timeline
 from interlace.ir import Program
 from interlace.ir.text.printer import print_lines
 from interlace.trace.figures import milliseconds, percent
@@ -42,20 +41,6 @@ LINES = 500
 """Lines of text that are laid out together, when they come in sight."""
 SCRIPTS = ("model.js", "draw.js", "act.js")
 """The page's one script, in this order."""
-
-
-def write_html(
-    predicted: Timeline | None,
-    measured: Timeline | None,
-    path: str | Path,
-    *,
-    program: Program | Sequence[Program] | None = None,
-    name: str = "",
-    facts: Sequence[tuple[str, str]] = (),
-) -> Path:
-    """Writes the page of one run; `program` is what ran (a sequence for a set of Programs)."""
-    programs = (program,) if isinstance(program, Program) else tuple(program or ())
-    return write_page([Run(programs, predicted, measured)], path, name, facts)
 
 
 def write_page(

@@ -31,6 +31,8 @@ from interlace.ir.build.ops import (
 from interlace.ir.checks.validate import validate
 from interlace.ir.ops import Alloc, Arg, Name
 from interlace.ir.program import Node, Program, Region, Remark, Site
+from interlace.ir.size_class import FIXED, NamedSize, SizeClass
+from interlace.ir.sizes import Size, named
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import Buffer, Dim, Table, Team
 
@@ -78,6 +80,8 @@ class Builder(BuilderOps):
     def __init__(self, name: str, teams: tuple[Team, ...], ranks: tuple[int, ...] | None) -> None:
         super().__init__(teams, ranks)
         self.name = name
+        self.sizes: SizeClass = FIXED
+        """The named sizes, and which values of them the Program is for."""
         self.params: list[Buffer] = []
         self.regions: list[Region] = []
         self.sites: list[Site] = []
@@ -118,6 +122,7 @@ class Builder(BuilderOps):
             Program(
                 name=self.name,
                 teams=self.scope.teams,
+                sizes=self.sizes,
                 tables=tuple(self.scope.tables.values()),
                 params=tuple(self.params),
                 ops=tuple(self.ops),
@@ -129,6 +134,13 @@ class Builder(BuilderOps):
             )
         )
         return self._program
+
+    def size(self, name: str, value: int) -> Size:
+        """A size that differs from run to run; decisions are made for `value`."""
+        if name in self.sizes.values:
+            raise ProgramError(f"size {name!r} is declared twice: give the second another name")
+        self.sizes = SizeClass((*self.sizes.sizes, NamedSize(name, value)), self.sizes.facts)
+        return named(name)
 
     def table(self, name: str, values: Sequence[int], team: TeamOrName = None) -> Table:
         """One integer for each rank of a team; `rows[p.tp.rank]` is this rank's."""

@@ -32,22 +32,19 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 GEOMETRY = (
-    "rows", "local", "offset", "classes", "ignore_index", "n1", "n2", "s0", "s1", "s2",
-    "stride", "t0", "t1", "t2", "skew", "first_row",
+    "rows", "local", "offset", "classes", "ignore_index", "inner", "outer_step", "step", "skew",
+    "first_row",
 )  # fmt: skip
 """Numbers that a kernel is not compiled anew for."""
 
 
 @triton.jit
-def place(row, n1, n2, s0, s1, s2, DIMS: tl.constexpr):
-    """Where a row lies: its number counted through DIMS dimensions, the last n2 and n1 long."""
+def place(row, inner, outer_step, step, DIMS: tl.constexpr):
+    """Where a row lies: its number counted through DIMS dimensions, the last `inner` long."""
     at = row.to(tl.int64)
     if DIMS == 1:
-        return at * s2
-    if DIMS == 2:
-        return (at // n2) * s1 + (at % n2) * s2
-    outer = at // n2
-    return (outer // n1) * s0 + (outer % n1) * s1 + (at % n2) * s2
+        return at * step
+    return (at // inner) * outer_step + (at % inner) * step
 
 
 @triton.jit
@@ -85,12 +82,12 @@ def finite(m):
 
 
 @triton.jit
-def pick(logits, weight, target, at, first, local, stride, softcap,
+def pick(logits, weight, target, at, first, local, softcap,
          CAP: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
     """The target's logit and class weight: -inf and 0 where another rank, or none, has it."""
     column = target - first
     mine = (column >= 0) & (column < local)
-    x = tl.load(logits + at + column * stride, mask=mine, other=0.0).to(tl.float32)
+    x = tl.load(logits + at + column, mask=mine, other=0.0).to(tl.float32)
     if CAP:
         x = cap_logits(x, softcap)
     x = tl.where(mine, x, float("-inf"))
@@ -166,26 +163,21 @@ def slope(x, c, weight, inside, column, m, shift, a, b, h, softcap,
 @triton.jit(do_not_specialize=[*GEOMETRY, "groups_a_part"])
 def stats_kernel(
     logits, target, weight, stats, out, losses, word, sizes,
-    rows, local, offset, classes, ignore_index, n1, n2, s0, s1, s2, stride, t0, t1, t2,
-    skew, first_row,
+    rows, local, offset, classes, ignore_index, inner, outer_step, step, skew, first_row,
     smoothing, z_loss, softcap, groups_a_part,
     RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr,
-    DIMS: tl.constexpr, STRIDED: tl.constexpr, EVEN: tl.constexpr,
+    DIMS: tl.constexpr, EVEN: tl.constexpr,
     SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr, CAP: tl.constexpr,
     FINISH: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     part = tl.program_id(1)
-    at = place(row, n1, n2, s0, s1, s2, DIMS) + skew
-    y = tl.load(target + place(row, n1, n2, t0, t1, t2, DIMS)).to(tl.int64)
+    at = place(row, inner, outer_step, step, DIMS) + skew
+    y = tl.load(target + row).to(tl.int64)
     counted = y != ignore_index
-    if STRIDED:
-        base = logits + at
-        head = 0
-    else:  # the 16-byte boundary below the row, and how far above it the row begins
-        below = at // VEC * VEC
-        base = logits + below
-        head = 0 if EVEN else (at - below).to(tl.int32)
+    below = at // VEC * VEC  # the 16-byte boundary, and how far above it the row begins
+    base = logits + below
+    head = 0 if EVEN else (at - below).to(tl.int32)
     end = head + local
     groups = (end + VEC - 1) // VEC
     first = part * groups_a_part
@@ -198,7 +190,7 @@ def stats_kernel(
     d = tl.zeros((LANES,), tl.float32)
     s = tl.zeros((LANES,), tl.float32)
     mass = tl.zeros((LANES,), tl.float32)
-    if not EVEN and not STRIDED:
+    if not EVEN:
         column, rim = edges(head, end, groups, VEC)
         rim = rim & counted & (part == 0)
         few = tl.load(base + column, mask=rim, other=float("-inf")).to(tl.float32)
@@ -215,17 +207,11 @@ def stats_kernel(
             mass = tl.where(lane == 0, tl.sum(own, 0), 0.0)
     for k in range(first, last, U * LANES):
         g = k + group
-        if STRIDED:
-            inside = (g * VEC + element < local) & (g < last)
-            x = tl.load(base + (g * VEC + element).to(tl.int64) * stride, mask=inside,
-                        other=float("-inf"))  # fmt: skip
-        else:
-            whole = g < last
-            if not EVEN:
-                whole = whole & (g * VEC >= head) & (g * VEC + VEC <= end)
-            inside = tl.broadcast_to(whole, (U, LANES, VEC))
-            x = tl.load(base + (g * VEC + element), mask=inside, other=float("-inf"))
-        x = x.to(tl.float32)
+        whole = g < last
+        if not EVEN:
+            whole = whole & (g * VEC >= head) & (g * VEC + VEC <= end)
+        inside = tl.broadcast_to(whole, (U, LANES, VEC))
+        x = tl.load(base + (g * VEC + element), mask=inside, other=float("-inf")).to(tl.float32)
         if CAP:
             x = tl.where(inside, cap_logits(x, softcap), float("-inf"))
         new = tl.maximum(m, tl.max(tl.max(x, 2), 0))
@@ -240,8 +226,6 @@ def stats_kernel(
                 w = w.to(tl.float32)
                 away = away * w
                 mass += tl.sum(tl.sum(w, 2), 0)
-            elif STRIDED:
-                mass += tl.sum(tl.sum(inside.to(tl.float32), 2), 0)
             else:
                 mass += VEC * tl.sum(tl.sum(whole.to(tl.float32), 2), 0)
             s += tl.sum(tl.sum(tl.where(inside, away, 0.0), 2), 0)
@@ -256,7 +240,7 @@ def stats_kernel(
         sum_away = tl.sum(s + mass * (finite(m) - safe), 0)
     if FINISH:
         start, count = span(sizes, offset, classes, RANK, WORLD, MEASURED)
-        xy, wy = pick(logits, weight, y, at, start, local, stride, softcap, CAP, WEIGHTED)
+        xy, wy = pick(logits, weight, y, at, start, local, softcap, CAP, WEIGHTED)
         finish(out, losses, word, row, rows, first_row, row < rows, y, count, ignore_index,
                top, total, xy, wy, sum_away, sum_mass, smoothing, z_loss,
                SMOOTH, WEIGHTED, ZLOSS)  # fmt: skip
@@ -273,8 +257,7 @@ def stats_kernel(
 @triton.jit(do_not_specialize=[*GEOMETRY, "parts"])
 def merge_kernel(
     stats, merged, logits, target, weight, out, losses, word, sizes,
-    rows, parts, local, offset, classes, ignore_index, n1, n2, s0, s1, s2, stride, t0, t1, t2,
-    skew, first_row,
+    rows, parts, local, offset, classes, ignore_index, inner, outer_step, step, skew, first_row,
     smoothing, z_loss, softcap,
     RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr, DIMS: tl.constexpr,
     SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr, CAP: tl.constexpr,
@@ -287,8 +270,7 @@ def merge_kernel(
     K: tl.constexpr = 3 + 2 * SMOOTH + WEIGHTED
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    y = tl.load(target + place(row, n1, n2, t0, t1, t2, DIMS), mask=inside, other=0)
-    y = y.to(tl.int64)
+    y = tl.load(target + row, mask=inside, other=0).to(tl.int64)
     start, count = span(sizes, offset, classes, RANK, WORLD, MEASURED)
     m = tl.full((BLOCK,), float("-inf"), tl.float32)
     here = stats + row
@@ -315,9 +297,9 @@ def merge_kernel(
                 wy += tl.load(here + (K - 1) * rows, mask=inside, other=0.0)
         here += K * rows
     if PICK:
-        at = place(row, n1, n2, s0, s1, s2, DIMS) + skew
+        at = place(row, inner, outer_step, step, DIMS) + skew
         own = tl.where(inside, y, -1)  # of no rank
-        xy, wy = pick(logits, weight, own, at, start, local, stride, softcap, CAP, WEIGHTED)
+        xy, wy = pick(logits, weight, own, at, start, local, softcap, CAP, WEIGHTED)
     if FINISH:
         finish(out, losses, word, row, rows, first_row, inside, y, count, ignore_index,
                m, d, xy, wy, s, mass, smoothing, z_loss, SMOOTH, WEIGHTED, ZLOSS)  # fmt: skip
@@ -336,11 +318,10 @@ def merge_kernel(
 @triton.jit(do_not_specialize=[*GEOMETRY, "g_row", "groups_a_program"])
 def grad_kernel(
     logits, target, weight, out, upstream, divisor, grad, sizes,
-    rows, local, offset, classes, ignore_index, n1, n2, s0, s1, s2, stride, t0, t1, t2,
-    skew, first_row,
+    rows, local, offset, classes, ignore_index, inner, outer_step, step, skew, first_row,
     g_row, smoothing, z_loss, softcap, groups_a_program,
     RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr,
-    DIMS: tl.constexpr, STRIDED: tl.constexpr, EVEN: tl.constexpr, ALIKE: tl.constexpr,
+    DIMS: tl.constexpr, EVEN: tl.constexpr, ALIKE: tl.constexpr,
     SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr, CAP: tl.constexpr,
     PER_ROW: tl.constexpr, DIVIDED: tl.constexpr, SCALED: tl.constexpr,
     U: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
@@ -351,8 +332,8 @@ def grad_kernel(
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
-    at = place(row, n1, n2, s0, s1, s2, DIMS) + skew
-    y = tl.load(target + place(row, n1, n2, t0, t1, t2, DIMS)).to(tl.int64)
+    at = place(row, inner, outer_step, step, DIMS) + skew
+    y = tl.load(target + row).to(tl.int64)
     start, count = span(sizes, offset, classes, RANK, WORLD, MEASURED)
     ignored = y == ignore_index
     known = (y >= 0) & (y < count)
@@ -380,13 +361,9 @@ def grad_kernel(
     b = tl.where(counted, b * up, 0.0)
     h = tl.where(counted, h * up, 0.0)
     shift = log_sum * LOG2E
-    if STRIDED:
-        base = logits + at
-        head = 0
-    else:
-        below = at // VEC * VEC
-        base = logits + below
-        head = 0 if EVEN else (at - below).to(tl.int32)
+    below = at // VEC * VEC
+    base = logits + below
+    head = 0 if EVEN else (at - below).to(tl.int32)
     to = row.to(tl.int64) * g_row
     into = grad + (to // VEC * VEC if ALIKE else to - head)
     end = head + local
@@ -395,7 +372,7 @@ def grad_kernel(
     last = tl.minimum(first + groups_a_program, groups)
     group = tl.arange(0, LANES)[None, :, None] + LANES * tl.arange(0, U)[:, None, None]
     element = tl.arange(0, VEC)[None, None, :]
-    if not EVEN and not STRIDED:
+    if not EVEN:
         place_of, rim = edges(head, end, groups, VEC)
         rim = rim & (part == 0)
         few = tl.load(base + place_of, mask=rim & counted, other=0.0)
@@ -405,16 +382,11 @@ def grad_kernel(
     for k in range(first, last, U * LANES):
         g = k + group
         c = g * VEC + element
-        if STRIDED:
-            inside = (c < local) & (g < last)
-            x = tl.load(base + c.to(tl.int64) * stride, mask=inside & counted, other=0.0)
-        else:
-            whole = g < last
-            if not EVEN:
-                whole = whole & (g * VEC >= head) & (g * VEC + VEC <= end)
-            inside = tl.broadcast_to(whole, (U, LANES, VEC))
-            x = tl.load(base + c, mask=tl.broadcast_to(whole & counted, (U, LANES, VEC)),
-                        other=0.0)  # fmt: skip
+        whole = g < last
+        if not EVEN:
+            whole = whole & (g * VEC >= head) & (g * VEC + VEC <= end)
+        inside = tl.broadcast_to(whole, (U, LANES, VEC))
+        x = tl.load(base + c, mask=tl.broadcast_to(whole & counted, (U, LANES, VEC)), other=0.0)
         x = slope(x, c - head, weight, inside, column, m, shift, a, b, h, softcap,
                   SMOOTH, WEIGHTED, CAP)  # fmt: skip
         tl.store(into + c, x.to(grad.dtype.element_ty), mask=inside)
@@ -447,7 +419,7 @@ def total_kernel(losses, kept, loss, divisor, denominator, number, rows,
 
 
 @triton.jit(do_not_specialize=["rows", "offset", "classes", "ignore_index"])
-def count_kernel(target, divisor, sizes, rows, stride, offset, classes, ignore_index,
+def count_kernel(target, divisor, sizes, rows, offset, classes, ignore_index,
                  RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """The rows whose target is a class, and not ignored."""
@@ -455,7 +427,7 @@ def count_kernel(target, divisor, sizes, rows, stride, offset, classes, ignore_i
     found = tl.zeros((BLOCK,), tl.float32)
     for k in range(0, rows, BLOCK):
         row = k + tl.arange(0, BLOCK)
-        y = tl.load(target + row.to(tl.int64) * stride, mask=row < rows, other=-1).to(tl.int64)
+        y = tl.load(target + row, mask=row < rows, other=-1).to(tl.int64)
         found += ((y >= 0) & (y < count) & (y != ignore_index)).to(tl.float32)
     tl.store(divisor, tl.sum(found, 0))
 

@@ -10,23 +10,15 @@ from typing import Any
 
 import torch
 
-from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_of
+from interlace.kernels.launch import ELEMENTS, KernelSource, kernel_of, on, stream_of
 from interlace.nn.cross_entropy import kernel
-from interlace.nn.cross_entropy.layout import (
-    ALIGNMENT,
-    GRAD_TILES,
-    GRAD_UNROLL,
-    Constants,
-    KernelRows,
-)
+from interlace.nn.cross_entropy.layout import ALIGNMENT, GRAD_TILES, Constants, KernelRows
 from interlace.nn.cross_entropy.steps import Problem
 
 SCALED, SCALERS = 2048, 1056
 """Elements that a program of `scale_kernel` takes at a time, and the programs: 8 a processor."""
 MERGED_ROWS = 128
 """Rows that a program of `merge_kernel` joins."""
-ELEMENTS = {**TYPES, torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32"}
-"""Triton's names of the types that a tensor given to a kernel may have."""
 NARROW = ("rows", "local", "parts", "groups_a_part", "groups_a_program")
 """Counts of 32 bits; all others are of 64."""
 FLOATS = ("smoothing", "z_loss", "softcap", "number")
@@ -80,10 +72,10 @@ def _stats(problem: Problem, layout: KernelRows, found: Any, kept: Any, losses: 
     terms, (count, each) = problem.terms, layout.cut.parts()
     launch(
         "stats_kernel", (layout.rows, count),
-        (layout.logits, layout.target, dense(problem.weight), found, kept, losses, problem.word,
+        (layout.logits, problem.target, dense(problem.weight), found, kept, losses, problem.word,
          problem.shards.sizes),
         (*layout.numbers, terms.smoothing, terms.z_loss, terms.softcap, each),
-        (("FINISH", losses is not None), *layout.cut.ways), layout.cut.warps,
+        (("FINISH", losses is not None), *layout.cut.variant), layout.cut.warps,
     )  # fmt: skip
 
 
@@ -94,7 +86,7 @@ def _merge(problem: Problem, found: torch.Tensor, merged: Any, kept: Any, losses
         return
     launch(
         "merge_kernel", (-(-layout.rows // MERGED_ROWS), 1),
-        (found, merged, layout.logits, layout.target, dense(problem.weight), kept, losses,
+        (found, merged, layout.logits, problem.target, dense(problem.weight), kept, losses,
          problem.word, problem.shards.sizes),
         (layout.rows, found.shape[0], *layout.numbers[1:],
          terms.smoothing, terms.z_loss, terms.softcap),
@@ -168,12 +160,11 @@ def total(
 
 def count(problem: Problem) -> torch.Tensor:
     """How many rows count, as a number in float32; needs no logits."""
-    target, shards = problem.target.reshape(-1), problem.shards
+    target, shards = problem.target, problem.shards
     found = torch.empty((), dtype=torch.float32, device=target.device)
-    rows, stride = target.numel(), target.stride(0) if target.numel() else 1
     launch(
         "count_kernel", (1, 1), (target, found, shards.sizes),
-        (rows, stride, shards.offset, shards.classes, problem.terms.ignore_index),
+        (target.numel(), shards.offset, shards.classes, problem.terms.ignore_index),
         (("RANK", shards.rank), ("WORLD", shards.world), ("MEASURED", shards.sizes is not None),
          ("BLOCK", 1024)),
     )  # fmt: skip
@@ -204,7 +195,7 @@ def gradient(
 ) -> torch.Tensor:
     """The gradient of the logits; `upstream` is a number, one for each row, or None: 1."""
     logits, terms = problem.logits, problem.terms
-    layout = KernelRows(problem, GRAD_UNROLL)
+    layout = KernelRows(problem)
     if into is None:
         into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     cut, local = layout.cut, layout.cut.local
@@ -217,10 +208,10 @@ def gradient(
         upstream = upstream.reshape(-1).contiguous()
     launch(
         "grad_kernel", (layout.rows, count),
-        (layout.logits, layout.target, dense(problem.weight), kept, upstream, divisor, into,
+        (layout.logits, problem.target, dense(problem.weight), kept, upstream, divisor, into,
          problem.shards.sizes),
         (*layout.numbers, local, terms.smoothing, terms.z_loss, terms.softcap, each),
         (("ALIKE", cut.alike), ("PER_ROW", per_row), ("DIVIDED", divisor is not None),
-         ("SCALED", upstream is not None), *cut.ways), cut.warps,
+         ("SCALED", upstream is not None), *cut.variant), cut.warps,
     )  # fmt: skip
     return into

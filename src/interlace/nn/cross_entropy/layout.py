@@ -1,4 +1,4 @@
-"""How the kernels of the cross-entropy are cut, and how they find rows of any strides.
+"""How the kernels of the cross-entropy are cut, and where they find the rows of the logits.
 
 layout = KernelRows(problem)
 count, each = layout.cut.parts()
@@ -16,8 +16,8 @@ from interlace.nn.cross_entropy.steps import Problem
 
 WARPS = 8
 """Warps of a program, at most: fewer where a row is short."""
-UNROLL = GRAD_UNROLL = 2
-"""Loads of 16 bytes that each thread has under way at a time, forward and backward."""
+UNROLL = 2
+"""Loads of 16 bytes that each thread has under way at a time."""
 PROGRAMS = 2048
 """Rows are split into parts until there are about so many programs: some four waves of an H200."""
 PART_TILES = 2
@@ -26,11 +26,9 @@ GRAD_TILES = 8
 """Tiles that a program of the backward pass has at least."""
 ALIGNMENT = 16
 """Bytes; the kernels are compiled for pointers that are multiples of it."""
-MAX_DIMS = 3
-"""Batch dimensions that no single stride describes, at most; more are copied."""
 
 Constants = tuple[tuple[str, Any], ...]
-"""What a kernel is compiled for, by name."""
+"""The constants that a kernel is compiled for, by name."""
 
 
 def flags_of(problem: Problem) -> Constants:
@@ -51,31 +49,32 @@ class Cut:
     """How kernels go through rows of one shape and place; it holds no tensor and no address."""
 
     def __init__(
-        self, flags: Constants, groups: list[tuple[int, int, int]], shape: tuple[int, ...],
-        stride: int, size: int, skew: int, unroll: int,
-    ) -> None:  # fmt: skip
+        self,
+        flags: Constants,
+        steps: list[tuple[int, int]],
+        shape: torch.Size,
+        size: int,
+        skew: int,
+    ) -> None:
         self.local = local = shape[-1]
         self.rows = prod(shape[:-1])
-        self.dims = len(groups)
-        (_, s0, t0), (n1, s1, t1), (n2, s2, t2) = [(1, 0, 0)] * (MAX_DIMS - self.dims) + groups
-        stride = stride if local > 1 else 1
-        strided = stride != 1
+        (_, outer_step), (inner, step) = [(1, 0), (1, 0), *steps][-2:]
+        self.places = inner, outer_step, step, skew
         self.vec = vec = 16 // size
-        even = not (skew or local % vec or s0 % vec or s1 % vec or s2 % vec)
-        apart = (s2 - local, s1 - n2 * local, s0 - n1 * n2 * local)
-        self.alike = not (skew or strided or any(step % vec for step in apart[: self.dims]))
-        self.places = n1, n2, s0, s1, s2, stride, t0, t1, t2, skew
-        self.warps = WARPS
+        even = not (skew or local % vec or step % vec or outer_step % vec)
+        gaps = (step - local, outer_step - inner * local)[: len(steps)]
+        self.alike = not (skew or any(gap % vec for gap in gaps))
+        """Rows of a dense gradient begin as far above a 16-byte boundary as those of the logits."""
+        unroll, self.warps = UNROLL, WARPS
         while unroll > 1 and unroll * self.warps * 32 * vec >= 2 * local:
             unroll //= 2
         while self.warps > 1 and unroll * self.warps * 32 * vec >= 2 * local:
             self.warps //= 2
         self.tile = unroll * self.warps * 32  # in groups of `vec` elements
+        self.dims = max(1, len(steps))
         self.flags: Constants = (*flags, ("DIMS", self.dims))
-        self.ways: Constants = (
-            *self.flags, ("STRIDED", strided), ("EVEN", even), ("U", unroll),
-            ("LANES", 32 * self.warps), ("VEC", vec),
-        )  # fmt: skip
+        lanes = ("U", unroll), ("LANES", 32 * self.warps), ("VEC", vec)
+        self.variant: Constants = (*self.flags, ("EVEN", even), *lanes)
 
     def parts(self) -> tuple[int, int]:
         """How many parts the rows are split into, and groups a part: a whole number of tiles."""
@@ -87,57 +86,38 @@ class Cut:
 
 @lru_cache(maxsize=512)
 def cut_of(
-    flags: Constants, shape: tuple[int, ...], steps: tuple[int, ...],
-    places: tuple[int, ...], size: int, skew: int, unroll: int,
-) -> Cut | None:  # fmt: skip
-    """The cut of logits of that shape, strides, element size and skew, and of a target with strides
-    `places`; None: there are more dimensions than `MAX_DIMS`.
+    flags: Constants, shape: torch.Size, strides: tuple[int, ...], size: int, skew: int
+) -> Cut | None:
+    """The cut of logits of that shape, strides, element size and skew; None where classes do not
+    lie side by side, or two strides do not say where rows begin.
     """
-    groups = collapse(shape[:-1], steps[:-1], places)
-    if len(groups) > MAX_DIMS:
+    if shape[-1] > 1 and strides[-1] != 1:
         return None
-    return Cut(flags, groups, shape, steps[-1], size, skew, unroll)
+    steps: list[tuple[int, int]] = []
+    for length, step in zip(shape[:-1], strides[:-1], strict=True):
+        if steps and steps[-1][1] == length * step:
+            steps[-1] = (steps[-1][0] * length, step)
+        elif length != 1:
+            steps.append((length, step))
+    return Cut(flags, steps, shape, size, skew) if len(steps) <= 2 else None
 
 
 class KernelRows:
-    """Where the rows of the logits and of the target lie, and how kernels are cut for them."""
+    """The rows of the logits, copied where no cut is for them, and how kernels are cut for them."""
 
-    def __init__(self, problem: Problem, unroll: int = UNROLL) -> None:
-        logits, target = problem.logits, problem.target
+    def __init__(self, problem: Problem) -> None:
+        logits, shards = problem.logits, problem.shards
         flags, size = flags_of(problem), logits.element_size()
         skew = logits.data_ptr() % ALIGNMENT // size
-        if skew > logits.storage_offset():  # not even memory that torch allocated
+        cut = cut_of(flags, logits.shape, logits.stride(), size, skew)
+        if cut is None or skew > logits.storage_offset():  # not even memory that torch allocated
             logits, skew = logits.clone(memory_format=torch.contiguous_format), 0
-        cut = cut_of(flags, logits.shape, logits.stride(), target.stride(), size, skew, unroll)
-        if cut is None:
-            target = target.contiguous()
-            cut = cut_of(flags, logits.shape, logits.stride(), target.stride(), size, skew, unroll)
-        if cut is None:  # the last resort
-            logits, target = logits.reshape(-1, logits.shape[-1]).contiguous(), target.view(-1)
-            skew = 0
-            cut = cut_of(flags, logits.shape, logits.stride(), target.stride(), size, skew, unroll)
+            cut = cut_of(flags, logits.shape, logits.stride(), size, 0)
         assert cut is not None
         if skew:  # the kernels are given the boundary below, and how far above it rows begin
             logits = logits.as_strided((1,), (1,), logits.storage_offset() - skew)
-        self.cut, self.rows, self.logits, self.target = cut, cut.rows, logits, target
-        shards = problem.shards
+        self.cut, self.rows, self.logits = cut, cut.rows, logits
         self.numbers = (
             cut.rows, cut.local, shards.offset, shards.classes, problem.terms.ignore_index,
             *cut.places, problem.first_row,
         )  # fmt: skip
-
-
-def collapse(
-    shape: tuple[int, ...], one: tuple[int, ...], two: tuple[int, ...]
-) -> list[tuple[int, int, int]]:
-    """The dimensions (size, stride of one, of two), joined where one stride does for both."""
-    found: list[tuple[int, int, int]] = []
-    for size, a, b in zip(shape, one, two, strict=True):
-        if size == 1:
-            continue
-        before, step, other = found[-1] if found else (1, -1, -1)
-        if found and step == size * a and other == size * b:
-            found[-1] = (before * size, a, b)
-        else:
-            found.append((size, a, b))
-    return found or [(1, 0, 0)]

@@ -103,7 +103,7 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.detach()
     rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
     chunks = Chunks(
-        target=target if target.dim() == 1 else target.reshape(-1),
+        target=target.reshape(-1).contiguous(),
         class_weight=class_weight,
         setup=setup,
         size=chunk_size or default_size(rows.shape[0], weight.shape[0]),

@@ -67,8 +67,9 @@ def cross_entropy(
     its row are NaN, and a later call raises TargetError. `check_targets=True` raises at once.
 
     Args:
-        logits: (..., classes), bfloat16, float16, float32 or float64, of any strides; they are
-            never written to. No kernel takes float64: on CUDA, the host then waits for the device.
+        logits: (..., classes), bfloat16, float16, float32 or float64; they are never written to,
+            and on CUDA copied where the classes do not lie side by side, or two strides do not say
+            where rows begin. No kernel takes float64: on CUDA, the host then waits for the device.
             With `group`, this rank's classes: those of rank 0 come first. A DTensor may be cut over
             its classes, which then gives the group.
         target: (...), int64 or int32, of any strides; the same on all ranks of the group.
@@ -117,7 +118,7 @@ def cross_entropy(
     setup = LossSetup.of(
         target, logits.device, logits.shape[-1], terms, group, shard_sizes, check_targets
     )
-    loss = CrossEntropy.apply(logits, target, weight, setup, reduction, denominator)
+    loss = CrossEntropy.apply(logits, target.contiguous(), weight, setup, reduction, denominator)
     if mesh is None:
         return loss
     from torch.distributed.tensor import DTensor, Replicate

@@ -68,8 +68,9 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Logits (..., local classes) with their targets (...), class weights, and the rest; `word` is
-    where a target out of range is noted (see `new_word`), its row counted from `first_row`.
+    """Logits (..., local classes) with their targets (..., contiguous), class weights, and the
+    rest; `word` is where a target out of range is noted (see `new_word`), its row counted from
+    `first_row`.
     """
 
     logits: torch.Tensor

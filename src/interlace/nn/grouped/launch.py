@@ -7,17 +7,19 @@ current stream; nothing waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from interlace.kernels.launch import (
+    ELEMENTS,
     RECENT,
-    TYPES,
     KernelSource,
     LoadedKernel,
     block_type,
+    divisible,
     kernel_of,
     matrix,
     on,
@@ -26,15 +28,6 @@ from interlace.kernels.launch import (
 from interlace.nn.grouped.kernel import ends_kernel, rows_kernel, sums_kernel, wgrad_kernel
 from interlace.nn.grouped.products import ROWS, SUMS, TILE
 
-ELEMENTS = {
-    **TYPES,
-    torch.float64: "fp64",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-}
-"""Triton's names of the types that a gradient may be added in."""
-SIZES = {torch.int32: "*i32", torch.int64: "*i64"}
-BF, INT = "*bf16", "*i32"
 STAGES = 3
 """Triton's own default."""
 MOST_GROUPS = 4096
@@ -46,60 +39,52 @@ Whole = tuple[bool, ...]
 
 def wgrad_source(out: torch.dtype, accumulate: bool, whole: Whole) -> KernelSource:
     """`whole`: tokens, rows, columns and the address of `out`."""
-    return KernelSource(
-        kernel=wgrad_kernel,
-        types={
-            "dy_desc": block_type(torch.bfloat16, TILE["BK"], TILE["BM"]),
-            "x_desc": block_type(torch.bfloat16, TILE["BK"], TILE["BN"]),
-            **{"dy": BF, "x": BF, "ends": INT, "out": "*" + ELEMENTS[out]},
-            **dict.fromkeys(("tokens", "rows", "columns"), "i32"),
-        },
-        constants={**TILE, "ACCUMULATE": accumulate},
+    return _source(
+        wgrad_kernel,
+        {**TILE, "ACCUMULATE": accumulate},
+        divisible(("tokens", "rows", "columns", "out"), whole),
         num_warps=8,
-        num_stages=STAGES,
-        divisible=_divisible(("tokens", "rows", "columns", "out"), whole),
+        dy_desc=block_type(torch.bfloat16, TILE["BK"], TILE["BM"]),
+        x_desc=block_type(torch.bfloat16, TILE["BK"], TILE["BN"]),
+        out="*" + ELEMENTS[out],
     )
 
 
 def rows_source(bias: bool, whole: Whole) -> KernelSource:
     """`whole`: groups, tokens, columns and the address of `bias`."""
-    numbers = ("groups", "tokens", "columns")
-    return KernelSource(
-        kernel=rows_kernel,
-        types={"y": BF, "bias": BF, "ends": INT, **dict.fromkeys(numbers, "i32")},
-        constants={**ROWS, "BIAS": bias},
-        num_warps=4,
-        num_stages=STAGES,
-        divisible=_divisible((*numbers, "bias"), whole),
-    )
+    names = ("groups", "tokens", "columns", "bias")
+    return _source(rows_kernel, {**ROWS, "BIAS": bias}, divisible(names, whole))
 
 
 def sums_source(whole: Whole) -> KernelSource:
     """`whole`: tokens and columns."""
-    return KernelSource(
-        kernel=sums_kernel,
-        types={"dy": BF, "ends": INT, "out": BF, "tokens": "i32", "columns": "i32"},
-        constants=SUMS,
-        num_warps=4,
-        num_stages=STAGES,
-        divisible=_divisible(("tokens", "columns"), whole),
-    )
+    return _source(sums_kernel, SUMS, divisible(("tokens", "columns"), whole))
 
 
 def ends_source(sizes: torch.dtype, block: int) -> KernelSource:
     """The sizes may lie anywhere."""
+    warps, kind = 1 if block <= 256 else 4, "*" + ELEMENTS[sizes]
+    return _source(ends_kernel, {"BLOCK": block}, {"sizes": 1}, num_warps=warps, sizes=kind)
+
+
+def _source(
+    kernel: Any,
+    constants: Mapping[str, Any],
+    divisible: Mapping[str, int],
+    num_warps: int = 4,
+    **types: str,
+) -> KernelSource:
+    """A kernel whose arguments have these `types`, or those of most kernels."""
+    tensors = dict.fromkeys(("dy", "x", "y", "bias", "out"), "*bf16")
+    numbers = dict.fromkeys(("groups", "tokens", "rows", "columns"), "i32")
     return KernelSource(
-        kernel=ends_kernel,
-        types={"sizes": SIZES[sizes], "ends": INT, "groups": "i32", "stride": "i64",
-               "tokens": "i32"},
-        constants={"BLOCK": block},
-        num_warps=1 if block <= 256 else 4,
-        divisible={"sizes": 1},
-    )  # fmt: skip
-
-
-def _divisible(names: tuple[str, ...], whole: Whole) -> dict[str, int]:
-    return {name: 16 if by16 else 1 for name, by16 in zip(names, whole, strict=True)}
+        kernel=kernel,
+        types={**tensors, "ends": "*i32", **numbers, "stride": "i64", **types},
+        constants=constants,
+        num_warps=num_warps,
+        num_stages=STAGES,
+        divisible=divisible,
+    )
 
 
 @lru_cache(maxsize=4 * RECENT)

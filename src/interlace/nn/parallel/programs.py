@@ -40,7 +40,7 @@ from interlace.comm.teams import check_alive
 from interlace.frontend.binding import Bound, bind
 from interlace.frontend.compiled_graph import MOST_CAPTURED, Shelf
 from interlace.frontend.importing.importer import Imported
-from interlace.nn.parallel.text import LinearLayer, name_of, serial
+from interlace.nn.parallel.serial import LinearLayer, name_of, serial
 from interlace.options import Options
 
 

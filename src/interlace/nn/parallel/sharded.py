@@ -16,20 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.nn.functional import linear
 
 from interlace.errors import UnsupportedError
-from interlace.float8.linear import gradients as float8_gradients
-from interlace.float8.linear import pack, weight_across, weight_rows
-from interlace.float8.operators import run as float8_run
+from interlace.float8.linear import weight_across, weight_rows
 from interlace.float8.quantization import amax_size, check_device
 from interlace.float8.recipe import Recipe
 from interlace.frontend.importing.types import dtype_of
 from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.groups import size_of
+from interlace.nn.parallel.layer import backward, forward
 from interlace.nn.parallel.programs import Known, call_of, known, programs
-from interlace.nn.parallel.text import LinearLayer
-from interlace.nn.parallel.traced import traced
+from interlace.nn.parallel.serial import LinearLayer
+from interlace.nn.parallel.traced import TorchOperations, traced
 from interlace.optim.grad_accumulator import GradAccumulator
 from interlace.options import Options
 
@@ -168,7 +166,7 @@ def _forward(
             weights = [packed for packed, _ in forms]
             saved += [kept for _, kept in forms]
         if via.collective == "copy":
-            outputs = _local_outputs(layer, x, weights, biases)
+            outputs = forward(_local(via, x), x, weights, biases, layer.keeps)
             call = Call(first, None, call_of(via.group))
         else:
             ranks = via.size if via.collective == "reduce_scatter" else 1
@@ -210,7 +208,8 @@ def _gradients(
 ) -> list[Tensor]:
     """Those that are wanted, of x, weights (in FP8: their transposes) and biases."""
     if via.collective == "all_reduce" or (via.collective == "copy" and not wanted[0]):
-        return _local_gradients(layer, wanted, dys, x, weights)
+        grads = backward(_local(via, dys[0]), wanted, dys, x, weights)
+        return [grad for grad in grads if grad is not None]
     ranks = via.size if via.collective == "all_gather" else 1
     told = call.known or known(via.group, layer, via.options, call.weight)
     layer = dataclasses.replace(layer, wanted=wanted)
@@ -219,39 +218,9 @@ def _gradients(
     return run(dys[0].shape[0] // ranks, given, call.name)
 
 
-def _local_outputs(
-    layer: LinearLayer, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """Of an x that all ranks have; and x as packed rows where the layer keeps those."""
-    if layer.recipe is None:
-        return [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-    form = "pair" if layer.returns_x else "rows"
-    made = pack(x, layer.recipe.forward, layer.recipe, form)
-    x8, *saved = made if layer.returns_x else (made,)
-    facts = True, x.dtype
-    pairs = zip(weights, biases, strict=True)
-    return [*(float8_run("mm", x8, w.t(), int(layer.packs), b, *facts) for w, b in pairs), *saved]
-
-
-def _local_gradients(
-    layer: LinearLayer,
-    wanted: tuple[bool, ...],
-    dys: Sequence[Tensor],
-    x: Tensor | None,
-    weights: Sequence[Tensor],
-) -> list[Tensor]:
-    """Where nothing is communicated: of x (then of one weight), of weights and of biases."""
-    count, found = len(dys), list[list[Tensor | None]]()
-    for i, dy in enumerate(dys):
-        w = weights[i] if wanted[0] else None
-        asked = wanted[0], wanted[1 + i], wanted[1 + count + i]
-        if layer.recipe is not None:
-            found.append([*float8_gradients(layer.recipe, dy, x, w, asked, None)])
-            continue
-        dx = None if w is None else dy.mm(w)
-        dw = dy.t().mm(x) if asked[1] and x is not None else None
-        found.append([dx, dw, dy.sum(0) if asked[2] else None])
-    return [grad for kind in zip(*found, strict=True) for grad in kind if grad is not None]
+def _local(via: Communication, like: Tensor) -> TorchOperations:
+    """The operators of a pass that communicates nothing."""
+    return TorchOperations(via.collective, ("", 1), via.recipe, like.dtype, packs_weights=False)
 
 
 def _dense(tensor: Tensor) -> Tensor:
