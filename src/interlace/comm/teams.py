@@ -293,10 +293,10 @@ class TeamComm:
         quiet = control.quiet()  # else what failed was heard before this meeting
 
         def look() -> None:
-            if (first := control.resetting()) is not None:
-                raise called_reset(first)
             if quiet:
                 control.check()
+            if (first := control.resetting()) is not None:
+                raise called_reset(first)
 
         try:
             control.attend(meeting)
