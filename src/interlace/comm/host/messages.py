@@ -32,8 +32,6 @@ from interlace.comm.host.workspace import MessageBox
 from interlace.comm.rendezvous.patience import Errand
 from interlace.comm.teams import TeamComm
 
-FIRST_TAG = 1 << 20
-"""Tags from here on are ours; users of the same group have the lower ones."""
 AWAY, THERE, ABOUT, GOING = range(4)
 """What a side's cell says of this run: Note [Both or neither]."""
 SETTLED_S = 1.0
@@ -54,7 +52,7 @@ class Transfer:
         nth: int = 0,
     ) -> None:
         self.team, self.peer, self.sends = team, peer, sends
-        self._box, self.backend, self._tag = box, backend, FIRST_TAG + nth
+        self._box, self.backend, self._tag = box, backend, nth
         (self._own, self._own_at), (self._other, self._other_at) = (
             (box.sent, box.ready) if sends else (box.ready, box.sent)
         )
