@@ -27,7 +27,7 @@ import torch
 
 from interlace.comm.backends import MARGIN_S, cut
 from interlace.comm.collectives import as_bytes
-from interlace.comm.host.signals import CHECK_EVERY_S, BoundedWait, fence, leave, stamp
+from interlace.comm.host.signals import BoundedWait, fence, leave, stamp
 from interlace.comm.host.workspace import MessageBox
 from interlace.comm.rendezvous.patience import Errand
 from interlace.comm.teams import TeamComm
@@ -218,9 +218,7 @@ def _end(parts: Sequence[Transfer], wait: BoundedWait) -> None:
     def missing() -> str:
         return "\n".join(part.team.control.where([part.peer]) for part in parts if part.works)
 
-    call = _ends(parts, wait.time_out_s)
-    wait.until(lambda: call.is_back(CHECK_EVERY_S), missing)  # looking costs more than being woken
-    call.result()
+    wait.result_of(_ends(parts, wait.time_out_s), missing)
 
 
 def _ends(parts: Sequence[Transfer], time_out_s: float) -> Errand:
