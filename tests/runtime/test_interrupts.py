@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import importlib
 import random
 import sys
 import time
@@ -24,10 +23,9 @@ from torch.distributed.tensor import DTensor
 
 import interlace
 from interlace.comm.rendezvous.patience import Errand
-from interlace.frontend import compiled_graph
-from interlace.frontend.backend import backend
+from interlace.frontend.backend import Compilation, backend
+from interlace.frontend.compiled_graph import Shelf
 
-backend_module = importlib.import_module("interlace.frontend.backend")
 SOON_S = 5.0
 """Far below the time-out, on a machine that is busy with other tests."""
 
@@ -74,9 +72,15 @@ def interrupted_compilation(way: str, seed: int) -> tuple[list[str], bool]:
     torch.compiler.reset()
     errors, values = list[str](), list[torch.Tensor]()
     step = MAKERS[way](seed)
-    owner: Any = compiled_graph.Shelf if way == "eager" else backend_module
-    name = "put" if way == "eager" else "with_sizes"
-    lost = mock.patch.object(owner, name, side_effect=KeyboardInterrupt)
+    owner: Any = Shelf if way == "eager" else Compilation
+    name = "put" if way == "eager" else "prepare"
+    whole = getattr(owner, name)
+
+    def interrupted(*args: Any) -> None:
+        whole(*args)
+        raise KeyboardInterrupt
+
+    lost = mock.patch.object(owner, name, interrupted)
     for number in range(3):
         try:
             with lost if number == 0 == dist.get_rank() else contextlib.nullcontext():
