@@ -170,6 +170,21 @@ def test_a_backend_that_was_aborted_is_not_tried_by_a_later_team(pool: Any) -> N
         assert second[0] == "result", second
 
 
+def cut_off() -> bool:
+    """The user's own gloo, after a failure cut the team's."""
+    team = team_of(dist.group.WORLD, "tp")  # pyright: ignore
+    team.num_prepared += 1
+    backends.cut(team.backend("gloo", "cpu", 20.0))
+    told = torch.tensor([dist.get_rank()])
+    dist.all_reduce(told)
+    release_teams()
+    return told.item() == sum(range(dist.get_world_size()))
+
+
+def test_a_transfer_that_is_cut_leaves_the_users_group_alone(pool: Any) -> None:
+    assert pool(3).run(cut_off, replace=True) == [True] * 3
+
+
 def test_a_store_whose_server_is_gone_says_so_at_once() -> None:
     """To connect to it anew takes as long as its time-out."""
     over = threading.Event()

@@ -3,6 +3,7 @@ and after a reset all go on."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import random
 import sys
@@ -16,13 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.runtime.programs import inputs_of, prepared
-from tests.support.interrupts import WAYS, campaign, compiled_step
+from tests.support.interrupts import MAKERS, WAYS, campaign, compiled_step
 from tests.support.pool import Pool
 from torch.distributed.tensor import DTensor
 
 import interlace
 from interlace.comm.rendezvous.patience import Errand
-from interlace.frontend.backend import backend
+from interlace.frontend.backend import Compilation, backend
+from interlace.frontend.compiled_graph import Shelf
 
 SOON_S = 5.0
 """Far below the time-out, on a machine that is busy with other tests."""
@@ -61,6 +63,49 @@ def interrupted_guards(seed: int) -> tuple[str, int, bool]:
 def test_an_interrupt_that_torch_loses_amid_guards_is_raised(pool: Pool, seed: int) -> None:
     results = pool(2).run(interrupted_guards, seed)
     assert results == [("KeyboardInterrupt", 0, True), ("PeerError", 0, True)]
+
+
+def interrupted_compilation(way: str, seed: int) -> tuple[list[str], bool]:
+    """An interrupt of rank 0 after its last meeting and before what it made is kept: the errors of
+    the steps, a reset after each; and whether the values are right in the end. Before the last step
+    all compile anew."""
+    torch.compiler.reset()
+    errors, values = list[str](), list[torch.Tensor]()
+    step = MAKERS[way](seed)
+    owner: Any = Shelf if way == "eager" else Compilation
+    name = "put" if way == "eager" else "prepare"
+    whole = getattr(owner, name)
+
+    def interrupted(*args: Any) -> None:
+        whole(*args)
+        raise KeyboardInterrupt
+
+    lost = mock.patch.object(owner, name, interrupted)
+    for number in range(3):
+        try:
+            with lost if number == 0 == dist.get_rank() else contextlib.nullcontext():
+                values = [tensor.clone() for tensor in step()]
+            errors.append("")
+        except (KeyboardInterrupt, Exception) as caught:
+            errors.append(f"{type(caught).__name__}: {caught}")
+        interlace.reset()
+        if number == 1:
+            torch.compiler.reset()
+    return errors, all(map(torch.equal, step(), values))
+
+
+def test_a_compilation_that_an_interrupt_lost_says_what_all_ranks_do(pool: Pool, seed: int) -> None:
+    for rank, (errors, equal) in enumerate(pool(2).run(interrupted_compilation, "compiled", seed)):
+        assert errors[0].startswith(("PeerError", "KeyboardInterrupt")[rank == 0])
+        assert errors[1].startswith("AgreementError: ")
+        assert "all ranks call interlace.reset() and torch.compiler.reset()" in errors[1]
+        assert (errors[2], equal) == ("", True)
+
+
+def test_layers_whose_binding_an_interrupt_ended_are_bound_anew(pool: Pool, seed: int) -> None:
+    for rank, (errors, equal) in enumerate(pool(2).run(interrupted_compilation, "eager", seed)):
+        assert errors[0].startswith(("PeerError", "KeyboardInterrupt")[rank == 0])
+        assert (errors[1:], equal) == (["", ""], True)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.errors import ExecutorError, InterlaceError
 from interlace.ir import parse
+from interlace.optim.layer_wise.arriving import arriving
 from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.runtime.prepare.registered import collect
@@ -205,6 +206,18 @@ def test_what_has_no_memory_of_its_own_is_refused(kind: str) -> None:
     told = {"dtensor": r"\.to_local\(\)", "inference": "inference mode", "number": "is a int"}
     with pytest.raises(ExecutorError, match=told[kind]):
         raise problem or AssertionError
+
+
+def test_a_parameter_that_is_still_arriving_is_waited_for_and_registered() -> None:
+    given, waited = torch.nn.Parameter(torch.empty(2 * ROWS, K)), list[bool]()
+
+    def wait() -> None:
+        given.__class__ = torch.nn.Parameter
+        waited.append(True)
+
+    given.__class__ = arriving(torch.nn.Parameter, wait)
+    found = collect(parse(TEXTS["gather_put"](2)), 0, {"y": given}, torch.device("cpu"))
+    assert (found.problem, waited, found.wanted["tp"]["y"][0] is given) == (None, [True], True)
 
 
 def moved() -> list[str]:

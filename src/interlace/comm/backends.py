@@ -1,14 +1,15 @@
-"""A team's backends of torch: the user's own where they serve, others that the team connects.
+"""A team's backends of torch: the user's own NCCL where it serves, others that the team connects.
 
     connections = Connections(team, weakref.ref(group), store)
     gloo = connections.get("gloo", "cpu", None, "connect/1", time_out_s=60)    # all ranks, together
 
 Note [Connected by all or by none]
     Ranks connect in a meeting (Note [All or none] in board.py), a new one whenever they prepare a
-    Program or reset, so nothing of an earlier one is in the store, such as NCCL's id. The user's
-    backend serves in the first meeting only, and none that is marked as spent: one that a failed
-    run was on, or NCCL's whose ranks did not meet, which is aborted. What the first rank there
-    finds of the mark holds for all.
+    Program or reset, so nothing of an earlier one is in the store, such as NCCL's id. Of the user's
+    backends NCCL alone serves, for it takes memory of the GPU; a rank that fails cuts what gloo has
+    under way. It serves in the first meeting only, and not where it is marked as spent: a failed
+    run was on it, or its ranks did not meet, and it is aborted. What the first rank there finds of
+    the mark holds for all.
 
 Note [Whose time-out]
     Interlace's watchdog bounds what NCCL does, and aborts it. torch's own watchdog would see the
@@ -262,9 +263,8 @@ class Connections:
         topic = f"{team.topic or team.key}/{name}/{device}"
         place, unspent = f"{topic}/{where}", board.read(self._mark(key)) is None
         first, serves = board.first(f"{topic}/first", [where, unspent])
-        # A rank that fails cuts what a team between hosts runs on, so that is its own; and for a
-        # part of a process group the user has none.
-        serves = serves and not (team.apart or team.is_part)
+        # For a part of a process group the user has none.
+        serves = serves and name == "nccl" and not (team.apart or team.is_part)
         users = self.users(device) if serves and first == where else None
         theirs = users is not None and users.name() == name
         backend: Any = users if theirs else None
@@ -292,7 +292,7 @@ class Connections:
                     joined = True
             board.exchange(place, {}, time_out_s)
         except BaseException:
-            if theirs and name == "nccl":
+            if theirs:
                 with contextlib.suppress(InterlaceError):
                     self._spend(key)
             if joined:  # and a peer has not

@@ -47,7 +47,7 @@ from interlace.comm.control import (
     STREAMS,
     Control,
 )
-from interlace.comm.host.signals import CHECK_EVERY_S, BoundedWait
+from interlace.comm.host.signals import BoundedWait
 from interlace.comm.rendezvous.board import Board
 from interlace.comm.rendezvous.liveness import PeerProcess, default_gloo, refuses
 from interlace.comm.rendezvous.patience import Errand
@@ -162,10 +162,7 @@ class HostsControl(Control):
             room, work = self._posted[peer]
             call, gloo = Errand(work.wait), self._gloo()
             try:
-                self._watching(wait).until(
-                    lambda: call.is_back(CHECK_EVERY_S), lambda: self.where([peer])
-                )
-                call.result()
+                self._watching(wait).result_of(call, lambda: self.where([peer]))
             except RuntimeError as error:
                 raise self._cause(error) from error
             except BaseException:

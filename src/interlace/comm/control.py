@@ -131,7 +131,9 @@ class Control:
             f"{them} compiles or prepares a Program with team {self.team}, and {us} did not come, "
             f"for it waits for {them} in run {run}: {them} recompiled alone. "
             "Give all ranks inputs of the same sizes at the same time; dynamic=True spares most "
-            "compiling, not those of a new class of sizes"
+            "compiling, not those of a new class of sizes. If an interrupt ended a compilation of "
+            f"{them}: all ranks call interlace.reset() and torch.compiler.reset() (and close() of "
+            "what interlace.compile made)"
         )
 
     def _compare(self, peer: int, run: int) -> None:

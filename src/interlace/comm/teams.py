@@ -293,10 +293,10 @@ class TeamComm:
         quiet = control.quiet()  # else what failed was heard before this meeting
 
         def look() -> None:
-            if (first := control.resetting()) is not None:
-                raise called_reset(first)
             if quiet:
                 control.check()
+            if (first := control.resetting()) is not None:
+                raise called_reset(first)
 
         try:
             control.attend(meeting)
@@ -305,8 +305,8 @@ class TeamComm:
             control.attend("")
 
     def backend(self, name: str | None, device: str, time_out_s: float) -> Any:
-        """The torch backend of that name (or the group's own) for tensors on `device`; the user's
-        where it has one. The first time, all ranks ask for it together."""
+        """The torch backend of that name (or as the group's own) for tensors on `device`; the
+        user's NCCL where it has one. The first time, all ranks ask for it together."""
         on = None if self._cuda is None else self._cuda.device
         meet([self], "set up its team", time_out_s)
         name, where = self.backend_name(name, device), f"connect/{self.num_prepared}"

@@ -25,7 +25,8 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
-from torch._dynamo.source import AttrSource, LocalSource
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._guards import ChainedSource, TracingContext, tracing
@@ -34,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import CalibrationError, InterlaceError, OptionError, UnsupportedError
-from interlace.frontend.calling.arguments import with_sizes, without_waiting
+from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.symbolic import symbolic_sizes
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
 from interlace.frontend.explain import notice
@@ -186,6 +187,7 @@ class Backend:
         look_for_lost_interrupts()
         places = gm.graph.find_nodes(op="placeholder")
         sources = list(map(_source, places))
+        guard_sizes(places)
         origin = GraphOrigin.of(gm)
         setting = Setting(
             options,
@@ -203,8 +205,7 @@ class Backend:
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare(origin.name)
         self._graphs.update(zip(self._count, compilation.graphs, strict=False))
-        state = {i for i, source in enumerate(sources) if is_state(source)}
-        return wrap(with_sizes(traced, setting.labels, state, compiled))
+        return wrap(compiled)
 
 
 backend = Backend()
@@ -275,6 +276,22 @@ def torchs_errors(gm: fx.GraphModule, traced: Sequence[Any]) -> Iterator[None]:
         ) from error
 
 
+def guard_sizes(places: Sequence[fx.Node]) -> None:
+    """Has TorchDynamo guard the sizes of whole DTensors, too. By itself it guards what this rank
+    holds: where 8 rows become 7, a rank with 4 of either would not compile anew as its peers do."""
+    context = TracingContext.try_get()
+    for node in places if context is not None else ():
+        value, source = node.meta.get("example_value"), _source_of(node)
+        if source is None or is_state(_source(node)) or not isinstance(value, DTensor):
+            continue
+        for dim, size in enumerate(value.shape):
+            if type(size) is int:
+                known = TensorPropertySource(source, TensorProperty.SIZE, dim)
+                context.guards_context.dynamo_guards.add(
+                    known.make_guard(GuardBuilder.EQUALS_MATCH)
+                )
+
+
 def keep_saved() -> None:
     """Tells AOTAutograd that backward reuses no memory of what was saved, and so may run again.
 
@@ -318,9 +335,13 @@ def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
     return tuple(dict.fromkeys(mesh for mesh in real if isinstance(mesh, DeviceMesh)))
 
 
+def _source_of(node: fx.Node) -> Any:
+    return getattr(node.meta.get("grapharg"), "source", None)
+
+
 def _source(node: fx.Node) -> str:
     """The tracer's name of where an argument comes from."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
+    source = _source_of(node)
     if source is None:
         return ""
     return source.name if isinstance(source.name, str) else source.name()

@@ -27,13 +27,11 @@ import torch
 
 from interlace.comm.backends import MARGIN_S, cut
 from interlace.comm.collectives import as_bytes
-from interlace.comm.host.signals import CHECK_EVERY_S, BoundedWait, fence, leave, stamp
+from interlace.comm.host.signals import BoundedWait, fence, leave, stamp
 from interlace.comm.host.workspace import MessageBox
 from interlace.comm.rendezvous.patience import Errand
 from interlace.comm.teams import TeamComm
 
-FIRST_TAG = 1 << 20
-"""Tags from here on are ours; users of the same group have the lower ones."""
 AWAY, THERE, ABOUT, GOING = range(4)
 """What a side's cell says of this run: Note [Both or neither]."""
 SETTLED_S = 1.0
@@ -54,7 +52,7 @@ class Transfer:
         nth: int = 0,
     ) -> None:
         self.team, self.peer, self.sends = team, peer, sends
-        self._box, self.backend, self._tag = box, backend, FIRST_TAG + nth
+        self._box, self.backend, self._tag = box, backend, nth
         (self._own, self._own_at), (self._other, self._other_at) = (
             (box.sent, box.ready) if sends else (box.ready, box.sent)
         )
@@ -220,9 +218,7 @@ def _end(parts: Sequence[Transfer], wait: BoundedWait) -> None:
     def missing() -> str:
         return "\n".join(part.team.control.where([part.peer]) for part in parts if part.works)
 
-    call = _ends(parts, wait.time_out_s)
-    wait.until(lambda: call.is_back(CHECK_EVERY_S), missing)  # looking costs more than being woken
-    call.result()
+    wait.result_of(_ends(parts, wait.time_out_s), missing)
 
 
 def _ends(parts: Sequence[Transfer], time_out_s: float) -> Errand:

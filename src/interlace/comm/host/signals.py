@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from interlace.comm.rendezvous.patience import LONGER, Patience
+from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import CommTimeoutError
 from interlace.ir import VALUE_BITS
 
@@ -77,11 +77,16 @@ class BoundedWait:
     cut: Callable[[], None] = _nothing
     """Ends a transfer that this rank waits for no longer."""
 
-    def until(self, ready: Callable[[], bool], missing: Callable[[], str] = _no_detail) -> None:
+    def until(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], str] = _no_detail,
+        spins: int = SPINS,
+    ) -> None:
         """Returns when `ready()`; raises `CommTimeoutError`, or what `check` raises. Spins, then
         sleeps for growing moments: spinning threads could keep the one that they wait for from
         running."""
-        for _ in range(SPINS):
+        for _ in range(spins):
             if ready():
                 return fence()
         now, patience = time.monotonic(), Patience(self.time_out_s)
@@ -98,6 +103,12 @@ class BoundedWait:
             pause = min(pause * 1.3, LONGEST_SLEEP_S)
             now = time.monotonic()
         return fence()
+
+    def result_of(self, call: Errand, missing: Callable[[], str]) -> Any:
+        """The result of a call once it is back. To be woken costs less than to look, and spins
+        would put the first check off."""
+        self.until(lambda: call.is_back(CHECK_EVERY_S), missing, spins=1)
+        return call.result()
 
     def finish(self, work: Any) -> None:
         """Waits for a torch `Work`, in slices, so that a peer's failure ends the wait early."""

@@ -225,8 +225,8 @@ class Board:
             if not absent or not ended.isdisjoint(absent) or patience.is_over(late):
                 return absent
             try:
+                look()  # an error says more than the reset after it
                 self.look()
-                look()
             except PeerError:  # who has reset since may have come to this before
                 if missing():
                     raise

@@ -14,7 +14,8 @@ Note [Found by all or by none]
     find its Program again while the second prepares one. So the ranks tell one another a digest of
     their layers when a weight is first used, through the control block, and Programs are kept by
     the digests of all of them. A weight is known by its storage: one that is made anew for each
-    call costs that exchange each time. After a reset, and where they disagreed, all ask anew.
+    call costs that exchange each time. Where they disagreed all ask anew; after a reset all bind
+    anew, too: an interrupt may have left a Program with the peers alone.
 
 Note [A backward carries its forward]
     Layers alike share a Program. Whatever order autograd takes on a rank, a run says which weight
@@ -172,6 +173,7 @@ def _of(group: dist.ProcessGroup) -> OfGroup:
     if team is not own.team or team.resets != own.resets:
         own.team, own.resets = team, team.resets
         own.known.clear()
+        own.programs.clear()
     return own
 
 

@@ -119,7 +119,7 @@ def _check_memory(
     what = f"the registered parameter {name!r} of {program.name}"
     if not isinstance(tensor, torch.Tensor):
         raise ExecutorError(f"{what} is a {type(tensor).__name__}, not a tensor")
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor.detach()) is not torch.Tensor:  # a Parameter on its way arrives by that
         raise ExecutorError(
             f"{what} is a {type(tensor).__name__}, whose memory is not its own: register the plain "
             "tensor inside (of a DTensor: .to_local())"
