@@ -58,11 +58,11 @@ class Options:
             compared with. It is verified as it runs, since that order may wait for ever where
             the streams do not.
         strategy: how sites are overlapped: `serial`, `pipeline`, `broadcast`, `shift`, `ring`,
-            `peer`, `fused`, `hierarchical`, `exchange` or `copies`; `auto` asks the cost model,
+            `peer`, `fused`, `exchange` or `copies`; `auto` asks the cost model,
             with `serial` always a candidate.
         protocol: one-sided protocol of the `peer` strategy: `get` (pull) or `put` (push).
-        chunks: chunks a site is cut into by `pipeline` and `hierarchical`, and by `fused` before a
-            reduction; 0 lets the strategy choose.
+        chunks: chunks a site is cut into by `pipeline`, and by `fused` before a reduction; 0 lets
+            the strategy choose.
         resharding: where a gather or scatter stands that can stand on either side of a computation:
             `before` or `after` it, or where it moves fewer bytes (`auto`).
         regions: what runs the operators that are no site: `eager`, `inductor`, or by device

@@ -10,8 +10,8 @@ A `Offset` gives an offset from the rank, counted modulo the team:
 
 Gathers take the local rows first, at step 0; scatters compute the rank's own rows last, after step
 W - 1 (large ones of `fused` in pieces, some of them among those of step W - 1). An all-reduce is a
-scatter, then a gather, and a long one of `fused` or `hierarchical` both for each of several slabs
-of rows. An all-to-all goes the way of a gather before matmuls, and of a scatter after them.
+scatter, then a gather, and a long one of `fused` both for each of several slabs of rows. An
+all-to-all goes the way of a gather before matmuls, and of a scatter after them.
 `reduces` states the order in which a scatter adds the W partial results of a row, which is all that
 can make it differ from the serial collective.
 """
@@ -23,7 +23,7 @@ from typing import Literal
 
 StrategyName = Literal[
     "auto", "serial", "pipeline", "broadcast", "shift",
-    "ring", "peer", "fused", "hierarchical", "exchange", "copies",
+    "ring", "peer", "fused", "exchange", "copies",
 ]  # fmt: skip
 """The names of the rows below, and what `Options.strategy` takes beside them, for type checkers."""
 
@@ -66,8 +66,7 @@ class Strategy:
     name: str
     cut: str
     transport: str
-    """`collectives`, `messages` (Send and Recv), `get` or `put` (one-sided copies), or `hosts`:
-    messages between hosts and gets within, each with these paths."""
+    """`collectives`, `messages` (Send and Recv), or `get` or `put` (one-sided copies)."""
     reduces: str
     gather: Path | None = None
     scatter: Path | None = None
@@ -127,14 +126,6 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             alone=_KERNEL,
             peers=True,
             kernel=True,
-        ),
-        Strategy(
-            "hierarchical",
-            "ranks",
-            "hosts",
-            "on each host in the order of its ranks, then of the hosts; both in fp32, rounded once",
-            NEAR_FIRST,
-            OWNERS,
         ),
         Strategy("exchange", "whole", "collectives", _RANK_ORDER, peers=True, kernel=True),
         Strategy("copies", "whole", "put", _RANK_ORDER, peers=True, amid=True),

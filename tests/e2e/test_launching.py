@@ -91,7 +91,7 @@ def test_doctor_tells_hosts_links_and_teams(hosts: Hosts) -> None:
         assert everyone["serial"].pop(name) == why
     assert everyone["serial"] == {}
     for team, ranks in zip(inside, ([0, 1], [2, 3]), strict=True):
-        assert (team["ranks"], [*team["serial"]], team["problem"]) == (ranks, ["hierarchical"], "")
+        assert (team["ranks"], team["serial"], team["problem"]) == (ranks, {}, "")
         assert {"peer", "fused", "shared memory"} <= {*team["serve"], *team["by"]}
 
 

@@ -40,7 +40,7 @@ class Decompose:
     strategy: str = "auto"
     protocol: str = "get"
     chunks: int = 0
-    """Slices of `pipeline`, pieces of `fused` and `hierarchical`; 0 lets the strategy choose."""
+    """Slices of `pipeline`, pieces of `fused`; 0 lets the strategy choose."""
     sites: tuple[int, ...] | None = None
     """The sites to work on; None: all."""
     copied: tuple[int, ...] = ()
@@ -116,8 +116,7 @@ class Decompose:
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
         ops = tuple(lifted(ops, slots)) if slots else ops
         sites = tuple(changed.get(site.id, site) for site in program.sites)
-        tables, teams = tuple(taken.tables), tuple(taken.teams)
-        result = program.replace(ops=ops, sites=sites, tables=tables, teams=teams)
+        result = program.replace(ops=ops, sites=sites, tables=tuple(taken.tables))
         return result.remarked(remarks)
 
     def _copies(self, values: Dataflow, op: Collective) -> Choice:
