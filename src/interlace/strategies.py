@@ -1,9 +1,8 @@
 """The strategies, as rows of data that one decomposer reads.
 
-A row says how a site is cut (`ranks`: one chunk for each rank's rows; `roots`: the same, but all
-ranks take the chunks in one order; `slices`: a slice of every rank's rows; `whole`: not at all),
-what moves the bytes, and, for chunks of ranks, which chunk a rank handles at step k and with whom.
-A `Offset` gives an offset from the rank, counted modulo the team:
+A row says how a site is cut (`ranks`: one chunk for each rank's rows; `slices`: a slice of every
+rank's rows; `whole`: not at all), what moves the bytes, and, for chunks of ranks, which chunk a
+rank handles at step k and with whom. An `Offset` gives an offset from the rank, counted modulo the team:
 
     >>> STRATEGIES["shift", None].gather.chunk.at(2)      # at step 2, the rows of rank + 2
     2
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 StrategyName = Literal[
-    "auto", "serial", "pipeline", "broadcast", "shift",
+    "auto", "serial", "pipeline", "shift",
     "ring", "peer", "fused", "exchange", "copies",
 ]  # fmt: skip
 """The names of the rows below, and what `Options.strategy` takes beside them, for type checkers."""
@@ -101,7 +100,6 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
     (row.name, row.transport if row.name == "peer" else None): row
     for row in (
         Strategy("pipeline", "slices", "collectives", _BACKEND, alone=_SLICES),
-        Strategy("broadcast", "roots", "collectives", _BACKEND, alone=_FOR_ALL, outdone=True),
         Strategy("shift", "ranks", "messages", _RANK_ORDER, NEAR_FIRST, OWNERS, outdone=True),
         Strategy(
             "ring",

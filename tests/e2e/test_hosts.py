@@ -30,7 +30,7 @@ from interlace.nn.parallel.programs import kept
 from interlace.options import Options
 from interlace.runtime import Executor
 
-SERVE = ("serial", "pipeline", "shift", "ring", "broadcast")
+SERVE = ("serial", "pipeline", "shift", "ring")
 REACH = ("peer", "fused", "exchange")
 APART = {
     2: "team tp spans hosts (rank 0 on interlace-a, rank 1 on interlace-b)",

@@ -39,7 +39,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"},
     "shift": {"strategy": "shift"},
     "pipeline": {"strategy": "pipeline", "chunks": 2},
-    "broadcast": {"strategy": "broadcast"},
     "copies": {"strategy": "copies"},
 }
 

@@ -44,7 +44,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy": "pipeline", "chunks": 2},
     "shift": {"strategy": "shift"},
     "ring": {"strategy": "ring"},
-    "broadcast": {"strategy": "broadcast"},
     "peer-get": {"strategy": "peer", "protocol": "get"},
     "peer-put": {"strategy": "peer", "protocol": "put"},
     "fused": {"strategy": "fused"},

@@ -149,7 +149,7 @@ def test_experts_beside_tensor_parallelism(strategy: str, seed: int) -> None:
     assert_overlaps(made, sample, seed)
 
 
-@pytest.mark.parametrize("options", ["ring", "broadcast", "pipeline"])
+@pytest.mark.parametrize("options", ["ring", "pipeline"])
 def test_what_cannot_serve_says_why(options: str) -> None:
     made = decomposed(parse(layer(2, 2, 3, 8, 5)), f"strategy={options}")
     for site in made.sites:

@@ -38,7 +38,7 @@ from interlace.runtime.machine import machine_for
 Sets = Sequence[tuple[torch.Tensor, torch.Tensor]]
 Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-BETWEEN_HOSTS = ("shift", "ring", "broadcast")
+BETWEEN_HOSTS = ("shift", "ring")
 """What serves a team that spans hosts, beside collectives; tried where asked for."""
 OURS: dict[str, dict[str, Any]] = {
     "serial": {"strategy": "serial"},

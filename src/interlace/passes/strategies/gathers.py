@@ -81,9 +81,9 @@ class Gather:
         take, path = _together(takes), self.row.gather
         if self.slot is not None:
             self._get(NEAR_FIRST, take)
-        elif path is None:
-            self._roots(take)
-        elif self.row.transport == "messages":
+            return
+        assert path is not None
+        if self.row.transport == "messages":
             self._messages(path, take)
         elif self.row.transport == "get":
             self._get(path, take)
@@ -148,16 +148,6 @@ class Gather:
         take(self.emitter.rank, rows, within)
         if self.whole:
             self._keep(self.emitter.rank, rows, within)
-
-    def _roots(self, take: TakeRows) -> None:
-        e, shown = self.emitter, None
-        if len(set(self.sizes)) > 1:  # source and destination have one size on all ranks
-            shown = e.alloc(f"{self.full.buffer}_shown", self.dtype, (sum(self.sizes), self.width))
-            e.copy(self.shard, e.part(shown, e.rank, self.sizes))
-        for root in (root for root, size in enumerate(self.sizes) if size):
-            src = self.shard if shown is None else e.part(shown, root, self.sizes)
-            e.collective("broadcast", src, self.part(root), root=root)
-            take(root, self.part(root))
 
     def _messages(self, path: Path, take: TakeRows) -> None:
         self._local(take)

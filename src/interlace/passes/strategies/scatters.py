@@ -55,9 +55,8 @@ class Scatter:
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
         path = self.row.scatter
-        if path is None:
-            self._roots(compute)
-        elif self.row.accumulates:
+        assert path is not None
+        if self.row.accumulates:
             self._accumulate(path, compute)
         elif self.row.transport == "messages":
             self._messages(path, compute)
@@ -88,18 +87,6 @@ class Scatter:
         if within is not None:
             slots, out = slots.then(dataclasses.replace(within, dim=1)), out.then(within)
         e.sum_slots(slots, out)
-
-    def _roots(self, compute: ComputeRows) -> None:
-        """One reduction a rank, in the order of the ranks."""
-        e, staged = self.emitter, self._staged()
-        even = len(set(self.sizes)) == 1
-        reduced = None if even else self._alloc("sums", sum(self.sizes))
-        for root in (root for root, size in enumerate(self.sizes) if size):
-            compute(root, staged(root))
-            dst = self.out if reduced is None else e.part(reduced, root, self.sizes)
-            e.collective("reduce", staged(root), dst, root=root, reduce=e.serial.reduce)
-        if reduced is not None:
-            e.copy(e.part(reduced, e.rank, self.sizes), self.out)
 
     def _messages(self, path: Path, compute: ComputeRows) -> None:
         e, staged = self.emitter, self._staged()

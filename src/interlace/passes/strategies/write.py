@@ -291,15 +291,6 @@ class _Writer:
             pick = Pick.ranks(e, layout, index, within)
             self.compute.cone(cone, pick, ChunkPlace(shard, shard))
 
-        if self.row.cut == "roots":
-            assert stage is not None
-            sums = e.alloc(f"{cone.value}_sums", dtype, (cone.rows, cone.width))
-            for root in (root for root, size in enumerate(sizes) if size):
-                part, total = e.part(stage, root, sizes), e.part(sums, root, sizes)
-                rows(root, part)
-                e.collective("reduce", part, total, root=root, reduce=op.reduce)
-                e.collective("broadcast", total, e.part(full, root, sizes), root=root)
-            return
         mine = e.part(full, e.rank, sizes)
         if fused and by_kernel(part_bytes(self.values, site)):
             # Quicker than a copy from each peer behind a signal: one kernel does all.
