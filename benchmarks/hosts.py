@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 SITES = ("ag_gemm", "gemm_rs", "gemm_ar")
-WAYS = ("serial", "pipeline", "shift", "ring", "auto")
+WAYS = ("serial", "pipeline", "ring", "auto")
 LEAD_S = 0.02
 """How long before it begins the ranks agree on a moment."""
 HIDDEN = 0.7

@@ -57,7 +57,7 @@ class Options:
         in_order: run the overlapped Program one op after another: the twin that results are
             compared with. It is verified as it runs, since that order may wait for ever where
             the streams do not.
-        strategy: how sites are overlapped: `serial`, `pipeline`, `shift`, `ring`,
+        strategy: how sites are overlapped: `serial`, `pipeline`, `ring`,
             `peer`, `fused`, `exchange` or `copies`; `auto` asks the cost model,
             with `serial` always a candidate.
         protocol: one-sided protocol of the `peer` strategy: `get` (pull) or `put` (push).

@@ -2,15 +2,17 @@
 
 A row says how a site is cut (`ranks`: one chunk for each rank's rows; `slices`: a slice of every
 rank's rows; `whole`: not at all), what moves the bytes, and, for chunks of ranks, which chunk a
-rank handles at step k and with whom. An `Offset` gives an offset from the rank, counted modulo the team:
+rank handles at step k and with whom. An `Offset` gives an offset from the rank, counted modulo the
+team:
 
-    >>> STRATEGIES["shift", None].gather.chunk.at(2)      # at step 2, the rows of rank + 2
+    >>> STRATEGIES["peer", "get"].gather.chunk.at(2)      # at step 2, the rows of rank + 2
     2
 
 Gathers take the local rows first, at step 0; scatters compute the rank's own rows last, after step
 W - 1 (large ones of `fused` in pieces, some of them among those of step W - 1). An all-reduce is a
 scatter, then a gather, and a long one of `fused` both for each of several slabs of rows. An
-all-to-all goes the way of a gather before matmuls, and of a scatter after them.
+all-to-all goes the way of a gather before matmuls, and of a scatter after them, and each chunk to
+its owner directly.
 `reduces` states the order in which a scatter adds the W partial results of a row, which is all that
 can make it differ from the serial collective.
 """
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 StrategyName = Literal[
-    "auto", "serial", "pipeline", "shift",
+    "auto", "serial", "pipeline",
     "ring", "peer", "fused", "exchange", "copies",
 ]  # fmt: skip
 """The names of the rows below, and what `Options.strategy` takes beside them, for type checkers."""
@@ -92,7 +94,6 @@ NEIGHBOURS = Path(chunk=Offset(0, -1), to=Offset(1), source=Offset(-1), sent=Off
 
 _RANK_ORDER = "in the order of the ranks, in fp32, rounded once"
 _BACKEND = "as the backend's collective does"
-_FOR_ALL = "a chunk passes all ranks, and each of an all-to-all's is for one"
 _SLICES = "slices of what each rank gets lie apart in an all-to-all, which takes one stretch"
 _KERNEL = "its kernel does no all-to-alls"
 
@@ -100,7 +101,6 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
     (row.name, row.transport if row.name == "peer" else None): row
     for row in (
         Strategy("pipeline", "slices", "collectives", _BACKEND, alone=_SLICES),
-        Strategy("shift", "ranks", "messages", _RANK_ORDER, NEAR_FIRST, OWNERS, outdone=True),
         Strategy(
             "ring",
             "ranks",
@@ -109,7 +109,6 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             NEIGHBOURS,
             NEIGHBOURS,
             accumulates=True,
-            alone=_FOR_ALL,
             outdone=True,
         ),
         Strategy("peer", "ranks", "get", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True),

@@ -41,7 +41,7 @@ DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
 STRATEGIES: dict[str, dict[str, Any]] = {
     "peer-get": {"strategy": "peer", "protocol": "get"},
     "peer-put": {"strategy": "peer", "protocol": "put"},
-    "shift": {"strategy": "shift"},
+    "ring": {"strategy": "ring"},
     "auto": {"strategy": "auto"},
 }
 

@@ -37,7 +37,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "peer-get": {"strategy": "peer", "protocol": "get"},
     "peer-put": {"strategy": "peer", "protocol": "put"},
     "ring": {"strategy": "ring"},
-    "shift": {"strategy": "shift"},
     "pipeline": {"strategy": "pipeline", "chunks": 2},
     "copies": {"strategy": "copies"},
 }

@@ -42,7 +42,6 @@ SHAPES = {"even": (512, 256, 192), "odd": (37, 120, 72), "uneven": (48, 128, 40)
 STRATEGIES: dict[str, dict[str, Any]] = {
     "serial": {"strategy": "serial"},
     "pipeline": {"strategy": "pipeline", "chunks": 2},
-    "shift": {"strategy": "shift"},
     "ring": {"strategy": "ring"},
     "peer-get": {"strategy": "peer", "protocol": "get"},
     "peer-put": {"strategy": "peer", "protocol": "put"},
@@ -54,7 +53,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 """Options of each. `beside`: rows are cut as large ones are, so that own ones are summed beside the
 kernel and others come piece by piece; so are all-reduces, which go in slabs."""
 
-BY_MESSAGES = ("shift", "ring")
+BY_MESSAGES = ("ring",)
 """Those that send messages, which on CUDA are NCCL's."""
 
 

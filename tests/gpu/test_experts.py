@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "serial": {"strategy": "serial"},
-    "shift": {"strategy": "shift"},
+    "ring": {"strategy": "ring"},
     "peer-get": {"strategy": "peer", "protocol": "get"},
     "peer-put": {"strategy": "peer", "protocol": "put"},
     "exchange": {"strategy": "exchange"},
@@ -105,7 +105,7 @@ def compare_in_order(seed: int) -> list[str]:
     """On one rank: which strategies give other bits than their ops one after another."""
     world, wrong = dist.get_world_size(), []
     inputs = inputs_of(world, 100, seed)
-    messages = () if shared() else ("shift",)
+    messages = () if shared() else ("ring",)
     for name in (*messages, "peer-get", "peer-put"):
         results: list[torch.Tensor] = []
         for in_order in (False, True):

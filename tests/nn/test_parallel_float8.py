@@ -28,7 +28,7 @@ from interlace.nn.parallel.text import LinearLayer, serial
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "copy")
 MANY = ("all_gather", "copy")
-STRATEGIES = ("auto", "pipeline", "ring", "peer", "shift", None)
+STRATEGIES = ("auto", "pipeline", "ring", "peer", None)
 """None: without overlap."""
 RECIPES = {
     "shard": Recipe(),

@@ -126,7 +126,6 @@ KINDS: dict[str, Callable[..., Sample]] = {
 STRATEGIES = {
     "serial": "strategy=serial",
     "pipeline": "strategy=pipeline,chunks=2",
-    "shift": "strategy=shift",
     "ring": "strategy=ring",
     "peer-get": "strategy=peer,protocol=get",
     "peer-put": "strategy=peer,protocol=put",

@@ -36,7 +36,7 @@ def total(order: list[int]) -> float:
     return found.item()
 
 
-@pytest.mark.parametrize("name", ["shift", "ring", "peer-get", "peer-put"])
+@pytest.mark.parametrize("name", ["ring", "peer-get", "peer-put"])
 def test_partial_results_are_summed_in_the_order_that_the_strategy_states(
     name: str, seed: int
 ) -> None:
@@ -79,13 +79,18 @@ def test_a_row_of_the_table_is_all_that_a_strategy_takes(
 ) -> None:
     """One that goes through the ranks backwards: it is written, proved, run and predicted."""
     back, forth = Offset(0, -1), Offset(0, 1)
+    gather = Path(chunk=back, to=forth, source=back)
+    scatter = Path(chunk=back, to=back, source=forth)
+    if transport == "messages":
+        gather = scatter = Path(forth, to=Offset(-1), source=Offset(1), sent=Offset(-1, 1))
     row = Strategy(
         "backwards",
         "ranks",
         transport,
         "in the order of the ranks",
-        gather=Path(chunk=back, to=forth, source=back),
-        scatter=Path(chunk=back, to=back, source=forth),
+        gather,
+        scatter,
+        accumulates=transport == "messages",
     )
     monkeypatch.setitem(ROWS, ("backwards", None), row)
     sample = KINDS[kind](4, "uneven", "f32", seed)
@@ -105,7 +110,7 @@ def test_a_maximum_is_no_sum() -> None:
         made = run_pipeline(parse(text), f"find_sites,decompose{{{options}}}")
         alone = name != "exchange"
         assert (made.sites[0].strategy == "serial") == alone
-        if name in ("shift", "ring", "peer-get", "peer-put"):
+        if name in ("ring", "peer-get", "peer-put"):
             assert "the collective takes the max" in made.remarks[0].text
 
 

@@ -35,7 +35,7 @@ def site(tp: Team[3], x: f32[12, 8], w: f32[8, 6]):
 }
 
 STRATEGIES: list[StrategyName | tuple[StrategyName, Protocol]] = [
-    *("serial", "pipeline", "shift", "ring"),
+    *("serial", "pipeline", "ring"),
     *(("peer", protocol) for protocol in ("get", "put")),
 ]
 

@@ -128,7 +128,7 @@ def test_some_schedules_with_one_fault(
     cases = [
         (kind, way, draw.choice(WORLDS)) for kind in ("gather", "reduce") for way in STRATEGIES
     ]
-    for one in [*cases, ("dispatch", "shift", 3), ("combine", "peer-put", 4)]:
+    for one in [*cases, ("dispatch", "ring", 3), ("combine", "peer-put", 4)]:
         if schedule(*one) is not None:
             sweep.visit(one, 5)
     record_property("fuzz", str(sweep))

@@ -170,8 +170,8 @@ class TeamComm:
         """Raises where the team spans hosts: `what` needs memory that all its ranks share."""
         if why := self.apart:
             raise BackendError(
-                f"{why}, which share no memory, and {what}: choose serial, pipeline, shift, "
-                "ring or auto, or make teams that stay within one host"
+                f"{why}, which share no memory, and {what}: choose serial, pipeline, ring "
+                "or auto, or make teams that stay within one host"
             )
 
     @property

@@ -38,8 +38,6 @@ from interlace.runtime.machine import machine_for
 Sets = Sequence[tuple[torch.Tensor, torch.Tensor]]
 Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-BETWEEN_HOSTS = ("shift", "ring")
-"""What serves a team that spans hosts, beside collectives; tried where asked for."""
 OURS: dict[str, dict[str, Any]] = {
     "serial": {"strategy": "serial"},
     "pipeline": {"strategy": "pipeline"},
@@ -47,7 +45,7 @@ OURS: dict[str, dict[str, Any]] = {
     "put": {"strategy": "peer", "protocol": "put"},
     "fused": {"strategy": "fused"},
     "exchange": {"strategy": "exchange"},
-    **{name: {"strategy": name} for name in BETWEEN_HOSTS},
+    "ring": {"strategy": "ring"},
     "auto": {"strategy": "auto"},
 }
 """Our strategies by the name that rows give them."""

@@ -78,7 +78,7 @@ class Gather:
 
     def run(self, *takes: TakeRows) -> None:
         """Emits the transfers."""
-        take, path = _together(takes), self.row.gather
+        take, path = _together(takes), self._path()
         if self.slot is not None:
             self._get(NEAR_FIRST, take)
             return
@@ -100,6 +100,10 @@ class Gather:
         return self.emitter.part(self.full, index, self.sizes)
 
     # what differs for an all-to-all
+
+    def _path(self) -> Path | None:
+        """The way that chunks go."""
+        return self.row.gather
 
     def _own(self) -> View:
         """The rank's own chunk."""
@@ -214,8 +218,8 @@ class Dispatch(Gather):
     shape: tuple[Int, ...] = ()
     """Of `full`, and of the slots."""
 
-    def part(self, index: Index) -> View:
-        return self.emitter.part(self.full, index, self.sizes)
+    def _path(self) -> Path | None:
+        return NEAR_FIRST  # each chunk is for one rank, so that none hands it on
 
     def _own(self) -> View:
         return self.shard.chunk(self.emitter.rank, self.emitter.size)

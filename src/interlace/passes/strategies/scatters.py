@@ -23,7 +23,7 @@ from typing import Protocol
 from interlace.ir import Chunk, DType, Index, Slice, View
 from interlace.ir.sizes import Int
 from interlace.passes.strategies.emitter import Emitter, Pieces, cut, rank_at
-from interlace.strategies import NEAR_FIRST, Path, Strategy
+from interlace.strategies import NEAR_FIRST, OWNERS, Path, Strategy
 
 
 class ComputeRows(Protocol):
@@ -56,9 +56,7 @@ class Scatter:
         """Emits the chunks' computation, their transfers and the sum."""
         path = self.row.scatter
         assert path is not None
-        if self.row.accumulates:
-            self._accumulate(path, compute)
-        elif self.row.transport == "messages":
+        if self.row.transport == "messages":
             self._messages(path, compute)
         elif self.row.transport == "get":
             self._get(path, compute)
@@ -89,16 +87,6 @@ class Scatter:
         e.sum_slots(slots, out)
 
     def _messages(self, path: Path, compute: ComputeRows) -> None:
-        e, staged = self.emitter, self._staged()
-        slots = self._alloc("slots", e.size, max(self.sizes))
-        for step in e.steps(path):
-            rows = staged(step.chunk)
-            compute(step.chunk, rows)
-            e.exchange(rows, step.to, self._rows(slots, step.source, e.rank), step.source)
-        compute(e.rank, self._rows(slots, e.rank, e.rank))
-        self._sum(slots)
-
-    def _accumulate(self, path: Path, compute: ComputeRows) -> None:
         """What came from one neighbour, plus my part, goes to the other."""
         e, staged, largest = self.emitter, self._staged(), max(self.sizes)
         count = min(2, e.size - 1)
@@ -158,8 +146,8 @@ class Scatter:
 class Combine:
     """An all-to-all after matmuls: of `shape`, even chunks along dimension 0, one for each rank.
 
-    Results go back from the ranks of their experts; each chunk leaves as soon as it is computed,
-    the rank's own last. Nothing is summed, so all strategies give the same bits.
+    Results go back from the ranks of their experts; each chunk leaves for its owner as soon as it
+    is computed, the rank's own last. Nothing is summed, so all strategies give the same bits.
     """
 
     emitter: Emitter
@@ -170,8 +158,7 @@ class Combine:
 
     def run(self, out: View, compute: Callable[[Index, View], None]) -> None:
         """Emits the chunks' computation and their transfers into `out`."""
-        e, path, transport = self.emitter, self.row.scatter, self.row.transport
-        assert path is not None
+        e, path, transport = self.emitter, OWNERS, self.row.transport
         parts = self._alloc("parts", "symmetric" if transport == "get" else "local")
         slots = self._alloc("slots", "symmetric") if transport == "put" else parts
         signal = "" if transport == "messages" else e.names.new(f"{slots.buffer}_ready")
