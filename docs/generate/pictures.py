@@ -58,8 +58,8 @@ def timelines(text: str) -> Iterator[tuple[str, Timeline]]:
 
 
 def _lowered(serial: Program, name: str, protocol: str | None) -> Program:
-    options = Options.from_dict({"strategy": name, "protocol": protocol or "get"})
-    return lower(serial, options, default_machine("cuda"))
+    options = Options.from_dict({"strategy": name})
+    return lower(serial, options, default_machine("cuda"), transport=protocol)
 
 
 def _stacked(title: str, text: str) -> str:

@@ -83,6 +83,8 @@ class Strategy:
     """Whether peer memory leaves no use for it on GPUs that have that."""
     amid: bool = False
     """Whether it gains only amid computation that is not the site's: `auto` looks at it there."""
+    on_gpus: bool = False
+    """Whether it is looked at on GPUs alone, where another row of its name serves as well."""
 
 
 NEAR_FIRST = Path(chunk=Offset(0, 1), to=Offset(0, -1), source=Offset(0, 1))
@@ -112,7 +114,7 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             outdone=True,
         ),
         Strategy("peer", "ranks", "get", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True),
-        Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True),
+        Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True, on_gpus=True),
         Strategy(
             "fused",
             "ranks",
@@ -128,7 +130,7 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
         Strategy("copies", "whole", "put", _RANK_ORDER, peers=True, amid=True),
     )
 }
-"""By name and, for `peer`, protocol."""
+"""By name and, for `peer`, transport."""
 
 
 def names() -> tuple[str, ...]:
@@ -136,6 +138,14 @@ def names() -> tuple[str, ...]:
     return "auto", "serial", *dict.fromkeys(name for name, _ in STRATEGIES)
 
 
-def strategy(name: str, protocol: str | None) -> Strategy | None:
-    """The row of that name; None for `serial` and what is not a strategy here."""
-    return STRATEGIES.get((name, protocol if name == "peer" else None))
+def rows_of(name: str, transport: str | None = None) -> tuple[Strategy, ...]:
+    """The rows of that name, of which one is taken for each site; none for `serial`.
+
+    `transport` leaves those that move bytes so, where some do.
+    """
+    rows = tuple([row for row in STRATEGIES.values() if row.name == name])
+    return tuple([row for row in rows if row.transport == transport]) or rows
+
+
+REPLACED = {"hierarchical": "ring", "shift": "ring", "broadcast": "pipeline"}
+"""Strategies that went, and what stands for each: errors name it, and files are read so."""

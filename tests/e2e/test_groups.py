@@ -128,8 +128,8 @@ def gather(tp: Team[{0}], x: f32[7, 48], w: f32[48, 40]):
 STRATEGIES = {
     "pipeline": "strategy=pipeline,chunks=2",
     "ring": "strategy=ring",
-    "peer-get": "strategy=peer,protocol=get",
-    "peer-put": "strategy=peer,protocol=put",
+    "peer-get": "strategy=peer,transport=get",
+    "peer-put": "strategy=peer,transport=put",
 }
 
 

@@ -127,7 +127,6 @@ def exact(
     strategies: tuple[StrategyName, ...],
     kinds: tuple[str, ...],
     seed: int,
-    chunks: int = 0,
     device: str = "cpu",
     **more: Any,
 ) -> list[str]:
@@ -144,7 +143,7 @@ def exact(
             x, w = (torch.randint(-3, 4, s, generator=own).float() for s in ((rows, K), (K, N)))
             expected, program = plain(kind, x, w, sizes), text_of(kind, sizes, hosts)
             for strategy in strategies:
-                options = Options(strategy=strategy, chunks=chunks, time_out_s=30, **more)
+                options = Options(strategy=strategy, time_out_s=30, **more)
                 made, groups = lower(program, options), {"tp": world_group()}
                 with Executor(made, groups=groups, device=device, options=options) as executor:
                     executor.prepare()

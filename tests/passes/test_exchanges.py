@@ -23,7 +23,7 @@ from interlace.verify import check
 STRATEGIES = {
     "ring": "strategy=ring",
     "peer-get": "strategy=peer",
-    "peer-put": "strategy=peer,protocol=put",
+    "peer-put": "strategy=peer,transport=put",
     "exchange": "strategy=exchange",
 }
 H200 = default_machine("cuda")

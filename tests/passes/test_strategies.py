@@ -15,7 +15,7 @@ from interlace.options import Options
 from interlace.passes import parse_pipeline, run_pipeline
 from interlace.passes.strategies.candidates import candidates
 from interlace.strategies import STRATEGIES as ROWS
-from interlace.strategies import Offset, Path, Strategy, strategy
+from interlace.strategies import Offset, Path, Strategy, rows_of
 from interlace.verify import check
 
 WORLD = 4
@@ -43,8 +43,7 @@ def test_partial_results_are_summed_in_the_order_that_the_strategy_states(
     inputs = [[torch.full((WORLD, 1), part), torch.ones(1, 1)] for part in PARTS]
     pipeline = f"find_sites,decompose{{{STRATEGIES[name]}}},schedule,insert_sync"
     results = run_ranks(run_pipeline(parse(SUMMED), pipeline), inputs, seed=seed)
-    row = strategy(name.split("-")[0], name.split("-")[-1])
-    assert row is not None
+    row, *_ = rows_of(name.split("-")[0], name.split("-")[-1])
     for owner, (out,) in enumerate(results):
         if row.accumulates:
             assert row.reduces.startswith("rows of rank c: c+1, c+2, ..., c")

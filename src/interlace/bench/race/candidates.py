@@ -41,8 +41,8 @@ Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 OURS: dict[str, dict[str, Any]] = {
     "serial": {"strategy": "serial"},
     "pipeline": {"strategy": "pipeline"},
-    "get": {"strategy": "peer", "protocol": "get"},
-    "put": {"strategy": "peer", "protocol": "put"},
+    "get": {"strategy": "peer"},
+    "put": {"strategy": "peer"},
     "fused": {"strategy": "fused"},
     "exchange": {"strategy": "exchange"},
     "ring": {"strategy": "ring"},
@@ -111,7 +111,8 @@ class Ours(Candidate):
         machine = machine_for(options, device.type)
         groups = {"tp": self.ranks.group}
         serial = on_hosts(self.case.program(self.ranks.size), groups, TIME_OUT_S)
-        program = lower(serial, options, machine)
+        transport = self.name if self.name in ("get", "put") else None
+        program = lower(serial, options, machine, transport=transport)
         for site in program.sites:
             protocol = f" {site.protocol}" if site.strategy == "peer" else ""
             self.chosen = f"{site.strategy}{protocol}"

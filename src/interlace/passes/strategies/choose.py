@@ -266,22 +266,25 @@ class Chooser:
     """Chooses; sites that are alike get the same answer from one simulation."""
 
     machine: Machine | None
-    protocol: str
     chunks: int
     known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
 
-    def asked(self, values: Dataflow, site: MatmulSite, row: Strategy) -> Choice:
-        """The requested strategy."""
-        count = parts(values, site, row, self.chunks)
+    def asked(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy]) -> Choice:
+        """The requested strategy, by the fastest of its rows."""
         if self.machine is None:
-            return Choice(row, count, "requested")
-        key = row, _signature(values, site)
+            return Choice(rows[0], parts(values, site, rows[0], self.chunks), "requested")
+        gpu = self.machine.device != "cpu"
+        rows = [row for row in rows if gpu or not row.on_gpus] or rows
+        key = tuple(rows), _signature(values, site)
         if key not in self.known:
             with supposing():
-                serial = estimate(self._machine, values, site, None, 0)
-                took = estimate(self._machine, values, site, row, self.chunks)
-            expected = serial.expected_ms, took.expected_ms
-            self.known[key] = Choice(row, count, "requested", "", *expected)
+                serial = estimate(self.machine, values, site, None, 0)
+                took = [estimate(self.machine, values, site, row, self.chunks) for row in rows]
+            best = min(took, key=lambda e: e.busy_ms)
+            assert best.row is not None
+            count, expected = parts(values, site, best.row, self.chunks), best.expected_ms
+            choice = Choice(best.row, count, "requested", "", serial.expected_ms, expected)
+            self.known[key] = choice
         return self.known[key]
 
     def fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
@@ -329,13 +332,11 @@ class Chooser:
         gpu = self._machine.device != "cpu"
         apart = values.program.team(collective_of(values, site).team).hosts is not None
         for row in STRATEGIES.values():
-            # On GPUs the default `get` leaves `put` in; a requested `put` leaves `get` out.
-            other = row.name == "peer" and row.transport != self.protocol
             if (
                 row.amid
+                or (row.on_gpus and not gpu)
                 or not _serves(row, self._machine, apart)
                 or (row.name == "fused" and not has_kernel(values, site, self._machine))
-                or (other and (not gpu or self.protocol == "put"))
             ):
                 continue
             if refusal(values, site, row):
