@@ -10,13 +10,13 @@ control. Each round times every strategy once, in another order, from a moment t
 on to the end of the last. Of what could be hidden, min(matmul, link), `hidden` is the part that a
 strategy saves over serial; the link's time is what serial takes beyond the matmul. `beside` is the
 part of its own communication (the bytes that left the first host, headers and all, at the link's
-rate) that it hides, or of the matmul where that is shorter: fewer bytes gain nothing there.
-`in order` is hierarchical's own Program, one op after another; `saved` is what overlap saves of
-that, as a part of the matmul or of what it takes beside the matmul, whichever is shorter. `whole`
-is hierarchical in one piece; `auto` chooses by a machine with this link. `--check` ends with 1
-unless the best hides 0.7 at each site, and hierarchical, where hosts have several ranks, sends half
-of shift's bytes and is faster. Where ranks share a core and the link takes no longer than the
-matmul, nothing hides what the processor does for the link.
+rate) that it hides, or of the matmul where that is shorter: fewer bytes gain nothing there. `auto`
+chooses by a machine with this link. `--check` ends with 1 unless the best hides 0.7 at each site.
+Where ranks share a core and the link takes no longer than the matmul, nothing hides what the
+processor does for the link.
+
+Rows of `hierarchical` (messages between hosts, copies within) favour it by 1.34 to 1.41x over this
+throttled link; it went because nobody has run it on a real network.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 SITES = ("ag_gemm", "gemm_rs", "gemm_ar")
-WAYS = ("serial", "pipeline", "broadcast", "shift", "ring", "whole", "in order")
-WAYS += ("hierarchical", "auto")
+WAYS = ("serial", "pipeline", "ring", "auto")
 LEAD_S = 0.02
 """How long before it begins the ranks agree on a moment."""
-BARS = {"hidden": 0.7, "bytes": 0.55}
+HIDDEN = 0.7
+"""The part of what could be hidden that the best strategy hides at least."""
 
 
 def sent() -> int:
@@ -82,12 +82,10 @@ def work(given: argparse.Namespace) -> None:
         made: dict[str, Any] = {"matmul": lambda whole=whole, w=w: whole @ w}
         chosen: dict[str, str] = {}
         for way in WAYS:
-            asked = "hierarchical" if way in ("whole", "in order") else way
-            chunks, in_order = world * (way == "whole"), way == "in order"
-            options = Options(strategy=asked, chunks=chunks, in_order=in_order, time_out_s=60)
+            options = Options(strategy=way, time_out_s=60)
             lowered = lower(program, options, machine)
             site = lowered.sites[0]
-            if asked in (site.strategy, "auto"):
+            if way in (site.strategy, "auto"):
                 chosen[way] = f"{site.strategy} x{site.chunks or 1}"
                 executor = Executor(lowered, groups=groups, options=options).prepare()
                 made[way] = lambda run=executor.run, x=x, w=w: run([x, w])
@@ -110,10 +108,6 @@ def work(given: argparse.Namespace) -> None:
                     took[way].append(seconds.item())
                     crossed[way].append(after)
         serial, matmul = (statistics.median(took[way]) for way in ("serial", "matmul"))
-        saved = ""
-        if "in order" in made:
-            ordered, ours = (statistics.median(took[w]) for w in ("in order", "hierarchical"))
-            saved = (ordered - ours) / max(min(matmul, ordered - matmul), 1e-9)
         for way in made:
             seconds_of = statistics.median(took[way])
             hideable = min(matmul, max(serial - matmul, 1e-9))
@@ -128,7 +122,6 @@ def work(given: argparse.Namespace) -> None:
                     "chosen": chosen.get(way, ""),
                     "hidden": (serial - seconds_of) / hideable if way != "matmul" else "",
                     "beside": own if way != "matmul" and rate else "",
-                    "saved": saved if way == "hierarchical" else "",
                     "left_host_mb": statistics.median(crossed[way]) / 1e6,
                     "rounds": given.rounds,
                 }
@@ -142,41 +135,28 @@ def work(given: argparse.Namespace) -> None:
     shown = [
         [
             *(row["op"], row["strategy"], row["chosen"], f"{row['median_us'] / 1e3:.1f} ms"),
-            *(
-                f"{row[key]:.0%}" if row[key] != "" else "-"
-                for key in ("hidden", "beside", "saved")
-            ),
+            *(f"{row[key]:.0%}" if row[key] != "" else "-" for key in ("hidden", "beside")),
             f"{row['left_host_mb']:.2f} MB",
         ]
         for row in rows
     ]
-    heads = ["op", "strategy", "chosen", "median", "hidden", "beside", "saved", "left the host"]
+    heads = ["op", "strategy", "chosen", "median", "hidden", "beside", "left the host"]
     table(heads, shown)
     if given.check:
-        missed = list(misses(rows, given.ranks[0]))
+        missed = list(misses(rows))
         say("\n".join(missed) or "all bars are met")
         Path(given.verdict).write_text("\n".join(missed))
 
 
-def misses(rows: list[dict[str, Any]], ranks: int) -> Any:
-    """The bars that rows of hosts with so many ranks miss."""
+def misses(rows: list[dict[str, Any]]) -> Any:
+    """The bars that rows miss."""
     ops = {row["op"] for row in rows}
     yield from (f"{op}: not measured" for op in SITES if op not in ops)
     for op in sorted(ops):
         of = {row["strategy"]: row for row in rows if row["op"] == op}
         best = max((row["hidden"], way) for way, row in of.items() if row["hidden"] != "")
-        if best[0] < BARS["hidden"]:
+        if best[0] < HIDDEN:
             yield f"{op}: the best, {best[1]}, hides {best[0]:.0%} of what could be hidden"
-        if ranks == 1:  # there is no link within a host
-            continue
-        if "hierarchical" not in of:
-            yield f"{op}: hierarchical did not serve it"
-            continue
-        flat, ours = of["shift"], of["hierarchical"]
-        if (part := ours["left_host_mb"] / flat["left_host_mb"]) > BARS["bytes"]:
-            yield f"{op}: hierarchical sends {part:.2f} of shift's bytes between hosts"
-        if ours["median_us"] >= flat["median_us"]:
-            yield f"{op}: hierarchical is not faster than shift"
 
 
 def launch(given: argparse.Namespace, ranks: int, command: list[str]) -> int:

@@ -65,8 +65,7 @@ def programs(hosts: int, each: int) -> dict[str, Program]:
     dp, tp = (hosts, each) if min(hosts, each) > 1 else (1, ranks)
     step = parse(STEP.format(dp=dp, tp=tp, rows=512 // tp, n=512 // tp))
     site = placed(parse(SITE.format(ranks=ranks, rows=1024 // ranks)), hosts, each)
-    strategies = ["serial", "pipeline", "shift", *(["peer"] if hosts == 1 else [])]
-    strategies += ["hierarchical"] if min(hosts, each) > 1 else []
+    strategies = ["serial", "pipeline", "ring", *(["peer"] if hosts == 1 else [])]
     made = {name: lower(site, Options(strategy=name)) for name in strategies}
     return {f"step, dp {dp} x tp {tp}": placed(step, hosts, each)} | {
         f"gather and matmul, {name}": program for name, program in made.items()

@@ -20,7 +20,6 @@ from interlace.options import Options
     ("name", "value"),
     [
         ("strategy", "fast"),
-        ("protocol", "push"),
         ("resharding", "never"),
         ("regions", "jit"),
         ("transport", "mpi"),
@@ -30,10 +29,9 @@ from interlace.options import Options
         ("time_out_s", math.inf),
         ("time_out_s", math.nan),
         ("cache_size", 0),
-        ("chunks", -1),
-        ("chunks", 2.5),
-        ("chunks", "4"),
-        ("chunks", True),
+        ("cache_size", 2.5),
+        ("cache_size", "4"),
+        ("cache_size", True),
         ("cache_size", None),
         ("time_out_s", "60"),
         ("overlap", "yes"),
@@ -63,15 +61,31 @@ def test_unknown_options_are_named_with_the_known_ones() -> None:
         Options.from_dict({"stratgy": "peer"})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("protocol", "put", "strategy='peer'"),
+        ("chunks", 4, "decompose{chunks=...}"),
+        ("strategy", "shift", "strategy='ring'"),
+        ("strategy", "hierarchical", "strategy='ring'"),
+        ("strategy", "broadcast", "strategy='pipeline'"),
+    ],
+)
+def test_an_option_that_went_names_its_replacement(name: str, value: Any, fix: str) -> None:
+    for make in (lambda given: Options(**given), Options.from_dict):
+        with pytest.raises(OptionError, match=f"went. fix: use .*{re.escape(fix)}"):
+            make({name: value})
+
+
 def test_numbers_and_paths_of_other_types_are_taken() -> None:
     given = Options(
-        chunks=np.int64(4),  # type: ignore[arg-type]
+        cache_size=np.int64(4),  # type: ignore[arg-type]
         time_out_s=np.float32(3),  # type: ignore[arg-type]
         calibration=Path("machine.json"),
         strategy=np.str_("peer"),  # type: ignore[arg-type]
     )
-    assert given == Options(chunks=4, time_out_s=3, calibration="machine.json", strategy="peer")
-    kept = given.chunks, given.time_out_s, given.calibration
+    assert given == Options(cache_size=4, time_out_s=3, calibration="machine.json", strategy="peer")
+    kept = given.cache_size, given.time_out_s, given.calibration
     assert [type(value) for value in kept] == [int, float, str]
 
 

@@ -58,8 +58,8 @@ def timelines(text: str) -> Iterator[tuple[str, Timeline]]:
 
 
 def _lowered(serial: Program, name: str, protocol: str | None) -> Program:
-    options = Options.from_dict({"strategy": name, "protocol": protocol or "get"})
-    return lower(serial, options, default_machine("cuda"))
+    options = Options.from_dict({"strategy": name})
+    return lower(serial, options, default_machine("cuda"), transport=protocol)
 
 
 def _stacked(title: str, text: str) -> str:
@@ -105,7 +105,7 @@ def _steps() -> str:
         assert row.scatter
         gather = [0, *(row.gather.chunk.at(k) for k in range(1, RANKS))]
         scatter = [*(row.scatter.chunk.at(k) for k in range(1, RANKS)), 0]
-        label = "ring" if name == "ring" else "shift, peer, fused"
+        label = "ring" if name == "ring" else "peer, fused"
         for place, (kind, offsets) in enumerate((("gather", gather), ("scatter", scatter))):
             x, y = 60 + 370 * place, 34 + 170 * number
             parts.append(f'<text x="{x}" y="{y - 18}">{kind}: {label}</text>')

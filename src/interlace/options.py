@@ -9,13 +9,13 @@ Every field can be given to `torch.compile(options=...)`, `interlace.compile` an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from interlace.errors import OptionError
-from interlace.strategies import StrategyName, names
+from interlace.strategies import REPLACED, StrategyName, names
 
 LONGEST_S = 30 * 86_400.0
 """The longest time-out, in seconds: every wait is bounded."""
@@ -23,12 +23,10 @@ Backend = Literal["gloo", "nccl", "ucc", "peer"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 """What moves the bytes of collectives."""
 Transport = Backend | Literal["auto"]
-Protocol = Literal["get", "put"]
 Resharding = Literal["auto", "before", "after"]
 Regions = Literal["auto", "eager", "inductor"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "protocol": get_args(Protocol),
     "resharding": get_args(Resharding),
     "regions": get_args(Regions),
     "transport": ("auto", *BACKENDS),
@@ -38,12 +36,29 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _SWITCH = (bool,), bool, "True or False"
 _TYPES: dict[str, tuple[tuple[type, ...], Callable[[Any], object], str]] = {
     **dict.fromkeys(("overlap", "in_order", "graph", "static_outputs", "trace"), _SWITCH),
-    **dict.fromkeys(("chunks", "cache_size"), ((Integral,), int, "a whole number")),
+    "cache_size": ((Integral,), int, "a whole number"),
     "time_out_s": ((Real,), float, "a number of seconds"),
     "calibration": ((str, os.PathLike), os.fspath, "the path of a file"),
     "schedules": ((str, os.PathLike), os.fspath, "the path of a folder"),
 }
 """What the other options may be, and what they are kept as; a `bool` is no number."""
+
+
+GONE = {
+    "protocol": "strategy='peer', which takes get or put for each site by the cost model",
+    "chunks": "the pass decompose{chunks=...} in `interlace opt -p` and `run_pipeline`; strategies "
+    "choose how finely they cut",
+}
+"""Options that went, and what stands for each; errors name it for one release."""
+
+
+def _refuse_gone(values: Mapping[str, object]) -> None:
+    for name in values:
+        if name in GONE:
+            raise OptionError(f"option {name} went. fix: use {GONE[name]}")
+    asked = values.get("strategy")
+    if isinstance(asked, str) and asked in REPLACED:
+        raise OptionError(f"strategy {asked!r} went. fix: use strategy={REPLACED[asked]!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +72,9 @@ class Options:
         in_order: run the overlapped Program one op after another: the twin that results are
             compared with. It is verified as it runs, since that order may wait for ever where
             the streams do not.
-        strategy: how sites are overlapped: `serial`, `pipeline`, `broadcast`, `shift`, `ring`,
-            `peer`, `fused`, `hierarchical`, `exchange` or `copies`; `auto` asks the cost model,
+        strategy: how sites are overlapped: `serial`, `pipeline`, `ring`,
+            `peer`, `fused`, `exchange` or `copies`; `auto` asks the cost model,
             with `serial` always a candidate.
-        protocol: one-sided protocol of the `peer` strategy: `get` (pull) or `put` (push).
-        chunks: chunks a site is cut into by `pipeline` and `hierarchical`, and by `fused` before a
-            reduction; 0 lets the strategy choose.
         resharding: where a gather or scatter stands that can stand on either side of a computation:
             `before` or `after` it, or where it moves fewer bytes (`auto`).
         regions: what runs the operators that are no site: `eager`, `inductor`, or by device
@@ -90,8 +102,6 @@ class Options:
     overlap: bool = True
     in_order: bool = False
     strategy: StrategyName = "auto"
-    protocol: Protocol = "get"
-    chunks: int = 0
     resharding: Resharding = "auto"
     regions: Regions = "auto"
     regather: bool | Literal["auto"] = "auto"
@@ -103,6 +113,11 @@ class Options:
     time_out_s: float | None = None
     cache_size: int = 64
     trace: bool = False
+
+    def __new__(cls, **values: object) -> Options:
+        """Refuses options that went, which `__init__` no longer knows."""
+        _refuse_gone(values)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name, (types, plain, what) in _TYPES.items():
@@ -122,14 +137,15 @@ class Options:
                 f"option time_out_s={self.time_out_s!r}: give a number of seconds > 0, "
                 f"at most {LONGEST_S:g}"
             )
-        if self.cache_size < 1 or self.chunks < 0:
-            raise OptionError("options cache_size must be >= 1 and chunks >= 0")
+        if self.cache_size < 1:
+            raise OptionError("option cache_size must be >= 1")
         if self.static_outputs and not self.graph:
             raise OptionError("option static_outputs=True says what a graph gives: set graph=True")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Options:
         """Options from a mapping such as `torch.compile(options=...)`; unknown names raise."""
+        _refuse_gone(values)
         known = {field.name for field in fields(cls)}
         for name in values:
             if name not in known:

@@ -1,17 +1,18 @@
 """The strategies, as rows of data that one decomposer reads.
 
-A row says how a site is cut (`ranks`: one chunk for each rank's rows; `roots`: the same, but all
-ranks take the chunks in one order; `slices`: a slice of every rank's rows; `whole`: not at all),
-what moves the bytes, and, for chunks of ranks, which chunk a rank handles at step k and with whom.
-A `Offset` gives an offset from the rank, counted modulo the team:
+A row says how a site is cut (`ranks`: one chunk for each rank's rows; `slices`: a slice of every
+rank's rows; `whole`: not at all), what moves the bytes, and, for chunks of ranks, which chunk a
+rank handles at step k and with whom. An `Offset` gives an offset from the rank, counted modulo the
+team:
 
-    >>> STRATEGIES["shift", None].gather.chunk.at(2)      # at step 2, the rows of rank + 2
+    >>> STRATEGIES["peer", "get"].gather.chunk.at(2)      # at step 2, the rows of rank + 2
     2
 
 Gathers take the local rows first, at step 0; scatters compute the rank's own rows last, after step
 W - 1 (large ones of `fused` in pieces, some of them among those of step W - 1). An all-reduce is a
-scatter, then a gather, and a long one of `fused` or `hierarchical` both for each of several slabs
-of rows. An all-to-all goes the way of a gather before matmuls, and of a scatter after them.
+scatter, then a gather, and a long one of `fused` both for each of several slabs of rows. An
+all-to-all goes the way of a gather before matmuls, and of a scatter after them, and each chunk to
+its owner directly.
 `reduces` states the order in which a scatter adds the W partial results of a row, which is all that
 can make it differ from the serial collective.
 """
@@ -22,8 +23,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 StrategyName = Literal[
-    "auto", "serial", "pipeline", "broadcast", "shift",
-    "ring", "peer", "fused", "hierarchical", "exchange", "copies",
+    "auto", "serial", "pipeline",
+    "ring", "peer", "fused", "exchange", "copies",
 ]  # fmt: skip
 """The names of the rows below, and what `Options.strategy` takes beside them, for type checkers."""
 
@@ -66,8 +67,7 @@ class Strategy:
     name: str
     cut: str
     transport: str
-    """`collectives`, `messages` (Send and Recv), `get` or `put` (one-sided copies), or `hosts`:
-    messages between hosts and gets within, each with these paths."""
+    """`collectives`, `messages` (Send and Recv), or `get` or `put` (one-sided copies)."""
     reduces: str
     gather: Path | None = None
     scatter: Path | None = None
@@ -83,6 +83,8 @@ class Strategy:
     """Whether peer memory leaves no use for it on GPUs that have that."""
     amid: bool = False
     """Whether it gains only amid computation that is not the site's: `auto` looks at it there."""
+    on_gpus: bool = False
+    """Whether it is looked at on GPUs alone, where another row of its name serves as well."""
 
 
 NEAR_FIRST = Path(chunk=Offset(0, 1), to=Offset(0, -1), source=Offset(0, 1))
@@ -94,7 +96,6 @@ NEIGHBOURS = Path(chunk=Offset(0, -1), to=Offset(1), source=Offset(-1), sent=Off
 
 _RANK_ORDER = "in the order of the ranks, in fp32, rounded once"
 _BACKEND = "as the backend's collective does"
-_FOR_ALL = "a chunk passes all ranks, and each of an all-to-all's is for one"
 _SLICES = "slices of what each rank gets lie apart in an all-to-all, which takes one stretch"
 _KERNEL = "its kernel does no all-to-alls"
 
@@ -102,8 +103,6 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
     (row.name, row.transport if row.name == "peer" else None): row
     for row in (
         Strategy("pipeline", "slices", "collectives", _BACKEND, alone=_SLICES),
-        Strategy("broadcast", "roots", "collectives", _BACKEND, alone=_FOR_ALL, outdone=True),
-        Strategy("shift", "ranks", "messages", _RANK_ORDER, NEAR_FIRST, OWNERS, outdone=True),
         Strategy(
             "ring",
             "ranks",
@@ -112,11 +111,10 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             NEIGHBOURS,
             NEIGHBOURS,
             accumulates=True,
-            alone=_FOR_ALL,
             outdone=True,
         ),
         Strategy("peer", "ranks", "get", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True),
-        Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True),
+        Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True, on_gpus=True),
         Strategy(
             "fused",
             "ranks",
@@ -128,19 +126,11 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             peers=True,
             kernel=True,
         ),
-        Strategy(
-            "hierarchical",
-            "ranks",
-            "hosts",
-            "on each host in the order of its ranks, then of the hosts; both in fp32, rounded once",
-            NEAR_FIRST,
-            OWNERS,
-        ),
         Strategy("exchange", "whole", "collectives", _RANK_ORDER, peers=True, kernel=True),
         Strategy("copies", "whole", "put", _RANK_ORDER, peers=True, amid=True),
     )
 }
-"""By name and, for `peer`, protocol."""
+"""By name and, for `peer`, transport."""
 
 
 def names() -> tuple[str, ...]:
@@ -148,6 +138,14 @@ def names() -> tuple[str, ...]:
     return "auto", "serial", *dict.fromkeys(name for name, _ in STRATEGIES)
 
 
-def strategy(name: str, protocol: str | None) -> Strategy | None:
-    """The row of that name; None for `serial` and what is not a strategy here."""
-    return STRATEGIES.get((name, protocol if name == "peer" else None))
+def rows_of(name: str, transport: str | None = None) -> tuple[Strategy, ...]:
+    """The rows of that name, of which one is taken for each site; none for `serial`.
+
+    `transport` leaves those that move bytes so, where some do.
+    """
+    rows = tuple([row for row in STRATEGIES.values() if row.name == name])
+    return tuple([row for row in rows if row.transport == transport]) or rows
+
+
+REPLACED = {"hierarchical": "ring", "shift": "ring", "broadcast": "pipeline"}
+"""Strategies that went, and what stands for each: errors name it, and files are read so."""

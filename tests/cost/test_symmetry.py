@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import pytest
 from tests.cost.test_between_hosts import APART
@@ -13,7 +13,7 @@ from interlace.cost import Machine, default_machine, predict, run_after_run, sim
 from interlace.cost.graph import build
 from interlace.cost.machine import Link
 from interlace.cost.symmetry import Symmetry
-from interlace.ir import Program, Team, parse, parse_set
+from interlace.ir import Program, parse, parse_set
 from interlace.options import Options
 from interlace.passes import lower, run_pipeline
 from interlace.strategies import StrategyName
@@ -104,7 +104,7 @@ def test_messages_share_with_what_goes_beside_them(beside: str, team: str) -> No
         assert len(like_all([program], machine)[0]) == 1
 
 
-@pytest.mark.parametrize("strategy", ["auto", "shift", "ring", "peer", "fused"])
+@pytest.mark.parametrize("strategy", ["auto", "ring", "peer", "fused"])
 def test_one_rank_stands_for_all_of_a_layer(strategy: StrategyName) -> None:
     text = StageText(MODELS["llama3-8b"], layers=1, tp=4, dp=2, sequence=8192).forward()
     machine = default_machine("cuda")
@@ -125,18 +125,6 @@ def test_stages_that_share_a_team_are_not_folded_by_it() -> None:
         one = sites.instantiate(rank)
         assert Symmetry.of([one], fold=True).folded == frozenset()
         assert lower(one, Options(), default_machine("cuda")).rank == rank
-
-
-@pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_stands_for_all_of_a_site_on_two_levels(kind: str, machine: Machine) -> None:
-    (team,) = (sample := KINDS[kind](4, "even", "f32", 0).program).teams
-    on = replace(team, hosts=((0, 1), (2, 3)))
-    program = lower(sample.replace(teams=(Team("dp", 1), on)), Options(strategy="hierarchical"))
-    assert program.sites[0].strategy == "hierarchical"
-    ranks, _ = like_all([program], machine)
-    assert ranks == {0}
-    assert like_all(scaled([program], 12, 2), machine)[0] == {0}
 
 
 @pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])

@@ -39,9 +39,8 @@ from interlace.launch import has_avx512
 
 DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "peer-get": {"strategy": "peer", "protocol": "get"},
-    "peer-put": {"strategy": "peer", "protocol": "put"},
-    "shift": {"strategy": "shift"},
+    "peer": {"strategy": "peer"},
+    "ring": {"strategy": "ring"},
     "auto": {"strategy": "auto"},
 }
 
@@ -126,9 +125,9 @@ def test_equals_eager(pool: Pool, strategy: str, ranks: int, seed: int) -> None:
 def test_other_spellings(pool: Pool, kind: type[Experts], seed: int) -> None:
     """On integers, which are exact in bf16 too (grouped matmuls take no other type on GPUs)."""
     dtype = "bfloat16" if kind in (Grouped, Layers) else "float32"
-    args = (kind, 1, dtype, True, seed, STRATEGIES["peer-get"])
+    args = (kind, 1, dtype, True, seed, STRATEGIES["peer"])
     for found in pool(2).run(compare, *args, time_out_s=100.0):
-        assert_overlapped(found, "peer-get")
+        assert_overlapped(found, "peer")
         assert not found["different"]
 
 
@@ -138,7 +137,7 @@ def infer(seed: int) -> list[str]:
     module = filled(Grouped(group, torch.bfloat16), seed, True)
     torch.manual_seed(seed + dist.get_rank())
     x = torch.randint(-1, 2, (group.size() * EXPERTS, ROOM, DIM)).bfloat16()
-    options = {"time_out_s": 30.0, **STRATEGIES["peer-get"]}
+    options = {"time_out_s": 30.0, **STRATEGIES["peer"]}
     with torch.no_grad(), capture() as captured:
         compiled = torch.compile(module, backend="interlace", options=options, dynamic=False)
         if not torch.equal(compiled(x), module(x)):
@@ -152,7 +151,7 @@ def test_inference(pool: Pool, seed: int) -> None:
 
 
 def test_what_data_decide_stays_whole_and_says_so(pool: Pool, seed: int) -> None:
-    args = (Counted, 1, "bfloat16", True, seed, STRATEGIES["peer-get"])
+    args = (Counted, 1, "bfloat16", True, seed, STRATEGIES["peer"])
     for found in pool(2).run(compare, *args, time_out_s=100.0):
         assert found["sites"] == [[("all_to_all", "serial")] * 2] * 2
         assert found["whole"] == [2, 2]
@@ -161,9 +160,9 @@ def test_what_data_decide_stays_whole_and_says_so(pool: Pool, seed: int) -> None
 
 
 def test_one_axis_of_two(pool: Pool, seed: int) -> None:
-    args = (Experts, 2, "float32", True, seed, STRATEGIES["peer-get"])
+    args = (Experts, 2, "float32", True, seed, STRATEGIES["peer"])
     for found in pool(4).run(compare, *args, time_out_s=100.0):
-        assert_overlapped(found, "peer-get")
+        assert_overlapped(found, "peer")
         assert not found["different"]
 
 
@@ -174,10 +173,9 @@ def compare_routed(seed: int, options: dict[str, Any]) -> dict[str, Any]:
     return against_eager(filled(Routed(group), seed, False), (48, DIM), "float32", False, options)
 
 
-@pytest.mark.parametrize("strategy", ["peer-get", "peer-put"])
-def test_a_layer_with_a_router(pool: Pool, strategy: str, seed: int) -> None:
-    for found in pool(2).run(compare_routed, seed, STRATEGIES[strategy], time_out_s=100.0):
-        assert_overlapped(found, strategy)
+def test_a_layer_with_a_router(pool: Pool, seed: int) -> None:
+    for found in pool(2).run(compare_routed, seed, STRATEGIES["peer"], time_out_s=100.0):
+        assert_overlapped(found, "peer")
         assert found["far"] < 1e-5
         if has_avx512():
             assert not found["different"]
@@ -192,7 +190,7 @@ def compare_in_order(seed: int) -> list[str]:
     traces: list[list[Tensor]] = []
     for options in ({}, {"in_order": True}):
         torch.compiler.reset()
-        given = {"time_out_s": 30.0, **STRATEGIES["peer-get"], **options}
+        given = {"time_out_s": 30.0, **STRATEGIES["peer"], **options}
         compiled = torch.compile(module, backend="interlace", options=given)
         trace = step(compiled, module, x, grad)
         with torch.no_grad():
@@ -225,7 +223,7 @@ def compare_shown(code: str, seed: int) -> dict[str, Any]:
     experts = names["experts"]
     torch.manual_seed(seed + dist.get_rank())
     module, sizes = filled(Shown(group), seed, False), (group.size() * EXPERTS, ROOM, DIM)
-    return against_eager(module, sizes, "float32", False, STRATEGIES["peer-get"])
+    return against_eager(module, sizes, "float32", False, STRATEGIES["peer"])
 
 
 def test_the_function_of_the_docs(pool: Pool, seed: int) -> None:
@@ -233,7 +231,7 @@ def test_the_function_of_the_docs(pool: Pool, seed: int) -> None:
     blocks = page.read_text().split("```python\n")[1:]
     (code,) = (block.split("```")[0] for block in blocks if block.startswith("def experts("))
     for found in pool(2).run(compare_shown, code, seed, time_out_s=100.0):
-        assert_overlapped(found, "peer-get")
+        assert_overlapped(found, "peer")
         assert found["far"] < 1e-5
         if has_avx512():
             assert not found["different"]

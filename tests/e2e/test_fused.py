@@ -84,12 +84,12 @@ def train(options: dict[str, Any], steps: int, seed: int) -> tuple[Trace, list[i
 
 def compare(steps: int, seed: int) -> tuple[list[list[str]], list[int]]:
     """On one rank: where fused ops differ from copies, overlapped and in order."""
-    copies, _ = train({"strategy": "peer", "protocol": "put"}, steps, seed)
+    copies, _ = train({"strategy": "peer"}, steps, seed)
     trace, fused = train({"strategy": "fused"}, steps, seed)
     in_order, _ = train({"strategy": "fused", "in_order": True}, steps, seed)
     # Own rows in pieces as well, summed while others are made, and puts in turn, as large ones are.
-    pieces = {"strategy": "fused", "chunks": 4 * torch.distributed.get_world_size()}
-    cut = mock.patch.multiple(pieces_file, BESIDE_BYTES=1, TILE_ROWS=1)
+    pieces = {"strategy": "fused"}
+    cut = mock.patch.multiple(pieces_file, BESIDE_BYTES=1, TILE_ROWS=1, GROUP_ROWS=1)
     with cut, mock.patch.object(take_turns, "TURN_BYTES", 1):
         beside, _ = train(pieces, steps, seed)
         beside_in_order, _ = train({**pieces, "in_order": True}, steps, seed)
@@ -125,9 +125,9 @@ def in_slabs(seed: int, fetched: bool) -> list[str]:
         "SLAB_BYTES": 1,
         "SMALL_BYTES": 0 if fetched else 1 << 20,
     }
-    options = Options(strategy="fused", chunks=4 * size)
+    options = Options(strategy="fused")
     with mock.patch.multiple(pieces_file, **small):
-        program = lower(parse(ADDMM.format(size=size, rows=rows)), options)
+        program = lower(parse(ADDMM.format(size=size, rows=rows)), options, chunks=4 * size)
     assert program.sites[0].chunks == 4 * size
     assert sum(isinstance(op, Get) for op in program.ops) == (3 + fetched) * (size - 1)
     made = [

@@ -127,11 +127,9 @@ def gather(tp: Team[{0}], x: f32[7, 48], w: f32[48, 40]):
 """
 STRATEGIES = {
     "pipeline": "strategy=pipeline,chunks=2",
-    "shift": "strategy=shift",
     "ring": "strategy=ring",
-    "broadcast": "strategy=broadcast",
-    "peer-get": "strategy=peer,protocol=get",
-    "peer-put": "strategy=peer,protocol=put",
+    "peer-get": "strategy=peer,transport=get",
+    "peer-put": "strategy=peer,transport=put",
 }
 
 

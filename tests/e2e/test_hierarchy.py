@@ -17,14 +17,12 @@ import torch
 import torch.distributed as dist
 from tests.e2e.experts import Experts, Gated, Grouped
 from tests.e2e.test_experts import assert_overlapped, compare
-from tests.e2e.test_hosts import compared
 from tests.e2e.test_uneven_exchange import differences
 from tests.runtime.programs import Outcome, attempt, world_group
 from tests.runtime.test_faults import TIME_OUT_S
 from tests.support.hosts import Hosts, HostsPool, made_or_skipped
 from tests.support.pool import Died
 
-from interlace.comm import release_teams
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes.pipeline import lower
@@ -32,7 +30,7 @@ from interlace.runtime import Executor
 from interlace.strategies import StrategyName
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.xdist_group("hierarchy")]
-SERVE = ("serial", "pipeline", "shift", "ring", "broadcast", "hierarchical")
+SERVE = ("serial", "pipeline", "ring")
 K, N = 16, 24
 
 
@@ -129,7 +127,6 @@ def exact(
     strategies: tuple[StrategyName, ...],
     kinds: tuple[str, ...],
     seed: int,
-    chunks: int = 0,
     device: str = "cpu",
     **more: Any,
 ) -> list[str]:
@@ -146,7 +143,7 @@ def exact(
             x, w = (torch.randint(-3, 4, s, generator=own).float() for s in ((rows, K), (K, N)))
             expected, program = plain(kind, x, w, sizes), text_of(kind, sizes, hosts)
             for strategy in strategies:
-                options = Options(strategy=strategy, chunks=chunks, time_out_s=30, **more)
+                options = Options(strategy=strategy, time_out_s=30, **more)
                 made, groups = lower(program, options), {"tp": world_group()}
                 with Executor(made, groups=groups, device=device, options=options) as executor:
                     executor.prepare()
@@ -155,20 +152,13 @@ def exact(
                         results = [y.cpu() for y in executor.run(given)]
                         equal &= all(map(torch.equal, results, expected))
                 served = made.sites[0].strategy
-                alone = kind in ("dispatch", "combine") and strategy in ("pipeline", "ring")
-                alone |= kind in ("dispatch", "combine") and strategy == "broadcast"
-                alone |= strategy == "hierarchical" and len(hosts[0]) == 1
+                alone = kind in ("dispatch", "combine") and strategy == "pipeline"
                 if not equal or served != ("serial" if alone else strategy):
                     wrong.append(f"{kind} {sizes}: {strategy} as {served}, equal: {equal}")
     return wrong
 
 
 ALL = tuple(TEXTS)
-
-
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_hierarchical_on_two_hosts_of_two_ranks(pairs: HostsPool, pieces: int, seed: int) -> None:
-    assert pairs(4).run(exact, ("hierarchical",), ALL, seed, 4 * pieces) == [[]] * 4
 
 
 @pytest.mark.slow
@@ -196,48 +186,11 @@ def test_uneven_all_to_alls_across_hosts(pairs: HostsPool, seed: int) -> None:
         assert max(far) <= 1e-5, far
 
 
-@pytest.mark.slow
-def test_layers_take_it_where_it_is_asked_for(pairs: HostsPool, seed: int) -> None:
-    for wrong, sites, remarks in pairs(4).run(compared, ("hierarchical",), seed):
-        assert not wrong
-        assert "hierarchical" in sites
-        assert not any("cannot serve" in remark for remark in remarks)
-
-
-def anew_with_groups_apart(seed: int) -> list[str]:
-    """Teams of the same ranks made, released and made again, where two ranks have more groups."""
-    for number in range(2):
-        dist.new_group([0, 1])
-        if wrong := exact(("hierarchical",), ("gather",), seed + number):
-            return wrong
-        release_teams()
-    return []
-
-
-def test_its_teams_come_and_go(pairs: HostsPool, seed: int) -> None:
-    assert pairs(4).run(anew_with_groups_apart, seed) == [[]] * 4
-
-
-def refused() -> Outcome:
-    program = lower(text_of("gather", [4] * 4, [[0, 1], [2, 3]]), Options(strategy="hierarchical"))
-    executor = Executor(program, groups={"tp": world_group()}, options=Options(time_out_s=30))
-    return attempt(executor.prepare)
-
-
-def test_a_text_that_puts_ranks_on_other_hosts_is_refused_at_once(singles: HostsPool) -> None:
-    for rank, (error, text, seconds) in enumerate(singles(4).run(refused)):
-        first = rank // 2 * 2
-        hosts = f"rank {first} on interlace-{'abcd'[first]}, rank {first + 1} on interlace-"
-        assert error == "BackendError"
-        assert f"team tp_host spans hosts ({hosts}" in text
-        assert seconds < 15
-
-
 def run_on(
     mark: str,
     seed: int,
     victim: int | None = None,
-    strategy: StrategyName = "hierarchical",
+    strategy: StrategyName = "ring",
     device: str = "cpu",
 ) -> Outcome:
     """The outcome of the first run that fails; the file `mark` says that runs go on. The victim
@@ -275,9 +228,7 @@ def once_running(mark: Path, act: Callable[[], None]) -> None:
     threading.Thread(target=wait_and_act, daemon=True).start()
 
 
-def test_a_rank_killed_in_a_hierarchical_run_is_named(
-    pairs: HostsPool, tmp_path: Path, seed: int
-) -> None:
+def test_a_rank_killed_in_a_run_is_named(pairs: HostsPool, tmp_path: Path, seed: int) -> None:
     results = pairs(4).run(run_on, str(tmp_path / "running"), seed, 3, may_die={3})
     assert results.pop(3) == Died(-signal.SIGKILL)
     for error, text, seconds in results:
@@ -368,7 +319,7 @@ def vanish(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", VANISH)
-def test_a_host_that_vanishes_in_a_hierarchical_run_is_named(
+def test_a_host_that_vanishes_in_a_run_is_named(
     hosts: Hosts, pairs: HostsPool, how: str, tmp_path: Path, seed: int
 ) -> None:
     assert vanish(hosts, pairs, how, tmp_path / "running", seed)[0] == []
@@ -393,7 +344,7 @@ def test_where_the_host_of_the_store_vanishes_no_rank_blames_its_own_host(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["hierarchical", "shift", "auto"])
+@pytest.mark.parametrize("strategy", ["ring", "auto"])
 @pytest.mark.parametrize("kind", [Experts, Grouped, Gated])
 def test_experts_across_hosts(
     pairs: HostsPool, kind: type[Experts], strategy: str, seed: int

@@ -85,13 +85,13 @@ def test_doctor_tells_hosts_links_and_teams(hosts: Hosts) -> None:
     assert all(link["small_us"] > 0 and link["large_gbs"] > 0 for link in links.values())
     assert links["interlace-a - interlace-b"]["ranks"] == [0, 2]
     everyone, *inside = facts["teams"]
-    assert {"serial", "pipeline", "broadcast", "shift", "ring"} <= {*everyone["serve"]}
+    assert {"serial", "pipeline", "ring"} <= {*everyone["serve"]}
     for name in ("exchange", "fused", "peer"):
         why = "team all ranks spans hosts, which share no memory"
         assert everyone["serial"].pop(name) == why
     assert everyone["serial"] == {}
     for team, ranks in zip(inside, ([0, 1], [2, 3]), strict=True):
-        assert (team["ranks"], [*team["serial"]], team["problem"]) == (ranks, ["hierarchical"], "")
+        assert (team["ranks"], team["serial"], team["problem"]) == (ranks, {}, "")
         assert {"peer", "fused", "shared memory"} <= {*team["serve"], *team["by"]}
 
 

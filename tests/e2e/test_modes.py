@@ -297,19 +297,6 @@ def test_the_transport_is_the_one_asked_for(pool: Pool) -> None:
             assert "choose gloo or peer" in why or "run" in why
 
 
-def protocols() -> list[tuple[bool, bool, bool]]:
-    """For get and put: equal to eager, whether the Program gets, whether it puts."""
-    found: list[tuple[bool, bool, bool]] = []
-    for protocol in ("get", "put"):
-        equal, text, _ = with_options(strategy="peer", protocol=protocol)
-        found.append((equal, ": get(" in text, ": put(" in text))
-    return found
-
-
-def test_the_protocol_is_the_one_asked_for(pool: Pool) -> None:
-    assert pool(2).run(protocols) == [[(True, True, False), (True, False, True)]] * 2
-
-
 def resharded() -> dict[str, tuple[bool, list[str]]]:
     """A gather before a cast to fewer bytes: what is gathered by position, and equality."""
     mesh = mesh_of()

@@ -64,7 +64,6 @@ OPTIONS: list[tuple[Any, Any, str, str]] = [
     ({"strategy": "ring"}, {"strategy": "peer"}, "strategy='ring'", "strategy='peer'"),
     ({"strategy": "auto"}, {"strategy": "ring"}, "strategy='auto'", "strategy='ring'"),
     ({}, {"overlap": False}, "overlap=True", "overlap=False"),
-    ({"chunks": 2}, {}, "chunks=2", "chunks=0"),
     ({}, {"cache_size": 3}, "cache_size=64", "cache_size=3"),
     ({"in_order": True}, {}, "in_order=True", "in_order=False"),
     ({"regather": True}, {"regather": False}, "regather=True", "regather=False"),

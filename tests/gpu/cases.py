@@ -41,12 +41,10 @@ SHAPES = {"even": (512, 256, 192), "odd": (37, 120, 72), "uneven": (48, 128, 40)
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "serial": {"strategy": "serial"},
-    "pipeline": {"strategy": "pipeline", "chunks": 2},
-    "shift": {"strategy": "shift"},
+    "pipeline": {"strategy": "pipeline"},
     "ring": {"strategy": "ring"},
-    "broadcast": {"strategy": "broadcast"},
-    "peer-get": {"strategy": "peer", "protocol": "get"},
-    "peer-put": {"strategy": "peer", "protocol": "put"},
+    "peer-get": {"strategy": "peer"},
+    "peer-put": {"strategy": "peer"},
     "fused": {"strategy": "fused"},
     "beside": {"strategy": "fused"},
     "exchange": {"strategy": "exchange"},
@@ -54,8 +52,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 """Options of each. `beside`: rows are cut as large ones are, so that own ones are summed beside the
 kernel and others come piece by piece; so are all-reduces, which go in slabs."""
+HOW: dict[str, dict[str, Any]] = {
+    "pipeline": {"chunks": 2},
+    "peer-get": {"transport": "get"},
+    "peer-put": {"transport": "put"},
+}
+"""What `lower` is told beside the options."""
 
-BY_MESSAGES = ("shift", "ring")
+BY_MESSAGES = ("ring",)
 """Those that send messages, which on CUDA are NCCL's."""
 
 
@@ -127,7 +131,9 @@ class Case:
         cut = mock.patch.multiple(pieces, **small) if strategy == "beside" else nullcontext()
         turns = 1 if strategy in ("beside", "peer-put") else 1 << 40
         with cut, mock.patch.object(take_turns, "TURN_BYTES", turns):
-            program = lower(parse(self.text), Options(**STRATEGIES[strategy]))
+            program = lower(
+                parse(self.text), Options(**STRATEGIES[strategy]), **HOW.get(strategy, {})
+            )
         taken = [site.strategy for site in program.sites]
         wanted = STRATEGIES[strategy]["strategy"]
         if wanted == "fused" and (self.dtype == "f32" or self.shape == "uneven"):

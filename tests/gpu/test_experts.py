@@ -24,9 +24,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "serial": {"strategy": "serial"},
-    "shift": {"strategy": "shift"},
-    "peer-get": {"strategy": "peer", "protocol": "get"},
-    "peer-put": {"strategy": "peer", "protocol": "put"},
+    "ring": {"strategy": "ring"},
+    "peer": {"strategy": "peer"},
     "exchange": {"strategy": "exchange"},
     "auto-regions": {"strategy": "auto", "regions": "auto"},
     "graph": {"strategy": "peer", "graph": True},
@@ -75,7 +74,7 @@ def test_equals_eager_on_integers(gpus: Ranks, strategy: str, dtype: str, seed: 
 @pytest.mark.parametrize("kind", [Gated, Grouped, Layers])
 def test_other_spellings(gpus: Ranks, kind: type[Experts], seed: int) -> None:
     dtype = "float32" if kind is Gated else "bfloat16"
-    for wrong in gpus.run(compare, kind, dtype, seed, STRATEGIES["peer-get"], time_out_s=150):
+    for wrong in gpus.run(compare, kind, dtype, seed, STRATEGIES["peer"], time_out_s=150):
         assert not wrong
 
 
@@ -93,10 +92,14 @@ def inputs_of(world: int, tokens: int, seed: int) -> list[torch.Tensor]:
     ]
 
 
-def prepared(world: int, tokens: int, **options: Any) -> Executor:
+def prepared(
+    world: int, tokens: int, transport_of_peer: str | None = None, **options: Any
+) -> Executor:
     """A layer of four experts a rank, bound."""
     chosen = Options(time_out_s=30.0, **transport(), **options)
-    program = lower(parse(layer(world, 4, tokens, WIDE, INNER, "bf16")), chosen)
+    program = lower(
+        parse(layer(world, 4, tokens, WIDE, INNER, "bf16")), chosen, transport=transport_of_peer
+    )
     groups = {"tp": world_group()}
     return Executor(program, groups=groups, device="cuda", options=chosen).prepare()
 
@@ -105,11 +108,13 @@ def compare_in_order(seed: int) -> list[str]:
     """On one rank: which strategies give other bits than their ops one after another."""
     world, wrong = dist.get_world_size(), []
     inputs = inputs_of(world, 100, seed)
-    messages = () if shared() else ("shift",)
-    for name in (*messages, "peer-get", "peer-put"):
+    messages = () if shared() else ("ring",)
+    for name in (*messages, "get", "put"):
         results: list[torch.Tensor] = []
         for in_order in (False, True):
-            executor = prepared(world, 100, in_order=in_order, **STRATEGIES[name])
+            way = STRATEGIES["peer" if name in ("get", "put") else name]
+            one = name if name in ("get", "put") else None
+            executor = prepared(world, 100, one, in_order=in_order, **way)
             for _ in range(3):
                 (result,) = executor.run(inputs)
             executor.synchronize()

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 TIME_OUT_S = 1.5
 LATE_S = 3.0
 """How long after the time-out the error may come."""
-STRATEGIES = ("peer-get", "peer-put", "fused", "beside", "exchange", "pipeline", "shift")
+STRATEGIES = ("peer-get", "peer-put", "fused", "beside", "exchange", "pipeline", "ring")
 
 
 def some(*quick: str) -> list[Any]:
@@ -225,7 +225,7 @@ def hear(strategy: str, victim: int, seed: int) -> Outcome:
 
 
 @pytest.mark.nccl
-@pytest.mark.parametrize("strategy", ["shift", "pipeline"])
+@pytest.mark.parametrize("strategy", ["ring", "pipeline"])
 def test_a_failure_at_any_moment_ends_what_nccl_does(gpus: Ranks, strategy: str, seed: int) -> None:
     """Also while another rank issues the op that then waits for ever: Note [Aborts]."""
     # Replaced after it: torch's own NCCL of the default group may be among what is ended.
@@ -265,7 +265,7 @@ def hear_often(strategy: str, seed: int) -> list[Outcome]:
 
 
 @pytest.mark.nccl
-@pytest.mark.parametrize("strategy", ["pipeline", "shift"])
+@pytest.mark.parametrize("strategy", ["pipeline", "ring"])
 def test_nobody_is_left_in_a_connection_by_a_rank_that_fails_before_its_first_op(
     gpus: Ranks, strategy: str, seed: int
 ) -> None:

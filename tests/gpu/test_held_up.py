@@ -149,7 +149,7 @@ def test_a_host_that_waits_outside_of_the_driver_is_released(
 
 @pytest.mark.nccl
 @pytest.mark.parametrize("what", ["to-host", "launches"])
-@pytest.mark.parametrize("strategy", ["shift", "pipeline"])
+@pytest.mark.parametrize("strategy", ["ring", "pipeline"])
 def test_a_wait_behind_nccl_is_bounded(
     gpus: Ranks, strategy: str, what: str, seed: int, tmp_path: Path
 ) -> None:

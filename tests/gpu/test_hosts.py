@@ -71,7 +71,7 @@ def _exact(kind: str, seed: int, more: dict[str, Any]) -> list[str]:
     return exact(SERVE, (kind,), seed, device="cuda", **more)
 
 
-@pytest.mark.parametrize("strategy", ["hierarchical", "pipeline"])
+@pytest.mark.parametrize("strategy", ["ring", "pipeline"])
 def test_a_killed_rank_is_named_with_its_host(
     pairs: NamedHosts, strategy: str, tmp_path: Path, seed: int
 ) -> None:

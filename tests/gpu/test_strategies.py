@@ -20,7 +20,7 @@ RING = 1.5
 BINADE = 2.0
 """How much larger the largest error may be: one element just above a power of two decides it."""
 TINY = 1e-9
-ROUNDED_ONCE = ("shift", "peer-get", "peer-put", "fused", "beside", "exchange", "copies")
+ROUNDED_ONCE = ("peer-get", "peer-put", "fused", "beside", "exchange", "copies")
 """Strategies that round each partial result once and their sum once. The others, like NCCL, may
 round the sum at each of the ranks that it passes."""
 

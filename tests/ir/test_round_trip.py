@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from tests.support.arbitrary_programs import Arbitrary
 from tests.support.random_programs import random_program
 
 from interlace.ir import Op, parse, parse_set, print_set, validate
+from interlace.strategies import REPLACED
 
 
 def test_anything_that_a_program_can_hold(seed: int) -> None:
@@ -62,3 +64,12 @@ def test_programs_of_one_rank(seed: int) -> None:
         concrete = program.instantiate(rng.choice(program.world))
         assert "rank +" not in str(concrete)
         assert parse(str(concrete)) == validate(concrete)
+
+
+@pytest.mark.parametrize(("gone", "now"), REPLACED.items())
+def test_a_strategy_that_went_is_read_as_the_one_that_stands_for_it(gone: str, now: str) -> None:
+    program = parse(f'def p(x: f32[4]):\n    site(1, "all_gather", strategy="{gone}")\n')
+    assert [site.strategy for site in program.sites] == [now]
+    (remark,) = program.remarks
+    assert (remark.site, gone in remark.text, now in remark.text) == (1, True, True)
+    assert parse(str(program)) == program

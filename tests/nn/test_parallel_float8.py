@@ -28,7 +28,7 @@ from interlace.nn.parallel.serial import LinearLayer, serial
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "copy")
 MANY = ("all_gather", "copy")
-STRATEGIES = ("auto", "pipeline", "ring", "peer", "broadcast", "shift", None)
+STRATEGIES = ("auto", "pipeline", "ring", "peer", None)
 """None: without overlap."""
 RECIPES = {
     "shard": Recipe(),

@@ -126,11 +126,9 @@ KINDS: dict[str, Callable[..., Sample]] = {
 STRATEGIES = {
     "serial": "strategy=serial",
     "pipeline": "strategy=pipeline,chunks=2",
-    "shift": "strategy=shift",
     "ring": "strategy=ring",
-    "broadcast": "strategy=broadcast",
-    "peer-get": "strategy=peer,protocol=get",
-    "peer-put": "strategy=peer,protocol=put",
+    "peer-get": "strategy=peer,transport=get",
+    "peer-put": "strategy=peer,transport=put",
     "fused": "strategy=fused",
     "fused-pieces": "strategy=fused,chunks=12",
     "exchange": "strategy=exchange",

@@ -206,7 +206,7 @@ def test_memory_that_is_used_meanwhile_or_is_a_slot_taken_later_is_left() -> Non
     assert calls(summed(used)) == left
 
 
-WAYS = ["serial", "shift", "ring", "peer", "copies"]
+WAYS = ["serial", "ring", "peer", "copies"]
 UNEVEN = """
 def p(tp: Team[2], y: f32[rows[tp.rank], 4], w: f32[4, 6], v: f32[4, 6]):
     rows = table(tp, 2, 5)

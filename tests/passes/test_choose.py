@@ -12,7 +12,8 @@ from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 from interlace.cost import Machine, SiteKey, SiteTime, default_machine
 from interlace.cost.machine import Link
 from interlace.ir import Collective, Program, parse
-from interlace.passes import parse_pipeline, run_pipeline
+from interlace.options import Options
+from interlace.passes import lower, parse_pipeline, run_pipeline
 from interlace.passes.dependencies import dependencies
 from interlace.passes.find_sites import analyse
 from interlace.passes.overlaps import representatives
@@ -46,18 +47,18 @@ def decomposed(program: Program, machine: Machine, options: str = "") -> Program
     return run_pipeline(program, parse_pipeline(f"find_sites,decompose{{{options}}}", machine))
 
 
-def candidates(program: Program, machine: Machine, protocol: str = "get") -> tuple[Estimate, ...]:
+def candidates(program: Program, machine: Machine) -> tuple[Estimate, ...]:
     """What is looked at for the one site of a Program, serial first."""
     marked = run_pipeline(program, "find_sites")
     values = Dataflow(marked, representatives(marked)[0])
     (found,) = analyse(Dataflow(marked, representatives(marked)[0]), dependencies(marked))
     assert found.site is not None
-    return Chooser(machine, protocol, 0).candidates(values, found.site)
+    return Chooser(machine, 0).candidates(values, found.site)
 
 
-def labels(program: Program, machine: Machine, protocol: str = "get") -> set[str]:
+def labels(program: Program, machine: Machine) -> set[str]:
     """The names of the candidates."""
-    return {estimate.label for estimate in candidates(program, machine, protocol)}
+    return {estimate.label for estimate in candidates(program, machine)}
 
 
 def latent(machine: Machine) -> Machine:
@@ -89,18 +90,25 @@ def test_serial_stays_where_more_messages_cost_more_than_they_hide(kind: str) ->
     assert made.ops == run_pipeline(program, "find_sites").ops
 
 
-def test_peer_copies_use_the_protocol_asked_for() -> None:
-    program, machine = parse(SIZES["all_gather_matmul"]), default_machine("cuda")
-    assert {"peer/get", "peer/put"} <= labels(program, machine)
-    assert "peer/get" not in labels(program, machine, protocol="put")
+@pytest.mark.parametrize("kind", KINDS)
+def test_peer_copies_get_or_put_as_is_faster(kind: str) -> None:
+    program, machine = parse(SIZES[kind]), default_machine("cuda")
+    found = candidates(program, machine)
+    took = {e.label: e.busy_ms for e in found if e.label in ("peer/get", "peer/put")}
+    assert len(took) == 2
+    (site,) = lower(program, Options(strategy="peer"), machine).sites
+    assert f"peer/{site.protocol}" == min(took, key=lambda label: took[label])
+    for transport in ("get", "put"):
+        (site,) = lower(program, Options(strategy="peer"), machine, transport=transport).sites
+        assert (site.strategy, site.protocol) == ("peer", transport)
     cpu = default_machine("cpu")
     assert "peer/put" not in labels(program, cpu)
-    assert "peer/get" not in labels(program, cpu, protocol="put")
+    assert lower(program, Options(strategy="peer"), cpu).sites[0].protocol == "get"
 
 
 def test_candidates_are_those_that_the_machine_can_run() -> None:
     program = parse(SIZES["matmul_reduce_scatter"])
-    slow = {"ring", "shift", "broadcast"}
+    slow = {"ring"}
     gpu = default_machine("cuda")
     found = labels(program, gpu)
     assert {"serial", "pipeline x2", "pipeline x4"} <= found
@@ -399,7 +407,7 @@ def test_sites_are_alike_only_where_they_reduce_alike(first: str, second: str) -
         assert both["sum"].strategy == alone[0].strategy == alone[1].strategy
         assert both["sum"].strategy in ("peer", "fused")
         (other,) = {first, second} - {"sum"}
-        assert both[other].strategy in ("serial", "pipeline", "ring", "shift", "broadcast")
+        assert both[other].strategy in ("serial", "pipeline", "ring")
         made = decomposed(program, machine)
         kept = {op.reduce for op in made.ops if isinstance(op, Collective)}
         assert other in kept

@@ -447,7 +447,7 @@ def test_rows_come_in_quarters_where_as_many_are_asked_for(
     assert_sound(made)
 
 
-@pytest.mark.parametrize("strategy", ["fused", "peer,protocol=put"])
+@pytest.mark.parametrize("strategy", ["fused", "peer,transport=put"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_that_are_used_again_stay_where_peers_put_them(size: int, strategy: str) -> None:
     """As in a backward, where the gradient that is gathered for one matmul is a factor of another:

@@ -13,7 +13,7 @@ from tests.cli.schedules import ROOT
 
 from interlace.cost import Machine, SiteKey, SiteTime, default_machine, run_issue_seconds
 from interlace.cost.fit import IN_A_RUN
-from interlace.ir import parse
+from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.passes.strategies.candidates import (
@@ -63,7 +63,7 @@ def measured(commit: str, machine: Machine, dtype: str = "bf16") -> Machine:
 
 HOW = {
     **{name: Options(strategy=name) for name in ("serial", "fused", "exchange")},
-    **{name: Options(strategy="peer", protocol=name) for name in ("get", "put")},
+    **{name: Options(strategy="peer") for name in ("get", "put")},
 }
 
 
@@ -110,10 +110,15 @@ FITTED = ("c0e8cf99", "8a3c1e1", "ed488af5", "eb5699a", "28c5d903", "4d50897")
 """What the built-in host was fitted to."""
 
 
+def _lowered(program: Program, name: str, machine: Machine) -> Program:
+    transport = name if name in ("get", "put") else None
+    return lower(program, HOW[name], machine, transport=transport)
+
+
 @functools.cache
 def host_seconds(key: SiteKey, strategy: str) -> float:
     machine = default_machine("cuda")
-    return run_issue_seconds(lower(plain_program(key), HOW[strategy], machine), machine)
+    return run_issue_seconds(_lowered(plain_program(key), strategy, machine), machine)
 
 
 def host_ratios(commit: str) -> dict[tuple[str, str], float]:

@@ -21,8 +21,8 @@ def test_gets_follow_a_copy_that_waits_for_no_matmul(
     op: str, world: int, device: Literal["cpu", "cuda"]
 ) -> None:
     serial = SiteCase(op, 64, 32, 48).program(world)
-    options = Options(strategy="peer", protocol="get")
-    program = lower(serial, options, default_machine(device))
+    options = Options(strategy="peer")
+    program = lower(serial, options, default_machine(device), transport="get")
     assert [site.strategy for site in program.sites] == ["peer"]
     assert check(program).sound
     shown = [i for i, each in enumerate(program.ops) if isinstance(each, Copy)]

@@ -24,9 +24,9 @@ def test_every_pass_is_found_by_name(name: str) -> None:
 
 
 def test_options_are_read_and_spelled_back() -> None:
-    text = "decompose{strategy=pipeline,protocol=put,chunks=3,sites=[1,4]},schedule"
+    text = "decompose{strategy=peer,transport=put,chunks=3,sites=[1,4]},schedule"
     first, second = parse_pipeline(text)
-    assert first == Decompose("pipeline", "put", 3, (1, 4))
+    assert first == Decompose("peer", "put", 3, (1, 4))
     assert ",".join(map(spell, (first, second))) == text
 
 
@@ -45,11 +45,11 @@ def test_the_machine_goes_to_the_passes_that_ask_for_one() -> None:
         ("", "no pass in ''"),
         ("decompose{strategy=ring", "is no pipeline"),
         ("decompose}", "is no pipeline"),
-        ("decompose{ring}", "no option 'ring'; known are: strategy, protocol, chunks, sites"),
+        ("decompose{ring}", "no option 'ring'; known are: strategy, transport, chunks, sites"),
         ("decompose{machine=x}", "no option 'machine=x'"),
         ("schedule{a=1}", "no option 'a=1'"),
         ("decompose{strategy=rings}", "no strategy 'rings': one of auto, serial"),
-        ("decompose{protocol=push}", "'push' is neither get nor put"),
+        ("decompose{strategy=peer,transport=push}", "peer has get or put, and not transport=push"),
         ("decompose{chunks=-1}", "-1 chunks"),
         ("find_sites{},decompose{}x", "stand in braces"),
     ],
@@ -90,8 +90,8 @@ def test_lower_gives_a_sound_program_with_the_same_results(
     kind: str, overlap: bool, seed: int
 ) -> None:
     sample = KINDS[kind](3, "uneven", "f32", seed)
-    options = Options(overlap=overlap, strategy="peer", protocol="put")
-    made = lower(sample.program, options)
+    options = Options(overlap=overlap, strategy="peer")
+    made = lower(sample.program, options, transport="put")
     assert_equal(made, sample, seed)
     check(made).raise_if_unsound()
     assert made.sites[0].strategy == ("peer" if overlap else "serial")

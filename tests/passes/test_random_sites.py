@@ -46,14 +46,14 @@ def test_a_choice_that_is_shared_is_each_sites_own(device: str, seed: int) -> No
     for number in range(seed, seed + 6):
         rng = random.Random(number)
         text = str(random_sites(rng, rng.choice((2, 4)), 3)).replace("f32", "bf16")
-        together = Chooser(default_machine(device), "get", 0)
+        together = Chooser(default_machine(device), 0)
         for word in rng.sample(("sum", "max", "avg"), 3):
             program = parse(text.replace('reduce="sum"', f'reduce="{word}"'))
             program = run_pipeline(program, "find_sites,place_resharding")
             values = Dataflow(program, representatives(program)[0])
             for found in analyse(values, dependencies(program)):
                 if found.site is not None:
-                    alone = Chooser(default_machine(device), "get", 0).fastest(values, found.site)
+                    alone = Chooser(default_machine(device), 0).fastest(values, found.site)
                     assert together.fastest(values, found.site) == alone, number
                     asked += 1
         known += len(together.known)

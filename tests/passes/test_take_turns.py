@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from interlace.cost import default_machine
@@ -14,7 +16,7 @@ from interlace.passes.take_turns import TakeTurns
 from interlace.verify import check
 
 LOWER = "find_sites,decompose{{strategy={}}},schedule,plan_memory,insert_sync"
-PUTS = ("fused", "peer,protocol=put")
+PUTS = ("fused", "peer,transport=put")
 
 
 def puts(size: int, step: int, steps: int, awaited: str = "") -> Program:
@@ -92,7 +94,11 @@ def test_the_peer_hears_of_its_bytes_before_the_next_rank_hears_of_its_turn() ->
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [("fused", "reduce_scatter"), ("fused", "all_reduce"), ("peer,protocol=put", "reduce_scatter")],
+    [
+        ("fused", "reduce_scatter"),
+        ("fused", "all_reduce"),
+        ("peer,transport=put", "reduce_scatter"),
+    ],
 )
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sites_take_turns(size: int, kind: str, strategy: str) -> None:
@@ -117,9 +123,13 @@ def test_small_puts_take_none(strategy: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "options", [Options(strategy="fused"), Options(strategy="peer", protocol="put")]
+    "how",
+    [
+        {"options": Options(strategy="fused")},
+        {"options": Options(strategy="peer"), "transport": "put"},
+    ],
 )
-def test_lowering_takes_turns_where_puts_are_large(options: Options) -> None:
+def test_lowering_takes_turns_where_puts_are_large(how: dict[str, Any]) -> None:
     """Of 4 MiB into each peer, on four ranks."""
     for rows, turns in ((512, 2), (256, 0)):
         program = parse(f"""
@@ -128,7 +138,7 @@ def f(tp: Team[4], x: bf16[{4 * rows}, 64], w: bf16[64, 4096], y: out[bf16[{rows
     main: call("aten.mm.out", x, w, out=t)
     main: reduce_scatter(t, y, reduce="sum", team=tp)
 """)
-        made = lower(program, options)
+        made = lower(program, **how)
         assert len(signals(made, Expect)) == len(signals(made, Notify)) == turns
 
 
@@ -168,7 +178,7 @@ def f(tp: Team[3], x: f32[10, 4], w: f32[4, 1], y: out[f32[rows[tp.rank], 1]]):
 """
     program = parse(text.replace("team=tp)", "team=tp, splits=rows)"))
     for least in (1, 15, 19):
-        pipeline = LOWER.format("peer,protocol=put") + f",take_turns{{least={least}}}"
+        pipeline = LOWER.format("peer,transport=put") + f",take_turns{{least={least}}}"
         made = [run_pipeline(program.instantiate(rank), pipeline) for rank in range(3)]
         check(made).raise_if_unsound()
         assert not any(signals(each, Expect) for each in made)
@@ -184,7 +194,7 @@ def f(tp: Team[3], x: f32[10, 4], w: f32[4, 1], y: out[f32[rows[tp.rank], 1]]):
     main: reduce_scatter(t, y, reduce="sum", team=tp, splits=rows)
 """)
     for least, turns in ((18, 1), (19, 0)):
-        pipeline = LOWER.format("peer,protocol=put") + f",take_turns{{least={least}}}"
+        pipeline = LOWER.format("peer,transport=put") + f",take_turns{{least={least}}}"
         made = run_pipeline(program, pipeline, check=True)
         assert len(signals(made, Expect)) == turns
 

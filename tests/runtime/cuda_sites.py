@@ -61,15 +61,20 @@ SHAPES = {
     "reduce": ((64, 16), (64, 8)),
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "put": {"strategy": "peer", "protocol": "put"},
-    "get": {"strategy": "peer", "protocol": "get"},
+    "put": {"strategy": "peer"},
+    "get": {"strategy": "peer"},
     "fused": {"strategy": "fused"},
-    "ranges": {"strategy": "fused", "chunks": 8},
-    "beside": {"strategy": "fused", "chunks": 16},
-    "slabs": {"strategy": "fused", "chunks": 16},
+    "ranges": {"strategy": "fused"},
+    "beside": {"strategy": "fused"},
+    "slabs": {"strategy": "fused"},
 }
 """`beside`: own rows are made in ranges too, and summed while others are made; gathered rows come
 in quarters; `slabs`: of `reduce` all rows, which then travel back as well."""
+HOW: dict[str, dict[str, Any]] = {
+    **{name: {"transport": name} for name in ("put", "get")},
+    **{"ranges": {"chunks": 8}, "beside": {"chunks": 16}, "slabs": {"chunks": 16}},
+}
+"""What `lower` is told beside the options."""
 SERVED = [
     (site, strategy)
     for site in SITES
@@ -91,7 +96,7 @@ def lowered(text: str, strategy: str) -> Program:
         mock.patch.object(take_turns, "TURN_BYTES", 1),
         mock.patch.object(kernels, "TILE_ROWS", 1),
     ):
-        return lower(parse(text), Options(**STRATEGIES[strategy]))
+        return lower(parse(text), Options(**STRATEGIES[strategy]), **HOW.get(strategy, {}))
 
 
 def tensors(site: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.passes.experts import layer
-from tests.runtime.cuda_sites import STRATEGIES, writes_what_peers_use
+from tests.runtime.cuda_sites import writes_what_peers_use
 from tests.support.fake_cuda import MAIN, Fake, fake_engine
 from tests.support.fake_device import Entry, simulate
 
@@ -18,13 +18,13 @@ from interlace.options import Options
 from interlace.passes import lower
 
 RANKS, EXPERTS, ROOM, DIM, HIDDEN = 4, 2, 3, 16, 8
-CASES = {"get": STRATEGIES["get"], "put": STRATEGIES["put"]}
+CASES = ("get", "put")
 
 
 def program(strategy: str) -> Program:
     """The layer with tokens, weights and results of the caller."""
     text = layer(RANKS, EXPERTS, ROOM, DIM, HIDDEN, "bf16")
-    lowered = lower(parse(text), Options(**CASES[strategy]))
+    lowered = lower(parse(text), Options(strategy="peer"), transport=strategy)
     assert {site.strategy for site in lowered.sites} == {"peer"}
     return lowered
 

@@ -58,7 +58,6 @@ from interlace.passes import run_pipeline
 from interlace.verify import check
 
 SITES = ("gather", "scatter", "reduce", "dispatch", "combine")
-WAYS = {**STRATEGIES, "hierarchical": "strategy=hierarchical,chunks=4"}
 HALF = "half"
 """A team of neighbours, beside the schedule's own: the wrong one."""
 SHOWN_BY_RUNS = {"mismatch", "in-place", "result", "scale"}
@@ -92,22 +91,19 @@ class Made(NamedTuple):
 @lru_cache(512)
 def schedule(kind: str, way: str, world: int) -> Made | None:
     """The schedule of a site; None where the strategy cannot serve it."""
-    ranks, cut = [*range(world)], 2 if world % 2 == 0 and world > 2 else 1
-    hosts = [ranks[i : i + cut] for i in range(0, world, cut)]
-    text = str(text_of(kind, [4] * world, hosts if way == "hierarchical" else [ranks]))
-    if way != "hierarchical":
-        text = text.replace(f".on({', '.join(map(str, [ranks]))})", "")
+    ranks = [*range(world)]
+    text = str(text_of(kind, [4] * world, [ranks])).replace(f".on({ranks})", "")
     if way.startswith(("fused", "exchange")):
         text = text.replace("f32", "bf16")
     serial = parse(text)
-    passes = f"find_sites,decompose{{{WAYS[way]}}},schedule,plan_memory,insert_sync,fuse"
+    passes = f"find_sites,decompose{{{STRATEGIES[way]}}},schedule,plan_memory,insert_sync,fuse"
     made = run_pipeline(serial, passes)
     return Made(made, serial) if made.sites[0].strategy == way.partition("-")[0] else None
 
 
 def schedules(worlds: Sequence[int]) -> list[tuple[str, str, int]]:
     """The sites, strategies and worlds of which there is a schedule."""
-    every = ((kind, way, world) for kind in SITES for way in WAYS for world in worlds)
+    every = ((kind, way, world) for kind in SITES for way in STRATEGIES for world in worlds)
     return [one for one in every if schedule(*one) is not None]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from interlace.ir import Alloc, Expect, Free, Notify, Op, Program, Record, Wait, parse
-from interlace.options import Options, Protocol
+from interlace.options import Options
 from interlace.passes import lower
 from interlace.strategies import StrategyName
 from interlace.verify import check
@@ -34,16 +34,16 @@ def site(tp: Team[3], x: f32[12, 8], w: f32[8, 6]):
 """,
 }
 
-STRATEGIES: list[StrategyName | tuple[StrategyName, Protocol]] = [
-    *("serial", "pipeline", "shift", "ring", "broadcast"),
-    *(("peer", protocol) for protocol in ("get", "put")),
+STRATEGIES: list[StrategyName | tuple[StrategyName, str]] = [
+    *("serial", "pipeline", "ring"),
+    *(("peer", transport) for transport in ("get", "put")),
 ]
 
 
-def lowered(site: str, strategy: StrategyName | tuple[StrategyName, Protocol]) -> Program:
+def lowered(site: str, strategy: StrategyName | tuple[StrategyName, str]) -> Program:
     """The schedule of a site."""
-    name, protocol = strategy if isinstance(strategy, tuple) else (strategy, "get")
-    return lower(parse(SITES[site]), Options(strategy=name, protocol=protocol))
+    name, transport = strategy if isinstance(strategy, tuple) else (strategy, None)
+    return lower(parse(SITES[site]), Options(strategy=name), transport=transport)
 
 
 def matters(program: Program, op: Op) -> bool:
@@ -69,7 +69,7 @@ def _record(program: Program, wait: Wait) -> Record:
     "strategy", STRATEGIES, ids=lambda s: s if isinstance(s, str) else "-".join(s)
 )
 @pytest.mark.parametrize("site", SITES)
-def test_schedule(site: str, strategy: StrategyName | tuple[StrategyName, Protocol]) -> None:
+def test_schedule(site: str, strategy: StrategyName | tuple[StrategyName, str]) -> None:
     program = lowered(site, strategy)
     for in_order in (False, True):
         report = check(program, in_order=in_order)

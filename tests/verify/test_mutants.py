@@ -20,7 +20,7 @@ from tests.runtime.programs import world_group
 from tests.runtime.test_concurrency import Jitter
 from tests.support.pool import Pool
 from tests.verify.mutants import (
-    WAYS,
+    STRATEGIES,
     Sweep,
     inputs_of,
     mutants,
@@ -115,7 +115,7 @@ def one_thread() -> Iterator[None]:
 
 def test_every_strategy_has_its_schedules() -> None:
     found = schedules((2, 4))
-    assert {way for _, way, _ in found} == {*WAYS}
+    assert {way for _, way, _ in found} == {*STRATEGIES}
     assert {kind for kind, _, _ in found} == {"gather", "scatter", "reduce", "dispatch", "combine"}
 
 
@@ -125,8 +125,10 @@ def test_some_schedules_with_one_fault(
     seed: int, record_property: Callable[[str, object], None]
 ) -> None:
     sweep, draw = Sweep(seed), random.Random(seed)
-    cases = [(kind, way, draw.choice(WORLDS)) for kind in ("gather", "reduce") for way in WAYS]
-    for one in [*cases, ("dispatch", "shift", 3), ("combine", "peer-put", 4)]:
+    cases = [
+        (kind, way, draw.choice(WORLDS)) for kind in ("gather", "reduce") for way in STRATEGIES
+    ]
+    for one in [*cases, ("dispatch", "ring", 3), ("combine", "peer-put", 4)]:
         if schedule(*one) is not None:
             sweep.visit(one, 5)
     record_property("fuzz", str(sweep))

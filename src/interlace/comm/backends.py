@@ -263,8 +263,8 @@ class Connections:
         topic = f"{team.topic or team.key}/{name}/{device}"
         place, unspent = f"{topic}/{where}", board.read(self._mark(key)) is None
         first, serves = board.first(f"{topic}/first", [where, unspent])
-        # For a part of a process group the user has none.
-        serves = serves and name == "nccl" and not (team.apart or team.is_part)
+        # A rank that fails cuts what a team between hosts runs on, so that is its own.
+        serves = serves and name == "nccl" and not team.apart
         users = self.users(device) if serves and first == where else None
         theirs = users is not None and users.name() == name
         backend: Any = users if theirs else None

@@ -27,7 +27,7 @@ def reset_teams(time_out_s: float | None = None) -> None:
     """
     limit, teams = limit_s(time_out_s), live_teams()
     set_up = [team for team in teams if team.is_set_up]
-    whole = {team.group_name for team in set_up if not team.is_part}
+    whole = {team.group_name for team in set_up}
     early = [group for group in _groups() if group.group_name not in whole]
     begun = [counts.setdefault(count_key(group), ResetCount()) for group in early]
     forget_unset({g.group_name for g, c in zip(early, begun, strict=True) if not c.unfinished})
@@ -77,7 +77,7 @@ def reset_in_turn(teams: Sequence[TeamComm], time_out_s: float, renew: bool = Tr
             team.begin_reset(time_out_s)
         for team in teams:
             team.reset(time_out_s, renew)
-        forget_unset({team.group_name for team in teams if not team.is_part})
+        forget_unset({team.group_name for team in teams})
     except BaseException as error:
         for team in teams:
             if team.is_set_up:

@@ -10,9 +10,7 @@ the store:
 Note [One queue per team]
     What ranks do on a team must happen in one order, whatever Executor does it, so everything that
     counts (runs, takes of slots) belongs to the process group. Hence the one registry of this
-    package: it maps a live group to its TeamComm, and to those of parts of its ranks, and forgets
-    them with the group. Parts get no process group: torch names one by how many a rank has, which
-    differs between ranks, and gives names anew, whose places in the store are taken.
+    package: it maps a live group to its TeamComm, and forgets that with the group.
 
 Note [Resets before a set-up]
     A rank that calls reset() before a team of it is set up has no block in which its peers would
@@ -61,8 +59,6 @@ if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
 
 END_S = 10.0
-Part = tuple[int, ...] | None
-"""Some members of a process group, by their index in it, of which this rank is one; None is all."""
 
 
 def host() -> str:
@@ -97,15 +93,12 @@ class User(Protocol):
 class TeamComm:
     """A team's process group, with what its ranks share. Get it from `team_of`."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, name: str, limit_s: float, part: Part = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, limit_s: float) -> None:
         check_alive(group, name)
         self._group = weakref.ref(group)
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
         store = apart(c10d._get_default_store(), limit_s)
-        self.ranks = tuple(ranks if part is None else [ranks[member] for member in part])
-        self.is_part = part is not None
+        self.ranks = tuple(ranks)
         if rank not in self.ranks:
             raise TeamError(f"rank {rank} is not in the process group of team {name!r}")
         self.name, self.rank, self.me = name, rank, self.ranks.index(rank)
@@ -118,7 +111,7 @@ class TeamComm:
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
         self.group_name = group.group_name
-        self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}{'/part' * self.is_part}"
+        self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
         self.count_key = count_key(group)
         self.count = counts.setdefault(self.count_key, ResetCount())
         self.party = Party(f"{self.key}/greeting/{self.count.number}", self.ranks, host())
@@ -177,8 +170,8 @@ class TeamComm:
         """Raises where the team spans hosts: `what` needs memory that all its ranks share."""
         if why := self.apart:
             raise BackendError(
-                f"{why}, which share no memory, and {what}: choose serial, pipeline, shift, ring, "
-                "broadcast, hierarchical or auto, or make teams that stay within one host"
+                f"{why}, which share no memory, and {what}: choose serial, pipeline, ring "
+                "or auto, or make teams that stay within one host"
             )
 
     @property
@@ -354,7 +347,7 @@ class TeamComm:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            count = ResetCount() if self.is_part else self.count
+            count = self.count
             count.begin()
             mine = {"run": self.control.run, "renew": renew or self.control.failed}
             mine["count"] = count.number
@@ -390,9 +383,8 @@ class TeamComm:
     def forget(self) -> None:
         """Ends it, so that `team_of` makes another: Note [Resets before a set-up]."""
         with _teams_lock:
-            for made in _teams.values():
-                for part in [part for part, team in made.items() if team is self]:
-                    del made[part]
+            for group in [group for group, team in _teams.items() if team is self]:
+                del _teams[group]
         self.close()
 
     def leave_to_parent(self) -> None:
@@ -428,9 +420,8 @@ class TeamComm:
             self._connections.close(END_S, failed)
 
 
-_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Part, TeamComm]]
-_teams = weakref.WeakKeyDictionary()
-"""One TeamComm for each live process group and part of one: Note [One queue per team]."""
+_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, TeamComm] = weakref.WeakKeyDictionary()
+"""One TeamComm for each live process group: Note [One queue per team]."""
 _teams_lock = threading.Lock()
 counts: dict[str, ResetCount] = {}
 """By `count_key`. They outlive teams and groups: the notes in the store do, and torch gives a name
@@ -443,9 +434,8 @@ _parents: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 def _forked() -> None:
     _teams_lock._at_fork_reinit()  # pyright: ignore  # another thread may have held it
     _parents.update(c10d._world.pg_map)
-    for made in _teams.values():
-        for team in made.values():
-            team.leave_to_parent()
+    for team in _teams.values():
+        team.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -468,18 +458,15 @@ def check_process(group: weakref.ref[dist.ProcessGroup] | None = None) -> None:
         )
 
 
-def team_of(
-    group: dist.ProcessGroup, name: str, limit_s: float = STORE_S, part: Part = None
-) -> TeamComm:
-    """The TeamComm of a process group, or of a part of it, made at the first call; the first `name`
-    that is not empty is for messages, `limit_s` bounds what it asks the store."""
+def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> TeamComm:
+    """The TeamComm of a process group, made at the first call; the first `name` that is not empty
+    is for messages, `limit_s` bounds what it asks the store."""
     check_process(weakref.ref(group))
     check_alive(group, name)
     with _teams_lock:
-        team = _teams.get(group, {}).get(part)
+        team = _teams.get(group)
         if team is None:
-            team = TeamComm(group, name, limit_s, part)
-            _teams.setdefault(group, {})[part] = team
+            team = _teams[group] = TeamComm(group, name, limit_s)
         team.name = team.name or name
         return team
 
@@ -510,7 +497,7 @@ def live_teams() -> list[TeamComm]:
     """The teams of groups that were not destroyed, in an order that all ranks share."""
     check_process()
     with _teams_lock:
-        teams = [team for made in _teams.values() for team in made.values()]
+        teams = [*_teams.values()]
     return sorted((team for team in teams if not team.is_gone), key=lambda team: team.key)
 
 
@@ -547,8 +534,7 @@ def release_teams() -> None:
     """
     check_process()
     with _teams_lock:
-        made = [team for each in _teams.values() for team in each.values()]
-        teams = sorted(made, key=lambda team: team.key, reverse=True)
+        teams = sorted(_teams.values(), key=lambda team: team.key, reverse=True)
         _teams.clear()
     with contextlib.ExitStack() as each:  # the last first; also after one that fails
         for team in teams:

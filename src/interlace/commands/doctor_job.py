@@ -325,9 +325,7 @@ def _teams(ranks: Ranks, hosts: Sequence[Note], time_out_s: float) -> Iterator[N
         problem = next((each["problem"] for each in told if each["problem"]), "")
         refusals = {row.name: _refusal(team, row) for row in STRATEGIES.values()}
         serial = {name: why for name, why in refusals.items() if why}
-        memory = "peer memory" if ranks.cuda else "shared memory"
-        if team.hosts is not None:
-            memory = "" if "hierarchical" in serial else f"{memory} within hosts"
+        memory = "" if team.hosts is not None else "peer memory" if ranks.cuda else "shared memory"
         yield {
             "name": team.name,
             "ranks": members,
@@ -340,11 +338,9 @@ def _teams(ranks: Ranks, hosts: Sequence[Note], time_out_s: float) -> Iterator[N
 
 def _refusal(team: Team, row: Strategy) -> str:
     """Why a strategy cannot serve any site of a team; empty where it can."""
-    from interlace.passes.strategies.write import not_even
-
     if row.peers and team.hosts is not None:
         return f"team {team.name} spans hosts, which share no memory"
-    return not_even(team) if row.transport == "hosts" else ""
+    return ""
 
 
 def _set_up(group: Any, name: str, time_out_s: float) -> Note:

@@ -4,7 +4,7 @@ One decomposer reads every strategy as a row of data (`interlace/strategies.py`)
 strategy cannot serve it stays serial, with a remark; `auto` takes the strategy with the shortest
 predicted time of the site in isolation, `serial` among them.
 
-    decompose{strategy=peer,protocol=put}
+    decompose{strategy=peer,transport=put}
     decompose{strategy=pipeline,chunks=4,sites=[1,3]}
 
 Everything is emitted on the stream `main`, in an order in which no rank waits for what a peer lists
@@ -29,7 +29,9 @@ from interlace.passes.strategies.choose import Choice, Chooser
 from interlace.passes.strategies.fusable import has_kernel
 from interlace.passes.strategies.whole import lifted, unmovable
 from interlace.passes.strategies.write import refusal, write, write_whole
-from interlace.strategies import names, strategy
+from interlace.strategies import REPLACED, STRATEGIES, names, rows_of
+
+COPIES = STRATEGIES["copies", None]
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,10 @@ class Decompose:
 
     name: ClassVar[str] = "decompose"
     strategy: str = "auto"
-    protocol: str = "get"
+    transport: str | None = None
+    """Of `peer`: `get` or `put`; None takes the faster one for each site."""
     chunks: int = 0
-    """Slices of `pipeline`, pieces of `fused` and `hierarchical`; 0 lets the strategy choose."""
+    """Slices of `pipeline`, pieces of `fused`; 0 lets the strategy choose."""
     sites: tuple[int, ...] | None = None
     """The sites to work on; None: all."""
     copied: tuple[int, ...] = ()
@@ -53,11 +56,18 @@ class Decompose:
     """What was chosen for sites that are alike; who runs the pass again has the same."""
 
     def __post_init__(self) -> None:
+        if self.strategy in REPLACED:
+            fix = f"fix: use strategy={REPLACED[self.strategy]}"
+            raise PassError(f"decompose: the strategy {self.strategy} went. {fix}")
         if self.strategy not in names():
             known = ", ".join(names())
             raise PassError(f"decompose: no strategy {self.strategy!r}: one of {known}")
-        if self.protocol not in ("get", "put"):
-            raise PassError(f"decompose: protocol {self.protocol!r} is neither get nor put")
+        known = dict.fromkeys(row.transport for row in rows_of(self.strategy))
+        if self.transport is not None and self.transport not in known:
+            ways = " or ".join(known) or "no transport to choose"
+            raise PassError(
+                f"decompose: {self.strategy} has {ways}, and not transport={self.transport}"
+            )
         if self.chunks < 0:
             raise PassError(f"decompose: {self.chunks} chunks; give 0 or more")
 
@@ -72,7 +82,7 @@ class Decompose:
         values = Dataflow(program, representatives(program)[0])
         before = dependencies(program, touched=values.touched)
         taken = values.names.copy()
-        choose = Chooser(self.machine, self.protocol, self.chunks, self.known)
+        choose = Chooser(self.machine, self.chunks, self.known)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
         blocks: list[list[int]] = []
@@ -116,8 +126,7 @@ class Decompose:
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
         ops = tuple(lifted(ops, slots)) if slots else ops
         sites = tuple(changed.get(site.id, site) for site in program.sites)
-        tables, teams = tuple(taken.tables), tuple(taken.teams)
-        result = program.replace(ops=ops, sites=sites, tables=tables, teams=teams)
+        result = program.replace(ops=ops, sites=sites, tables=tuple(taken.tables))
         return result.remarked(remarks)
 
     def _copies(self, values: Dataflow, op: Collective) -> Choice:
@@ -126,7 +135,7 @@ class Decompose:
         if text:
             text = f"copies cannot serve it: {text}"
             return Choice(reason=text, remark=text)
-        return Choice(strategy("copies", None), reason="requested")
+        return Choice(COPIES, reason="requested")
 
     def _choose(self, choose: Chooser, values: Dataflow, found: FoundSite) -> Choice:
         assert found.site is not None
@@ -134,19 +143,19 @@ class Decompose:
             return choose.fastest(values, found.site)
         if self.strategy == "serial":
             return Choice(reason="requested")
-        row = strategy(self.strategy, self.protocol)
-        assert row is not None, self.strategy
+        rows = rows_of(self.strategy, self.transport)
+        row = rows[0]
         why = refusal(values, found.site, row)
         if row.name == "fused" and not why and self.machine is not None:
             if not has_kernel(values, found.site, self.machine):
                 why = "the GPUs have no such kernel"
         text = f"{self.strategy} cannot serve this site: {why}"
-        copies = strategy("peer", "put")
-        if why and row.name == "fused" and copies and not refusal(values, found.site, copies):
+        copies = STRATEGIES["peer", "put"]
+        if why and row.name == "fused" and not refusal(values, found.site, copies):
             text = f"{text}; peer copies instead"
-            choice = choose.asked(values, found.site, copies)
+            choice = choose.asked(values, found.site, (copies,))
             return dataclasses.replace(choice, reason=text, remark=text)
-        return Choice(reason=text, remark=text) if why else choose.asked(values, found.site, row)
+        return Choice(reason=text, remark=text) if why else choose.asked(values, found.site, rows)
 
 
 def _rebuilt(

@@ -122,14 +122,15 @@ def run_pipeline(
     return program
 
 
-def lowering(options: Options, machine: Machine | None = None) -> tuple[Pass, ...]:
-    """The passes that lower a serial Program with these options."""
-    decompose = Decompose(
-        strategy=options.strategy if options.overlap else "serial",
-        protocol=options.protocol if options.overlap else "get",
-        chunks=options.chunks if options.overlap else 0,
-        machine=machine,
-    )
+def lowering(
+    options: Options, machine: Machine | None = None, transport: str | None = None, chunks: int = 0
+) -> tuple[Pass, ...]:
+    """The passes that lower a serial Program with these options; `transport` and `chunks` are those
+    of `decompose`."""
+    decompose = Decompose(machine=machine, strategy="serial")
+    if options.overlap:
+        how = {"strategy": options.strategy, "transport": transport, "chunks": chunks}
+        decompose = dataclasses.replace(decompose, **how)
     found: list[Pass] = [FindSites(), decompose]
     if options.overlap:
         found.insert(1, PlaceResharding(position=options.resharding))
@@ -143,14 +144,22 @@ def lowering(options: Options, machine: Machine | None = None) -> tuple[Pass, ..
     return tuple(found)
 
 
-def lower(program: Program, options: Options, machine: Machine | None = None) -> Program:
+def lower(
+    program: Program,
+    options: Options,
+    machine: Machine | None = None,
+    transport: str | None = None,
+    chunks: int = 0,
+) -> Program:
     """The overlapped Program of a serial one (with `overlap=False`, the serial one made ready).
+
+    `transport` and `chunks` are those of `decompose`: None and 0 choose for each site.
 
     Where messages, signals or one-sided copies are written by hand, the streams that they are on
     may be what keeps ranks from waiting for each other, or an order what nothing else shows. So
     such a Program is proved once more, and left as it is where passes would make it unsound.
     """
-    passes = lowering(options, machine)
+    passes = lowering(options, machine, transport, chunks)
     made = run_pipeline(program, passes)
     if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
         copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)

@@ -1,8 +1,7 @@
 """schedule: order and streams in one pass, so that communication runs under compute.
 
-Compute goes to the stream `main`, communication to `comm` (messages between hosts, of a site that
-also copies within them, to `hosts`), what a sum of puts awaits to `arrivals`; the last sum of a
-site, behind which `main` would wait anyway, awaits it there.
+Compute goes to the stream `main`, communication to `comm`, what a sum of puts awaits to `arrivals`;
+the last sum of a site, behind which `main` would wait anyway, awaits it there.
 The pass plays the Program on these lanes: communication starts as soon as its data is there;
 compute whose input still travels gives way to compute that is ready, above all to what feeds more
 communication (the gradient of the input before the gradient of the weight).
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,9 +42,8 @@ from interlace.passes.fuse import arrivals, groups, used_by
 from interlace.passes.insert_sync import clocks, strip_events
 
 WHOLE, LIGHT = 96, 8
-LANES = {"compute": "main", "comm": "comm", "between": "hosts", "arrival": "arrivals"}
+LANES = {"compute": "main", "comm": "comm", "arrival": "arrivals"}
 """The stream of what takes a place on a lane, by its role."""
-MOVES = "comm", "between"
 FAR = 1 << 40
 
 
@@ -77,9 +75,8 @@ class Schedule:
         return _on_main(program.replace(ops=tuple(map(_without_slot, ops))))
 
 
-def role(op: Op, symmetric: Mapping[str, Buffer], between: Collection[str] = ()) -> str:
-    """What the pass does with an op; `symmetric` holds the names of such buffers, `between` those
-    of teams whose messages go from host to host, and not between ranks of one.
+def role(op: Op, symmetric: Mapping[str, Buffer]) -> str:
+    """The kind of place that the pass gives an op; `symmetric` holds the names of such buffers.
 
     `compute` and `comm` take a place on a lane; a site's copy into or out of a symmetric buffer is
     communication, one that packs rows for a matmul is compute. `late` ops (allocations, awaited
@@ -92,8 +89,6 @@ def role(op: Op, symmetric: Mapping[str, Buffer], between: Collection[str] = ())
         return "late"
     if ordering.raises or ordering.frees is not None or ordering.holds_host:
         return "early"
-    if any(end.team in between for end in ordering.messages):
-        return "between"
     if ordering.meets or ordering.messages or isinstance(op, Put | Get):
         return "comm"
     if isinstance(op, Copy) and op.site is not None:
@@ -107,10 +102,7 @@ class _Player:
     def __init__(self, program: Program, window: int) -> None:
         self.program, self.ops, self.window = program, program.ops, window
         symmetric = symmetric_buffers(program)
-        spread = [team for team in program.teams if team.hosts is not None]
-        several = any(len(host) > 1 for team in spread for host in team.hosts or ())
-        between = {t.name for t in spread if several and len(t.hosts or ()) == t.size}
-        self.roles = [role(op, symmetric, between) for op in self.ops]
+        self.roles = [role(op, symmetric) for op in self.ops]
         self.arrivals = arrivals(program)
         for index in self.arrivals:
             self.roles[index] = "arrival"
@@ -253,7 +245,7 @@ class _Player:
     def _weights(self) -> list[int]:
         """How long each op takes on its lane: Note [Weights]."""
         heavy = [
-            self.roles[i] in MOVES or (isinstance(op, Call) and is_heavy(op.fn))
+            self.roles[i] == "comm" or (isinstance(op, Call) and is_heavy(op.fn))
             for i, op in enumerate(self.ops)
         ]
         weights = [WHOLE if whole else LIGHT for whole in heavy]
@@ -267,15 +259,11 @@ class _Player:
         return weights
 
     def _depths(self) -> list[int]:
-        """How many communications follow one another after each op; of a site that sends between
-        hosts only those, since they take longest."""
-        roles = [(op.site, role) for op, role in zip(self.ops, self.roles, strict=True)]
-        between = {site for site, role in roles if role == "between"} - {None}
-        moves = [r == "between" or (r == "comm" and site not in between) for site, r in roles]
+        """The number of communications that follow one another after each op."""
         depths = [0] * len(self.ops)
         for index in reversed(range(len(self.ops))):
             later = max((depths[other] for other in self.after[index]), default=0)
-            depths[index] = later + moves[index]
+            depths[index] = later + (self.roles[index] == "comm")
         return depths
 
     def _ranks(self) -> list[int]:

@@ -46,7 +46,7 @@ from interlace.runtime.engine import (
 )
 from interlace.runtime.flight import Flight, measured
 from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measures
-from interlace.runtime.prepare.agreement import Agreement, agree, part_of, program_rank
+from interlace.runtime.prepare.agreement import Agreement, agree, program_rank
 from interlace.runtime.prepare.plan import backends_of, make_plan, with_backends
 from interlace.runtime.prepare.registered import collect
 from interlace.runtime.run_sizes import RunSizes
@@ -130,8 +130,7 @@ class Executor:
         registered: Mapping[str, torch.Tensor] | None = None,
         operators: Collection[str] = (),
     ) -> None:
-        """`groups` has a process group for each team of the Program that this rank is in, but for
-        those whose ranks are all in another of its teams: they are parts of that one's group.
+        """`groups` has a process group for each team of the Program that this rank is in.
 
         `host` names buffers that stay on the CPU although the device is a GPU; only torch's own
         operators may touch them. `registered` has the tensor of each registered parameter, which
@@ -243,15 +242,10 @@ class Executor:
         return self
 
     def _team_of(self, name: str, members: Mapping[str, Member]) -> TeamComm:
-        """The team of a process group, or a part of the first that has all of its ranks."""
-        mine, given = members[name], [name] if name in self._groups else [*self._groups]
-        whole = next(n for n in members if n in given and part_of(mine, members[n]))
-        team = team_of(self._groups[whole], whole, self.limit_s)
-        check_size(team, len(members[whole].ranks))
-        if whole == name:
-            return team
-        part = tuple(map(members[whole].ranks.index, mine.ranks))
-        return team_of(self._groups[whole], name, self.limit_s, part)
+        """The team of a process group."""
+        team = team_of(self._groups[name], name, self.limit_s)
+        check_size(team, len(members[name].ranks))
+        return team
 
     def _together(self, program: Program) -> list[Program]:
         """The Programs of all ranks, for the largest sizes at hand."""

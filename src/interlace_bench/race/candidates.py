@@ -38,16 +38,14 @@ from interlace_bench.transfers import assert_no_multicast, enable_symmetric_memo
 Sets = Sequence[tuple[torch.Tensor, torch.Tensor]]
 Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-BETWEEN_HOSTS = ("shift", "ring", "broadcast", "hierarchical")
-"""What serves a team that spans hosts, beside collectives; tried where asked for."""
 OURS: dict[str, dict[str, Any]] = {
     "serial": {"strategy": "serial"},
     "pipeline": {"strategy": "pipeline"},
-    "get": {"strategy": "peer", "protocol": "get"},
-    "put": {"strategy": "peer", "protocol": "put"},
+    "get": {"strategy": "peer"},
+    "put": {"strategy": "peer"},
     "fused": {"strategy": "fused"},
     "exchange": {"strategy": "exchange"},
-    **{name: {"strategy": name} for name in BETWEEN_HOSTS},
+    "ring": {"strategy": "ring"},
     "auto": {"strategy": "auto"},
 }
 """Our strategies by the name that rows give them."""
@@ -113,7 +111,8 @@ class Ours(Candidate):
         machine = machine_for(options, device.type)
         groups = {"tp": self.ranks.group}
         serial = on_hosts(self.case.program(self.ranks.size), groups, TIME_OUT_S)
-        program = lower(serial, options, machine)
+        transport = self.name if self.name in ("get", "put") else None
+        program = lower(serial, options, machine, transport=transport)
         for site in program.sites:
             protocol = f" {site.protocol}" if site.strategy == "peer" else ""
             self.chosen = f"{site.strategy}{protocol}"

@@ -171,7 +171,7 @@ def _too_little(needed: int, folder: Path) -> str:
         f"too little shared memory: this rank needs {size(needed)} and {folder} has {size(free)} "
         f"free. Give it more (docker run --shm-size=..., or mount -o remount,size=... {folder}), "
         "use fewer or smaller symmetric buffers (fewer chunks, a shorter sequence), or a strategy "
-        "without them (pipeline, shift, ring, broadcast)"
+        "without them (pipeline, ring)"
     )
 
 

@@ -27,6 +27,7 @@ from interlace.ir.text.source import Arguments, Signature, SourceText
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import MAX_RANKS, Buffer, Others, RankIndex, Table, Team
 from interlace.ir.view import View
+from interlace.strategies import REPLACED
 
 _COMMON = ("site", "loc", "stream")
 _ALLOC = Signature(("type",), ("symmetric", "storage", "offset", *_COMMON), ("type",))
@@ -281,6 +282,14 @@ class _ProgramParser(OpParser):
             rank=self.rank,
         )
 
+    def site(self, site: Site) -> None:
+        """Adds a site; with a strategy that went, it gets the one that stands for it."""
+        if name := REPLACED.get(site.strategy):
+            text = f"the strategy {site.strategy} went; its site is read as one of {name}"
+            self.remarks.append(Remark("parse", text, site.id))
+            site = replace(site, strategy=name)
+        self.sites.append(site)
+
     def parameter(self, arg: ast.arg) -> Buffer:
         node, kind = arg.annotation, "input"
         if node is None:
@@ -354,7 +363,7 @@ class _ProgramParser(OpParser):
                 for fact in args.rest:
                     assume(self, self.assumed, fact)
             case "site":
-                self.sites.append(self.make(_SITE, self.arguments(_SITE, call)))
+                self.site(self.make(_SITE, self.arguments(_SITE, call)))
             case "remark":
                 self.remarks.append(self.make(_REMARK, self.arguments(_REMARK, call)))
             case _:

@@ -41,7 +41,7 @@ def candidates(
     place = f"place_resharding{{position={options.resharding}}}"
     marked = run_pipeline(program, f"find_sites,{place}" if options.overlap else "find_sites")
     values = Dataflow(marked, representatives(marked)[0])
-    chooser = Chooser(machine, options.protocol, options.chunks)
+    chooser = Chooser(machine, 0)
     found: dict[int, tuple[Estimate, ...]] = {}
     for item in analyse(values, dependencies(marked)):
         number = marked.ops[item.collective].site
@@ -82,12 +82,8 @@ def predictions(machine: Machine, site: SiteKey) -> dict[str, float]:
     """What the machine predicts for a site in its plain form, by strategy, in seconds."""
     model = machine.replayed if site.graph else machine
     program = plain_program(site)
-    found_s: dict[str, float] = {}
-    for protocol in ("get", "put") if machine.device == "cpu" else ("get",):
-        found = candidates(program, Options(resharding="after", protocol=protocol), model)
-        for estimate in (e for estimates in found.values() for e in estimates):
-            found_s.setdefault(estimate.label, estimate.predicted_ms / 1e3)
-    return found_s
+    found = candidates(program, Options(resharding="after"), model)
+    return {e.label: e.predicted_ms / 1e3 for estimates in found.values() for e in estimates}
 
 
 def plain_program(site: SiteKey) -> Program:

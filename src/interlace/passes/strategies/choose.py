@@ -16,7 +16,7 @@ Note [A busy host]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from interlace.cost import Machine, SiteKey, default_machine, run_after_run
@@ -40,7 +40,7 @@ from interlace.ir import (
 from interlace.ir.kernels import FLOAT8
 from interlace.ir.size_class import note_buckets, supposing
 from interlace.ir.sizes import at_hand
-from interlace.ir.types import TableEntry, TeamLayout
+from interlace.ir.types import TableEntry
 from interlace.ir.view import varying
 from interlace.passes.dependencies import dependencies
 from interlace.passes.fuse import Fuse
@@ -51,7 +51,7 @@ from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
 from interlace.passes.strategies.fusable import has_kernel
-from interlace.passes.strategies.pieces import DEFAULT_SLICES, MOST_PIECES, collective_of, parts
+from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, parts
 from interlace.passes.strategies.whole import lifted
 from interlace.passes.strategies.write import refusal, write
 from interlace.passes.take_turns import TakeTurns
@@ -132,8 +132,7 @@ def label_of(row: Strategy | None, chunks: int = 0) -> str:
     if row is None:
         return SERIAL
     name = f"{row.name}/{row.transport}" if row.name == "peer" else row.name
-    several = row.cut == "slices" or (row.transport == "hosts" and chunks)
-    return f"{name} x{chunks}" if several else name
+    return f"{name} x{chunks}" if row.cut == "slices" else name
 
 
 def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey:
@@ -193,27 +192,11 @@ def isolated(
     tables = tuple(names.tables) if names is not None else program.tables
     alone = program.replace(tables=tables, params=tuple(params), ops=tuple(ops), results=())
     alone = alone.replace(sites=(), remarks=(), rank=None)
-    teams = program.teams if names is None else tuple(names.teams)
-    within = tuple(_parts(program, team, teams))
-    if _teams_in(alone) <= {team.name, *(part.name for part in within)}:
+    if _teams_in(alone) <= {team.name}:
         mine = tuple(table for table in tables if table.team == team.name)
         lone = dataclasses.replace(team, groups=None)
-        return alone.replace(teams=(lone, *within), tables=mine, ranks=None)
-    return alone.replace(teams=teams)
-
-
-def _parts(program: Program, team: Team, teams: Iterable[Team]) -> Iterator[Team]:
-    """Teams that are parts of one, as they are where it has all ranks of a Program."""
-    if team.groups is None:
-        layout = TeamLayout(program.teams, program.ranks)
-        whole = layout.members(layout.ranks[0])[team.name].ranks
-    else:
-        whole = team.groups[0]
-    for part in teams:
-        inside = [group for group in part.groups or () if {*group} <= {*whole}]
-        if part.name != team.name and inside:
-            groups = tuple(tuple(map(whole.index, group)) for group in inside)
-            yield dataclasses.replace(part, groups=groups)
+        return alone.replace(teams=(lone,), tables=mine, ranks=None)
+    return alone
 
 
 def _for_all(op: Op, collective: Collective, team: Team, rank: int | None) -> Op:
@@ -283,22 +266,25 @@ class Chooser:
     """Chooses; sites that are alike get the same answer from one simulation."""
 
     machine: Machine | None
-    protocol: str
     chunks: int
     known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
 
-    def asked(self, values: Dataflow, site: MatmulSite, row: Strategy) -> Choice:
-        """The requested strategy."""
-        count = parts(values, site, row, self.chunks)
+    def asked(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy]) -> Choice:
+        """The requested strategy, by the fastest of its rows."""
         if self.machine is None:
-            return Choice(row, count, "requested")
-        key = row, _signature(values, site)
+            return Choice(rows[0], parts(values, site, rows[0], self.chunks), "requested")
+        gpu = self.machine.device != "cpu"
+        rows = [row for row in rows if gpu or not row.on_gpus] or rows
+        key = tuple(rows), _signature(values, site)
         if key not in self.known:
             with supposing():
-                serial = estimate(self._machine, values, site, None, 0)
-                took = estimate(self._machine, values, site, row, self.chunks)
-            expected = serial.expected_ms, took.expected_ms
-            self.known[key] = Choice(row, count, "requested", "", *expected)
+                serial = estimate(self.machine, values, site, None, 0)
+                took = [estimate(self.machine, values, site, row, self.chunks) for row in rows]
+            best = min(took, key=lambda e: e.busy_ms)
+            assert best.row is not None
+            count, expected = parts(values, site, best.row, self.chunks), best.expected_ms
+            choice = Choice(best.row, count, "requested", "", serial.expected_ms, expected)
+            self.known[key] = choice
         return self.known[key]
 
     def fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
@@ -346,13 +332,11 @@ class Chooser:
         gpu = self._machine.device != "cpu"
         apart = values.program.team(collective_of(values, site).team).hosts is not None
         for row in STRATEGIES.values():
-            # On GPUs the default `get` leaves `put` in; a requested `put` leaves `get` out.
-            other = row.name == "peer" and row.transport != self.protocol
             if (
                 row.amid
+                or (row.on_gpus and not gpu)
                 or not _serves(row, self._machine, apart)
                 or (row.name == "fused" and not has_kernel(values, site, self._machine))
-                or (other and (not gpu or self.protocol == "put"))
             ):
                 continue
             if refusal(values, site, row):
@@ -360,9 +344,6 @@ class Chooser:
             counts = {self.chunks}
             if not self.chunks and row.cut == "slices":
                 counts = {2, DEFAULT_SLICES, *([2 * DEFAULT_SLICES] if apart else ())}
-            elif not self.chunks and row.transport == "hosts":
-                ranks = len(site.layout.rows)
-                counts = {parts(values, site, row, n * ranks) for n in (1, 2, MOST_PIECES)}
             for chunks in sorted(counts):
                 yield row, chunks
 

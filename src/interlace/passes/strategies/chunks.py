@@ -14,13 +14,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Slice, TableEntry, View
+from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, TableEntry, View
 from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
 from interlace.ir.sizes import Int, fixed
 from interlace.passes.sites.cone import Cone, blocks_of, lhs_of, made_by, operand_kind
 from interlace.passes.sites.rows import RowLayout
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.emitter import Emitter, Place
+from interlace.passes.strategies.emitter import Emitter
 
 DIRECT_ROWS = 128
 """Stacks of at least this many rows get a matmul each; smaller ones are packed into one."""
@@ -40,31 +40,31 @@ class Pick:
 
     stacks: Int
     height: Int
-    steps: tuple[Chunk | Slice, ...]
+    step: Chunk | Slice
     counts: tuple[Int, ...]
     """Rows in all stacks, for each `index`."""
-    index: Place
+    index: Index
     within: Chunk | Slice | None = None
     """Only some of them; where there is one stack."""
 
     @classmethod
     def ranks(
-        cls, emitter: Emitter, layout: RowLayout, index: Place, within: Slice | None = None
+        cls, emitter: Emitter, layout: RowLayout, index: Index, within: Slice | None = None
     ) -> Pick:
         """The rows of one rank, or some `within` them."""
-        steps = emitter.chunk(index, layout.rows)
+        step = emitter.chunk(index, layout.rows)
         counts = tuple([layout.batch * rows for rows in layout.rows])
         if within is not None:
             start, stop = within.start, within.stop
             assert not isinstance(start, TableEntry) and not isinstance(stop, TableEntry)  # noqa: PT018
             counts = (stop - start,) * emitter.size
-        return cls(layout.batch, sum(layout.rows), steps, counts, index, within)
+        return cls(layout.batch, sum(layout.rows), step, counts, index, within)
 
     @classmethod
     def slice(cls, emitter: Emitter, stacks: Int, height: Int, start: Int, stop: Int) -> Pick:
         """The same rows of every stack, on all ranks."""
         counts = (stacks * (stop - start),) * emitter.size
-        return cls(stacks, height, (Slice(0, start, stop),), counts, 0)
+        return cls(stacks, height, Slice(0, start, stop), counts, 0)
 
     @property
     def empty(self) -> bool:
@@ -82,9 +82,8 @@ class Pick:
 
     def along(self, view: View, dim: int) -> View:
         """These rows of one stack, or of each, along a dimension."""
-        for step in self.steps:
-            view = view.then(step if step.dim == dim else dataclasses.replace(step, dim=dim))
-        return view
+        step = self.step
+        return view.then(step if step.dim == dim else dataclasses.replace(step, dim=dim))
 
     def cut(self, view: View, box: Box, width: Int) -> ChunkPlace:
         """These rows of a value: of a full matrix, or of its stacks as they are."""
@@ -103,7 +102,7 @@ class Pick:
 
 
 def in_shard(
-    emitter: Emitter, shard: View, layout: RowLayout, index: Place, width: Int
+    emitter: Emitter, shard: View, layout: RowLayout, index: Index, width: Int
 ) -> ChunkPlace:
     """The rows of a rank in its shard (a matrix), which may have padding between."""
     pitch = layout.pitch[0]

@@ -13,8 +13,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from interlace.ir import (
@@ -48,7 +46,6 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.sizes import Int
-from interlace.ir.types import TeamLayout
 from interlace.strategies import Path
 
 NOWHERE = Loc()
@@ -65,19 +62,8 @@ class PathStep(NamedTuple):
     sent: RankIndex
 
 
-@dataclass(frozen=True, slots=True)
-class HostPlace:
-    """The rank at an offset among hosts, and at one among the ranks of a host: see `levels`."""
-
-    host: int
-    place: int
-
-
-Place = Index | HostPlace
-"""Whose rows are meant."""
 Pieces = tuple[Slice | None, ...]
 """What of the rows of a rank goes together, piece by piece; None is all."""
-Ranks = tuple[tuple[int, ...], ...]
 
 
 def rank_at(team: Team, offset: int) -> RankIndex:
@@ -102,8 +88,7 @@ class Names:
     """The names and tables of a Program, to which sites add."""
 
     def __init__(self, program: Program) -> None:
-        self.tables, self.teams = list(program.tables), list(program.teams)
-        self._program = program
+        self.tables = list(program.tables)
         self.taken = {buffer.name for buffer in program.buffers().values()}
         self.taken |= {item.name for item in (*program.tables, *program.teams, *program.regions)}
         self.taken |= {op.signal for op in program.ops if isinstance(op, Notify | Expect)}
@@ -111,7 +96,7 @@ class Names:
     def copy(self) -> Names:
         """The same names, to which others may be added apart from these."""
         made = copy.copy(self)
-        made.tables, made.teams, made.taken = [*self.tables], [*self.teams], set(self.taken)
+        made.tables, made.taken = [*self.tables], set(self.taken)
         return made
 
     def new(self, wanted: str) -> str:
@@ -130,26 +115,6 @@ class Names:
                 return table.name
         self.tables.append(Table(self.new("rows"), team, tuple(values)))
         return self.tables[-1].name
-
-    def levels(self, team: Team) -> tuple[Team, Team]:
-        """Of a team that spans hosts, the teams of each host's ranks, and of those that have the
-        same place on all hosts."""
-        hosts, layout = team.hosts, TeamLayout(self._program.teams, self._program.ranks)
-        assert hosts is not None
-        found = dict.fromkeys(layout.members(rank)[team.name].ranks for rank in layout.ranks)
-        inside = tuple([tuple([ranks[i] for i in host]) for ranks in found for host in hosts])
-        places = [[host[place] for host in hosts] for place in range(len(hosts[0]))]
-        across = tuple([tuple([ranks[i] for i in place]) for ranks in found for place in places])
-        alone = tuple([(host,) for host in range(len(hosts))])
-        within = self._team(f"{team.name}_host", inside, None)
-        return within, self._team(f"{team.name}_hosts", across, alone)
-
-    def _team(self, wanted: str, groups: Ranks, hosts: Ranks | None) -> Team:
-        known = next((t for t in self.teams if (t.groups, t.hosts) == (groups, hosts)), None)
-        if known is None:
-            known = Team(self.new(wanted), len(groups[0]), groups, hosts)
-            self.teams.append(known)
-        return known
 
 
 class Emitter:
@@ -175,53 +140,26 @@ class Emitter:
 
     # rank-dependent sizes and views
 
-    @functools.cached_property
-    def levels(self) -> tuple[Emitter, Emitter]:
-        """The same ops, written for the ranks of a host, and for those of one place on all."""
-        made = copy.copy(self), copy.copy(self)
-        for emitter, team in zip(made, self.names.levels(self.team), strict=True):
-            emitter.team, emitter.size, emitter.rank = team, team.size, team.rank
-        return made
-
-    def dim(self, values: Sequence[Int], index: Place) -> Dim:
+    def dim(self, values: Sequence[Int], index: Index) -> Dim:
         """`values[index]`: a number where all ranks agree, else an entry of a table."""
         if isinstance(index, int):
             return values[index]
         if len(set(values)) == 1:
             return values[0]
-        if isinstance(index, HostPlace):
-            inside, across = (emitter.size for emitter in self.levels)
-            hosts = [(host + index.host) % across for host in range(across)]
-            places = [(place + index.place) % inside for place in range(inside)]
-            values = [values[host * inside + place] for host in hosts for place in places]
-            index = self.rank
         return TableEntry(self.names.table(self.team.name, values), index)
 
-    def chunk(self, index: Place, sizes: Sequence[Int], dim: int = 0) -> tuple[Chunk | Slice, ...]:
-        """Part `index` of a dimension that consists of parts of these sizes, as steps."""
+    def chunk(self, index: Index, sizes: Sequence[Int], dim: int = 0) -> Chunk:
+        """Part `index` of a dimension that consists of parts of these sizes, as a step."""
         even = len(set(sizes)) == 1
-        if not isinstance(index, HostPlace):
-            parts = self.size if even else self.names.table(self.team.name, sizes)
-            return (chunk_at(index, parts, dim),)
-        if even:
-            offsets = index.place, index.host
-            steps = [
-                chunk_at(rank_at(emitter.team, offset), emitter.size, dim)
-                for emitter, offset in zip(self.levels, offsets, strict=True)
-            ]
-            return tuple(reversed(steps))
-        stops = [*accumulate(sizes)]
-        starts = [0, *stops[:-1]]
-        return (Slice(dim, self.dim(starts, index), self.dim(stops, index)),)
+        parts = self.size if even else self.names.table(self.team.name, sizes)
+        return chunk_at(index, parts, dim)
 
-    def part(self, view: View, index: Place, sizes: Sequence[Int], dim: int = 0) -> View:
+    def part(self, view: View, index: Index, sizes: Sequence[Int], dim: int = 0) -> View:
         """Part `index` of a dimension of a view that consists of parts of these sizes."""
-        for step in self.chunk(index, sizes, dim):
-            view = view.then(step)
-        return view
+        return view.then(self.chunk(index, sizes, dim))
 
     def head(
-        self, view: View, values: Sequence[Int], index: Place, size: Int, dim: int = 0
+        self, view: View, values: Sequence[Int], index: Index, size: Int, dim: int = 0
     ) -> View:
         """The first `values[index]` of a dimension of `size`."""
         if set(values) == {size}:

@@ -15,14 +15,7 @@ from typing import Protocol
 
 from interlace.ir import DType, Index, Slice, View
 from interlace.ir.sizes import Int
-from interlace.passes.strategies.emitter import (
-    Emitter,
-    HostPlace,
-    PathStep,
-    Pieces,
-    Place,
-    cut,
-)
+from interlace.passes.strategies.emitter import Emitter, PathStep, Pieces, cut
 from interlace.passes.strategies.pieces import TO_OTHERS, TO_THE_FIRST
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
@@ -30,13 +23,13 @@ from interlace.strategies import NEAR_FIRST, Path, Strategy
 class TakeRows(Protocol):
     """Emits what is made of the rows of a rank, or only of those `within` them."""
 
-    def __call__(self, index: Place, rows: View, within: Slice | None = None) -> None: ...
+    def __call__(self, index: Index, rows: View, within: Slice | None = None) -> None: ...
 
 
 def _together(takes: Sequence[TakeRows]) -> TakeRows:
     """All of them for each chunk."""
 
-    def take(index: Place, rows: View, within: Slice | None = None) -> None:
+    def take(index: Index, rows: View, within: Slice | None = None) -> None:
         for each in takes:
             each(index, rows, within)
 
@@ -69,8 +62,7 @@ class Gather:
     slot: View | None = None
     """What `show` gave: the shard is in a slot that its peers can read."""
     pieces: Pieces = (None,)
-    """Of the rows of a rank, what crosses together (hosts), or what is awaited by itself (fused);
-    None is all."""
+    """Of the rows of a rank, what a kernel awaits by itself; None is all."""
     lies: bool = False
     """Put: whether the full matrix lies in a slot: Note [Where a gathered tensor lies] in
     whole.py."""
@@ -86,14 +78,12 @@ class Gather:
 
     def run(self, *takes: TakeRows) -> None:
         """Emits the transfers."""
-        take, path = _together(takes), self.row.gather
+        take, path = _together(takes), self._path()
         if self.slot is not None:
             self._get(NEAR_FIRST, take)
-        elif path is None:
-            self._roots(take)
-        elif self.row.transport == "hosts":
-            self._hosts(path, take)
-        elif self.row.transport == "messages":
+            return
+        assert path is not None
+        if self.row.transport == "messages":
             self._messages(path, take)
         elif self.row.transport == "get":
             self._get(path, take)
@@ -105,11 +95,15 @@ class Gather:
             else:
                 self._put(path, (), (_together((*takes, *kept)),))
 
-    def part(self, index: Place) -> View:
+    def part(self, index: Index) -> View:
         """A rank's part of the full matrix."""
         return self.emitter.part(self.full, index, self.sizes)
 
     # what differs for an all-to-all
+
+    def _path(self) -> Path | None:
+        """The way that chunks go."""
+        return self.row.gather
 
     def _own(self) -> View:
         """The rank's own chunk."""
@@ -128,23 +122,6 @@ class Gather:
         """The chunk for this rank in the slot of another."""
         return self._head(slot, source)
 
-    def _for_host(self, host: Index) -> View:
-        """What leaves for a rank of that host,"""
-        return self.shard
-
-    def _host_slots(self, inside: Emitter, hosts: int) -> View:
-        """a slot of what comes of each host, which the ranks of this host fetch from,"""
-        shape = hosts, max(self.sizes), self.width
-        return inside.alloc(f"{self.full.buffer}_slots", self.dtype, shape, "symmetric")
-
-    def _from_host(self, slot: View, sender: Place, inside: Emitter) -> View:
-        """and where in it lies what this rank fetches of `sender`."""
-        return self.emitter.head(slot, self.sizes, sender, max(self.sizes))
-
-    def _landing(self, slot: View, sender: Place) -> View:
-        """All of it that comes of `sender`."""
-        return self.emitter.head(slot, self.sizes, sender, max(self.sizes))
-
     def _slots(self) -> View:
         """A slot for the chunks of all ranks,"""
         return self.full if self.lies else self._slot("slots", self.emitter.size)
@@ -160,12 +137,12 @@ class Gather:
         shape = (*shape, max(self.sizes), self.width)
         return self.emitter.alloc(f"{self.full.buffer}_{name}", self.dtype, shape, "symmetric")
 
-    def _head(self, view: View, index: Place) -> View:
+    def _head(self, view: View, index: Index) -> View:
         return self.emitter.head(view, self.sizes, index, max(self.sizes))
 
     # transports
 
-    def _keep(self, index: Place, rows: View, within: Slice | None = None) -> None:
+    def _keep(self, index: Index, rows: View, within: Slice | None = None) -> None:
         """Puts a chunk in its place in the full matrix, where it is not there yet."""
         if index != self.emitter.rank or not self.in_place:
             self.emitter.copy(rows, cut(self.part(index), within))
@@ -175,16 +152,6 @@ class Gather:
         take(self.emitter.rank, rows, within)
         if self.whole:
             self._keep(self.emitter.rank, rows, within)
-
-    def _roots(self, take: TakeRows) -> None:
-        e, shown = self.emitter, None
-        if len(set(self.sizes)) > 1:  # source and destination have one size on all ranks
-            shown = e.alloc(f"{self.full.buffer}_shown", self.dtype, (sum(self.sizes), self.width))
-            e.copy(self.shard, e.part(shown, e.rank, self.sizes))
-        for root in (root for root, size in enumerate(self.sizes) if size):
-            src = self.shard if shown is None else e.part(shown, root, self.sizes)
-            e.collective("broadcast", src, self.part(root), root=root)
-            take(root, self.part(root))
 
     def _messages(self, path: Path, take: TakeRows) -> None:
         self._local(take)
@@ -209,44 +176,6 @@ class Gather:
         if self.slot is not None:  # nothing waits for the rank's own rows
             self._local(take)
         e.free(slot)
-
-    def _hosts(self, path: Path, take: TakeRows) -> None:
-        """Each rank sends to those of its place on the other hosts, and the ranks of a host fetch
-        from one another what came: first of their own host. While a piece is shared and used, the
-        next crosses."""
-        e, (inside, across) = self.emitter, self.emitter.levels
-        slots = self._host_slots(inside, across.size)
-        arrived = e.names.new(f"{slots.buffer}_arrived")
-        steps = [*across.steps(path)]
-        first = 0 if self.in_place else 1  # a shard computed here leaves as it is made
-        turns = [(k, within) for within in self.pieces for k in range(first, across.size)]
-        turns[:0] = [(0, None)] * first
-        for number, (k, within) in enumerate(turns, start=1):
-            slot, sender = slots.select(0, k), HostPlace(path.chunk.at(k), 0) if k else e.rank
-            landing = cut(self._landing(slot, sender), within)
-            if k:
-                src, step = cut(self._for_host(steps[k - 1].to), within), steps[k - 1]
-                across.exchange(src, step.to, landing, step.source)
-            else:
-                e.copy(cut(self._for_host(across.rank), within), landing)
-            inside.notify(arrived, inside.team.others, number)
-        for number, (k, within) in enumerate(turns, start=1):
-            slot, host = slots.select(0, k), path.chunk.at(k) if k else 0
-            if k:
-                sender = HostPlace(host, 0)
-                rows = cut(self._from_host(slot, sender, inside), within)
-                take(sender, rows, within)
-                if self.whole:
-                    self._keep(sender, rows, within)
-            else:
-                self._local(take, within)
-            for place, step in enumerate(inside.steps(path), start=1):
-                sender = HostPlace(host, path.chunk.at(place))
-                rows = cut(self.part(sender), within)
-                src = cut(self._from_host(slot, sender, inside), within)
-                inside.get(src, step.source, rows, arrived, number)
-                take(sender, rows, within)
-        inside.free(slots)
 
     def _put(self, path: Path, kernels: Sequence[TakeRows], others: Sequence[TakeRows]) -> None:
         """Each rank writes its rows into its peers' slots, in the order in which they need them;
@@ -289,8 +218,8 @@ class Dispatch(Gather):
     shape: tuple[Int, ...] = ()
     """Of `full`, and of the slots."""
 
-    def part(self, index: Place) -> View:
-        return self.emitter.part(self.full, index, self.sizes)
+    def _path(self) -> Path | None:
+        return NEAR_FIRST  # each chunk is for one rank, so that none hands it on
 
     def _own(self) -> View:
         return self.shard.chunk(self.emitter.rank, self.emitter.size)
@@ -304,20 +233,6 @@ class Dispatch(Gather):
 
     def _fetched(self, slot: View, source: Index) -> View:
         return self._place(slot, self.emitter.rank)
-
-    def _for_host(self, host: Index) -> View:
-        return self.shard.chunk(host, self.emitter.levels[1].size)
-
-    def _host_slots(self, inside: Emitter, hosts: int) -> View:
-        first, *rest = self.shape
-        shape = hosts, first // hosts, *rest
-        return inside.alloc(f"{self.full.buffer}_slots", self.dtype, shape, "symmetric")
-
-    def _from_host(self, slot: View, sender: Place, inside: Emitter) -> View:
-        return slot.chunk(inside.rank, inside.size)
-
-    def _landing(self, slot: View, sender: Place) -> View:
-        return slot
 
     def _slots(self) -> View:
         return self._slot("slots")

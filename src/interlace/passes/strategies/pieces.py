@@ -17,8 +17,8 @@ from __future__ import annotations
 from interlace.ir import Call, Collective
 from interlace.ir.kernels import TILE_ROWS
 from interlace.ir.sizes import Int, at_hand, counted
-from interlace.passes.sites.cone import blocks_of, lhs_of, result_of
-from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
+from interlace.passes.sites.cone import lhs_of, result_of
+from interlace.passes.sites.recognise import GatherSite, MatmulSite, ScatterSite
 from interlace.passes.sites.values import Dataflow
 from interlace.strategies import Strategy
 
@@ -38,8 +38,6 @@ LEAST_SLABS, MOST_SLABS = 3, 8
 """Two gain nothing over a reduce-scatter and a gather."""
 SMALL_BYTES = 16 << 20
 """Sums up to this size go back to the peers by one kernel, larger ones by copies."""
-CROSSING_BYTES = 256 << 10
-"""A piece that goes from host to host, if nothing else speaks for smaller ones."""
 MOST_PIECES = 4
 QUARTERS = 4
 """Pieces in which a kernel awaits a rank's rows: Note [Rows that come in time]."""
@@ -64,28 +62,22 @@ def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> in
 
     Pieces of a scatter let bytes leave sooner, and the last be summed alone. Those of `fused` may
     be smaller, as all but the last are summed beside the kernel, but are of GROUP_ROWS at least: of
-    whole groups, where some number of them gives that. Rows that are gathered within a host go
-    whole, but for `fused`: Note [Rows that come in time]. Of `hierarchical`, one crosses while the
-    last is shared, and multiplied.
+    whole groups, where some number of them gives that. Rows that are gathered go whole, but for
+    `fused`: Note [Rows that come in time].
     """
-    layout, fused, hosts = site.layout, row.name == "fused", row.transport == "hosts"
+    layout, fused = site.layout, row.name == "fused"
     if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
         return 1
-    if isinstance(site, GatherSite) and not hosts:
+    if isinstance(site, GatherSite):
         return QUARTERS if fused and _in_quarters(values, site, chunks) else 1
-    if hosts and not _pieces_cross(values, site):
-        return 1
     rows = layout.rows[0]
-    if chunks and (fused or hosts):
+    if chunks and fused:
         most = counted(rows, 1, chunks // len(layout.rows))
-        step = _tiles(rows) if fused else 1
+        step = _tiles(rows)
         return next((n for n in range(most, 1, -1) if rows % (n * step) == 0), 1)
     least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, TILE_ROWS)
-    step = TILE_ROWS
-    if hosts:
-        least, height, step = CROSSING_BYTES, 1, 1
     most = counted(part_bytes(values, site), least, counted(rows, height, MOST_PIECES))
-    fits = [n for n in range(most, 1, -1) if rows % (n * step) == 0]
+    fits = [n for n in range(most, 1, -1) if rows % (n * TILE_ROWS) == 0]
     return next((n for n in fits if rows % (n * height) == 0), fits[0] if fits else 1)
 
 
@@ -102,15 +94,6 @@ def _in_quarters(values: Dataflow, site: GatherSite, chunks: int) -> bool:
         wanted = timely and part_bytes(values, site) >= PIECE_BYTES
     # as of tiles in ill_scaled, other rests need no classes of their own
     return wanted and at_hand(rows) % step == 0 and rows % step == 0
-
-
-def _pieces_cross(values: Dataflow, site: MatmulSite) -> bool:
-    """Whether pieces can go between hosts: an all-to-all takes one stretch, and a scale may be that
-    of many rows."""
-    matmuls = site.matmuls if isinstance(site, GatherSite) else site.cone.ops
-    calls = (values.program.ops[i] for i in matmuls)
-    scaled = any(blocks_of(call) > 1 for call in calls if isinstance(call, Call))
-    return not scaled and collective_of(values, site).kind != EXCHANGE
 
 
 def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
@@ -147,7 +130,7 @@ def parts(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int
     if row.cut == "slices":
         return slices(values, site, chunks)
     count = slabs(values, site, chunks) if row.name == "fused" else 0
-    told = row.name == "fused" or row.transport == "hosts"
+    told = row.name == "fused"
     return (count or (pieces(values, site, row, chunks) if told else 1)) * len(site.layout.rows)
 
 

@@ -22,14 +22,14 @@ from typing import Protocol
 
 from interlace.ir import Chunk, DType, Index, Slice, View
 from interlace.ir.sizes import Int
-from interlace.passes.strategies.emitter import Emitter, HostPlace, Pieces, Place, cut, rank_at
-from interlace.strategies import NEAR_FIRST, Path, Strategy
+from interlace.passes.strategies.emitter import Emitter, Pieces, cut, rank_at
+from interlace.strategies import NEAR_FIRST, OWNERS, Path, Strategy
 
 
 class ComputeRows(Protocol):
     """Emits the rows of a rank, or only those `within` them, into a matrix."""
 
-    def __call__(self, index: Place, shard: View, within: Slice | None = None) -> None: ...
+    def __call__(self, index: Index, shard: View, within: Slice | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,17 @@ class Scatter:
     width: Int
     dtype: DType
     pieces: Pieces = (None,)
-    """Put, hosts: what is computed, travels and is summed together, of the rows of a rank, to leave
-    soon; None is all."""
+    """Put: what is computed, travels and is summed together, of the rows of a rank, to leave soon;
+    None is all."""
     own: Pieces = (None,)
     """What of the own rows is computed and summed together, so that all but the last is summed
-    while others are computed. Put: the pieces, the last of them maybe halved. Hosts: if several,
-    the pieces, each behind those of the other hosts."""
+    while others are computed: the pieces, the last of them maybe halved."""
 
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
         path = self.row.scatter
-        if path is None:
-            self._roots(compute)
-        elif self.row.transport == "hosts":
-            self._hosts(path, compute)
-        elif self.row.accumulates:
-            self._accumulate(path, compute)
-        elif self.row.transport == "messages":
+        assert path is not None
+        if self.row.transport == "messages":
             self._messages(path, compute)
         elif self.row.transport == "get":
             self._get(path, compute)
@@ -87,36 +81,12 @@ class Scatter:
     def _sum(self, slots: View, within: Slice | None = None) -> None:
         """Adds up what all made of the rank's own rows, or of some."""
         e = self.emitter
-        self._add(e.head(slots, self.sizes, e.rank, max(self.sizes), dim=1), self.out, within)
-
-    def _add(self, slots: View, out: View, within: Slice | None) -> None:
+        slots, out = e.head(slots, self.sizes, e.rank, max(self.sizes), dim=1), self.out
         if within is not None:
             slots, out = slots.then(dataclasses.replace(within, dim=1)), out.then(within)
-        self.emitter.sum_slots(slots, out)
-
-    def _roots(self, compute: ComputeRows) -> None:
-        """One reduction a rank, in the order of the ranks."""
-        e, staged = self.emitter, self._staged()
-        even = len(set(self.sizes)) == 1
-        reduced = None if even else self._alloc("sums", sum(self.sizes))
-        for root in (root for root, size in enumerate(self.sizes) if size):
-            compute(root, staged(root))
-            dst = self.out if reduced is None else e.part(reduced, root, self.sizes)
-            e.collective("reduce", staged(root), dst, root=root, reduce=e.serial.reduce)
-        if reduced is not None:
-            e.copy(e.part(reduced, e.rank, self.sizes), self.out)
+        e.sum_slots(slots, out)
 
     def _messages(self, path: Path, compute: ComputeRows) -> None:
-        e, staged = self.emitter, self._staged()
-        slots = self._alloc("slots", e.size, max(self.sizes))
-        for step in e.steps(path):
-            rows = staged(step.chunk)
-            compute(step.chunk, rows)
-            e.exchange(rows, step.to, self._rows(slots, step.source, e.rank), step.source)
-        compute(e.rank, self._rows(slots, e.rank, e.rank))
-        self._sum(slots)
-
-    def _accumulate(self, path: Path, compute: ComputeRows) -> None:
         """What came from one neighbour, plus my part, goes to the other."""
         e, staged, largest = self.emitter, self._staged(), max(self.sizes)
         count = min(2, e.size - 1)
@@ -152,52 +122,6 @@ class Scatter:
         self._sum(slots)
         e.free(parts)
 
-    def _hosts(self, path: Path, compute: ComputeRows) -> None:
-        """The ranks of a host add up their parts of the rows of another host's rank, and the sum
-        goes to it; each rank then adds up one sum of each host."""
-        e, (inside, across), largest = self.emitter, self.emitter.levels, max(self.sizes)
-        shape = across.size, inside.size, largest, self.width
-        parts = inside.alloc(f"{self.name}_parts", self.dtype, shape, "symmetric")
-        slots = e.alloc(f"{self.name}_slots", self.dtype, shape)
-        sums = self._alloc("sums", across.size - 1, largest)
-        came = self._alloc("came", across.size, largest)
-        ready = e.names.new(f"{parts.buffer}_ready")
-
-        def rows(matrices: View, index: Index, size: int, owner: Place) -> View:
-            row = matrices.chunk(index, size).view(largest, self.width)
-            return e.head(row, self.sizes, owner, largest)
-
-        steps = [*across.steps(path), None]
-        beside = len(self.own) > 1
-        last = len(steps) if beside else len(steps) - 1
-        order = [(k, within) for within in self.pieces for k in range(last)]
-        order += [(k, None) for k in range(last, len(steps))]
-        for number, (k, within) in enumerate(order, start=1):
-            leaving, host = steps[k], path.chunk.at(k + 1) if steps[k] else 0
-            mine = HostPlace(host, 0) if leaving else e.rank
-            shown, into = parts.select(0, k), slots.select(0, k)
-            for place, step in enumerate(inside.steps(path), start=1):
-                owner = HostPlace(host, path.chunk.at(place))
-                compute(owner, cut(rows(shown, step.to, inside.size, owner), within), within)
-                inside.notify(ready, step.to, number)
-            compute(mine, cut(rows(into, inside.rank, inside.size, mine), within), within)
-            for step in inside.steps(path):
-                src = cut(rows(shown, inside.rank, inside.size, mine), within)
-                dst = cut(rows(into, step.source, inside.size, mine), within)
-                inside.get(src, step.source, dst, ready, number)
-            total = rows(came, across.rank, across.size, mine)
-            if leaving is not None:
-                total = e.head(sums.select(0, k), self.sizes, mine, largest)
-            self._add(e.head(into, self.sizes, mine, largest, dim=1), total, within)
-            if leaving is not None:
-                dst = cut(rows(came, leaving.source, across.size, e.rank), within)
-                across.exchange(cut(total, within), leaving.to, dst, leaving.source)
-            elif beside:
-                self._sum(came, within)
-        if not beside:
-            self._sum(came)
-        inside.free(parts)
-
     def _put(self, path: Path, compute: ComputeRows) -> None:
         """Parts are written into their owner's slot for this rank."""
         e, staged = self.emitter, self._staged()
@@ -222,8 +146,8 @@ class Scatter:
 class Combine:
     """An all-to-all after matmuls: of `shape`, even chunks along dimension 0, one for each rank.
 
-    Results go back from the ranks of their experts; each chunk leaves as soon as it is computed,
-    the rank's own last. Nothing is summed, so all strategies give the same bits.
+    Results go back from the ranks of their experts; each chunk leaves for its owner as soon as it
+    is computed, the rank's own last. Nothing is summed, so all strategies give the same bits.
     """
 
     emitter: Emitter
@@ -232,13 +156,9 @@ class Combine:
     shape: tuple[Int, ...]
     dtype: DType
 
-    def run(self, out: View, compute: Callable[[Place, View], None]) -> None:
+    def run(self, out: View, compute: Callable[[Index, View], None]) -> None:
         """Emits the chunks' computation and their transfers into `out`."""
-        e, path, transport = self.emitter, self.row.scatter, self.row.transport
-        assert path is not None
-        if transport == "hosts":
-            self._hosts(path, out, compute)
-            return
+        e, path, transport = self.emitter, OWNERS, self.row.transport
         parts = self._alloc("parts", "symmetric" if transport == "get" else "local")
         slots = self._alloc("slots", "symmetric") if transport == "put" else parts
         signal = "" if transport == "messages" else e.names.new(f"{slots.buffer}_ready")
@@ -258,39 +178,6 @@ class Combine:
             e.copy(slots.chunk(step.source, e.size), out.chunk(step.source, e.size))
         if transport != "messages":
             e.free(slots)
-
-    def _hosts(self, path: Path, out: View, compute: Callable[[Place, View], None]) -> None:
-        """All chunks for the ranks of a host go to the one of this rank's place, from which they
-        fetch them."""
-        e, (inside, across) = self.emitter, self.emitter.levels
-        even = (1,) * e.size
-        parts = self._alloc("parts", "local")
-        first, *rest = self.shape
-        shape = across.size, first // across.size, *rest
-        slots = inside.alloc(f"{self.name}_slots", self.dtype, shape, "symmetric")
-        ready = e.names.new(f"{slots.buffer}_ready")
-        hosts, places = [*across.steps(path)], [*inside.steps(path)]
-        offsets = [path.chunk.at(place) for place in range(1, inside.size)]
-        for k, leaving in enumerate(hosts, start=1):
-            for place in (*offsets, 0):
-                to = HostPlace(path.chunk.at(k), place)
-                compute(to, e.part(parts, to, even))
-            block = parts.chunk(leaving.to, across.size)
-            across.exchange(block, leaving.to, slots.select(0, k), leaving.source)
-            inside.notify(ready, inside.team.others, k)
-        own = slots.select(0, 0)
-        for place, step in zip(offsets, places, strict=True):
-            compute(HostPlace(0, place), own.chunk(step.to, inside.size))
-        inside.notify(ready, inside.team.others, across.size)
-        compute(e.rank, e.part(out, e.rank, even))
-        for k in (*range(1, across.size), 0):
-            src, host = slots.select(0, k).chunk(inside.rank, inside.size), -path.chunk.at(k)
-            if k:
-                e.copy(src, e.part(out, HostPlace(host, 0), even))
-            for place, step in zip(offsets, places, strict=True):
-                dst = e.part(out, HostPlace(host if k else 0, -place), even)
-                inside.get(src, step.source, dst, ready, k or across.size)
-        inside.free(slots)
 
     def _alloc(self, name: str, kind: str) -> View:
         return self.emitter.alloc(f"{self.name}_{name}", self.dtype, self.shape, kind)

@@ -23,10 +23,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from interlace.ir import Alloc, Collective, Free, Op, Slice, View
+from interlace.ir import Alloc, Collective, Free, Index, Op, Slice, View
 from interlace.passes.sites.rows import balanced_sizes
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.emitter import Emitter, Names, Place
+from interlace.passes.strategies.emitter import Emitter, Names
 from interlace.passes.strategies.scatters import Scatter
 from interlace.strategies import NEAR_FIRST, STRATEGIES
 
@@ -80,7 +80,7 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
     )
     common: dict[str, Any] = {"sizes": sizes, "width": width, "dtype": dst.dtype}
 
-    def lies(index: Place, shard: View, within: Slice | None = None) -> None:
+    def lies(index: Index, shard: View, within: Slice | None = None) -> None:
         """What is summed lies there already; only the rank's own part goes to the others'."""
         if index == e.rank:
             e.own(e.part(x, e.rank, sizes), shard)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from interlace.ir import Buffer, Call, Chunk, Collective, DType, Op, Slice, Team, View
+from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
 from interlace.ir.sizes import Int
 from interlace.passes.sites.cone import made_by
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
@@ -24,7 +24,7 @@ from interlace.passes.strategies.chunks import (
     matrix,
     zero_padding,
 )
-from interlace.passes.strategies.emitter import Emitter, Names, Pieces, Place
+from interlace.passes.strategies.emitter import Emitter, Names, Pieces
 from interlace.passes.strategies.fusable import unfusable
 from interlace.passes.strategies.gathers import Dispatch, Gather, TakeRows
 from interlace.passes.strategies.pieces import (
@@ -46,21 +46,6 @@ EXCHANGED = (
     *(DType.i64, DType.i32, DType.i16, DType.i8, DType.u8),
 )
 """What the exchange kernel adds up."""
-FETCHED = "get", "hosts"
-"""Where parts are computed into memory that their owner fetches them from."""
-
-
-def not_even(team: Team) -> str:
-    """Why a team is not in two levels, as many ranks in a row on each of several hosts."""
-    if team.hosts is None:
-        return f"team {team.name} is not known to span hosts"
-    if len({len(host) for host in team.hosts}) > 1:
-        return f"the hosts of team {team.name} have different numbers of its ranks"
-    if len(team.hosts[0]) == 1:
-        return f"each host has one rank of team {team.name}: shift does the same"
-    if [rank for host in team.hosts for rank in host] != [*range(team.size)]:
-        return f"the ranks of team {team.name} do not go host by host"
-    return ""
 
 
 def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
@@ -71,8 +56,6 @@ def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
         return "it has no rows"
     if row.peers and team.hosts is not None:
         return f"team {team.name} spans hosts, which share no memory"
-    if row.transport == "hosts" and (why := not_even(team)):
-        return why
     if op.kind == EXCHANGE and row.alone:
         return row.alone
     if row.cut == "slices" and slices(values, site, 0) < 2:
@@ -162,7 +145,7 @@ class _Writer:
         return Slices(self.emitter, f"{name}_slice", site.layout, width, dtype, count)
 
     def place(
-        self, rows: View, op: Collective, layout: RowLayout, index: Place, width: Int
+        self, rows: View, op: Collective, layout: RowLayout, index: Index, width: Int
     ) -> ChunkPlace:
         """Where the rows of one rank lie in its shard, or in its part of an all-to-all."""
         assert op.dst is not None
@@ -212,7 +195,7 @@ class _Writer:
             return
 
         def taking(i: int) -> TakeRows:
-            def take(index: Place, rows: View, within: Slice | None = None) -> None:
+            def take(index: Index, rows: View, within: Slice | None = None) -> None:
                 place = self.place(rows, op, layout, index, width)
                 self.matmul(i, Pick.ranks(e, layout, index, within), place)
 
@@ -248,12 +231,10 @@ class _Writer:
         self.declare(op.dst.buffer)
         box = self.values.box(op.dst)
         exchange, sliced = op.kind == EXCHANGE, self.row.cut == "slices"
-        local = (
-            self.row.transport not in ("get", "hosts") and layout.batch == 1 and not layout.padded
-        )
+        local = self.row.transport != "get" and layout.batch == 1 and not layout.padded
         stage = self.stage(site, local and not (exchange or sliced))
 
-        def rows(index: Place, shard: View, within: Slice | None = None) -> None:
+        def rows(index: Index, shard: View, within: Slice | None = None) -> None:
             zero_padding(e, shard, layout, cone.width)
             place = self.place(shard, op, layout, index, cone.width)
             self.compute.cone(cone, Pick.ranks(e, layout, index, within), place)
@@ -275,11 +256,8 @@ class _Writer:
     ) -> Scatter:
         """The reduction of a site into `out`."""
         e, row, cone, cuts = self.emitter, self.row, site.cone, self.pieces(site)
-        fused, hosts = row.name == "fused", row.transport == "hosts"
         own: Pieces = (None,)
-        if hosts and collective_of(self.values, site).kind == "all_reduce":
-            own = cuts
-        elif fused and sums_beside(self.values, site, len(cuts)):
+        if row.name == "fused" and sums_beside(self.values, site, len(cuts)):
             own = self.pieces(site, halve=halved(site, len(cuts)))
         return Scatter(e, row, cone.value, stage, out, sizes, cone.width, dtype, cuts, own)
 
@@ -291,7 +269,7 @@ class _Writer:
         self.declare(name)
         dtype = self.values.box(op.dst).dtype
         full = self.full(name, cone.rows, cone.width)
-        stage = self.stage(site, self.row.transport not in FETCHED)
+        stage = self.stage(site, self.row.transport != "get")
         if self.row.cut == "slices":
             assert stage is not None
             count = slices(self.values, site, self.chunks)
@@ -309,19 +287,10 @@ class _Writer:
             self.in_slabs(site, stage, full, count)
             return
 
-        def rows(index: Place, shard: View, within: Slice | None = None) -> None:
+        def rows(index: Index, shard: View, within: Slice | None = None) -> None:
             pick = Pick.ranks(e, layout, index, within)
             self.compute.cone(cone, pick, ChunkPlace(shard, shard))
 
-        if self.row.cut == "roots":
-            assert stage is not None
-            sums = e.alloc(f"{cone.value}_sums", dtype, (cone.rows, cone.width))
-            for root in (root for root, size in enumerate(sizes) if size):
-                part, total = e.part(stage, root, sizes), e.part(sums, root, sizes)
-                rows(root, part)
-                e.collective("reduce", part, total, root=root, reduce=op.reduce)
-                e.collective("broadcast", total, e.part(full, root, sizes), root=root)
-            return
         mine = e.part(full, e.rank, sizes)
         if fused and by_kernel(part_bytes(self.values, site)):
             # Quicker than a copy from each peer behind a signal: one kernel does all.
@@ -329,7 +298,6 @@ class _Writer:
             e.collective("all_gather", mine, full, backend="peer")
             return
         gather = Gather(e, self.row, mine, full, sizes, cone.width, dtype, in_place=True)
-        gather = replace(gather, pieces=self.pieces(site))
         if self.row.transport in ("get", "put"):  # peers fetch the sum from where it is made
             gather, mine = gather.show()
         self.reduction(site, stage, mine, sizes, dtype).run(rows)
@@ -340,7 +308,7 @@ class _Writer:
         cone, sizes = site.cone, site.layout.rows
 
         def compute(slab: Slice, part: Chunk, into: View) -> None:
-            pick = Pick(1, cone.rows, (slab,), sizes, part.index, part)
+            pick = Pick(1, cone.rows, slab, sizes, part.index, part)
             self.compute.cone(cone, pick, ChunkPlace(into, into))
 
         dtype = self.values.buffers[cone.value].dtype

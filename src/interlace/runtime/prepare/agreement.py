@@ -33,7 +33,6 @@ from interlace.errors import (
     TeamError,
 )
 from interlace.ir import Arg, Call, Loc, Name, Program, View, parse, print_program
-from interlace.ir.types import Member
 from interlace.runtime.prepare.registered import Registration, judge
 from interlace.verify import Report, check
 
@@ -414,19 +413,7 @@ def program_rank(program: Program, groups: Mapping[str, dist.ProcessGroup]) -> i
 
 def _fits(program: Program, rank: int, groups: Mapping[str, dist.ProcessGroup]) -> bool:
     members = program.where(rank).members
-    if not set(groups) <= set(members):
-        return False
-    given = [members[name] for name in groups]
-    return all(
-        any(part_of(member, whole) for whole in given)
+    return set(members) == set(groups) and all(
+        (groups[name].rank(), groups[name].size()) == (member.index, len(member.ranks))
         for name, member in members.items()
-        if name not in groups
-    ) and all(
-        (group.rank(), group.size()) == (members[name].index, len(members[name].ranks))
-        for name, group in groups.items()
     )
-
-
-def part_of(member: Member, whole: Member) -> bool:
-    """Whether all ranks of a team are in another."""
-    return {*member.ranks} <= {*whole.ranks}
