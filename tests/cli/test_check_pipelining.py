@@ -53,7 +53,7 @@ def test_json(check) -> None:
     report = json.loads(out)
     assert (code, report["sound"], report["num_ranks"]) == (1, False, 2)
     assert [model["name"] for model in report["models"]] == ["rank", "pair", "direction"]
-    tokens = [place["token"] for place in report["findings"][0]["places"]]
+    tokens = [op["text"] for op in report["findings"][0]["ops"]]
     assert tokens == ["1SEND_B0", "0RECV_B1"]
 
 

@@ -14,7 +14,7 @@ from tests.external.pipelining_schedules import MULTI, SINGLE, make, tokens
 
 from interlace import check_pipelining
 from interlace.errors import ParseError, SoundnessError, UnsupportedError
-from interlace.ir import parse_set, print_set, validate
+from interlace.ir import parse_set, print_set
 from interlace_check.pipelining import KINDS, MODELS
 from interlace_check.pipelining.live import take
 from interlace_check.pipelining.lowering import add_messages
@@ -102,9 +102,8 @@ def test_the_verdict_names_what_is_exchanged() -> None:
         found.message,
     )
     rows = tokens(make("ZBVZeroBubble", 2, 4, defer=True))
-    for place in found.places:
-        assert place.index is not None
-        assert rows[place.rank][place.index] == str(place.action)
+    for op in found.ops:
+        assert rows[op.rank][op.line] == op.text
 
 
 def test_the_verdict_names_a_circle_of_actions() -> None:
@@ -325,15 +324,14 @@ def test_added_messages_are_those_of_torch(name: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_programs_are_texts_like_any_other(model: str) -> None:
-    order = take(tokens(make("DualPipeV", 2, 4))).order
-    assert order is not None
+    order = take(tokens(make("DualPipeV", 2, 4)))
     layout = Layout.of(order)
     sequences = [order.placed(rank) for rank in range(2)]
-    made = to_programs(plan_of(sequences), layout, model)
-    for program, origins in zip(made.programs, made.origins, strict=True):
-        validate(program)
-        assert len(program.ops) == len(origins)
-    assert parse_set(print_set(made.programs)) == made.programs
+    ranks = to_programs(plan_of(sequences), layout, model)
+    for rank in ranks:
+        assert len(rank.program.ops) == len(rank.origins)
+    programs = tuple(rank.program for rank in ranks)
+    assert parse_set(print_set(programs)) == programs
 
 
 def test_report(tmp_path: Path) -> None:
@@ -345,7 +343,8 @@ def test_report(tmp_path: Path) -> None:
     plain = json.loads(json.dumps(report.to_json()))
     assert (plain["schema"], plain["sound"], plain["form"]) == (1, False, "compute_comms")
     assert {model["name"]: model["sound"] for model in plain["models"]} == report.verdicts
-    assert plain["findings"][0]["places"][0] == {"rank": 0, "action": 8, "token": "0SEND_F2"}
+    place = plain["findings"][0]["ops"][0]
+    assert (place["rank"], place["line"], place["text"]) == (0, 8, "0SEND_F2")
     assert str(report).startswith("unsound: ")
 
 

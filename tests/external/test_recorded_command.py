@@ -54,7 +54,7 @@ def test_json(tmp_path: Path) -> None:
     found = json.loads(out)
     assert code == 1
     assert found["schema"] == 1
-    assert not found["complete"]
+    assert not found["sound"]
     assert found["findings"][0]["kind"] == "missing"
     assert found["findings"][0]["missing"] == [1]
 

@@ -10,7 +10,6 @@ import pytest
 from tests.external.recorded_runs import Run
 
 import interlace
-from interlace.ir.checks.validate import validate
 from interlace_check.recorded import KINDS, RecordedFinding, RecordedReport
 
 Make = Callable[[bool], Run]
@@ -18,7 +17,7 @@ Make = Callable[[bool], Run]
 
 def only(report: RecordedReport, kind: str) -> RecordedFinding:
     """The one finding that explains a run."""
-    roots = [one for one in report.findings if not one.follows]
+    roots = [one for one in report.findings if one.level != "follows"]
     assert [one.kind for one in roots] == [kind], report
     return roots[0]
 
@@ -267,7 +266,7 @@ def test_each_fault_is_found_and_its_twin_is_not(
     assert finding.kind in KINDS
     assert finding.fix
     fixed = interlace.check_recorded(make(False).write(tmp_path / "good"))
-    assert fixed.complete, fixed
+    assert fixed.sound, fixed
     assert "nothing to report" in str(fixed)
 
 
@@ -288,7 +287,7 @@ def test_a_finding_names_record_state_and_source_line(tmp_path: Path) -> None:
 def test_the_circle_of_a_host_that_waits(tmp_path: Path) -> None:
     """62 ranks in one group's all-to-all, and two that wait for peers among them."""
     report = interlace.check_recorded(host_sync(True).write(tmp_path / "bad"))
-    roots = [one for one in report.findings if not one.follows]
+    roots = [one for one in report.findings if one.level != "follows"]
     assert {one.kind for one in roots} == {"cycle"}, report
     said = str(report)
     assert "has not issued this, for which a peer waits" in said
@@ -297,8 +296,8 @@ def test_the_circle_of_a_host_that_waits(tmp_path: Path) -> None:
     shard = next(one for one in report.findings if one.kind == "missing" and "11" in one.message)
     assert shard.missing == (6, 7)
     assert len(shard.waiting) == 62
-    assert shard.follows
-    assert interlace.check_recorded(host_sync(False).write(tmp_path / "good")).complete
+    assert shard.level == "follows"
+    assert interlace.check_recorded(host_sync(False).write(tmp_path / "good")).sound
 
 
 def test_the_straggler_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
@@ -311,7 +310,7 @@ def test_the_straggler_is_told_from_those_that_wait_for_it(tmp_path: Path) -> No
     run.call(2, "all_reduce", [4], "3")
     report = interlace.check_recorded(run.write(tmp_path))
     assert only(report, "missing").missing == (3,)
-    assert sorted(one.missing for one in report.findings if one.follows) == [(1,), (2,)]
+    assert sorted(one.missing for one in report.findings if one.level == "follows") == [(1,), (2,)]
 
 
 def test_a_rank_without_a_dump(tmp_path: Path) -> None:
@@ -323,7 +322,7 @@ def test_a_rank_without_a_dump(tmp_path: Path) -> None:
     assert "destroy_process_group" in finding.fix
     done = rank_left_behind(False).write(tmp_path / "good", without=[1])
     report = interlace.check_recorded(done)
-    assert report.complete
+    assert report.sound
     assert any("rank 1 left no dump" in one for one in report.assumed)
 
 
@@ -363,7 +362,7 @@ def test_a_wrapped_buffer_that_begins_within_a_batch(tmp_path: Path) -> None:
     for first in range(1, 7):
         run.first = {0: first}
         report = interlace.check_recorded(run.write(tmp_path / str(first)))
-        assert report.complete, (first, report)
+        assert report.sound, (first, report)
     run.call(1, "broadcast", [4])
     finding = only(interlace.check_recorded(run.write(tmp_path / "bad")), "missing")
     assert finding.missing == (0,)
@@ -375,7 +374,7 @@ def test_messages_of_wrapped_buffers_are_matched_by_what_has_not_ended(tmp_path:
         run.send(0, 1)
         run.recv(1, 0)
     run.first = {0: 13, 1: 20}
-    assert interlace.check_recorded(run.write(tmp_path / "good")).complete
+    assert interlace.check_recorded(run.write(tmp_path / "good")).sound
     run.send(0, 1, [99])
     finding = only(interlace.check_recorded(run.write(tmp_path / "bad")), "missing")
     assert finding.missing == (1,)
@@ -396,21 +395,19 @@ def test_global_ranks_of_groups_that_share_a_name(tmp_path: Path) -> None:
         path.write_text(path.read_text().replace('"tp "', '"tp"'))
     report = interlace.check_recorded(folder)
     assert only(report, "missing").missing == (2,)
-    assert report.recorded.programs[0].teams[0].groups == ((2, 3),)
+    assert report.programs[0].teams[0].groups == ((2, 3),)
 
 
 def test_the_programs_say_what_the_report_says(tmp_path: Path) -> None:
     """They are valid, they are text, and the verifier finds the same fault in them."""
     for make, kind, *_ in PAIRS:
         report = interlace.check_recorded(make(True).write(tmp_path / make.__name__))
-        programs = list(report.recorded.programs)
+        programs = list(report.programs)
         for program in programs:
             assert interlace.parse(str(program)) == program
-            validate(program)
         kinds = interlace.check(programs, runs=1).kinds()
-        if make not in (exchanged_messages, uneven_all_to_all, coalesced_calls):
-            expected = {"mismatch": {"mismatch"}, "cycle": {"deadlock"}}
-            assert kinds >= expected.get(kind, set()), (make, kinds)
+        if kind == "cycle":
+            assert kinds == {"deadlock"}, (make, kinds)
         if kind in ("missing", "unfinished", "launch-order"):
             assert not kinds, make
 
@@ -422,7 +419,7 @@ def test_dumps_that_hold_active_ops_alone(tmp_path: Path) -> None:
     for rank in range(4):
         run.entries[rank] = [one for one in run.entries[rank] if one["state"] != "completed"]
     report = interlace.check_recorded(run.write(tmp_path))
-    assert not report.complete
+    assert not report.sound
     assert "number 8" in report.findings[0].message, report
     assert 3 in report.findings[0].missing
 
@@ -451,7 +448,7 @@ def test_runs_that_hung_on_nccl(name: str) -> None:
 def test_a_run_that_ended_on_nccl() -> None:
     """With a batch of messages, coalesced reductions, and every usual collective."""
     report = interlace.check_recorded(NCCL / "sound")
-    assert report.complete, report
+    assert report.sound, report
     assert report.num_ops == 26
 
 
@@ -469,7 +466,7 @@ def test_a_group_that_was_destroyed_and_made_again(tmp_path: Path) -> None:
         for number, entry in enumerate(new.entries[rank]):
             entry["record_id"] = number
     new.settle = lambda: None  # type: ignore[method-assign]
-    assert interlace.check_recorded(new.write(tmp_path / "good")).complete
+    assert interlace.check_recorded(new.write(tmp_path / "good")).sound
     for rank in range(4):  # the other way round: the second time a rank is left behind
         last = new.entries[rank]
         new.entries[rank] = [*last[len(old.entries[rank]) :], *last[: len(old.entries[rank])]]

@@ -138,7 +138,7 @@ def test_a_real_run_that_ends(fresh: Pool, tmp_path: Path) -> None:
     fresh(3).run(record, "sound", str(tmp_path), replace=True)
     for folder in ("saved", "raw"):
         report = interlace.check_recorded(tmp_path / folder)
-        assert report.complete, report
+        assert report.sound, report
         assert (report.num_ops, report.num_ranks) == (3 * 2 * 7, 3)
 
 

@@ -226,7 +226,7 @@ def test_very_many_entries_take_bounded_time(
     began = time.process_time()
     read = [parse_dump(data, "trace_0", 0), parse_dump(b'{"version": "2"}', "trace_1", 1)]
     report = explained(align(read), time.perf_counter())
-    assert not report.complete
+    assert not report.sound
     assert len(str(report)) < 200_000
     assert time.process_time() - began < 5
 

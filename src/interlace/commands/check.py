@@ -23,8 +23,6 @@ from interlace.errors import InputError, ProgramError
 if TYPE_CHECKING:
     from interlace.ir import Program
     from interlace.verify import Finding, Report
-    from interlace_check.pipelining import PipeliningReport
-    from interlace_check.recorded.report import RecordedReport
 
 
 @command
@@ -71,11 +69,9 @@ def check(
         if both or file is not None or world is not None or mesh or in_order or operators:
             raise InputError(f"{name} takes --json and no other option, and no FILE")
         if recorded is not None:
-            found = interlace.check_recorded(recorded)
-            _tell(found, found.complete, json)
+            _tell(interlace.check_recorded(recorded), json)
         elif pipelining is not None:
-            checked = interlace.check_pipelining(pipelining)
-            _tell(checked, checked.sound, json)
+            _tell(interlace.check_pipelining(pipelining), json)
         return
     if file is None:
         told = "name a schedule, or give --pipelining FILE.csv or --recorded DIR"
@@ -84,16 +80,16 @@ def check(
     remarks = look_up(programs, operators or ())
     report = interlace.check(programs, in_order=in_order)
     report = dataclasses.replace(report, findings=(*report.findings, *remarks))
-    _tell(report, report.sound, json)
+    _tell(report, json)
 
 
-def _tell(report: Report | PipeliningReport | RecordedReport, well: bool, json: bool) -> None:
+def _tell(report: Report, json: bool) -> None:
     """Prints a report, and ends with the code of its verdict."""
     if json:
         print_json(report.to_json())
     else:
         say(str(report))
-    if not well:
+    if not report.sound:
         raise typer.Exit(UNSOUND)
 
 

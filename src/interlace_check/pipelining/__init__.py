@@ -10,12 +10,6 @@ three models of communication), report.py, check.py.
 """
 
 from interlace_check.pipelining.check import check_pipelining
-from interlace_check.pipelining.report import (
-    KINDS,
-    MODELS,
-    SCHEMA,
-    PipeliningFinding,
-    PipeliningReport,
-)
+from interlace_check.pipelining.report import KINDS, MODELS, PipeliningFinding, PipeliningReport
 
-__all__ = ["KINDS", "MODELS", "SCHEMA", "PipeliningFinding", "PipeliningReport", "check_pipelining"]
+__all__ = ["KINDS", "MODELS", "PipeliningFinding", "PipeliningReport", "check_pipelining"]

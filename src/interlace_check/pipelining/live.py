@@ -1,7 +1,7 @@
 """A live schedule object of torch.distributed.pipelining, as the actions that it would run.
 
     schedule = ScheduleInterleaved1F1B(stages, n_microbatches=8, defer_pp_recv=True)
-    taken = take(schedule)          # of all ranks: each rank's object knows the others' actions
+    order = take(schedule)          # of all ranks: each rank's object knows the others' actions
 
 Of schedules with several stages a rank this is what torch made of them, with receives deferred if
 that was asked for (`pipeline_order_with_comms`). Of GPipe and 1F1B, whose order is code, it is what
@@ -11,25 +11,15 @@ that code does. Nothing runs, and stages are not touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from interlace.errors import UnsupportedError
-from interlace_check.pipelining.schedule import PipelineOrder, Step
+from interlace_check.pipelining.schedule import PipelineOrder
 from interlace_check.pipelining.single import SINGLE
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A schedule's order, or for those of one stage a rank, its steps and its name."""
-
-    order: PipelineOrder | None = None
-    plans: tuple[tuple[Step, ...], ...] = ()
-    form: str = ""
-
-
-def take(schedule: object) -> Taken:
-    """What a schedule object does, or the actions of a mapping or sequence by rank.
+def take(schedule: object) -> PipelineOrder:
+    """The order of a schedule object, or of the actions of a mapping or sequence by rank.
 
     Raises UnsupportedError for a schedule whose order is in code that is not known here.
     """
@@ -37,23 +27,22 @@ def take(schedule: object) -> Taken:
         by_rank = cast("Mapping[int, Iterable[object]]", schedule)
         if not by_rank or set(by_rank) != set(range(len(by_rank))):
             raise UnsupportedError("the ranks of a mapping are numbered from 0, without gaps")
-        return Taken(PipelineOrder.of([by_rank[rank] for rank in range(len(by_rank))]))
+        return PipelineOrder.of([by_rank[rank] for rank in range(len(by_rank))])
     if isinstance(schedule, list | tuple):
-        return Taken(PipelineOrder.of(cast("list[Iterable[object]]", schedule)))
+        return PipelineOrder.of(cast("list[Iterable[object]]", schedule))
     live: Any = schedule
     with_messages = getattr(live, "pipeline_order_with_comms", None)
     if with_messages:
-        order = PipelineOrder.of(
+        return PipelineOrder.of(
             [with_messages[rank] for rank in sorted(with_messages)],
             num_stages=live._num_stages,
             num_microbatches=live._n_microbatches,
         )
-        return Taken(order)
     for name in (kind.__name__ for kind in type(schedule).__mro__):
         if name in SINGLE and _is_torch_code(schedule, name):
             stages, microbatches = live._num_stages, live._n_microbatches
-            plans = [tuple(SINGLE[name](rank, stages, microbatches)) for rank in range(stages)]
-            return Taken(plans=tuple(plans), form=name.removeprefix("Schedule"))
+            plans = [SINGLE[name](rank, stages, microbatches) for rank in range(stages)]
+            return PipelineOrder.of_plans(plans, name.removeprefix("Schedule"))
     raise UnsupportedError(
         f"{type(schedule).__name__} is no schedule of torch.distributed.pipelining that has its "
         "messages: give a _PipelineScheduleRuntime after `_prepare_schedule_with_comms` or "

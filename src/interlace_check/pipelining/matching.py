@@ -1,4 +1,4 @@
-"""Whether the n-th send between two ranks is the n-th receive: NCCL has no tags, and gloo's are 0.
+"""Pairs the n-th send between two ranks with the n-th receive: NCCL has no tags, gloo's are 0.
 
     >>> list(exchanges(plans, layout, "pair"))
     [PipeliningFinding(kind='exchanged', message='rank 1 to rank 0, message 3: ...')]
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from interlace_check.pipelining.actions import SENDS
-from interlace_check.pipelining.report import PipeliningFinding
+from interlace_check.pipelining.report import PipeliningFinding, fault
 from interlace_check.pipelining.schedule import Key, Layout, Placed, Step, messages
 
 Channel = tuple[str, int, int]
@@ -56,27 +56,16 @@ def exchanges(
     for (_, sender, receiver), (sends, receives) in sorted(channels(plans, layout, model).items()):
         expected = [_received_as(send, layout) for send in sends]
         given = [receive.key for receive in receives]
-        lacks_receive = _surplus(sends, expected, given)
-        lacks_send = _surplus(receives, given, expected)
         way = f"rank {sender} to rank {receiver}"
-        for send in lacks_receive:
-            other = layout.other_end(send.action)
-            yield PipeliningFinding(
-                "unmatched",
-                f"{way}: {send} has no `{other}` on rank {receiver}",
-                (send,),
-                f"add `{other}` to rank {receiver}",
-                models=(model,),
-            )
-        for receive in lacks_send:
-            other = layout.other_end(receive.action)
-            yield PipeliningFinding(
-                "unmatched",
-                f"{way}: {receive} has no `{other}` on rank {sender}",
-                (receive,),
-                f"add `{other}` to rank {sender}",
-                models=(model,),
-            )
+        for rank, lacking in (
+            (receiver, _surplus(sends, expected, given)),
+            (sender, _surplus(receives, given, expected)),
+        ):
+            for placed in lacking:
+                other = layout.other_end(placed.action)
+                message = f"{way}: {placed} has no `{other}` on rank {rank}"
+                fix = f"add `{other}` to rank {rank}"
+                yield fault("unmatched", message, fix, placed, models=(model,))
         yield from _crossed(way, sends, receives, layout, model)
 
 
@@ -104,7 +93,7 @@ def _crossed(
     fix = "issue the receives in the order of the sends: " + ", ".join(
         f"`{layout.other_end(each.action)}`" for each in sends[wrong[0] : wrong[0] + 3]
     )
-    yield PipeliningFinding("exchanged", message, (send, receive), fix, models=(model,))
+    yield fault("exchanged", message, fix, send, receive, models=(model,))
 
 
 def _received_as(send: Placed, layout: Layout) -> Key:
@@ -113,11 +102,11 @@ def _received_as(send: Placed, layout: Layout) -> Key:
 
 
 def _surplus(placed: list[Placed], keys: list[Key], others: list[Key]) -> list[Placed]:
-    """Those whose key occurs among the others less often."""
+    """The actions whose key occurs among the others less often."""
     left = Counter(others)
-    found: list[Placed] = []
+    surplus: list[Placed] = []
     for place, key in zip(placed, keys, strict=True):
         left[key] -= 1
         if left[key] < 0:
-            found.append(place)
-    return found
+            surplus.append(place)
+    return surplus

@@ -1,7 +1,7 @@
 """A pipeline schedule as a set of Programs, one a rank, under a model of communication.
 
-    >>> made = to_programs(plans, layout, "pair")
-    >>> print(made.programs[1])                  # may be checked, simulated and saved like any
+    >>> ranks = to_programs(plans, layout, "pair")
+    >>> print(ranks[1].program)                  # may be checked, simulated and saved like any
 
 What c10d does is written out: computations run on stream `compute`; a message is put on the stream
 of its queue, behind what `compute` holds at that moment; `Work.wait()` lets `compute` wait for it.
@@ -16,118 +16,78 @@ messages go their own ways (gloo, and torch's per-edge communicators).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from interlace.ir import (
-    Alloc,
-    Buffer,
-    Call,
-    DType,
-    Group,
-    Loc,
-    Op,
-    Program,
-    Record,
-    Recv,
-    Send,
-    Team,
-    View,
-    Wait,
-)
+from interlace.ir.build.ops import Handle
+from interlace.ir.ops import Loc
+from interlace.ir.types import Team
 from interlace_check.pipelining.actions import BACKWARD, SENDS, Action
 from interlace_check.pipelining.matching import communicator, is_mixed
 from interlace_check.pipelining.schedule import Layout, Placed, Step
+from interlace_check.tracing import OriginBuilder
 
 COMPUTE_STREAM = "compute"
 
 
-@dataclass(frozen=True, slots=True)
-class RankPrograms:
-    """The Programs of all ranks, and which action each op stands for."""
-
-    programs: tuple[Program, ...]
-    origins: tuple[tuple[tuple[Placed, ...], ...], ...]
-    """By Program and op: the actions that it does; none for what only prepares them."""
-
-
-def to_programs(plans: Sequence[Sequence[Step]], layout: Layout, model: str) -> RankPrograms:
-    """One Program a rank; `model` is a key of `report.MODELS`."""
-    writers = [_Writer(rank, plan, layout, model).write() for rank, plan in enumerate(plans)]
-    return RankPrograms(
-        tuple(writer.program() for writer in writers),
-        tuple(tuple(writer.origins) for writer in writers),
-    )
+def to_programs(
+    plans: Sequence[Sequence[Step]], layout: Layout, model: str
+) -> tuple[RankProgram, ...]:
+    """The Program of each rank; `model` is a key of `report.MODELS`."""
+    ranks = tuple([RankProgram(rank, layout, model) for rank in range(len(plans))])
+    for rank, plan in zip(ranks, plans, strict=True):
+        rank.write(plan)
+    return ranks
 
 
-@dataclass
-class _Writer:
-    """Writes the ops of one rank."""
+class RankProgram(OriginBuilder[tuple[Placed, ...]]):
+    """The Program of one rank; an op stands for the actions that it does, or prepares some."""
 
-    rank: int
-    plan: Sequence[Step]
-    layout: Layout
-    model: str
-    ops: list[Op] = field(default_factory=list)
-    origins: list[tuple[Placed, ...]] = field(default_factory=list)
-    made: set[str] = field(default_factory=set)
-    """Buffers that hold something by now."""
-    length: int = 0
-    """Ops of stream `compute` so far, and how many of them each queue is behind."""
-    behind: dict[str, int] = field(default_factory=dict)
-    recorded: int = 0
-    pending: dict[Placed, str] = field(default_factory=dict)
-    """The event of each message that may still be awaited."""
+    def __init__(self, rank: int, layout: Layout, model: str) -> None:
+        ranks = tuple(range(layout.num_ranks))
+        teams = [Team(name, len(ranks), (ranks,)) for name in ("pp", "batched")]
+        super().__init__(f"rank_{rank}", teams, (rank,), nothing=())
+        self.rank, self.layout, self.model = rank, layout, model
+        self.x = self.input("x", "f32", (1,))
+        self.values: dict[str, Handle] = {}
+        """Buffers that hold something by now."""
+        self.length = 0
+        """Ops of stream `compute` so far."""
+        self.behind: dict[str, int] = {}
+        """How many of these each queue is behind."""
+        self.recorded = 0
+        self.awaitable: dict[Placed, str] = {}
+        """The event of each message that may still be awaited."""
 
-    def write(self) -> _Writer:
-        awaited = {placed for step in self.plan if step.what == "await" for placed in step.actions}
-        for step in self.plan:
+    def write(self, plan: Sequence[Step]) -> None:
+        """All ops of the rank."""
+        awaited = {placed for step in plan if step.what == "await" for placed in step.actions}
+        for step in plan:
             if step.what == "compute":
                 self.compute(step.actions[0])
             elif step.what == "issue":
                 self.issue(step, awaited)
             else:
                 for placed in step.actions:
-                    event = self.pending.pop(placed, None)
+                    event = self.awaitable.pop(placed, None)
                     if event is not None:
                         self.length += 1
-                        self.add(Wait(event=event, stream=COMPUTE_STREAM), placed)
-        return self
-
-    def program(self) -> Program:
-        ranks = tuple(range(self.layout.num_ranks))
-        teams = tuple(Team(name, len(ranks), (ranks,)) for name in ("pp", "batched"))
-        return Program(
-            name=f"rank_{self.rank}",
-            teams=teams,
-            params=(Buffer("x", DType.f32, (1,), "input"),),
-            ops=tuple(self.ops),
-            results=(),
-            ranks=(self.rank,),
-        )
-
-    def add(self, op: Op, *origin: Placed) -> None:
-        self.ops.append(op)
-        self.origins.append(origin)
+                        self.at(COMPUTE_STREAM, (placed,))
+                        self.wait(event)
 
     def compute(self, placed: Placed) -> None:
         """A computation: from what it takes, if that is there, to a buffer of its own."""
         self.length += 1
-        taken = [name for name in self.inputs(placed.action) if name in self.made] or ["x"]
         name = _name(placed.action)
-        fresh = () if name in self.made else (Buffer(name, DType.f32, (1,), "fresh"),)
-        self.made.add(name)
-        self.add(
-            Call(
-                fn="aten.add.Tensor" if len(taken) > 1 else "aten.neg.default",
-                args=tuple(map(View, taken[:2])),
-                fresh=fresh,
-                stream=COMPUTE_STREAM,
-                loc=Loc(str(placed)),
-            ),
-            placed,
-        )
+        taken = [self.values[each] for each in self.reads(placed.action) if each in self.values]
+        taken = taken or [self.x]
+        out: list[Handle] = []
+        if name not in self.values:
+            out = [self.fresh(name, "f32", (1,))]
+            self.values[name] = out[0]
+        fn = "aten.add.Tensor" if len(taken) > 1 else "aten.neg.default"
+        self.at(COMPUTE_STREAM, (placed,), Loc(str(placed)))
+        self.call(fn, *taken[:2], out=out)
 
-    def inputs(self, action: Action) -> list[str]:
+    def reads(self, action: Action) -> list[str]:
         """The buffers that a computation reads."""
         stage, microbatch = action.stage, action.microbatch
         saved = f"F_{stage}_{microbatch}"
@@ -138,50 +98,62 @@ class _Writer:
             return [] if action.kind == "F" else [saved]
         kind = "F" if source[0] == "SEND_F" else "B"
         local = self.layout.rank_of.get(source[1]) == self.rank
-        took = f"{kind}_{source[1]}_{microbatch}" if local else f"RECV_{kind}_{stage}_{microbatch}"
-        return [took] if action.kind == "F" else [took, saved]
+        local_or_received = (
+            f"{kind}_{source[1]}_{microbatch}" if local else f"RECV_{kind}_{stage}_{microbatch}"
+        )
+        return [local_or_received] if action.kind == "F" else [local_or_received, saved]
 
     def issue(self, step: Step, awaited: set[Placed]) -> None:
         """Messages that are issued together: as one group, where they are a batch of NCCL's."""
-        ends: list[tuple[Placed, str, Send | Recv]] = []
+        messages: list[tuple[Placed, int]] = []
         for placed in step.actions:
             peer = self.layout.peer(placed.action)
             if peer is not None and peer != self.rank:  # else rules.py says so
-                queue = self.queue(step, placed.action, peer)
-                ends.append((placed, queue, self.end(placed, peer, queue, step)))
-        if self.model != "direction" and is_mixed(step) and len(ends) > 1:
-            queue = ends[0][1]
-            placed = [end[0] for end in ends]
+                messages.append((placed, peer))
+        team = communicator(step, self.model)
+        for placed, _ in messages:
+            self.room(placed.action)
+        if self.model != "direction" and is_mixed(step) and len(messages) > 1:
+            queue = self.queue(team, *messages[0])
+            batch = tuple(placed for placed, _ in messages)
             self.follow(queue)
-            self.add(Group(ops=tuple(end[2] for end in ends), stream=queue), *placed)
-            self.record(queue, placed, awaited)
+            self.at(queue, batch, Loc(str(batch[0])))
+            with self.group():
+                for placed, peer in messages:
+                    self.message(placed, peer, team)
+            self.note(queue, batch, awaited)
             return
-        for placed, queue, op in ends:
+        for placed, peer in messages:
+            queue = self.queue(team, placed, peer)
             self.follow(queue)
-            self.add(op, placed)
-            self.record(queue, [placed], awaited)
+            self.at(queue, (placed,), Loc(str(placed)))
+            self.message(placed, peer, team)
+            self.note(queue, (placed,), awaited)
 
-    def queue(self, step: Step, action: Action, peer: int) -> str:
+    def queue(self, team: str, placed: Placed, peer: int) -> str:
         """The stream of a message."""
-        if self.model == "rank" or communicator(step, self.model) == "batched":
+        if self.model == "rank" or team == "batched":
             return "queue"
         if self.model == "pair":
             return f"with_{peer}"
-        return f"to_{peer}" if action.kind in SENDS else f"from_{peer}"
+        return f"to_{peer}" if placed.action.kind in SENDS else f"from_{peer}"
 
-    def end(self, placed: Placed, peer: int, queue: str, step: Step) -> Send | Recv:
+    def room(self, action: Action) -> None:
+        """Memory for what a receive brings."""
+        name = f"{action.kind}_{action.stage}_{action.microbatch}"
+        if action.kind not in SENDS and name not in self.values:
+            self.at(COMPUTE_STREAM, ())
+            self.values[name] = self.alloc(name, "f32", (1,))
+
+    def message(self, placed: Placed, peer: int, team: str) -> None:
+        """One end of a message."""
         action = placed.action
-        team, loc = communicator(step, self.model), Loc(str(placed))
         if action.kind in SENDS:
             name = f"{action.kind[-1]}_{action.stage}_{action.microbatch}"
-            source = View(name if name in self.made else "x")
-            return Send(src=source, peer=peer, team=team, stream=queue, loc=loc)
-        name = f"{action.kind}_{action.stage}_{action.microbatch}"
-        if name not in self.made:
-            self.made.add(name)
-            buffer = Buffer(name, DType.f32, (1,), "local")
-            self.add(Alloc(buffer=buffer, stream=COMPUTE_STREAM))
-        return Recv(dst=View(name), peer=peer, team=team, stream=queue, loc=loc)
+            self.send(self.values.get(name, self.x), peer, team=team)
+        else:
+            name = f"{action.kind}_{action.stage}_{action.microbatch}"
+            self.recv(self.values[name], peer, team=team)
 
     def follow(self, queue: str) -> None:
         """Puts a queue behind what stream `compute` holds so far."""
@@ -189,16 +161,20 @@ class _Writer:
             return
         event = f"compute_{self.length}"
         if self.recorded != self.length:
-            self.add(Record(event=event, stream=COMPUTE_STREAM))
+            self.at(COMPUTE_STREAM, ())
+            self.record(event)
             self.recorded = self.length
         self.behind[queue] = self.length
-        self.add(Wait(event=event, stream=queue))
+        self.at(queue, ())
+        self.wait(event)
 
-    def record(self, queue: str, messages: Sequence[Placed], awaited: set[Placed]) -> None:
+    def note(self, queue: str, messages: Sequence[Placed], awaited: set[Placed]) -> None:
+        """Records an event behind messages that are awaited."""
         if any(placed in awaited for placed in messages):
             event = f"done_{len(self.ops)}"
-            self.add(Record(event=event, stream=queue))
-            self.pending.update(dict.fromkeys(messages, event))
+            self.at(queue, ())
+            self.record(event)
+            self.awaitable.update(dict.fromkeys(messages, event))
 
 
 def _name(action: Action) -> str:

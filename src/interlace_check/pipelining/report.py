@@ -1,24 +1,17 @@
-"""What a check of a pipeline schedule finds: findings with the places in the schedule's own words.
+"""Report of a check of a pipeline schedule, in the schedule's own words.
 
 report = interlace.check_pipelining("schedule.csv")
 print(report)
 report.verdicts["pair"]                # whether it is sound with one queue a pair of ranks
-json.dumps(report.to_json())
-report.raise_if_unsound()              # SoundnessError
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from interlace.errors import SoundnessError
+from interlace.verify.report import Finding, OpRef, Report
 from interlace_check.pipelining.schedule import Placed
-
-SCHEMA = 1
-"""Version of the JSON that `PipeliningReport.to_json` gives."""
-MAX_FINDINGS = 100
-"""More findings than these are counted and not listed."""
 
 MODELS = {
     "rank": "one queue a rank: NCCL whose communicator was made at once (`device_id=`)",
@@ -46,31 +39,15 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class PipeliningFinding:
-    """One fault: its kind, what happens and where, and how to fix it."""
+class PipeliningFinding(Finding):
+    """Fault of a pipeline schedule. Its ops are actions: `line` is the cell in the rank's row,
+    counted from 0, or -1 for a message that torch adds; `text` is the token."""
 
-    kind: str
-    message: str
-    places: tuple[Placed, ...] = ()
-    fix: str = ""
-    level: str = "error"
-    """`error`, or `remark` for what does no harm in a run."""
     models: tuple[str, ...] = tuple(MODELS)
     """The models of communication in which it happens."""
 
     def to_json(self) -> dict[str, Any]:
-        """The finding as plain data."""
-        return {
-            "kind": self.kind,
-            "level": self.level,
-            "message": self.message,
-            "fix": self.fix,
-            "models": list(self.models),
-            "places": [
-                {"rank": place.rank, "action": place.index, "token": str(place.action)}
-                for place in self.places
-            ],
-        }
+        return {**Finding.to_json(self), "models": list(self.models)}
 
     def __str__(self) -> str:
         only = "" if len(self.models) == len(MODELS) else f" [{', '.join(self.models)}]"
@@ -78,68 +55,58 @@ class PipeliningFinding:
         return f"{head}\n  fix: {self.fix}" if self.fix else head
 
 
+def fault(
+    kind: str,
+    message: str,
+    fix: str,
+    *places: Placed,
+    level: str = "error",
+    models: tuple[str, ...] = tuple(MODELS),
+) -> PipeliningFinding:
+    """Finding about actions at their places."""
+    ops = [
+        OpRef(place.rank, -1 if place.index is None else place.index, "", str(place.action))
+        for place in places
+    ]
+    return PipeliningFinding(kind, message, tuple(ops), fix, level, models=models)
+
+
 @dataclass(frozen=True, slots=True)
-class PipeliningReport:
-    """The outcome of a check of a pipeline schedule."""
+class PipeliningReport(Report):
+    """Report of a check of a pipeline schedule; its ops are actions."""
 
-    findings: tuple[PipeliningFinding, ...]
-    form: str
+    form: str = ""
     """`compute_only`, `compute_comms`, or the name of a schedule of one stage a rank."""
-    num_ranks: int
-    num_stages: int
-    num_microbatches: int
-    num_actions: int
-    seconds: float = field(default=0.0, compare=False)
-    num_left_out: int = 0
-    """Further errors that were found and are not listed."""
-
-    @property
-    def errors(self) -> tuple[PipeliningFinding, ...]:
-        """The findings that make the schedule unsound."""
-        return tuple(finding for finding in self.findings if finding.level == "error")
-
-    @property
-    def sound(self) -> bool:
-        """Whether the schedule is right under every model of communication."""
-        return not self.errors
+    num_stages: int = 0
+    num_microbatches: int = 0
 
     @property
     def verdicts(self) -> dict[str, bool]:
-        """Whether the schedule is right, by model."""
-        return {name: not any(name in one.models for one in self.errors) for name in MODELS}
-
-    def kinds(self) -> frozenset[str]:
-        """The kinds of the errors."""
-        return frozenset(finding.kind for finding in self.errors)
-
-    def raise_if_unsound(self) -> None:
-        """Raises SoundnessError with the findings, unless the schedule is sound."""
-        if not self.sound:
-            raise SoundnessError(str(self), self.errors)
+        """Whether the schedule is right, by model; it is sound if it is so under every model."""
+        unsound = {
+            name
+            for one in self.errors
+            for name in (one.models if isinstance(one, PipeliningFinding) else MODELS)
+        }
+        return {name: name not in unsound for name in MODELS}
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data; `schema` is its version."""
         return {
-            "schema": SCHEMA,
-            "sound": self.sound,
+            **Report.to_json(self),
             "form": self.form,
-            "num_ranks": self.num_ranks,
             "num_stages": self.num_stages,
             "num_microbatches": self.num_microbatches,
-            "num_actions": self.num_actions,
-            "seconds": self.seconds,
-            "num_left_out": self.num_left_out,
             "models": [
                 {"name": name, "means": MODELS[name], "sound": sound}
                 for name, sound in self.verdicts.items()
             ],
-            "findings": [finding.to_json() for finding in self.findings],
         }
 
     def __str__(self) -> str:
         size = (
-            f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} "
-            f"microbatches, {self.num_actions} actions, {self.seconds * 1e3:.0f} ms"
+            f"{self.form}: {self.num_ranks} ranks, {self.num_stages} stages, "
+            f"{self.num_microbatches} microbatches, {self.num_ops} actions, "
+            f"{self.seconds * 1e3:.0f} ms"
         )
         count = len(self.errors) + self.num_left_out
         verdict = "sound" if self.sound else f"unsound: {count} fault{'s' if count != 1 else ''}"
@@ -147,8 +114,6 @@ class PipeliningReport:
             f"  {'sound  ' if sound else 'unsound'}  {MODELS[name]}"
             for name, sound in self.verdicts.items()
         ]
-        parts = ["\n".join([f"{verdict} ({self.form}: {size})", *lines])]
-        parts += map(str, self.findings)
-        if self.num_left_out:
-            parts.append(f"... and {self.num_left_out} more")
-        return "\n\n".join(parts)
+        more = [f"... and {self.num_left_out} more"] if self.num_left_out else []
+        head = "\n".join([f"{verdict} ({size})", *lines])
+        return "\n\n".join([head, *map(str, self.findings), *more])

@@ -46,7 +46,7 @@ class Placed:
         return f"rank {self.rank}{where} `{self.action}`{' (added)' if self.index is None else ''}"
 
     @property
-    def key(self) -> tuple[str, int, int | None]:
+    def key(self) -> Key:
         """Kind, stage and microbatch."""
         return self.action.kind, self.action.stage, self.action.microbatch
 
@@ -60,6 +60,20 @@ class PipelineOrder:
     num_stages: int | None = None
     """Stages that there must be, where known."""
     num_microbatches: int | None = None
+    plans: tuple[tuple[Step, ...], ...] = ()
+    """The steps of each rank, where they do not follow from the cells; `form` names what they are
+    of."""
+    form: str = ""
+
+    @classmethod
+    def of_plans(cls, plans: Iterable[Iterable[Step]], form: str) -> PipelineOrder:
+        """The order of ranks whose steps are known."""
+        steps = tuple([tuple(plan) for plan in plans])
+        cells = [
+            tuple([p.action for step in plan if step.what != "await" for p in step.actions])
+            for plan in steps
+        ]
+        return cls(tuple(cells), plans=steps, form=form)
 
     @classmethod
     def of(cls, rows: Iterable[Iterable[object]], **known: int | None) -> PipelineOrder:
@@ -129,7 +143,7 @@ class Layout:
         """The last stage of the pipeline."""
         return max(self.rank_of, default=0)
 
-    def source(self, action: Action) -> tuple[str, int, int | None] | None:
+    def source(self, action: Action) -> Key | None:
         """The computation whose result an F, B or I takes (as a kind of SENDS), or None."""
         if action.kind == "F" and action.stage > 0:
             return "SEND_F", action.stage - 1, action.microbatch
@@ -168,7 +182,7 @@ def plan_of(sequences: Iterable[Iterable[Placed]]) -> list[list[Step]]:
 
 
 def _steps(sequence: Iterable[Placed]) -> Iterator[Step]:
-    pending: dict[tuple[str, int, int | None], Placed] = {}
+    pending: dict[Key, Placed] = {}
     for placed in sequence:
         kind, stage, microbatch = placed.key
         if kind in SENDS or kind in RECEIVES:

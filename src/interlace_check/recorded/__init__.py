@@ -9,19 +9,7 @@ logs), explain.py and report.py (the verdict in the run's words), check.py; savi
 """
 
 from interlace_check.recorded.check import check_recorded
-from interlace_check.recorded.report import (
-    KINDS,
-    RecordedFinding,
-    RecordedOp,
-    RecordedReport,
-)
+from interlace_check.recorded.report import KINDS, RecordedFinding, RecordedReport
 from interlace_check.recorded.saving import save_recording
 
-__all__ = [
-    "KINDS",
-    "RecordedFinding",
-    "RecordedOp",
-    "RecordedReport",
-    "check_recorded",
-    "save_recording",
-]
+__all__ = ["KINDS", "RecordedFinding", "RecordedReport", "check_recorded", "save_recording"]

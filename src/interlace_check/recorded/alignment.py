@@ -179,7 +179,7 @@ def _sorted_out(
                 mine = issued[entry.group].setdefault(dump.rank, {})
                 mine.setdefault(entry.seq, []).append(entry)
                 continue
-            sends = entry.content.label == "send"
+            sends = entry.is_send
             way = (entry.rank, entry.peer) if sends else (entry.peer, entry.rank)
             ends = channels.setdefault((entry.group, *way), ([], []))
             ends[0 if sends else 1].append(entry)

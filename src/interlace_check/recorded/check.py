@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 
 from interlace.verify import check
+from interlace.verify.report import MAX_FINDINGS
 from interlace_check.recorded.alignment import Aligned, align
 from interlace_check.recorded.explain import RecordedExplainer
 from interlace_check.recorded.flights import stalled
 from interlace_check.recorded.programs import programs_of
 from interlace_check.recorded.reading import read_folder
-from interlace_check.recorded.report import MAX_FINDINGS, RecordedReport, in_order
+from interlace_check.recorded.report import RecordedReport, in_order
 
 
 def check_recorded(folder: str | os.PathLike[str]) -> RecordedReport:
@@ -27,10 +28,10 @@ def check_recorded(folder: str | os.PathLike[str]) -> RecordedReport:
     the rank (`trace_rank_3.json`). Raises RecordingError for what cannot be read, pickles among it.
     """
     began = time.perf_counter()
-    dumps = read_folder(Path(folder))
+    dumps, left_out = read_folder(Path(folder))
     aligned = align(dumps)
-    if dumps.left_out:
-        aligned.assumed.append(f"not named after a rank, so not read: {', '.join(dumps.left_out)}")
+    if left_out:
+        aligned.assumed.append(f"not named after a rank, so not read: {', '.join(left_out)}")
     if not any(dump.entries or dump.flights for dump in dumps):
         aligned.assumed.append(
             "no dump holds a record: nothing was issued, or the recorder was off "
@@ -41,18 +42,18 @@ def check_recorded(folder: str | os.PathLike[str]) -> RecordedReport:
 
 def explained(aligned: Aligned, began: float) -> RecordedReport:
     """The report of dumps that were laid side by side."""
-    recorded = programs_of(aligned)
-    verdict = check(recorded.programs, runs=1) if recorded.programs else None
+    ranks = programs_of(aligned)
+    programs = tuple(rank.program for rank in ranks)
+    verdict = check(programs, runs=1).findings if programs else ()
     logs = [log for dump in aligned.dumps.values() for log in dump.flights]
     own, assumed = stalled(logs, aligned.absent)
-    findings = in_order([*own, *RecordedExplainer(aligned, recorded, verdict).findings()])
+    findings = in_order([*own, *RecordedExplainer(aligned, ranks, verdict).findings()])
     return RecordedReport(
-        tuple(findings[:MAX_FINDINGS]),
-        (*aligned.assumed, *assumed),
-        len(aligned.world),
-        sum(len(dump.entries) for dump in aligned.dumps.values()),
-        recorded,
-        max(0, len(findings) - MAX_FINDINGS),
-        verdict,
-        time.perf_counter() - began,
+        findings=tuple(findings[:MAX_FINDINGS]),
+        num_ops=sum(len(dump.entries) for dump in aligned.dumps.values()),
+        num_ranks=len(aligned.world),
+        seconds=time.perf_counter() - began,
+        num_left_out=max(0, len(findings) - MAX_FINDINGS),
+        assumed=(*aligned.assumed, *assumed),
+        programs=programs,
     )

@@ -30,16 +30,6 @@ LABELS = {
     **dict.fromkeys(("all_to_all_v_single", "all_to_allv"), "all_to_all"),
 }
 """Recorded names that are one and the same call for the library beneath, by another spelling."""
-KINDS = {
-    "all_gather_v": "all_gather",
-    "reduce_scatter_v": "reduce_scatter",
-    "allreduce_coalesced": "all_reduce",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    **{kind: kind for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast")},
-    **{kind: kind for kind in ("all_to_all", "gather", "scatter", "reduce")},
-}
-"""The collective of the IR for each label; any other call is a barrier for those who wait."""
 INPUTS = ("all_gather", "all_reduce", "gather", "reduce", "allreduce_coalesced", "send")
 """Labels whose members must have inputs of one size."""
 INPUTS += ("all_gather_into_tensor_coalesced",)
@@ -108,6 +98,10 @@ class Entry:
         return self.peer is not None
 
     @property
+    def is_send(self) -> bool:
+        return self.content.label == "send"
+
+    @property
     def may_wait(self) -> bool:
         """Whether its rank may wait in it. (gloo records nothing as completed.)"""
         return self.state != "completed" or not self.retired
@@ -119,7 +113,7 @@ class Entry:
         words = [word for word in (shown(self.name), sizes, self.content.dtype) if word]
         if self.peer is None:
             return f"{' '.join(words)}, number {self.seq} of group {self.group}"
-        way = "to" if self.content.label == "send" else "from"
+        way = "to" if self.is_send else "from"
         return f"{' '.join(words)} {way} rank {self.peer}, message {self.seq} of group {self.group}"
 
 

@@ -1,19 +1,19 @@
 """Findings in the run's words, from what is open and from the verifier's verdict on it.
 
->>> for finding in RecordedExplainer(aligned, recorded, verdict).findings():
+>>> for finding in RecordedExplainer(aligned, ranks, verdict).findings():
 ...     print(finding)
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
-from interlace.verify.report import Finding, OpRef, Report
+from interlace.verify.report import Finding
 from interlace_check.recorded.alignment import Aligned, Open, OpenChannel
 from interlace_check.recorded.entries import Entry, IssuedCall
-from interlace_check.recorded.programs import Recorded, Step
-from interlace_check.recorded.report import RecordedFinding, RecordedOp
+from interlace_check.recorded.programs import RankProgram, Step
+from interlace_check.recorded.report import RecordedFinding, RecordedOp, fault, unrecorded
 from interlace_check.recorded.words import ranks_in_words, times
 
 NUM_SHOWN = 4
@@ -36,70 +36,74 @@ CROSSED = (
 )
 
 
+MATCHED = (
+    "messages between two ranks are matched in order, whatever their tags: issue them in one order "
+    "at both ends, with one size and element type"
+)
+RANKS = (
+    "dump with interlace.save_recording(folder), which keeps the ranks of each group (gloo does "
+    "not record them)"
+)
+GONE = (
+    "find out whether it ended, raised or was blocked before it could write one (its log, its exit "
+    "code); a rank inside destroy_process_group() writes none"
+)
+
+
 class RecordedExplainer:
     """The findings of one run."""
 
-    def __init__(self, aligned: Aligned, recorded: Recorded, verdict: Report | None) -> None:
-        self.aligned, self.recorded, self.verdict = aligned, recorded, verdict
+    def __init__(
+        self, aligned: Aligned, ranks: Sequence[RankProgram], verdict: Sequence[Finding]
+    ) -> None:
+        self.aligned, self.ranks, self.verdict = aligned, ranks, verdict
+        self.absent = {*aligned.absent}
         self.waits: dict[int, list[Entry]] = {}
         """For each rank, what it issued and what had not ended: the first op of each stream."""
-        for program, steps in zip(recorded.programs, recorded.steps, strict=True):
+        for rank in ranks:
             first: dict[str, Entry] = {}
-            for op, step in zip(program.ops, steps, strict=True):
+            for op, step in zip(rank.ops, rank.origins, strict=True):
                 if step.entry is not None and step.entry.may_wait:
                     first.setdefault(op.stream, step.entry)
-            self.waits[program.world[0]] = list(first.values())
+            self.waits[rank.rank] = list(first.values())
 
     def findings(self) -> list[RecordedFinding]:
         """All of them."""
-        found: list[RecordedFinding] = []
-        found += [self.mismatch(one) for one in self.aligned.open if one.differs]
-        found += [self.crossed(one) for one in self.aligned.channels if one.differs]
-        cycles = self.cycles()
-        found += cycles
         alike = [one for one in self.aligned.open if not one.differs]
-        found += [self.missing(one) for one in alike if one.missing]
-        here = [one for one in self.aligned.channels if not self.is_absent(one)]
-        found += [self.unmatched(one) for one in here if _lacks(one)]
-        found += self.absent(alike)
-        found += [self.lone(entry) for entry in self.aligned.lone]
-        if not cycles:
-            found += self.launch_order()
-        explained = bool(found)
-        level = [one for one in alike if not one.missing and not self.awaits_absent(one)]
-        found += [self.unfinished(one, explained) for one in level]
-        done = [one for one in here if not one.differs and not _lacks(one)]
-        found += [self.undelivered(one, explained) for one in done]
-        return found
-
-    # Ops as they are shown
-
-    def issued(self, entry: Entry, role: str) -> RecordedOp:
-        return RecordedOp(entry.rank, entry.text, role, entry.record, entry.state, str(entry.loc))
-
-    def called(self, call: IssuedCall, role: str) -> RecordedOp:
-        return RecordedOp(
-            call.first.rank,
-            call.text,
-            role,
-            call.first.record,
-            call.first.state,
-            str(call.first.loc),
-        )
+        here = [one for one in self.aligned.channels if not self.absent & {*one.channel[1:]}]
+        cycles = [self.cycle(one) for one in self.verdict if one.kind == "deadlock"]
+        findings = [
+            *(self.mismatch(one) for one in self.aligned.open if one.differs),
+            *(self.crossed(one) for one in self.aligned.channels if one.differs),
+            *cycles,
+            *(self.missing(one) for one in alike if one.missing),
+            *(self.unmatched(one) for one in here if _lacks(one)),
+            *self.no_dump(alike),
+            *map(self.lone, self.aligned.lone),
+            *(self.launch_order() if not cycles else ()),
+        ]
+        explained = bool(findings)
+        for one in alike:
+            if not one.missing and not self.awaited_absent(one):
+                findings.append(self.unfinished(one, explained))
+        for channel in here:
+            if not channel.differs and not _lacks(channel):
+                findings.append(self.undelivered(channel, explained))
+        return findings
 
     def stands(self, rank: int) -> list[RecordedOp]:
         """Where a rank is that has not come to an op: what it waits for, or what it did last."""
         waits = self.waits.get(rank, [])
         if waits:
-            return [self.issued(entry, "waits here itself") for entry in waits[:NUM_SHOWN]]
+            return [_issued(entry, "waits here itself") for entry in waits[:NUM_SHOWN]]
         dump = self.aligned.dumps.get(rank)
         if dump is None:
-            return [RecordedOp(rank, "no dump", "is not known to have issued it")]
-        at = f"; its host is at {dump.host}" if str(dump.host) else ""
+            return [unrecorded(rank, "no dump", "is not known to have issued it")]
+        host = f"; its host is at {dump.host}" if str(dump.host) else ""
         if dump.last is None:
-            return [RecordedOp(rank, "no record", f"has issued nothing at all{at}")]
-        role = f"issued this last, and waits for nothing that it issued{at}"
-        return [self.issued(dump.last, role)]
+            return [unrecorded(rank, "no record", f"has issued nothing at all{host}")]
+        role = f"issued this last, and waits for nothing that it issued{host}"
+        return [_issued(dump.last, role)]
 
     # Disagreement
 
@@ -125,49 +129,40 @@ class RecordedExplainer:
             if shift < 0:
                 here, there = "its peers", f"rank {rank} issues"
             fix = f"issue on {here} what {there} at number {found.seq}, or on no rank"
-        calls = [(found.calls[rank], "issued") for rank in (*most[:1], *others[:NUM_SHOWN])]
-        if not others:
-            calls = [(call, "issued") for call in list(found.calls.values())[:NUM_SHOWN]]
-        ops = [self.called(call, role) for call, role in calls]
-        waiting = tuple(rank for rank in found.calls if found.calls[rank].first.may_wait)
-        return RecordedFinding("mismatch", message, tuple(ops), fix, waiting, tuple(others))
+        shown = [*most[:1], *others[:NUM_SHOWN]] if others else list(found.calls)[:NUM_SHOWN]
+        ops = [_called(found.calls[rank], "issued") for rank in shown]
+        waiting = [rank for rank in found.calls if found.calls[rank].first.may_wait]
+        return fault("mismatch", message, ops, fix, waiting, others)
 
     def crossed(self, found: OpenChannel) -> RecordedFinding:
-        _, source, target = found.channel
-        send, recv = found.sends[0], found.recvs[0]
-        return RecordedFinding(
-            "mismatch",
-            f"a message from rank {source} to rank {target} of group {found.channel[0]} has "
-            f"another {found.differs} at its two ends",
-            (self.issued(send, "sends"), self.issued(recv, "receives")),
-            "messages between two ranks are matched in order, whatever their tags: issue them in "
-            "one order at both ends, with one size and element type",
-            tuple(sorted({source, target})),
-            (),
+        group, source, target = found.channel
+        message = (
+            f"a message from rank {source} to rank {target} of group {group} has another "
+            f"{found.differs} at its two ends"
         )
+        ops = [_issued(found.sends[0], "sends"), _issued(found.recvs[0], "receives")]
+        return fault("mismatch", message, ops, MATCHED, sorted({source, target}))
 
     # Waiting
 
-    def step(self, ref: OpRef) -> Step:
-        number, index = ref.at
-        return self.recorded.steps[number][index]
-
-    def cycles(self) -> list[RecordedFinding]:
-        """The circles that the verifier found, by the records behind their ops."""
-        reports = self.verdict.errors if self.verdict is not None else ()
-        return [self.cycle(one) for one in reports if one.kind == "deadlock"]
+    def steps(self, finding: Finding) -> list[tuple[int, Step]]:
+        """The ranks and steps that a finding of the verifier is about."""
+        return [(ref.rank, self.ranks[ref.at[0]].origins[ref.at[1]]) for ref in finding.ops]
 
     def cycle(self, finding: Finding) -> RecordedFinding:
+        """A circle that the verifier found, by the records behind its ops."""
         ops: dict[tuple[int, str], RecordedOp] = {}
         hosts = False
-        for ref in finding.ops:
-            step = self.step(ref)
+        for rank, step in self.steps(finding):
             if step.expected:
                 hosts = True
                 role = "has not issued this, for which a peer waits"
-                ops[ref.rank, step.text] = RecordedOp(ref.rank, step.text, role)
+                ops[rank, step.text] = unrecorded(rank, step.text, role)
             elif step.entry is not None:
-                ops[ref.rank, step.text] = self.issued(step.entry, _role(step.entry))
+                role = "waits here"
+                if step.entry.state == "completed":
+                    role = "comes first here; recorded as completed, although its peer's end waits"
+                ops[rank, step.text] = _issued(step.entry, role)
         ranks = sorted({op.rank for op in ops.values()})
         message = f"{ranks_in_words(ranks)} wait for each other"
         if hosts:
@@ -175,10 +170,7 @@ class RecordedExplainer:
                 ": each waits in an op that another has not issued, and the host of that one "
                 "stays behind an op that waits itself"
             )
-        fix = HOSTS if hosts else CROSSED
-        return RecordedFinding(
-            "cycle", message, tuple(ops.values()), fix, tuple(ranks), tuple(ranks)
-        )
+        return fault("cycle", message, ops.values(), HOSTS if hosts else CROSSED, ranks, ranks)
 
     def missing(self, found: Open) -> RecordedFinding:
         call = next(iter(found.calls.values()))
@@ -193,9 +185,8 @@ class RecordedExplainer:
             )
         if found.silent:
             message += f"; of {ranks_in_words(found.silent)} it is not known"
-        return self._missing(
-            message, [found.calls[rank] for rank in waiting], waiting, found.missing
-        )
+        calls = [found.calls[rank] for rank in waiting]
+        return self.left_out(message, calls, found.missing)
 
     def unmatched(self, found: OpenChannel) -> RecordedFinding:
         _, source, target = found.channel
@@ -205,131 +196,115 @@ class RecordedExplainer:
         other, verb = (target, "receive") if sent else (source, "send")
         message = f"rank {other} did not {verb} what rank {entry.rank} waits to "
         message += f"{'send' if sent else 'receive'}: {entry.text}"
-        return self._missing(message, [IssuedCall((entry,))], [entry.rank], [other])
+        return self.left_out(message, [IssuedCall((entry,))], [other])
 
-    def _missing(
-        self,
-        message: str,
-        calls: Iterable[IssuedCall],
-        waiting: Sequence[int],
-        missing: Sequence[int],
+    def left_out(
+        self, message: str, calls: Sequence[IssuedCall], missing: Sequence[int]
     ) -> RecordedFinding:
-        ops = [self.called(call, "waits here") for call in list(calls)[:NUM_SHOWN]]
+        """Ranks that wait in calls, and those that did not issue them and where they are."""
+        ops = [_called(call, "waits here") for call in calls[:NUM_SHOWN]]
         free = [rank for rank in missing if not self.waits.get(rank)]
         for rank in (free or list(missing))[:NUM_SHOWN]:
             ops += self.stands(rank)
         fix = ELSEWHERE.format(ranks=ranks_in_words(free)) if free else ""
-        return RecordedFinding(
-            "missing", message, tuple(ops), fix, tuple(waiting), tuple(missing), not free
-        )
+        waiting = [call.first.rank for call in calls]
+        return fault("missing", message, ops, fix, waiting, missing, not free)
 
     def lone(self, entry: Entry) -> RecordedFinding:
-        return RecordedFinding(
-            "unknown-group",
+        message = (
             f"rank {entry.rank} alone recorded {entry.text}, and nothing after it; no dump says "
-            "which ranks the group has: if it has others, they did not issue it",
-            (self.issued(entry, "may wait here"),),
-            "dump with interlace.save_recording(folder), which keeps the ranks of each group (gloo "
-            "does not record them)",
-            (entry.rank,),
+            "which ranks the group has: if it has others, they did not issue it"
+        )
+        return fault(
+            "unknown-group", message, [_issued(entry, "may wait here")], RANKS, [entry.rank]
         )
 
-    def awaits_absent(self, found: Open) -> bool:
-        return not found.missing and bool({*found.silent} & {*self.aligned.absent})
+    def awaited_absent(self, found: Open) -> set[int]:
+        """Ranks without a dump that an op may wait for."""
+        return set() if found.missing else self.absent & {*found.silent}
 
-    def is_absent(self, found: OpenChannel) -> bool:
-        return bool({*found.channel[1:]} & {*self.aligned.absent})
-
-    def absent(self, alike: Sequence[Open]) -> list[RecordedFinding]:
+    def no_dump(self, alike: Sequence[Open]) -> Iterator[RecordedFinding]:
         """Ranks without a dump, for which others may wait."""
-        ops: dict[int, list[RecordedOp]] = {rank: [] for rank in self.aligned.absent}
+        waits: dict[int, list[RecordedOp]] = {rank: [] for rank in self.aligned.absent}
         for found in alike:
-            if found.differs or not self.awaits_absent(found):
-                continue
-            for rank in {*found.silent} & {*self.aligned.absent}:
-                ops[rank] += [self.called(call, "waits here") for call in found.calls.values()]
+            for rank in self.awaited_absent(found):
+                waits[rank] += [_called(call, "waits here") for call in found.calls.values()]
         for channel in self.aligned.channels:
-            for rank in {*channel.channel[1:]} & {*self.aligned.absent}:
-                one = (*channel.sends, *channel.recvs)[0]
-                ops[rank].append(self.issued(one, "waits here"))
-        findings: list[RecordedFinding] = []
-        same: dict[tuple[RecordedOp, ...], list[int]] = {}
-        for rank, waits in ops.items():
-            same.setdefault(tuple(waits), []).append(rank)
-        for waits, ranks in same.items():
-            if not waits:
+            for rank in self.absent & {*channel.channel[1:]}:
+                waits[rank].append(_issued((*channel.sends, *channel.recvs)[0], "waits here"))
+        same: dict[tuple[RecordedOp, ...], list[int]] = defaultdict(list)
+        for rank, ops in waits.items():
+            same[tuple(ops)].append(rank)
+        for ops, ranks in same.items():
+            if not ops:
                 self.aligned.assumed.append(
                     f"{ranks_in_words(ranks)} left no dump; nothing that others recorded waits "
                     "there"
                 )
                 continue
-            waiting = tuple(sorted({op.rank for op in waits}))
-            findings.append(
-                RecordedFinding(
-                    "no-dump",
-                    f"{ranks_in_words(ranks)} left no dump, and all others issued what they share "
-                    f"with {'it' if len(ranks) == 1 else 'them'}; {ranks_in_words(waiting)} may "
-                    "wait there",
-                    waits[:NUM_SHOWN],
-                    "find out whether it ended, raised or was blocked before it could write one "
-                    "(its log, its exit code); a rank inside destroy_process_group() writes none",
-                    waiting,
-                    tuple(ranks),
-                )
+            waiting = sorted({op.rank for op in ops})
+            message = (
+                f"{ranks_in_words(ranks)} left no dump, and all others issued what they share "
+                f"with {'it' if len(ranks) == 1 else 'them'}; {ranks_in_words(waiting)} may wait "
+                "there"
             )
-        return findings
+            yield fault("no-dump", message, ops[:NUM_SHOWN], GONE, waiting, ranks)
 
-    def launch_order(self) -> list[RecordedFinding]:
-        findings: list[RecordedFinding] = []
-        for finding in self.verdict.findings if self.verdict is not None else ():
-            steps = [self.step(ref) for ref in finding.ops]
-            entries = [step.entry for step in steps if step.entry is not None]
-            unended = [one for one in entries if not one.ended]
-            if finding.kind != "launch-order" or len(unended) < len(steps):
+    def launch_order(self) -> Iterator[RecordedFinding]:
+        for finding in self.verdict:
+            steps = [step.entry for _, step in self.steps(finding)]
+            late = [one for one in steps if one is not None and not one.ended]
+            if finding.kind != "launch-order" or len(late) < len(steps):
                 continue
-            ranks = tuple(sorted({one.rank for one in unended}))
-            findings.append(
-                RecordedFinding(
-                    "launch-order",
-                    f"{ranks_in_words(ranks)} launched ops of several groups in opposite order, "
-                    "and none of them ended: on a GPU each may hold what the other needs",
-                    tuple(self.issued(one, "was launched first") for one in unended),
-                    "launch the ops of all groups in one order on all ranks",
-                    ranks,
-                    ranks,
-                )
+            ranks = sorted({one.rank for one in late})
+            message = (
+                f"{ranks_in_words(ranks)} launched ops of several groups in opposite order, "
+                "and none of them ended: on a GPU each may hold what the other needs"
             )
-        return findings
+            ops = [_issued(one, "was launched first") for one in late]
+            fix = "launch the ops of all groups in one order on all ranks"
+            yield fault("launch-order", message, ops, fix, ranks, ranks)
 
     # Issued by all
 
     def unfinished(self, found: Open, explained: bool) -> RecordedFinding:
         late = {rank: call for rank, call in found.calls.items() if not call.ended}
-        states: dict[str, list[int]] = {}
+        states: dict[str, list[int]] = defaultdict(list)
         for rank, call in late.items():
-            states.setdefault(call.first.state, []).append(rank)
+            states[call.first.state].append(rank)
         call = next(iter((late or found.calls).values()))
-        said = ", ".join(f"{state} on {ranks_in_words(on)}" for state, on in states.items())
-        message = f"all known members issued {call.text}, and it had not ended: {said}"
+        states_in_words = ", ".join(
+            f"{state} on {ranks_in_words(on)}" for state, on in states.items()
+        )
+        message = f"all known members issued {call.text}, and it had not ended: {states_in_words}"
         fix = "" if explained else UNEXPLAINED
-        first = {call.first.state: call for call in reversed(late.values())}
-        ops = tuple(self.called(call, "had not ended") for call in first.values())
-        return RecordedFinding("unfinished", message, ops, fix, tuple(late), (), explained)
+        ops = [_called(late[on[0]], "had not ended") for on in states.values()]
+        return fault("unfinished", message, ops, fix, late, (), explained)
 
     def undelivered(self, found: OpenChannel, explained: bool) -> RecordedFinding:
         pair = [one for one in (found.sends[0], found.recvs[0]) if not one.ended]
         message = f"both ends issued {pair[0].text}, and it had not ended"
-        ops = tuple(self.issued(one, "had not ended") for one in pair)
+        ops = [_issued(one, "had not ended") for one in pair]
         fix = "" if explained else UNEXPLAINED
-        waiting = tuple(one.rank for one in pair)
-        return RecordedFinding("unfinished", message, ops, fix, waiting, (), explained)
+        return fault("unfinished", message, ops, fix, [op.rank for op in ops], (), explained)
 
 
-def _role(entry: Entry) -> str:
-    """What an op does in a circle."""
-    if entry.state == "completed":
-        return "comes first here; recorded as completed, although its peer's end waits"
-    return "waits here"
+def _issued(entry: Entry, role: str, text: str = "") -> RecordedOp:
+    """A record as a finding shows it."""
+    return RecordedOp(
+        rank=entry.rank,
+        line=0,
+        stream="",
+        text=text or entry.text,
+        role=role,
+        loc=str(entry.loc),
+        record=entry.record,
+        state=entry.state,
+    )
+
+
+def _called(call: IssuedCall, role: str) -> RecordedOp:
+    return _issued(call.first, role, call.text)
 
 
 def _lacks(found: OpenChannel) -> bool:

@@ -10,7 +10,7 @@ holds up the others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from interlace.errors import InterlaceError, RecordingError
@@ -22,7 +22,7 @@ from interlace.verify.accesses.regions import Regions
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.source import lower
 from interlace_check.recorded.entries import shown
-from interlace_check.recorded.report import RecordedFinding, RecordedOp
+from interlace_check.recorded.report import RecordedFinding, RecordedOp, fault, unrecorded
 from interlace_check.recorded.words import ranks_in_words
 
 NOT_BEGUN, DONE = -1, -2
@@ -185,61 +185,36 @@ class _Stalled:
         late = sorted({*self.late, *self.at_rest(NOT_BEGUN)})
         free = [stand for stand in stands if not stand.waits_for]
         waiting = [stand for stand in stands if stand.waits_for]
-        ranks = tuple(sorted({stand.rank for stand in waiting}))
-        ops = tuple(self.shown(stand) for stand in waiting[:NUM_SHOWN])
+        ranks = sorted({stand.rank for stand in waiting})
+        ops = [self.shown(stand) for stand in waiting[:NUM_SHOWN]]
+        name = f"Program {shown(self.name)}"
         if late:
-            yield self.finding(
-                f"{ranks_in_words(late)} did not begin Program {shown(self.name)}", ops, ranks, late
-            )
+            missing, message = late, f"{ranks_in_words(late)} did not begin {name}"
         elif self.absent:
-            yield self.finding(
-                f"{ranks_in_words(self.absent)} left no flight log of Program {shown(self.name)}",
-                ops,
-                ranks,
-                self.absent,
-            )
+            missing = self.absent
+            message = f"{ranks_in_words(missing)} left no flight log of {name}"
         elif free:
-            on = sorted({stand.rank for stand in free})
-            shown_first = tuple(self.shown(stand) for stand in free[:NUM_SHOWN])
-            yield self.finding(
-                f"{ranks_in_words(on)} of Program {shown(self.name)} "
-                f"stand{'s' if len(on) == 1 else ''} in an op that waits for nothing",
-                (*shown_first, *ops),
-                ranks,
-                on,
-            )
+            missing = sorted({stand.rank for stand in free})
+            verb = "stands" if len(missing) == 1 else "stand"
+            message = f"{ranks_in_words(missing)} of {name} {verb} in an op that waits for nothing"
+            ops = [*(self.shown(stand) for stand in free[:NUM_SHOWN]), *ops]
         else:
-            yield self.finding(
-                f"all streams of Program {shown(self.name)} wait for each other", ops, ranks, ranks
-            )
-
-    def finding(
-        self,
-        message: str,
-        ops: tuple[RecordedOp, ...],
-        waiting: tuple[int, ...],
-        missing: Iterable[int],
-    ) -> RecordedFinding:
-        return RecordedFinding(
-            "stalled",
-            message + (f"; {ranks_in_words(waiting)} wait" if waiting else ""),
-            ops,
-            "look where the host and the device of these ranks are (py-spy dump, their logs)",
-            waiting,
-            tuple(missing),
-        )
+            missing, message = ranks, f"all streams of {name} wait for each other"
+        if ranks:
+            message += f"; {ranks_in_words(ranks)} wait"
+        fix = "look where the host and the device of these ranks are (py-spy dump, their logs)"
+        yield fault("stalled", message, ops, fix, ranks, missing)
 
     def shown(self, stand: _Stand) -> RecordedOp:
         program = self.logs[stand.rank].program
         op = program.ops[stand.op]
-        role = f"op {stand.op}, begun {stand.held:.3g} s ago, waits for nothing"
-        if stand.waits_for:
-            said = [
-                f"{self.text(rank, min(ops))} of rank {rank}"
-                for rank, ops in sorted(stand.waits_for.items())[:2]
-            ]
-            role = f"op {stand.op}, begun {stand.held:.3g} s ago, waits for {' and '.join(said)}"
-        return RecordedOp(stand.rank, shown(print_op(op, program)), role, loc=op.loc.module)
+        awaited = [
+            f"{self.text(rank, min(ops))} of rank {rank}"
+            for rank, ops in sorted(stand.waits_for.items())[:2]
+        ]
+        role = f"op {stand.op}, begun {stand.held:.3g} s ago, waits for "
+        role += " and ".join(awaited) or "nothing"
+        return unrecorded(stand.rank, shown(print_op(op, program)), role, op.loc.module)
 
     def text(self, rank: int, index: int) -> str:
         program = self.logs[rank].program

@@ -3,7 +3,7 @@
 Whatever the files hold, reading takes bounded time and memory and ends in Dumps or in a
 RecordingError that names the file, the record and the key.
 
->>> dumps = read_folder(Path("dumps"))
+>>> dumps, _ = read_folder(Path("dumps"))
 >>> dumps[0].rank, len(dumps[0].entries)
 (0, 12)
 """
@@ -62,15 +62,11 @@ TO_JSON = (
 )
 
 
-class Dumps(list[Dump]):
-    """Dumps in the order of their ranks."""
+def read_folder(folder: Path) -> tuple[list[Dump], list[str]]:
+    """The dump of each rank, and the files that are not named after one.
 
-    left_out: Sequence[str] = ()
-    """Files of the folder that are not named after a rank."""
-
-
-def read_folder(folder: Path) -> Dumps:
-    """The dump of each rank. Raises RecordingError for a folder or a file that cannot be read."""
+    Raises RecordingError for a folder or a file that cannot be read.
+    """
     try:
         found = sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as error:
@@ -102,9 +98,8 @@ def read_folder(folder: Path) -> Dumps:
                 "put each run into a folder of its own"
             )
         dumps[dump.rank] = dump
-    result = Dumps(dumps[rank] for rank in sorted(dumps))
-    result.left_out = [path.name for path in files if path not in set(named)]
-    return result
+    left_out = [path.name for path in files if path not in named]
+    return [dumps[rank] for rank in sorted(dumps)], left_out
 
 
 def _is_pickle(path: Path) -> bool:
