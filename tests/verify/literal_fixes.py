@@ -1,6 +1,6 @@
 """Reads the fix of a finding as a person would, and edits the text of the Programs to the letter.
 
-It shares nothing with `interlace.verify.fixing`: a sentence goes in and the lines of a file change.
+It shares nothing with `interlace.verify.fixes`: a sentence goes in and the lines of a file change.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from tests.verify.literal_fixes import faulty, fixed, single
 from tests.verify.schedules import moved, on_ranks, replaced, text_of, without
 
 from interlace.ir import Program, parse, parse_set, print_set
-from interlace.verify import Finding, Report, check
-from interlace.verify.fixing import trials
-from interlace.verify.fixing.edits import apply
+from interlace.verify import Finding, Report, check, edits, fixes
+from interlace.verify.edits import apply
 
 
 def apply_many(seed: int, events: int, signals: int) -> Counter[str]:
@@ -223,30 +222,37 @@ def test_swapped_collectives_are_moved() -> None:
     text = f"{GATHERS}    main: barrier(team=tp)\n"
     programs = on_ranks(text, moved(text, "main: barrier", "x, z"), (0,))
     finding = found(programs, "mismatch")
-    assert finding.fix == "move line 5 after line 3 on rank 0"
+    added = "after line 3 on rank 0 add `main: all_gather(x, z, team=tp)`"
+    assert finding.fix == f"{added}, remove line 5 on rank 0"
     assert check(apply(programs, finding.edits).programs).sound
 
 
-def test_nothing_is_tried_before_a_fix_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fix_is_proved_once_and_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
-    real = trials.apply
-    monkeypatch.setattr(trials, "apply", lambda *args: tried.append(args) or real(*args))
+    real = edits.apply
+    monkeypatch.setattr(edits, "apply", lambda *args: tried.append(args) or real(*args))
     report = check(parse(without(text_of("slots"), "main: wait(copied)")))
-    assert not report.sound
-    assert report.kinds()
+    assert report.kinds() == {"race"}
     assert not tried
     assert report.errors[0].fix
-    num_tried = len(tried)
-    assert num_tried
+    assert len(tried) == 1
     assert str(report)
-    assert len(tried) == num_tried, "what was found out once is kept"
+    assert len(tried) == len(report.errors)
 
 
-def test_a_large_set_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "MAX_OPS_CHECKED", 100)
+def test_an_edit_that_is_no_fix_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = (edits.Edit(0, index=0, anchor=0),)
+    monkeypatch.setattr(fixes.Fixes, "race", lambda *args: nothing)
+    (finding, *_) = check(parse(without(text_of("slots"), "main: wait(copied)"))).errors
+    assert finding.fix == finding.words
+    assert not finding.edits
+
+
+def test_a_fix_of_a_large_set_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "MAX_WORK", 100)
     (finding, *_) = check(lacking_a_notify(layers(20))).errors
     assert not finding.edits
-    assert finding.fix.endswith("the Programs are too large to try edits")
+    assert finding.fix == finding.words
 
 
 def test_a_slot_that_is_returned_and_never_freed_is_told() -> None:

@@ -15,7 +15,6 @@ from interlace.ir import parse_set, validate
 from interlace.ir.checks import context
 from interlace.verify import Report, check
 from interlace.verify.accesses import regions
-from interlace.verify.fixing import trials
 from interlace.verify.happens_before import graph
 from interlace.verify.symmetry import fold
 
@@ -112,23 +111,6 @@ def test_comparing_named_sizes_counts_for_more(monkeypatch: pytest.MonkeyPatch) 
     assert checked((text + body.replace("{2}", "64")).format("", "64", "64")).sound
     with pytest.raises(ProgramError, match="takes more than 20,000 steps"):
         checked((text + body.replace("{2}", "S")).format("S: Size[64], ", "S", "S"))
-
-
-def test_tries_of_fixes_end_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries: list[bool] = []
-    real = trials.Trials._checked  # pyright: ignore[reportPrivateUsage]
-
-    def counted(self: trials.Trials, *args: object, **given: bool) -> Report:
-        tries.append(True)
-        return real(self, *args, **given)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(trials.Trials, "_checked", counted)
-    text = filled(2_000, ONE, lambda k: f"a{k}: copy(x, y)")
-    assert str(checked(text))
-    many = len(tries)
-    monkeypatch.setattr(trials, "MAX_SECONDS", 0.0)
-    assert str(checked(text))
-    assert len(tries) == many > 0
 
 
 BEHIND = """\

@@ -124,7 +124,7 @@ CIRCLES: list[tuple[str, str, str, set[str], str]] = [
         "`notify(s, to=tp.rank + 1)` of line 2, which a peer waits for, comes only after "
         "`expect(s, tp.rank + 1)` of line 2, which waits for a peer: issue first what a peer",
         set(),
-        "fused(part(notify(s, to=tp.rank + 1)), part(expect(s, tp.rank + 1)",
+        "issue first what a peer waits for",
     ),
 ]
 

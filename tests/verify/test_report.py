@@ -16,7 +16,7 @@ from interlace.errors import InterlaceError, OptionError, SoundnessError
 from interlace.ir import parse
 from interlace.ir.text.printer import print_op
 from interlace.verify import KINDS, SCHEMA, check
-from interlace.verify.fixing.edits import line_numbers
+from interlace.verify.edits import line_numbers
 
 RACE = """\
 unsound: 1 fault (2 ranks, 6 ops, MS ms)

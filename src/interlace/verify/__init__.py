@@ -36,8 +36,8 @@ The tests hold `check` against an oracle that runs small programs in every inter
 nothing with it but the ops, and must agree with it on thousands of random programs.
 
 Reading order: happens_before/ (the order), accesses/ (races and lifetimes), in_place.py (one op
-alone), scales.py (FP8), deadlock.py, matching.py, explain.py, uneven.py and report.py (findings),
-fixing/ (fixes), symmetry/ (few ranks stand for all), check.py, reuse.py
+alone), scales.py (FP8), deadlock.py, matching.py, explain.py and report.py (findings), fixes.py and
+edits.py (fixes), symmetry/ (few ranks stand for all), check.py, reuse.py
 (takes of slots that may share memory).
 """
 

@@ -25,9 +25,10 @@ from interlace.verify.accesses.regions import Regions
 from interlace.verify.accesses.sweep import MAX_REPEATS, AccessFault, Sweep
 from interlace.verify.accesses.unwritten import Unwritten
 from interlace.verify.deadlock import deadlocks, launch_order
+from interlace.verify.edits import with_fixes
 from interlace.verify.explain import Explainer
-from interlace.verify.fixing.trials import with_fixes
 from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.happens_before.graph import PER_OP
 from interlace.verify.happens_before.source import LoweredProgram, lower
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import disagreements, mismatches, shared_names
@@ -35,13 +36,14 @@ from interlace.verify.report import MAX_FINDINGS, Report
 from interlace.verify.scales import scales
 from interlace.verify.symmetry.automorphisms import Turns
 from interlace.verify.symmetry.fold import certified
-from interlace.verify.uneven import Uneven
 
 T = TypeVar("T")
 MAX_OPS = 1 << 20
 """Ops of all ranks that are visited in one check, at most."""
 MAX_PAIRS = 1 << 19
 """Pairs of ranks that signals go between in one run, at most, counted for each op."""
+PER_CHECKED, PER_FINDING = 32, 40
+"""Steps that take about as long as checking an op; ops that take as long as telling a finding."""
 FIRST = {"mismatch": 0, "deadlock": 1, "event": 2, "signal": 3, "race": 4}
 """Kinds that are listed before the others."""
 
@@ -142,13 +144,11 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
         if source in first_places
         for flaw in source.flaws
     ]
-    uneven = Uneven(builder, explainer)
-    agreed = mismatches(builder, explainer)
     findings += disagreements(builder, explainer)
     findings += in_place(builder.places, regions, explainer)
     findings += scales(builder, sweep, explainer)
-    agreed += deadlocks(builder, explainer)
-    findings += [uneven.explained(finding) for finding in agreed]
+    findings += mismatches(builder, explainer)
+    findings += deadlocks(builder, explainer)
     findings += [*launch_order(builder, explainer), *shared_names(builder, explainer)]
     faults = _reported(sweep)
     listed = _of_every_kind(faults, lambda same: same[0].kind)
@@ -166,8 +166,10 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
     )
     if report.sound:
         return report
+    work = graph.words // PER_OP + regions.steps // PER_CHECKED
+    work += left_out + PER_FINDING * len(findings)
     again = partial(_check, runs=runs, in_order=in_order, unroll=unroll)
-    return with_fixes(report, together, again)
+    return with_fixes(report, together, again, work)
 
 
 def _refuse_too_many(sources: Sequence[LoweredProgram]) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from interlace.ir.ops import Recv, Send
 from interlace.ir.text.printer import print_op
 from interlace.verify.explain import Explainer
-from interlace.verify.fixing.proposals import cycle, never, segments
+from interlace.verify.fixes import segments
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import HappensBefore, Part
 from interlace.verify.report import Finding, OpRef
@@ -42,11 +42,12 @@ def deadlocks(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     """The findings for everything that cannot finish."""
     graph = builder.graph
     stuck = {node for node, clock in enumerate(graph.clocks) if clock is None}
-    return [*_never(graph, stuck, explainer), *_cycles(graph, stuck, explainer)]
+    return [*_never(builder, stuck, explainer), *_cycles(graph, stuck, explainer)]
 
 
-def _never(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list[Finding]:
+def _never(builder: GraphBuilder, stuck: set[int], explainer: Explainer) -> list[Finding]:
     """The ops that could start, but for something that never comes."""
+    graph = builder.graph
     found: dict[tuple[object, int], tuple[str, Part, set[int]]] = {}
     for node, reason in sorted(graph.never.items()):
         if any(before in stuck for before in graph.awaited(node)):
@@ -60,9 +61,12 @@ def _never(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list[
         ref = explainer.ref(part[0].place, part[1], f"waits for {reason}")
         message = f"an op waits forever, for {reason}"
         words = f"add what line {ref.line} waits for: {reason}; or remove it on every rank"
-        fixes = explainer.proposed("deadlock", partial(never, explainer.edges, part))
+        propose = partial(explainer.fixes.never, part)
+        if (meets := part[1].ordering.meets) is not None:
+            queue = builder.meetings.team(part[0].place.where, meets[0]), meets[1]
+            propose = partial(explainer.fixes.lacking, builder, queue)
         on = tuple(sorted(ranks))
-        findings.append(Finding("deadlock", message, (ref,), words, "error", on, fixes))
+        findings.append(Finding("deadlock", message, (ref,), words, "error", on, propose))
     return findings
 
 
@@ -226,9 +230,9 @@ def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
     if len(ranks) > 1:
         listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
         message = f"ranks {listed} wait for each other, in a circle"
-    fixes = cycle([(part, other) for part, other, _ in steps])
+    propose = partial(explainer.fixes.cycle, [(part, other) for part, other, _ in steps])
     words = _advice(steps, explainer)
-    return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), fixes)
+    return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), propose)
 
 
 def _why(part: Part, earlier: Part) -> str:

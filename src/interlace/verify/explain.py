@@ -5,8 +5,7 @@ Lines are those of the file, for a Program that was parsed from one; else those 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from interlace.ir.ops import Fused, Group, Loc
@@ -15,12 +14,11 @@ from interlace.ir.text.printer import print_op
 from interlace.verify.accesses.memory import ByteAccess
 from interlace.verify.accesses.sweep import AccessFault
 from interlace.verify.accesses.unwritten import Unwritten
-from interlace.verify.fixing import proposals
-from interlace.verify.fixing.edges import Edges
-from interlace.verify.fixing.edits import Fix, line_numbers
+from interlace.verify.edits import line_numbers
+from interlace.verify.fixes import Fixes, own_storage
 from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Flaw, Item, LoweredProgram
-from interlace.verify.report import MAX_FINDINGS, Finding, OpRef
+from interlace.verify.report import Finding, OpRef
 
 BEGINS = "the run begins"
 NEIGHBOURS = 2
@@ -31,16 +29,10 @@ class Explainer:
     """Findings from faults."""
 
     def __init__(self, sources: Sequence[LoweredProgram], unwritten: Unwritten) -> None:
-        self.edges = Edges(sources)
+        self.fixes = Fixes(sources)
         self.unwritten = unwritten
         self._lines: dict[int, list[int]] = {}
         self._texts: dict[tuple[int, int], str] = {}
-        self._proposed = Counter[str]()
-
-    def proposed(self, kind: str, propose: Callable[[], tuple[Fix, ...]]) -> tuple[Fix, ...]:
-        """What may fix a finding; nothing, after as many of that kind as a report can list."""
-        self._proposed[kind] += 1
-        return propose() if self._proposed[kind] <= MAX_FINDINGS else ()
 
     def line(self, source: LoweredProgram, index: int) -> int:
         """The line of an op or, after the last, of the return; the begin has that of the first."""
@@ -100,8 +92,8 @@ class Explainer:
         source = place.source
         fix = flaw.fix.format(*(self.line(source, index) for index in flaw.lines))
         ops = tuple(self.ref(place, item, role, buffer) for item, role, buffer in flaw.ops)
-        fixes = self.proposed(flaw.kind, partial(proposals.flaw, self.edges, source, flaw))
-        return Finding(flaw.kind, flaw.message, ops, fix, "error", source.ranks, fixes)
+        propose = partial(self.fixes.flaw, source, flaw)
+        return Finding(flaw.kind, flaw.message, ops, fix, "error", source.ranks, propose)
 
     def access(self, entry: ByteAccess) -> OpRef:
         """An op with what it does to which bytes."""
@@ -134,24 +126,24 @@ class Explainer:
             case "use-after-free":
                 message = f"{name} is used after it was freed"
                 fix = f"free {name} after line {ops[1].line}, and in an order that awaits it"
-                fixes = proposals.free_later(self.edges, source, first.item.version)
+                propose = partial(self.fixes.free_later, source, first.item.version)
             case "use-before-alloc":
                 message = f"{name} is used before its slot is taken"
                 fix = f"allocate {name} before line {ops[1].line}, in an order that this op awaits"
-                fixes = proposals.alloc_sooner(self.edges, source, first.item.version)
+                propose = partial(self.fixes.alloc_sooner, source, first.item.version)
             case _:
                 message = _race_message(first, second, ops)
                 fix = _race_advice(first, second, ops)
-                fixes = proposals.race(self.edges, pairs)
-        return Finding(kind, message, ops, fix, "error", ranks, tuple(fixes))
+                propose = partial(self.fixes.race, pairs)
+        return Finding(kind, message, ops, fix, "error", ranks, propose)
 
     def _unwritten(self, kind: str, entry: ByteAccess, ranks: tuple[int, ...]) -> Finding:
         op, name = self.access(entry), entry.content.name
         if kind == "overwritten":
             message = f"{name} is read after its bytes were overwritten through another buffer"
             fix = f"free {name} only after line {op.line}, and give the storage away after that"
-            fixes = tuple(proposals.own_storage(entry))
-            return Finding("uninitialized", message, (op,), fix, "error", ranks, fixes)
+            propose = partial(own_storage, entry)
+            return Finding("uninitialized", message, (op,), fix, "error", ranks, propose)
         what, late = self.unwritten(entry)
         message = f"{name} is read, and nothing wrote {what} before"
         fix = f"write {what} before line {op.line}"

@@ -17,7 +17,6 @@ from interlace.ir.types import contiguous_strides
 from interlace.ir.view import Box
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
-from interlace.verify.fixing.proposals import notifies
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import Frame, IssuedOp
 from interlace.verify.happens_before.source import Version
@@ -49,11 +48,14 @@ class Matcher:
         self.alike: set[tuple[object, ...]] = set()
         """Sets of members that were found to agree."""
 
-    def report(self, message: str, fix: str, *ops: tuple[IssuedOp, str]) -> None:
-        """A mismatch of ops, each with its role."""
+    def report(
+        self, message: str, fix: str, *ops: tuple[IssuedOp, str], queue: Queue | None = None
+    ) -> None:
+        """A mismatch of ops, each with its role; of collectives, with their queue."""
         refs = tuple(self.ref(issue, role) for issue, role in ops)
         ranks = tuple(sorted({issue.frame.place.rank for issue, _ in ops}))
-        self.findings.append(Finding("mismatch", message, refs, fix, ranks=ranks))
+        propose = partial(self.explainer.fixes.lacking, self.builder, queue) if queue else None
+        self.findings.append(Finding("mismatch", message, refs, fix, "error", ranks, propose))
 
     def ref(self, issue: IssuedOp, role: str) -> OpRef:
         return self.explainer.ref(issue.frame.place, issue.item, role)
@@ -87,7 +89,7 @@ class Matcher:
             f"rank {most} issues {_times(len(first[most]), 'collective')} of team {team} in a run, "
             f"rank {least} issues {count}"
         )
-        fix = f"issue it on rank {least} too, or on no rank"
+        fix, likely = f"issue it on rank {least} too, or on no rank", queue
         self.regions.spend(2 * len(self.meetings.queues))
         for (other, backend), members in self.meetings.queues.items():
             if other != queue[0] or backend == queue[1]:
@@ -97,13 +99,15 @@ class Matcher:
                     f", which issues more on {_backend(backend)} than on {_backend(queue[1])}"
                 )
                 fix = f"name the same backend on every rank of team {team}"
+                likely = None
         for namesake, _ in self.meetings.queues:
             if namesake.name == team and namesake != queue[0] and least in namesake.ranks:
                 message += f", where the ranks of {team} are {list(namesake.ranks)}"
                 fix = f"give team {team} the same ranks, in one order, in all Programs"
+                likely = None
                 break
         role = f"is number {count + 1}, which rank {least} lacks"
-        self.report(message, fix, (first[most][count], role))
+        self.report(message, fix, (first[most][count], role), queue=likely)
 
     def agree(self, queue: Queue, k: int, met: Sequence[IssuedOp]) -> bool:
         key = tuple(self.identity(at) for at in met)
@@ -116,6 +120,7 @@ class Matcher:
             f"collective {k + 1} of team {queue[0].name}: its members disagree on the {what}",
             f"give both the same {what}, or issue the collectives of the team in one order",
             *((met[i], f"has {what} {value}") for i, value in sides),
+            queue=queue,
         )
         return False
 
@@ -280,10 +285,9 @@ class Matcher:
                     fix = "raise a signal on one stream alone, or order the two with an event"
                 values = ((one, value), (two, higher))
                 ops = tuple(self.ref(at, f"raises it to {level}") for at, level in values)
-                edges, places = self.explainer.edges, [op.at for op in ops]
-                fixes = self.explainer.proposed("signal", partial(notifies, edges, places))
+                propose = partial(self.explainer.fixes.notifies, [op.at for op in ops])
                 self.findings.append(
-                    Finding("signal", message, ops, fix, "error", (writer,), fixes)
+                    Finding("signal", message, ops, fix, "error", (writer,), propose)
                 )
             first = raised[0][1]
             key = (first.source, first.item.index)

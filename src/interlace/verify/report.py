@@ -19,7 +19,7 @@ from interlace.errors import SoundnessError
 from interlace.ir.size_class import FIXED, SizeClass
 
 if TYPE_CHECKING:
-    from interlace.verify.fixing.edits import Edit
+    from interlace.verify.edits import Fix
 
 SCHEMA = 1
 """Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
@@ -106,22 +106,20 @@ class Finding:
     """`error`, or `remark` for what is odd and harmless."""
     ranks: tuple[int, ...] = ()
     """The ranks on which the same ops make the same fault."""
-    candidates: tuple[tuple[Edit, ...], ...] = field(default=(), compare=False, repr=False)
-    """Edits that may fix it, the likeliest first, not tried yet."""
-    chosen: Callable[[], tuple[str, tuple[Edit, ...]]] | None = field(
-        default=None, compare=False, repr=False
-    )
-    """Tries the candidates, the first time that it is called: the fix in words and as edits."""
+    propose: Callable[[], Fix] | None = field(default=None, compare=False, repr=False)
+    """Builds the edits that may fix it, until the report is complete."""
+    proved: Callable[[], tuple[str, Fix]] | None = field(default=None, compare=False, repr=False)
+    """Proves these edits, the first time that it is called: the fix in words and as edits."""
 
     @property
     def fix(self) -> str:
         """How to fix it: edits after which a check found it gone, or else advice in words."""
-        return self.words if self.chosen is None else self.chosen()[0]
+        return self.words if self.proved is None else self.proved()[0]
 
     @property
-    def edits(self) -> tuple[Edit, ...]:
-        """The edits that `fix` describes, for `fixing.edits.apply`; none where it is advice."""
-        return () if self.chosen is None else self.chosen()[1]
+    def edits(self) -> Fix:
+        """The edits that `fix` describes, for `edits.apply`; none where it is advice."""
+        return () if self.proved is None else self.proved()[1]
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data."""

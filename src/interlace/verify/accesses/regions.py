@@ -74,7 +74,7 @@ class Regions:
         self._interned: dict[tuple[Box, Box], ByteRegion] = {}
         self._overlaps: dict[tuple[ByteRegion, ByteRegion], bool] = {}
         self._covers: dict[tuple[ByteRegion, frozenset[ByteRegion]], bool] = {}
-        self._steps = 0
+        self.steps = 0
         self._per_hull = 1
 
     def compare(self, hulls: int) -> None:
@@ -83,8 +83,8 @@ class Regions:
 
     def spend(self, steps: int) -> None:
         """Counts what comparing takes. Raises ProgramError where that is too much."""
-        self._steps += steps
-        if self._steps > MAX_STEPS:
+        self.steps += steps
+        if self.steps > MAX_STEPS:
             raise ProgramError(
                 f"comparing the accesses of this schedule takes more than {MAX_STEPS:,} steps: "
                 "check it in parts, with fewer ops on a buffer, views of fewer separate pieces, or "
