@@ -31,7 +31,7 @@ import typer
 
 from interlace.commands.files import read_machine
 from interlace.commands.options import Json
-from interlace.commands.output import UNSOUND, command, print_json, prose, say, table
+from interlace.commands.output import UNSOUND, command, print_json, say, table
 from interlace.errors import CalibrationError, CommTimeoutError, InterlaceError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -88,7 +88,7 @@ def doctor(
         say("")
         for check in checks:
             if check.fix:
-                prose(f"{check.name}: {check.fix}")
+                say(f"{check.name}: {check.fix}")
     if broken:
         raise typer.Exit(UNSOUND)
 
