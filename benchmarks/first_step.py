@@ -47,8 +47,7 @@ def rank_main(rank: int, world: int, layers: int, backend: str, store: str) -> N
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
 
-    from interlace.demo.model import Transformer, parallelize
-    from interlace.demo.plan import ModelConfig
+    from interlace.demo.model import ModelConfig, Transformer, parallelize
 
     torch.set_num_threads(1)
     shared = dist.FileStore(store, world)

@@ -30,8 +30,14 @@ COMMANDS = {
 }
 """Where each command is: a function, or a group of commands."""
 
-GONE = {"fuzz": "it is `python -m tests.fuzzing` in a checkout of the repository"}
-"""Commands that went, and their replacement: for one release."""
+GONE = {
+    "fuzz": "it is `python -m tests.fuzzing` in a checkout of the repository",
+    "demo --in-order": "leave it out: on GPUs and beyond two ranks the demo trains in order too",
+    "doctor --calibration": "`interlace explain FILE --calibration FILE` reads it",
+    "explain --html": "`interlace simulate FILE --html PAGE` draws a schedule",
+    "show --program": "`interlace run FILE --html PAGE` draws what it measured",
+}
+"""Commands and options that went, and their replacement: for one release."""
 
 
 class Commands(TyperGroup):
@@ -40,9 +46,14 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        words = {arg.partition("=")[0] for arg in args}
+        for gone, replacement in GONE.items():
+            if gone.split()[0] == args[0] and words.issuperset(gone.split()):
+                raise typer.BadParameter(f"{gone} went: {replacement}")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in GONE:
-            raise typer.BadParameter(f"the command {cmd_name} went: {GONE[cmd_name]}")
         if cmd_name not in COMMANDS:
             return None
         module, name = COMMANDS[cmd_name].split(":")

@@ -33,7 +33,7 @@ from interlace.launch import Report, Tell, joined, launch
 from interlace_bench.rows import append
 
 if TYPE_CHECKING:
-    from interlace.commands.options import BenchOptions
+    from interlace_bench.commands.options import BenchOptions
 
 WAIT_S = 60.0
 """How long ranks wait for one another before they give up."""

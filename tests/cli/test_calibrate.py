@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tests.cli.test_texts import run
 
-from interlace.commands.options import nbytes
 from interlace.cost import Machine, Sample, default_machine, default_path, fingerprint
 from interlace.cost.fit import write_samples
 from interlace.cost.gemm import gemm_seconds
 from interlace.cost.machine import Link
 from interlace.ir import DType
+from interlace_bench.commands.options import nbytes
 
 SITE = """def f(tp: Team[4], x: bf16[{part}, 512], w: bf16[512, 1024]):
     full = empty(bf16[{rows}, 512])

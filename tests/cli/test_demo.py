@@ -26,7 +26,7 @@ def run(folder: Path, *args: str) -> dict[str, Any]:
         *("demo", "--json", "--time-out", "570", "--out", str(folder), *args), time_out_s=580
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "there is no progress bar off a terminal"
+    assert done.stderr == "", "no progress is shown beside JSON"
     return json.loads(done.stdout)
 
 
@@ -103,7 +103,7 @@ def test_overlap_is_measured(demo: tuple[dict[str, Any], Path]) -> None:
     assert overlap["serial"]["hidden"] == 0
     assert 0 < overlap["overlapped"]["hidden"] <= 1
     assert overlap["overlapped"]["exposed_s"] == pytest.approx(
-        overlap["overlapped"]["comm_s"] - overlap["overlapped"]["overlap_s"]
+        overlap["overlapped"]["comm_s"] * (1 - overlap["overlapped"]["hidden"])
     )
 
 
@@ -148,9 +148,11 @@ def test_the_report_for_people(demo: tuple[dict[str, Any], Path], capsys) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_twenty_steps(tmp_path: Path, world: int) -> None:
-    report = run(tmp_path, "--world", str(world), "--steps", "20", "--in-order")
+    report = run(tmp_path, "--world", str(world), "--steps", "20")
     assert_agreement(report, steps=20)
-    assert_same_bits(report["equal"]["in_order"])
+    assert ("in_order" in report["equal"]) == (world > 2)
+    if world > 2:
+        assert_same_bits(report["equal"]["in_order"])
     assert all(graph["verdict"] == "sound" for graph in report["graphs"])
 
 

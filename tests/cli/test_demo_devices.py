@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from tests.cli.schedules import command
 
 from interlace.commands import demo
-from interlace.demo.plan import TrainingPlan
 from interlace.errors import BackendError, TeamError
 from interlace.launch import joined, prepare_for_gpus
 
@@ -87,11 +85,11 @@ def test_a_rank_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_plan_of_a_device() -> None:
-    given: dict[str, Any] = {"layers": 3, "in_order": False, "steps": 5}
-    small, large = TrainingPlan.on("cpu", **given), TrainingPlan.on("cuda", **given)
+    small, large = (demo._plan(device, layers=3, steps=5) for device in ("cpu", "cuda"))
     assert (small.model.dtype, large.model.dtype) == ("f32", "bf16")
-    assert small.ways == ("eager", "serial", "overlapped")
-    assert large.ways == ("eager", "serial", "in_order", "overlapped")
+    assert small.ways(2) == ["eager", "serial", "overlapped"]
+    for plan, world in ((small, 4), (large, 2)):
+        assert plan.ways(world) == ["eager", "serial", "in_order", "overlapped"]
     assert {small.model.layers, large.model.layers} == {3}
     for world in (1, 2, 4, 8):
         large.model.check(world)
@@ -129,21 +127,16 @@ def test_the_group_is_gone_whatever_happens(fails: bool) -> None:
     assert not dist.is_initialized()
 
 
-def test_in_bf16_the_report_says_what_is_compared_with_what(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_report_says_what_is_equal(capsys: pytest.CaptureFixture[str]) -> None:
     apart = {"losses": False, "gradients": False, "parameters": False}
     apart |= {"largest_loss_difference": 0.01, "first_loss_difference": 0.001}  # pyright: ignore
-    apart |= {"gradient_norm_ratio": 1.002}  # pyright: ignore
     same = {**apart, "losses": True, "gradients": True, "parameters": True}
-    lesson = dataclasses.asdict(TrainingPlan.on("cuda", layers=2, in_order=False))
-    report = {"lesson": lesson, "world": 4, "equal": {"serial": apart, "in_order": same}}
-    demo._equality(report)
-    report["equal"]["in_order"] = apart
-    demo._equality(report)
-    text = capsys.readouterr().out
-    assert "overlapped and serial: at most 0.01 apart in a loss, 0.001 in the first;" in text
-    assert "gradients differ by 0.002 of one" in text
-    assert "overlapped = in order, bit for bit: 20 losses" in text
-    assert text.count("WHICH MUST NOT BE") == 1
-    assert "bf16 keeps 8 bits" in text
+    demo._tell_equality("serial", apart, must=False)
+    demo._tell_equality("in_order", same, must=True)
+    demo._tell_equality("in_order", apart, must=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "overlapped and serial: losses 0.01 apart, 0.001 in the first: sums are taken in another "
+        "order",
+        "overlapped = in order, bit for bit: losses, first gradients, last parameters",
+        "overlapped and in order: losses 0.01 apart, 0.001 in the first, WHICH MUST NOT BE",
+    ]

@@ -67,32 +67,19 @@ def run_on(
 
 
 @pytest.mark.slow
-def test_doctor_tells_hosts_links_and_teams(hosts: Hosts) -> None:
+def test_doctor_lists_hosts(hosts: Hosts) -> None:
     first, second = run_on(hosts, 2, DOCTOR, DOCTOR)
     assert (first.returncode, second.returncode) == (0, 0), first.stdout + first.stderr
     assert second.stdout == "", "rank 0 alone prints"
     facts = json.loads(first.stdout)
     assert facts["ok"]
     assert [(host["name"], host["ranks"], host["gloo"]) for host in facts["hosts"]] == [
-        ("interlace-a", [0, 1], [["eth0", "10.77.0.1"]]),
-        ("interlace-b", [2, 3], [["eth0", "10.77.0.2"]]),
+        ("interlace-a", [0, 1], ["eth0", "10.77.0.1"]),
+        ("interlace-b", [2, 3], ["eth0", "10.77.0.2"]),
     ]
     found = {check["name"]: check for check in facts["checks"]}
-    assert found["gloo on interlace-b"]["found"].startswith("listens on eth0 10.77.0.2 (GLOO_")
+    assert found["gloo on interlace-b"]["found"].startswith("listens on 10.77.0.2 (GLOO_")
     assert {found[name]["state"] for name in ("gloo", "nccl", "ucc")} <= {"ok", "absent"}
-    links = {link["link"]: link for link in facts["links"]}
-    assert [*links] == ["interlace-a", "interlace-b", "interlace-a - interlace-b"]
-    assert all(link["small_us"] > 0 and link["large_gbs"] > 0 for link in links.values())
-    assert links["interlace-a - interlace-b"]["ranks"] == [0, 2]
-    everyone, *inside = facts["teams"]
-    assert {"serial", "pipeline", "ring"} <= {*everyone["serve"]}
-    for name in ("exchange", "fused", "peer"):
-        why = "team all ranks spans hosts, which share no memory"
-        assert everyone["serial"].pop(name) == why
-    assert everyone["serial"] == {}
-    for team, ranks in zip(inside, ([0, 1], [2, 3]), strict=True):
-        assert (team["ranks"], team["serial"], team["problem"]) == (ranks, {}, "")
-        assert {"peer", "fused", "shared memory"} <= {*team["serve"], *team["by"]}
 
 
 @pytest.mark.slow
@@ -108,7 +95,7 @@ def test_two_hosts_on_one_machine_as_told(hosts: Hosts) -> None:
         timeout=80,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^host-a - host-b +0 - 2 +gloo", done.stdout, re.MULTILINE)
+    assert re.search(r"^gloo on host-b +ok +listens on 10.77.0.2", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -116,10 +103,9 @@ def test_doctor_tells_why_gloo_cannot_join_hosts(hosts: Hosts) -> None:
     first, _ = run_on(hosts, 1, DOCTOR, DOCTOR, interface="")
     facts = json.loads(first.stdout)
     assert not facts["ok"]
-    assert facts["links"] == facts["teams"] == []
     broken = {check["name"]: check for check in facts["checks"] if check["state"] == "broken"}
     assert {*broken} == {"gloo on interlace-a", "gloo on interlace-b"}
-    assert "no other host can reach it" in broken["gloo on interlace-b"]["found"]
+    assert "listens on 127." in broken["gloo on interlace-b"]["found"]
     assert "set GLOO_SOCKET_IFNAME" in broken["gloo on interlace-b"]["fix"]
 
 
@@ -137,8 +123,8 @@ def test_doctor_ends_where_gloo_reaches_no_other_host(hosts: Hosts) -> None:
     first, _ = run_on(hosts, 1, program, program, interface="other")
     facts = json.loads(first.stdout)
     assert [host["gloo"] for host in facts["hosts"]] == [
-        [["other", "10.88.0.1"]],
-        [["other", "10.88.1.1"]],
+        ["other", "10.88.0.1"],
+        ["other", "10.88.1.1"],
     ]
     (broken,) = (check for check in facts["checks"] if check["state"] == "broken")
     assert broken["name"] == "gloo between ranks"

@@ -7,7 +7,7 @@ check.py      whether a schedule can go wrong
 schedules.py  passes, pages and predictions of a schedule
 explain.py    the strategy of every site, and why
 demo.py       an example that trains
-doctor.py     the state of this machine;  doctor_job.py: of the hosts of a job
+doctor.py     the state of this machine, and of the hosts of a job
 
 `run`, `calibrate` and `bench` measure, and stand in `interlace_bench.commands`.
 

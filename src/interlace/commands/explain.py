@@ -3,7 +3,6 @@
 $ interlace explain mlp.ilc
 $ interlace explain serial.ilc --device cuda --calibration h200.json     # and all candidates
 $ interlace explain serial.ilc --why                # what stays serial
-$ interlace explain serial.ilc --html gain.html     # serial above overlapped, as predicted
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import typer
 
 from interlace.commands.files import read_machine, read_programs
 from interlace.commands.options import Calibration, Json, Model, Schedule, Strategy
-from interlace.commands.output import UNSOUND, command, print_json, prose, say, table
-from interlace.commands.pages import tell_written, write_files
+from interlace.commands.output import UNSOUND, command, print_json, say, table
 from interlace.errors import OptionError
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ def explain(
     strategy: Strategy = "auto",
     graph: Annotated[bool, typer.Option("--graph", help="As a replayed CUDA graph.")] = False,
     why: Annotated[bool, typer.Option("--why", help="Only what stays serial, and why.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write the predicted timelines here.")] = None,
     json: Json = False,
 ) -> None:
     """Say how each communication is overlapped, why, and what that is predicted to gain.
@@ -57,7 +54,7 @@ def explain(
     options = Options(strategy=strategy)
     given = read_programs(file)
     if not any(map(_serial, given)):
-        _refuse(file, strategy, graph and html is None)
+        _refuse(file, strategy, graph)
     programs = [
         lower(program, options, machine) if _serial(program) else program for program in given
     ]
@@ -69,7 +66,6 @@ def explain(
     ]
     report = check(programs)
     verdict = "sound" if report.sound else "unsound"
-    written = _page(html, given, programs, machine, verdict) if html is not None else []
     if json:
         listed = [
             {
@@ -84,30 +80,8 @@ def explain(
     else:
         _show(given, shown, found, machine, why)
         say(str(report))
-        tell_written(written, json)
     if not report.sound:
         raise typer.Exit(UNSOUND)
-
-
-def _page(
-    path: Path,
-    given: Sequence[Program],
-    programs: Sequence[Program],
-    machine: Machine,
-    verdict: str,
-) -> list[Path]:
-    """Writes the predicted timelines; serial programs stand above what lowering made of them."""
-    from interlace.cost import simulate
-    from interlace.options import Options
-    from interlace.passes import lower
-    from interlace.trace import Run
-
-    before = None
-    if any(program is not made for program, made in zip(given, programs, strict=True)):
-        ready = tuple(lower(program, Options(overlap=False), machine) for program in given)
-        before = Run(ready, simulate(ready, machine), label="serial")
-    run = Run(tuple(programs), simulate(programs, machine), before=before)
-    return write_files([run], html=path, facts=[("verifier", verdict), ("machine", machine.name)])
 
 
 def _refuse(file: Path, strategy: str, graph: bool) -> None:
@@ -147,7 +121,7 @@ def _show(
             table(CANDIDATES, candidate_rows(all_), title=f"candidates, by {machine.name}")
         for remark in program.remarks:
             place = "" if remark.site is None else f" (site {remark.site})"
-            prose(f"{remark.pass_name}{place}: {remark.text}")
+            say(f"{remark.pass_name}{place}: {remark.text}")
         say("")
 
 

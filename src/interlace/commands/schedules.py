@@ -3,7 +3,6 @@
 $ interlace opt mlp.ilc -p "find_sites,decompose{strategy=peer},schedule" --diff
 $ interlace show mlp.ilc --rank 0        # as rank 0 runs it
 $ interlace show mlp.ilc --html mlp.html # with the predicted timeline
-$ interlace show run.json --program mlp.ilc --html run.html
 $ interlace simulate mlp.ilc --calibration mine.json --html mlp.html
 $ interlace simulate step.ilc --scale-to 1024 --per-host 8 --machine mine.json     # by symmetry
 """
@@ -29,10 +28,8 @@ from interlace.commands.files import (
 from interlace.commands.options import Calibration, Json, Mesh, Model, Schedule
 from interlace.commands.output import UNSOUND, code, command, print_json, say, table
 from interlace.commands.pages import tell_written, write_files
-from interlace.errors import InputError
 
 if TYPE_CHECKING:
-    from interlace.cost import Timeline
     from interlace.ir import Program
     from interlace.passes import Pass
 
@@ -109,27 +106,17 @@ def _diff(before: str, after: str, name: str, step: str) -> str:
 
 @command
 def show(
-    file: Annotated[Path, typer.Argument(help="A schedule, a timeline in JSON, or - for stdin.")],
+    file: Schedule,
     rank: Annotated[
         int | None, typer.Option(help="Show the schedule as this rank runs it.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page here.")] = None,
-    program: Annotated[
-        Path | None, typer.Option(help="The schedule that a timeline in JSON belongs to.")
-    ] = None,
     json: Json = False,
 ) -> None:
-    """Show a schedule or a timeline, as text or as an HTML page."""
-    from interlace.cost import Timeline
+    """Show a schedule, as text or as an HTML page with its predicted timeline."""
     from interlace.ir import parse_set, print_set
 
-    text = read_text(file)
-    if text.lstrip().startswith("{"):
-        _timeline(Timeline.from_json(text), program, html, json)
-        return
-    if program is not None:
-        raise InputError(f"--program is for a timeline in JSON, and {label(file)} is a schedule")
-    programs = list(parse_set(text, file=label(file)))
+    programs = list(parse_set(read_text(file), file=label(file)))
     if rank is not None:
         programs = [p.instantiate(rank) for p in programs if rank in p.world] or [
             programs[0].instantiate(rank)  # raises the error that says which ranks there are
@@ -137,48 +124,16 @@ def show(
     if html is not None:
         from interlace.cost import simulate as simulated
         from interlace.ir import validate
+        from interlace.trace import Run
 
         for item in programs:
             validate(item)
         predicted = None if rank is not None else simulated(programs, read_machine(None))
-        _page(html, predicted, None, programs, json)
+        tell_written(write_files([Run(tuple(programs), predicted)], html=html), json)
     if json:
         print_json({"schema": 1, "programs": [_facts(item) for item in programs]})
     elif html is None:
         code(print_set(programs).rstrip("\n"))
-
-
-def _timeline(timeline: Timeline, program: Path | None, html: Path | None, json: bool) -> None:
-    from interlace.trace.figures import HEADINGS, figures_json, figures_rows
-
-    programs = read_programs(program) if program is not None else []
-    lengths = {item.name: len(item.ops) for item in programs}
-    last = max((span.op_index for span in timeline.spans), default=0)
-    if programs and last >= lengths.get(timeline.name, 0):
-        raise InputError(
-            f"the timeline is of {timeline.name!r} and goes to op {last}, and {program} holds "
-            f"{', '.join(f'{name!r} of {count} ops' for name, count in lengths.items())}: give the "
-            "schedule that ran"
-        )
-    if html is not None:
-        measured = timeline.source == "measured"
-        _page(html, None if measured else timeline, timeline if measured else None, programs, json)
-    if json:
-        print_json({"schema": 1, "figures": figures_json([timeline])})
-    elif html is None:
-        table(HEADINGS, figures_rows([timeline]))
-
-
-def _page(
-    path: Path,
-    predicted: Timeline | None,
-    measured: Timeline | None,
-    programs: list[Program],
-    json: bool,
-) -> None:
-    from interlace.trace import Run
-
-    tell_written(write_files([Run(tuple(programs), predicted, measured)], html=path), json)
 
 
 def _facts(program: Program) -> dict[str, object]:

@@ -1,7 +1,5 @@
-"""The demo: a small Llama-style model trained three ways, side by side.
+"""The demo: a small Llama-style model, trained in several ways side by side.
 
-plan.py      what is trained and for how long
-model.py     the model, and its DTensor plan (tensor and sequence parallel)
-train.py     the text it learns, training one way on every rank, and what all ranks saw
-report.py    what is printed and written
+model.py     the model, its sizes, and its DTensor plan (tensor and sequence parallel)
+train.py     what is trained and on which text, training one way, and the report of all
 """

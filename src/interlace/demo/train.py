@@ -1,24 +1,21 @@
-"""Training every way on each rank of the demo, and putting together what all ranks saw.
+"""Training of the demo's model in several ways, on every rank, and the report that compares them.
 
-    report = work(plan, Path("interlace-demo"), tell, device)    # on every rank; rank 0 reports
-    trained = train("overlapped", plan, mesh, text, tell, device)
-    trained.losses, trained.parameters
+    report = work(TrainingPlan(steps=50), Path("interlace-demo"), tell, device)   # of rank 0
 
-All ways (eager DTensor, the serial Program, the overlapped one, that in order) start from the same
-weights and see the same batches, so their losses can be compared step by step, and gradients and
-parameters by a digest of their bytes. The model learns the source text of Python's own standard
-library, byte by byte: nothing is downloaded.
+All ways start from the same weights and see the same batches, so their losses can be compared step
+by step, and gradients and parameters by a digest of their bytes. The model learns the source text
+of Python's own standard library, byte by byte: nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
+import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +26,72 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from interlace.cost import Timeline
-from interlace.demo.model import Transformer, parallelize
-from interlace.demo.plan import TrainingPlan
-from interlace.demo.report import DemoGraph, WayOutcome, make_report
+from interlace.commands.explain import explanation
+from interlace.cost import Machine, Timeline, simulate
+from interlace.demo.model import ModelConfig, Transformer, parallelize
 from interlace.errors import UnsupportedError
-from interlace.frontend import Captured, backend, capture
+from interlace.frontend import backend, capture
+from interlace.ir import Program
 from interlace.launch import Tell
+from interlace.options import Options
+from interlace.runtime.machine import machine_for
+from interlace.strategies import StrategyName
+from interlace.trace import Run, write_page, write_perfetto
+from interlace.trace.tracks import write_whole
+from interlace.verify import Report
 
+WAYS = {
+    "eager": "eager DTensor",
+    "serial": "serial",
+    "in_order": "in order",
+    "overlapped": "overlapped",
+}
+"""The ways of training and their titles: eager; the Program as imported; its overlapped ops, one
+after another; the same, overlapped."""
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 ENOUGH = 2_000_000
 """Bytes that are read: more than the demo gets through."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """Steps, model and options of a training."""
+
+    steps: int = 20
+    learning_rate: float = 1e-3
+    seed: int = 0
+    strategy: StrategyName = "auto"
+    calibration: str | None = None
+    time_out_s: float = 60.0
+    device: str = "cpu"
+    """`cpu`, or `cuda`: a GPU for each rank."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    def ways(self, world: int) -> list[str]:
+        """The ways to train. Sums over more than two ranks, and kernels of a GPU, have an order of
+        their own: then only the Program in order has the bits of the overlapped one."""
+        in_order = world > 2 or self.device == "cuda"
+        return [way for way in WAYS if in_order or way != "in_order"]
+
+    def options(self, way: str) -> Options:
+        """The options of a compiled way."""
+        return Options(
+            overlap=way != "serial",
+            in_order=way == "in_order",
+            strategy=self.strategy,
+            calibration=self.calibration,
+            time_out_s=self.time_out_s,
+            trace=True,
+        )
 
 
 def read_text(enough: int = ENOUGH, folder: Path | None = None) -> bytes:
     """The modules of the standard library in order of their names, up to that many bytes."""
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
-    size = 0
     for path in sorted(folder.glob("*.py")):
         parts.append(path.read_bytes())
-        size += len(parts[-1])
-        if size >= enough:
+        if sum(map(len, parts)) >= enough:
             break
     text = b"".join(parts)[:enough]
     if len(text) < 10_000:
@@ -81,35 +122,46 @@ class Batches:
 
 
 @dataclass(slots=True)
-class Trained:
-    """What one rank saw while it trained one way."""
+class DemoGraph:
+    """A compiled graph: its Program, the proof of it, and how its last run went."""
 
-    way: str
+    kind: str
+    program: Program
+    proof: Report
+    measured: Timeline
+
+
+@dataclass(slots=True)
+class Trained:
+    """Results of one way: a rank's, and on rank 0 then those of all."""
+
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     """Wall time of each step; the first one compiles."""
-    gradients: str = ""
-    """Digest of this rank's gradients in the first step."""
-    gradient_squares: float = 0.0
-    """The sum of their squares."""
-    parameters: str = ""
-    """Digest of this rank's parameters after the last step."""
-    captured: Captured = field(default_factory=Captured)
-    timelines: list[list[Timeline]] = field(default_factory=list)
-    """Of each step, how each compiled graph ran on this rank."""
+    digests: dict[str, Any] = field(default_factory=dict)
+    """Digests of the first step's gradients and the last parameters, by rank once gathered."""
+    graphs: list[DemoGraph] = field(default_factory=list)
+
+    @property
+    def step_ms(self) -> float:
+        """The median step, without the first one."""
+        return statistics.median(self.step_s[1:] or self.step_s) * 1e3
+
+    def overlap(self) -> dict[str, float]:
+        """Communication of a whole step, and how much of it compute hid."""
+        figures = [graph.measured.figures() for graph in self.graphs]
+        comm = sum(figure.comm_s for figure in figures)
+        hidden = sum(figure.overlap_s for figure in figures)
+        share = hidden / comm if comm > 0 else float("nan")
+        compute = sum(figure.compute_s for figure in figures)
+        exposed = comm - hidden
+        return {"compute_s": compute, "comm_s": comm, "exposed_s": exposed, "hidden": share}
 
 
 def train(
-    way: str,
-    plan: TrainingPlan,
-    mesh: DeviceMesh,
-    text: bytes,
-    tell: Tell,
-    device: torch.device,
+    way: str, plan: TrainingPlan, mesh: DeviceMesh, text: bytes, tell: Tell, device: torch.device
 ) -> Trained:
     """Trains from the plan's seed; `tell` hears of every step."""
-    doing = "training" if way == "eager" else "compiling"
-    tell({"event": "way", "way": way, "doing": doing})
     torch.compiler.reset()
     torch.manual_seed(plan.seed)
     config = plan.model
@@ -123,7 +175,7 @@ def train(
         options = plan.options(way)
         given = {name: getattr(options, name) for name in options.__dataclass_fields__}
         forward = torch.compile(model, backend=registered(), options=given)
-    trained = Trained(way)
+    trained = Trained()
     with capture() as captured:
         for step in range(plan.steps):
             began = time.perf_counter()
@@ -131,17 +183,17 @@ def train(
             loss = F.cross_entropy(forward(tokens).flatten(0, 1).float(), targets.flatten())
             loss.backward()
             if step == 0:
-                gradients = [p.grad for p in model.parameters()]
-                trained.gradients = digest(gradients)
-                trained.gradient_squares = squares(gradients)
+                trained.digests["gradients"] = digest([p.grad for p in model.parameters()])
             optimizer.step()
             optimizer.zero_grad()
             trained.losses.append(loss.item())
             trained.step_s.append(time.perf_counter() - began)
-            trained.timelines.append([bound.executor.timeline() for bound in captured.bound])
-            tell({"event": "step", "way": way, "step": step, "loss": trained.losses[-1]})
-    trained.parameters = digest(model.parameters())
-    trained.captured = captured
+            tell({"way": way, "step": step, "loss": trained.losses[-1], "event": "step"})
+    trained.graphs = [
+        DemoGraph(bound.kind, bound.program, bound.report, bound.executor.timeline())
+        for bound in captured.bound
+    ]
+    trained.digests["parameters"] = digest(model.parameters())
     return trained
 
 
@@ -153,22 +205,12 @@ def registered() -> Any:
 
 def digest(tensors: Iterable[Tensor | None]) -> str:
     """A digest of the bytes that this rank holds of some tensors."""
-    found = hashlib.sha256()
-    for tensor in local(tensors):
-        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()[:16]
-
-
-def squares(tensors: Iterable[Tensor | None]) -> float:
-    """The sum of the squares of what this rank holds of some tensors."""
-    return sum(float(tensor.float().square().sum()) for tensor in local(tensors))
-
-
-def local(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
-    """What this rank holds of tensors that are there."""
+    total = hashlib.sha256()
     for tensor in tensors:
         if tensor is not None:
-            yield (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            total.update(local.cpu().contiguous().view(torch.uint8).numpy().data)
+    return total.hexdigest()[:16]
 
 
 def work(plan: TrainingPlan, out: Path, tell: Tell, device: torch.device) -> dict[str, Any] | None:
@@ -176,56 +218,81 @@ def work(plan: TrainingPlan, out: Path, tell: Tell, device: torch.device) -> dic
     rank, world = dist.get_rank(), dist.get_world_size()
     plan.model.check(world)
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
-    text = read_text()
-    store = dist.distributed_c10d._get_default_store()
-    outcomes: list[WayOutcome] = []
-    for way in plan.ways:
-        trained = train(way, plan, mesh, text, tell, device)
-        if rank == 0:
-            store.set(f"demo/{way}/step", str(middle(trained.step_s)))
-        step = int(store.get(f"demo/{way}/step"))
-        store.set(f"demo/{way}/{rank}", json.dumps(_seen(trained, step)))
-        if rank == 0:
-            seen = [json.loads(store.get(f"demo/{way}/{other}")) for other in range(world)]
-            outcomes.append(_together(trained, step, seen))
+    text, store = read_text(), dist.distributed_c10d._get_default_store()
+    ways: dict[str, Trained] = {}
+    for way in plan.ways(world):
+        trained = ways[way] = train(way, plan, mesh, text, tell, device)
+        note = {"timelines": [graph.measured.to_json() for graph in trained.graphs]}
+        store.set(f"demo/{way}/{rank}", json.dumps(note | trained.digests))
         dist.barrier()
+        if rank == 0:
+            notes = [json.loads(store.get(f"demo/{way}/{other}")) for other in range(world)]
+            trained.digests = {name: [note[name] for note in notes] for name in trained.digests}
+            for place, graph in enumerate(trained.graphs):
+                parts = [Timeline.from_json(note["timelines"][place]) for note in notes]
+                spans = tuple(span for part in parts for span in part.spans)
+                graph.measured = Timeline(spans, graph.program.name, "measured")
     torch.compiler.reset()
-    report = make_report(plan, world, outcomes, out) if rank == 0 else None
+    report = make_report(plan, world, ways, out) if rank == 0 else None
     dist.barrier()
     return report
 
 
-def middle(step_s: list[float]) -> int:
-    """The step whose time is the median of all but the first, which compiles."""
-    later = sorted(range(1, len(step_s)), key=lambda step: step_s[step])
-    return later[len(later) // 2] if later else 0
-
-
-def _seen(trained: Trained, step: int) -> dict[str, Any]:
-    """What rank 0 needs to know of this rank."""
+def make_report(
+    plan: TrainingPlan, world: int, ways: Mapping[str, Trained], out: Path
+) -> dict[str, Any]:
+    """Compares the ways, writes the files and says all of it as plain data."""
+    overlapped, machine = ways["overlapped"], machine_for(plan.options("overlapped"), plan.device)
     return {
-        "gradients": trained.gradients,
-        "parameters": trained.parameters,
-        "gradient_squares": trained.gradient_squares,
-        "timelines": [timeline.to_json() for timeline in trained.timelines[step]],
+        "schema": 1,
+        "world": world,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
+        "machine": machine.name,
+        "plan": asdict(plan),
+        "losses": {way: trained.losses for way, trained in ways.items()},
+        "step_ms": {way: trained.step_ms for way, trained in ways.items()},
+        "first_step_s": {way: trained.step_s[0] for way, trained in ways.items()},
+        "speedup": ways["serial"].step_ms / overlapped.step_ms if plan.steps > 1 else None,
+        "equal": {
+            w: _equal(trained, overlapped) for w, trained in ways.items() if w != "overlapped"
+        },
+        "overlap": {w: trained.overlap() for w, trained in ways.items() if trained.graphs},
+        "graphs": [
+            {
+                "kind": graph.kind,
+                "ops": len(graph.program.ops),
+                "streams": list(graph.program.streams()),
+                "verdict": "sound" if graph.proof.sound else "unsound",
+                "verified_ops": graph.proof.num_ops,
+                "verified_ms": graph.proof.seconds * 1e3,
+                **explanation(graph.program),
+            }
+            for graph in overlapped.graphs
+        ],
+        "files": [str(path) for path in _write(ways["serial"], overlapped, machine, out)],
     }
 
 
-def _together(trained: Trained, step: int, seen: list[dict[str, Any]]) -> WayOutcome:
-    """One way, as all ranks saw it."""
-    graphs: list[DemoGraph] = []
-    for place, bound in enumerate(trained.captured.bound):
-        parts = [Timeline.from_json(rank["timelines"][place]) for rank in seen]
-        spans = tuple(span for part in parts for span in part.spans)
-        measured = Timeline(spans, bound.program.name, "measured")
-        graphs.append(DemoGraph(bound.kind, bound.program, bound.report, measured))
-    return WayOutcome(
-        way=trained.way,
-        losses=trained.losses,
-        step_s=trained.step_s,
-        measured_step=step,
-        gradients=[rank["gradients"] for rank in seen],
-        parameters=[rank["parameters"] for rank in seen],
-        gradient_norm=math.sqrt(sum(rank["gradient_squares"] for rank in seen)),
-        graphs=graphs,
-    )
+def _equal(one: Trained, other: Trained) -> dict[str, Any]:
+    """Whether two ways have the same bits, and how far their losses are from one another."""
+    far = [abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)]
+    same = {name: one.digests[name] == other.digests[name] for name in other.digests}
+    differences = {"largest_loss_difference": max(far), "first_loss_difference": far[0]}
+    return {"losses": one.losses == other.losses, **same, **differences}
+
+
+def _write(serial: Trained, overlapped: Trained, machine: Machine, out: Path) -> Sequence[Path]:
+    """Writes the Programs' text, the trace and the page."""
+    paths: list[Path] = []
+    runs: list[list[Run]] = []
+    for trained, suffix in ((overlapped, ""), (serial, ".serial")):
+        label = "serial" if suffix else "overlapped"
+        runs.append([])
+        for graph in trained.graphs:
+            program, predicted = graph.program, simulate(graph.program, machine)
+            paths.append(write_whole(out / f"{graph.kind}{suffix}.ilc", f"{program}\n"))
+            runs[-1].append(Run((program,), predicted, graph.measured, graph.kind, label))
+    pairs = [replace(run, before=before) for run, before in zip(*runs, strict=True)]
+    page = write_page(pairs, out / "timeline.html", "interlace demo", [("machine", machine.name)])
+    return [*paths, write_perfetto(pairs, out / "trace.json"), page]

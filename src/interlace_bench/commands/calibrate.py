@@ -21,19 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from interlace.commands.files import count_gpus
-from interlace.commands.options import (
-    BenchOptions,
-    Device,
-    Json,
-    Shapes,
-    TimeOut,
-    Verbose,
-    World,
-    nbytes,
-)
-from interlace.commands.output import command, print_json, say, table, words
+from interlace.commands.options import Device, Json, TimeOut
+from interlace.commands.output import command, print_json, say, table
 from interlace.commands.pages import check_places
 from interlace.errors import CalibrationError, OptionError
+from interlace_bench.commands.options import BenchOptions, Shapes, Verbose, World, nbytes, words
 
 if TYPE_CHECKING:
     from interlace.cost import Machine

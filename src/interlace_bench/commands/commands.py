@@ -23,20 +23,20 @@ from typing import Annotated, Any, Literal
 import typer
 
 from interlace.commands.files import read_machine
-from interlace.commands.options import (
+from interlace.commands.options import Calibration, Strategy
+from interlace.commands.output import print_json, say
+from interlace.errors import BackendError, OptionError
+from interlace_bench.commands.interconnect import show_interconnect
+from interlace_bench.commands.options import (
     Bars,
     BenchOptions,
-    Calibration,
     Seconds,
     Shapes,
-    Strategy,
     World,
     benchmark,
     nbytes,
+    words,
 )
-from interlace.commands.output import print_json, say, words
-from interlace.errors import BackendError, OptionError
-from interlace_bench.commands.interconnect import show_interconnect
 from interlace_bench.commands.report import conclude
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from interlace.commands.explain import gain_of
-from interlace.commands.options import BenchOptions
 from interlace.commands.output import UNSOUND, print_json, say, table
+from interlace_bench.commands.options import BenchOptions
 
 if TYPE_CHECKING:
     from interlace_bench.bars import BarVerdict
