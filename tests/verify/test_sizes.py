@@ -32,6 +32,7 @@ from interlace.ir.sizes import Int, divided, named
 from interlace.verify import check
 
 S = named("S")
+LARGEST = 100
 
 
 class Unfit(Exception):
@@ -50,7 +51,7 @@ def wider(program: Program, rng: random.Random) -> Program:
         dims[old.name] = len(old.shape)
         strides = None if old.strides is None else (*(s * S for s in old.strides), 1)
         return dataclasses.replace(
-            old, shape=(*old.shape, S), strides=strides, offset=old.offset * S
+            old, shape=(*old.shape, S), strides=strides, offset=old.offset * LARGEST
         )
 
     def step(old: Step, rank: int) -> tuple[Step, int]:
@@ -91,7 +92,7 @@ def wider(program: Program, rng: random.Random) -> Program:
         half = rng.choice(halves) if partly or plain else None
         ops.append(map_values(op, change(half)))
     return program.replace(
-        sizes=SizeClass((NamedSize("S", value, modulus=2),)),
+        sizes=SizeClass((NamedSize("S", value, high=LARGEST, modulus=2),)),
         params=params,
         ops=tuple(ops),
         results=None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from interlace.ir.size_class import cached
-from interlace.ir.sizes import Int, Size, at_hand, gcd
+from interlace.ir.sizes import Int, Size, at_hand, gcd, never_above
 from interlace.ir.types import DType
 
 
@@ -72,9 +72,12 @@ class Box:
         return self.meets(other)[0]
 
     def meets(self, other: Box) -> tuple[bool, int]:
-        """Whether they overlap, and in how many steps that was found."""
+        """Whether they overlap, and in how many steps that was found; for a class of sizes, whether
+        they may for some of them."""
         (start, stop), (other_start, other_stop) = self.hull, other.hull
-        if start >= other_stop or other_start >= stop or start == stop or other_start == other_stop:
+        if never_above(other_stop, start) or never_above(stop, other_start):
+            return False, 0
+        if start == stop or other_start == other_stop:
             return False, 0
         if hash(self) == hash(other) and self == other:
             return True, 0
@@ -100,8 +103,8 @@ MAX_STEPS = 1 << 17
 
 def _reach(most: dict[Int, Int], low: Int, high: Int) -> tuple[bool, int]:
     """Whether some sum of steps, each taken at most so often, lies in [low, high]; and in how many
-    steps that was found."""
-    steps = sorted(most, reverse=True)
+    steps that was found. For a class of sizes, whether one may."""
+    steps = sorted(most, key=at_hand, reverse=True)
     rest: list[Int] = [0]
     divisor = [0]  # of the steps from each place on: the largest sum, what divides all
     for step in reversed(steps):
@@ -110,23 +113,26 @@ def _reach(most: dict[Int, Int], low: Int, high: Int) -> tuple[bool, int]:
     left, seen, budget = [(0, low, high)], set[tuple[int, Int]](), MAX_STEPS
     while left:
         place, low, high = left.pop()
-        if high < 0 or low > rest[place] or (place, low) in seen:
+        if never_above(high, -1) or never_above(rest[place] + 1, low) or (place, low) in seen:
             continue
-        if low <= 0 or rest[place] <= high:
+        if place == len(steps) or never_above(low, 0) or never_above(rest[place], high):
             return True, MAX_STEPS - budget
-        if high // divisor[place] * divisor[place] < low:
-            continue
+        step, count = steps[place], most[steps[place]]
+        if isinstance(low, int) and isinstance(high, int) and isinstance(step, int):
+            if high // divisor[place] * divisor[place] < low:
+                continue
+            later = rest[place + 1]
+            first = max(0, -((later - low) // step)) if isinstance(later, int) else 0
+            last = min(count, high // step) if isinstance(count, int) else high // step
+        elif isinstance(count, int):
+            first, last = 0, count
+        else:
+            return True, MAX_STEPS - budget
         seen.add((place, low))
-        step = steps[place]
-        first = max(0, -((rest[place + 1] - low) // step))
-        last = min(most[step], high // step)
-        count = last - first + 1
-        if isinstance(count, Size):
-            return True, MAX_STEPS - budget
-        budget -= count
+        budget -= last - first + 1
         if budget < 0:
             return True, MAX_STEPS
-        skips = [(first + i) * step for i in range(count)]
+        skips = [i * step for i in range(first, last + 1)]
         left += [(place + 1, low - skip, high - skip) for skip in skips]
     return False, MAX_STEPS - budget
 
@@ -157,13 +163,16 @@ def runs(box: Box) -> tuple[Int, tuple[tuple[Int, Int], ...]]:
     """The runs of bytes that a box is: how long each is, and the (stride, size) of their starts."""
     item = box.dtype.itemsize
     dims = sorted(
-        (stride * item, size)
-        for size, stride in zip(box.sizes, box.strides, strict=True)
-        if size != 1
+        (
+            (stride * item, size)
+            for size, stride in zip(box.sizes, box.strides, strict=True)
+            if size != 1
+        ),
+        key=lambda dim: (at_hand(dim[0]), at_hand(dim[1])),
     )
     length, inner = item, 0
     for stride, size in dims:
-        if stride > length:  # the next run begins past the end of this one
+        if not never_above(stride, length):  # the next run begins past the end of this one
             break
         length, inner = max(length, stride * (size - 1) + length), inner + 1
     return length, tuple(dims[inner:])

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -105,10 +106,13 @@ class SizeClass:
         return SizeClass(tuple(kept), tuple(facts))
 
     def bucket(self) -> SizeClass:
-        """The part of the class whose sizes are below the next power of two: what memory for the
-        largest of them may cost."""
-        sizes = [replace(s, high=min(s.high, (1 << s.value.bit_length()) - 1)) for s in self.sizes]
-        return Known(SizeClass(tuple(sizes), self.facts)).size_class()
+        """The part of the class whose sizes are between two powers of two: memory is laid out for
+        the largest of them, and predictions are of about as much work."""
+        known = Known(self)
+        for size in self.sizes:
+            bits = size.value.bit_length()
+            known.narrow(replace(size, low=(1 << bits) >> 1, high=(1 << bits) - 1))
+        return known.size_class()
 
     def alone(self) -> SizeClass:
         """The class of the values that decisions were made for, and no others."""
@@ -162,7 +166,7 @@ class Known:
         """Whether it is greater than 0."""
         if isinstance(value, int):
             return value > 0
-        low, high = self._bounds(value)
+        low, high = self.bounds(value)
         if low > 0 or high <= 0:
             return low > 0
         found = value.at(self.values) > 0
@@ -173,7 +177,7 @@ class Known:
         """Whether it is 0."""
         if isinstance(value, int):
             return value == 0
-        low, high = self._bounds(value)
+        low, high = self.bounds(value)
         if low > 0 or high < 0:
             return False
         found = value.at(self.values) == 0
@@ -206,23 +210,35 @@ class Known:
         modulus = math.lcm(known.modulus, *(over // math.gcd(over, count) for count in counts))
         self.sizes[name] = replace(known, modulus=modulus, rest=known.value % modulus)
 
-    def _bounds(self, value: Size) -> tuple[float, float]:
-        """Bounds of its terms' sum, which has its sign."""
+    def bounds(self, value: Size) -> tuple[float, float]:
+        """Bounds of its terms' sum, which has its sign; a name that all terms have is apart, since
+        the others may cancel."""
+        common = _common(value)
+        low, high = self._sum(value, common)
+        least, most = self._product(common)
+        ends = [end and factor and end * factor for end in (low, high) for factor in (least, most)]
+        return min(ends), max(ends)
+
+    def _sum(self, value: Size, without: Counter[str]) -> tuple[float, float]:
         low: float = 0  # whole numbers, which are exact, or infinite
         high: float = 0
         for monomial, count in value.terms.items():
-            least: float = 1
-            most: float = 1
-            for name in monomial:
-                size = self.sizes[name]
-                least *= size.low
-                most = most * (size.high if size.high < MOST else math.inf) if size.high else 0
+            least, most = self._product(Counter(monomial) - without)
             ends = count * least, count * most if most else 0
             low, high = low + min(ends), high + max(ends)
         return low, high
 
+    def _product(self, names: Counter[str]) -> tuple[float, float]:
+        least: float = 1
+        most: float = 1
+        for name in names.elements():
+            size = self.sizes[name]
+            least *= size.low
+            most = most * (size.high if size.high < MOST else math.inf) if size.high else 0
+        return least, most
+
     def _follows(self, fact: Fact) -> bool:
-        low, high = self._bounds(fact.value)
+        low, high = self.bounds(fact.value)
         match fact.relation:
             case ">":
                 return low > 0
@@ -272,7 +288,7 @@ class Settled(Known):
     def is_positive(self, value: Int) -> bool:
         if isinstance(value, int):
             return value > 0
-        low, high = self._bounds(value)
+        low, high = self.bounds(value)
         if low > 0 or Fact(value, ">") in self.facts:
             return True
         if high <= 0 or Fact(value, "<=") in self.facts:
@@ -282,13 +298,21 @@ class Settled(Known):
     def is_zero(self, value: Int) -> bool:
         if isinstance(value, int):
             return value == 0
-        return self._bounds(value) == (0, 0) or Fact(value, "==") in self.facts
+        return self.bounds(value) == (0, 0) or Fact(value, "==") in self.facts
 
     def rest(self, value: Size, by: int) -> int:
         found = _modular(value, value.over * by, self.sizes)
         if found is None:
             raise SizeError(f"{value} % {by} is not the same for all of a class")
         return found // value.over
+
+
+def _common(value: Size) -> Counter[str]:
+    """The names that all terms have."""
+    first, *others = map(Counter, value.terms)
+    for other in others:
+        first &= other
+    return first
 
 
 def _modular(value: Size, over: int, sizes: Mapping[str, NamedSize]) -> int | None:
@@ -349,7 +373,7 @@ def _answering(known: Known) -> Generator[Known]:
 @contextlib.contextmanager
 def supposing() -> Generator[None]:
     """Questions are answered for the values at hand and not noted: for predictions of time, whose
-    choice holds for the buckets of these sizes (`note_buckets`)."""
+    choice holds for all of a bucket."""
     known = _known()
     if known is None:
         yield
@@ -358,16 +382,6 @@ def supposing() -> Generator[None]:
     own.cache.update(known.cache)
     with _answering(own):
         yield
-
-
-def note_buckets() -> None:
-    """Notes that what is decided is for the sizes between two powers of two, where the values at
-    hand are."""
-    known = _known()
-    if known is not None:
-        for size in tuple(known.sizes.values()):
-            bits = size.value.bit_length()
-            known.narrow(replace(size, low=(1 << bits) >> 1, high=(1 << bits) - 1))
 
 
 def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -29,6 +29,8 @@ Monomial = tuple[str, ...]
 """The sizes that are multiplied, sorted; () is the constant term."""
 MOST = 1 << 40
 """No named size is larger."""
+UNBOUNDED = MOST**4
+"""Stands for the largest value of what has none."""
 MAX_TERMS = 256
 """Terms of a product, at most."""
 
@@ -214,6 +216,26 @@ def at_hand(value: Int) -> int:
     return value.at(_deciding(value).values) if isinstance(value, Size) else value
 
 
+def least(value: Int) -> int:
+    """The smallest number that a size may be in the class, or one below it; nothing is noted."""
+    return value if isinstance(value, int) else -greatest(-value)
+
+
+def greatest(value: Int) -> int:
+    """The largest number that a size may be in the class, or one above it; nothing is noted."""
+    if isinstance(value, int):
+        return value
+    high = _deciding(value).bounds(value)[1]
+    return int(high) // value.over if high < math.inf else UNBOUNDED
+
+
+def never_above(one: Int, other: Int) -> bool:
+    """Whether `one <= other` holds for a whole class of sizes; nothing is noted."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one <= other
+    return greatest(one - other) <= 0
+
+
 def fixed(value: Int) -> int:
     """The integer that a size is for the values at hand, which it then is for the whole class."""
     if isinstance(value, int):
@@ -348,6 +370,10 @@ class Decider(Protocol):
 
     def rest(self, value: Size, by: int) -> int:
         """The rest when it is divided."""
+        ...
+
+    def bounds(self, value: Size) -> tuple[float, float]:
+        """The least and the greatest number that its terms may add up to."""
         ...
 
 

@@ -336,8 +336,8 @@ class Buffer:
     """Elements; None is contiguous (row-major)."""
     storage: str | None = None
     """Local buffers with the same storage name share its bytes, each from its `offset`."""
-    offset: Int = 0
-    """Bytes from the start of `storage`."""
+    offset: int = 0
+    """Bytes from the start of `storage`: a number for all sizes of a class."""
 
     @property
     def registered(self) -> bool:

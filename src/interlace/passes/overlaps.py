@@ -33,7 +33,7 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.size_class import cached
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import Int, greatest, never_above
 from interlace.ir.types import TableEntry, Where
 
 KEPT = 1 << 11
@@ -139,11 +139,11 @@ class Overlaps:
         self._answers: dict[tuple[int, int], bool] = {}
         """What `_share_bytes` said, by numbers, which are found sooner than steps."""
 
-    def size(self, buffer: Buffer) -> Int:
-        """The most bytes that a buffer spans on any rank."""
+    def size(self, buffer: Buffer) -> int:
+        """The most bytes that a buffer spans on any rank, for any sizes of the class."""
         view, world = View(buffer.name), self._world
         hulls = (view.box(buffer, world.where(rank)).hull for rank in world.ranks)
-        return max((stop for _, stop in hulls), default=0)
+        return max((greatest(stop) for _, stop in hulls), default=0)
 
     def number(self, view: View) -> int:
         """The view's number, which equal views of buffers of one shape share."""
@@ -169,7 +169,7 @@ class Overlaps:
     def between(self, one: int, other: int) -> bool:
         """Whether two views of one buffer share a byte on some rank."""
         a, b = self.extents[one], self.extents[other]
-        if a.start >= b.stop or b.start >= a.stop:
+        if never_above(b.stop, a.start) or never_above(a.stop, b.start):
             return False
         if one == other:
             return True
@@ -183,7 +183,9 @@ class Overlaps:
     def covers(self, one: int, other: int) -> bool:
         """Whether view `one` certainly holds every byte of view `other`."""
         a, b = self.extents[one], self.extents[other]
-        return one == other or (a.full_start <= b.start and b.stop <= a.full_stop)
+        return one == other or (
+            never_above(a.full_start, b.start) and never_above(b.stop, a.full_stop)
+        )
 
 
 @cached(KEPT)

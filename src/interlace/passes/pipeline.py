@@ -107,8 +107,10 @@ def run_pipeline(
     """`program` after all `passes`.
 
     `on_pass` sees each pass with the Program it made. With `check`, every Program between is
-    validated, and the last one must be sound.
+    validated, and the last one must be sound. What is made of a Program with named sizes is for the
+    bucket of those at hand.
     """
+    program = program.replace(sizes=program.sizes.bucket())
     for item in parse_pipeline(passes) if isinstance(passes, str) else passes:
         with deciding(program.sizes) as known:
             made = item.run(program)

@@ -3,7 +3,8 @@
 Buffers that stay inside the Program share one `arena` by lifetime, symmetric ones the slots of
 their team's pool; what leaves the Program is allocated by torch. `Alloc` stands right before the
 first use, `Free` of fresh and symmetric buffers after the last. Bytes are reused only where the
-Program's data already orders all their uses, so nothing waits longer and no event is added.
+Program's data already orders all their uses, so nothing waits longer and no event is added. All is
+laid out for the largest sizes of the Program's class, so offsets are numbers.
 
     h = alloc(f32[64, 256], storage="arena", offset=4096)
 """
@@ -18,7 +19,6 @@ from typing import ClassVar
 from interlace.errors import PassError
 from interlace.ir import Alloc, Buffer, Call, Free, Notify, Op, Program, Remark, View, views_in
 from interlace.ir.operators import matmul_of
-from interlace.ir.sizes import Int
 from interlace.passes.dependencies import dependencies, symmetric_buffers
 from interlace.passes.fuse import groups, used_by
 from interlace.passes.insert_sync import Order, clocks, strip_events
@@ -199,10 +199,10 @@ class Lives:
         return True
 
 
-def _pack(lives: Lives, sizes: Mapping[str, Int], reuse: bool) -> dict[str, Int]:
+def _pack(lives: Lives, sizes: Mapping[str, int], reuse: bool) -> dict[str, int]:
     """An offset in the arena for every local buffer: the first gap that is free by then."""
-    offsets: dict[str, Int] = {}
-    active: list[tuple[list[int], Int, Int]] = []  # (how far its uses reach, first byte, last)
+    offsets: dict[str, int] = {}
+    active: list[tuple[list[int], int, int]] = []  # (how far its uses reach, first byte, last)
     floor = _Floor(lives.order)
     for name, uses in lives.uses.items():
         if lives.buffers[name].kind != "local":
@@ -221,7 +221,7 @@ def _pack(lives: Lives, sizes: Mapping[str, Int], reuse: bool) -> dict[str, Int]
     return offsets
 
 
-def _aligned(size: Int) -> Int:
+def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -278,11 +278,11 @@ def _told(ops: Sequence[Op], index: int) -> int:
 
 
 def _take_slots(
-    lives: Lives, frees: Mapping[int, list[Free]], sizes: Mapping[str, Int], reuse: bool
+    lives: Lives, frees: Mapping[int, list[Free]], sizes: Mapping[str, int], reuse: bool
 ) -> dict[str, str]:
     """The slot of each symmetric buffer: one that is free by then and fits best, or a new one."""
     names: dict[str, str] = {}
-    size: dict[tuple[str | None, str], Int] = {}
+    size: dict[tuple[str | None, str], int] = {}
     idle: dict[str | None, list[str]] = {}
     for index, op in enumerate(lives.ops):
         if isinstance(op, Alloc) and op.buffer.kind == "symmetric":
@@ -304,19 +304,19 @@ def _take_slots(
 
 def _remarks(
     lives: Lives,
-    offsets: Mapping[str, Int],
+    offsets: Mapping[str, int],
     slots: Mapping[str, str],
     frees: Mapping[int, list[Free]],
-    sizes: Mapping[str, Int],
+    sizes: Mapping[str, int],
 ) -> list[Remark]:
     arena = max((offset + _aligned(sizes[name]) for name, offset in offsets.items()), default=0)
     alone = sum(_aligned(sizes[name]) for name in offsets)
-    pool: dict[tuple[str | None, str], Int] = {}
+    pool: dict[tuple[str | None, str], int] = {}
     for name, slot in slots.items():
         key = (lives.buffers[name].team, slot)
         pool[key] = max(pool.get(key, 0), sizes.get(name, 0))
     fresh = {name: sizes[name] for name in lives.uses if lives.buffers[name].kind == "fresh"}
-    begins: dict[int, Int] = {}
+    begins: dict[int, int] = {}
     for name, size in fresh.items():
         first = lives.uses[name][0]
         begins[first] = begins.get(first, 0) + size

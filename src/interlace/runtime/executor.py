@@ -47,10 +47,10 @@ from interlace.runtime.engine import (
 from interlace.runtime.flight import Flight, measured
 from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measures
 from interlace.runtime.prepare.agreement import Agreement, agree, program_rank
-from interlace.runtime.prepare.plan import backends_of, make_plan, with_backends
+from interlace.runtime.prepare.plan import Plan, backends_of, make_plan, with_backends
 from interlace.runtime.prepare.registered import collect
 from interlace.runtime.run_sizes import RunSizes
-from interlace.runtime.values import ValueTable, arena_for, grows
+from interlace.runtime.values import ValueTable, arena_for
 
 
 class Teardown:
@@ -219,21 +219,21 @@ class Executor:
             if self._own.sizes.sizes or self.sizes.sizes:
                 self._fix(self._not_classed(self.agreement))
             try:
-                largest = self._own.at(self.sizes.largest)
-                with settled(self.sizes):
-                    plan = self._plan = make_plan(self.program, largest, self._backend_name)
+                plan = self._planned()
                 needed = zip(self._teams, self.agreement.backends, strict=True)
                 pairs = [(team, name) for team, names in needed for name in names]
                 pairs.sort(key=lambda pair: (BACKENDS.index(pair[1]), pair[0]))
                 facts = self.device, self.options.graph, limit, found.wanted, pairs
                 together = functools.partial(self._together, program)
                 request = ShareRequest(plan, self._teams, *facts, together, self._kept.shared)
-                self._shared, self._backends = self._engine_class.share(request), pairs
-                self._arena = arena_for(plan.program, self.device)
+                with settled(self.sizes):
+                    self._shared, self._backends = self._engine_class.share(request), pairs
+                    self._arena = arena_for(plan.program, self.device)
                 try:
                     self._bind(self.sizes.values)
                 except SizeError as error:  # an op that is bound for one size alone
                     self._fix(str(error))
+                    self._planned()
                     self._bind(self.sizes.values)
             except BaseException:
                 self._kept.close()
@@ -248,10 +248,10 @@ class Executor:
         return team
 
     def _together(self, program: Program) -> list[Program]:
-        """The Programs of all ranks, for the largest sizes at hand."""
+        """The Programs of all ranks, for the sizes at hand."""
         assert self.agreement is not None
         found = self.agreement.programs(program, self.rank)
-        return [each.at(self.sizes.largest) for each in found]
+        return [each.at(self.sizes.values) for each in found]
 
     def _ordered(self) -> list[TeamComm]:
         """The teams in an order that all ranks share, whatever they are called in the Program."""
@@ -273,8 +273,6 @@ class Executor:
             return agreement.report.single
         if self.options.graph:
             return "CUDA graphs are for one size"
-        if not (all(map(grows, programs)) and self.sizes.holds(self.sizes.largest)):
-            return "memory for the largest sizes of its class is not enough for the others"
         return ""
 
     def _fix(self, why: str) -> None:
@@ -285,6 +283,11 @@ class Executor:
         self.sizes = self.program.sizes.alone()
         self._measures = measures(self.program.instantiate(self.rank), self.sizes)
         self._own = self._own.at(self.sizes.values)
+
+    def _planned(self) -> Plan:
+        with settled(self.sizes):
+            self._plan = make_plan(self.program, self._own, self._backend_name)
+        return self._plan
 
     def _bind(self, values: Mapping[str, int]) -> None:
         """Binds every op to the memory and the backends that are there, with these values of the
@@ -298,7 +301,7 @@ class Executor:
         self.engine, self._at, self._bound_resets = engine, context.values.sizes.at, self._resets()
 
     def _context(self, run_sizes: RunSizes) -> EngineContext:
-        agreement, plan = self.agreement, self._plan.of(self._own)
+        agreement, plan = self.agreement, self._plan
         assert agreement is not None
         program = plan.program
         connected = {

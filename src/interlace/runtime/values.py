@@ -21,7 +21,7 @@ import torch
 from interlace import ir
 from interlace.comm import Registered, Slot, Use
 from interlace.errors import ExecutorError, ProgramError
-from interlace.ir.sizes import Int, Size, number, numbers
+from interlace.ir.sizes import Int, greatest, numbers
 from interlace.runtime.run_sizes import RunSizes
 
 DTYPES: Mapping[ir.DType, torch.dtype] = {
@@ -47,7 +47,7 @@ ALIGN = 256
 
 
 def whole(buffer: ir.Buffer) -> ir.Box:
-    """The box of a whole buffer of a concrete Program."""
+    """The box of a whole buffer of one rank's Program."""
     sizes = tuple([dim for dim in buffer.shape if not isinstance(dim, ir.TableEntry)])
     assert len(sizes) == len(buffer.shape), f"{buffer.name} was not instantiated"
     strides = ir.contiguous_strides(sizes) if buffer.strides is None else buffer.strides
@@ -55,8 +55,8 @@ def whole(buffer: ir.Buffer) -> ir.Box:
 
 
 def nbytes(buffer: ir.Buffer) -> int:
-    """Bytes from a buffer's first element to the end of its last."""
-    return number(whole(buffer).hull[1])
+    """Bytes from a buffer's first element to the end of its last, for any sizes of the class."""
+    return greatest(whole(buffer).hull[1])
 
 
 def at(storage: torch.UntypedStorage, start: int, box: ir.Box) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Arena:
 
 
 def arena_for(program: ir.Program, device: torch.device) -> Arena:
-    """Memory for the local buffers of a concrete Program."""
+    """Memory for the local buffers of one rank's Program."""
     starts, total = laid_out(program.buffers())
     memory = torch.empty(total, dtype=torch.uint8, device=device).untyped_storage()
     return Arena(memory, starts)
@@ -110,19 +110,12 @@ def laid_out(buffers: Mapping[str, ir.Buffer]) -> tuple[dict[str, int], int]:
     }
     for name, key in keys.items():
         buffer = buffers[name]
-        sizes[key] = max(sizes.get(key, 0), number(buffer.offset) + nbytes(buffer))
+        sizes[key] = max(sizes.get(key, 0), buffer.offset + nbytes(buffer))
     starts, total = dict[tuple[bool, str], int](), 0
     for key, size in sizes.items():
         starts[key] = total
         total += -(-size // ALIGN) * ALIGN
     return {name: starts[key] for name, key in keys.items()}, total
-
-
-def grows(program: ir.Program) -> bool:
-    """Whether the largest sizes of a Program's class need the most memory."""
-    lasting = [b for b in program.buffers().values() if b.kind in ("local", "symmetric")]
-    sizes = [size for b in lasting for size in (*b.shape, *(b.strides or ()), b.offset)]
-    return all(size.grows for size in sizes if isinstance(size, Size))
 
 
 @dataclass(slots=True)

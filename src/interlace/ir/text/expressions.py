@@ -430,7 +430,7 @@ class Expressions:
             return {"team": None if team is None else self.name(team)}
         if word == "storage":
             storage = args.get("storage")
-            offset = self.size(args["offset"]) if args.given("offset") else 0
+            offset = self.integer(args["offset"]) if args.given("offset") else 0
             return {"storage": None if storage is None else self.string(storage), "offset": offset}
         key = "kind" if word == "kind" else "name"
         return {key: self.string(args[key])}

@@ -153,7 +153,7 @@ class OpParser(Expressions):
         if storage is not None:
             changes["storage"] = self.string(storage)
         if args.given("offset"):
-            changes["offset"] = self.size(args["offset"])
+            changes["offset"] = self.integer(args["offset"])
         buffer = self.declared(args["type"]).buffer(name, kind, team, **changes)
         return Alloc(buffer=buffer, **self.common(args, "main"))
 

@@ -38,7 +38,7 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.kernels import FLOAT8
-from interlace.ir.size_class import note_buckets, supposing
+from interlace.ir.size_class import supposing
 from interlace.ir.sizes import at_hand
 from interlace.ir.types import TableEntry
 from interlace.ir.view import varying
@@ -303,7 +303,6 @@ class Chooser:
     def _fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
         with supposing():
             found = self.candidates(values, site)
-        note_buckets()
         serial, name = found[0], self._machine.name
         if len(found) == 1:
             reason = "no strategy can serve it"

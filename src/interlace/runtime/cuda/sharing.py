@@ -14,7 +14,6 @@ from interlace.comm import Registered
 from interlace.comm.cuda.memory import CudaSlot, slot_keys
 from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import Expect, Get, Notify, Program, Put
-from interlace.ir.sizes import number
 from interlace.runtime.cuda.launches.transfers import ensure_area
 from interlace.runtime.engine import ShareRequest, TeamResources
 from interlace.runtime.prepare.plan import Plan
@@ -54,7 +53,7 @@ def _share(request: ShareRequest) -> TeamResources:
         named = {b.name: private + keys[b.name] for b in mine}
         wanted: dict[str, int] = {}
         for b in mine:
-            size, key = number(b.offset) + nbytes(b), named[b.name]
+            size, key = b.offset + nbytes(b), named[b.name]
             wanted[key] = max(wanted.get(key, 0), size)
         found: Any = side.slots.ensure(topic, wanted, limit)
         for slot in found.values():

@@ -1,4 +1,4 @@
-"""What can be said of a concrete Program before anything is allocated.
+"""What can be said of one rank's Program before anything is allocated.
 
 Which Record a Wait means, which ops follow a HostSync, the number of each collective and message,
 and what the rank needs of its teams: found once, in list order, by every kind of executor alike.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from interlace import ir
 from interlace.comm import Contacts, Demand, Message, Spec, staged_nbytes
 from interlace.errors import ProgramError, UnsupportedError
-from interlace.ir.sizes import number, numbers
+from interlace.ir.sizes import greatest, number, numbers
 from interlace.runtime.values import DTYPES, nbytes
 
 BackendOf = Callable[[str, str | None], str]
@@ -39,7 +39,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The static facts of a concrete Program, by the index of its ops."""
+    """The static facts of one rank's Program, by the index of its ops. What is set aside for a run
+    is as much as any sizes of its class need."""
 
     program: ir.Program
     buffers: Mapping[str, ir.Buffer]
@@ -60,18 +61,6 @@ class Plan:
     """By team: the bytes of each slot."""
     alike: bool
     """Whether the ranks all have this list, and not each its own."""
-
-    def of(self, program: ir.Program) -> Plan:
-        """The plan of the same Program with its named sizes, where this one's are the largest:
-        what is set aside for a run stays that much."""
-        box, where = program.boxes(self.rank), program.where(self.rank)
-        specs = {
-            index: replace(spec, parts=collective_spec(op, where, box).parts)
-            for index, spec in self.specs.items()
-            if isinstance(op := program.ops[index], ir.Collective)
-        }
-        facts = {"where": where, "box": box, "specs": specs}
-        return replace(self, program=program, buffers=program.buffers(), **facts)
 
     def members(self, team: str, peer: ir.Index | ir.Others) -> tuple[int, ...]:
         member = self.where.member(team)
@@ -110,7 +99,7 @@ class Plan:
 
 
 def make_plan(source: ir.Program, program: ir.Program, backend_of: BackendOf) -> Plan:
-    """The plan of a concrete Program, instantiated from `source` for its rank and sizes."""
+    """The plan of a Program that was instantiated from `source` for its rank."""
     rank = program.rank
     assert rank is not None
     where = program.where(rank)
@@ -266,7 +255,7 @@ class _Planner:
             )
         self.takes[buffer.name] = team
         sizes = self.slots.setdefault(team, {})
-        slot, size = buffer.storage or buffer.name, number(buffer.offset) + nbytes(buffer)
+        slot, size = buffer.storage or buffer.name, buffer.offset + nbytes(buffer)
         sizes[slot] = max(sizes.get(slot, 0), size)
 
     def collective(self, index: int, op: ir.Collective) -> None:
@@ -277,7 +266,7 @@ class _Planner:
         spec = collective_spec(op, self.where, self.box)
         self.specs[index] = spec = replace(spec, merges=index in self.merging)
         if backend == "peer":
-            self._stages[op.team] = max(self._stages.get(op.team, 0), staged_nbytes(spec))
+            self._stages[op.team] = max(self._stages.get(op.team, 0), staged_nbytes(largest(spec)))
 
     def message(self, index: int, part: int, op: ir.Send | ir.Recv) -> None:
         backend = self.backend_of(op.team, op.backend)
@@ -288,7 +277,7 @@ class _Planner:
         mine = listed.setdefault(op.team, [])
         box = self.box(op.src if isinstance(op, ir.Send) else op.dst)
         nth = sum(message.member == member for message in mine)
-        nbytes = number(box.nbytes) if backend == "peer" else 0
+        nbytes = greatest(box.nbytes) if backend == "peer" else 0
         mine.append(Message(backend, member, nth, nbytes))
         self.messages[index, part] = mine[-1]
 
@@ -330,6 +319,11 @@ def _parts(
         return (number(box(view).numel) // (1 if whole is None else size),) * size
     row = math.prod(numbers(box(view).sizes[1:]))
     return tuple(n * row for n in numbers(where.table(op.splits).values))
+
+
+def largest(spec: Spec) -> Spec:
+    """A collective of the most elements for any sizes of the class."""
+    return replace(spec, parts=tuple(map(greatest, spec.parts)))
 
 
 def callers(program: ir.Program) -> str:

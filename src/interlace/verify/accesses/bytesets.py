@@ -210,7 +210,9 @@ def num_runs(box: Box) -> int:
 def _covered_by_runs(target: Box, parts: Sequence[Box]) -> bool:
     wanted = byte_runs(target)
     if wanted is None:
-        return any(part == target for part in parts)
+        if any(part == target for part in parts):
+            return True
+        wanted = (target.hull,)  # which has the gaps between its runs as well
     there = sorted(run for part in parts for run in byte_runs(part) or ())
     reached = at = 0
     for start, stop in wanted:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import Int, greatest, never_above
 from interlace.ir.types import DType
 from interlace.ir.view import Box
 from interlace.verify.accesses.bytesets import covered
@@ -52,7 +52,7 @@ class Content:
     rank: int
     """Whose memory it is."""
     parts: dict[ByteRegion, None]
-    log: list[ByteRegion | tuple[Int, Int]] | None = None
+    log: list[ByteRegion | tuple[int, int]] | None = None
     """From the first time another buffer overwrote some of the bytes: writes, and such losses."""
     freed: bool = False
     """Whether its Free has been met: what others write is no loss to it any more."""
@@ -61,18 +61,19 @@ class Content:
         """A write through the buffer."""
         if self.log is not None:
             self.log.append(region)
-        if region.dense and region.lo == 0 and region.hi >= self.size and not region.strided:
+        if region.covers(self.size) and not region.strided:
             self.full, self.log = True, None
         elif not self.full:
             self.parts[region] = None
 
-    def lose(self, lo: Int, hi: Int) -> None:
+    def lose(self, lo: int, hi: int) -> None:
         """A write to these bytes through another buffer that shares the storage."""
-        lo, hi = max(lo, 0), min(hi, self.size)
+        lo, hi = max(lo, 0), min(hi, greatest(self.size))
         if lo < hi and (self.full or self.parts):
             if self.log is None:
                 whole = _dense(0, self.size)
-                all_of_it = ByteRegion(whole, whole, 0, self.size, True, False)
+                ends = self.size, 0, greatest(self.size)
+                all_of_it = ByteRegion(whole, whole, 0, *ends, True, False)
                 self.log = [all_of_it] if self.full else list(self.parts)
             self.full = False
             self.log.append((lo, hi))
@@ -91,7 +92,9 @@ class Content:
                 later.append(event.exact)
             else:
                 lo, hi = event
-                outside = [_dense(0, lo), _dense(hi, self.size)]
+                outside = [_dense(0, lo)]
+                if never_above(hi, self.size):
+                    outside.append(_dense(hi, self.size))
                 if not covered(region.exact, [*later, *outside], regions.spend):
                     return False
         return covered(region.exact, later, regions.spend)
@@ -104,9 +107,9 @@ def _dense(lo: Int, hi: Int) -> Box:
 class ByteAccess(NamedTuple):
     """An access that later ones are compared with."""
 
-    lo: Int
-    hi: Int
-    """Bytes from the start of the storage."""
+    lo: int
+    hi: int
+    """Bytes from the start of the storage, at the widest for any sizes of the class."""
     region: ByteRegion
     content: Content
     node: int
@@ -125,11 +128,11 @@ class ByteAccess(NamedTuple):
 class Cell:
     """A range of a storage that no buffer begins or ends within."""
 
-    lo: Int
-    hi: Int
+    lo: int
+    hi: int
     writes: list[ByteAccess]
     reads: dict[tuple[ByteRegion, Content, int], ByteAccess]
-    live: dict[Content, Int]
+    live: dict[Content, int]
     """What has been written here and not freed, with its offset in the storage."""
 
     def covers(self, new: ByteAccess, old: ByteAccess) -> bool:
@@ -137,8 +140,7 @@ class Cell:
         if by_box(new, old):
             return new.region.contains(old.region)
         return (
-            new.region.dense
-            and new.hi - new.lo == new.content.size
+            new.region.covers(new.content.size)
             and new.lo <= max(old.lo, self.lo)
             and min(old.hi, self.hi) <= new.hi
         )  # fmt: skip
@@ -152,12 +154,12 @@ def by_box(one: ByteAccess, other: ByteAccess) -> bool:
 class Memory:
     """A storage and its cells; `bounds` are those of several buffers that share it."""
 
-    def __init__(self, bounds: Sequence[Int] = ()) -> None:
+    def __init__(self, bounds: Sequence[int] = ()) -> None:
         self.arena = len(bounds) > 0
         self.bounds = bounds if self.arena else (0, 1 << 62)
         self.cells = [Cell(lo, hi, [], {}, {}) for lo, hi in pairwise(self.bounds)]
 
-    def within(self, lo: Int, hi: Int) -> list[Cell]:
+    def within(self, lo: int, hi: int) -> list[Cell]:
         """The cells that the bytes from `lo` to `hi` are in."""
         if len(self.cells) == 1:
             return self.cells

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from interlace.errors import ProgramError
-from interlace.ir.sizes import Int, Size
+from interlace.ir.sizes import Int, Size, greatest, least, never_above
 from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
 from interlace.ir.view import AsStrided, Box, Chunk, View, varying
 from interlace.verify.accesses.bytesets import covered
@@ -40,14 +40,28 @@ class ByteRegion:
     """The bytes themselves."""
     lo: Int
     hi: Int
+    start: int
+    stop: int
+    """The least `lo` and the greatest `hi` of the class of sizes."""
     dense: bool
     """Whether every byte from `lo` to `hi` belongs to it."""
     strided: bool
     """Whether it stands for an `as_strided`, so that it claims more bytes than it has."""
 
+    @property
+    def empty(self) -> bool:
+        """Whether it has no bytes, for any sizes of the class."""
+        return self.start >= self.stop
+
+    def covers(self, size: Int) -> bool:
+        """Whether it is surely all of a buffer of so many bytes."""
+        return self.dense and never_above(self.lo, 0) and never_above(size, self.hi)
+
     def contains(self, other: ByteRegion) -> bool:
         """Whether the other region is surely part of this one (cheap, may say no wrongly)."""
-        return self is other or (self.dense and self.lo <= other.lo and other.hi <= self.hi)
+        return self is other or (
+            self.dense and never_above(self.lo, other.lo) and never_above(other.hi, self.hi)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -129,13 +143,13 @@ class Regions:
             if isinstance(lo, Size) or isinstance(hi, Size):
                 self._per_hull = PER_SIZED
             region = self._interned[box, exact] = ByteRegion(
-                box, exact, lo, hi, _dense(box), box is not exact
+                box, exact, lo, hi, least(lo), greatest(hi), _dense(box), box is not exact
             )
         return region
 
     def overlap(self, one: ByteRegion, other: ByteRegion) -> bool:
         """Whether the two regions of one buffer share a byte."""
-        if one.lo >= other.hi or other.lo >= one.hi:
+        if never_above(other.hi, one.lo) or never_above(one.hi, other.lo):
             return False
         if one is other or (one.dense and other.dense):
             return one.lo < one.hi

@@ -40,7 +40,7 @@ class BufferLife:
 
     version: Version
     content: Content
-    offset: Int
+    offset: int
     uses: list[ByteAccess]
     """The rank's accesses before the walk passes the Free, wherever the bytes are."""
     slot: Slot | None = None
@@ -158,12 +158,12 @@ class Sweep:
             found = self._arenas[frame, storage] = Memory(self._bounds(frame, storage))
         return found
 
-    def _bounds(self, frame: Frame, storage: str) -> list[Int]:
+    def _bounds(self, frame: Frame, storage: str) -> list[int]:
         """Where buffers of a storage begin and end."""
-        bounds: set[Int] = set()
+        bounds: set[int] = set()
         for version in frame.place.source.sharing[storage]:
             whole = self.regions.at(version.spot, frame.place.where)
-            bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
+            bounds |= {version.buffer.offset, version.buffer.offset + whole.stop}
         return sorted(bounds)
 
     def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
@@ -171,19 +171,18 @@ class Sweep:
         if not item.does(touch, where):
             return
         region = self.regions.at(touch.spot, where)
-        if region.lo >= region.hi:
+        if region.empty:
             return
         life = self.life(frame, touch.version)
         content = life.content if touch.peer is None else self.content(life, frame, touch)
         offset = life.offset
-        entry = ByteAccess(
-            offset + region.lo, offset + region.hi, region, content, node, frame, item, touch.write
-        )
+        lo, hi = offset + region.start, offset + region.stop
+        entry = ByteAccess(lo, hi, region, content, node, frame, item, touch.write)
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
         self._compare(entry, offset, touch.contents)
 
-    def _compare(self, entry: ByteAccess, offset: Int, contents: bool = True) -> None:
+    def _compare(self, entry: ByteAccess, offset: int, contents: bool = True) -> None:
         """Compares an access with those of the same memory, and keeps it."""
         content, region = entry.content, entry.region
         for cell in content.memory.within(entry.lo, entry.hi):
@@ -219,7 +218,7 @@ class Sweep:
     def _whole(self, life: BufferLife, node: int, frame: Frame, index: int) -> ByteAccess:
         """An Alloc or a Free as an access of the whole buffer."""
         region = self.regions.at(life.version.spot, frame.place.where)
-        lo, hi = life.offset + region.lo, life.offset + region.hi
+        lo, hi = life.offset + region.start, life.offset + region.stop
         item = frame.place.source.items[index]
         return ByteAccess(lo, hi, region, life.content, node, frame, item, True, True)
 
@@ -253,7 +252,7 @@ class Sweep:
                 self._replaces(cell, new, old)
         cell.reads[new.region, new.content, self.graph.chain[new.node]] = new
 
-    def _write(self, cell: Cell, new: ByteAccess, offset: Int) -> None:
+    def _write(self, cell: Cell, new: ByteAccess, offset: int) -> None:
         lo, hi = new.lo, new.hi
         if len(cell.writes) + len(cell.reads) + len(cell.live) > FEW:
             met = PER_WRITE * (len(cell.writes) + len(cell.reads))

@@ -127,7 +127,7 @@ class GraphBuilder:
             for touch in at.item.touches
             if touch.write == write and at.item.does(touch, where)
         ]
-        return any(region.lo < region.hi for region in touched)
+        return any(not region.empty for region in touched)
 
     def _deliver(self, delivery: Delivery[IssuedOp]) -> None:
         """A message: a Send with its Recv."""

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from interlace.ir.ops import Collective, Recv, Send
 from interlace.ir.order import Signal, Slot, TeamKey
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import greatest
 from interlace.ir.types import TableEntry
 from interlace.ir.view import Chunk
 from interlace.verify.accesses.memory import ByteAccess, Memory
@@ -119,29 +119,28 @@ class FoldedSweep(Sweep):
         if touch.peer is None or touch.team is None or life.slot is None:
             if life.version.shared and item.does(touch, frame.place.where):
                 region = self.regions.at(touch.spot, frame.place.where)
-                if region.lo < region.hi:
+                if not region.empty:
                     self._occupy(node, frame, life)
             super()._touch(node, frame, item, touch)
             return
         builder, place, where = self.builder, frame.place, frame.place.where
         if life.alloc >= 0 or life.version.free >= 0:
             region = self.regions.at(touch.spot, where)
-            if region.lo < region.hi:
+            if not region.empty:
                 own = ByteAccess(
-                    region.lo, region.hi, region, life.content, node, frame, item, touch.write
+                    region.start, region.stop, region, life.content, node, frame, item, touch.write
                 )
                 self._check_life(life, own)
         target = where.peer(touch.team, touch.peer)
         owner, rank = builder.first(target), builder.turns.back(target)[place.rank]
         there = builder.everywhere[rank].where
         region = self.regions.at(touch.spot, there)
-        if region.lo < region.hi:
+        if not region.empty:
             slot = builder.meetings.slot(there, life.version.buffer)
             content = self._copy(slot, life.take, owner, life.version, life.content.size)
             at = self.folded.copy(node, rank)
-            self._compare(
-                ByteAccess(region.lo, region.hi, region, content, at, frame, item, touch.write), 0
-            )
+            lo, hi, write = region.start, region.stop, touch.write
+            self._compare(ByteAccess(lo, hi, region, content, at, frame, item, write), 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -159,14 +158,14 @@ class _Tenant:
 class _Storage:
     """Who has each cell of a storage."""
 
-    def __init__(self, bounds: Sequence[Int]) -> None:
+    def __init__(self, bounds: Sequence[int]) -> None:
         self.bounds = bounds
         self.last: list[_Tenant | None] = [None] * (len(bounds) - 1)
 
     def let(self, life: BufferLife) -> _Tenant:
         """Gives a buffer its bytes."""
         first = bisect_left(self.bounds, life.offset)
-        end = bisect_left(self.bounds, life.offset + life.content.size)
+        end = bisect_left(self.bounds, life.offset + greatest(life.content.size))
         before = {one for cell in range(first, end) if (one := self.last[cell]) is not None}
         for one in before:
             one.gone = True

@@ -20,6 +20,7 @@ from interlace.comm.cuda.side import CudaSide
 from interlace.errors import UnsupportedError
 from interlace.ir import Collective, Recv, Send
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Thunk, in_turn
+from interlace.runtime.prepare.plan import largest
 from interlace.runtime.run_sizes import RunSizes
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], time_out_s: f
     from interlace.kernels.exchange import exchange
 
     sizes = [
-        exchange.staging_nbytes(spec.kind, spec.dtype, spec.parts, spec.size)
+        exchange.staging_nbytes(spec.kind, spec.dtype, largest(spec).parts, spec.size)
         for spec in specs
         if spec.size > 1
     ]
