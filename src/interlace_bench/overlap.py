@@ -22,7 +22,6 @@ from interlace.launch import Tell
 from interlace.options import Options
 from interlace.runtime.machine import machine_for
 from interlace_bench.race.candidates import (
-    BETWEEN_HOSTS,
     OURS,
     Candidate,
     WholeGemm,
@@ -61,7 +60,7 @@ class OverlapSettings:
     """What is run."""
 
     cases: tuple[SiteCase, ...]
-    only: tuple[str, ...] = (*(name for name in OURS if name not in BETWEEN_HOSTS), *RIVALS)
+    only: tuple[str, ...] = (*OURS, *RIVALS)
     graphs: bool = True
     seconds: float = 90.0
     """All of it, set-up included; what does not fit is left out and said."""
