@@ -320,7 +320,7 @@ def _resolved(where: Where, value: object) -> object:
 def _sized(thing: Sized, change: Callable[[Size], Int]) -> Sized:
     """A buffer, table or step with the sizes in it that are symbolic changed."""
     changes: dict[str, Any] = {}
-    for each in [field for field in dataclasses.fields(thing) if field.init]:
+    for each in [each for each in dataclasses.fields(thing) if each.init]:
         value = getattr(thing, each.name)
         if isinstance(value, Size):
             changes[each.name] = change(value)
