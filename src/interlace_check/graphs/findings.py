@@ -1,7 +1,7 @@
-"""What the verifier found, in the graph's own words.
+"""Findings of the verifier about a graph's Programs, in the graph's own words.
 
-told = Told(traces, emitters, reordered=False)
-[told.finding(found) for found in report.findings]
+words = GraphWords(traces, programs, any_order=False)
+[words.finding(found) for found in report.findings]
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.verify.report import Finding, OpRef
-from interlace_check.graphs.emitter import GraphEmitter, Origin
+from interlace_check.graphs.programs import GraphProgram, Origin
 from interlace_check.graphs.reading.tensors import Storage
-from interlace_check.graphs.steps import MAIN, Step, Trace
-from interlace_check.graphs.wording import at_place, reference, stream_words
+from interlace_check.graphs.steps import MAIN, Place, Step, Trace
 
 KINDS: dict[str, str] = {
     "race": "two nodes on different streams touch the same bytes, at least one writes, in no order",
@@ -35,15 +34,13 @@ KINDS: dict[str, str] = {
 _PASSED_ON = {"deadlock": "error", "launch-order": "remark"}
 
 
-class Told:
+class GraphWords:
     """Findings of the verifier about Programs, as findings about graphs."""
 
     def __init__(
-        self, traces: Sequence[Trace], emitters: Sequence[GraphEmitter], reordered: bool
+        self, traces: Sequence[Trace], programs: Sequence[GraphProgram], any_order: bool
     ) -> None:
-        self.traces = traces
-        self.emitters = emitters
-        self.reordered = reordered
+        self.traces, self.programs, self.any_order = traces, programs, any_order
 
     def finding(self, found: Finding) -> Finding | None:
         """One finding; None for a remark that says nothing about a graph."""
@@ -69,13 +66,13 @@ class Told:
 
     def _groups_named(self, message: str) -> str:
         """A message of the verifier with the groups' own names."""
-        for group, team in self.emitters[0].teams.items():
+        for group, team in self.programs[0].teams.items():
             message = message.replace(f"team {team.name}", f"group {group!r}")
         return message
 
     def _origin(self, op: OpRef) -> tuple[Trace, Origin]:
         program, index = op.at
-        trace, origins = self.traces[program], self.emitters[program].origins
+        trace, origins = self.traces[program], self.programs[program].origins
         return trace, origins[index] if 0 <= index < len(origins) else Origin("exit")
 
     def _any(self, op: OpRef) -> OpRef | None:
@@ -95,7 +92,7 @@ class Told:
         one, two = sides
         shown = tuple(side.shown for side in sides if side.shown is not None)
         kind, message, fix = _words(one, two)
-        if self.reordered and kind not in ("never-waited",):
+        if self.any_order and kind not in ("never-waited",):
             message += (
                 "; no dependence of the graph keeps the node order, and a scheduler such as "
                 "Inductor's may leave it"
@@ -212,3 +209,18 @@ def _words(one: Side, two: Side) -> tuple[str, str, str]:
         f"on {two.stream}, which {two.verb} it",
         "record an event after the one and wait for it on the stream of the other, before it",
     )
+
+
+def reference(step: Step, rank: int, role: str) -> OpRef:
+    """A step in a finding. Its `line` is the node's place in the graph, from 1."""
+    return at_place(step.place, rank, role, step.stream)
+
+
+def at_place(place: Place, rank: int, role: str, stream: str = "") -> OpRef:
+    """A node in a finding."""
+    return OpRef(rank, place.number, stream, f"{place.name} = {place.text}", role, loc=place.loc)
+
+
+def stream_words(stream: str) -> str:
+    """A stream in a sentence."""
+    return "the caller's stream" if stream == MAIN else stream

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from interlace.errors import TeamError
 from interlace.ir.types import Team
 from interlace.verify.report import Finding
+from interlace_check.graphs.findings import reference
 from interlace_check.graphs.steps import Issue, Step, Trace
-from interlace_check.graphs.wording import reference
 
 Groups = dict[str, tuple[int, ...]]
 

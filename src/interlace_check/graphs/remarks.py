@@ -6,8 +6,8 @@ told = plain_findings(trace, rank=0, order="listed", joined=True)
 from __future__ import annotations
 
 from interlace.verify.report import Finding, OpRef
+from interlace_check.graphs.findings import at_place, reference, stream_words
 from interlace_check.graphs.steps import MAIN, Step, Trace
-from interlace_check.graphs.wording import at_place, reference, stream_words
 
 _WORK = ("compute", "start", "finish", "wait", "wait_stream")
 
