@@ -138,7 +138,7 @@ def _spmd_teams(trace: Trace) -> dict[str, Team]:
     """Two ranks stand for all that run one graph: each does what every other does."""
     found: dict[str, Team] = {}
     for step in trace.steps:
-        if step.issue is None or step.issue.group is None:
+        if step.issue is None:
             continue
         if step.issue.peer is not None:
             raise UnsupportedError(

@@ -297,8 +297,6 @@ class GraphProgram(OriginBuilder[Origin]):
         A barrier stands for a collective: ranks of a graph share no memory, so that nothing but
         the waiting for each other goes from rank to rank, and no collective waits for more.
         """
-        if issue.group is None:
-            return
         team = self.teams[issue.group].name
         if issue.peer is None:
             self.barrier(team=team)

@@ -34,13 +34,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A collective, a message or a transfer, begun on a stream of its own."""
+    """A collective or a message, begun on a stream of its own."""
 
     queue: str
     """The stream that it runs on, which no node is on."""
     kind: str
-    group: str | None = None
-    """None for what concerns this rank alone."""
+    group: str
     signature: tuple[tuple[str, str], ...] = ()
     """What the ranks have to agree on, by name."""
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None

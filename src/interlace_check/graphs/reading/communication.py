@@ -1,4 +1,4 @@
-"""Functional collectives, messages and transfers of a graph, as steps that begin and steps that
+"""Functional collectives and messages of a graph, as steps that begin and steps that
 wait.
 
 A collective begins on a stream of its group's own after what is on the current stream, and a
@@ -20,7 +20,7 @@ from interlace.errors import ProgramError
 from interlace_check.graphs.reading import targets
 from interlace_check.graphs.reading.aliasing import aliases
 from interlace_check.graphs.reading.tensors import Storage, TensorRef
-from interlace_check.graphs.reading.values import Value, tensors_in
+from interlace_check.graphs.reading.values import Value, example, tensors_in
 from interlace_check.graphs.steps import Issue, Step
 
 if TYPE_CHECKING:
@@ -52,10 +52,6 @@ class BegunCommunication:
         """One operator of these."""
         if name in targets.FINISHES:
             return self._finish(call, bound, targets.FINISHES[name])
-        if name in targets.TRANSFERS:
-            source = tensors_in(bound[targets.TRANSFERS[name]])
-            issue = Issue("", name.removeprefix("ao::"))
-            return self._begin(call, issue, source, [], op, bound)
         if name in targets.MESSAGES:
             return self._message(call, name, op, bound)
         if name == targets.BATCH:
@@ -65,7 +61,10 @@ class BegunCommunication:
         filled = source if row.in_place else tensors_in(bound[row.out]) if row.out else []
         issue = self._issue(call.node, row, bound, source, name.endswith("coalesced"))
         value = self._begin(call, issue, source, filled, op, bound)
-        return self._wait_for(call, value) if row.waits else value
+        if row.waits:
+            call = dataclasses.replace(call, after=value.after)
+            return self._finish(call, {"tensor": value.data}, "tensor")
+        return value
 
     def _issue(
         self,
@@ -109,12 +108,11 @@ class BegunCommunication:
         """Begins something that reads `source` and writes `filled`, or else what it makes."""
         walker = self.walker
         makes: list[Storage] = []
+        kind = str(op._schema.returns[0].type) if op._schema.returns else ""
         if not filled and not issue.sends:
-            kind = str(op._schema.returns[0].type) if op._schema.returns else ""
-            data = walker.made(call, _example(call.node), kind, makes)
+            data = walker.made(call, example(call.node), kind, makes)
         else:
             shared = aliases(op, bound)
-            kind = str(op._schema.returns[0].type) if op._schema.returns else ""
             given = shared[0] if shared and shared[0] else filled or source
             data = list(given) if "List" in kind else given[0] if given else None
         writes = [tensor.view for tensor in filled]
@@ -172,22 +170,6 @@ class BegunCommunication:
         number = self.walker.add(step)
         self.waits.update(dict.fromkeys(storages, number))
         return Value(bound[argument], frozenset((number,)))
-
-    def _wait_for(self, call: GraphCall, value: Value) -> Value:
-        return self._finish(
-            type(call)(
-                call.node,
-                call.place,
-                call.stream,
-                call.args,
-                call.kwargs,
-                value.after,
-                call.depth,
-                call.values,
-            ),
-            {"tensor": value.data},
-            "tensor",
-        )
 
     def _message(self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
         tensor_name, peer_name = targets.MESSAGES[name]
@@ -263,8 +245,3 @@ def _integers(sizes: Any) -> tuple[int, ...] | None:
     if isinstance(sizes, tuple | list) and all(type(size) is int for size in sizes):
         return tuple(sizes)
     return None
-
-
-def _example(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    return node.meta.get("example_value") if value is None else value

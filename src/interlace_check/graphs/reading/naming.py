@@ -18,8 +18,6 @@ from interlace_check.graphs.steps import MAIN, Place
 MAX_TEXT = 120
 _FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in [^\n]*(?:\n([^\n]*))?')
 _PLACEMENTS = {  # which arguments of a stream op name streams
-    "streams::fork": (0, 1),
-    "streams::join": (0, 1),
     "streams::record_event": (1,),
     "streams::wait_event": (1,),
     "streams::wait_stream": (0, 1),

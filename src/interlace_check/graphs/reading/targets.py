@@ -1,7 +1,7 @@
 """What a node's target is: a collective, a wait, a stream op, or an operator like any other.
 
 One row for each operator that orders anything; all else is compute. The rows cover the spellings
-of torch 2.11 to 2.15: `streams::`, `_c10d_functional::`, `_dtensor::` and `ao::`.
+of torch 2.11 to 2.15: `streams::`, `_c10d_functional::` and `_dtensor::`.
 
     >>> COLLECTIVES["_c10d_functional::all_reduce_"].kind
     'all_reduce'
@@ -67,16 +67,11 @@ BATCH = "_c10d_functional::batch_p2p_ops"
 FINISHES = {
     "_c10d_functional::wait_tensor": "tensor",
     "_c10d_functional::wait_tensors": "tensors",
-    "ao::wait_tensor": "tensor",
 }
 """Operators after which the stream may touch a result: the argument that gives it."""
-TRANSFERS = {"ao::offload": "tensor", "ao::reload": "tensor"}
-"""Copies on a stream of their own, which a `wait_tensor` awaits."""
 STREAM_OPS = frozenset(
     f"streams::{name}"
     for name in (
-        "fork",
-        "join",
         "record_event",
         "wait_event",
         "wait_stream",
@@ -97,6 +92,7 @@ MAYBE_COPIES = frozenset(
 """Operators that give a view where they can, and a copy else; their schema says view."""
 PURE = frozenset({"get_external_object_by_index", "getitem", "getattr"})
 ORDERING_SPACES = ("_c10d_functional", "_c10d_functional_autograd", "streams", "c10d", "symm_mem")
+ORDERING_SPACES += ("ao",)
 """Namespaces of which an operator without a row is refused: it may order or wait for anything."""
 KNOWN_IN_SPACES = frozenset({"_c10d_functional::_wrap_tensor_autograd"})
 
@@ -124,7 +120,7 @@ def operator_name(target: Any) -> str:
 
 def is_ordering(name: str) -> bool:
     """Whether an operator means something for the order of others."""
-    rows = (COLLECTIVES, MESSAGES, FINISHES, TRANSFERS, STREAM_OPS)
+    rows = (COLLECTIVES, MESSAGES, FINISHES, STREAM_OPS)
     return name == BATCH or any(name in row for row in rows)
 
 
