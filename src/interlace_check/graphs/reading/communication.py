@@ -54,8 +54,6 @@ class BegunCommunication:
             return self._finish(call, bound, targets.FINISHES[name])
         if name in targets.MESSAGES:
             return self._message(call, name, op, bound)
-        if name == targets.BATCH:
-            return self._batch(call, op, bound)
         row = targets.COLLECTIVES[name]
         source = tensors_in(bound[row.source])
         filled = source if row.in_place else tensors_in(bound[row.out]) if row.out else []
@@ -115,19 +113,18 @@ class BegunCommunication:
             shared = aliases(op, bound)
             given = shared[0] if shared and shared[0] else filled or source
             data = list(given) if "List" in kind else given[0] if given else None
-        writes = [tensor.view for tensor in filled]
         for tensor in filled:
             tensor.storage.written = True
         after, ordered = call.after, f"{issue.group} {issue.peer} {issue.sends}"
         if ordered in self.last:  # a group's collectives stay in the order listed
             after |= {self.last[ordered]}
-        issue = dataclasses.replace(issue, queue=self._queue(issue, call.stream))
+        issue = dataclasses.replace(issue, queue=self._queue(call.stream))
         step = Step(
             "start",
             call.place,
             call.stream,
             tuple(dict.fromkeys(tensor.view for tensor in source)),
-            tuple(dict.fromkeys(writes)),
+            tuple(dict.fromkeys(tensor.view for tensor in filled)),
             tuple(makes),
             after,
             issue=issue,
@@ -141,7 +138,7 @@ class BegunCommunication:
             self.begun[storage.number].append(number)
         return Value(data, frozenset((number,)))
 
-    def _queue(self, issue: Issue, stream: str) -> str:
+    def _queue(self, stream: str) -> str:
         """A stream for it to run on.
 
         That a later collective of the group is done does not mean that this one is: it holds for
@@ -174,34 +171,18 @@ class BegunCommunication:
     def _message(self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
         tensor_name, peer_name = targets.MESSAGES[name]
         group, peer = group_of(call.node, bound["group_name"]), bound[peer_name]
-        tensors = tensors_in(bound[tensor_name])
-        sends = peer_name == "dst"
-        issue = _message_issue(call.node, group, peer, sends, tensors)
-        return self._begin(
-            call, issue, tensors if sends else [], [] if sends else tensors, op, bound
-        )
-
-    def _batch(self, call: GraphCall, op: OpOverload, bound: dict[str, Any]) -> Value:
-        """Several messages: each on a queue of its own, so that none blocks another."""
-        group = group_of(call.node, bound["group_name"])
-        kinds, peers = bound["op_list"], bound["peer_list"]
-        tensors = bound["tensors"]
-        if not all(isinstance(each, tuple | list) for each in (kinds, peers, tensors)) or not (
-            len(kinds) == len(peers) == len(tensors)
-        ):
+        if type(peer) is not int or peer < 0:
             raise ProgramError(
-                f"node {call.node.name!r} lists other numbers of ops, peers and tensors; fix: "
-                f"give one of each for a message"
+                f"node {call.node.name!r} has a message with rank {peer!r}; fix: a peer is an "
+                f"integer >= 0"
             )
-        after = call.after
-        for kind, peer, tensor in zip(kinds, peers, tensors, strict=True):
-            held, sends = tensors_in(tensor), "send" in str(kind)
-            issue = _message_issue(call.node, group, peer, sends, held)
-            value = self._begin(
-                call, issue, held if sends else [], [] if sends else held, op, bound
-            )
-            after |= value.after
-        return Value(list(tensors), after)
+        tensors, sends = tensors_in(bound[tensor_name]), peer_name == "dst"
+        facts = tensors[0].facts if tensors else None
+        num_bytes = None if facts is None else facts.numel * facts.itemsize
+        kind = "send" if sends else "recv"
+        issue = Issue("", kind, group, peer=peer, sends=sends, num_bytes=num_bytes)
+        source, filled = (tensors, []) if sends else ([], tensors)
+        return self._begin(call, issue, source, filled, op, bound)
 
     def keep_unfinished(self) -> None:
         """Torch keeps what it works on until it is waited for."""
@@ -209,19 +190,6 @@ class BegunCommunication:
             if begun not in self.waited:
                 for storage in storages:
                     storage.last_use = NEVER
-
-
-def _message_issue(
-    node: fx.Node, group: str, peer: Any, sends: bool, tensors: list[TensorRef]
-) -> Issue:
-    if type(peer) is not int or peer < 0:
-        raise ProgramError(
-            f"node {node.name!r} has a message with rank {peer!r}; fix: a peer is an integer >= 0"
-        )
-    facts = tensors[0].facts if tensors else None
-    num_bytes = None if facts is None else facts.numel * facts.itemsize
-    kind = "send" if sends else "recv"
-    return Issue("", kind, group, peer=peer, sends=sends, num_bytes=num_bytes)
 
 
 def group_of(node: fx.Node, group: Any) -> str:

@@ -63,7 +63,6 @@ MESSAGES = {
     "_c10d_functional::irecv": ("tensor", "src"),
 }
 """Messages between two ranks: the arguments that give the tensor and the peer."""
-BATCH = "_c10d_functional::batch_p2p_ops"
 FINISHES = {
     "_c10d_functional::wait_tensor": "tensor",
     "_c10d_functional::wait_tensors": "tensors",
@@ -121,7 +120,7 @@ def operator_name(target: Any) -> str:
 def is_ordering(name: str) -> bool:
     """Whether an operator means something for the order of others."""
     rows = (COLLECTIVES, MESSAGES, FINISHES, STREAM_OPS)
-    return name == BATCH or any(name in row for row in rows)
+    return any(name in row for row in rows)
 
 
 def refuse_unknown(name: str, node: fx.Node) -> None:
