@@ -42,7 +42,7 @@ REUSE = "reuse"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an op stands for: a step, the caller's part before or after, or the end of a storage."""
+    """Step that an op stands for, or the caller's part before or after, or a storage's end."""
 
     role: Literal["step", "entry", "exit", "free", "constant"]
     number: int = -1
@@ -173,14 +173,14 @@ class GraphProgram(OriginBuilder[Origin]):
         return place - 1
 
     def _needed(self, point: _Point) -> list[int]:
-        """What a point waits for, less what one of these follows anyway."""
+        """The points that a point waits for, less those that one of these follows anyway."""
         kept: list[int] = []
         for one in dict.fromkeys(point.preds):
-            mine = self._points[one]
-            if mine.is_queue or not any(
+            point_before = self._points[one]
+            if point_before.is_queue or not any(
                 other != one
-                and self._points[other].stream == mine.stream
-                and self._is_before(mine.step, self._points[other].step)
+                and self._points[other].stream == point_before.stream
+                and self._is_before(point_before.step, self._points[other].step)
                 for other in point.preds
             ):
                 kept.append(one)
@@ -234,15 +234,15 @@ class GraphProgram(OriginBuilder[Origin]):
         self.at(self._names.setdefault(lane, f"s{len(self._names)}"), origin)
 
     def _enter(self) -> None:
-        """What the caller did before: constants are there for long, inputs come on its stream."""
-        for origin, role, event in (
-            ("constant", "constant", "constants"),
-            ("input", "entry", "inputs"),
+        """The caller's part before: constants are there for long, inputs come on its stream."""
+        for kind, origin, event in (
+            ("constant", Origin("constant"), "constants"),
+            ("input", Origin("entry"), "inputs"),
         ):
-            self._on(MAIN, Origin(role))
-            held = [each for each in self.trace.storages if each.origin == origin]
-            self._make(held)
-            self._touch((), _views(held))
+            self._on(MAIN, origin)
+            storages = [each for each in self.trace.storages if each.origin == kind]
+            self._make(storages)
+            self._touch((), _views(storages))
             self.record(event)
 
     def _exit(self) -> None:
@@ -292,7 +292,7 @@ class GraphProgram(OriginBuilder[Origin]):
             self.call("fx.call", *own, out=writes)
 
     def _communicate(self, issue: Issue) -> None:
-        """What a collective or a message does on its queue.
+        """A collective or a message on its queue.
 
         A barrier stands for a collective: ranks of a graph share no memory, so that nothing but
         the waiting for each other goes from rank to rank, and no collective waits for more.
