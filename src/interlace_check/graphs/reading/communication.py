@@ -72,7 +72,7 @@ class BegunCommunication:
         source: list[TensorRef],
         coalesced: bool,
     ) -> Issue:
-        group = group_of(node, bound[row.group])
+        group = group_of(node, bound["group_name"])
         agreed = [("kind", row.kind + (" (coalesced)" if coalesced else ""))]
         agreed += [(name, str(bound[name])) for name in _AGREED if bound.get(name) is not None]
         splits = None
