@@ -16,7 +16,7 @@ from torch import fx
 
 from interlace import InterlaceError, check_graph
 from interlace.errors import OptionError, ProgramError, TeamError, UnsupportedError
-from interlace_check.graphs import reordered
+from interlace_check.graphs import programs
 
 
 def everything(fixed: bool) -> fx.GraphModule:
@@ -241,7 +241,7 @@ def test_operators_of_unknown_order_are_refused() -> None:
 
 
 def test_a_graph_too_large_for_every_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reordered, "MAX_STEPS", 3)
+    monkeypatch.setattr(programs, "MAX_STEPS", 3)
     assert check_graph(everything(True)).sound
     with pytest.raises(UnsupportedError, match="order='listed'"):
         check_graph(everything(True), order="any")

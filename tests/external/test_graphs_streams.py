@@ -190,18 +190,6 @@ def test_results_that_the_caller_joins() -> None:
     assert check_graph(gm, results="later").sound
 
 
-def test_fork_and_join_ops_set_the_stream() -> None:
-    """torch 2.10 and before: `fork` and `join` enter and leave a stream, without annotations."""
-    g = Maker()
-    x = g.input("x")
-    y = g.call(AOT.add.Tensor, x, 1)
-    g.sync("fork", 0, 1)
-    z = g.call(AOT.mul.Tensor, y, 2)
-    g.sync("join", 1, 0)
-    g.sync("wait_stream", 0, 1)
-    assert check_graph(g.done(z)).kinds() == {"race"}
-
-
 def test_the_callers_stream_by_another_index() -> None:
     g = Maker()
     x = g.input("x")

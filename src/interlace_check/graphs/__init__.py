@@ -3,9 +3,8 @@
     report = interlace.check_graph(gm)         # an SPMD graph
     report = interlace.check_graph([gm0, gm1]) # the graphs of two ranks
 
-Reading order: steps.py (what a graph does), reading/ (nodes to steps), emitter.py, listed.py and
-reordered.py (steps to a Program), ranks.py, findings.py, remarks.py and wording.py (what is told),
-check.py.
+Reading order: steps.py (what a graph does), reading/ (nodes to steps), programs.py (steps to a
+Program), ranks.py, findings.py and remarks.py (what is reported), check.py.
 """
 
 from interlace_check.graphs.check import check_graph

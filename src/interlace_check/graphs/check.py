@@ -18,12 +18,11 @@ from torch import fx
 from interlace.errors import OptionError, ProgramError, UnsupportedError
 from interlace.ir.types import Team
 from interlace.verify import Finding, Report, check
-from interlace_check.graphs.findings import KINDS, Told
-from interlace_check.graphs.listed import listed
+from interlace_check.graphs.findings import KINDS, GraphWords
+from interlace_check.graphs.programs import to_program
 from interlace_check.graphs.ranks import groups_of, mismatches, teams_of
 from interlace_check.graphs.reading.walk import walk
 from interlace_check.graphs.remarks import plain_findings
-from interlace_check.graphs.reordered import reordered
 from interlace_check.graphs.steps import Trace
 
 Order = Literal["auto", "listed", "any"]
@@ -107,14 +106,20 @@ def check_graph(
         found += plain_findings(trace, rank, True in orders, results == "joined")
     num_ops = sum(len(trace.steps) for trace in traces)
     for any_order in orders:
-        lower = reordered if any_order else listed
-        emitters = [
-            lower(trace, teams, None if spmd else rank, inputs == "ready", results == "joined")
+        programs = [
+            to_program(
+                trace,
+                teams,
+                None if spmd else rank,
+                any_order,
+                inputs == "ready",
+                results == "joined",
+            )
             for rank, trace in enumerate(traces)
         ]
-        report = check([emitter.program() for emitter in emitters], runs=1)
-        told = Told(traces, emitters, any_order)
-        found += [each for each in map(told.finding, report.findings) if each is not None]
+        report = check([each.program for each in programs], runs=1)
+        words = GraphWords(traces, programs, any_order)
+        found += [each for each in map(words.finding, report.findings) if each is not None]
     kept = _distinct(found)
     return Report(tuple(kept), num_ops, len(traces), time.perf_counter() - began)
 
@@ -133,7 +138,7 @@ def _spmd_teams(trace: Trace) -> dict[str, Team]:
     """Two ranks stand for all that run one graph: each does what every other does."""
     found: dict[str, Team] = {}
     for step in trace.steps:
-        if step.issue is None or step.issue.group is None:
+        if step.issue is None:
             continue
         if step.issue.peer is not None:
             raise UnsupportedError(

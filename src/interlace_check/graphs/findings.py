@@ -1,18 +1,18 @@
-"""What the verifier found, in the graph's own words.
+"""Findings of the verifier about a graph's Programs, in the graph's own words.
 
-told = Told(traces, emitters, reordered=False)
-[told.finding(found) for found in report.findings]
+words = GraphWords(traces, programs, any_order=False)
+[words.finding(found) for found in report.findings]
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from interlace.verify.report import Finding, OpRef
-from interlace_check.graphs.emitter import GraphEmitter, Origin
+from interlace_check.graphs.programs import GraphProgram, Origin
 from interlace_check.graphs.reading.tensors import Storage
-from interlace_check.graphs.steps import MAIN, Step, Trace
-from interlace_check.graphs.wording import at_place, reference, stream_words
+from interlace_check.graphs.steps import MAIN, Place, Step, Trace
 
 KINDS: dict[str, str] = {
     "race": "two nodes on different streams touch the same bytes, at least one writes, in no order",
@@ -35,15 +35,13 @@ KINDS: dict[str, str] = {
 _PASSED_ON = {"deadlock": "error", "launch-order": "remark"}
 
 
-class Told:
+class GraphWords:
     """Findings of the verifier about Programs, as findings about graphs."""
 
     def __init__(
-        self, traces: Sequence[Trace], emitters: Sequence[GraphEmitter], reordered: bool
+        self, traces: Sequence[Trace], programs: Sequence[GraphProgram], any_order: bool
     ) -> None:
-        self.traces = traces
-        self.emitters = emitters
-        self.reordered = reordered
+        self.traces, self.programs, self.any_order = traces, programs, any_order
 
     def finding(self, found: Finding) -> Finding | None:
         """One finding; None for a remark that says nothing about a graph."""
@@ -69,13 +67,13 @@ class Told:
 
     def _groups_named(self, message: str) -> str:
         """A message of the verifier with the groups' own names."""
-        for group, team in self.emitters[0].teams.items():
+        for group, team in self.programs[0].teams.items():
             message = message.replace(f"team {team.name}", f"group {group!r}")
         return message
 
     def _origin(self, op: OpRef) -> tuple[Trace, Origin]:
         program, index = op.at
-        trace, origins = self.traces[program], self.emitters[program].origins
+        trace, origins = self.traces[program], self.programs[program].origins
         return trace, origins[index] if 0 <= index < len(origins) else Origin("exit")
 
     def _any(self, op: OpRef) -> OpRef | None:
@@ -90,12 +88,10 @@ class Told:
         return reference(step, op.rank, role)
 
     def _race(self, found: Finding, ranks: tuple[int, ...]) -> Finding:
-        sides = [self._side(op) for op in found.ops]
-        sides.sort(key=lambda side: side.rank_of_role)
-        one, two = sides
-        shown = tuple(side.shown for side in sides if side.shown is not None)
-        kind, message, fix = _words(one, two)
-        if self.reordered and kind not in ("never-waited",):
+        one, two = sorted(map(self._side, found.ops), key=lambda side: side.place)
+        shown = tuple(side.shown for side in (one, two) if side.shown is not None)
+        kind, message, fix = _beside_caller(one, two) or _between_steps(one, two)
+        if self.any_order:
             message += (
                 "; no dependence of the graph keeps the node order, and a scheduler such as "
                 "Inductor's may leave it"
@@ -105,110 +101,132 @@ class Told:
 
     def _side(self, op: OpRef) -> Side:
         trace, origin = self._origin(op)
-        verb = op.role.partition(" ")[0]
         storage = None
         if op.buffer.startswith("b") and op.buffer[1:].isdigit():
             storage = trace.storages[int(op.buffer[1:])]
-        return Side(trace, origin, verb, storage, op)
+        step = trace.steps[origin.number] if origin.role == "step" else None
+        return Side(origin.role, op.role.partition(" ")[0], op.rank, step, storage)
 
 
+@dataclass(frozen=True, slots=True)
 class Side:
     """One of the two accesses of a race."""
 
-    def __init__(
-        self, trace: Trace, origin: Origin, verb: str, storage: Storage | None, op: OpRef
-    ) -> None:
-        self.origin, self.verb, self.storage, self.op = origin, verb, storage, op
-        self.step: Step | None = None
-        self.shown: OpRef | None = None
-        tensor = "" if storage is None else storage.maker
-        if origin.role == "step":
-            self.step = trace.steps[origin.number]
-            role = f"{verb} {tensor}".strip()
-            shown = reference(self.step, op.rank, role)
-            if self.step.issue is not None and self.step.issue.group is not None:
-                role += f" (asynchronously, {self.step.issue.kind})"
-                group = f"group {self.step.issue.group!r}"
-                shown = at_place(self.step.place, op.rank, role, group)
-            self.shown = shown
-        elif origin.role == "free" and storage is not None:
-            self.shown = OpRef(op.rank, 0, storage.stream, f"(memory of {tensor})", "is used again")
+    role: str
+    verb: str
+    rank: int
+    step: Step | None
+    """None for the caller's part, and for memory that is used again."""
+    storage: Storage | None
 
     @property
-    def rank_of_role(self) -> int:
+    def begins(self) -> bool:
+        """Whether it is a collective or a message, which goes on behind its node."""
+        return self.step is not None and self.step.issue is not None
+
+    @property
+    def place(self) -> int:
         """What is begun comes first, its writer before its reader; the caller's part is last."""
         if self.step is None:
             return 3
-        if self.step.issue is None:
-            return 2
-        return 0 if self.verb == "writes" else 1
+        return 2 if not self.begins else 0 if self.verb == "writes" else 1
+
+    @property
+    def tensor(self) -> str:
+        return "a tensor" if self.storage is None else self.storage.maker
 
     @property
     def name(self) -> str:
-        """The node."""
-        return self.step.place.name if self.step is not None else self.origin.role
+        return self.role if self.step is None else self.step.place.name
 
     @property
     def stream(self) -> str:
-        """The stream, in words."""
         return stream_words(MAIN if self.step is None else self.step.stream)
 
+    @property
+    def shown(self) -> OpRef | None:
+        """The access as a finding shows it; None for the caller's part."""
+        tensor = "" if self.storage is None else self.storage.maker
+        if self.step is None:
+            if self.role != "free" or self.storage is None:
+                return None
+            text = f"(memory of {tensor})"
+            return OpRef(self.rank, 0, self.storage.stream, text, "is used again")
+        role, issue = f"{self.verb} {tensor}".strip(), self.step.issue
+        if issue is None:
+            return reference(self.step, self.rank, role)
+        role += f" (asynchronously, {issue.kind})"
+        return at_place(self.step.place, self.rank, role, f"group {issue.group!r}")
 
-def _words(one: Side, two: Side) -> tuple[str, str, str]:
-    """Kind, message and fix of a race between a step and something else."""
-    tensor = one.storage.maker if one.storage is not None else "a tensor"
-    begun = one.step is not None and one.step.issue is not None
-    match two.origin.role:
-        case "exit" if begun:
-            return (
-                "unwaited",
-                f"{tensor} is returned, and nothing waited for {one.name}, which fills it",
-                f"return what wait_tensor gives for {one.name}",
-            )
-        case "exit" if one.storage is not None and one.storage.origin == "input":
-            return (
-                "written-back",
-                f"{one.name} writes the graph input {tensor} on {one.stream}, and the caller's "
-                f"stream does not wait for it before the graph returns",
-                f"let the caller's stream wait for {one.stream} after {one.name}",
-            )
-        case "exit":
-            return (
-                "not-joined",
-                f"{tensor} is returned, and the caller's stream does not wait for {one.name}, "
-                f"which writes it on {one.stream}",
-                f"let the caller's stream wait for {one.stream} after {one.name}",
-            )
-        case "entry" | "constant":
-            return (
-                "not-forked",
-                f"{one.name} touches the graph input {tensor} on {one.stream}, which does not "
-                f"wait for the caller's stream, where it may still be in the making",
-                f"let {one.stream} wait for the caller's stream before {one.name}, or check with "
-                f"inputs='ready' if the caller has waited",
-            )
-        case "free":
-            held = two.storage.stream if two.storage is not None else MAIN
-            name = two.storage.maker if two.storage is not None else tensor
-            return (
-                "freed-early",
-                f"the memory of {name} may be used again on {stream_words(held)} while {one.name} "
-                f"still {one.verb} it on {one.stream}",
-                f"let {stream_words(held)} wait for {one.name} before {name} goes (sync_dealloc), "
-                f"or record_stream it",
-            )
-        case _:
-            pass
-    if begun and two.step is not None and (two.step.issue is None or one.verb == "writes"):
-        return (
-            "unwaited",
-            f"{two.name} {two.verb} {tensor}, and does not wait for {one.name}, which "
-            f"{one.verb} it asynchronously",
-            f"use what wait_tensor gives for {one.name}, on the stream of {two.name}",
+
+def _beside_caller(one: Side, two: Side) -> tuple[str, str, str] | None:
+    """Kind, message and fix of a race between a step and what the caller or the allocator does."""
+    name, tensor, stream = one.name, one.tensor, one.stream
+    join = f"let the caller's stream wait for {stream} after {name}"
+    if two.role == "exit" and one.begins:
+        message = f"{tensor} is returned, and nothing waited for {name}, which fills it"
+        return "unwaited", message, f"return what wait_tensor gives for {name}"
+    if two.role == "exit" and one.storage is not None and one.storage.origin == "input":
+        message = (
+            f"{name} writes the graph input {tensor} on {stream}, and the caller's stream does not "
+            f"wait for it before the graph returns"
         )
-    return (
-        "race",
-        f"nothing orders {one.name} on {one.stream}, which {one.verb} {tensor}, and {two.name} "
-        f"on {two.stream}, which {two.verb} it",
-        "record an event after the one and wait for it on the stream of the other, before it",
+        return "written-back", message, join
+    if two.role == "exit":
+        message = (
+            f"{tensor} is returned, and the caller's stream does not wait for {name}, which writes "
+            f"it on {stream}"
+        )
+        return "not-joined", message, join
+    if two.role in ("entry", "constant"):
+        message = (
+            f"{name} touches the graph input {tensor} on {stream}, which does not wait for the "
+            f"caller's stream, where it may still be in the making"
+        )
+        fix = (
+            f"let {stream} wait for the caller's stream before {name}, or check with "
+            f"inputs='ready' if the caller has waited"
+        )
+        return "not-forked", message, fix
+    if two.role == "free":
+        on = stream_words(MAIN if two.storage is None else two.storage.stream)
+        message = (
+            f"the memory of {two.tensor} may be used again on {on} while {name} still {one.verb} "
+            f"it on {stream}"
+        )
+        fix = (
+            f"let {on} wait for {name} before {two.tensor} goes (sync_dealloc), or record_stream it"
+        )
+        return "freed-early", message, fix
+    return None
+
+
+def _between_steps(one: Side, two: Side) -> tuple[str, str, str]:
+    if one.begins and (not two.begins or one.verb == "writes"):
+        message = (
+            f"{two.name} {two.verb} {one.tensor}, and does not wait for {one.name}, which "
+            f"{one.verb} it asynchronously"
+        )
+        fix = f"use what wait_tensor gives for {one.name}, on the stream of {two.name}"
+        return "unwaited", message, fix
+    message = (
+        f"nothing orders {one.name} on {one.stream}, which {one.verb} {one.tensor}, and {two.name} "
+        f"on {two.stream}, which {two.verb} it"
     )
+    fix = "record an event after the one and wait for it on the stream of the other, before it"
+    return "race", message, fix
+
+
+def reference(step: Step, rank: int, role: str) -> OpRef:
+    """A step in a finding. Its `line` is the node's place in the graph, from 1."""
+    return at_place(step.place, rank, role, step.stream)
+
+
+def at_place(place: Place, rank: int, role: str, stream: str = "") -> OpRef:
+    """A node in a finding."""
+    return OpRef(rank, place.number, stream, f"{place.name} = {place.text}", role, loc=place.loc)
+
+
+def stream_words(stream: str) -> str:
+    """A stream in a sentence."""
+    return "the caller's stream" if stream == MAIN else stream

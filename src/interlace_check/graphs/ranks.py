@@ -7,13 +7,13 @@ mismatches(traces, groups)                     # findings
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from interlace.errors import TeamError
 from interlace.ir.types import Team
 from interlace.verify.report import Finding
+from interlace_check.graphs.findings import reference
 from interlace_check.graphs.steps import Issue, Step, Trace
-from interlace_check.graphs.wording import reference
 
 Groups = dict[str, tuple[int, ...]]
 
@@ -27,9 +27,7 @@ def groups_of(traces: Sequence[Trace], given: Mapping[str, Iterable[int]] | None
     users: defaultdict[str, set[int]] = defaultdict(set)
     sizes: dict[str, int] = {}
     for rank, trace in enumerate(traces):
-        for issue in _issues(trace):
-            if issue.group is None:
-                continue
+        for issue in (step.issue for step in trace.steps if step.issue is not None):
             users[issue.group].add(rank)
             if issue.size is not None:
                 sizes[issue.group] = max(issue.size, sizes.get(issue.group, 0))
@@ -75,9 +73,8 @@ def teams_of(groups: Groups) -> dict[str, Team]:
     }
 
 
-def mismatches(traces: Sequence[Trace], groups: Groups) -> list[Finding]:
+def mismatches(traces: Sequence[Trace], groups: Groups) -> Iterator[Finding]:
     """The first collective of each group at which its ranks do something else."""
-    found: list[Finding] = []
     for group, ranks in groups.items():
         begun = [_begun(traces[rank], group) for rank in ranks]
         for number in range(max(map(len, begun), default=0)):
@@ -88,69 +85,50 @@ def mismatches(traces: Sequence[Trace], groups: Groups) -> list[Finding]:
             }
             finding = _disagreement(group, number, ranks, come)
             if finding is not None:
-                found.append(finding)
+                yield finding
                 break
-    return found
 
 
 def _disagreement(
     group: str, number: int, ranks: Sequence[int], come: Mapping[int, Step]
 ) -> Finding | None:
     which = f"collective {number + 1} of group {group!r}"
+    fix = "let every rank of the group issue the same collectives in the same order"
     first = min(come)
     missing = [rank for rank in ranks if rank not in come]
     if missing:
-        ops = (reference(come[first], first, f"is {which} on rank {first}"),)
-        return Finding(
-            "mismatch",
+        message = (
             f"rank {missing[0]} issues only {number} collectives of group {group!r}, and rank "
-            f"{first} waits for it in {come[first].place.name}",
-            ops,
-            "let every rank of the group issue the same collectives in the same order",
-            ranks=tuple(come),
+            f"{first} waits for it in {come[first].place.name}"
         )
-    mine = come[first].issue
-    assert mine is not None
+        ops = (reference(come[first], first, f"is {which} on rank {first}"),)
+        return Finding("mismatch", message, ops, fix, ranks=tuple(come))
     for rank, step in come.items():
-        issue = step.issue
-        assert issue is not None
-        what = _difference(mine, issue, ranks.index(first), ranks.index(rank))
+        what = _difference(come[first].issue, step.issue, ranks.index(first), ranks.index(rank))
         if what:
-            ops = (
-                reference(come[first], first, f"is {which}"),
-                reference(step, rank, f"is {which}"),
-            )
-            return Finding(
-                "mismatch",
-                f"ranks {first} and {rank} meet in {which} with {what}",
-                ops,
-                "let every rank of the group issue the same collectives in the same order",
-                ranks=(first, rank),
-            )
+            message = f"ranks {first} and {rank} meet in {which} with {what}"
+            ops = [reference(come[each], each, f"is {which}") for each in (first, rank)]
+            return Finding("mismatch", message, tuple(ops), fix, ranks=(first, rank))
     return None
 
 
-def _difference(one: Issue, other: Issue, place: int, other_place: int) -> str:
-    """In what two members of a collective differ."""
+def _difference(one: Issue | None, other: Issue | None, place: int, other_place: int) -> str:
+    """The first property in which two members of a collective differ."""
+    assert one is not None
+    assert other is not None
     mine, theirs = dict(one.signature), dict(other.signature)
     for name in mine:
         if name in theirs and mine[name] != theirs[name]:
             return f"another {name}: {mine[name]} and {theirs[name]}"
-    if one.splits is not None and other.splits is not None:
-        for giver, taker, a, b in (
-            (one, other, place, other_place),
-            (other, one, other_place, place),
-        ):
-            assert giver.splits is not None
-            assert taker.splits is not None
-            given, taken = giver.splits[0], taker.splits[1]
-            if b < len(given) and a < len(taken) and given[b] != taken[a]:
-                return f"other sizes: {given[b]} rows are given where {taken[a]} are taken"
+    if one.splits is None or other.splits is None:
+        return ""
+    for given, taken, a, b in (
+        (one.splits[0], other.splits[1], place, other_place),
+        (other.splits[0], one.splits[1], other_place, place),
+    ):
+        if b < len(given) and a < len(taken) and given[b] != taken[a]:
+            return f"other sizes: {given[b]} rows are given where {taken[a]} are taken"
     return ""
-
-
-def _issues(trace: Trace) -> list[Issue]:
-    return [step.issue for step in trace.steps if step.issue is not None]
 
 
 def _begun(trace: Trace, group: str) -> list[Step]:

@@ -1,63 +1,52 @@
-"""What a graph shows without the verifier: waits that order nothing, results never waited for.
+"""Findings without the verifier: waits that order nothing, results never waited for.
 
-told = plain_findings(trace, rank=0, order="listed", joined=True)
+findings = list(plain_findings(trace, rank=0, any_order=False, joined=True))
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from interlace.verify.report import Finding, OpRef
-from interlace_check.graphs.steps import MAIN, Step, Trace
-from interlace_check.graphs.wording import at_place, reference, stream_words
+from interlace_check.graphs.findings import at_place, reference, stream_words
+from interlace_check.graphs.steps import MAIN, Trace
 
 _WORK = ("compute", "start", "finish", "wait", "wait_stream")
 
 
-def plain_findings(trace: Trace, rank: int, any_order: bool, joined: bool) -> list[Finding]:
+def plain_findings(trace: Trace, rank: int, any_order: bool, joined: bool) -> Iterator[Finding]:
     """The findings of one graph that need no order of its nodes but the one listed."""
-    found = [
-        Finding(
-            "early-wait",
+    for wait, record in trace.early:
+        message = (
             f"{wait.name} waits for an event that the graph records only later, in {record.name}: "
-            f"it waits for nothing, or for what an earlier call recorded",
-            (at_place(wait, rank, "waits"), at_place(record, rank, "records the event")),
-            f"put {record.name} before {wait.name}",
+            f"it waits for nothing, or for what an earlier call recorded"
         )
-        for wait, record in trace.early
-    ]
-    found += _never_waited(trace, rank, joined)
+        ops = (at_place(wait, rank, "waits"), at_place(record, rank, "records the event"))
+        yield Finding("early-wait", message, ops, f"put {record.name} before {wait.name}")
+    yield from _never_waited(trace, rank, joined)
     for place, event in trace.unowned:
-        found.append(
-            _remark(
-                "outside-event",
-                f"{place.name} waits for event {event}, which the graph does not record: what it "
-                f"orders lies outside of the graph and is not counted",
-                at_place(place, rank, "waits"),
-            )
+        message = (
+            f"{place.name} waits for event {event}, which the graph does not record: what it "
+            f"orders lies outside of the graph and is not counted"
         )
-    found += _idle(trace, rank)
+        yield _remark("outside-event", message, at_place(place, rank, "waits"))
+    yield from _idle(trace, rank)
     if trace.assumed is not None:
-        found.append(
-            Finding(
-                "current-stream",
-                f"stream {trace.assumed} is taken for the caller's: syncs name it, and no node is "
-                f"annotated with it",
-                (),
-                "say which indices are the caller's stream: current=(0, ...)",
-                "remark",
-            )
+        message = (
+            f"stream {trace.assumed} is taken for the caller's: syncs name it, and no node is "
+            f"annotated with it"
         )
+        fix = "say which indices are the caller's stream: current=(0, ...)"
+        yield Finding("current-stream", message, (), fix, "remark")
     if trace.bare_syncs and not any_order:
         place = trace.bare_syncs[0]
         more = f" (and {len(trace.bare_syncs) - 1} more)" if len(trace.bare_syncs) > 1 else ""
-        found.append(
-            _remark(
-                "unanchored",
-                f"no data goes through {place.name}{more}: it is right where nodes run as listed, "
-                f"and a scheduler such as Inductor's may move it; order='any' checks that",
-                at_place(place, rank, "orders by its place alone"),
-            )
+        message = (
+            f"no data goes through {place.name}{more}: it is right where nodes run as listed, "
+            f"and a scheduler such as Inductor's may move it; order='any' checks that"
         )
-    return found
+        op = at_place(place, rank, "orders by its place alone")
+        yield _remark("unanchored", message, op)
 
 
 def _never_waited(trace: Trace, rank: int, joined: bool) -> list[Finding]:
@@ -77,39 +66,27 @@ def _never_waited(trace: Trace, rank: int, joined: bool) -> list[Finding]:
     ]
 
 
-def _idle(trace: Trace, rank: int) -> list[Finding]:
+def _idle(trace: Trace, rank: int) -> Iterator[Finding]:
     """Waits for a stream that has done nothing, or for the own stream."""
     busy = {MAIN}
     recorded: dict[int, tuple[str, bool]] = {}
-    found: list[Finding] = []
     for step in trace.steps:
-        on, worked = _awaited(step, recorded, busy)
+        on, worked = None, True
+        if step.kind == "wait_stream":
+            on, worked = step.other, step.other in busy
+        elif step.kind == "wait" and step.event is not None:
+            on, worked = recorded.get(step.event, (None, True))
         if on is not None and (on == step.stream or not worked):
             why = "its own stream" if on == step.stream else f"{on}, which has done nothing yet"
-            found.append(
-                _remark(
-                    "idle-wait",
-                    f"{step.place.name} makes {stream_words(step.stream)} wait for {why}: it "
-                    f"orders nothing",
-                    reference(step, rank, "waits"),
-                )
+            message = (
+                f"{step.place.name} makes {stream_words(step.stream)} wait for {why}: it orders "
+                f"nothing"
             )
+            yield _remark("idle-wait", message, reference(step, rank, "waits"))
         if step.kind == "record" and step.event is not None:
             recorded[step.event] = (step.stream, step.stream in busy)
         if step.kind in _WORK:
             busy.add(step.stream)
-    return found
-
-
-def _awaited(
-    step: Step, recorded: dict[int, tuple[str, bool]], busy: set[str]
-) -> tuple[str | None, bool]:
-    """The stream that a step waits for, and whether it has done anything."""
-    if step.kind == "wait_stream":
-        return step.other, step.other in busy
-    if step.kind == "wait" and step.event in recorded:
-        return recorded[step.event]
-    return None, True
 
 
 def _remark(kind: str, message: str, op: OpRef) -> Finding:

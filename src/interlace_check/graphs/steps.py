@@ -1,6 +1,6 @@
 """Steps: what a graph does, one after another, as far as the order and the bytes are concerned.
 
-`walk` makes them of a graph's nodes; `listed` and `reordered` make a Program of them.
+`walk` makes them of a graph's nodes, and `to_program` a Program of them.
 
     Step("record", place, "main", event=1)      # streams.record_event(1, <the caller's stream>)
 """
@@ -34,13 +34,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A collective, a message or a transfer, begun on a stream of its own."""
+    """A collective or a message, begun on a stream of its own."""
 
     queue: str
     """The stream that it runs on, which no node is on."""
     kind: str
-    group: str | None = None
-    """None for what concerns this rank alone."""
+    group: str
     signature: tuple[tuple[str, str], ...] = ()
     """What the ranks have to agree on, by name."""
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -90,14 +89,3 @@ class Trace:
     has_control_deps: bool = False
     bare_syncs: list[Place] = field(default_factory=list[Place])
     """Stream ops that hang on no data."""
-
-    def streams(self) -> list[str]:
-        """Every stream, the caller's first."""
-        names = [MAIN]
-        for step in self.steps:
-            names.append(step.stream)
-            if step.kind == "wait_stream":
-                names.append(step.other)
-            if step.issue is not None:
-                names.append(step.issue.queue)
-        return list(dict.fromkeys(names))

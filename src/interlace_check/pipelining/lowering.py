@@ -36,9 +36,14 @@ class Lowered:
 def add_messages(order: PipelineOrder, layout: Layout) -> Lowered:
     """The schedule with the sends and receives that torch adds."""
     lowering = _Lowering(order, layout)
-    while lowering.round():
-        pass
-    stuck = [found for rank in range(len(order.cells)) if (found := lowering.missing(rank))]
+    active = set(range(len(order.cells)))
+    while active:
+        for rank in range(len(order.cells)):
+            if rank in active:
+                active |= lowering.turn(rank)
+                if lowering.is_done(rank) or lowering.missing(rank) is not None:
+                    active.discard(rank)
+    stuck = [lack for rank in range(len(order.cells)) if (lack := lowering.missing(rank))]
     for rank, sequence in enumerate(lowering.sequences):
         first = lowering.next[rank]
         sequence += [placed for placed in order.placed(rank) if (placed.index or 0) >= first]
@@ -52,57 +57,46 @@ class _Lowering:
         self.sequences: list[list[Placed]] = [[] for _ in order.cells]
         self.ready: list[set[Key]] = [set() for _ in order.cells]
         """Inputs that are there, by rank: the computation that takes one."""
-        self.active = set(range(len(order.cells)))
-        """Ranks that are not known to wait for an input, or to be at their end."""
 
-    def round(self) -> bool:
-        """One turn of every rank; whether any went on."""
-        moved = False
-        for rank, cells in enumerate(self.order.cells):
-            if rank not in self.active:
-                continue
-            if self.next[rank] < len(cells) and self.missing(rank) is None:
-                self.take(rank)
-                moved = True
-            else:
-                self.active.discard(rank)
-        return moved
+    def is_done(self, rank: int) -> bool:
+        return self.next[rank] == len(self.order.cells[rank])
+
+    def leaves(self, rank: int) -> tuple[Action, ...]:
+        """The next actions of a rank."""
+        cell = None if self.is_done(rank) else self.order.cells[rank][self.next[rank]]
+        return () if cell is None else tuple(cell.leaves())
 
     def missing(self, rank: int) -> tuple[Placed, Action] | None:
         """The next action of a rank that is not ready, and what it lacks."""
-        cells, index = self.order.cells[rank], self.next[rank]
-        cell = cells[index] if index < len(cells) else None
-        for leaf in cell.leaves() if cell is not None else ():
+        for leaf in self.leaves(rank):
             source = self.layout.source(leaf)
             if source is not None and _input(leaf) not in self.ready[rank]:
                 kind = "F" if source[0] == "SEND_F" else "B"
-                return Placed(rank, index, leaf), Action(kind, source[1], source[2])
+                placed = Placed(rank, self.next[rank], leaf)
+                return placed, Action(kind, source[1], source[2])
         return None
 
-    def take(self, rank: int) -> None:
-        index = self.next[rank]
+    def turn(self, rank: int) -> set[int]:
+        """One turn of a rank, if it is ready; the ranks that get an input by it."""
+        if self.is_done(rank) or self.missing(rank) is not None:
+            return set()
+        leaves = self.leaves(rank)
+        self.sequences[rank] += [Placed(rank, self.next[rank], leaf) for leaf in leaves]
         self.next[rank] += 1
-        cell = self.order.cells[rank][index]
-        leaves = tuple(cell.leaves()) if cell is not None else ()
-        self.sequences[rank] += [Placed(rank, index, leaf) for leaf in leaves]
+        reached: set[int] = set()
         for leaf in leaves:
-            self.pass_on(rank, leaf)
-
-    def pass_on(self, rank: int, action: Action) -> None:
-        """The result of a computation, to whoever takes it."""
-        if action.kind not in COMPUTE or action.kind == "W":
-            return
-        forward = action.kind == "F"
-        send = Action("SEND_F" if forward else "SEND_B", action.stage, action.microbatch)
-        peer = self.layout.peer(send)
-        if peer is None:
-            return
-        receive = self.layout.other_end(send)
-        if peer != rank:
-            self.sequences[rank].append(Placed(rank, None, send))
-            self.sequences[peer].append(Placed(peer, None, receive))
-        self.ready[peer].add(("F" if forward else "B", receive.stage, action.microbatch))
-        self.active.add(peer)
+            if leaf.kind in COMPUTE and leaf.kind != "W":
+                forward = leaf.kind == "F"
+                send = Action("SEND_F" if forward else "SEND_B", leaf.stage, leaf.microbatch)
+                peer, receive = self.layout.peer(send), self.layout.other_end(send)
+                if peer is None:
+                    continue
+                if peer != rank:
+                    self.sequences[rank].append(Placed(rank, None, send))
+                    self.sequences[peer].append(Placed(peer, None, receive))
+                self.ready[peer].add(("F" if forward else "B", receive.stage, leaf.microbatch))
+                reached.add(peer)
+        return reached
 
 
 def _input(action: Action) -> Key:

@@ -16,8 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from interlace_check.recorded.entries import Dump, Entry, EntryContent, GroupKey, IssuedCall
-from interlace_check.recorded.words import ranks_in_words
+from interlace_check.recorded.entries import (
+    Dump,
+    Entry,
+    EntryContent,
+    GroupKey,
+    IssuedCall,
+    ranks_in_words,
+)
 
 MAX_OPEN = 1024
 """Groups, and pairs of ranks with messages, whose open ops are looked at."""

@@ -10,6 +10,7 @@ its rank waited for, and what a person needs to find it: the record number and t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -226,3 +227,22 @@ def elements(sizes: tuple[tuple[int, ...], ...]) -> int | None:
 def shown(text: str) -> str:
     """A text of a dump, at a length that a message can bear."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Ranks in words, with runs of them as `0 to 7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    said = [str(a) if a == b else f"{a} and {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs]
+    if len(said) > 12:
+        said = [*said[:12], "..."]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(said)}"
+
+
+def times(count: int, what: str) -> str:
+    """A number of things."""
+    return f"{count} {what}{'s' if count != 1 else ''}"

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from interlace.verify.report import Finding
 from interlace_check.recorded.alignment import Aligned, Open, OpenChannel
-from interlace_check.recorded.entries import Entry, IssuedCall
+from interlace_check.recorded.entries import Entry, IssuedCall, ranks_in_words, times
 from interlace_check.recorded.programs import RankProgram, Step
 from interlace_check.recorded.report import RecordedFinding, RecordedOp, fault, unrecorded
-from interlace_check.recorded.words import ranks_in_words, times
 
 NUM_SHOWN = 4
 """Ranks of each side that a finding shows."""

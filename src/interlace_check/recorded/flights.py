@@ -21,9 +21,8 @@ from interlace.ir.text.printer import print_op
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.source import lower
-from interlace_check.recorded.entries import shown
+from interlace_check.recorded.entries import ranks_in_words, shown
 from interlace_check.recorded.report import RecordedFinding, RecordedOp, fault, unrecorded
-from interlace_check.recorded.words import ranks_in_words
 
 NOT_BEGUN, DONE = -1, -2
 NUM_SHOWN = 8

@@ -29,7 +29,7 @@ MAX_OPEN = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an op of a Program stands for."""
+    """Record or expectation that an op of a Program stands for."""
 
     text: str
     entry: Entry | None = None
@@ -88,7 +88,7 @@ def _collectives(
 
 
 def _usual(issued: Iterable[Entry]) -> Entry:
-    """What most members issued at a number."""
+    """The call that most members issued at a number."""
     entries = list(issued)
     content, _ = Counter(entry.content for entry in entries).most_common(1)[0]
     return next(entry for entry in entries if entry.content == content)
@@ -118,11 +118,11 @@ class RankProgram(OriginBuilder[Step]):
         self.rank = rank
         self.groups = {team.name: team.groups for team in teams}
         self.recorded: list[tuple[Entry, str]] = []
-        """What the rank recorded, with its team."""
+        """Ops that the rank recorded, each with its team."""
         self.assumed: list[tuple[Entry, str]] = []
-        """What it must have issued, by what a peer recorded."""
+        """Ops that it must have issued, by what a peer recorded."""
         self.expected: list[tuple[Entry, str]] = []
-        """What it has not issued, and a peer waits for."""
+        """Ops that it has not issued, and that a peer waits for."""
 
     def write(self) -> None:
         """All ops of the rank."""

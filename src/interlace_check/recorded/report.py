@@ -75,9 +75,15 @@ def fault(
     follows: bool = False,
 ) -> RecordedFinding:
     """Finding about recorded ops."""
-    level = "follows" if follows else "error"
-    ranks = {"waiting": tuple(waiting), "missing": tuple(missing)}
-    return RecordedFinding(kind, message, tuple(ops), fix, level, **ranks)
+    return RecordedFinding(
+        kind,
+        message,
+        tuple(ops),
+        fix,
+        "follows" if follows else "error",
+        waiting=tuple(waiting),
+        missing=tuple(missing),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Functional collectives, messages and transfers of a graph, as steps that begin and steps that
+"""Functional collectives and messages of a graph, as steps that begin and steps that
 wait.
 
 A collective begins on a stream of its group's own after what is on the current stream, and a
@@ -20,7 +20,7 @@ from interlace.errors import ProgramError
 from interlace_check.graphs.reading import targets
 from interlace_check.graphs.reading.aliasing import aliases
 from interlace_check.graphs.reading.tensors import Storage, TensorRef
-from interlace_check.graphs.reading.values import Value, tensors_in
+from interlace_check.graphs.reading.values import Value, example, tensors_in
 from interlace_check.graphs.steps import Issue, Step
 
 if TYPE_CHECKING:
@@ -52,20 +52,17 @@ class BegunCommunication:
         """One operator of these."""
         if name in targets.FINISHES:
             return self._finish(call, bound, targets.FINISHES[name])
-        if name in targets.TRANSFERS:
-            source = tensors_in(bound[targets.TRANSFERS[name]])
-            issue = Issue("", name.removeprefix("ao::"))
-            return self._begin(call, issue, source, [], op, bound)
         if name in targets.MESSAGES:
             return self._message(call, name, op, bound)
-        if name == targets.BATCH:
-            return self._batch(call, op, bound)
         row = targets.COLLECTIVES[name]
         source = tensors_in(bound[row.source])
         filled = source if row.in_place else tensors_in(bound[row.out]) if row.out else []
         issue = self._issue(call.node, row, bound, source, name.endswith("coalesced"))
         value = self._begin(call, issue, source, filled, op, bound)
-        return self._wait_for(call, value) if row.waits else value
+        if row.waits:
+            call = dataclasses.replace(call, after=value.after)
+            return self._finish(call, {"tensor": value.data}, "tensor")
+        return value
 
     def _issue(
         self,
@@ -75,7 +72,7 @@ class BegunCommunication:
         source: list[TensorRef],
         coalesced: bool,
     ) -> Issue:
-        group = group_of(node, bound[row.group])
+        group = group_of(node, bound["group_name"])
         agreed = [("kind", row.kind + (" (coalesced)" if coalesced else ""))]
         agreed += [(name, str(bound[name])) for name in _AGREED if bound.get(name) is not None]
         splits = None
@@ -109,27 +106,25 @@ class BegunCommunication:
         """Begins something that reads `source` and writes `filled`, or else what it makes."""
         walker = self.walker
         makes: list[Storage] = []
+        kind = str(op._schema.returns[0].type) if op._schema.returns else ""
         if not filled and not issue.sends:
-            kind = str(op._schema.returns[0].type) if op._schema.returns else ""
-            data = walker.made(call, _example(call.node), kind, makes)
+            data = walker.made(call, example(call.node), kind, makes)
         else:
             shared = aliases(op, bound)
-            kind = str(op._schema.returns[0].type) if op._schema.returns else ""
             given = shared[0] if shared and shared[0] else filled or source
             data = list(given) if "List" in kind else given[0] if given else None
-        writes = [tensor.view for tensor in filled]
         for tensor in filled:
             tensor.storage.written = True
         after, ordered = call.after, f"{issue.group} {issue.peer} {issue.sends}"
         if ordered in self.last:  # a group's collectives stay in the order listed
             after |= {self.last[ordered]}
-        issue = dataclasses.replace(issue, queue=self._queue(issue, call.stream))
+        issue = dataclasses.replace(issue, queue=self._queue(call.stream))
         step = Step(
             "start",
             call.place,
             call.stream,
             tuple(dict.fromkeys(tensor.view for tensor in source)),
-            tuple(dict.fromkeys(writes)),
+            tuple(dict.fromkeys(tensor.view for tensor in filled)),
             tuple(makes),
             after,
             issue=issue,
@@ -143,7 +138,7 @@ class BegunCommunication:
             self.begun[storage.number].append(number)
         return Value(data, frozenset((number,)))
 
-    def _queue(self, issue: Issue, stream: str) -> str:
+    def _queue(self, stream: str) -> str:
         """A stream for it to run on.
 
         That a later collective of the group is done does not mean that this one is: it holds for
@@ -173,53 +168,21 @@ class BegunCommunication:
         self.waits.update(dict.fromkeys(storages, number))
         return Value(bound[argument], frozenset((number,)))
 
-    def _wait_for(self, call: GraphCall, value: Value) -> Value:
-        return self._finish(
-            type(call)(
-                call.node,
-                call.place,
-                call.stream,
-                call.args,
-                call.kwargs,
-                value.after,
-                call.depth,
-                call.values,
-            ),
-            {"tensor": value.data},
-            "tensor",
-        )
-
     def _message(self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
         tensor_name, peer_name = targets.MESSAGES[name]
         group, peer = group_of(call.node, bound["group_name"]), bound[peer_name]
-        tensors = tensors_in(bound[tensor_name])
-        sends = peer_name == "dst"
-        issue = _message_issue(call.node, group, peer, sends, tensors)
-        return self._begin(
-            call, issue, tensors if sends else [], [] if sends else tensors, op, bound
-        )
-
-    def _batch(self, call: GraphCall, op: OpOverload, bound: dict[str, Any]) -> Value:
-        """Several messages: each on a queue of its own, so that none blocks another."""
-        group = group_of(call.node, bound["group_name"])
-        kinds, peers = bound["op_list"], bound["peer_list"]
-        tensors = bound["tensors"]
-        if not all(isinstance(each, tuple | list) for each in (kinds, peers, tensors)) or not (
-            len(kinds) == len(peers) == len(tensors)
-        ):
+        if type(peer) is not int or peer < 0:
             raise ProgramError(
-                f"node {call.node.name!r} lists other numbers of ops, peers and tensors; fix: "
-                f"give one of each for a message"
+                f"node {call.node.name!r} has a message with rank {peer!r}; fix: a peer is an "
+                f"integer >= 0"
             )
-        after = call.after
-        for kind, peer, tensor in zip(kinds, peers, tensors, strict=True):
-            held, sends = tensors_in(tensor), "send" in str(kind)
-            issue = _message_issue(call.node, group, peer, sends, held)
-            value = self._begin(
-                call, issue, held if sends else [], [] if sends else held, op, bound
-            )
-            after |= value.after
-        return Value(list(tensors), after)
+        tensors, sends = tensors_in(bound[tensor_name]), peer_name == "dst"
+        facts = tensors[0].facts if tensors else None
+        num_bytes = None if facts is None else facts.numel * facts.itemsize
+        kind = "send" if sends else "recv"
+        issue = Issue("", kind, group, peer=peer, sends=sends, num_bytes=num_bytes)
+        source, filled = (tensors, []) if sends else ([], tensors)
+        return self._begin(call, issue, source, filled, op, bound)
 
     def keep_unfinished(self) -> None:
         """Torch keeps what it works on until it is waited for."""
@@ -227,19 +190,6 @@ class BegunCommunication:
             if begun not in self.waited:
                 for storage in storages:
                     storage.last_use = NEVER
-
-
-def _message_issue(
-    node: fx.Node, group: str, peer: Any, sends: bool, tensors: list[TensorRef]
-) -> Issue:
-    if type(peer) is not int or peer < 0:
-        raise ProgramError(
-            f"node {node.name!r} has a message with rank {peer!r}; fix: a peer is an integer >= 0"
-        )
-    facts = tensors[0].facts if tensors else None
-    num_bytes = None if facts is None else facts.numel * facts.itemsize
-    kind = "send" if sends else "recv"
-    return Issue("", kind, group, peer=peer, sends=sends, num_bytes=num_bytes)
 
 
 def group_of(node: fx.Node, group: Any) -> str:
@@ -263,8 +213,3 @@ def _integers(sizes: Any) -> tuple[int, ...] | None:
     if isinstance(sizes, tuple | list) and all(type(size) is int for size in sizes):
         return tuple(sizes)
     return None
-
-
-def _example(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    return node.meta.get("example_value") if value is None else value

@@ -12,21 +12,11 @@ from typing import Any
 from torch import fx
 
 from interlace.errors import ProgramError
-from interlace_check.graphs.reading.targets import operator_name, overload
+from interlace_check.graphs.reading.targets import STREAM_OPS, operator_name, overload
 from interlace_check.graphs.steps import MAIN, Place
 
 MAX_TEXT = 120
 _FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in [^\n]*(?:\n([^\n]*))?')
-_PLACEMENTS = {  # which arguments of a stream op name streams
-    "streams::fork": (0, 1),
-    "streams::join": (0, 1),
-    "streams::record_event": (1,),
-    "streams::wait_event": (1,),
-    "streams::wait_stream": (0, 1),
-    "streams::synchronize_stream": (0,),
-    "streams::sync_dealloc": (1,),
-    "streams::record_stream": (1,),
-}
 
 
 def place_of(node: fx.Node, number: int, outer: str) -> Place:
@@ -97,8 +87,8 @@ def stream_names(gm: fx.GraphModule, current: frozenset[int] | None) -> tuple[fr
     synced: set[int] = set()
     for node in all_nodes(gm):
         name = operator_name(node.target) if node.op == "call_function" else ""
-        if name in _PLACEMENTS:
-            for place in _PLACEMENTS[name]:
+        if name in STREAM_OPS:
+            for place in STREAM_OPS[name]:
                 if place < len(node.args) and type(node.args[place]) is int:
                     synced.add(node.args[place])  # pyright: ignore[reportArgumentType]
         else:

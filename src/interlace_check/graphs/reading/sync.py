@@ -39,13 +39,9 @@ class Syncs:
         def event(argument: str) -> int:
             return stream_index(bound[argument], node)
 
-        if not call.after and op not in ("fork", "join", "record_stream", "sync_dealloc"):
+        if not call.after and op not in ("record_stream", "sync_dealloc"):
             walker.trace.bare_syncs.append(place)
         match op:
-            case "fork" | "join":
-                stream("from_index")
-                walker.entered = stream("to_index")
-                return Value(None, call.after)
             case "record_stream":
                 for tensor in tensors_in(bound["tensor"]):
                     tensor.storage.recorded.add(stream("stream_index"))

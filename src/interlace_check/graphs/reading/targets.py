@@ -1,7 +1,7 @@
 """What a node's target is: a collective, a wait, a stream op, or an operator like any other.
 
 One row for each operator that orders anything; all else is compute. The rows cover the spellings
-of torch 2.11 to 2.15: `streams::`, `_c10d_functional::`, `_dtensor::` and `ao::`.
+of torch 2.11 to 2.15: `streams::`, `_c10d_functional::` and `_dtensor::`.
 
     >>> COLLECTIVES["_c10d_functional::all_reduce_"].kind
     'all_reduce'
@@ -27,7 +27,6 @@ class CollectiveRow:
     out: str | None = None
     """The argument that it fills; None where it makes its result."""
     in_place: bool = False
-    group: str = "group_name"
     waits: bool = False
     """Whether it ends before the operators after it begin, without a `wait_tensor`."""
 
@@ -63,30 +62,22 @@ MESSAGES = {
     "_c10d_functional::irecv": ("tensor", "src"),
 }
 """Messages between two ranks: the arguments that give the tensor and the peer."""
-BATCH = "_c10d_functional::batch_p2p_ops"
 FINISHES = {
     "_c10d_functional::wait_tensor": "tensor",
     "_c10d_functional::wait_tensors": "tensors",
-    "ao::wait_tensor": "tensor",
 }
 """Operators after which the stream may touch a result: the argument that gives it."""
-TRANSFERS = {"ao::offload": "tensor", "ao::reload": "tensor"}
-"""Copies on a stream of their own, which a `wait_tensor` awaits."""
-STREAM_OPS = frozenset(
-    f"streams::{name}"
-    for name in (
-        "fork",
-        "join",
-        "record_event",
-        "wait_event",
-        "wait_stream",
-        "synchronize_event",
-        "synchronize_device",
-        "synchronize_stream",
-        "sync_dealloc",
-        "record_stream",
-    )
-)
+STREAM_OPS: dict[str, tuple[int, ...]] = {
+    "streams::record_event": (1,),
+    "streams::wait_event": (1,),
+    "streams::wait_stream": (0, 1),
+    "streams::synchronize_event": (),
+    "streams::synchronize_device": (),
+    "streams::synchronize_stream": (0,),
+    "streams::sync_dealloc": (1,),
+    "streams::record_stream": (1,),
+}
+"""Operators of user streams: the places of the arguments that name streams."""
 VIEWS = frozenset({"aten::_unsafe_view", "_c10d_functional::_wrap_tensor_autograd"})
 """Operators whose result shares the storage of their first argument, unlike their schema says."""
 FILLED = {"fsdp::all_gather_copy_in": "all_gather_output"}
@@ -96,9 +87,9 @@ MAYBE_COPIES = frozenset(
 )
 """Operators that give a view where they can, and a copy else; their schema says view."""
 PURE = frozenset({"get_external_object_by_index", "getitem", "getattr"})
-ORDERING_SPACES = ("_c10d_functional", "_c10d_functional_autograd", "streams", "c10d", "symm_mem")
+ORDERING_SPACES = ("_c10d_functional", "_c10d_functional_autograd", "streams", "c10d")
+ORDERING_SPACES += ("symm_mem", "ao")
 """Namespaces of which an operator without a row is refused: it may order or wait for anything."""
-KNOWN_IN_SPACES = frozenset({"_c10d_functional::_wrap_tensor_autograd"})
 
 
 def overload(target: Any) -> OpOverload | None:
@@ -124,14 +115,14 @@ def operator_name(target: Any) -> str:
 
 def is_ordering(name: str) -> bool:
     """Whether an operator means something for the order of others."""
-    rows = (COLLECTIVES, MESSAGES, FINISHES, TRANSFERS, STREAM_OPS)
-    return name == BATCH or any(name in row for row in rows)
+    rows = (COLLECTIVES, MESSAGES, FINISHES, STREAM_OPS)
+    return any(name in row for row in rows)
 
 
 def refuse_unknown(name: str, node: fx.Node) -> None:
     """Raises UnsupportedError for an operator that may order others in a way not known here."""
     space = name.partition("::")[0]
-    if space in ORDERING_SPACES and not is_ordering(name) and name not in KNOWN_IN_SPACES:
+    if space in ORDERING_SPACES and not is_ordering(name) and name not in VIEWS:
         raise UnsupportedError(
             f"node {node.name!r} calls {name}, and what it waits for or orders is unknown; fix: "
             f"check the graph before the pass that put it in, or report the operator"

@@ -36,6 +36,12 @@ class Lasting:
     tensor: TensorRef
 
 
+def example(node: fx.Node) -> Any:
+    """The example of what a node gives, if it has one."""
+    value = node.meta.get("val")
+    return node.meta.get("example_value") if value is None else value
+
+
 def flatten(data: Any, depth: int = 0) -> Iterator[Any]:
     """The leaves of a structure of tuples, lists, dictionaries and slices."""
     if depth > MAX_DEPTH:

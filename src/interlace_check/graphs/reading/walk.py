@@ -7,6 +7,7 @@ trace.steps, trace.outputs
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from interlace_check.graphs.reading.values import (
     MAX_DEPTH,
     Lasting,
     Value,
+    example,
     flatten,
     item_of,
     mapped,
@@ -61,8 +63,6 @@ class Walker:
         self.trace = Trace()
         self.current, guessed = naming.stream_names(gm, current)
         self.trace.assumed = str(guessed) if guessed >= 0 else None
-        self.entered = MAIN
-        """The stream of nodes without an annotation: `fork` and `join` change it."""
         self.syncs = Syncs(self)
         self.communication = BegunCommunication(self)
         self._writes: dict[int, int] = {}
@@ -109,8 +109,7 @@ class Walker:
                 args = mapped(node.args, lambda used: values[used].data)
                 kwargs = mapped(node.kwargs, lambda used: values[used].data)
                 on = naming.annotated_stream(node)
-                own = stream if outer and on is None else self.entered
-                name = own if on is None else naming.stream_name(on, self.current)
+                name = stream if on is None else naming.stream_name(on, self.current)
                 given_by = {used: values[used] for used in node.all_input_nodes}
                 call = GraphCall(
                     node, place, name, tuple(args), dict(kwargs), after, depth, given_by
@@ -148,7 +147,7 @@ class Walker:
 
     def _input(self, node: fx.Node, origin: str, held: Any = None) -> Value:
         """What the caller passes, or what the module holds."""
-        value = held if origin == "constant" else _meta_value(node)
+        value = held if origin == "constant" else example(node)
         facts = facts_of(value)
         if facts is None and not isinstance(value, torch.Tensor) and value is not None:
             return Value(None)  # a size, a script object, ...
@@ -198,8 +197,7 @@ class Walker:
             else:
                 self._reads[storage].add(number)
         after.discard(number)
-        fields = {name: getattr(step, name) for name in Step.__slots__}
-        self.trace.steps.append(Step(**{**fields, "after": frozenset(after)}))
+        self.trace.steps.append(replace(step, after=frozenset(after)))
         return number
 
     def _call(self, call: GraphCall) -> Value:
@@ -248,7 +246,7 @@ class Walker:
         if name in targets.FILLED:
             return self.note(call, reads, writes, makes, self._views(call, shared))
         many = len(results) != 1
-        value = _meta_value(call.node)
+        value = example(call.node)
         parts: list[Any] = []
         for index, (result, tensors) in enumerate(zip(results, shared, strict=True)):
             part = value
@@ -308,10 +306,10 @@ class Walker:
 
     def _views(self, call: GraphCall, shared: list[list[TensorRef]]) -> Any:
         """Views of tensors: no step, and the sizes that the node's metadata gives."""
-        value = _meta_value(call.node)
+        value = example(call.node)
 
-        def viewed(example: Any, tensor: TensorRef) -> TensorRef:
-            facts = facts_of(example)
+        def viewed(part: Any, tensor: TensorRef) -> TensorRef:
+            facts = facts_of(part)
             return TensorRef(tensor.storage, tensor_view(tensor.storage, facts), facts)
 
         if len(shared) == 1 and isinstance(value, tuple | list):
@@ -339,7 +337,7 @@ class Walker:
         tensors = tensors_in((call.args, call.kwargs))
         writes = tensors if name in _MUTATING_HOPS else []
         makes: list[Storage] = []
-        data = self.made(call, _meta_value(call.node), "", makes)
+        data = self.made(call, example(call.node), "", makes)
         return self.note(call, tensors, writes, makes, data)
 
     def _inlined(self, call: GraphCall, name: str) -> Value:
@@ -368,38 +366,25 @@ class Walker:
     def _refuse_order_within(self, held: fx.GraphModule, call: GraphCall) -> None:
         for node in naming.all_nodes(held):
             name = targets.operator_name(node.target) if node.op == "call_function" else ""
-            if targets.is_ordering(name) and not name.startswith("ao::"):
+            if targets.is_ordering(name):
                 raise UnsupportedError(
                     f"node {call.node.name!r} calls {name} in a subgraph that may run any number "
                     f"of times; fix: check the subgraph alone"
                 )
 
 
+@dataclass(frozen=True, slots=True)
 class GraphCall:
     """A call of a function, with its arguments in hand."""
 
-    __slots__ = ("after", "args", "depth", "kwargs", "node", "place", "stream", "values")
-
-    def __init__(
-        self,
-        node: fx.Node,
-        place: Place,
-        stream: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        after: frozenset[int],
-        depth: int,
-        values: dict[fx.Node, Value],
-    ) -> None:
-        self.node, self.place, self.stream = node, place, stream
-        self.args, self.kwargs, self.after, self.depth = args, kwargs, after, depth
-        self.values = values
-
-
-def _meta_value(node: fx.Node) -> Any:
-    """The example of what a node gives, if it has one."""
-    value = node.meta.get("val")
-    return node.meta.get("example_value") if value is None else value
+    node: fx.Node
+    place: Place
+    stream: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    after: frozenset[int]
+    depth: int
+    values: dict[fx.Node, Value]
 
 
 def _has(value: Any, index: int) -> bool:
@@ -413,9 +398,9 @@ def _given_back(tensors: list[TensorRef], kind: str) -> Any:
 
 def _same_storage(node: fx.Node, tensors: list[TensorRef]) -> list[TensorRef]:
     """Whether a result that may be a copy is a view; where nothing says so it counts as a copy."""
-    value = _meta_value(node)
+    value = example(node)
     source = node.args[0] if node.args else None
-    base = _meta_value(source) if isinstance(source, fx.Node) else None
+    base = example(source) if isinstance(source, fx.Node) else None
     if not isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
         return []
     try:
