@@ -34,7 +34,7 @@ class Operations(Protocol[T]):
     """`all_gather` of the rows before the matmuls; `reduce_scatter` or `all_reduce` after; `copy`:
     nothing, and backward all-reduces the gradient of x."""
     recipe: Recipe | None
-    """How FP8 is made; None: the matmuls are of the layer's dtype."""
+    """The FP8 recipe; None: the matmuls are of the layer's dtype."""
     ranks: int
     """Ranks of the group."""
 
@@ -88,7 +88,7 @@ class Operations(Protocol[T]):
 
 
 REDUCES_BACK = {"all_gather": "reduce_scatter", "copy": "all_reduce"}
-"""How the gradient of x is summed over the ranks."""
+"""The collective that sums the gradient of x over the ranks."""
 
 
 def forward(
@@ -190,7 +190,7 @@ def _backward_of_scatter(
 
 
 def packs(recipe: Recipe | None) -> bool:
-    """Whether x and gradients go through FP8 for all matmuls: see Note [FP8 layers]."""
+    """Returns true where x and gradients go through FP8 for all matmuls: Note [FP8 layers]."""
     return recipe is not None and recipe.scaling == "tensor"
 
 

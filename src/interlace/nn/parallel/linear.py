@@ -207,7 +207,7 @@ def _communication(
     recipe: Recipe | None,
     weights: Sequence[Tensor],
 ) -> Communication | None:
-    """How a call communicates; None where one rank has all."""
+    """The communication of a call; None where one rank has all."""
     in_graph = torch.compiler.is_compiling()  # Note [In our own graphs] in traced.py
     chosen = DEFAULT if in_graph else _options(_given(options), overlap)
     if group is None:
@@ -341,7 +341,7 @@ def _check(
 
 
 def _cast(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    """What F.linear casts to under autocast, which leaves float64 and integers alone."""
+    """The dtype that F.linear casts to under autocast, which leaves float64 and integers alone."""
     if target is None or dtype == torch.float64 or not dtype.is_floating_point:
         return dtype
     return target

@@ -37,18 +37,18 @@ class LinearLayer:
     """Columns of each output on this rank."""
     biased: tuple[bool, ...]
     wanted: tuple[bool, ...] | None = None
-    """Of the backward pass: the gradients of x, of each weight, and of each bias that it gives;
+    """The gradients of x, of each weight, and of each bias that a backward pass gives;
     None: this is the forward pass."""
     recipe: Recipe | None = None
     """As of `Operations`."""
     maxima: int = 1
     """Numbers that `float8_amax` gives."""
     keeps: bool = False
-    """Of the forward pass: whether backward will want x."""
+    """In the forward pass: true where backward will want x."""
 
     @property
     def returns_x(self) -> bool:
-        """Whether the forward pass returns x in FP8, last."""
+        """True where the forward pass returns x in FP8, last."""
         return packs(self.recipe) and self.keeps
 
 

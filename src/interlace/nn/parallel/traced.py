@@ -70,7 +70,7 @@ class TorchOperations:
         self.collective, self.recipe, self.dtype = collective, recipe, dtype
         self.group, self.ranks = team
         self.packs_weights = packs_weights
-        """Whether backward has weights as they are, and not their transposes in FP8."""
+        """True where backward has the weights themselves, and not their transposes in FP8."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
