@@ -57,7 +57,7 @@ class Float8Data:
     columns: int
     """K."""
     by_row: bool = False
-    """Whether each row has a scale of its own."""
+    """True where each row has a scale of its own."""
     transposed: Tensor | None = None
     """The transpose, packed: float8 [K, width(M)]; None if it was not asked for."""
 

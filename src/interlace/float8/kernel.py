@@ -108,7 +108,7 @@ def lines_kernel(
 
 @triton.jit
 def line(x, row, column, rows, columns, stride, BF16: tl.constexpr):
-    """Those rows and columns in fp32, zeros outside."""
+    """Some rows and columns in fp32, zeros outside."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = x + row.to(tl.int64)[:, None] * stride + column[None, :]
     return wide(tl.load(at, mask=inside, other=0), BF16)

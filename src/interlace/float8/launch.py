@@ -36,7 +36,7 @@ SLOTS = 1 << 16
 """Scales that are kept as guesses, on each device."""
 _kept: list[Tensor] = []
 LINE_TILE: Mapping[str, int] = {"BM": 32, "BK": 128}
-"""Of the maxima of rows or columns."""
+"""Tile of the maxima of rows or columns."""
 CAST_TILE: Mapping[str, int] = {"BM": 128, "BK": 128}
 WARPS = 8
 READ_WARPS = 16

@@ -72,35 +72,6 @@ def weight_across(w: Tensor | None, recipe: Recipe, kept: Tensor | None) -> Tens
     return pack(w, E4M3, recipe, "across", place=place_of(w, "w"))
 
 
-def gradients(
-    recipe: Recipe,
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    wanted: tuple[bool, bool, bool],
-    place: tuple[int, str] | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Those of x, weight and bias that are wanted, from dy [M, N], which is quantised at `place`.
-
-    `x` is what forward kept: its transpose as packed rows, or x itself where each row has its own
-    scale. `weight` is the transpose of the weight as packed rows.
-    """
-    by_row = recipe.scaling == "row"
-    for_w = wanted[1] and not by_row
-    dx = dw = rows = across = None
-    if wanted[0] or for_w:
-        form = "pair" if wanted[0] and for_w else "across" if for_w else "rows"
-        made = pack(dy, recipe.gradient, recipe, form, place=place)
-        rows, across = made if form == "pair" else (made, made)
-    if wanted[0]:
-        assert weight is not None
-        dx = run("mm", rows, weight.t(), int(not by_row), None, False, dy.dtype)
-    if wanted[1]:
-        assert x is not None
-        dw = dy.t().mm(x) if by_row else run("mm", across, x.t(), 1, None, False, dy.dtype)
-    return dx, dw, dy.sum(0) if wanted[2] else None
-
-
 class Float8Product(torch.autograd.Function):
     """`x @ w.T + bias` of x [M, K]."""
 
@@ -130,11 +101,25 @@ class Float8Product(torch.autograd.Function):
         from interlace.nn.autograd import first_order  # nn's own layers are made of this file
 
         x, weight, kept = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
+        recipe: Recipe = ctx.recipe
+        for_x, for_w, for_bias = ctx.needs_input_grad[2:]
+        by_row, dy = recipe.scaling == "row", dys[0].contiguous()
+        turns = for_w and not by_row
+        dx = dw = rows = across = None
         with torch.no_grad():
-            across = weight_across(weight, ctx.recipe, kept) if wanted[0] else None
-            made = gradients(ctx.recipe, dys[0].contiguous(), x, across, wanted, ctx.place)
-        return None, None, *map(first_order, made)
+            w = weight_across(weight, recipe, kept) if for_x else None
+            if for_x or turns:
+                form = "pair" if for_x and turns else "across" if turns else "rows"
+                made = pack(dy, recipe.gradient, recipe, form, place=ctx.place)
+                rows, across = made if form == "pair" else (made, made)
+            if w is not None:
+                dx = run("mm", rows, w.t(), int(not by_row), None, False, dy.dtype)
+            if turns:
+                dw = run("mm", across, x.t(), 1, None, False, dy.dtype)
+            elif for_w:
+                dw = dy.t().mm(x)
+            db = dy.sum(0) if for_bias else None
+        return None, None, *map(first_order, (dx, dw, db))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -176,7 +161,7 @@ def _linear(
 
 
 def _unchanged(weight: Tensor, before: Tensor, version: int) -> bool:
-    """Whether a weight lies where it lay, and was not written to."""
+    """Returns true where a weight lies where it lay, and was not written to."""
     same = weight.data_ptr() == before.data_ptr() and weight.stride() == before.stride()
     return same and weight._version == version
 

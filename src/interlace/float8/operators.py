@@ -49,7 +49,7 @@ def run(name: str, *args: Any) -> Any:
 
 
 def unseen(x: Tensor) -> bool:
-    """Whether nothing looks on: torch.compile, a mode, or a tensor's own class."""
+    """Returns true where nothing looks on: torch.compile, a mode, or a tensor's own class."""
     seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     return not seen and type(x) in _PLAIN
 
@@ -133,7 +133,7 @@ def _blank_pair(*args: Any) -> Made:
 
 
 def _fills(rows: int | None, across: int | None) -> Callable[..., None]:
-    """What quantises into those of what was made."""
+    """A function that quantises into the outputs of these places."""
 
     def fill(
         made: Made, x: Tensor, amax: Tensor | None, power: bool, eps: float, dtype: Any = None

@@ -96,7 +96,7 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def amax_size(device: torch.device) -> int:
-    """How many numbers `amax_of` gives."""
+    """The count of numbers that `amax_of` gives."""
     if not has_kernels(device):
         return 1
     from interlace.float8 import launch
@@ -190,7 +190,7 @@ def _amax(x: Tensor) -> Tensor:
 
 @functools.lru_cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels do it there."""
+    """Returns true where Triton's kernels serve the device."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= BY_KERNEL

@@ -1,4 +1,4 @@
-"""How tensors become FP8: formats, whose maximum gives a scale, and how scales are rounded.
+"""FP8 recipes: formats, whose maximum gives a scale, and how scales are rounded.
 
 Recipe()                                     # a scale for each shard, a power of two
 Recipe(scale="team")                         # one scale for all shards of a team
@@ -91,8 +91,8 @@ class Recipe:
             )
 
     def keeps_transposes(self, rows: int, columns: int, for_x: bool, for_w: bool) -> bool:
-        """Whether the transposes of weights [N, K] are made in forward, for x [rows, K], where N
-        sums up to `columns` and gradients of x, or of weights, are wanted.
+        """Returns true where forward makes the transposes of weights [N, K], for x [rows, K],
+        where N sums up to `columns` and gradients of x, or of weights, are wanted.
         """
         if not for_x or self.keep_transposes is not None:
             return for_x and bool(self.keep_transposes)

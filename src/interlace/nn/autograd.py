@@ -1,4 +1,4 @@
-"""What layers and losses need of autograd and autocast.
+"""Autograd and autocast helpers of layers and losses.
 
 `first_order` makes a gradient raise when it is differentiated again. torch's `once_differentiable`
 does so only where the upstream gradient asks for a gradient; where the inputs alone do, what

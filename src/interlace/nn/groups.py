@@ -1,4 +1,4 @@
-"""What layers and losses are given as a `group`, and tensors that are cut over one.
+"""The `group` argument of layers and losses, and tensors that are cut over one.
 
 pg = group_of(mesh["tp"])        # a process group, or None where it has one rank
 """
@@ -46,5 +46,5 @@ _sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDicti
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether this is a DTensor."""
+    """Returns true for a DTensor."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")

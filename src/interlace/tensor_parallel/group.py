@@ -75,7 +75,7 @@ class OverlapColwiseGroup(Checked):
             recipe=recipe,
         )
         self.prepare: PrepareModuleInput | None = None
-        """What prepares the module's inputs, where its first argument is not all."""
+        """Style that prepares the module's inputs, where its first argument is not all."""
         if self._style.dim is None and self._style.input_layouts != ALL:
             raise InputError(
                 f"`input_layouts` is {input_layouts!r}: give Replicate(), or a Shard(dim) with "
@@ -159,7 +159,7 @@ class _Shared:
     def output(
         self, index: int, x: Tensor, compute: Callable[[Tensor, list[Any]], Sequence[Tensor]]
     ) -> Tensor:
-        """That of a layer; an input that was changed in place is another one."""
+        """The output of a layer; an input that was changed in place is another one."""
         if x.is_inference():  # it does not tell whether it was changed
             return compute(x, [self.layers[index]])[0]
         kind = x.device.type
@@ -208,7 +208,7 @@ class _LeftRows(PrepareModuleInput):
 
 
 def is_gathered(given: Placement | None, desired: Placement | None) -> bool:
-    """Whether `PrepareModuleInput` gathers the rows of an input."""
+    """Returns true where `PrepareModuleInput` gathers the rows of an input."""
     return isinstance(given, Shard) and given.dim != -1 and desired == Replicate()
 
 

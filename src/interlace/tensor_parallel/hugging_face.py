@@ -121,7 +121,7 @@ def _config(model: nn.Module) -> Any:
 
 
 def _rope_dim(attention: nn.Module, config: Any, name: str) -> int:
-    """How many features of keys are rotary, which all heads share."""
+    """The number of rotary features of keys, which all heads share."""
     for holder in (attention, config):
         if isinstance(dim := getattr(holder, "qk_rope_head_dim", None), int):
             return dim
@@ -197,7 +197,7 @@ class Local(Checked):
 
 
 def _experts(module: nn.Module, name: str, words: Mapping[str, str], mesh: DeviceMesh) -> Local:
-    """How experts' Parameters are cut: [experts, out, in], or [experts, in, out] (Llama 4's)."""
+    """Cuts experts' Parameters: [experts, out, in], or [experts, in, out] (Llama 4's)."""
     allowed = {
         "packed_colwise": _StridedShard(1, split_factor=2),
         "packed_rowwise": _StridedShard(2, split_factor=2),

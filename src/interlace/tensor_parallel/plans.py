@@ -53,7 +53,7 @@ OF_ROWS = (ColwiseParallel, RowwiseParallel, SequenceParallel, OverlapRowwise)
 
 @dataclass(frozen=True, slots=True)
 class Parallelized:
-    """What a plan did to a model."""
+    """The effect of a plan on a model."""
 
     applied: dict[str, str]
     """For each module or Parameter that the plan names, its word, or the style that it got."""
@@ -187,12 +187,12 @@ def _whole(
 
 
 def _is_left(module: nn.Module) -> bool:
-    """Whether a module has Parameters of its own that are not distributed."""
+    """Returns true where a module has Parameters of its own that are not distributed."""
     return any(not isinstance(param, DTensor) for param in module.parameters(recurse=False))
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward, as a ModuleList has not."""
+    """Returns true where a module has a forward, as a ModuleList has not."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 

@@ -71,7 +71,7 @@ class Checked(ParallelStyle):
 
 
 class _Overlap(Checked):
-    """What the styles add to torch's, of which they inherit next."""
+    """The part that the styles add to torch's, of which they inherit next."""
 
     _side: str
     """The layouts whose communication overlaps."""
@@ -116,7 +116,7 @@ class _Overlap(Checked):
 
     @abstractmethod
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """What torch's style makes of the Parameters."""
+        """The placements that torch's style gives the Parameters."""
 
     def check(self, module: nn.Module, mesh: DeviceMesh, planned: dict[int, Placement]) -> None:
         check_mesh(mesh)
@@ -157,7 +157,7 @@ class _Overlap(Checked):
 
     @abstractmethod
     def _forward(self, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
-        """That of a layer which overlaps."""
+        """The forward of a layer that overlaps."""
 
     def _partition(self, _: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         distribute(module, self.placements(module), device_mesh, self.src_data_rank)
@@ -166,7 +166,7 @@ class _Overlap(Checked):
 
     @property
     def traced(self) -> bool:
-        """Whether this runs in a graph, as torch's own."""
+        """True where this runs in a graph, as torch's own."""
         return torch.compiler.is_compiling() and self.how["recipe"] is None
 
 
@@ -292,12 +292,12 @@ def check_parameters(
 
 
 def is_plain(module: object) -> bool:
-    """Whether this is a linear layer without a forward of its own, which would be replaced."""
+    """Returns true for a linear layer without a forward of its own, which would be replaced."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 _DISTRIBUTED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What Parameters became, for the layers that share them."""
+"""The DTensors that Parameters became, for the layers that share them."""
 
 
 def distribute(
@@ -326,7 +326,7 @@ def local(
 
 
 def summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What all ranks have alike, whose gradient is the sum of theirs."""
+    """A tensor that all ranks have alike, whose gradient is the sum of theirs."""
     whole = DTensor.from_local(x, mesh, ALL, run_check=False)
     return whole.to_local(grad_placements=(Partial(),))
 
@@ -343,7 +343,7 @@ def as_torch(
     input: Tensor,
     mesh: DeviceMesh,
 ) -> Tensor:
-    """What a layer computes in torch's style; see Note [In a graph]."""
+    """A layer's output in torch's style; see Note [In a graph]."""
     x = style._prepare_input_fn(style.input_layouts, wanted, module, (input,), mesh)
     y = nn.functional.linear(x, module.weight, module.bias)
     return style._prepare_output_fn(style.output_layouts, style.use_local_output, module, y, mesh)

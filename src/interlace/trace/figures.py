@@ -54,12 +54,12 @@ def parts_of(timeline: Timeline) -> list[int | None]:
 
 
 def rank_name(rank: int | None) -> str:
-    """How a row's rank is called; None: all together."""
+    """The name of a row's rank; None: all together."""
     return "all" if rank is None else str(rank)
 
 
 def figure_cells(figures: Figures) -> tuple[str, ...]:
-    """What `HEADINGS` names from the makespan on."""
+    """The cells that `HEADINGS` names from the makespan on."""
     hidden = percent(figures.hidden) if figures.comm_s > 0 else "-"
     times = figures.makespan_s, figures.compute_s, figures.comm_s
     return *map(milliseconds, times), hidden, milliseconds(figures.exposed_s)
@@ -67,7 +67,7 @@ def figure_cells(figures: Figures) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SiteFigures:
-    """What a site took on a rank."""
+    """Times of a site on a rank."""
 
     took_s: float
     """From the first start of its computation and communication to the last end; waits before it
@@ -79,7 +79,7 @@ class SiteFigures:
 
 
 def site_figures(timeline: Timeline) -> dict[tuple[int, int], SiteFigures]:
-    """By rank and site, of sites that compute or communicate."""
+    """Figures by rank and site, of sites that compute or communicate."""
     compute: dict[int, list[Interval]] = {}
     sites: dict[tuple[int, int], list[Span]] = {}
     for span in timeline.spans:

@@ -96,7 +96,7 @@ def _hash(text: str) -> str:
 
 
 def _head(known: Sequence[Sequence[Total]]) -> str:
-    """What overlap gained: the figures, and a bar for each schedule on one scale."""
+    """The gain of overlap: figures, and a bar for each schedule on one scale."""
     if not known:
         return ""
     found, source = known[0], escape(known[0][0].source)
@@ -114,7 +114,7 @@ def _head(known: Sequence[Sequence[Total]]) -> str:
 
 
 def _gains(found: Sequence[Total]) -> Iterator[tuple[str, str]]:
-    """How much faster a schedule is than what it is compared with, and how much it hides."""
+    """Gains of a schedule over the one it is compared with: its speed, and the share it hides."""
     last = found[-1].figures.makespan_s
     if len(found) > 1 and last > 0:
         yield f"{found[0].figures.makespan_s / last:.2f}x", f"as fast as {escape(found[0].label)}"

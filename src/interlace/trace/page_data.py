@@ -1,4 +1,4 @@
-"""What the page's script reads: panels of rows of spans, with names, sites and arrows.
+"""Data of the page's script: panels of rows of spans, with names, sites and arrows.
 
     data = page_data([Run((program,), simulated, executor.timeline(), before=serial)])
 
@@ -19,7 +19,7 @@ from interlace.trace.tracks import Run, arrows, ranks_of, title, tracks
 
 SOURCES = ("measured", "predicted")
 COLOURS = 10
-"""Of sites; the style has as many."""
+"""Colours of sites; the style has as many."""
 PageSite = tuple[int, int]
 """A Program's place in the page, and a site's id."""
 

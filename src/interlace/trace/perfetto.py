@@ -27,7 +27,7 @@ def write_perfetto(runs: Sequence[Run], path: str | Path) -> Path:
 
 
 class _Details:
-    """What the Programs say of a span."""
+    """Facts of a span that the Programs have."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.arrows = arrows(programs)

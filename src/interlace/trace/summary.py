@@ -1,4 +1,4 @@
-"""What a page says in figures: its head, and the tables of overlap and of sites.
+"""Figures of a page: its head, and the tables of overlap and of sites.
 
 The head and the last rows of the table of overlap are the same sums over all runs of the page
 (`totals`): forward and backward, say, on all ranks.
@@ -58,7 +58,8 @@ def total(label: str, source: str, timelines: Sequence[Timeline]) -> Total:
 
 
 def totals(runs: Sequence[Run], source: str) -> list[Total]:
-    """Of what the runs are compared with, if all are, and of the runs; none if one was not seen."""
+    """Totals of the schedules compared with, if all runs have one, and of the runs; none if one
+    was not seen."""
     own = [timeline for run in runs if (timeline := run.timeline(source))]
     before = [it for run in runs if run.before and (it := run.before.timeline(source))]
     if not runs or len(own) < len(runs):
@@ -70,7 +71,7 @@ def totals(runs: Sequence[Run], source: str) -> list[Total]:
 
 
 def head_totals(runs: Sequence[Run]) -> list[list[Total]]:
-    """What the head shows: the totals of each source that all runs have, a comparison first."""
+    """Totals of each source that all runs have, a comparison first: the page's head."""
     known = [found for source in SOURCES if (found := totals(runs, source))]
     return sorted(known, key=len, reverse=True)
 
@@ -150,7 +151,7 @@ def _source(runs: Sequence[Run]) -> str:
 
 
 def _measured_before(runs: Sequence[Run]) -> str:
-    """What the schedules are called that measured runs are compared with; empty: none was."""
+    """Name of the schedules that measured runs are compared with; empty: none was measured."""
     return next((run.before.label for run in runs if run.before and run.before.measured), "")
 
 
@@ -161,7 +162,7 @@ def _same_site(before: Run | None, place: int, site: Site) -> bool:
 
 
 def _slowest(run: Run, source: str) -> dict[PageSite, SiteFigures]:
-    """What each site of each Program of a run took, on the rank where it took longest."""
+    """Figures of each site of each Program of a run, on the rank where it took longest."""
     timeline = run.timeline(source)
     if timeline is None:
         return {}
@@ -174,7 +175,7 @@ def _slowest(run: Run, source: str) -> dict[PageSite, SiteFigures]:
 
 
 def _known(program: Program, site: Site) -> tuple[str, ...]:
-    """What `SITES` names."""
+    """The cells that `SITES` names."""
     gain = ""
     if site.serial_ms and site.predicted_ms:
         gain = f"{site.serial_ms / site.predicted_ms:.2f}x"

@@ -1,4 +1,4 @@
-"""What is drawn of runs: their tracks, the arrows between these, and how a file is written.
+"""Tracks of runs, the arrows between these, and the writing of files.
 
     plain = Run((serial,), measured=before, label="serial")
     runs = [Run((forward,), predicted, measured, "forward", before=plain)]
@@ -36,13 +36,13 @@ class Run:
     measured: Timeline | None = None
     name: str = ""
     label: str = "overlapped"
-    """How the schedule is called beside the one that it is compared with."""
+    """Name of the schedule beside the one that it is compared with."""
     before: Run | None = None
-    """What it is compared with, such as the serial schedule of the same graph."""
+    """The run that it is compared with, such as the serial schedule of the same graph."""
 
     @property
     def parts(self) -> list[Run]:
-        """What it is compared with, if anything, and the run itself."""
+        """The run that it is compared with, if any, and the run itself."""
         return [self] if self.before is None else [self.before, self]
 
     def timeline(self, source: str) -> Timeline | None:
@@ -70,7 +70,7 @@ class Track:
 
     @property
     def title(self) -> str:
-        """How the row is called."""
+        """The name of the row."""
         return f"rank {self.rank} · {self.stream}" + (f" ({self.lane + 1})" if self.lane else "")
 
 
@@ -136,7 +136,7 @@ def ranks_of(program: Program) -> Sequence[int]:
 
 
 def title(timeline: Timeline, run: str = "") -> str:
-    """What a timeline of a run is called."""
+    """The name of a timeline of a run."""
     if run:
         return f"{run} · {timeline.source}"
     return f"{timeline.source} · {timeline.name}" if timeline.name else timeline.source

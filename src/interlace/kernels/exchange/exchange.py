@@ -184,7 +184,7 @@ class PeerExchange:
         program.launch(stream, self.blocks, (src, dst, *self.arguments))
 
     def source(self, aligned: bool) -> KernelSource:
-        """What is compiled; `aligned`: addresses, counts and offsets are multiples of 16."""
+        """The source; `aligned`: addresses, counts and offsets are multiples of 16."""
         return exchange_source(*self._facts, aligned)
 
 

@@ -1,4 +1,4 @@
-"""What each rank sends and takes in a collective of small tensors: tables that one kernel reads.
+"""Tables of what each rank sends and takes in a collective of small tensors, for one kernel.
 
     moves = moves_of("reduce_scatter", parts=(8, 8, 4), rank=2, size=3)
     moves.send_n        # (8, 8, 4): so many elements of my source go to ranks 0, 1 and 2
@@ -37,8 +37,8 @@ class Moves:
     take_at: tuple[int, ...]
     take_n: tuple[int, ...]
     reduces: bool
-    """What comes is summed into the part at `take_at[rank]`, from the rank's own at `send_at[rank]`
-    and the others'; else each rank's has a place of its own."""
+    """Incoming parts are summed into the part at `take_at[rank]`, from the rank's own at
+    `send_at[rank]` and the others'; else each rank's has a place of its own."""
     twice: bool
     """The sum is pushed on to all, and theirs come to `take_at`."""
     largest: int
@@ -61,7 +61,7 @@ class Moves:
 
     @property
     def alike(self) -> bool:
-        """Whether every rank gets the same of this one's source."""
+        """True where every rank gets the same of this one's source."""
         return len(set(zip(self.send_at, self.send_n, strict=True))) == 1
 
     @property
@@ -96,7 +96,7 @@ def balanced(total: int, size: int) -> tuple[int, ...]:
 
 
 def in_one_shot(nbytes: int, size: int) -> bool:
-    """Whether an all-reduce of so many bytes is done in one step."""
+    """Returns true where an all-reduce of so many bytes is done in one step."""
     return size <= 2 or nbytes <= ONE_SHOT_NBYTES
 
 

@@ -26,7 +26,7 @@ from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_
 
 WARPS = 4
 REGISTERS = 32
-"""Of a thread, at most: a block fits beside those of specialized.py, which leave 4096
+"""Registers of a thread, at most: a block fits beside those of specialized.py, which leave 4096
 registers and no shared memory to speak of. So rows are summed while others are still made."""
 MANY = 8
 """More slots than these, or loads that are not wide, need more registers: such a sum waits for the
@@ -59,7 +59,7 @@ def sum_kernel(
 
 WAIT = tl.constexpr(WAITING.format(fence=""))
 WAITING_WARPS = 32
-"""Of a block that waits: few have to move as much as many do."""
+"""Warps of a block that waits: few have to move as much as many do."""
 
 
 @triton.jit
@@ -96,13 +96,13 @@ def awaited_sum_kernel(
 
 
 def few_registers(size: int, aligned: bool) -> bool:
-    """Whether the kernel leaves most of them to others."""
+    """Returns true where the kernel leaves most registers to others."""
     return aligned and size <= MANY
 
 
 def sum_source(*, size: int, dtype: torch.dtype, aligned: bool, words: int = 0) -> KernelSource:
-    """What is compiled; `aligned`: addresses, stride and count are multiples of 16 bytes. Of the
-    one that waits, for so many words."""
+    """The source; `aligned`: addresses, stride and count are multiples of 16 bytes; `words`: those
+    that the kernel waits for."""
     element = f"*{TYPES[dtype]}"
     elements = 16 // dtype.itemsize
     known = (16, elements) if aligned else (dtype.itemsize, 1)
@@ -167,7 +167,7 @@ class SumSlots:
 
 
 def serves(slots: torch.Tensor, out: torch.Tensor | None) -> bool:
-    """Whether the kernel takes these: contiguous but for dim 0, of a floating type it knows."""
+    """Returns true for slots that are contiguous but for dim 0, of a floating type it knows."""
     if slots.dtype not in TYPES or not slots.shape[0] or slots.numel() == 0:
         return False
     fits = slots[0].is_contiguous()

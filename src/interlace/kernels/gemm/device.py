@@ -1,4 +1,4 @@
-"""What the GEMM kernels share on the device: waiting for a word, raising a counter, the tile order.
+"""Device code that the GEMM kernels share: waits for a word, counters, the order of tiles.
 
 A tile may be read once a gate's word has come (`wait_gate`), and is announced as written by raising
 a counter (`raise_counter`). Peers are other GPUs and copy engines, so the scope is the system:

@@ -51,7 +51,7 @@ def gather_source(
     tail: bool = False,
     packed: Packed | None = None,
 ) -> KernelSource:
-    """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
+    """The kernel's source; `by_tma` where tiles end with their chunk, so that TMA stores them."""
     height, half = _height(config), config.bn // 2
     blocks = {
         **dict.fromkeys(("x", "slots"), (height, config.bk)),
@@ -87,7 +87,7 @@ def scatter_source(
     own_parts: int = 1,
     by_tma: bool = True,
 ) -> KernelSource:
-    """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
+    """The kernel's source; `by_tma` where tiles end with their chunk, so that TMA stores them."""
     height, halves = _height(config), config.halves and by_tma
     blocks = {
         "x": (height, config.bk),
@@ -272,7 +272,7 @@ class ScatterMatmul(PersistentMatmul):
         self._sub = m_tiles // self.subs * config.bm
         halves = 2 if config.specialized else 1  # each half of such a tile raises its counter
         self.raised = self._tiles // self._size // self.subs * halves
-        """How far one call raises each counter."""
+        """The amount by which one call raises each counter."""
         shapes = {
             "x": (rows, self._inner),
             "w": self._weight,

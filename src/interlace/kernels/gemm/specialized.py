@@ -49,7 +49,7 @@ REGISTERS = 160
 """Registers of a thread of `scatter_kernel`: with 12 warps, 4096 of a processor's are left for a
 block of sums.py, which sums rows while others are still made. The compiler takes 154 or more."""
 SCATTER_REGISTERS = gl.constexpr(224)
-"""What that leaves the warps that multiply."""
+"""Registers that are left to the warps that multiply."""
 
 place = gluon.jit(device.place.fn)
 scatter_place = gluon.jit(scatter_loop.scatter_place.fn)
@@ -374,7 +374,7 @@ def scatter_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """What scatter_kernel.py describes; each half of a tile raises its counter once."""
+    """The kernel of scatter_kernel.py; each half of a tile raises its counter once."""
     m_tiles = gl.cdiv(rows, BM)
     n_tiles = gl.cdiv(columns, BN)
     k_tiles = gl.cdiv(inner, BK)

@@ -1,4 +1,4 @@
-"""What the fused GEMM kernels can serve, and which tile shape a size gets.
+"""Sizes that the fused GEMM kernels serve, and the tile shape that a size gets.
 
     why = refuse(rows=2048, inner=8192, columns=14336, dtype=torch.float32, device=device)
     if why is not None:                    # "elements are torch.float32: ..."
@@ -39,7 +39,7 @@ LIMIT = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """How a GEMM kernel is cut: tile, k-step, warps, pipeline, rows a group, blocks an SM."""
+    """Cut of a GEMM kernel: tile, k-step, warps, pipeline, rows a group, blocks an SM."""
 
     bm: int
     bn: int
@@ -72,7 +72,7 @@ WITH_TAIL = TileConfig(bm=128, bn=256, stages=4, halves=True)
 """The candidate where its last wave can be cut in halves (see gather_kernel.py)."""
 
 HALF = 0.57
-"""What such a half takes."""
+"""Time of such a half."""
 
 
 def refuse(
@@ -110,7 +110,7 @@ def refuse_packed() -> str | None:
 
 @cache
 def has_gluon() -> bool:
-    """Whether this Triton's Gluon is as specialized.py is written: it is 3.6 or 3.7."""
+    """Returns true for the Gluon that specialized.py is written for: Triton 3.6 or 3.7."""
     try:
         return metadata.version("triton").startswith(("3.6.", "3.7."))
     except metadata.PackageNotFoundError:
@@ -118,12 +118,12 @@ def has_gluon() -> bool:
 
 
 def tiles(config: TileConfig, rows: int, columns: int, parts: int) -> int:
-    """How many tiles `parts` chunks of `rows` rows have."""
+    """The number of tiles of `parts` chunks of `rows` rows."""
     return parts * -(-rows // config.bm) * -(-columns // config.bn)
 
 
 def short_tail(total: int, processors: int) -> bool:
-    """Whether the last wave has so few tiles that all of their halves fit in one wave."""
+    """Returns true where the last wave has so few tiles that all of their halves fit in one."""
     rest = total % processors
     return total > processors and 0 < 2 * rest <= processors
 

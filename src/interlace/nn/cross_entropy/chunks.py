@@ -29,7 +29,7 @@ class Grads(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What gives the logits, and gets gradients."""
+    """The tensors that give the logits and get gradients."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
         )
 
     def logits(self, start: int, stop: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Those of some rows, at the beginning of the buffer."""
+        """The logits of some rows, at the beginning of the buffer."""
         out, rows = part(buffer, 0, stop - start), part(self.hidden, start, stop)
         if self.bias is None:
             return torch.mm(rows, self.weight.t(), out=out)
@@ -123,7 +123,7 @@ class Chunks:
     def divisor(
         self, hidden: torch.Tensor, reduction: str, denominator: torch.Tensor | float | None
     ) -> torch.Tensor | None:
-        """What the sum of the losses is divided by, if that is known before any of them is:
+        """The divisor of the sum of the losses, if that is known before any of them is:
         gradients of the logits are then rounded as those of the unfused. Not in float16, in
         which they would vanish before the upstream gradient, a loss scale, is there.
         """

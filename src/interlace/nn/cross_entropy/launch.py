@@ -159,7 +159,7 @@ def total(
 
 
 def count(problem: Problem) -> torch.Tensor:
-    """How many rows count, as a number in float32; needs no logits."""
+    """The number of rows that count, in float32; needs no logits."""
     target, shards = problem.target, problem.shards
     found = torch.empty((), dtype=torch.float32, device=target.device)
     launch(

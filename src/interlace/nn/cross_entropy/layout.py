@@ -1,4 +1,4 @@
-"""How the kernels of the cross-entropy are cut, and where they find the rows of the logits.
+"""Grids of the cross-entropy's kernels, and where these find the rows of the logits.
 
 layout = KernelRows(problem)
 count, each = layout.cut.parts()
@@ -46,7 +46,7 @@ def flags_of(problem: Problem) -> Constants:
 
 
 class Cut:
-    """How kernels go through rows of one shape and place; it holds no tensor and no address."""
+    """A kernel's way through rows of one shape and place; it holds no tensor and no address."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Cut:
         self.variant: Constants = (*self.flags, ("EVEN", even), *lanes)
 
     def parts(self) -> tuple[int, int]:
-        """How many parts the rows are split into, and groups a part: a whole number of tiles."""
+        """The number of parts of a row, and of groups a part, which are whole tiles."""
         tiles = -(-(-(-self.local // self.vec) + 1) // self.tile)
         wanted = min(-(-PROGRAMS // max(self.rows, 1)), -(-tiles // PART_TILES))
         each = -(-tiles // max(wanted, 1))

@@ -128,7 +128,7 @@ def cross_entropy(
 
 @dataclass(frozen=True, slots=True)
 class LossSetup:
-    """What all rows of a call share: terms of the loss, where the classes lie, the note."""
+    """The facts that all rows of a call share: the loss's terms, the classes' layout, the note."""
 
     terms: Terms
     shards: Shards

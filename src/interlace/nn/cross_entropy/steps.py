@@ -39,7 +39,7 @@ FAST = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the loss of a row is made of; a softcap of 0 is none."""
+    """The terms of a row's loss; a softcap of 0 is none."""
 
     ignore_index: int = -100
     smoothing: float = 0.0
@@ -49,7 +49,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How the classes lie on the ranks: this one has some from `offset` on, of `classes` in all.
+    """Layout of the classes on the ranks: this one has some from `offset` on, of `classes` in all.
 
     Where `sizes` is given (int64, one for each rank, on the device) the kernels read both there.
     """

@@ -68,7 +68,7 @@ def span(problem: Problem) -> tuple[torch.Tensor | int, torch.Tensor | int]:
 
 
 def share(problem: Problem) -> torch.Tensor | float:
-    """What smoothing gives each class."""
+    """The share of a target that smoothing gives each class."""
     classes = span(problem)[1]
     if isinstance(classes, torch.Tensor):
         classes = classes.to(wide(problem.logits.dtype))
@@ -181,7 +181,7 @@ def total(
 
 
 def count(problem: Problem) -> torch.Tensor:
-    """How many rows count, as a number in the type of the loss; needs no logits."""
+    """The number of rows that count, in the type of the loss; needs no logits."""
     ignored, known = kinds(problem)
     return (known & ~ignored).sum().to(wide(problem.logits.dtype))
 

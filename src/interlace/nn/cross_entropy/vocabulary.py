@@ -32,7 +32,7 @@ def find_shards(
     sizes: Sequence[int] | None,
     device: torch.device,
 ) -> tuple[Shards, Waiting]:
-    """How the classes lie, and what to wait for before `sizes` of it is read."""
+    """The layout of the classes, and a wait that comes before its `sizes` are read."""
     if group is None:
         if sizes is not None and list(sizes) != [local]:
             raise InputError(f"shard_sizes is {list(sizes)}: one rank has all {local} classes")
@@ -122,7 +122,7 @@ def beside(vector: Any, cut: Any, dim: int, what: str) -> torch.Tensor | None:
 
 
 def full_of(tensor: Any, what: str) -> torch.Tensor:
-    """What every rank has whole: a plain tensor, or a DTensor that is replicated."""
+    """A tensor that every rank has whole: a plain one, or a replicated DTensor's local part."""
     if not is_dtensor(tensor):
         return tensor
     if not all(placement.is_replicate() for placement in tensor.placements):

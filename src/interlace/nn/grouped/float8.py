@@ -20,7 +20,7 @@ from interlace.nn.grouped import products
 from interlace.nn.grouped.products import Groups
 
 CAPABILITY = (9, 0)
-"""Of the GPUs that have the grouped GEMM of FP8 with scales of rows."""
+"""Capability of the GPUs that have the grouped GEMM of FP8 with scales of rows."""
 _capability = cache(torch.cuda.get_device_capability)
 
 

@@ -1,4 +1,4 @@
-"""What a grouped linear layer needs beside torch's grouped GEMM: its Triton kernels.
+"""Triton kernels of a grouped linear layer, beside torch's grouped GEMM.
 
     wgrad_kernel   out[g] (+)= dy[rows of g]^T x[rows of g]      fp32 accumulators, no temporary
     sums_kernel    out[g]   = sum of dy over the rows of g       the gradient of the biases

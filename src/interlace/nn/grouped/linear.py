@@ -133,7 +133,7 @@ class GroupedLinear(nn.Module):
         return serves.refuse(x, self.weight, dtype)
 
     def explain(self, x: torch.Tensor) -> str:
-        """How x would be multiplied: "by kernel", or "by loop: " and why."""
+        """The way that x would be multiplied: "by kernel", or "by loop: " and why."""
         why = self._refuse(x, _check(self, x))
         return "by kernel" if why is None else f"by loop: {why}"
 
@@ -238,7 +238,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def _traceable(layer: GroupedLinear, x: torch.Tensor, group_sizes: object) -> bool:
-    """Whether a compiler may see torch's own grouped GEMM in place of this layer."""
+    """Returns true where a compiler may see torch's own grouped GEMM in place of this layer."""
     whole = ALIGNMENT // torch.bfloat16.itemsize
     return (
         isinstance(group_sizes, torch.Tensor)

@@ -63,7 +63,7 @@ class Groups:
     ends: torch.Tensor | None
     """The row behind each group, int32 on the device, for the kernels."""
     padded: bool
-    """Whether there may be padding."""
+    """True where there may be padding."""
 
     @classmethod
     def of(

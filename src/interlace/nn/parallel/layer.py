@@ -24,7 +24,15 @@ import torch
 
 from interlace.float8.recipe import Recipe
 
-T = TypeVar("T")
+
+class Value(Protocol):
+    """A matrix or a vector: a tensor, or a handle of a Program's buffer."""
+
+    def t(self) -> Any:
+        """The transpose of a matrix, which costs nothing."""
+
+
+T = TypeVar("T", bound=Value)
 
 
 class Operations(Protocol[T]):
@@ -34,34 +42,17 @@ class Operations(Protocol[T]):
     """`all_gather` of the rows before the matmuls; `reduce_scatter` or `all_reduce` after; `copy`:
     nothing, and backward all-reduces the gradient of x."""
     recipe: Recipe | None
-    """How FP8 is made; None: the matmuls are of the layer's dtype."""
+    """The FP8 recipe; None: the matmuls are of the layer's dtype."""
     ranks: int
     """Ranks of the group."""
 
-    def linear(self, rows: T, weight: T, bias: T | None) -> T:
-        """`rows @ weight.T + bias`."""
+    def mm(self, a: T, b: T, bias: T | None = None) -> T:
+        """`a @ b + bias`."""
         ...
 
-    def input_gradient(self, dy: T, weight: T) -> T:
-        """`dy @ weight`."""
-        ...
-
-    def weight_gradient(self, dy: T, x: T) -> T:
-        """`dy.T @ x`."""
-        ...
-
-    def add(self, a: T, b: T) -> T:
-        """`a + b`."""
-        ...
-
-    def sum_of_rows(self, dy: T) -> T:
-        """The sum over dimension 0."""
-        ...
-
-    def all_gather(self, rows: T) -> T:
-        """The rows of all ranks."""
-        ...
-
+    def add(self, a: T, b: T) -> T: ...
+    def sum_of_rows(self, dy: T) -> T: ...
+    def all_gather(self, rows: T) -> T: ...
     def reduce(self, collective: str, x: T, op: str = "sum") -> T:
         """`reduce_scatter` or `all_reduce` over the ranks."""
         ...
@@ -82,13 +73,13 @@ class Operations(Protocol[T]):
         """Packed rows as those of the transpose, of one scale."""
         ...
 
-    def packed_mm(self, rows: T, weight: T, blocks: int, bias: T | None, forward: bool) -> T:
-        """`rows @ weight.T + bias` of packed rows; see `multiply_into` in float8/products.py."""
+    def packed_mm(self, a: T, b: T, blocks: int, bias: T | None, fast: bool) -> T:
+        """`a @ b + bias` of packed a and transposed packed b: float8/products.py."""
         ...
 
 
 REDUCES_BACK = {"all_gather": "reduce_scatter", "copy": "all_reduce"}
-"""How the gradient of x is summed over the ranks."""
+"""The collective that sums the gradient of x over the ranks."""
 
 
 def forward(
@@ -110,9 +101,9 @@ def forward(
     for weight, bias in zip(weights, biases, strict=True):
         within = None if sums else bias
         if recipe is None:
-            y = ops.linear(rows, weight, within)
+            y = ops.mm(rows, weight.t(), within)
         else:
-            y = ops.packed_mm(rows, weight, blocks, within, True)
+            y = ops.packed_mm(rows, weight.t(), blocks, within, True)
         if sums:
             y = ops.reduce(ops.collective, y)
             y = y if bias is None else ops.add(y, bias)
@@ -190,7 +181,7 @@ def _backward_of_scatter(
 
 
 def packs(recipe: Recipe | None) -> bool:
-    """Whether x and gradients go through FP8 for all matmuls: see Note [FP8 layers]."""
+    """Returns true where x and gradients go through FP8 for all matmuls: Note [FP8 layers]."""
     return recipe is not None and recipe.scaling == "tensor"
 
 
@@ -216,10 +207,10 @@ def _input_gradient(ops: Operations[T], rows: Sequence[T], weights: Sequence[T],
     total: T | None = None
     for dy, weight in zip(rows, weights, strict=True):
         if ops.recipe is None:
-            part = ops.input_gradient(dy, weight)
+            part = ops.mm(dy, weight)
         else:
             across = ops.pack_across(weight)
-            part = ops.packed_mm(dy, across, _blocks(ops.recipe, ranks), None, False)
+            part = ops.packed_mm(dy, across.t(), _blocks(ops.recipe, ranks), None, False)
         total = part if total is None else ops.add(total, part)
     assert total is not None
     return total
@@ -227,4 +218,4 @@ def _input_gradient(ops: Operations[T], rows: Sequence[T], weights: Sequence[T],
 
 def _weight_gradient(ops: Operations[T], dy: T, x: T) -> T:
     """The gradient of a weight, from dy and x, or in FP8 from the transposes of both."""
-    return ops.packed_mm(dy, x, 1, None, False) if packs(ops.recipe) else ops.weight_gradient(dy, x)
+    return ops.packed_mm(dy, x.t(), 1, None, False) if packs(ops.recipe) else ops.mm(dy.t(), x)

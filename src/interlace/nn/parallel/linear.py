@@ -207,9 +207,9 @@ def _communication(
     recipe: Recipe | None,
     weights: Sequence[Tensor],
 ) -> Communication | None:
-    """How a call communicates; None where one rank has all."""
+    """The communication of a call; None where one rank has all."""
     in_graph = torch.compiler.is_compiling()  # Note [In our own graphs] in traced.py
-    chosen = DEFAULT if in_graph else _options(_given(options), overlap)
+    chosen = DEFAULT if in_graph else _options(options, overlap)
     if group is None:
         raise InputError("`group` is None: give a process group or a mesh of one dimension")
     if not isinstance(recipe, Recipe | None):
@@ -229,25 +229,21 @@ def _alone(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe | None
 DEFAULT = Options()
 
 
-@functools.lru_cache
-def _options(options: Options, overlap: bool) -> Options:
-    return dataclasses.replace(options, overlap=overlap)
-
-
-def _given(options: Given) -> Options:
+def _options(given: Given, overlap: bool) -> Options:
     """The options of a call; a mapping of the same items is read once."""
-    if isinstance(options, Mapping) and options:
-        items = tuple([(name, type(value), value) for name, value in options.items()])
-        try:
-            return _read(items)
-        except TypeError:  # a value that cannot be a key is none that an option takes
-            return options_from(options)
-    return options_from(options) if options else DEFAULT
+    items: Any = given
+    if isinstance(given, Mapping):
+        items = tuple([(name, type(value), value) for name, value in given.items()])
+    try:
+        return _read(items, overlap)
+    except TypeError:  # a value that cannot be a key is none that an option takes
+        return dataclasses.replace(options_from(given), overlap=overlap)
 
 
 @functools.lru_cache
-def _read(items: tuple[tuple[str, type, Any], ...]) -> Options:
-    return options_from({name: value for name, _, value in items})
+def _read(items: Any, overlap: bool) -> Options:
+    given = {name: value for name, _, value in items} if isinstance(items, tuple) else items
+    return dataclasses.replace(options_from(given), overlap=overlap)
 
 
 def _rows_dim(x: Tensor, dim: int) -> int:
@@ -341,7 +337,7 @@ def _check(
 
 
 def _cast(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    """What F.linear casts to under autocast, which leaves float64 and integers alone."""
+    """The dtype that F.linear casts to under autocast, which leaves float64 and integers alone."""
     if target is None or dtype == torch.float64 or not dtype.is_floating_point:
         return dtype
     return target

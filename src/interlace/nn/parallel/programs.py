@@ -68,7 +68,7 @@ class Programs:
         return last[1].run(tensors, origin=origin)
 
     def all(self) -> list[Bound]:
-        """What is bound, the most recently used last."""
+        """The bound Programs, the most recently used last."""
         return self._shelf.all()
 
     def close(self) -> None:
@@ -102,31 +102,31 @@ class Programs:
 
 
 class Known(NamedTuple):
-    """What all ranks know of a weight."""
+    """The facts of a weight that all ranks know."""
 
     digests: tuple[int, ...]
-    """Of the layers of all ranks; none where they are alike."""
+    """Digests of the layers of all ranks; none where they are alike."""
     name: str
     """The same on all ranks, and another for each weight."""
 
 
 @dataclasses.dataclass(slots=True)
 class OfGroup:
-    """What is kept for a process group."""
+    """The Programs and weights that are kept for a process group."""
 
     team: TeamComm
     resets: int
-    """Those of the team when the weights were asked for."""
+    """The team's resets when the weights were asked for."""
     programs: dict[Any, Programs] = dataclasses.field(default_factory=dict[Any, Programs])
     known: dict[Any, tuple[StorageWeakRef, Known]] = dataclasses.field(
         default_factory=dict[Any, tuple[StorageWeakRef, Known]]
     )
-    """By the weight's storage and the layer."""
+    """Known weights, by storage and layer."""
     run: int = 0
     calls: int = 0
     """The run that this rank entered last, and the calls of layers since."""
     room: int = 1024
-    """How many of these there may be before those go whose weights have gone."""
+    """The number of known weights beyond which those go whose storage has gone."""
 
 
 _programs: weakref.WeakKeyDictionary[dist.ProcessGroup, OfGroup] = weakref.WeakKeyDictionary()
@@ -135,7 +135,7 @@ _programs: weakref.WeakKeyDictionary[dist.ProcessGroup, OfGroup] = weakref.WeakK
 def known(
     group: dist.ProcessGroup, layer: LinearLayer, options: Options, weight: torch.Tensor
 ) -> Known:
-    """What all ranks know of a weight; the first time, all ask together: Note [Found by all or by
+    """Facts of a weight that all ranks know; the first time, all ask: Note [Found by all or by
     none]."""
     own = _of(group)
     storage = weight.untyped_storage()
@@ -183,7 +183,7 @@ def _digest(layer: LinearLayer, options: Options) -> int:
 
 
 def arguments(layer: LinearLayer, rows: int) -> dict[str, Any]:
-    """What all ranks must give a layer alike, for messages; their shards may be uneven."""
+    """Arguments that all ranks must give a layer alike, for messages; shards may be uneven."""
     count = len(layer.outer)
     told: dict[str, Any] = {"rows": rows, "dtype": layer.dtype, "weights": count}
     for i, biased in enumerate(layer.biased):
@@ -210,7 +210,7 @@ def programs(
     device: torch.device,
     digests: tuple[int, ...],
 ) -> Programs:
-    """Those of a layer; the least recently used layers of a group go beyond `MOST_LAYERS`."""
+    """The Programs of a layer; beyond `MOST_LAYERS` a group's least recently used layers go."""
     check_alive(group, "tp")
     kept = _of(group).programs
     key = digests, layer, options, device
@@ -222,7 +222,7 @@ def programs(
 
 
 def kept(group: dist.ProcessGroup) -> list[Bound]:
-    """What is bound for the layers of a group."""
+    """The bound Programs of a group's layers."""
     own = _programs.get(group)
     return [] if own is None else [b for each in own.programs.values() for b in each.all()]
 

@@ -37,18 +37,18 @@ class LinearLayer:
     """Columns of each output on this rank."""
     biased: tuple[bool, ...]
     wanted: tuple[bool, ...] | None = None
-    """Of the backward pass: the gradients of x, of each weight, and of each bias that it gives;
+    """The gradients of x, of each weight, and of each bias that a backward pass gives;
     None: this is the forward pass."""
     recipe: Recipe | None = None
     """As of `Operations`."""
     maxima: int = 1
     """Numbers that `float8_amax` gives."""
     keeps: bool = False
-    """Of the forward pass: whether backward will want x."""
+    """In the forward pass: true where backward will want x."""
 
     @property
     def returns_x(self) -> bool:
-        """Whether the forward pass returns x in FP8, last."""
+        """True where the forward pass returns x in FP8, last."""
         return packs(self.recipe) and self.keeps
 
 
@@ -116,17 +116,11 @@ class BuilderOperations:
         self.collective, self.recipe, self.ranks = layer.collective, layer.recipe, ranks
         self.counts: dict[str, int] = {}
 
-    def linear(self, rows: Handle, weight: Handle, bias: Handle | None) -> Handle:
-        shape = _rows(rows), _rows(weight)
+    def mm(self, a: Handle, b: Handle, bias: Handle | None = None) -> Handle:
+        shape = _rows(a), _columns(b)
         if bias is None:
-            return self._call("aten.mm.default", "product", shape, rows, weight.t())
-        return self._call("aten.addmm.default", "product", shape, bias, rows, weight.t())
-
-    def input_gradient(self, dy: Handle, weight: Handle) -> Handle:
-        return self._call("aten.mm.default", "product", (_rows(dy), _columns(weight)), dy, weight)
-
-    def weight_gradient(self, dy: Handle, x: Handle) -> Handle:
-        return self._call("aten.mm.default", "dw", (_columns(dy), _columns(x)), dy.t(), x)
+            return self._call("aten.mm.default", "product", shape, a, b)
+        return self._call("aten.addmm.default", "product", shape, bias, a, b)
 
     def add(self, a: Handle, b: Handle) -> Handle:
         return self._call("aten.add.Tensor", "total", _shape(a), a, b)
@@ -176,11 +170,10 @@ class BuilderOperations:
         return turned
 
     def packed_mm(
-        self, rows: Handle, weight: Handle, blocks: int, bias: Handle | None, forward: bool
+        self, a: Handle, b: Handle, blocks: int, bias: Handle | None, fast: bool
     ) -> Handle:
-        product = self._empty("product", self.dtype, (_rows(rows), _rows(weight)))
-        facts = rows, weight.t(), blocks, bias, forward
-        self.builder.call("interlace.float8_mm.out", *facts, out=product)
+        product = self._empty("product", self.dtype, (_rows(a), _columns(b)))
+        self.builder.call("interlace.float8_mm.out", a, b, blocks, bias, fast, out=product)
         return product
 
     def _call(self, fn: str, name: str, shape: Shape, *args: object) -> Handle:
@@ -202,7 +195,8 @@ class BuilderOperations:
 
 
 def _shape(value: Handle) -> Shape:
-    return cast("Shape", value.buffer.shape)
+    shape = cast("Shape", value.buffer.shape)
+    return shape[::-1] if value.ir.steps else shape  # the only step is a transpose
 
 
 def _rows(value: Handle) -> int:

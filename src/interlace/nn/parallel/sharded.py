@@ -34,7 +34,7 @@ from interlace.options import Options
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """How a call communicates, and whether in FP8."""
+    """The communication of a call, and its FP8 recipe."""
 
     collective: str
     group: dist.ProcessGroup
@@ -57,7 +57,7 @@ class Call:
     known: Known | None
     """None: it communicates nothing, and so asked nobody."""
     name: str
-    """Of its run: the same on all ranks."""
+    """Name of its run: the same on all ranks."""
 
 
 class Sharded(torch.autograd.Function):
@@ -192,7 +192,7 @@ def _layer(
     maxima: int,
     keeps: bool,
 ) -> LinearLayer:
-    """That of a forward pass."""
+    """The layer of a forward pass."""
     facts = {"recipe": recipe, "maxima": maxima, "keeps": keeps}
     return LinearLayer(collective, dtype_of(dtype).value, inner, outer, biased, **facts)
 
@@ -206,7 +206,7 @@ def _gradients(
     x: Tensor | None,
     weights: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Those that are wanted, of x, weights (in FP8: their transposes) and biases."""
+    """The wanted gradients, of x, weights and biases; FP8 takes the transposes of weights."""
     if via.collective == "all_reduce" or (via.collective == "copy" and not wanted[0]):
         grads = backward(_local(via, dys[0]), wanted, dys, x, weights)
         return [grad for grad in grads if grad is not None]

@@ -70,16 +70,10 @@ class TorchOperations:
         self.collective, self.recipe, self.dtype = collective, recipe, dtype
         self.group, self.ranks = team
         self.packs_weights = packs_weights
-        """Whether backward has weights as they are, and not their transposes in FP8."""
+        """True where backward has the weights themselves, and not their transposes in FP8."""
 
-    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-
-    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        return dy.mm(weight)
-
-    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        return dy.t().mm(x)
+    def mm(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        return a.mm(b) if bias is None else torch.addmm(bias, a, b)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -114,9 +108,9 @@ class TorchOperations:
         return run("turn", rows, by, blocks)
 
     def packed_mm(
-        self, rows: Tensor, weight: Tensor, blocks: int, bias: Tensor | None, forward: bool
+        self, a: Tensor, b: Tensor, blocks: int, bias: Tensor | None, fast: bool
     ) -> Tensor:
-        return run("mm", rows, weight.t(), blocks, bias, forward, self.dtype)
+        return run("mm", a, b, blocks, bias, fast, self.dtype)
 
 
 class Traced(torch.autograd.Function):
