@@ -210,17 +210,16 @@ class GradReducer:
         self._wanted = self._wanted or dict(self._seen) or None
 
     @contextlib.contextmanager
-    def as_grads(self, params: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+    def as_grads(self) -> Iterator[None]:
         """Inside, each Parameter's `.grad` is its main gradient: for clipping, and an optimizer.
 
-        With `params`, only theirs.
         `GradientError` before `finish()`, when they are this rank's alone, or on the way.
         Where the types differ, `.grad` has the main gradient's, not the Parameter's: an optimizer
         must take that (torch's fused and foreach AdamW do not).
         """
         self._check(not self._finished, "main gradients are not reduced yet: finish() first")
-        chosen = self._accumulators if params is None else params
-        with lent({cast("nn.Parameter", param): self.main_grad(param) for param in chosen}):
+        held = self._accumulators
+        with lent({cast("nn.Parameter", param): self.main_grad(param) for param in held}):
             yield
 
     @eager

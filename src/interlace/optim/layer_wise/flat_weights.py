@@ -8,11 +8,12 @@
 Note [What waits]
     A Parameter waits when it is read, by whatever (arriving.py). Before that, a module waits, in a
     forward-pre-hook, for the buckets of the Parameters that it holds itself: so an error names the
-    module that waited, and each stream that runs a module waits. A `UNITS` module waits for all Parameters inside, and so does a compiled one, inside which there are no
-    hooks. A ParameterList is never called: who holds it waits. Whoever takes a state_dict, loads
-    one, or runs the whole module without gradients waits for everything; so does a module that was
-    compiled later, before anything is computed: torch traces hooks then, and what waits breaks its
-    graph. Inside a checkpoint a break may lose gradients, so nothing waits there.
+    module that waited, and each stream that runs a module waits. A `UNITS` module waits for all
+    Parameters inside, and so does a compiled one, inside which there are no hooks. A ParameterList
+    is never called: who holds it waits. Whoever takes a state_dict, loads one, or runs the whole
+    module without gradients waits for everything; so does a module that was compiled later, before
+    anything is computed: torch traces hooks then, and what waits breaks its graph. Inside a
+    checkpoint a break may lose gradients, so nothing waits there.
 
 Note [Own storages]
     A Parameter has its memory in a flat buffer, and a storage of its own for that: torch cannot
