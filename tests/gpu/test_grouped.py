@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.optim.reducing import is_reduced
 from tests.support.pool import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -459,9 +460,9 @@ def overlaps(seed: int) -> list[bool]:
                 torch.cuda._sleep(3_000_000_000)  # more than a second, behind the second layer
                 busy.record()
                 deadline = time.monotonic() + 20
-                while step and not reducer.done(0) and time.monotonic() < deadline:
+                while step and not is_reduced(reducer, 0) and time.monotonic() < deadline:
                     time.sleep(0.0005)
-                seen.append(reducer.done(0) and not busy.query())
+                seen.append(is_reduced(reducer, 0) and not busy.query())
 
             made.register_hook(look)
             model.down(made, sizes).sum().backward()

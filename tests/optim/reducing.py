@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.nn import GroupedLinear
+from interlace.optim import GradReducer
 
 DIM, HIDDEN, GROUPS, TOKENS = 16, 24, 4, 24
 
@@ -90,3 +91,12 @@ def batch(
 
 def loss_of(model: nn.Module, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     return model(x, sizes).float().square().mean()
+
+
+def is_reduced(reducer: GradReducer, index: int) -> bool:
+    """Whether a bucket's reduction has ended in this step."""
+    runs: Any = reducer._runs
+    worker = runs._worker
+    return index < reducer._gone and (
+        runs._ends[index].query() if worker is None else index in worker._done
+    )

@@ -334,14 +334,13 @@ def test_thread_keeps_the_order_and_the_first_error() -> None:
         worker.put(index)
     worker.wait()
     assert seen == [1, 0, 1]
-    assert worker.is_done(0)
-    assert not worker.is_done(2)
+    assert worker._done == {0, 1}
     worker.put(2)
     worker.put(0)
     for _ in range(2):
         with pytest.raises(PeerError, match="made up"):
             worker.wait()
-    assert not worker.is_done(2)
+    assert 2 not in worker._done
     assert seen == [1, 0, 1], "nothing runs after a failure"
     worker.clear()
     worker.put(0)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.reducing import Looped, Mixture, batch, grads_alike, loss_of, mixture
+from tests.optim.reducing import Looped, Mixture, batch, grads_alike, is_reduced, loss_of, mixture
 from tests.support.pool import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -172,9 +172,9 @@ def waits_inside(seed: int, overlap: bool) -> list[bool]:
         def look(_: object) -> None:
             expected = overlap and step > 0
             deadline = time.monotonic() + (15 if expected else 0.1)
-            while not reducer.done(0) and time.monotonic() < deadline:
+            while not is_reduced(reducer, 0) and time.monotonic() < deadline:
                 time.sleep(0.001)
-            seen.append(reducer.done(0))
+            seen.append(is_reduced(reducer, 0))
 
         for step in range(3):
             x, sizes = batch(seed, step)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from tests.optim import layerwise
+from tests.optim import checkpoints, layerwise
 from tests.optim.layerwise import (
     DIM,
     OPTIMIZERS,
@@ -257,41 +256,11 @@ def test_goes_on_from_a_state_dict(pool: Pool, optimizer: str, seed: int) -> Non
     assert pool(2).run(resumed, seed, optimizer) == [[], []]
 
 
-State = dict[str, dict[str, torch.Tensor]]
-
-
-def saved(seed: int, optimizer: str, folder: str) -> tuple[State, dict[str, torch.Tensor], Any]:
-    """State and weights when a checkpoint was saved in mid-flight, and how the run went on."""
-    module = model(seed)
-    with layer_wise(module, optimizer) as optimizing:
-        train(optimizing, module, seed, range(4))
-        dcp.save({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
-        state, held = torch_copy(optimizing.state_dict()["state"]), weights(module)
-        train(optimizing, module, seed, range(4, STEPS))
-        return state, held, weights(module)
-
-
-def loaded(seed: int, optimizer: str, folder: str) -> tuple[State, dict[str, torch.Tensor], Any]:
-    """The same of a run that loads it."""
-    module = model(seed + 1)
-    with layer_wise(module, optimizer) as optimizing:
-        dcp.load({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
-        state, held = torch_copy(optimizing.state_dict()["state"]), weights(module)
-        assert (
-            optimizing.param_groups[0]["lr"]
-            == OPTIMIZERS[optimizer](module.parameters()).param_groups[0]["lr"]
-        )
-        train(optimizing, module, seed, range(4, STEPS))
-        return state, held, weights(module)
-
-
-def merged(ranks: list[tuple[State, Any, Any]]) -> State:
-    """The state of all owners: each parameter has one."""
-    state: State = {}
-    for own, _, _ in ranks:
-        assert not state.keys() & own.keys()
-        state |= own
-    return state
+def through_a_checkpoint(seed: int, optimizer: str, folder: str, saves: bool) -> checkpoints.Run:
+    module = model(seed if saves else seed + 1)
+    go = checkpoints.saved if saves else checkpoints.loaded
+    optimizing = layer_wise(module, optimizer)
+    return go(optimizing, partial(train, optimizing, module, seed), folder)
 
 
 @pytest.mark.parametrize(
@@ -301,16 +270,9 @@ def test_goes_on_from_a_checkpoint(
     pool: Pool, optimizer: str, world: int, seed: int, tmp_path: Path
 ) -> None:
     """On as many ranks bit for bit; on fewer, all that was loaded is."""
-    before = pool(4).run(saved, seed, optimizer, str(tmp_path))
-    after = pool(world).run(loaded, seed, optimizer, str(tmp_path))
-    wanted, found = merged(before), merged(after)
-    assert wanted.keys() == found.keys()
-    for name, values in wanted.items():
-        assert differing(found[name], values) == [], name
-    for _, held, ended in after:
-        assert differing(held, before[0][1]) == []
-        if world == 4:
-            assert differing(ended, before[0][2]) == []
+    before = pool(4).run(through_a_checkpoint, seed, optimizer, str(tmp_path), True)
+    after = pool(world).run(through_a_checkpoint, seed, optimizer, str(tmp_path), False)
+    checkpoints.check(before, after, same=world == 4, apart=True)
 
 
 def others(seed: int) -> str:

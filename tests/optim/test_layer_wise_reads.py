@@ -98,7 +98,7 @@ def differing(seed: int, overlap: bool) -> list[Any]:
             for param in held:  # no reads, which would cost the overlap
                 assert param.shape.numel() == param.numel()
                 param.grad = None
-            assert any(optimizing._weights.pending) == overlap
+            assert bool(optimizing._weights.pending) == overlap
             found.append(read(module, held))
             optimizing.zero_grad()
         module(batch(seed, 99)).square().mean().backward()
@@ -108,7 +108,7 @@ def differing(seed: int, overlap: bool) -> list[Any]:
         optimizing.step()
         average.update_parameters(module)
         found.append(flat(average.module))
-        assert not any(optimizing._weights.pending)
+        assert not optimizing._weights.pending
     assert {type(param) for param in held} == {nn.Parameter}
     return found
 
@@ -197,7 +197,7 @@ def sharded(seed: int) -> list[float]:
                 with torch.enable_grad():
                     module(same).sum().backward()
                 optimizing.step()
-                assert any(optimizing._weights.pending) == overlap
+                assert bool(optimizing._weights.pending) == overlap
                 way = ways[step % len(ways)]
                 read += [way(param).flatten().clone() for param in module.parameters()]
                 optimizing.zero_grad()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from tests.optim import layerwise
+from tests.optim import checkpoints, layerwise
+from tests.optim.checkpoints import Tensors, weights, whole
 from tests.optim.layerwise import (
     DIM,
     OPTIMIZERS,
@@ -38,7 +39,6 @@ from interlace.errors import OptimizerError, ReplicaError, UnsupportedError
 from interlace.optim import LayerWise, Muon, clip_grad_norm_
 from interlace.options import Backend, Options
 
-Tensors = dict[str, torch.Tensor]
 NUMBERS = itertools.count()
 
 
@@ -118,15 +118,6 @@ def go(
         optimizing.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def weights(module: nn.Module) -> Tensors:
-    return {name: whole(value) for name, value in module.state_dict().items()}
 
 
 def named(optimizing: LayerWise) -> dict[torch.Tensor, str]:
@@ -491,46 +482,14 @@ def test_experts_beside_dense_parameters(pool: Pool, seed: int) -> None:
 
 # -- checkpoints ----------------------------------------------------------------------------------
 
-State = dict[str, Tensors]
 
-
-def state_of(optimizing: LayerWise) -> State:
-    return {
-        name: {key: whole(value) for key, value in values.items()}
-        for name, values in optimizing.state_dict()["state"].items()
-    }
-
-
-def saved(seed: int, tp: int, optimizer: str, folder: str) -> tuple[State, Tensors, Tensors]:
-    """State and weights when a checkpoint was saved in mid-flight, and how the run went on."""
+def through_a_checkpoint(
+    seed: int, tp: int, optimizer: str, folder: str, saves: bool
+) -> checkpoints.Run:
     mesh = grid(tp)
-    module = parallel(seed, mesh)
-    with optimized(module, mesh, optimizer) as optimizing:
-        go(optimizing, mesh, seed, range(3))
-        dcp.save({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
-        state, held = state_of(optimizing), weights(module)
-        go(optimizing, mesh, seed, range(3, 5))
-        return state, held, weights(module)
-
-
-def loaded(seed: int, tp: int, optimizer: str, folder: str) -> tuple[State, Tensors, Tensors]:
-    """The same of a run that loads it."""
-    mesh = grid(tp)
-    module = parallel(seed + 1, mesh)
-    with optimized(module, mesh, optimizer) as optimizing:
-        dcp.load({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
-        state, held = state_of(optimizing), weights(module)
-        go(optimizing, mesh, seed, range(3, 5))
-        return state, held, weights(module)
-
-
-def merged(ranks: list[tuple[State, Tensors, Tensors]]) -> State:
-    state: State = {}
-    for own, _, _ in ranks:
-        for name in state.keys() & own.keys():
-            assert differing(own[name], state[name]) == []
-        state |= own
-    return state
+    optimizing = optimized(parallel(seed if saves else seed + 1, mesh), mesh, optimizer)
+    go_on = checkpoints.saved if saves else checkpoints.loaded
+    return go_on(optimizing, partial(go, optimizing, mesh, seed), folder)
 
 
 @pytest.mark.parametrize(
@@ -546,16 +505,9 @@ def test_goes_on_from_a_checkpoint(
     pool: Pool, world: int, tp: int, optimizer: str, seed: int, tmp_path: Path
 ) -> None:
     """On the same mesh bit for bit; on others, all that was loaded is."""
-    before = pool(4).run(saved, seed, 2, optimizer, str(tmp_path))
-    after = pool(world).run(loaded, seed, tp, optimizer, str(tmp_path))
-    wanted, found = merged(before), merged(after)
-    assert wanted.keys() == found.keys()
-    for name, values in wanted.items():
-        assert differing(found[name], values) == [], name
-    for _, held, ended in after:
-        assert differing(held, before[0][1]) == []
-        if (world, tp) == (4, 2):
-            assert differing(ended, before[0][2]) == []
+    before = pool(4).run(through_a_checkpoint, seed, 2, optimizer, str(tmp_path), True)
+    after = pool(world).run(through_a_checkpoint, seed, tp, optimizer, str(tmp_path), False)
+    checkpoints.check(before, after, same=(world, tp) == (4, 2))
 
 
 # -- what is said ---------------------------------------------------------------------------------

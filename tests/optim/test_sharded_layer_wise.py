@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from tests.optim import layerwise
+from tests.optim import checkpoints, layerwise
 from tests.optim.layerwise import DIM, HIDDEN, Blocks, batch, differing, model, slowly
 from tests.optim.test_layer_wise_courses import torch_copy
 from tests.optim.test_ownership import LLAMAS, llama
@@ -315,41 +314,19 @@ def test_work_is_even_in_the_pipeline(name: str, most_ranks: int) -> None:
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def saved(seed: int, folder: str) -> tuple[Weights, Weights, Weights]:
-    """Momentum and weights when a checkpoint is saved, and the weights at the end."""
-    module = sharded(seed)
-    with wrapped(muon(module), module) as optimizing:
-        train(optimizing, module, seed, range(3))
-        dcp.save({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
-        held = momenta(optimizing), full(module.state_dict())
-        train(optimizing, module, seed, range(3, 6))
-        return *held, full(module.state_dict())
-
-
-def loaded(seed: int, folder: str) -> tuple[Weights, Weights, Weights]:
-    """The same of a run that loads it."""
-    module = sharded(seed + 1)
-    with wrapped(muon(module), module) as optimizing:
-        dcp.load({"model": module.state_dict(), "optim": optimizing}, checkpoint_id=folder)
-        held = momenta(optimizing), full(module.state_dict())
-        train(optimizing, module, seed, range(3, 6))
-        return *held, full(module.state_dict())
-
-
-def momenta(optimizing: LayerWise) -> Weights:
-    states = optimizing.state_dict()["state"]
-    return full({f"{n}.{key}": v for n, state in states.items() for key, v in state.items()})
+def through_a_checkpoint(seed: int, folder: str, saves: bool) -> checkpoints.Run:
+    module = sharded(seed if saves else seed + 1)
+    go = checkpoints.saved if saves else checkpoints.loaded
+    optimizing = wrapped(muon(module), module)
+    return go(optimizing, partial(train, optimizing, module, seed), folder)
 
 
 @pytest.mark.parametrize("world", [4, 2])
 def test_goes_on_from_a_checkpoint(pool: Pool, world: int, seed: int, tmp_path: Path) -> None:
     """On as many ranks bit for bit; on fewer, all that was loaded is."""
-    wanted = pool(4).run(saved, seed, str(tmp_path))[0]
-    assert any("momentum_buffer" in name for name in wanted[0])
-    for found in pool(world).run(loaded, seed, str(tmp_path)):
-        assert differing(found[0], wanted[0]) == differing(found[1], wanted[1]) == []
-        if world == 4:
-            assert differing(found[2], wanted[2]) == []
+    before = pool(4).run(through_a_checkpoint, seed, str(tmp_path), True)
+    after = pool(world).run(through_a_checkpoint, seed, str(tmp_path), False)
+    checkpoints.check(before, after, same=world == 4)
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -219,12 +219,6 @@ class BucketRuns:
         else:
             torch.cuda.current_stream(self._device).wait_event(self._ends[index])
 
-    def done(self, index: int) -> bool:
-        """Whether this one, which was started, is over."""
-        if self._worker is not None:
-            return self._worker.is_done(index)
-        return self._ends[index].query()
-
     def reset(self) -> None:
         """After a failure, every rank: nothing is under way any more."""
         if self._worker is not None:
@@ -316,10 +310,6 @@ class Worker(threading.Thread):
         """Asks for a run. After a failure it is dropped: `wait` raises that."""
         self._done.discard(index)
         self._asked.put(index)
-
-    def is_done(self, index: int) -> bool:
-        """Whether that run has ended well."""
-        return index in self._done
 
     def wait(self, index: int | None = None) -> None:
         """Returns when that run, or all asked for, ended; raises what went wrong, until `clear`."""

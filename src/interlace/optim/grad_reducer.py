@@ -33,7 +33,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any, Literal, cast
 
 import torch
@@ -211,17 +210,16 @@ class GradReducer:
         self._wanted = self._wanted or dict(self._seen) or None
 
     @contextlib.contextmanager
-    def as_grads(self, params: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+    def as_grads(self) -> Iterator[None]:
         """Inside, each Parameter's `.grad` is its main gradient: for clipping, and an optimizer.
 
-        With `params`, only theirs.
         `GradientError` before `finish()`, when they are this rank's alone, or on the way.
         Where the types differ, `.grad` has the main gradient's, not the Parameter's: an optimizer
         must take that (torch's fused and foreach AdamW do not).
         """
         self._check(not self._finished, "main gradients are not reduced yet: finish() first")
-        chosen = self._accumulators if params is None else params
-        with lent({cast("nn.Parameter", param): self.main_grad(param) for param in chosen}):
+        held = self._accumulators
+        with lent({cast("nn.Parameter", param): self.main_grad(param) for param in held}):
             yield
 
     @eager
@@ -254,10 +252,6 @@ class GradReducer:
     def going(self) -> bool:
         """Whether buckets of this step are on the way, and `finish()` or `close()` is to come."""
         return self._gone > 0 and not self._finished and not self._closed
-
-    def done(self, index: int) -> bool:
-        """Whether a bucket's reduction has ended in this step."""
-        return index < self._gone and self._runs.done(index)
 
     def timelines(self) -> list[Timeline]:
         """When each bucket's reduction ran last; needs the option `trace`."""
@@ -333,28 +327,18 @@ def _fill(
     params: Sequence[nn.Parameter], dtype: torch.dtype | None, bucket_bytes: int
 ) -> list[Bucket]:
     """Parameters in that order, in buckets of one type and at most so many bytes."""
-    filled: list[list[nn.Parameter]] = []
-    last, size = None, 0
+    filled: list[tuple[torch.dtype, list[nn.Parameter], list[int]]] = []
     for param in params:
         kind = dtype or param.dtype
-        nbytes = _padded(param, kind) * kind.itemsize
-        if kind != last or size + nbytes > bucket_bytes:
-            filled.append([])
-            last, size = kind, 0
-        filled[-1].append(param)
-        size += nbytes
-    return [_bucket(members, dtype or members[0].dtype) for members in filled]
-
-
-def _padded(param: nn.Parameter, dtype: torch.dtype) -> int:
-    """Elements of a main gradient and of what fills up its alignment."""
-    whole = ALIGNMENT // dtype.itemsize
-    return -(-param.numel() // whole) * whole
-
-
-def _bucket(params: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
-    starts = [*accumulate([_padded(param, dtype) for param in params], initial=0)]
-    return laid_out(params, starts, max(starts[-1], 1), dtype)
+        whole = ALIGNMENT // kind.itemsize
+        padded = -(-param.numel() // whole) * whole
+        last = filled[-1] if filled else None
+        if last is None or last[0] != kind or (last[2][-1] + padded) * kind.itemsize > bucket_bytes:
+            last = kind, list[nn.Parameter](), [0]
+            filled.append(last)
+        last[1].append(param)
+        last[2].append(last[2][-1] + padded)
+    return [laid_out(members, ends, max(ends[-1], 1), kind) for kind, members, ends in filled]
 
 
 def laid_out(

@@ -68,10 +68,14 @@ class UpdatesInOrder:
         updated: Callable[[int], None],
         taken: dict[nn.Parameter, Tensor],
     ) -> None:
-        """Updates buckets, and moves the gradients that it used from `.grad` to `taken`."""
-        left = {p: grad for p in self._owned if (grad := p.grad) is not None}
-        for param in left:
-            param.grad = None
+        """Updates buckets, and moves the gradients that it used from `.grad` to `taken`, with those
+        of what others own.
+        """
+        params = (param for group in self._optimizer.param_groups for param in group["params"])
+        left: dict[nn.Parameter, Tensor] = {}
+        for param in params:
+            if (grad := param.grad) is not None:
+                (left if param in self._owned else taken)[param], param.grad = grad, None
 
         def take(update: BucketUpdate) -> dict[nn.Parameter, Tensor]:
             mine = {p: left.pop(p) for p in update.sources if p in left}

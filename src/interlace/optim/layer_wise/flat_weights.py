@@ -7,13 +7,13 @@
 
 Note [What waits]
     A Parameter waits when it is read, by whatever (arriving.py). Before that, a module waits, in a
-    forward-pre-hook, for the buckets of the Parameters that it holds itself: so the order in which
-    the first forward needs them is known, and each stream that runs a module waits. A `UNITS`
-    module waits for all Parameters inside, and so does a compiled one, inside which there are no
-    hooks. A ParameterList is never called: who holds it waits. Whoever takes a state_dict, loads
-    one, or runs the whole module without gradients waits for everything; so does a module that was
-    compiled later, before anything is computed: torch traces hooks then, and what waits breaks its
-    graph. Inside a checkpoint a break may lose gradients, so nothing waits there.
+    forward-pre-hook, for the buckets of the Parameters that it holds itself: so an error names the
+    module that waited, and each stream that runs a module waits. A `UNITS` module waits for all
+    Parameters inside, and so does a compiled one, inside which there are no hooks. A ParameterList
+    is never called: who holds it waits. Whoever takes a state_dict, loads one, or runs the whole
+    module without gradients waits for everything; so does a module that was compiled later, before
+    anything is computed: torch traces hooks then, and what waits breaks its graph. Inside a
+    checkpoint a break may lose gradients, so nothing waits there.
 
 Note [Own storages]
     A Parameter has its memory in a flat buffer, and a storage of its own for that: torch cannot
@@ -64,10 +64,10 @@ class FlatWeights:
         self.buckets = buckets
         self._runs, self._first, self._names = runs, first, names
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.params}
-        self.pending = [False] * len(buckets)
+        self.pending: set[int] = set()
         """The buckets whose gather nothing has waited for."""
         self.idle = True
-        """Whether there is none."""
+        """Whether there are none: what a traced hook is guarded by."""
         self.waited_s = 0.0
         """How long this rank has waited for gathers, on the CPU."""
         self._on_gpu = any(bucket.flat.is_cuda for bucket in buckets)
@@ -92,15 +92,15 @@ class FlatWeights:
 
     def start_rest(self, *, wait: bool) -> None:
         """Starts the gathers of all buckets that were not started, in order."""
-        rest = [index for index, pending in enumerate(self.pending) if not pending]
-        self.start(rest, wait=wait)
+        self.start([i for i in range(len(self.buckets)) if i not in self.pending], wait=wait)
 
     def start(self, order: Sequence[int], *, wait: bool) -> None:
         """Starts the gathers of these buckets."""
         self._waited.clear()
         for index in order:
             self._runs.start(self._first + index)
-            self.pending[index], self.idle = True, False
+            self.pending.add(index)
+            self.idle = False
             for param, kind in zip(self.buckets[index].params, self._own[index], strict=True):
                 param.__class__ = self._arriving[index][kind]
         if wait:
@@ -109,14 +109,14 @@ class FlatWeights:
     @eager
     def synchronize(self) -> None:
         """Returns when every gather is over; on CUDA the current stream comes after them."""
-        for index in self.under_way():
+        for index in sorted(self.pending):
             self._finish(index, "synchronize()")
         if self._on_gpu:
             self._runs.wait()
 
     def drop(self) -> None:
         """Nothing waits any more for what was started: its values are undefined."""
-        for index in self.under_way():
+        for index in sorted(self.pending):
             self._arrived(index)
 
     def check_place(self) -> None:
@@ -152,8 +152,8 @@ class FlatWeights:
     def _arrived(self, index: int) -> None:
         for param, kind in zip(self.buckets[index].params, self._own[index], strict=True):
             param.__class__ = kind
-        self.pending[index] = False
-        self.idle = not any(self.pending)
+        self.pending.discard(index)
+        self.idle = not self.pending
 
     @eager
     def _read(self, index: int) -> None:
@@ -165,19 +165,15 @@ class FlatWeights:
 
     def before(self, name: str, indices: Sequence[int], *, whole: bool) -> None:
         """What a module does before its forward; the whole one without gradients waits for all."""
-        if whole and not self.idle and not torch.is_grad_enabled():
+        if whole and self.pending and not torch.is_grad_enabled():
             self.synchronize()
         stream = torch.cuda.current_stream() if self._on_gpu else None
         for index in indices:
-            if self.pending[index]:
+            if index in self.pending:
                 self._finish(index, f"the forward of {name or 'the module'}")
             elif stream is not None and (index, stream) not in self._waited:
                 self._runs.wait(self._first + index)  # another stream waited before
             self._waited.add((index, stream))
-
-    def under_way(self) -> list[int]:
-        """Numbers of the buckets that are pending."""
-        return [index for index, pending in enumerate(self.pending) if pending]
 
     def _hooks(self, root: nn.Module) -> Iterator[Any]:
         compiled: list[str] = []

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -252,7 +252,8 @@ class LayerWise:
             self.check_replicas()
         if self._homes is not None:
             self._homes.bring_all_weights()
-        with self._grads():
+        grads = self._main_grads.items()
+        with lent({p: g for p, g in grads if self._owned[p].requires_grad}):
             self._updates.step(self._updated)
         self._steps += 1
         self._weights.start_rest(wait=not self._overlap)
@@ -422,25 +423,6 @@ class LayerWise:
             else:  # peers may not come any more
                 self._weights.drop()
 
-    @contextlib.contextmanager
-    def _grads(self) -> Iterator[None]:
-        """Inside, what this rank owns and trains has its gradient, reduced, and nothing else."""
-        if self._reducer is not None:
-            self._finish()
-            grads = self._main_grads.items()
-            with lent({p: g for p, g in grads if self._owned[p].requires_grad}):
-                yield
-            return
-        others = set(self._plan.params) - set(self._owned)
-        kept = {param: param.grad for param in others}
-        for param in others:
-            param.grad = None
-        try:
-            yield
-        finally:
-            for param, grad in kept.items():
-                param.grad = grad
-
     def _updated(self, index: int) -> None:
         """Starts the gather of a bucket while others are updated, once the order is known."""
         if self._overlap:
@@ -563,8 +545,8 @@ def calls_around(
     if homes is None:
         return {}, {}
     count = len(grads)
-    before: Calls = {count + i: partial(homes.give_back, i) for i in range(count)}
-    then: Calls = {count - 1 - i: partial(homes.bring_grads, i) for i in range(count)}
+    before: Calls = {count + i: partial(homes.run, "weights_to_shards", i) for i in range(count)}
+    then: Calls = {count - 1 - i: partial(homes.run, "gradients_to_homes", i) for i in range(count)}
     for number, name in enumerate(shared):
-        then[count + len(weights) + number] = partial(homes.share, name)
+        then[count + len(weights) + number] = partial(homes.run, "share", name)
     return before, then

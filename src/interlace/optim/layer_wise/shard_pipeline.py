@@ -84,15 +84,8 @@ class ShardExchange:
         """Elements that each rank sends to the owner s, and has from it."""
         return tuple(stop - start for start, stop in pairwise(self.plan.bounds))
 
-    def to_owners(self, name: str, ranks: int, rank: int) -> Program:
-        """Shards of all matrices to all shards of the own ones."""
-        return self._program(name, ranks, "shards, owned")
-
-    def to_shards(self, name: str, ranks: int, rank: int) -> Program:
-        """And back."""
-        return self._program(name, ranks, "owned, shards")
-
-    def _program(self, name: str, ranks: int, way: str) -> Program:
+    def program(self, name: str, way: str, ranks: int, rank: int) -> Program:
+        """Shards of all matrices to all shards of the own ones ("shards, owned"), or back."""
         parts = self.parts
         own = ", ".join(str(ranks * part) for part in parts)
         return parse(
@@ -196,12 +189,11 @@ class ShardPipeline:
             self._placed(exchange, *pair, [*sharded.values()])
             for exchange, pair in zip(self._exchanges, buffers, strict=True)
         ]
-        writes: list[Write] = [
-            *(partial(x.to_owners, f"to_owners_{i}") for i, x in enumerate(self._exchanges)),
-            *(partial(x.to_shards, f"to_shards_{i}") for i, x in enumerate(self._exchanges)),
-        ]
-        self.programs = [
-            (write, *pair) for write, pair in zip(writes, [*buffers, *buffers], strict=True)
+        ways = ("to_owners", "shards, owned"), ("to_shards", "owned, shards")
+        self.programs: list[tuple[Write, Tensor, Tensor]] = [
+            (partial(exchange.program, f"{name}_{i}", way), *pair)
+            for name, way in ways
+            for i, (exchange, pair) in enumerate(zip(self._exchanges, buffers, strict=True))
         ]
 
     def _buffers(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -2,10 +2,10 @@
 
     homes = homes_of(plan, weights, grads, shared, options, made)   # None without a mesh of shards
     homes.enter(optimizer)             # groups have whole matrices; leave(optimizer) undoes that
-    homes.bring_grads(0)               # bucket 0, after its reduction: shards become whole matrices
+    homes.run("gradients_to_homes", 0) # bucket 0, after its reduction: shards become whole matrices
     homes.bring_all_weights()          # before the update
     optimizer.step()                   # updates homes.whole[param] instead of a DTensor
-    homes.give_back(0)                 # before the bucket is gathered: the shards are updated
+    homes.run("weights_to_shards", 0)  # before the bucket is gathered: the shards are updated
 
 Note [Homes]
     The ranks of a tensor-parallel group hold the shards of a matrix, and the owner of data
@@ -41,76 +41,63 @@ from interlace.runtime import Executor
 
 
 @dataclass(frozen=True, slots=True)
-class HomedMatrix:
-    """A parameter whose shards lie at one place of every rank's flat buffer."""
-
-    home: int
-    start: int
-    """Where its shard begins in the flat buffer,"""
-    at: int
-    """and where it begins among the whole matrices at its home."""
-    shape: tuple[int, ...]
-    dim: int
-    """The dimension that is sharded."""
-
-    @property
-    def folded(self) -> tuple[int, int, int]:
-        """Its shape with the dimensions before and after `dim` as one each."""
-        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        return math.prod(before), self.shape[self.dim], math.prod(after)
-
-    def shards(self, ranks: int) -> Iterator[ShardPlace]:
-        """Those that are not empty, as torch.chunk cuts."""
-        size = self.shape[self.dim]
-        chunk = -(-size // ranks)
-        for rank, begin in enumerate(range(0, size, chunk)):
-            yield ShardPlace(self, rank, begin, min(size, begin + chunk))
-
-
-@dataclass(frozen=True, slots=True)
 class ShardPlace:
     """What one rank holds of a matrix: `begin` to `end` of its sharded dimension."""
 
-    of: HomedMatrix
+    home: int
     rank: int
+    start: int
+    """Where it begins in the flat buffer,"""
+    at: int
+    """and where the matrix begins among the whole ones at its home."""
+    folded: tuple[int, int, int]
+    """The matrix's shape, the dimensions before and after the sharded one as one each."""
     begin: int
     end: int
 
     @property
     def numel(self) -> int:
-        outer, _, inner = self.of.folded
+        outer, _, inner = self.folded
         return outer * (self.end - self.begin) * inner
 
     @property
     def flat(self) -> str:
         """Its place in the flat buffer."""
-        return f"flat[{self.of.start}:{self.of.start + self.numel}]"
+        return f"flat[{self.start}:{self.start + self.numel}]"
 
     @property
     def whole(self) -> str:
         """Its place in the whole matrix, of 3 dimensions."""
-        start, shape = self.of.at, self.of.folded
-        matrix = f"whole[{start}:{start + math.prod(shape)}].view{shape}"
+        matrix = f"whole[{self.at}:{self.at + math.prod(self.folded)}].view{self.folded}"
         return f"{matrix}[:, {self.begin}:{self.end}]"
 
     @property
     def region(self) -> str | None:
         """The same as a region, where it is one."""
-        outer, _, inner = self.of.folded
-        at = self.of.at
-        return f"whole[{at + self.begin * inner}:{at + self.end * inner}]" if outer == 1 else None
+        outer, _, inner = self.folded
+        begin, end = self.at + self.begin * inner, self.at + self.end * inner
+        return f"whole[{begin}:{end}]" if outer == 1 else None
 
     def of_shape(self, place: str) -> str:
         """A place of as many elements, of 3 dimensions."""
-        outer, _, inner = self.of.folded
+        outer, _, inner = self.folded
         return f"{place}.view({outer}, {self.end - self.begin}, {inner})"
+
+
+def shards_of(param: DTensor, home: int, start: int, at: int) -> Iterator[ShardPlace]:
+    """The shards of a matrix that are not empty, as torch.chunk cuts."""
+    dim, shape = cast("Shard", param.placements[0]).dim, param.shape
+    size, chunk = shape[dim], -(-shape[dim] // param.device_mesh.size())
+    folded = math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :])
+    for rank, begin in enumerate(range(0, size, chunk)):
+        yield ShardPlace(home, rank, start, at, folded, begin, min(size, begin + chunk))
 
 
 @dataclass(frozen=True, slots=True)
 class HomeExchange:
     """How one bucket's shards come to whole matrices at their homes, and back."""
 
-    matrices: tuple[HomedMatrix, ...]
+    shards: tuple[ShardPlace, ...]
     about: str
     """The parameters, for messages."""
     peer: bool
@@ -126,8 +113,8 @@ class HomeExchange:
         memory of those that are no region there."""
         moves: list[Move] = []
         staged = 0
-        for shard in (shard for matrix in self.matrices for shard in matrix.shards(ranks)):
-            home, place = shard.of.home, shard.region
+        for shard in self.shards:
+            home, place = shard.home, shard.region
             if shard.rank == home == rank:
                 own.append((shard.of_shape(shard.flat), shard.whole))
             if home == rank != shard.rank and place is None:
@@ -174,10 +161,7 @@ def homes_of(
 
 
 class TensorHomes:
-    """The whole matrices that have their home on this rank, and the Programs that move them.
-
-    The tensors in `shared` are reduced over the group by `share`.
-    """
+    """The whole matrices that have their home on this rank, and the Programs that move them."""
 
     def __init__(
         self,
@@ -214,25 +198,24 @@ class TensorHomes:
             ]
             if not here:
                 continue
-            ends, matrices = [0] * self.size, list[HomedMatrix]()
-            for number, start, home in here:
-                param = plan.params[number]
-                (placement,) = cast("DTensor", param).placements
-                dim = cast("Shard", placement).dim
-                matrices.append(HomedMatrix(home, start, ends[home], tuple(param.shape), dim))
-                ends[home] += -(-param.numel() // ALIGNMENT) * ALIGNMENT
-            mine = max(ends[self.rank], 1)
+            ends, ats = [0] * self.size, list[int]()
+            for number, _, home in here:
+                ats.append(ends[home])
+                ends[home] += -(-plan.params[number].numel() // ALIGNMENT) * ALIGNMENT
             flats = [weights[index].flat, grads[index].flat]
-            wholes = [torch.zeros(mine, dtype=f.dtype, device=f.device) for f in flats]
-            for (number, _, home), matrix in zip(here, matrices, strict=True):
+            size = max(ends[self.rank], 1)
+            wholes = [torch.zeros(size, dtype=f.dtype, device=f.device) for f in flats]
+            shards: list[ShardPlace] = []
+            for (number, start, home), at in zip(here, ats, strict=True):
+                param = plan.params[number]
+                shards += shards_of(cast("DTensor", param), home, start, at)
                 if home == self.rank:
-                    param = plan.params[number]
-                    place = slice(matrix.at, matrix.at + param.numel())
+                    place = slice(at, at + param.numel())
                     weight, grad = (each[place].view(param.shape) for each in wholes)
                     self.whole[param] = nn.Parameter(weight, param.requires_grad)
                     self.grads[param] = grad
             about = shown([plan.names[number] for number, *_ in here])
-            exchange = HomeExchange(tuple(matrices), about, options.transport == "peer")
+            exchange = HomeExchange(tuple(shards), about, options.transport == "peer")
             for what, kind in (
                 ("gradients_to_homes", 1), ("weights_to_homes", 0), ("weights_to_shards", 0)
             ):  # fmt: skip
@@ -269,25 +252,16 @@ class TensorHomes:
         """In the order of the buckets."""
         return [executor for executor, _ in self._runs.values()]
 
-    def bring_grads(self, index: int) -> None:
-        """Gradients of a bucket, reduced, to homes. Collective, as all that moves."""
-        self._run("gradients_to_homes", index)
-
     def bring_all_weights(self) -> None:
         """Weights of all buckets to homes, while nothing else moves."""
         for what, index in self._runs:
             if what == "weights_to_homes":
-                self._run(what, index)
+                self.run(what, index)
 
-    def give_back(self, index: int) -> None:
-        """Weights of a bucket from homes to the owner's shards."""
-        self._run("weights_to_shards", index)
-
-    def share(self, name: str) -> None:
-        """Reduces one of `shared`."""
-        self._run("share", name)
-
-    def _run(self, what: str, index: int | str) -> None:
+    def run(self, what: str, index: int | str) -> None:
+        """Moves what belongs to a bucket, gradients or weights, to homes or back to shards; or
+        reduces one of `shared` ("share"). Collective.
+        """
         if (what, index) in self._runs:
             executor, tensors = self._runs[what, index]
             executor.run(tensors)
