@@ -19,7 +19,17 @@ from collections.abc import Mapping, Sequence
 
 from interlace.errors import TeamError
 from interlace.ir.ops import KINDS, UNORDERED, Collective
-from interlace.ir.order import Awaited, Delivery, Meetings, Queue, Retake, Slot, TeamKey
+from interlace.ir.order import (
+    Awaited,
+    Channel,
+    Delivery,
+    Meetings,
+    Queue,
+    Retake,
+    Signal,
+    Slot,
+    TeamKey,
+)
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.happens_before.graph import PER_OP, Frame, HappensBefore, IssuedOp, RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram
@@ -75,15 +85,39 @@ class GraphBuilder:
         """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
         return self.meetings.slot(place.where, place.source.versions[version].buffer)
 
-    def first_run(
-        self, team: TeamKey, members: Mapping[int, Sequence[IssuedOp]]
-    ) -> dict[int, list[IssuedOp]]:
-        """What the ranks of a team that are in the set issued in the first run."""
-        return {
-            rank: [at for at in members.get(rank, ()) if at.frame.run == 0]
-            for rank in team.ranks
-            if rank in self.ranks
-        }
+    # What ranks meet in, in the first run. Where ranks stand for others, order.py says otherwise.
+
+    def members(self, team: TeamKey, rank: int) -> Sequence[int]:
+        """The ranks of a team that are in the set, one of which is given."""
+        return [rank for rank in team.ranks if rank in self.ranks]
+
+    def first(self, rank: int) -> int:
+        """The rank that stands for another."""
+        return rank
+
+    def own(self, team: TeamKey, rank: int) -> TeamKey:
+        """The instance of a team that the rank is in which stands for another."""
+        return team
+
+    def on(self, at: IssuedOp, rank: int) -> IssuedOp:
+        """An op as it is on a rank that its own stands for."""
+        return at
+
+    def queue(self, queue: Queue, rank: int) -> list[IssuedOp]:
+        """The collectives of a rank."""
+        return _first_run(self.meetings.queues[queue].get(rank, ()))
+
+    def takes(self, slot: Slot, rank: int) -> list[IssuedOp]:
+        """The takes of a slot by a rank."""
+        return _first_run(self.meetings.taken[slot].get(rank, ()))
+
+    def ends(self, channel: Channel, sends: bool) -> list[IssuedOp]:
+        """The sends or the receives of a channel."""
+        return _first_run(self.meetings.channels[channel][0 if sends else 1])
+
+    def of_reader(self, signal: Signal) -> Signal:
+        """The signal as the rank that stands for its reader reads it."""
+        return signal
 
     def _match(self) -> None:
         """Adds the edges between ranks, which need all ops to be known."""
@@ -303,6 +337,10 @@ class _FrameBuilder:
         own = self.tails[item.stream]
         graph.preds[end] += [node for node in ends.values() if node != own]
         self.put(end, item)
+
+
+def _first_run(issued: Sequence[IssuedOp]) -> list[IssuedOp]:
+    return [at for at in issued if at.frame.run == 0]
 
 
 def places_of(sources: Sequence[LoweredProgram]) -> list[RankPlace]:

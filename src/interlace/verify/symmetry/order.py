@@ -14,12 +14,12 @@ Note [A circle of nodes is a circle of ops]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 
-from interlace.ir.order import Channel, Meetings, Queue, Slot, TeamKey
+from interlace.ir.order import Channel, Meetings, Queue, Signal, Slot, TeamKey
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.happens_before.build import GraphBuilder, places_of
 from interlace.verify.happens_before.graph import (
@@ -187,6 +187,16 @@ class FoldedBuilder(GraphBuilder):
         """The rank that stands for another."""
         return self.turns.first[rank]
 
+    def members(self, team: TeamKey, rank: int) -> Sequence[int]:
+        return self.everywhere[rank].where.member(team.name).ranks
+
+    def own(self, team: TeamKey, rank: int) -> TeamKey:
+        return self.key(self.first(rank), team.name)
+
+    def of_reader(self, signal: Signal) -> Signal:
+        name, team, writer, reader = signal
+        return name, self.own(team, reader), self.turns.back(reader)[writer], self.first(reader)
+
     def key(self, rank: int, team: str) -> TeamKey:
         """The instance of a team that a rank is in, among those between which order is sought."""
         return self.meetings.team(self.everywhere[rank].where, team)
@@ -301,13 +311,6 @@ class FoldedBuilder(GraphBuilder):
                     graph.blocks.setdefault(recv.end, []).append(send.begin)
             if sender in self.ranks:
                 graph.blocks.setdefault(send.end, []).append(recv.begin)
-
-    def matched(self) -> Iterator[tuple[IssuedOp, int, IssuedOp, int]]:
-        """Each message: the send, the rank that it is on, the receive, and its rank."""
-        for channel in [*self.meetings.channels]:
-            sends, receives = self.ends(channel, True), self.ends(channel, False)
-            for send, recv in zip(sends, receives, strict=True):
-                yield send, channel[1], recv, channel[2]
 
     def on(self, at: IssuedOp, rank: int) -> IssuedOp:
         """An op as it is on a rank that its own stands for."""
