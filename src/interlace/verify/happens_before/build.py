@@ -15,7 +15,7 @@ Note [One run stands for all]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from interlace.errors import TeamError
 from interlace.ir.ops import KINDS, UNORDERED, Collective
@@ -33,6 +33,9 @@ from interlace.ir.order import (
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.happens_before.graph import PER_OP, Frame, HappensBefore, IssuedOp, RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram
+
+Members = Mapping[int, IssuedOp]
+"""Ops that meet, by rank."""
 
 
 class GraphBuilder:
@@ -121,30 +124,57 @@ class GraphBuilder:
 
     def _match(self) -> None:
         """Adds the edges between ranks, which need all ops to be known."""
-        for queue, k, come in self.meetings.collectives():
-            self._meet(queue, k, come)
-        for delivery in self.meetings.deliveries():
+        for queue, come, standing in self.collectives():
+            self._meet(queue, come, standing)
+        for delivery in self.deliveries():
             self._deliver(delivery)
-        for retake in self.meetings.retakes():
+        for retake in self.retakes():
             self._await_frees(retake)
-        for awaited in self.meetings.levels():
+        for awaited in self.levels():
             self._await_signal(awaited)
 
-    def _meet(self, queue: Queue, k: int, come: Mapping[int, IssuedOp]) -> None:
-        """The k-th collective of a queue: Note [Meetings] in graph.py."""
+    def collectives(self) -> Iterator[tuple[Queue, Members, Members]]:
+        """Each collective: the members, and what stands for each member of the team."""
+        for queue, _, come in self.meetings.collectives():
+            yield queue, come, come
+
+    def deliveries(self) -> Iterator[Delivery[IssuedOp]]:
+        """Each message."""
+        return self.meetings.deliveries()
+
+    def retakes(self) -> Iterator[Retake[IssuedOp]]:
+        """The takes that await what ranks free of a slot."""
+        return self.meetings.retakes()
+
+    def levels(self) -> Iterator[Awaited[IssuedOp]]:
+        """Each awaited value of a signal."""
+        return self.meetings.levels()
+
+    def link(self, node: int, other: int, rank: int) -> None:
+        """Puts a node after another, as that is on a rank."""
+        self.graph.preds[node].append(other)
+
+    def _meet(self, queue: Queue, come: Members, standing: Members) -> None:
+        """A collective: Note [Meetings] in graph.py."""
         graph, team = self.graph, queue[0]
         meeting = graph.add()
         others: list[int] = []
-        for at in come.values():
-            (graph.preds[meeting] if self._has_part(at, False) else others).append(at.begin)
+        gives: dict[int, bool] = {}
+        for rank, at in standing.items():
+            if at.begin not in gives:
+                gives[at.begin] = self._has_part(at, False)
+            if gives[at.begin]:
+                self.link(meeting, at.begin, rank)
+            else:
+                others.append(at.begin)
         if others:
             graph.blocks[meeting] = others
-        contributors = set(graph.preds[meeting])
-        absent = next((r for r in team.ranks if r not in come), None)
+        some = any(gives.values())
+        absent = next((r for r in team.ranks if r not in standing), None)
         for rank, at in come.items():
-            if contributors and self._has_part(at, True):
+            if some and self._has_part(at, True):
                 graph.preds[at.end].append(meeting)
-                if at.begin in contributors:
+                if gives[at.begin]:
                     graph.after_meeting.add(at.end)
             else:
                 graph.blocks[at.end] = [meeting]
@@ -168,11 +198,12 @@ class GraphBuilder:
         graph, (team, sender, receiver) = self.graph, delivery.channel
         send, recv = delivery.send, delivery.recv
         if send is not None and recv is not None:
-            if self._has_part(send, False):
-                graph.preds[recv.end].append(send.begin)
-            else:
+            if receiver in self.ranks and self._has_part(send, False):
+                self.link(recv.end, send.begin, sender)
+            elif receiver in self.ranks:
                 graph.blocks.setdefault(recv.end, []).append(send.begin)
-            graph.blocks.setdefault(send.end, []).append(recv.begin)
+            if sender in self.ranks:
+                graph.blocks.setdefault(send.end, []).append(recv.begin)
             return
         at = send or recv
         assert at is not None
@@ -195,10 +226,13 @@ class GraphBuilder:
 
     def _await_frees(self, retake: Retake[IssuedOp]) -> None:
         """What every rank has to free before any takes the slot again."""
-        graph, frees = self.graph, retake.frees
-        meeting = graph.add()
-        graph.preds[meeting] = [free.end for free in frees.values() if free is not None]
-        missing = [rank for rank, free in frees.items() if free is None]
+        graph, meeting = self.graph, self.graph.add()
+        missing: list[int] = []
+        for rank, free in retake.frees.items():
+            if free is None:
+                missing.append(rank)
+            else:
+                self.link(meeting, free.end, rank)
         for taker in retake.takers:
             graph.preds[taker.end].append(meeting)
             if missing:
@@ -210,7 +244,7 @@ class GraphBuilder:
     def _await_signal(self, awaited: Awaited[IssuedOp]) -> None:
         node, (name, _, writer, _) = awaited.expect.end, awaited.signal
         if awaited.notify is not None:
-            self.graph.preds[node].append(awaited.notify.end)
+            self.link(node, awaited.notify.end, writer)
             return
         raises = f"raises it to {awaited.highest} at most" if awaited.highest else "never raises it"
         self.graph.never[node] = (
