@@ -85,12 +85,14 @@ def without_callers(self: _FrameBuilder) -> None:
     ENTER(self)
 
 
-def not_in_turn(self: GraphBuilder, queue: Any, k: int, come: Any) -> None:
+def not_in_turn(self: GraphBuilder, queue: Any, come: Any, standing: Any) -> None:
     for at in come.values():
-        before = self.meetings.queues[queue][at.frame.place.rank][k - 1].end if k else -1
+        issued = self.meetings.queues[queue][at.frame.place.rank]
+        k = issued.index(at)
+        before = issued[k - 1].end if k else -1
         if before in self.graph.preds[at.begin][1:]:
             self.graph.preds[at.begin].remove(before)
-    MEET(self, queue, k, come)
+    MEET(self, queue, come, standing)
 
 
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {

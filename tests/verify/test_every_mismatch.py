@@ -329,10 +329,12 @@ def test_the_second_registered_parameter_disagrees(second: str) -> None:
         (f"{alike}b: f32[4].registered(tp), {IN}", "main: copy(x, y)"),
         (f"{alike}{second}{IN}", "main: copy(x, y)"),
     )
-    assert finding.message.startswith("rank 0 registers b with team tp, and ")
+    assert finding.message.startswith(
+        "rank 0 registers b with team tp: an input f32[4]; on rank 1 it is "
+    )
     assert finding.ranks == (0, 1)
     (op,) = finding.ops
-    assert (op.role, op.buffer) == ("registers the input b: f32[4]", "b")
+    assert (op.role, op.buffer) == ("registers b: an input f32[4]", "b")
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from tests.verify.hostile import HOSTILE, ONE, filled, measure
 from interlace.errors import ProgramError
 from interlace.ir import parse_set, validate
 from interlace.ir.checks import context
-from interlace.verify import Report, check
+from interlace.verify import Report, check, matching
 from interlace.verify.accesses import regions
 from interlace.verify.happens_before import graph
-from interlace.verify.symmetry import fold
 
 MOST_SECONDS, MOST_BYTES = 60, 2 << 30
 """Of a processor, so that a busy machine takes no more."""
@@ -97,7 +96,7 @@ def f(tp: Team[1024], x: f32[4], y: out[f32[4096]], z: out[f32[4]]):
     main: all_gather(x, y, team=tp)
     main: reduce_scatter(y, z, team=tp, reduce="sum")
 """
-    monkeypatch.setattr(fold, "PER_MEMBER", regions.MAX_STEPS)
+    monkeypatch.setattr(matching, "PER_MEMBER", regions.MAX_STEPS)
     assert checked(text).sound
 
 

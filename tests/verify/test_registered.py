@@ -114,13 +114,13 @@ def test_ranks_register_alike() -> None:
     first = parse(text).instantiate(0)
     other = {
         "no such parameter": "y: out[f32[8, 8]]",
-        "is an input, not an output": "y: f32[8, 8].registered(tp)",
-        "is an output f32[16, 8], not f32[8, 8]": "y: out[f32[16, 8].registered(tp)]",
-        "is an output i32[8, 8], not f32[8, 8]": "y: out[i32[8, 8].registered(tp)]",
-        "is an output f32[8, 8].strides(1, 8), not f32[8, 8]": (
+        "it is an input f32[8, 8]": "y: f32[8, 8].registered(tp)",
+        "it is an output f32[16, 8]": "y: out[f32[16, 8].registered(tp)]",
+        "it is an output i32[8, 8]": "y: out[i32[8, 8].registered(tp)]",
+        "it is an output f32[8, 8].strides(1, 8)": (
             "y: out[f32[8, 8].strides(1, 8).registered(tp)]"
         ),
-        "is an output f32[8, 2, 4], not f32[8, 8]": "y: out[f32[8, 2, 4].registered(tp)]",
+        "it is an output f32[8, 2, 4]": "y: out[f32[8, 2, 4].registered(tp)]",
     }
     assert check([first, parse(text).instantiate(1)]).sound
     for said, declared in other.items():

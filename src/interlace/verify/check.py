@@ -31,7 +31,7 @@ from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import PER_OP
 from interlace.verify.happens_before.source import LoweredProgram, lower
 from interlace.verify.in_place import in_place
-from interlace.verify.matching import disagreements, mismatches, shared_names
+from interlace.verify.matching import mismatches
 from interlace.verify.report import MAX_FINDINGS, Report
 from interlace.verify.scales import scales
 from interlace.verify.symmetry.automorphisms import Turns
@@ -144,12 +144,11 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
         if source in first_places
         for flaw in source.flaws
     ]
-    findings += disagreements(builder, explainer)
     findings += in_place(builder.places, regions, explainer)
     findings += scales(builder, sweep, explainer)
     findings += mismatches(builder, explainer)
     findings += deadlocks(builder, explainer)
-    findings += [*launch_order(builder, explainer), *shared_names(builder, explainer)]
+    findings += launch_order(builder, explainer)
     faults = _reported(sweep)
     listed = _of_every_kind(faults, lambda same: same[0].kind)
     findings += [explainer.faults(same) for same in listed]

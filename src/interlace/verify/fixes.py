@@ -269,7 +269,8 @@ class Fixes:
 
     def lacking(self, builder: GraphBuilder, queue: Queue) -> Fix:
         """Makes all ranks issue what most of them do, from where their sequences part."""
-        issues = builder.first_run(queue[0], builder.meetings.queues[queue])
+        ranks = builder.members(queue[0], queue[0].ranks[0])
+        issues = {rank: builder.queue(queue, rank) for rank in ranks}
         sequences = {rank: tuple(map(_fact, mine)) for rank, mine in issues.items()}
         popular = Counter(sequences.values())
         wanted = min(popular, key=lambda each: (-popular[each], -len(each)))

@@ -2,41 +2,75 @@
 
 These compare what the ranks say, one run of each, without regard to when. A collective that only
 some ranks issue is reported here (where the sequences part) and as the deadlock that it makes.
+
+    op           facts that those who meet in it must have in common
+    Collective   kind, reduction, root, splits, element type, shapes; as much goes in as comes out
+    Send, Recv   size, element type, backend
+    Alloc        size, of a slot
+
+Where some ranks stand for all (symmetry/), the builder says which, and these are compared.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
-from interlace.ir.ops import KINDS, Collective, Recv, Send
-from interlace.ir.order import Queue, Signal, Slot
+from interlace.ir.ops import KINDS, Alloc, Collective, Op, Recv, Send
+from interlace.ir.order import Queue, Signal, Slot, TeamKey
 from interlace.ir.sizes import Int
-from interlace.ir.types import contiguous_strides
-from interlace.ir.view import Box
-from interlace.verify.accesses.regions import Regions
+from interlace.ir.types import TableEntry, contiguous_strides
+from interlace.ir.view import Box, Chunk
 from interlace.verify.explain import Explainer
 from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.graph import Frame, IssuedOp
+from interlace.verify.happens_before.graph import IssuedOp, RankPlace
 from interlace.verify.happens_before.source import Version
 from interlace.verify.report import Finding, OpRef
 
 Difference = tuple[str, tuple[int, str], tuple[int, str]]
 """What two members disagree on, and for each its number and what it says."""
+PER_MEMBER = 16
+"""Steps that comparing what one member of a collective says counts as."""
+
+
+class Meeting(NamedTuple):
+    """The words for a disagreement of those who meet in an op."""
+
+    who: str
+    verb: str
+    fix: str
+
+
+MEETINGS: dict[type[Op], Meeting] = {
+    Collective: Meeting(
+        "its members",
+        "has",
+        "give both the same {}, or issue the collectives of the team in one order",
+    ),
+    Send: Meeting("its ends", "sends", "give both the same {}"),
+    Recv: Meeting("its ends", "receives", "give both the same {}"),
+    Alloc: Meeting(
+        "its ranks", "takes", "allocate the largest {} on every rank, and use a part of it"
+    ),
+}
 
 
 def mismatches(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
-    """All findings of disagreement, and the remarks on signals that nobody awaits."""
-    matcher = Matcher(builder, explainer)
+    """All findings of disagreement, and the remarks on signals."""
+    matcher = _Matcher(builder, explainer)
+    matcher.registered()
     matcher.collectives()
     matcher.messages()
     matcher.slots()
     matcher.signals()
+    matcher.shared_names()
     return matcher.findings
 
 
-class Matcher:
+class _Matcher:
     """Compares what ranks say of what they meet in."""
 
     def __init__(self, builder: GraphBuilder, explainer: Explainer) -> None:
@@ -57,6 +91,17 @@ class Matcher:
         propose = partial(self.explainer.fixes.lacking, self.builder, queue) if queue else None
         self.findings.append(Finding("mismatch", message, refs, fix, "error", ranks, propose))
 
+    def differ(
+        self, name: str, met: Sequence[IssuedOp], problem: Difference, queue: Queue | None = None
+    ) -> None:
+        """A mismatch of two who meet."""
+        what, *sides = problem
+        rows = [MEETINGS[type(met[i].item.op)] for i, _ in sides]  # pyright: ignore[reportArgumentType]
+        roles = [f"{row.verb} {what} {side[1]}" for row, side in zip(rows, sides, strict=True)]
+        ops = [(met[i], role) for (i, _), role in zip(sides, roles, strict=True)]
+        message = f"{name}: {rows[0].who} disagree on the {what}"
+        self.report(message, rows[0].fix.format(what), *ops, queue=queue)
+
     def ref(self, issue: IssuedOp, role: str) -> OpRef:
         return self.explainer.ref(issue.frame.place, issue.item, role)
 
@@ -68,69 +113,6 @@ class Matcher:
                 return self.regions.at(touch.spot, issue.frame.place.where).exact
         return None
 
-    # Collectives
-
-    def collectives(self) -> None:
-        for queue, members in self.meetings.queues.items():
-            first = self.builder.first_run(queue[0], members)
-            counts = {len(issues) for issues in first.values()}
-            for k in range(min(counts)):
-                if not self.agree(queue, k, [issues[k] for issues in first.values()]):
-                    break  # what follows is the same fault
-            else:
-                if len(counts) > 1:
-                    self.missing(queue, first)
-
-    def missing(self, queue: Queue, first: Mapping[int, Sequence[IssuedOp]]) -> None:
-        """Some members issue more collectives than others."""
-        least, most = _extremes(first)
-        count, team = len(first[least]), queue[0].name
-        message = (
-            f"rank {most} issues {_times(len(first[most]), 'collective')} of team {team} in a run, "
-            f"rank {least} issues {count}"
-        )
-        fix, likely = f"issue it on rank {least} too, or on no rank", queue
-        self.regions.spend(2 * len(self.meetings.queues))
-        for (other, backend), members in self.meetings.queues.items():
-            if other != queue[0] or backend == queue[1]:
-                continue
-            if len(members.get(least, ())) > len(members.get(most, ())):
-                message += (
-                    f", which issues more on {_backend(backend)} than on {_backend(queue[1])}"
-                )
-                fix = f"name the same backend on every rank of team {team}"
-                likely = None
-        for namesake, _ in self.meetings.queues:
-            if namesake.name == team and namesake != queue[0] and least in namesake.ranks:
-                message += f", where the ranks of {team} are {list(namesake.ranks)}"
-                fix = f"give team {team} the same ranks, in one order, in all Programs"
-                likely = None
-                break
-        role = f"is number {count + 1}, which rank {least} lacks"
-        self.report(message, fix, (first[most][count], role), queue=likely)
-
-    def agree(self, queue: Queue, k: int, met: Sequence[IssuedOp]) -> bool:
-        key = tuple(self.identity(at) for at in met)
-        problem = None if key in self.alike else self.differs(met)
-        if problem is None:
-            self.alike.add(key)
-            return True
-        what, *sides = problem
-        self.report(
-            f"collective {k + 1} of team {queue[0].name}: its members disagree on the {what}",
-            f"give both the same {what}, or issue the collectives of the team in one order",
-            *((met[i], f"has {what} {value}") for i, value in sides),
-            queue=queue,
-        )
-        return False
-
-    def identity(self, at: IssuedOp) -> tuple[object, ...]:
-        """An op, and what differs between the ranks that issue it: boxes and the root."""
-        where, op = at.frame.place.where, at.item.op
-        assert isinstance(op, Collective)
-        root = None if op.root is None else where.index(op.root)
-        return at.item, root, *(self.regions.at(touch.spot, where) for touch in at.item.touches)
-
     def differs(
         self, met: Sequence[IssuedOp], counts: Sequence[int] | None = None
     ) -> Difference | None:
@@ -141,11 +123,18 @@ class Matcher:
             for other in known[1:]:
                 if other[1] != known[0][1]:
                     return name, known[0], other
-        return self.sizes(met, [1] * len(met) if counts is None else counts)
+        return None if counts is None else self.sizes(met, counts)
 
     def facts(self, issue: IssuedOp) -> dict[str, object]:
-        """What all members must say alike; None: a member says nothing of it."""
+        """What all who meet must say alike; None: a member says nothing of it."""
         op, where = issue.item.op, issue.frame.place.where
+        if isinstance(op, Alloc):
+            spot = issue.source.versions[issue.item.version].spot
+            return {"size": f"{self.regions.at(spot, where).hi} bytes"}
+        if isinstance(op, Send | Recv):
+            box = self.box(issue, "src" if isinstance(op, Send) else "dst")
+            assert box is not None
+            return {"size": box.numel, "element type": box.dtype, "backend": f"{op.backend}"}
         assert isinstance(op, Collective)
         src, dst = self.box(issue, "src"), self.box(issue, "dst")
         row, known = KINDS[op.kind], src or dst
@@ -194,37 +183,89 @@ class Matcher:
                 return "size", (i, said[0]), (i, said[1])
         return None
 
-    # Messages, slots, signals
+    # Who meets
+
+    def collectives(self) -> None:
+        builder, standing = self.builder, dict[TeamKey, Counter[int]]()
+        for queue, members in [*self.meetings.queues.items()]:
+            ranks = builder.members(queue[0], next(iter(members)))
+            if queue[0] not in standing:
+                self.regions.spend(len(ranks))
+                standing[queue[0]] = Counter(map(builder.first, ranks))
+            weights = standing[queue[0]]
+            issued = {rank: builder.queue(queue, rank) for rank in weights}
+            counts = {len(mine) for mine in issued.values()}
+            for k in range(min(counts)):
+                met = [mine[k] for mine in issued.values()]
+                key = (*weights.values(), *map(self.identity, met))
+                if key in self.alike:
+                    continue
+                each = [*weights.values()]
+                if len(each) < len(ranks) and not all(map(_sized_alike, met)):
+                    self.regions.spend(PER_MEMBER * len(ranks))
+                    met = [builder.on(issued[builder.first(rank)][k], rank) for rank in ranks]
+                    each = [1] * len(met)
+                problem = self.differs(met, each)
+                if problem is not None:  # what follows is the same fault
+                    self.differ(f"collective {k + 1} of team {queue[0].name}", met, problem, queue)
+                    break
+                self.alike.add(key)
+            else:
+                if len(counts) > 1:
+                    self.missing(queue, issued)
+
+    def identity(self, at: IssuedOp) -> tuple[object, ...]:
+        """What a collective says on its rank: equal for two that agree with the same others."""
+        where, op, place = at.frame.place.where, at.item.op, at.frame.place
+        assert isinstance(op, Collective)
+        root = None if op.root is None else (where.index(op.root), at.item.is_root(where))
+        touches = at.item.touches
+        views = [(t.write, t.spot.key, self.regions.at(t.spot, where)) for t in touches]
+        return place.source, op.kind, op.reduce, op.splits, op.src is None, root, *views
+
+    def missing(self, queue: Queue, issued: Mapping[int, Sequence[IssuedOp]]) -> None:
+        """Some members issue more collectives than others."""
+        least, most = _extremes(issued)
+        count, team = len(issued[least]), queue[0].name
+        message = (
+            f"rank {most} issues {_times(len(issued[most]), 'collective')} of team {team} in a "
+            f"run, rank {least} issues {count}"
+        )
+        fix, likely = f"issue it on rank {least} too, or on no rank", queue
+        self.regions.spend(2 * len(self.meetings.queues))
+        for (other, backend), members in self.meetings.queues.items():
+            if other != queue[0] or backend == queue[1]:
+                continue
+            if len(members.get(least, ())) > len(members.get(most, ())):
+                message += (
+                    f", which issues more on {_backend(backend)} than on {_backend(queue[1])}"
+                )
+                fix, likely = f"name the same backend on every rank of team {team}", None
+        for namesake, _ in self.meetings.queues:
+            if namesake.name == team and namesake != queue[0] and least in namesake.ranks:
+                message += f", where the ranks of {team} are {list(namesake.ranks)}"
+                fix = f"give team {team} the same ranks, in one order, in all Programs"
+                likely = None
+                break
+        role = f"is number {count + 1}, which rank {least} lacks"
+        self.report(message, fix, (issued[most][count], role), queue=likely)
 
     def messages(self) -> None:
         reported: set[tuple[object, ...]] = set()
-        for (team, sender, receiver), ends in self.meetings.channels.items():
-            sends, receives = ([e for e in end if e.frame.run == 0] for end in ends)
+        builder = self.builder
+        for channel in [*self.meetings.channels]:
+            team, sender, receiver = channel
+            sends, receives = builder.ends(channel, True), builder.ends(channel, False)
             for k, (send, receive) in enumerate(zip(sends, receives, strict=False)):
-                src, dst = self.box(send, "src"), self.box(receive, "dst")
-                one, two = send.item.op, receive.item.op
-                assert isinstance(one, Send)
-                assert isinstance(two, Recv)
-                assert src is not None
-                assert dst is not None
-                for what, given, wanted in (
-                    ("size", src.numel, dst.numel),
-                    ("element type", src.dtype, dst.dtype),
-                    ("backend", one.backend, two.backend),
-                ):
-                    if given != wanted:
-                        same = (send.source, send.item.index, receive.source, receive.item.index)
-                        if (what, same) in reported:
-                            break  # of other ranks
-                        reported.add((what, same))
-                        self.report(
-                            f"message {k + 1} of team {team.name} from rank {sender} to rank "
-                            f"{receiver}: its ends disagree on the {what}",
-                            f"give both the same {what}",
-                            (send, f"sends {what} {given}"),
-                            (receive, f"receives {what} {wanted}"),
-                        )
-                        break
+                met = builder.on(send, sender), builder.on(receive, receiver)
+                problem = self.differs(met)
+                same = (send.source, send.item.index, receive.source, receive.item.index)
+                if problem is not None and (problem[0], same) not in reported:
+                    reported.add((problem[0], same))  # on other ranks it is the same fault
+                    name = (
+                        f"message {k + 1} of team {team.name} from rank {sender} to rank {receiver}"
+                    )
+                    self.differ(name, met, problem)
             if len(sends) != len(receives):
                 less, more = sorted((sends, receives), key=len)
                 alone = more[len(less)]
@@ -240,31 +281,73 @@ class Matcher:
                 )
 
     def slots(self) -> None:
-        for (team, name), members in self.meetings.taken.items():
-            first = self.builder.first_run(team, members)
-            least, most = _extremes(first)
-            count, of = len(first[least]), f"slot {name} of team {team.name}"
+        for slot in [*self.meetings.taken]:
+            members = self.builder.members(slot[0], slot[0].ranks[0])
+            ranks = dict.fromkeys(map(self.builder.first, members))
+            taken = {rank: self.builder.takes(slot, rank) for rank in ranks}
+            least, most = _extremes(taken)
+            count, name = len(taken[least]), f"slot {slot[1]} of team {slot[0].name}"
             for k in range(count):
-                sizes = {rank: self.nbytes(issues[k]) for rank, issues in first.items()}
-                other = next((r for r in sizes if sizes[r] != sizes[most]), None)
-                if other is not None:
-                    self.report(
-                        f"{of}, take {k + 1}: ranks disagree on its size",
-                        "allocate the largest size on every rank, and use a part of it",
-                        *((first[r][k], f"takes {sizes[r]} bytes") for r in (most, other)),
-                    )
+                met = [issues[k] for issues in taken.values()]
+                problem = self.differs(met)
+                if problem is not None:
+                    self.differ(f"{name}, take {k + 1}", met, problem)
                     break
-            if len(first[most]) != count:
+            if len(taken[most]) != count:
                 self.report(
-                    f"{of}: rank {most} takes it {_times(len(first[most]), 'time')} in a run, "
+                    f"{name}: rank {most} takes it {_times(len(taken[most]), 'time')} in a run, "
                     f"rank {least} {_times(count, 'time')}",
                     f"allocate and free it on rank {least} as well",
-                    (first[most][count], f"is a take that rank {least} lacks"),
+                    (taken[most][count], f"is a take that rank {least} lacks"),
                 )
 
-    def nbytes(self, issue: IssuedOp) -> Int:
-        spot = issue.source.versions[issue.item.version].spot
-        return self.regions.at(spot, issue.frame.place.where).hi
+    def registered(self) -> None:
+        """Registered parameters that ranks do not all have alike.
+
+        What one rank reads or writes of a peer's is the peer's parameter of the same name:
+        registered with that team, of the same kind, element type, sizes and strides, since a rank
+        finds a peer's elements where its own would be.
+        """
+        builder, has = self.builder, dict[Slot, dict[int, tuple[RankPlace, str]]]()
+        for place in builder.places:
+            for number, version in enumerate(place.source.versions):
+                if version.registered:
+                    slot = builder.slot(place, number)
+                    has.setdefault(slot, {})[place.rank] = place, self.layout(place, version)
+        for (team, name), by_rank in has.items():
+            first, (place, wanted) = next(iter(by_rank.items()))
+            for rank in builder.members(team, first):
+                of_rank = has.get((builder.own(team, rank), name), {})
+                other = of_rank.get(builder.first(rank), (place, "no such parameter"))[1]
+                if other == wanted:
+                    continue
+                assert place.source.enter is not None
+                role = f"registers {name}: {wanted}"
+                ref = self.explainer.ref(place, place.source.enter, role, name)
+                self.findings.append(
+                    Finding(
+                        "mismatch",
+                        f"rank {first} registers {name} with team {team.name}: {wanted}; on rank "
+                        f"{rank} it is {other}",
+                        (ref,),
+                        f"register {name} with {team.name} on every rank of it, with the same "
+                        "element type, sizes and strides",
+                        ranks=tuple(sorted({first, rank})),
+                    )
+                )
+                break
+
+    def layout(self, place: RankPlace, version: Version) -> str:
+        """The kind of a parameter, and how its elements lie."""
+        box = self.regions.at(version.spot, place.where).box
+        text = f"an {version.buffer.kind} {box.dtype}{list(box.sizes)}"
+        usual = contiguous_strides(box.sizes)
+        steps = zip(box.sizes, box.strides, usual, strict=True)
+        if box.numel and any(size > 1 and one != other for size, one, other in steps):
+            text += f".strides({', '.join(map(str, box.strides))})"
+        return text
+
+    # Signals
 
     def signals(self) -> None:
         awaited = {signal for signal, *_ in self.meetings.awaited}
@@ -291,7 +374,7 @@ class Matcher:
                 )
             first = raised[0][1]
             key = (first.source, first.item.index)
-            if signal not in awaited and key not in reported:
+            if self.builder.of_reader(signal) not in awaited and key not in reported:
                 reported.add(key)
                 message = f"rank {reader} never awaits signal {name} of rank {writer}"
                 ops = (self.ref(first, f"raises {name}"),)
@@ -313,11 +396,37 @@ class Matcher:
             left += new
         return one in seen
 
+    def shared_names(self) -> None:
+        """A remark for signals of two teams that have a name, a writer and a reader in common."""
+        first: dict[tuple[str, int, int], tuple[Signal, IssuedOp]] = {}
+        known: set[tuple[str, str, str]] = set()
+        for (signal, run), raised in self.meetings.raised.items():
+            if run:
+                continue
+            name, team, writer, reader = signal
+            other, at = first.setdefault((name, writer, reader), (signal, raised[0][1]))
+            key = name, other[1].name, team.name
+            if other[1] is team or key in known:
+                continue
+            known.add(key)
+            both = ((at, other[1].name), (raised[0][1], team.name))
+            self.findings.append(
+                Finding(
+                    "shared-name",
+                    f"signal {name} of team {other[1].name} and signal {name} of team {team.name} "
+                    f"are two signals, though rank {writer} raises both for rank {reader}",
+                    tuple(self.ref(one, f"raises {name} of team {whose}") for one, whose in both),
+                    "give each a name of its own",
+                    "remark",
+                    (writer,),
+                )
+            )
 
-def _extremes(first: Mapping[int, Sequence[IssuedOp]]) -> tuple[int, int]:
+
+def _extremes(issued: Mapping[int, Sequence[IssuedOp]]) -> tuple[int, int]:
     """The first rank that issues fewest and the first that issues most."""
-    least = min(first, key=lambda rank: len(first[rank]))
-    return least, max(first, key=lambda rank: len(first[rank]))
+    least = min(issued, key=lambda rank: len(issued[rank]))
+    return least, max(issued, key=lambda rank: len(issued[rank]))
 
 
 def _times(count: int, what: str) -> str:
@@ -343,84 +452,15 @@ def _shape(box: Box | None, with_rows: bool) -> list[object] | None:
     return [*(box.sizes[:1] if with_rows else ("*",)), *box.sizes[1:]]
 
 
-def disagreements(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
-    """A finding of kind `mismatch` for each registered parameter that ranks do not all have alike.
-
-    What one rank reads or writes of a peer's is the peer's parameter of the same name: registered
-    with that team, of the same kind, element type, sizes and strides, since a rank finds a peer's
-    elements where its own would be.
-    """
-    frames = {frame.place.rank: frame for frame in builder.graph.frames if frame.run == 0}
-    registered: dict[Slot, dict[int, tuple[str, str]]] = {}
-    for rank, frame in frames.items():
-        for number, version in enumerate(frame.place.source.versions):
-            if version.registered:
-                slot = builder.slot(frame.place, number)
-                registered.setdefault(slot, {})[rank] = facts_of(frame, version, builder.regions)
-    findings: list[Finding] = []
-    for (team, name), has in registered.items():
-        first, wanted = next(iter(has.items()))
-        rank = next((r for r in team.ranks if r in frames and has.get(r) != wanted), None)
-        if rank is None:
-            continue
-        if rank not in has:
-            said = f"rank {rank} has no such parameter"
-        else:
-            kind, layout = has[rank]
-            otherwise = f"{kind}, not an {wanted[0]}"
-            if layout != wanted[1]:
-                otherwise = f"{kind} {layout}, not {wanted[1]}"
-            said = f"on rank {rank} it is an {otherwise}"
-        place = frames[first].place
-        assert place.source.enter is not None
-        role = f"registers the {wanted[0]} {name}: {wanted[1]}"
-        findings.append(
-            Finding(
-                "mismatch",
-                f"rank {first} registers {name} with team {team.name}, and {said}",
-                (explainer.ref(place, place.source.enter, role, name),),
-                f"register {name} with {team.name} on every rank of it, with the same element "
-                "type, sizes and strides",
-                ranks=tuple(sorted({first, rank})),
-            )
+def _sized_alike(at: IssuedOp) -> bool:
+    """Whether a collective says the same on all ranks that its own stands for: where a rank chooses
+    which chunk its views are, and no table how large that is. (Its root is the same for all of
+    them, or their team is not turned.)"""
+    return not any(
+        any(isinstance(value, TableEntry) for value in touch.spot.by_rank)
+        or any(
+            isinstance(step, Chunk) and isinstance(step.parts, str)
+            for step in touch.spot.view.steps
         )
-    return findings
-
-
-def facts_of(frame: Frame, version: Version, regions: Regions) -> tuple[str, str]:
-    """The kind of a parameter, and how its elements lie."""
-    box = regions.at(version.spot, frame.place.where).box
-    text = f"{box.dtype}{list(box.sizes)}"
-    usual = contiguous_strides(box.sizes)
-    steps = zip(box.sizes, box.strides, usual, strict=True)
-    if box.numel and any(size > 1 and one != other for size, one, other in steps):
-        text += f".strides({', '.join(map(str, box.strides))})"
-    return version.buffer.kind, text
-
-
-def shared_names(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
-    """A remark for signals of two teams that have a name, a writer and a reader in common."""
-    raised = {signal: at for (signal, run), at in builder.meetings.raised.items() if run == 0}
-    first: dict[tuple[str, int, int], Signal] = {}
-    found: dict[tuple[str, str, str], Finding] = {}
-    for signal in raised:
-        name, team, writer, reader = signal
-        other = first.setdefault((name, writer, reader), signal)
-        key = name, other[1].name, team.name
-        if other[1] is team or key in found:
-            continue
-        firsts = [(one, raised[one][0][1]) for one in (other, signal)]
-        ops = [
-            explainer.ref(at.frame.place, at.item, f"raises {name} of team {one[1].name}")
-            for one, at in firsts
-        ]
-        found[key] = Finding(
-            "shared-name",
-            f"signal {name} of team {other[1].name} and signal {name} of team {team.name} are "
-            f"two signals, though rank {writer} raises both for rank {reader}",
-            tuple(ops),
-            "give each a name of its own",
-            "remark",
-            (writer,),
-        )
-    return list(found.values())
+        for touch in at.item.touches
+    )

@@ -43,25 +43,17 @@ def covered(
         if not any(runs(box)[1] for box in (target, *parts)):
             spend(16 * len(parts))
             return _covered_by_runs(target, parts)
-    found = _left(target, parts, spend)
-    if found is None or (found[1] and not found[2]):
+    by_bricks = _covered_by_bricks(target, parts, spend)
+    if by_bricks is None:
         spend(16 * sum(num_runs(box) for box in (target, *parts)))
         return _covered_by_runs(target, parts)
-    return not found[1]
+    return by_bricks
 
 
-def first_left(target: Box, parts: Sequence[Box]) -> Int | None:
-    """The first byte of `target` that is in none of `parts`; None where that is not known."""
-    found = _left(target, parts, lambda steps: None) if len(parts) <= MAX_BRICKS else None
-    if found is None or not found[1] or not found[2]:
-        return None
-    return min(_start(brick, found[0]) for brick in found[1])
-
-
-def _left(
+def _covered_by_bricks(
     target: Box, parts: Sequence[Box], spend: Callable[[int], None]
-) -> tuple[tuple[int, ...], list[Brick], bool] | None:
-    """The radix, what of `target` is in none of `parts`, and whether all of them were asked."""
+) -> bool | None:
+    """Whether every byte of `target` is in one of `parts`; None where bricks do not say."""
     spend(64 * len(parts))
     dims = [_dims(box) for box in (target, *parts)]
     if any(isinstance(number, Size) for each in dims for pair in each for number in pair):
@@ -76,7 +68,7 @@ def _left(
         for hole in holes or ():
             spend(4 * len(left) * len(radix))
             left = [rest for piece in left for rest in _subtract(piece, hole)]
-    return radix, left, complete
+    return False if left and complete else None if left else True
 
 
 def _dims(box: Box) -> Dims:
@@ -131,10 +123,6 @@ def _bricks(box: Box, radix: tuple[Int, ...]) -> list[Brick] | None:
             return None
         found += bricks
     return found
-
-
-def _start(brick: Brick, radix: tuple[Int, ...]) -> Int:
-    return sum(low * place for (low, _), place in zip(brick, radix, strict=True))
 
 
 def _fill(offset: Int, extents: dict[Int, Int], radix: tuple[Int, ...]) -> list[Brick] | None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from math import prod
 
 from interlace.ir.box import Box, byte_runs
 from interlace.ir.sizes import Int
-from interlace.ir.types import DType
-from interlace.verify.accesses.bytesets import first_left, num_runs
+from interlace.verify.accesses.bytesets import num_runs
 from interlace.verify.accesses.memory import ByteAccess, Content
 from interlace.verify.accesses.sweep import Sweep
 from interlace.verify.happens_before.graph import Frame, RankPlace
@@ -58,7 +56,7 @@ class Unwritten:
         self._left -= sum(counts) + counts[0] * len(counts)
         if self._left < 0:
             return f"some bytes of {content.name}", []
-        missing, all_of_it = _missing(exact, done)
+        missing = _missing(exact, done)
         late = {
             (id(writer.source), item.index): (writer.source, item.index, writer.rank)
             for box, writer, item in others
@@ -66,8 +64,7 @@ class Unwritten:
         }
         version = versions[touches[0].version]
         whole = self.regions.at(version.spot, place.where).box
-        more = " and more" if missing and not all_of_it else ""
-        what = f"{_rows(missing, whole, version.buffer.strides is None)}{more} of {content.name}"
+        what = f"{_rows(missing, whole, version.buffer.strides is None)} of {content.name}"
         if content.rank != place.rank:
             what += f" on rank {content.rank}"
         return what, list(late.values())[:MAX_LISTED]
@@ -95,28 +92,23 @@ def _written(frame: Frame) -> Iterator[tuple[Item, Item, Touch]]:
                     yield item, one, touch
 
 
-def _missing(wanted: Box, there: Sequence[Box]) -> tuple[list[Run], bool]:
-    """The runs of bytes that are wanted and not there, and whether these are all: where there are
-    too many to count it is the first element.
-    """
-    found, holes = byte_runs(wanted), [byte_runs(box) for box in there]
-    if found is not None and None not in holes:
-        left = list(found)
-        for hole in holes:
-            left = _without(left, hole or ())
-        return left, True
-    first = first_left(wanted, there)
-    return ([] if first is None else [(first, first + wanted.dtype.itemsize)]), False
+def _missing(wanted: Box, there: Sequence[Box]) -> list[Run]:
+    """The runs of bytes that are wanted and not there; none where there are too many to count."""
+    runs, holes = byte_runs(wanted), [byte_runs(box) for box in there]
+    if runs is None or None in holes:
+        return []
+    left = list(runs)
+    for hole in holes:
+        left = _without(left, hole or ())
+    return left
 
 
 def _writes_some(box: Box, missing: Sequence[Run], wanted: Box) -> bool:
     """Whether a write is among what is missing or, where that is not known, among what is read."""
-    if not missing:
-        return box.overlaps(wanted)
     there = byte_runs(box)
-    if there is not None:
-        return _without(missing, there) != [*missing]
-    return any(Box(lo, (hi - lo,), (1,), DType.u8).overlaps(box) for lo, hi in missing)
+    if not missing or there is None:
+        return box.overlaps(wanted)
+    return _without(missing, there) != [*missing]
 
 
 def _without(runs: Sequence[Run], holes: Sequence[Run]) -> list[Run]:
@@ -138,29 +130,15 @@ def _without(runs: Sequence[Run], holes: Sequence[Run]) -> list[Run]:
 
 
 def _rows(missing: Sequence[Run], whole: Box, contiguous: bool) -> str:
-    """Runs of bytes as rows (the last dimensions in full), or as elements of rows."""
+    """Runs of bytes as rows (the last dimensions in full), or as elements."""
     if not missing:
         return "some bytes"
     item = whole.dtype.itemsize
-    row = item * prod(whole.sizes[1:])
-    if not contiguous or not whole.sizes:
+    if not contiguous or len(whole.sizes) < 2:
         return _ranges([(lo // item, -(-hi // item)) for lo, hi in missing], "element")
-    word = "row" if len(whole.sizes) > 1 else "element"
-    if all(lo % row == 0 == hi % row for lo, hi in missing):
-        return _ranges([(lo // row, hi // row) for lo, hi in missing], word)
-    by_row: dict[Int, list[Run]] = {}
-    for lo, hi in missing:
-        for at in range(lo // row, -(-hi // row)):
-            part = max(lo, at * row) - at * row, min(hi, (at + 1) * row) - at * row
-            by_row.setdefault(at, []).append((part[0] // item, -(-part[1] // item)))
-    part_word = "column" if len(whole.sizes) == 2 else "element"
-    said: list[str] = []
-    for parts, same in groupby(by_row.items(), lambda pair: pair[1]):
-        rows = [at for at, _ in same]
-        spans = _ranges([(at, at + 1) for at in rows], "row")
-        said.append(f"{_ranges(parts, part_word)} of {spans}")
-    listed = "; ".join(said[:MAX_LISTED])
-    return listed if len(said) <= MAX_LISTED else f"{listed} and more"
+    row = item * prod(whole.sizes[1:])
+    part = "" if all(lo % row == 0 == hi % row for lo, hi in missing) else "part of "
+    return part + _ranges([(lo // row, -(-hi // row)) for lo, hi in missing], "row")
 
 
 def _ranges(runs: Sequence[Run], word: str) -> str:

@@ -15,14 +15,27 @@ Note [One run stands for all]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from interlace.errors import TeamError
 from interlace.ir.ops import KINDS, UNORDERED, Collective
-from interlace.ir.order import Awaited, Delivery, Meetings, Queue, Retake, Slot, TeamKey
+from interlace.ir.order import (
+    Awaited,
+    Channel,
+    Delivery,
+    Meetings,
+    Queue,
+    Retake,
+    Signal,
+    Slot,
+    TeamKey,
+)
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.happens_before.graph import PER_OP, Frame, HappensBefore, IssuedOp, RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram
+
+Members = Mapping[int, IssuedOp]
+"""Ops that meet, by rank."""
 
 
 class GraphBuilder:
@@ -75,42 +88,93 @@ class GraphBuilder:
         """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
         return self.meetings.slot(place.where, place.source.versions[version].buffer)
 
-    def first_run(
-        self, team: TeamKey, members: Mapping[int, Sequence[IssuedOp]]
-    ) -> dict[int, list[IssuedOp]]:
-        """What the ranks of a team that are in the set issued in the first run."""
-        return {
-            rank: [at for at in members.get(rank, ()) if at.frame.run == 0]
-            for rank in team.ranks
-            if rank in self.ranks
-        }
+    # What ranks meet in, in the first run. Where ranks stand for others, order.py says otherwise.
+
+    def members(self, team: TeamKey, rank: int) -> Sequence[int]:
+        """The ranks of a team that are in the set, one of which is given."""
+        return [rank for rank in team.ranks if rank in self.ranks]
+
+    def first(self, rank: int) -> int:
+        """The rank that stands for another."""
+        return rank
+
+    def own(self, team: TeamKey, rank: int) -> TeamKey:
+        """The instance of a team that the rank is in which stands for another."""
+        return team
+
+    def on(self, at: IssuedOp, rank: int) -> IssuedOp:
+        """An op as it is on a rank that its own stands for."""
+        return at
+
+    def queue(self, queue: Queue, rank: int) -> list[IssuedOp]:
+        """The collectives of a rank."""
+        return _first_run(self.meetings.queues[queue].get(rank, ()))
+
+    def takes(self, slot: Slot, rank: int) -> list[IssuedOp]:
+        """The takes of a slot by a rank."""
+        return _first_run(self.meetings.taken[slot].get(rank, ()))
+
+    def ends(self, channel: Channel, sends: bool) -> list[IssuedOp]:
+        """The sends or the receives of a channel."""
+        return _first_run(self.meetings.channels[channel][0 if sends else 1])
+
+    def of_reader(self, signal: Signal) -> Signal:
+        """The signal as the rank that stands for its reader reads it."""
+        return signal
 
     def _match(self) -> None:
         """Adds the edges between ranks, which need all ops to be known."""
-        for queue, k, come in self.meetings.collectives():
-            self._meet(queue, k, come)
-        for delivery in self.meetings.deliveries():
+        for queue, come, standing in self.collectives():
+            self._meet(queue, come, standing)
+        for delivery in self.deliveries():
             self._deliver(delivery)
-        for retake in self.meetings.retakes():
+        for retake in self.retakes():
             self._await_frees(retake)
-        for awaited in self.meetings.levels():
+        for awaited in self.levels():
             self._await_signal(awaited)
 
-    def _meet(self, queue: Queue, k: int, come: Mapping[int, IssuedOp]) -> None:
-        """The k-th collective of a queue: Note [Meetings] in graph.py."""
+    def collectives(self) -> Iterator[tuple[Queue, Members, Members]]:
+        """Each collective: the members, and what stands for each member of the team."""
+        for queue, _, come in self.meetings.collectives():
+            yield queue, come, come
+
+    def deliveries(self) -> Iterator[Delivery[IssuedOp]]:
+        """Each message."""
+        return self.meetings.deliveries()
+
+    def retakes(self) -> Iterator[Retake[IssuedOp]]:
+        """The takes that await what ranks free of a slot."""
+        return self.meetings.retakes()
+
+    def levels(self) -> Iterator[Awaited[IssuedOp]]:
+        """Each awaited value of a signal."""
+        return self.meetings.levels()
+
+    def link(self, node: int, other: int, rank: int) -> None:
+        """Puts a node after another, as that is on a rank."""
+        self.graph.preds[node].append(other)
+
+    def _meet(self, queue: Queue, come: Members, standing: Members) -> None:
+        """A collective: Note [Meetings] in graph.py."""
         graph, team = self.graph, queue[0]
         meeting = graph.add()
         others: list[int] = []
-        for at in come.values():
-            (graph.preds[meeting] if self._has_part(at, False) else others).append(at.begin)
+        gives: dict[int, bool] = {}
+        for rank, at in standing.items():
+            if at.begin not in gives:
+                gives[at.begin] = self._has_part(at, False)
+            if gives[at.begin]:
+                self.link(meeting, at.begin, rank)
+            else:
+                others.append(at.begin)
         if others:
             graph.blocks[meeting] = others
-        contributors = set(graph.preds[meeting])
-        absent = next((r for r in team.ranks if r not in come), None)
+        some = any(gives.values())
+        absent = next((r for r in team.ranks if r not in standing), None)
         for rank, at in come.items():
-            if contributors and self._has_part(at, True):
+            if some and self._has_part(at, True):
                 graph.preds[at.end].append(meeting)
-                if at.begin in contributors:
+                if gives[at.begin]:
                     graph.after_meeting.add(at.end)
             else:
                 graph.blocks[at.end] = [meeting]
@@ -134,11 +198,12 @@ class GraphBuilder:
         graph, (team, sender, receiver) = self.graph, delivery.channel
         send, recv = delivery.send, delivery.recv
         if send is not None and recv is not None:
-            if self._has_part(send, False):
-                graph.preds[recv.end].append(send.begin)
-            else:
+            if receiver in self.ranks and self._has_part(send, False):
+                self.link(recv.end, send.begin, sender)
+            elif receiver in self.ranks:
                 graph.blocks.setdefault(recv.end, []).append(send.begin)
-            graph.blocks.setdefault(send.end, []).append(recv.begin)
+            if sender in self.ranks:
+                graph.blocks.setdefault(send.end, []).append(recv.begin)
             return
         at = send or recv
         assert at is not None
@@ -161,10 +226,13 @@ class GraphBuilder:
 
     def _await_frees(self, retake: Retake[IssuedOp]) -> None:
         """What every rank has to free before any takes the slot again."""
-        graph, frees = self.graph, retake.frees
-        meeting = graph.add()
-        graph.preds[meeting] = [free.end for free in frees.values() if free is not None]
-        missing = [rank for rank, free in frees.items() if free is None]
+        graph, meeting = self.graph, self.graph.add()
+        missing: list[int] = []
+        for rank, free in retake.frees.items():
+            if free is None:
+                missing.append(rank)
+            else:
+                self.link(meeting, free.end, rank)
         for taker in retake.takers:
             graph.preds[taker.end].append(meeting)
             if missing:
@@ -176,7 +244,7 @@ class GraphBuilder:
     def _await_signal(self, awaited: Awaited[IssuedOp]) -> None:
         node, (name, _, writer, _) = awaited.expect.end, awaited.signal
         if awaited.notify is not None:
-            self.graph.preds[node].append(awaited.notify.end)
+            self.link(node, awaited.notify.end, writer)
             return
         raises = f"raises it to {awaited.highest} at most" if awaited.highest else "never raises it"
         self.graph.never[node] = (
@@ -303,6 +371,10 @@ class _FrameBuilder:
         own = self.tails[item.stream]
         graph.preds[end] += [node for node in ends.values() if node != own]
         self.put(end, item)
+
+
+def _first_run(issued: Sequence[IssuedOp]) -> list[IssuedOp]:
+    return [at for at in issued if at.frame.run == 0]
 
 
 def places_of(sources: Sequence[LoweredProgram]) -> list[RankPlace]:

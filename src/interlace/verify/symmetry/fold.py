@@ -10,32 +10,23 @@ a verdict of unsound and what is said of a fault never come from a fold.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
-from interlace.ir.ops import Collective, Recv, Send
-from interlace.ir.order import Signal, Slot, TeamKey
 from interlace.ir.sizes import greatest
-from interlace.ir.types import TableEntry
-from interlace.ir.view import Chunk
 from interlace.verify.accesses.memory import ByteAccess, Memory
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.accesses.sweep import AccessFault, BufferLife, Sweep
 from interlace.verify.accesses.unwritten import Unwritten
 from interlace.verify.deadlock import launched_in_a_circle
 from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.graph import Frame, IssuedOp
+from interlace.verify.happens_before.graph import Frame
 from interlace.verify.happens_before.source import Item, LoweredProgram, Touch, Version
 from interlace.verify.in_place import in_place
-from interlace.verify.matching import Matcher, facts_of, shared_names
+from interlace.verify.matching import mismatches
 from interlace.verify.scales import takes_blocks
 from interlace.verify.symmetry.automorphisms import Turns
 from interlace.verify.symmetry.order import FoldedBuilder, Unfit
-
-PER_MEMBER = 16
-"""Steps that comparing what one member of a collective says counts as."""
 
 
 def certified(sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> bool:
@@ -52,8 +43,7 @@ def certified(sources: Sequence[LoweredProgram], regions: Regions, turns: Turns)
         among = [builder.everywhere[rank] for rank in turns.among]
         if in_place(among, regions, explainer, turns.visited):
             return False
-        _Agreement(builder, explainer).run()
-        if shared_names(builder, explainer):
+        if mismatches(builder, explainer):
             return False
         sweep.run()
     except Unfit:
@@ -172,121 +162,3 @@ class _Storage:
         tenant = _Tenant(sorted({node for one in before for node in one.last.values()}))
         self.last[first:end] = [tenant] * (end - first)
         return tenant
-
-
-class _Agreement:
-    """Whether ranks agree on what they meet in; raises Unfit where they do not."""
-
-    def __init__(self, builder: FoldedBuilder, explainer: Explainer) -> None:
-        self.builder, self.meetings = builder, builder.meetings
-        self.matcher = Matcher(builder, explainer)
-
-    def run(self) -> None:
-        self.collectives()
-        self.messages()
-        self.slots()
-        self.signals()
-        self.registered()
-
-    def collectives(self) -> None:
-        """All members of each, those too between which order is not sought."""
-        builder = self.builder
-        known: set[tuple[object, ...]] = set()
-        standing: dict[TeamKey, Counter[int]] = {}
-        for queue, members in [*self.meetings.queues.items()]:
-            place = builder.everywhere[next(iter(members))]
-            ranks = place.where.member(queue[0].name).ranks
-            if queue[0] not in standing:
-                builder.regions.spend(len(ranks))
-                standing[queue[0]] = Counter(map(builder.first, ranks))
-            firsts = standing[queue[0]]
-            mine = {first: builder.queue(queue, first) for first in firsts}
-            for k in range(len(next(iter(members.values())))):
-                key = (queue, *(_said(mine[first][k]) for first in firsts))
-                if key in known:
-                    continue
-                known.add(key)
-                met, counts = [mine[first][k] for first in firsts], [*firsts.values()]
-                if not all(map(_sized_alike, met)):
-                    builder.regions.spend(PER_MEMBER * len(ranks))
-                    met = [builder.on(mine[builder.first(rank)][k], rank) for rank in ranks]
-                    counts = [1] * len(met)
-                if self.matcher.differs(met, counts) is not None:
-                    raise Unfit("members of a collective that disagree")
-
-    def messages(self) -> None:
-        builder = self.builder
-        for send, sender, recv, receiver in builder.matched():
-            one, two = builder.on(send, sender), builder.on(recv, receiver)
-            src, dst = self.matcher.box(one, "src"), self.matcher.box(two, "dst")
-            assert src is not None
-            assert dst is not None
-            ops = send.item.op, recv.item.op
-            assert isinstance(ops[0], Send)
-            assert isinstance(ops[1], Recv)
-            alike = src.numel == dst.numel and src.dtype == dst.dtype
-            if not alike or ops[0].backend != ops[1].backend:
-                raise Unfit("ends of a message that disagree")
-
-    def slots(self) -> None:
-        for slot, members in [*self.meetings.taken.items()]:
-            standing = {self.builder.first(rank) for rank in slot[0].ranks}
-            for k, taken in enumerate(next(iter(members.values()))):
-                size = self.matcher.nbytes(taken)
-                for rank in standing:
-                    if self.matcher.nbytes(self.builder.takes(slot, rank)[k]) != size:
-                        raise Unfit("takes of a slot that disagree")
-
-    def signals(self) -> None:
-        awaited = {signal for signal, *_ in self.meetings.awaited}
-        for (signal, _), raised in self.meetings.raised.items():
-            for (value, one), (higher, two) in pairwise(raised):
-                if higher <= value or not self.builder.graph.before(one.end, two.end):
-                    raise Unfit("a signal that does not grow")
-            if self._of_reader(signal) not in awaited:
-                raise Unfit("a signal that nobody awaits")
-
-    def _of_reader(self, signal: Signal) -> Signal:
-        """The signal as the rank that stands for its reader reads it."""
-        name, team, writer, reader = signal
-        first, turns = self.builder.first(reader), self.builder.turns
-        return name, self.builder.key(first, team.name), turns.back(reader)[writer], first
-
-    def registered(self) -> None:
-        """Parameters that peers reach: alike on all ranks of a team."""
-        has: dict[Slot, dict[int, tuple[str, str]]] = {}
-        for frame in self.builder.graph.frames:
-            for number, version in enumerate(frame.place.source.versions):
-                if version.registered:
-                    slot = self.builder.slot(frame.place, number)
-                    facts = facts_of(frame, version, self.builder.regions)
-                    has.setdefault(slot, {})[frame.place.rank] = facts
-        for (team, name), by_rank in has.items():
-            wanted = next(iter(by_rank.values()))
-            for rank in team.ranks:
-                first = self.builder.first(rank)
-                other = has.get((self.builder.key(first, team.name), name), {}).get(first)
-                if other != wanted:
-                    raise Unfit("registered parameters that differ")
-
-
-def _sized_alike(at: IssuedOp) -> bool:
-    """Whether a collective says the same on all ranks that its own stands for: where a rank chooses
-    which chunk its views are, and no table how large that is. (Its root is the same for all of
-    them, or their team is not turned.)"""
-    return not any(
-        any(isinstance(value, TableEntry) for value in touch.spot.by_rank)
-        or any(
-            isinstance(step, Chunk) and isinstance(step.parts, str)
-            for step in touch.spot.view.steps
-        )
-        for touch in at.item.touches
-    )
-
-
-def _said(at: IssuedOp) -> tuple[object, ...]:
-    """What a collective says, the same for all that agree or disagree alike."""
-    op = at.item.op
-    assert isinstance(op, Collective)
-    spots = tuple((touch.spot.key, touch.write) for touch in at.item.touches)
-    return at.source.number, op.kind, op.reduce, op.root, op.splits, spots

@@ -19,9 +19,19 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 
-from interlace.ir.order import Channel, Meetings, Queue, Slot, TeamKey
+from interlace.ir.order import (
+    Awaited,
+    Channel,
+    Delivery,
+    Meetings,
+    Queue,
+    Retake,
+    Signal,
+    Slot,
+    TeamKey,
+)
 from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.build import GraphBuilder, places_of
+from interlace.verify.happens_before.build import GraphBuilder, Members, places_of
 from interlace.verify.happens_before.graph import (
     Arrival,
     Clock,
@@ -187,6 +197,16 @@ class FoldedBuilder(GraphBuilder):
         """The rank that stands for another."""
         return self.turns.first[rank]
 
+    def members(self, team: TeamKey, rank: int) -> Sequence[int]:
+        return self.everywhere[rank].where.member(team.name).ranks
+
+    def own(self, team: TeamKey, rank: int) -> TeamKey:
+        return self.key(self.first(rank), team.name)
+
+    def of_reader(self, signal: Signal) -> Signal:
+        name, team, writer, reader = signal
+        return name, self.own(team, reader), self.turns.back(reader)[writer], self.first(reader)
+
     def key(self, rank: int, team: str) -> TeamKey:
         """The instance of a team that a rank is in, among those between which order is sought."""
         return self.meetings.team(self.everywhere[rank].where, team)
@@ -230,84 +250,44 @@ class FoldedBuilder(GraphBuilder):
             for channel in [*met.channels]
         )
 
-    def _link(self, node: int, other: int, rank: int) -> None:
-        """Puts a node after another, as that is on a rank."""
+    def link(self, node: int, other: int, rank: int) -> None:
         if self.first(rank) == rank:
             self.graph.preds[node].append(other)
         else:
             self.graph.afar.setdefault(node, []).append((other, rank))
 
-    def _match(self) -> None:
-        met = self.meetings
-        for queue, members in [*met.queues.items()]:
+    def collectives(self) -> Iterator[tuple[Queue, Members, Members]]:
+        for queue, members in [*self.meetings.queues.items()]:
             standing = {rank: self.queue(queue, rank) for rank in queue[0].ranks}
             for k in range(len(next(iter(members.values())))):
-                self._gather(k, standing, {rank: mine[k] for rank, mine in members.items()})
-        for channel in [*met.channels]:
-            self._pass(channel)
-        for slot, members in [*met.taken.items()]:
-            for n in range(2, len(next(iter(members.values())))):
-                meeting = self.graph.add()
-                for rank in slot[0].ranks:
-                    first = self.first(rank)
-                    own = self.key(first, slot[0].name), slot[1]
-                    self._link(meeting, met.freed[own, n - 2, first].end, rank)
-                for taken in members.values():
-                    self.graph.preds[taken[n].end].append(meeting)
-        for signal, run, value, at in met.awaited:
-            name, team, writer, reader = signal
-            first = self.first(writer)
-            here = name, self.key(first, team.name), first, self.turns.back(writer)[reader]
-            notify, _ = met.first_raise(here, run, value)
-            if notify is None:
-                raise Unfit("a signal that nobody raises")
-            self._link(at.end, notify.end, writer)
+                self.regions.spend(8 * len(standing))
+                come = {rank: own[k] for rank, own in members.items()}
+                yield queue, come, {rank: own[k] for rank, own in standing.items()}
 
-    def _gather(
-        self, k: int, standing: dict[int, list[IssuedOp]], come: dict[int, IssuedOp]
-    ) -> None:
-        """The k-th collective of a queue, of which all members come."""
-        self.regions.spend(8 * len(standing))
-        graph = self.graph
-        meeting, others = graph.add(), list[int]()
-        gives: dict[int, bool] = {}
-        for rank, mine in standing.items():
-            at = mine[k]
-            if at.begin not in gives:
-                gives[at.begin] = self._has_part(at, False)
-            if gives[at.begin]:
-                self._link(meeting, at.begin, rank)
-            else:
-                others.append(at.begin)
-        if others:
-            graph.blocks[meeting] = others
-        for at in come.values():
-            if any(gives.values()) and self._has_part(at, True):
-                graph.preds[at.end].append(meeting)
-                if gives[at.begin]:
-                    graph.after_meeting.add(at.end)
-            else:
-                graph.blocks[at.end] = [meeting]
-
-    def _pass(self, channel: Channel) -> None:
+    def deliveries(self) -> Iterator[Delivery[IssuedOp]]:
         """The messages from a rank to another, one of which is visited."""
-        graph, (_, sender, receiver) = self.graph, channel
-        sends, receives = self.ends(channel, True), self.ends(channel, False)
-        for send, recv in zip(sends, receives, strict=True):
-            if receiver in self.ranks:
-                if self._has_part(send, False):
-                    self._link(recv.end, send.begin, sender)
-                else:
-                    graph.blocks.setdefault(recv.end, []).append(send.begin)
-            if sender in self.ranks:
-                graph.blocks.setdefault(send.end, []).append(recv.begin)
-
-    def matched(self) -> Iterator[tuple[IssuedOp, int, IssuedOp, int]]:
-        """Each message: the send, the rank that it is on, the receive, and its rank."""
         for channel in [*self.meetings.channels]:
-            sends, receives = self.ends(channel, True), self.ends(channel, False)
-            for send, recv in zip(sends, receives, strict=True):
-                yield send, channel[1], recv, channel[2]
+            pairs = zip(self.ends(channel, True), self.ends(channel, False), strict=True)
+            for k, (send, recv) in enumerate(pairs):
+                yield Delivery(channel, k, send, recv)
+
+    def retakes(self) -> Iterator[Retake[IssuedOp]]:
+        freed = self.meetings.freed
+        for slot, members in [*self.meetings.taken.items()]:
+            team, name = slot
+            for n in range(2, len(next(iter(members.values())))):
+                takers = [taken[n] for taken in members.values()]
+                frees = {
+                    rank: freed.get(((self.own(team, rank), name), n - 2, self.first(rank)))
+                    for rank in team.ranks
+                }
+                yield Retake(slot, n, takers, frees)
+
+    def levels(self) -> Iterator[Awaited[IssuedOp]]:
+        for signal, run, value, at in self.meetings.awaited:
+            name, team, writer, reader = signal
+            here = name, self.own(team, writer), self.first(writer), self.turns.back(writer)[reader]
+            yield Awaited(signal, value, at, *self.meetings.first_raise(here, run, value))
 
     def on(self, at: IssuedOp, rank: int) -> IssuedOp:
         """An op as it is on a rank that its own stands for."""
