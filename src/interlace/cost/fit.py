@@ -39,8 +39,6 @@ HOST_BOUND = 1.3
 IN_A_RUN = {"call": 2.0, "collective": 2.0}
 """How many times longer the host takes for what torch does amid a run than in a loop of nothing
 else. What it asks of the driver takes as long."""
-LEAST_DOUBT_S = 1e-6
-"""What a gain must come to where both sides are predicted from measurements."""
 TRANSFERS = ("get", "put", "send")
 """Between two ranks."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "reduce")
@@ -169,7 +167,6 @@ def fit(
         memory_bandwidth=_memory(found["copy"], launch, base),
         links=_links(found, base, issuing),
         between=_between(found, base),
-        doubt_s=min(base.doubt_s, LEAST_DOUBT_S),
         sites=(),
     )
     gemms = [s for s in found["gemm"] if not issuing.bounds(s.seconds, "call")]

@@ -10,13 +10,13 @@ libraries, of `auto`, with an error, or of another GPU than the last row's are l
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from interlace.cost import Machine, SiteKey, SiteTime
+from interlace.cost.choose import Estimate
 from interlace.errors import CalibrationError
 from interlace.ir import Program, parse
 from interlace.ir.kernels import FLOAT8, TAIL
@@ -27,7 +27,7 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.pipeline import run_pipeline
 from interlace.passes.sites.recognise import SITE_KINDS
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.choose import SERIAL, Chooser, Estimate, label_of
+from interlace.passes.strategies.choose import SERIAL, Chooser, label_of
 from interlace.passes.strategies.pieces import DEFAULT_SLICES
 from interlace.strategies import STRATEGIES
 
@@ -51,21 +51,10 @@ def candidates(
 
 
 def with_sites(machine: Machine, times: Iterable[SiteTime]) -> Machine:
-    """The machine with these measured sites, beside what it predicts for them.
-
-    Of several times of one site and strategy the last counts; those that the machine has already
-    stay, with new predictions.
-    """
+    """The machine with these measured sites; of several times of one site and strategy the last
+    counts."""
     found = {(time.site, time.strategy): time for time in (*machine.sites, *times)}
-    bare = machine.replace(sites=())
-    known: dict[SiteKey, dict[str, float]] = {}
-    made: list[SiteTime] = []
-    for time in found.values():
-        if time.site not in known:
-            known[time.site] = predictions(bare, time.site)
-        predicted = known[time.site].get(time.strategy, 0.0)
-        made.append(dataclasses.replace(time, predicted_s=predicted))
-    return machine.replace(sites=tuple(made))
+    return machine.replace(sites=tuple(found.values()))
 
 
 def keeping_sites(machine: Machine, path: Path) -> Machine:
@@ -76,14 +65,6 @@ def keeping_sites(machine: Machine, path: Path) -> Machine:
         return machine  # there was none, or none that can be read
     same = (before.device, before.host) == (machine.device, machine.host)
     return with_sites(machine, before.sites) if same else machine
-
-
-def predictions(machine: Machine, site: SiteKey) -> dict[str, float]:
-    """What the machine predicts for a site in its plain form, by strategy, in seconds."""
-    model = machine.replayed if site.graph else machine
-    program = plain_program(site)
-    found = candidates(program, Options(resharding="after"), model)
-    return {e.label: e.predicted_ms / 1e3 for estimates in found.values() for e in estimates}
 
 
 def plain_program(site: SiteKey) -> Program:
