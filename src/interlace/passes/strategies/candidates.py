@@ -108,7 +108,7 @@ KINDS = {
     "gemm_rs": SITE_KINDS["reduce_scatter"],
     "gemm_ar": SITE_KINDS["all_reduce"],
 }
-_FIXED = [label_of(row) for row in STRATEGIES.values() if row.cut != "slices"]
+_FIXED = [label_of(row) for row in STRATEGIES.values() if not row.sliced]
 LABELS = {
     **{label: label for label in (SERIAL, *_FIXED)},
     **{label.removeprefix("peer/"): label for label in _FIXED},

@@ -101,8 +101,7 @@ def label_of(row: Strategy | None, chunks: int = 0) -> str:
     """A strategy as measured sites and `explain` call it: `peer/put`, `pipeline x4`."""
     if row is None:
         return SERIAL
-    name = f"{row.name}/{row.transport}" if row.name == "peer" else row.name
-    return f"{name} x{chunks}" if row.cut == "slices" else name
+    return f"{row.label} x{chunks}" if row.sliced else row.label
 
 
 def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey:
@@ -215,7 +214,7 @@ class Choice:
         return dataclasses.replace(
             site,
             strategy=row.name if row is not None else "serial",
-            protocol=row.transport if row is not None and row.name == "peer" else None,
+            protocol=row.protocol if row is not None else None,
             chunks=self.chunks or None,
             reason=self.reason,
             serial_ms=self.serial_ms,
@@ -276,10 +275,8 @@ class Chooser:
             return Choice(None, 0, text, "", serial_ms, serial_ms)
         why = refusal(values, site, best.row)  # for the whole class
         assert not why
-        count, reason = (
-            parts(values, site, best.row, best.chunks),
-            f"{found.source} fastest ({name})",
-        )
+        count = parts(values, site, best.row, best.chunks)
+        reason = f"{found.source} fastest ({name})"
         return Choice(best.row, count, reason, "", serial_ms, found.best_ms)
 
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
@@ -290,13 +287,13 @@ class Chooser:
                 row.amid
                 or (row.on_gpus and not gpu)
                 or not _serves(row, self._machine, apart)
-                or (row.name == "fused" and not has_kernel(values, site, self._machine))
+                or (row.fuses and not has_kernel(values, site, self._machine))
             ):
                 continue
             if refusal(values, site, row):
                 continue
             counts = {self.chunks}
-            if not self.chunks and row.cut == "slices":
+            if not self.chunks and row.sliced:
                 counts = {2, DEFAULT_SLICES, *([2 * DEFAULT_SLICES] if apart else ())}
             for chunks in sorted(counts):
                 yield row, chunks
