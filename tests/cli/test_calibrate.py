@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from tests.cli.test_texts import run
+from tests.support.sample_files import write_samples
 
 from interlace.commands.options import nbytes
 from interlace.cost import Machine, Sample, default_machine, default_path, fingerprint
-from interlace.cost.fit import write_samples
 from interlace.cost.gemm import gemm_seconds
 from interlace.cost.machine import Link
 from interlace.ir import DType

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from tests.passes.plain_sites import plain_program
 from tests.passes.samples import KINDS
 from tests.passes.test_choose import SIZES, key_of
 
@@ -17,7 +18,6 @@ from interlace.passes import lower
 from interlace.passes.strategies.candidates import (
     candidates,
     keeping_sites,
-    plain_program,
     with_sites,
 )
 

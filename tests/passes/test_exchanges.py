@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from tests.passes.experts import COMBINE, DISPATCH, REFUSED, drawn, layer, spellings
+from tests.passes.plain_sites import plain_program
 from tests.passes.samples import Sample, integers
 from tests.passes.spellings import as_sample
 from tests.passes.test_choose import key_of
@@ -17,7 +18,7 @@ from interlace.cost import SiteKey, SiteTime, default_machine, simulate
 from interlace.ir import Call, Collective, Program, parse, validate
 from interlace.options import Options
 from interlace.passes import lower, parse_pipeline, run_pipeline
-from interlace.passes.strategies.candidates import candidates, plain_program
+from interlace.passes.strategies.candidates import candidates
 from interlace.verify import check
 
 STRATEGIES = {

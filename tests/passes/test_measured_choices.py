@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import pytest
 from tests.cli.schedules import ROOT
+from tests.passes.plain_sites import plain_program
 
 from interlace.cost import Machine, SiteKey, SiteTime, default_machine, run_issue_seconds
 from interlace.cost.choose import Estimate, pick
@@ -21,7 +22,6 @@ from interlace.passes import lower
 from interlace.passes.strategies.candidates import (
     KINDS,
     candidates,
-    plain_program,
     site_times,
     with_sites,
 )

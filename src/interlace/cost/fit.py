@@ -10,15 +10,12 @@ beyond them follows the model, moved to fit them.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from interlace.cost.gemm import gemm_seconds
@@ -94,27 +91,6 @@ class Sample:
 
 
 HEADINGS = tuple(field.name for field in fields(Sample))
-
-
-def write_samples(path: str | os.PathLike[str], samples: Iterable[Sample]) -> None:
-    """Writes samples as CSV, a row each."""
-    with Path(path).open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADINGS)
-        for sample in samples:
-            row = {name: getattr(sample, name) for name in HEADINGS}
-            row["shape"] = "x".join(map(str, sample.shape))
-            row["concurrent"] = int(sample.concurrent)
-            row["seconds"] = repr(sample.seconds)
-            writer.writerow(row.values())
-
-
-def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
-    """The samples of a CSV file; columns that it does not have keep their defaults."""
-    with Path(path).open(newline="") as file:
-        return [
-            sample_of(row, f"{path}, line {i + 2}") for i, row in enumerate(csv.DictReader(file))
-        ]
 
 
 def sample_of(row: Mapping[str, str], where: str) -> Sample:
