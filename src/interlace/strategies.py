@@ -61,7 +61,9 @@ class Strategy:
 
     `fused` is `peer` with puts, of which the pass `fuse` then puts a matmul's chunks in one kernel;
     `exchange` and `copies` are serial, but the collective of one is the backend `peer`, and that of
-    the other is one-sided copies. To add a strategy that moves bytes as another does, add a row.
+    the other is one-sided copies. To add a strategy that moves bytes as another does, add a row;
+    another way of travelling is a method of Gather and of Scatter in passes/strategies besides.
+    Nothing else asks for a strategy's name or transport: whatever differs is a field here.
     """
 
     name: str
@@ -85,6 +87,46 @@ class Strategy:
     """Whether it gains only amid computation that is not the site's: `auto` looks at it there."""
     on_gpus: bool = False
     """Whether it is looked at on GPUs alone, where another row of its name serves as well."""
+    protocol: str | None = None
+    """What tells rows of one name apart: in labels, and in the sites of a Program."""
+    fuses: bool = False
+    """Whether one kernel takes or makes all chunks of a matmul, in pieces if they are large."""
+    instead: tuple[str, str | None] | None = None
+    """The row that is taken where its kernel cannot serve a site."""
+    adds: bool = True
+    """Whether it adds up partial results itself, and so serves sums alone."""
+    copies: bool = False
+    """Whether a whole collective becomes copies between the ranks' memories."""
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """Its place in the table."""
+        return self.name, self.protocol
+
+    @property
+    def label(self) -> str:
+        """Its name in tables of measured times: `fused`, `peer/put`."""
+        return f"{self.name}/{self.protocol}" if self.protocol else self.name
+
+    @property
+    def sliced(self) -> bool:
+        """Whether it is cut into slices of every rank's rows."""
+        return self.cut == "slices"
+
+    @property
+    def whole(self) -> bool:
+        """Whether its collective stays in one piece."""
+        return self.cut == "whole"
+
+    @property
+    def puts(self) -> bool:
+        """Whether a rank writes into its peers' slots."""
+        return self.transport == "put"
+
+    @property
+    def fetched(self) -> bool:
+        """Whether what is for a peer is made where that peer fetches it from."""
+        return self.transport == "get"
 
 
 NEAR_FIRST = Path(chunk=Offset(0, 1), to=Offset(0, -1), source=Offset(0, 1))
@@ -100,9 +142,9 @@ _SLICES = "slices of what each rank gets lie apart in an all-to-all, which takes
 _KERNEL = "its kernel does no all-to-alls"
 
 STRATEGIES: dict[tuple[str, str | None], Strategy] = {
-    (row.name, row.transport if row.name == "peer" else None): row
+    row.key: row
     for row in (
-        Strategy("pipeline", "slices", "collectives", _BACKEND, alone=_SLICES),
+        Strategy("pipeline", "slices", "collectives", _BACKEND, alone=_SLICES, adds=False),
         Strategy(
             "ring",
             "ranks",
@@ -113,8 +155,20 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             accumulates=True,
             outdone=True,
         ),
-        Strategy("peer", "ranks", "get", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True),
-        Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True, on_gpus=True),
+        *(
+            Strategy(
+                "peer",
+                "ranks",
+                way,
+                _RANK_ORDER,
+                NEAR_FIRST,
+                OWNERS,
+                peers=True,
+                on_gpus=way == "put",
+                protocol=way,
+            )
+            for way in ("get", "put")
+        ),
         Strategy(
             "fused",
             "ranks",
@@ -125,12 +179,16 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
             alone=_KERNEL,
             peers=True,
             kernel=True,
+            fuses=True,
+            instead=("peer", "put"),
         ),
-        Strategy("exchange", "whole", "collectives", _RANK_ORDER, peers=True, kernel=True),
-        Strategy("copies", "whole", "put", _RANK_ORDER, peers=True, amid=True),
+        Strategy(
+            "exchange", "whole", "collectives", _RANK_ORDER, peers=True, kernel=True, adds=False
+        ),
+        Strategy("copies", "whole", "put", _RANK_ORDER, peers=True, amid=True, copies=True),
     )
 }
-"""By name and, for `peer`, transport."""
+"""By name and, where rows share one, protocol."""
 
 
 def names() -> tuple[str, ...]:
@@ -145,6 +203,11 @@ def rows_of(name: str, transport: str | None = None) -> tuple[Strategy, ...]:
     """
     rows = tuple([row for row in STRATEGIES.values() if row.name == name])
     return tuple([row for row in rows if row.transport == transport]) or rows
+
+
+def row_of(name: str, protocol: str | None) -> Strategy | None:
+    """The row of a site of a Program; None for `serial`, and where a text names no strategy."""
+    return STRATEGIES.get((name, protocol))
 
 
 REPLACED = {"hierarchical": "ring", "shift": "ring", "broadcast": "pipeline"}

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from tests.cli.test_texts import run
+from tests.support.sample_files import write_samples
 
 from interlace.cost import Machine, Sample, default_machine, default_path, fingerprint
-from interlace.cost.fit import write_samples
 from interlace.cost.gemm import gemm_seconds
 from interlace.cost.machine import Link
 from interlace.ir import DType
@@ -63,7 +63,6 @@ def test_rows_make_a_file_where_auto_looks(cache: Path, rows: Path) -> None:
     machine = Machine.load(path)
     assert machine.host == fingerprint("4 x NVIDIA H200")
     assert len(machine.sites) == 10
-    assert all(time.predicted_s > 0 for time in machine.sites)
     again = json.loads(run("calibrate", "--from", str(rows), "--device", "cuda", "--json"))
     assert (again["sites"], again["site times"]) == (2, 10)
 
@@ -92,19 +91,7 @@ def test_explain_gives_predicted_and_measured(rows: Path, tmp_path: Path) -> Non
     text = run("explain", str(path), "--calibration", str(out))
     assert "candidates, by mine:" in text
     (line,) = [line for line in text.splitlines() if line.split()[1:2] == ["fused"]]
-    assert line.split()[4:] == ["0.060", "ms", "0.060", "ms"]
-
-
-def test_another_size_goes_by_its_neighbour(rows: Path, tmp_path: Path) -> None:
-    out = tmp_path / "mine.json"
-    run("calibrate", "--from", str(rows), "--device", "cuda", "--out", str(out))
-    path = tmp_path / "site.ilc"
-    path.write_text(SITE.format(part=1280, rows=5120))
-    data = json.loads(run("explain", str(path), "--calibration", str(out), "--json", "--graph"))
-    known = {c["strategy"]: c for c in data["programs"][0]["candidates"]["1"]}
-    for name, us in {"serial": 100, "fused": 60, "exchange": 50}.items():
-        assert known[name]["measured_ms"] is None
-        assert known[name]["expected_ms"] == pytest.approx(us / 1e3, rel=0.4)
+    assert line.split()[4:] == ["0.060", "ms"]
 
 
 def test_samples_are_fitted_and_sites_stay(rows: Path, tmp_path: Path) -> None:
@@ -117,7 +104,6 @@ def test_samples_are_fitted_and_sites_stay(rows: Path, tmp_path: Path) -> None:
     after = Machine.load(out)
     assert gemm_seconds(after, DType.bf16, 4096, 512, 1024) == pytest.approx(0.999e-3)
     assert [t.seconds for t in after.sites] == [t.seconds for t in before.sites]
-    assert after.sites[0].predicted_s > before.sites[0].predicted_s
     nowhere = ["--device", "cuda", "--out", str(tmp_path / "new.json")]
     text = run("calibrate", "--from", str(samples), *nowhere, code=2)
     assert "do not say which GPU" in text

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.support.sample_files import read_samples, write_samples
 
 from interlace.cost import Machine, Sample, default_machine, fit
-from interlace.cost.fit import read_samples, write_samples
 from interlace.cost.gemm import gemm_seconds
 from interlace.errors import CalibrationError
 from interlace.ir import DType

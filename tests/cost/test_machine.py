@@ -81,7 +81,7 @@ def test_calibration_round_trip(device: str, tmp_path: Path) -> None:
     site = SiteKey(kind="all_gather_matmul", dtype="bf16", m=8, k=8, n=8, world=2, graph=True)
     machine = default_machine(device).replace(
         gemms=(GemmTime(dtype="bf16", m=8, k=8, n=8, seconds=1e-6),),
-        sites=(SiteTime(site=site, strategy="peer/put", seconds=1e-6, predicted_s=2e-6),),
+        sites=(SiteTime(site=site, strategy="peer/put", seconds=1e-6),),
     )
     machine.save(path)
     assert Machine.load(path) == machine.replace(host=fingerprint())

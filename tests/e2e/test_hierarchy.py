@@ -333,7 +333,7 @@ def test_where_the_host_of_the_store_vanishes_no_rank_blames_its_own_host(
     mark = tmp_path / "running"
     once_running(mark, lambda: hosts.cut_off(0))
     try:
-        found = pairs(4).run(run_on, str(mark), seed, replace=True)
+        found = pairs(4).run(run_on, str(mark), seed, None, "pipeline", replace=True)
     finally:
         hosts.join(0)
     for error, text, seconds in found[2:]:

@@ -4,14 +4,17 @@ model says of the host: how good they are, by the rows of `benchmarks/results/`.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import statistics
 from collections import defaultdict
 
 import pytest
 from tests.cli.schedules import ROOT
+from tests.passes.plain_sites import plain_program
 
 from interlace.cost import Machine, SiteKey, SiteTime, default_machine, run_issue_seconds
+from interlace.cost.choose import Estimate, pick
 from interlace.cost.fit import IN_A_RUN
 from interlace.ir import Program, parse
 from interlace.options import Options
@@ -19,33 +22,35 @@ from interlace.passes import lower
 from interlace.passes.strategies.candidates import (
     KINDS,
     candidates,
-    plain_program,
     site_times,
     with_sites,
 )
-from interlace.passes.strategies.choose import SERIAL, Estimate, pick
+from interlace.passes.strategies.choose import SERIAL
 
 
-def losses(machine: Machine, alone: bool) -> list[float]:
-    """How much longer than the best one the strategy took that `auto` takes by the other sites, or
-    by the machine `alone`, of each site of which several were measured."""
+def losses(machine: Machine, by_table: bool = False) -> list[float]:
+    """How much longer than the best one the strategy took that `auto` takes by predictions, or by
+    the table, of each site of which several were measured."""
     by: defaultdict[SiteKey, list[SiteTime]] = defaultdict(list)
     for time in machine.sites:
         by[time.site].append(time)
     found: list[float] = []
     for site, known in by.items():
-        others = () if alone else tuple(time for time in machine.sites if time.site != site)
         took = {time.strategy: time.seconds for time in known}
-        made = estimates(site, machine.replace(sites=others))
-        best, _ = pick([e for e in made if e.label in (SERIAL, *took)], machine.doubt_s * 1e3)
-        if len(took) > 1 and best.label in took:
-            found.append(took[best.label] / min(took.values()))
+        made = [e for e in estimates(site) if e.label in (SERIAL, *took)]
+        if by_table:
+            made = [dataclasses.replace(e, measured_ms=took.get(e.label)) for e in made]
+        taken = pick(made)
+        label = taken.best.label if taken.gains else SERIAL
+        if len(took) > 1 and label in took:
+            found.append(took[label] / min(took.values()))
     return found
 
 
 @functools.cache
-def estimates(site: SiteKey, machine: Machine) -> tuple[Estimate, ...]:
-    """What each strategy is expected to take, serial first."""
+def estimates(site: SiteKey) -> tuple[Estimate, ...]:
+    """The predicted time of each strategy, serial first."""
+    machine = default_machine("cuda")
     model = machine.replayed if site.graph else machine
     (made,) = candidates(plain_program(site), Options(), model).values()
     return made
@@ -56,54 +61,40 @@ def rows_of(commit: str, dtype: str) -> list[dict[str, str]]:
         return [r for r in csv.DictReader(file) if (r["commit"], r["dtype"]) == (commit, dtype)]
 
 
-def measured(commit: str, machine: Machine, dtype: str = "bf16") -> Machine:
-    """A machine with the sites of some rows."""
-    return with_sites(machine.replace(sites=()), site_times(rows_of(commit, dtype)))
-
-
 HOW = {
     **{name: Options(strategy=name) for name in ("serial", "fused", "exchange")},
     **{name: Options(strategy="peer") for name in ("get", "put")},
 }
 
 
-@pytest.mark.parametrize(
-    ("commit", "limit"),
-    [
-        ("8ca51f4", 1.009),
-        ("85a9c6d", 1.015),
-        ("c0e8cf99", 1.012),  # a slow host
-        ("ed488af", 1.003),  # four GPUs
-    ],
-)
-def test_neighbours_lead_to_strategies_near_the_best(commit: str, limit: float) -> None:
-    """And so does the built-in model alone, which on the last two is nearer."""
-    machine = measured(commit, default_machine("cuda"))
-    found, bare = losses(machine, alone=False), losses(machine, alone=True)
-    assert len(found) >= 30
-    assert max(found) < 1.12
-    assert sum(found) < limit * len(found)
-    assert sum(bare) < limit * len(bare)
-    assert commit in ("c0e8cf99", "ed488af") or sum(found) < sum(bare)
-
-
-def test_the_model_alone_is_near_the_best_in_all_runs() -> None:
-    """On fast hosts and slow ones, H200s and H100s: those with enough sites of several strategies.
-    The built-in figures were fitted to some of them."""
+def runs() -> dict[tuple[str, str, str], Machine]:
+    """A machine with the sites of each run of the committed rows: fast hosts and slow ones, H200s
+    and H100s. The built-in figures were fitted to some of them."""
     with (ROOT / "benchmarks" / "results" / "overlap.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["dtype"] == "bf16"]
-    runs: defaultdict[tuple[str, str, str], list[SiteTime]] = defaultdict(list)
+        rows = [*csv.DictReader(file)]
+    found: defaultdict[tuple[str, str, str], list[SiteTime]] = defaultdict(list)
     for row in rows:
-        runs[row["commit"], row["gpu"], row["world"]] += site_times([row])
-    found: list[float] = []
-    for times in runs.values():
-        last = {(time.site, time.strategy): time for time in times}
-        each = losses(default_machine("cuda").replace(sites=tuple(last.values())), alone=True)
-        if len(each) >= 15:
-            found.append(sum(each) / len(each))
-    assert len(found) >= 29
-    assert sum(found) < 1.0055 * len(found)
-    assert max(found) < 1.02
+        found[row["commit"], row["gpu"], row["world"]] += site_times([row])
+    bare = default_machine("cuda").replace(sites=())
+    return {run: with_sites(bare, times) for run, times in found.items()}
+
+
+ORACLE = {"predicted": 1.0050, "by neighbours": 1.0058, "measured": 1.0010}
+"""What the chooser with corrections by neighbours, three margins and a factor for busy hosts came
+to on the same rows, over the best measured strategy (geometric means of 1,140 sites): without
+measured sites, with those of the run but for the one at hand, and with all."""
+
+
+@pytest.mark.parametrize("by_table", [False, True], ids=["predicted", "measured"])
+def test_choices_on_the_committed_rows_are_as_good_as_those_with_corrections(
+    by_table: bool,
+) -> None:
+    """By predictions 1.0045, by the table 1.0005."""
+    each = {run: losses(machine, by_table) for run, machine in runs().items()}
+    found = [loss for of in each.values() for loss in of]
+    assert len(found) >= 1140
+    assert statistics.geometric_mean(found) <= ORACLE["measured" if by_table else "predicted"]
+    assert max(statistics.fmean(of) for of in each.values() if len(of) >= 15) < 1.02
 
 
 FITTED = ("c0e8cf99", "8a3c1e1", "ed488af5", "eb5699a", "28c5d903", "4d50897")
@@ -155,21 +146,6 @@ def test_torch_takes_twice_as_long_amid_a_run_as_in_a_loop() -> None:
     loop = statistics.median(float(row["host_us"]) * 1e-6 for row in rows)
     call = dict(default_machine("cuda").issue)["call"]
     assert call / loop == pytest.approx(IN_A_RUN["call"], rel=0.2)
-
-
-def test_float8_goes_by_its_own_sizes_and_host() -> None:
-    """Eager rows of a busy host differ by 20 %."""
-    machine = measured("c0e8cf99", default_machine("cuda"), "f8e4m3")
-    found = losses(machine, alone=True)
-    assert len(found) >= 30
-    assert sum(found) < 1.025 * len(found)
-
-
-def test_neighbours_correct_a_figure_that_is_wrong() -> None:
-    """In graphs: what ran eagerly may have taken as long as its host."""
-    machine = measured("ed488af", default_machine("cuda").replace(fused=1.3))
-    graphs = machine.replace(sites=tuple(time for time in machine.sites if time.site.graph))
-    assert sum(losses(graphs, alone=False)) < sum(losses(graphs, alone=True)) - 0.3
 
 
 def test_a_large_reduction_takes_one_kernel() -> None:

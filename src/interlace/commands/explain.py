@@ -21,11 +21,11 @@ from interlace.errors import OptionError
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
+    from interlace.cost.choose import Estimate
     from interlace.ir import Program, Site
-    from interlace.passes.strategies.choose import Estimate
 
 HEADINGS = ("site", "module", "kind", "strategy", "serial", "predicted", "gain", "reason")
-CANDIDATES = ("site", "strategy", "predicted", "measured", "expected")
+CANDIDATES = ("site", "strategy", "predicted", "measured")
 
 
 @command
@@ -149,7 +149,6 @@ def candidate_rows(found: Mapping[int, Sequence[Estimate]]) -> list[tuple[str, .
             estimate.label,
             _ms(estimate.predicted_ms),
             _ms(estimate.measured_ms),
-            _ms(estimate.expected_ms),
         )
         for site, estimates in found.items()
         for estimate in estimates
@@ -161,7 +160,6 @@ def _plain(estimate: Estimate) -> dict[str, object]:
         "strategy": estimate.label,
         "predicted_ms": estimate.predicted_ms,
         "measured_ms": estimate.measured_ms,
-        "expected_ms": estimate.expected_ms,
     }
 
 

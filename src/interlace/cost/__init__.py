@@ -6,6 +6,7 @@ machine_file.py  calibration files, and where they live
 gemm.py          how long matmuls take
 op_times.py      what one op costs the device, and what it costs the host
 site_times.py    whole sites as they were measured
+choose.py        the strategy of a site, from measured and predicted times
 graph.py         the ops of all ranks as tasks, and what each waits for
 simulate.py      the tasks played: a predicted timeline
 fit.py           what a benchmark measured, and the figures of a machine from that

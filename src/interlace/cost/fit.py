@@ -10,15 +10,12 @@ beyond them follows the model, moved to fit them.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from interlace.cost.gemm import gemm_seconds
@@ -39,8 +36,6 @@ HOST_BOUND = 1.3
 IN_A_RUN = {"call": 2.0, "collective": 2.0}
 """How many times longer the host takes for what torch does amid a run than in a loop of nothing
 else. What it asks of the driver takes as long."""
-LEAST_DOUBT_S = 1e-6
-"""What a gain must come to where both sides are predicted from measurements."""
 TRANSFERS = ("get", "put", "send")
 """Between two ranks."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "reduce")
@@ -98,27 +93,6 @@ class Sample:
 HEADINGS = tuple(field.name for field in fields(Sample))
 
 
-def write_samples(path: str | os.PathLike[str], samples: Iterable[Sample]) -> None:
-    """Writes samples as CSV, a row each."""
-    with Path(path).open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADINGS)
-        for sample in samples:
-            row = {name: getattr(sample, name) for name in HEADINGS}
-            row["shape"] = "x".join(map(str, sample.shape))
-            row["concurrent"] = int(sample.concurrent)
-            row["seconds"] = repr(sample.seconds)
-            writer.writerow(row.values())
-
-
-def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
-    """The samples of a CSV file; columns that it does not have keep their defaults."""
-    with Path(path).open(newline="") as file:
-        return [
-            sample_of(row, f"{path}, line {i + 2}") for i, row in enumerate(csv.DictReader(file))
-        ]
-
-
 def sample_of(row: Mapping[str, str], where: str) -> Sample:
     """The sample of a row of text."""
     given = {name: row[name] for name in HEADINGS if row.get(name)}
@@ -169,7 +143,6 @@ def fit(
         memory_bandwidth=_memory(found["copy"], launch, base),
         links=_links(found, base, issuing),
         between=_between(found, base),
-        doubt_s=min(base.doubt_s, LEAST_DOUBT_S),
         sites=(),
     )
     gemms = [s for s in found["gemm"] if not issuing.bounds(s.seconds, "call")]

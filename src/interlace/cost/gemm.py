@@ -10,9 +10,9 @@ fill the device; the quickest counts, as the library's own choice would have it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from interlace.cost.machine import GemmTime, Machine
-from interlace.cost.site_times import blend, distance
 from interlace.ir import DType
 
 SPLITS = (1, 2, 4, 8)
@@ -20,7 +20,9 @@ SPLITS = (1, 2, 4, 8)
 LEAST_INNER = 256
 """of which each has at least this many elements."""
 NEAREST = 6
-"""How many measured matmuls correct a prediction."""
+"""The number of measured matmuls that correct a prediction."""
+FAR = 3.0
+"""The distance (in doublings) at which a measurement is worth as much as the bare prediction."""
 
 
 def gemm_seconds(
@@ -35,12 +37,28 @@ def gemm_seconds(
         return predicted
     place = rows, inner, columns
     near: list[tuple[tuple[int, int, int], float]] = []
-    for time in sorted(known, key=lambda time: distance(_place(time), place))[:NEAREST]:
+    for time in sorted(known, key=lambda time: _distance(_place(time), place))[:NEAREST]:
         work = max(time.seconds - machine.launch_s, 0.1 * time.seconds)
         if _place(time) == place:
             return work
         near.append((_place(time), work / _model(machine, dtype, *_place(time))))
-    return predicted * blend(near, place)
+    return predicted * _blend(near, place)
+
+
+def _blend(points: Sequence[tuple[tuple[int, int, int], float]], at: tuple[int, int, int]) -> float:
+    """A ratio between those of some points in log space, the nearer ones the more; far from all of
+    them it is 1."""
+    total, weights = 0.0, 1 / FAR**2
+    for place, ratio in points:
+        weight = 1 / (_distance(place, at) ** 2 + 1e-4)
+        total += weight * math.log(ratio)
+        weights += weight
+    return math.exp(total / weights)
+
+
+def _distance(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+    """The number of doublings between two sizes."""
+    return math.sqrt(sum(math.log2(a / b) ** 2 for a, b in zip(one, other, strict=True)))
 
 
 def _place(time: GemmTime) -> tuple[int, int, int]:

@@ -213,8 +213,6 @@ class Machine:
     """By transport: `gloo`, `nccl`, and `peer` for one-sided copies."""
     between: tuple[tuple[str, Link], ...] = ()
     """The same between ranks on different hosts, which share no memory; empty: as inside."""
-    doubt_s: float = 0.0
-    """A predicted gain that is smaller than this counts for nothing."""
     sites: tuple[SiteTime, ...] = ()
     """Whole sites that were measured, by strategy."""
     captured: bool = False
@@ -386,7 +384,6 @@ H200 = Machine(
         ("nccl", Link(latency_s=25e-6, bandwidth=48e9, steals=0.1)),
         ("gloo", Link(latency_s=300e-6, bandwidth=1.1e9, shared=True)),
     ),
-    doubt_s=5e-6,
 )
 """Four H200s with 18 NVLinks a pair: gathers of 16 to 1024 MB and copies of 2 to 16 MB were
 measured, the rest is like what is published of such machines; so are links between hosts, where

@@ -24,8 +24,8 @@ from interlace.cost.machine import Curve, Machine, default_machine
 from interlace.cost.site_times import SiteKey, SiteTime
 from interlace.errors import CalibrationError
 
-SCHEMA = 3
-"""Raised with the fields, and with a model whose predictions the measured sites hold."""
+SCHEMA = 4
+"""Raised with the fields."""
 
 _TABLES = ("gemm_flops", "issue", "links", "between", "curves")
 """Fields of pairs, which are objects in the file."""

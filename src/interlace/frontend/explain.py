@@ -25,13 +25,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from interlace.cost import Timeline
+from interlace.cost.choose import Estimate
 from interlace.frontend.binding import Bound
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.importing.nodes import location
 from interlace.ir import Program, Site, communication
 from interlace.passes.strategies.candidates import candidates
-from interlace.passes.strategies.choose import Estimate
 from interlace.trace.figures import site_figures
 
 
@@ -112,12 +112,10 @@ def _count(kind: str, count: int) -> str:
 
 
 def told(estimate: Estimate) -> str:
-    """A candidate and its times: predicted, what the calibration makes of that, measured."""
+    """A candidate and its times, predicted and measured."""
     text = f"{estimate.label} {estimate.predicted_ms:.3f} ms"
     if estimate.measured_ms is not None:
         return f"{text} (measured {estimate.measured_ms:.3f})"
-    if abs(estimate.expected_ms - estimate.predicted_ms) > 0.01 * estimate.predicted_ms:
-        return f"{text} (by others measured {estimate.expected_ms:.3f})"
     return text
 
 

@@ -98,7 +98,7 @@ class Decompose:
             collective = program.ops[found.collective]
             assert isinstance(collective, Collective)
             copied = number in self.copied and not unmovable(values, collective)
-            if copied or (found.site is None and self.strategy == "copies"):
+            if copied or (found.site is None and rows_of(self.strategy) == (COPIES,)):
                 choice = self._copies(values, collective)
             elif found.site is None:
                 changed[number] = dataclasses.replace(site, reason=found.reason or site.reason)
@@ -108,7 +108,7 @@ class Decompose:
             changed[number] = choice.on(site)
             if choice.remark:
                 remarks.append(Remark(self.name, choice.remark, number))
-            if choice.row is not None and choice.row.cut == "whole":
+            if choice.row is not None and choice.row.whole:
                 changed[number] = dataclasses.replace(changed[number], chunks=None)
                 made, raised = write_whole(values, taken, collective, choice.row, number)
                 written[found.collective] = made
@@ -146,14 +146,14 @@ class Decompose:
         rows = rows_of(self.strategy, self.transport)
         row = rows[0]
         why = refusal(values, found.site, row)
-        if row.name == "fused" and not why and self.machine is not None:
+        if row.fuses and not why and self.machine is not None:
             if not has_kernel(values, found.site, self.machine):
                 why = "the GPUs have no such kernel"
         text = f"{self.strategy} cannot serve this site: {why}"
-        copies = STRATEGIES["peer", "put"]
-        if why and row.name == "fused" and not refusal(values, found.site, copies):
-            text = f"{text}; peer copies instead"
-            choice = choose.asked(values, found.site, (copies,))
+        other = STRATEGIES[row.instead] if row.instead else None
+        if why and other and not refusal(values, found.site, other):
+            text = f"{text}; {other.name} copies instead"
+            choice = choose.asked(values, found.site, (other,))
             return dataclasses.replace(choice, reason=text, remark=text)
         return Choice(reason=text, remark=text) if why else choose.asked(values, found.site, rows)
 

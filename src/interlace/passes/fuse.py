@@ -38,11 +38,13 @@ from interlace.ir import (
     Program,
     Record,
     Remark,
+    Site,
     Wait,
 )
 from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
 from interlace.passes.overlaps import representatives
+from interlace.strategies import row_of
 from interlace.verify import check
 
 
@@ -98,7 +100,7 @@ def _with_reasons(program: Program, apart: dict[int, str]) -> Program:
     """The Program whose sites say why they are not fused, and its remarks where some are not."""
     fused = {op.site for op in program.ops if isinstance(op, Fused)}
     sites = tuple(
-        dataclasses.replace(site, strategy="peer", protocol="put", reason=f"not fused: {why}")
+        _unfused(site, f"not fused: {why}")
         if (why := apart.get(site.id, "")) and site.id not in fused
         else site
         for site in program.sites
@@ -234,17 +236,24 @@ def _name(op: Op) -> str:
     return op.fn if isinstance(op, Call) else type(op).__name__
 
 
+def _unfused(site: Site, reason: str) -> Site:
+    row = row_of(site.strategy, site.protocol)
+    if row is None or row.instead is None:
+        return dataclasses.replace(site, reason=reason)
+    name, protocol = row.instead
+    return dataclasses.replace(site, strategy=name, protocol=protocol, reason=reason)
+
+
 # groups
 
 
 SUM = "interlace.sum_slots"
-FUSED = "fused"
 ALL_REDUCE = "matmul_all_reduce"
 
 
 def groups(program: Program) -> list[tuple[int, ...]]:
     """The calls of each group as list indices, in order."""
-    kinds = {site.id: site.kind for site in program.sites if site.strategy == FUSED}
+    kinds = {site.id: site.kind for site in program.sites if _fuses(site)}
     found: dict[object, list[int]] = {}
     for index, op in enumerate(program.ops if kinds else ()):
         if isinstance(op, Call) and op.site in kinds and _fills_fusable(op):
@@ -253,12 +262,19 @@ def groups(program: Program) -> list[tuple[int, ...]]:
     return [tuple(members) for members in found.values() if len(members) > 1]
 
 
+def _fuses(site: Site) -> bool:
+    """Whether a site has a strategy whose chunks one kernel computes."""
+    row = row_of(site.strategy, site.protocol)
+    return row is not None and row.fuses
+
+
 def arrivals(program: Program) -> list[int]:
     """What sites that put await before they sum, but for what the last sum awaits, with the sums
     beside a kernel, as list indices, in order; of a fused all-reduce also what is fetched of these
     sums."""
-    sites = {s.id for s in program.sites if s.strategy == FUSED or s.protocol == "put"}
-    back = {s.id for s in program.sites if s.strategy == FUSED and s.kind == ALL_REDUCE}
+    rows = {site: row_of(site.strategy, site.protocol) for site in program.sites}
+    sites = {site.id for site, row in rows.items() if row and row.puts and not row.whole}
+    back = {site.id for site in rows if _fuses(site) and site.kind == ALL_REDUCE}
     found, awaited = list[int](), dict[int | None, list[int]]()
     made = Counter[str]()  # by buffer: matmuls that fill it,
     sums: dict[str, list[list[int]]] = {}  # and its sums, each behind what it awaits

@@ -43,6 +43,7 @@ from interlace.passes.plan_memory import PlanMemory
 from interlace.passes.schedule import Schedule
 from interlace.passes.strategies.reconsider import Ways, reconsidered
 from interlace.passes.take_turns import TakeTurns
+from interlace.strategies import rows_of
 from interlace.verify import check as prove
 
 
@@ -141,7 +142,7 @@ def lowering(
     if not options.overlap:
         return *found, PlanMemory(), InsertSync()
     found += [Schedule(), PlanMemory(), InsertSync(), TakeTurns()]
-    if options.strategy in ("auto", "fused"):
+    if options.strategy == "auto" or any(row.fuses for row in rows_of(options.strategy)):
         found.append(Fuse())
     return tuple(found)
 

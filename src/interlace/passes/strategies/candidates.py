@@ -10,16 +10,15 @@ libraries, of `auto`, with an error, or of another GPU than the last row's are l
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from interlace.cost import Machine, SiteKey, SiteTime
+from interlace.cost.choose import Estimate
 from interlace.errors import CalibrationError
-from interlace.ir import Program, parse
-from interlace.ir.kernels import FLOAT8, TAIL
+from interlace.ir import Program
 from interlace.options import Options
 from interlace.passes.dependencies import dependencies
 from interlace.passes.find_sites import analyse
@@ -27,7 +26,7 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.pipeline import run_pipeline
 from interlace.passes.sites.recognise import SITE_KINDS
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.choose import SERIAL, Chooser, Estimate, label_of
+from interlace.passes.strategies.choose import SERIAL, Chooser, label_of
 from interlace.passes.strategies.pieces import DEFAULT_SLICES
 from interlace.strategies import STRATEGIES
 
@@ -51,21 +50,10 @@ def candidates(
 
 
 def with_sites(machine: Machine, times: Iterable[SiteTime]) -> Machine:
-    """The machine with these measured sites, beside what it predicts for them.
-
-    Of several times of one site and strategy the last counts; those that the machine has already
-    stay, with new predictions.
-    """
+    """The machine with these measured sites; of several times of one site and strategy the last
+    counts."""
     found = {(time.site, time.strategy): time for time in (*machine.sites, *times)}
-    bare = machine.replace(sites=())
-    known: dict[SiteKey, dict[str, float]] = {}
-    made: list[SiteTime] = []
-    for time in found.values():
-        if time.site not in known:
-            known[time.site] = predictions(bare, time.site)
-        predicted = known[time.site].get(time.strategy, 0.0)
-        made.append(dataclasses.replace(time, predicted_s=predicted))
-    return machine.replace(sites=tuple(made))
+    return machine.replace(sites=tuple(found.values()))
 
 
 def keeping_sites(machine: Machine, path: Path) -> Machine:
@@ -78,47 +66,6 @@ def keeping_sites(machine: Machine, path: Path) -> Machine:
     return with_sites(machine, before.sites) if same else machine
 
 
-def predictions(machine: Machine, site: SiteKey) -> dict[str, float]:
-    """What the machine predicts for a site in its plain form, by strategy, in seconds."""
-    model = machine.replayed if site.graph else machine
-    program = plain_program(site)
-    found = candidates(program, Options(resharding="after"), model)
-    return {e.label: e.predicted_ms / 1e3 for estimates in found.values() for e in estimates}
-
-
-def plain_program(site: SiteKey) -> Program:
-    """A serial Program that is this site alone; of FP8 with packed rows and a result in bf16."""
-    m, k, n, t, world = site.m, site.k, site.n, site.dtype, site.world
-    part = -(-m // world)
-    sizes = ", ".join(str(max(0, min(part, m - i * part))) for i in range(world))
-    even = m % world == 0
-    mine, table = (f"{part}", "") if even else ("rows[tp.rank]", f"    rows = table(tp, {sizes})\n")
-    splits = "" if even else ", splits=rows"
-    made, fn, weight, rest = t, "aten.mm.default", f"w: {t}[{k}, {n}]", "w"
-    gathers = site.kind.endswith("_matmul")
-    if t in FLOAT8:
-        k += TAIL
-        made, fn, weight = "bf16", "interlace.float8_mm.default", f"w: {t}[{n}, {k}]"
-        rest = f"w.permute(1, 0), {world if gathers else 1}, None, True, bf16"
-    calls = {
-        "all_gather_matmul": f"all_gather(x, full, team=tp{splits})",
-        "all_to_all_matmul": "all_to_all(x, full, team=tp)",
-        "matmul_reduce_scatter": f'reduce_scatter(y, out, reduce="sum", team=tp{splits})',
-        "matmul_all_to_all": "all_to_all(y, out, team=tp)",
-        "matmul_all_reduce": 'all_reduce(y, out, reduce="sum", team=tp)',
-    }
-    given = mine if site.kind == "all_gather_matmul" else m
-    kept = mine if site.kind == "matmul_reduce_scatter" else m
-    head = f"def site(tp: Team[{world}], x: {t}[{given}, {k}], {weight}):\n{table}"
-    moved = f"    main: {calls[site.kind]}\n"
-    matmul = f'    main: call("{fn}", {{}}, {rest}, out=(y := {made}[{m}, {n}]))\n'
-    if gathers:
-        first = f"    full = empty({t}[{m}, {k}])\n{moved}"
-        return parse(f"{head}{first}{matmul.format('full')}    return y\n")
-    last = f"    out = empty({made}[{kept}, {n}])\n{moved}    return out\n"
-    return parse(f"{head}{matmul.format('x')}{last}")
-
-
 # measured sites
 
 
@@ -127,7 +74,7 @@ KINDS = {
     "gemm_rs": SITE_KINDS["reduce_scatter"],
     "gemm_ar": SITE_KINDS["all_reduce"],
 }
-_FIXED = [label_of(row) for row in STRATEGIES.values() if row.cut != "slices"]
+_FIXED = [label_of(row) for row in STRATEGIES.values() if not row.sliced]
 LABELS = {
     **{label: label for label in (SERIAL, *_FIXED)},
     **{label.removeprefix("peer/"): label for label in _FIXED},

@@ -1,27 +1,22 @@
-"""Which strategy a site gets: the one requested, or the one that is expected to be fastest.
+"""The strategy of a site: the one requested, or the one that is expected to be fastest.
 
-Measurements go before predictions, and serial stays where the gain is not certain. A prediction
-schedules and simulates the site alone; where no host issues, what was measured nearby corrects it.
-All this reads sizes and the machine's figures, nothing of one rank, so that all ranks choose alike.
+A prediction schedules and simulates the site alone; `cost/choose.py` compares. All this reads sizes
+and the machine's figures, nothing of one rank, so that all ranks choose alike.
 
-    >>> estimate(machine, values, site, row, chunks).expected_ms
+    >>> estimate(machine, values, site, row, chunks).predicted_ms
     0.44
-
-Note [A busy host]
-    A host is half as fast in some minutes as in others. So of two strategies that gain about as
-    much the one with less to issue is taken: they are compared as if issuing took `BUSY` times as
-    long. Much more than 1.25 would give up what overlap gains where the host is not busy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from interlace.cost import Machine, SiteKey, default_machine, run_after_run
+from interlace.cost.choose import MARGIN, Estimate, pick
 from interlace.cost.op_times import matmul_shape
-from interlace.cost.site_times import correction, doubt, host_at_most, measured
+from interlace.cost.site_times import measured
 from interlace.ir import (
     Alloc,
     Arg,
@@ -58,27 +53,9 @@ from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import STRATEGIES, Strategy
 
 SERIAL = "serial"
-BUSY = 1.25
-"""Note [A busy host]."""
+BE = {"measured": "was", "predicted": "is"}
 ALONE = 1
 """The number of a site in the Program that holds it alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A strategy for a site, and what it is expected to take."""
-
-    label: str
-    row: Strategy | None
-    chunks: int
-    predicted_ms: float
-    """By the model alone."""
-    measured_ms: float | None
-    """This very site, where the calibration has it."""
-    expected_ms: float
-    """What to go by,"""
-    busy_ms: float
-    """and what strategies are compared by: Note [A busy host]."""
 
 
 def estimate(
@@ -86,18 +63,12 @@ def estimate(
 ) -> Estimate:
     """The estimate of a strategy on a machine; None: serial."""
     label = label_of(row, chunks)
-    predicted, host = seconds_alone(_alone(values, site, row, chunks, machine), machine)
-    key, team = site_key(values, site, machine.captured), collective_of(values, site).team
-    table = machine.sites if values.program.team(team).hosts is None else ()  # of one host
-    known = measured(table, key, label) if _plain(values, site) else None
-    # What ran eagerly may have taken as long as its host, which says nothing of other sites. One of
-    # which nothing was measured is taken to be as far off as the worst of the others.
-    near = table if key.graph or not machine.issue else ()
-    ratio = correction(near, key, label, predicted) or doubt(near, key, predicted) or 1.0
-    expected = predicted * ratio if known is None else known
-    busy = max(expected, BUSY * min(host_at_most(table, key, label, host), expected))
-    known_ms = None if known is None else known * 1e3
-    return Estimate(label, row, chunks, predicted * 1e3, known_ms, expected * 1e3, busy * 1e3)
+    predicted = seconds_alone(_alone(values, site, row, chunks, machine), machine)
+    spread = values.program.team(collective_of(values, site).team).hosts is not None
+    known = None
+    if _plain(values, site) and not spread:  # sites are measured on one host
+        known = measured(machine.sites, site_key(values, site, machine.captured), label)
+    return Estimate(label, row, chunks, predicted * 1e3, None if known is None else known * 1e3)
 
 
 def _alone(
@@ -113,9 +84,8 @@ def _alone(
     return alone.replace(sites=(marked,))
 
 
-def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
-    """How long a Program takes, run after run, which is as long as its ranks do, or as its host;
-    and how long the host takes, as far as is known.
+def seconds_alone(program: Program, machine: Machine) -> float:
+    """The time of a Program, run after run: as long as its ranks take, or as its host does.
 
     Turns cost what issuing them does, and gain nothing: the ranks of the simulation are in step,
     and never meet.
@@ -124,15 +94,14 @@ def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
     ordered = with_events(played, before or dependencies(played, listed=False))
     timed = Fuse().run(TakeTurns().run(ordered))
     timeline, host = run_after_run(timed, machine, fold=True)
-    return max(timeline.makespan_s, host), host
+    return max(timeline.makespan_s, host)
 
 
 def label_of(row: Strategy | None, chunks: int = 0) -> str:
     """A strategy as measured sites and `explain` call it: `peer/put`, `pipeline x4`."""
     if row is None:
         return SERIAL
-    name = f"{row.name}/{row.transport}" if row.name == "peer" else row.name
-    return f"{name} x{chunks}" if row.cut == "slices" else name
+    return f"{row.label} x{chunks}" if row.sliced else row.label
 
 
 def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey:
@@ -228,14 +197,6 @@ def _teams_in(program: Program) -> set[str]:
     return teams | {owners[table] for table in tables}
 
 
-MARGIN = 0.97
-"""A strategy must be predicted to take less than this part of the serial time,"""
-SURE = 0.98
-"""or, where both were measured, less than this;"""
-GUESS = 0.9
-"""and where it alone was not measured, less than this part of the best that was."""
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A strategy (None: serial), and why."""
@@ -253,7 +214,7 @@ class Choice:
         return dataclasses.replace(
             site,
             strategy=row.name if row is not None else "serial",
-            protocol=row.transport if row is not None and row.name == "peer" else None,
+            protocol=row.protocol if row is not None else None,
             chunks=self.chunks or None,
             reason=self.reason,
             serial_ms=self.serial_ms,
@@ -280,11 +241,11 @@ class Chooser:
             with supposing():
                 serial = estimate(self.machine, values, site, None, 0)
                 took = [estimate(self.machine, values, site, row, self.chunks) for row in rows]
-            best = min(took, key=lambda e: e.busy_ms)
-            assert best.row is not None
-            count, expected = parts(values, site, best.row, self.chunks), best.expected_ms
-            choice = Choice(best.row, count, "requested", "", serial.expected_ms, expected)
-            self.known[key] = choice
+            found = pick([serial, *took])
+            assert found.best.row is not None
+            count = parts(values, site, found.best.row, self.chunks)
+            times = found.serial_ms, found.best_ms
+            self.known[key] = Choice(found.best.row, count, "requested", "", *times)
         return self.known[key]
 
     def fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
@@ -302,30 +263,20 @@ class Chooser:
 
     def _fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
         with supposing():
-            found = self.candidates(values, site)
-        serial, name = found[0], self._machine.name
-        if len(found) == 1:
-            reason = "no strategy can serve it"
-            return Choice(reason=reason, serial_ms=serial.expected_ms)
-        best, sure = pick(found, self._machine.doubt_s * 1e3)
+            candidates = self.candidates(values, site)
+        found, name = pick(candidates), self._machine.name
+        best, serial_ms = found.best, found.serial_ms
         if best.row is None:
-            fastest = min(found[1:], key=lambda e: e.expected_ms)
-            gain = f"was measured to gain less than {1 - SURE:.0%}"
-            if not sure or fastest.measured_ms is None:
-                least = 1 - (MARGIN if serial.measured_ms is None else GUESS)
-                gain = f"is predicted to gain less than {least:.0%}"
-            took = serial.expected_ms
-            reason = f"{fastest.label}, the fastest, {gain} ({name})"
-            return Choice(None, 0, reason, "", took, took)
+            return Choice(reason="no strategy can serve it", serial_ms=serial_ms)
+        if not found.gains:
+            gain = f"{found.source} to gain less than {1 - MARGIN:.0%}"
+            text = f"{best.label}, the fastest, {BE[found.source]} {gain} ({name})"
+            return Choice(None, 0, text, "", serial_ms, serial_ms)
         why = refusal(values, site, best.row)  # for the whole class
         assert not why
         count = parts(values, site, best.row, best.chunks)
-        source = "measured" if sure else "predicted"
-        idle, _ = pick(found, self._machine.doubt_s * 1e3, by=lambda e: e.expected_ms)
-        reason = f"{source} fastest ({name})"
-        if idle is not best:
-            reason = f"{source} about as fast as {idle.label}, with less work of the host ({name})"
-        return Choice(best.row, count, reason, "", serial.expected_ms, best.expected_ms)
+        reason = f"{found.source} fastest ({name})"
+        return Choice(best.row, count, reason, "", serial_ms, found.best_ms)
 
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
         gpu = self._machine.device != "cpu"
@@ -335,13 +286,13 @@ class Chooser:
                 row.amid
                 or (row.on_gpus and not gpu)
                 or not _serves(row, self._machine, apart)
-                or (row.name == "fused" and not has_kernel(values, site, self._machine))
+                or (row.fuses and not has_kernel(values, site, self._machine))
             ):
                 continue
             if refusal(values, site, row):
                 continue
             counts = {self.chunks}
-            if not self.chunks and row.cut == "slices":
+            if not self.chunks and row.sliced:
                 counts = {2, DEFAULT_SLICES, *([2 * DEFAULT_SLICES] if apart else ())}
             for chunks in sorted(counts):
                 yield row, chunks
@@ -349,35 +300,6 @@ class Chooser:
     @property
     def _machine(self) -> Machine:
         return self.machine or default_machine("cpu")
-
-
-def pick(
-    found: Sequence[Estimate],
-    doubt_ms: float = 0.0,
-    by: Callable[[Estimate], float] = lambda estimate: estimate.busy_ms,
-) -> tuple[Estimate, bool]:
-    """Which of some estimates (serial first) to take, and whether measurements alone say so.
-
-    Measured ones are compared with one another first. What is only predicted must gain more, since
-    a prediction errs: by `MARGIN` or `GUESS`, and by more than `doubt_ms`. Of those that gain
-    enough the least by `by` is taken.
-    """
-    best = serial = found[0]
-    sure = serial.measured_ms is not None
-    if sure:
-        for other in found[1:]:
-            gains = other.expected_ms < SURE * serial.expected_ms
-            if other.measured_ms is not None and gains and (best is serial or by(other) < by(best)):
-                best = other
-    known, margin, measured = best, GUESS if sure else MARGIN, sure
-    for other in found[1:]:
-        if measured and other.measured_ms is not None:
-            continue
-        certain = known.expected_ms - other.expected_ms >= doubt_ms
-        gains = other.expected_ms < margin * known.expected_ms
-        if certain and gains and (best is serial or by(other) < by(best)):
-            best, sure = other, False
-    return best, sure
 
 
 def _serves(row: Strategy, machine: Machine, apart: bool) -> bool:

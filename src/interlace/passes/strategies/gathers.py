@@ -90,7 +90,7 @@ class Gather:
         else:
             kept = (self._keep,) if self.whole and not self.lies else ()
             # a kernel that takes all chunks must not be held up by another matmul
-            if self.row.name == "fused":
+            if self.row.fuses:
                 self._put(path, takes, kept)
             else:
                 self._put(path, (), (_together((*takes, *kept)),))

@@ -65,7 +65,7 @@ def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> in
     whole groups, where some number of them gives that. Rows that are gathered go whole, but for
     `fused`: Note [Rows that come in time].
     """
-    layout, fused = site.layout, row.name == "fused"
+    layout, fused = site.layout, row.fuses
     if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
         return 1
     if isinstance(site, GatherSite):
@@ -125,13 +125,12 @@ def _tiles(rows: Int) -> int:
 
 def parts(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
     """How many ranges of rows a strategy moves, of all ranks."""
-    if row.cut == "whole":
+    if row.whole:
         return 0
-    if row.cut == "slices":
+    if row.sliced:
         return slices(values, site, chunks)
-    count = slabs(values, site, chunks) if row.name == "fused" else 0
-    told = row.name == "fused"
-    return (count or (pieces(values, site, row, chunks) if told else 1)) * len(site.layout.rows)
+    count = slabs(values, site, chunks) or pieces(values, site, row, chunks) if row.fuses else 1
+    return count * len(site.layout.rows)
 
 
 def sums_beside(values: Dataflow, site: ScatterSite, count: int) -> bool:

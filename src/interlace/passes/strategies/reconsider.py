@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from interlace.cost import Machine, run_after_run
 from interlace.ir import Program, Site
 from interlace.passes.dependencies import is_frozen
+from interlace.strategies import row_of
 
 SOONER = 0.999
 """A schedule that takes more than this share of another is no better,"""
 WHOLE = 1.01
-"""or this, where copies leave matmuls whole that `CUT` cuts, each piece with a kernel of its own:
+"""or this, where copies leave matmuls whole that others cut, each piece with a kernel of its own:
 four of these were measured to take up to 9 % longer than one; or where the other has a collective's
 kernel beside matmuls, which hold up each other. No prediction says either."""
-CUT = ("pipeline", "peer")
 MOST_OPS = 400
 """Of a lowered Program, some three layers: in longer ones, where each trial takes a second and
 more, there are two, of all serial sites and of all that are cut."""
@@ -58,12 +58,12 @@ def reconsidered(
     long = len(made.ops) > MOST_OPS
     possible = ["copies"] * copies + ["serial"] * (not long)
     for group in _groups([site for site in made.sites if site.id not in done], long):
-        ids, now = {site.id for site in group}, group[0].strategy
+        ids, now = {site.id for site in group}, group[0]
         seconds: dict[str, float] = {"copies": math.inf, "serial": math.inf}
         trials: dict[str, tuple[Program, dict[int, str]]] = {}
         for way in possible:
             trial = {**ways, **dict.fromkeys(ids, way)}
-            if now != way:
+            if now.strategy != way:
                 other = lowered(trial)
                 if any(site.strategy == way for site in other.sites if site.id in ids):
                     seconds[way], trials[way] = took(other), (other, trial)
@@ -88,8 +88,8 @@ def reconsidered(
 def _groups(sites: list[Site], long: bool) -> Iterator[list[Site]]:
     """Sites that are alike; in a `long` Program those that are serial, and those that are cut."""
     if long:
-        parts = [[s for s in sites if s.strategy in which] for which in (("serial",), CUT)]
-        yield from filter(None, parts)
+        serial = [site for site in sites if site.strategy == "serial"]
+        yield from filter(None, (serial, [site for site in sites if _cut(site)]))
         return
     alike: dict[Site, list[Site]] = {}
     for site in sites:
@@ -97,12 +97,18 @@ def _groups(sites: list[Site], long: bool) -> Iterator[list[Site]]:
     yield from alike.values()
 
 
-def _better(now: str, best: float, least: float, copies: float, serial: float) -> str:
+def _cut(site: Site) -> bool:
+    """Whether its matmuls are cut, each piece with a kernel of its own."""
+    row = row_of(site.strategy, site.protocol)
+    return row is not None and not row.whole and not row.fuses
+
+
+def _better(now: Site, best: float, least: float, copies: float, serial: float) -> str:
     """Which of two ways to take in place of what takes `best`; empty: none. `least` is the shortest
     time seen, so that what is gained by `WHOLE` is not paid for twice."""
     if copies < SOONER * min(best, serial):
         return "copies"
     sooner = serial < SOONER * best
-    if copies < WHOLE * min(least, serial) and (sooner or now in CUT):
+    if copies < WHOLE * min(least, serial) and (sooner or _cut(now)):
         return "copies"
     return "serial" if sooner else ""

@@ -58,16 +58,16 @@ def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
         return f"team {team.name} spans hosts, which share no memory"
     if op.kind == EXCHANGE and row.alone:
         return row.alone
-    if row.cut == "slices" and slices(values, site, 0) < 2:
+    if row.sliced and slices(values, site, 0) < 2:
         return "each rank has a single row"
-    if row.name == "copies":
+    if row.copies:
         return unmovable(values, op)
-    if op.reduce not in (None, "sum") and row.transport != "collectives":
+    if op.reduce not in (None, "sum") and row.adds:
         return f"it adds up, and the collective takes the {op.reduce}"
-    if row.name == "exchange" and op.reduce is not None and op.src is not None:
+    if row.whole and op.reduce is not None and op.src is not None:
         if (dtype := values.box(op.src).dtype) not in EXCHANGED:
             return f"its kernel does not reduce {dtype}"
-    return unfusable(values, site) if row.name == "fused" else ""
+    return unfusable(values, site) if row.fuses else ""
 
 
 def write(
@@ -82,7 +82,7 @@ def write(
     """The ops of a site, overlapped by the strategy of this row, and which buffers become slots of
     their teams (`lifted`); `kernels` as of `Emitter`."""
     op = collective_of(values, site)
-    if row.cut == "whole":
+    if row.whole:
         listed = [values.program.ops[i] for i in site.ops]
         at = next(i for i, one in enumerate(listed) if one is op)
         made, slots = write_whole(values, names, op, row, number)
@@ -103,7 +103,7 @@ def write_whole(
 ) -> tuple[list[Op], dict[str, str]]:
     """The ops in place of a collective that a strategy leaves in one piece, and which buffers
     become slots of their teams (`lifted`)."""
-    if row.name != "copies":
+    if not row.copies:
         return [replace(op, backend="peer")], {}
     slots = {op.dst.buffer: op.team} if op.dst is not None and lifts(values, op) else {}
     return by_copies(values, names, op, number), slots
@@ -168,10 +168,10 @@ class _Writer:
         for i in site.matmuls:
             self.declare(made_by(self.values.program.ops[i]).buffer, "fresh")
         name, box = op.dst.buffer, self.values.box(op.dst)
-        sliced, exchange = self.row.cut == "slices", op.kind == EXCHANGE
+        sliced, exchange = self.row.sliced, op.kind == EXCHANGE
         if site.whole:
             self.declare(name)
-        elif not sliced and self.row.transport != "put":
+        elif not sliced and not self.row.puts:
             self.declare(name, "local")
         if exchange:
             full, shard, kind = View(name), op.src, partial(Dispatch, shape=box.sizes)
@@ -181,7 +181,7 @@ class _Writer:
         gather = kind(e, self.row, shard, full, layout.shard, width, box.dtype, site.whole)
         gather = replace(gather, pieces=self.pieces(site))
         kept = site.whole and not exchange and layout.batch == 1 and len(set(layout.shard)) == 1
-        if kept and self.row.transport == "put" and lifts(self.values, op):
+        if kept and self.row.puts and lifts(self.values, op):
             self.slots[name] = op.team
             gather = replace(gather, lies=True)
         if sliced:
@@ -230,8 +230,8 @@ class _Writer:
         assert op.dst is not None
         self.declare(op.dst.buffer)
         box = self.values.box(op.dst)
-        exchange, sliced = op.kind == EXCHANGE, self.row.cut == "slices"
-        local = self.row.transport != "get" and layout.batch == 1 and not layout.padded
+        exchange, sliced = op.kind == EXCHANGE, self.row.sliced
+        local = not self.row.fetched and layout.batch == 1 and not layout.padded
         stage = self.stage(site, local and not (exchange or sliced))
 
         def rows(index: Index, shard: View, within: Slice | None = None) -> None:
@@ -257,7 +257,7 @@ class _Writer:
         """The reduction of a site into `out`."""
         e, row, cone, cuts = self.emitter, self.row, site.cone, self.pieces(site)
         own: Pieces = (None,)
-        if row.name == "fused" and sums_beside(self.values, site, len(cuts)):
+        if row.fuses and sums_beside(self.values, site, len(cuts)):
             own = self.pieces(site, halve=halved(site, len(cuts)))
         return Scatter(e, row, cone.value, stage, out, sizes, cone.width, dtype, cuts, own)
 
@@ -269,8 +269,8 @@ class _Writer:
         self.declare(name)
         dtype = self.values.box(op.dst).dtype
         full = self.full(name, cone.rows, cone.width)
-        stage = self.stage(site, self.row.transport != "get")
-        if self.row.cut == "slices":
+        stage = self.stage(site, not self.row.fetched)
+        if self.row.sliced:
             assert stage is not None
             count = slices(self.values, site, self.chunks)
             for i in range(count):
@@ -280,7 +280,7 @@ class _Writer:
                 e.collective("all_reduce", part, full.slice(0, start, stop), reduce=op.reduce)
             return
 
-        sizes, fused = layout.rows, self.row.name == "fused"
+        sizes, fused = layout.rows, self.row.fuses
         count = slabs(self.values, site, self.chunks) if fused else 0
         if count:
             assert stage is not None
@@ -298,7 +298,7 @@ class _Writer:
             e.collective("all_gather", mine, full, backend="peer")
             return
         gather = Gather(e, self.row, mine, full, sizes, cone.width, dtype, in_place=True)
-        if self.row.transport in ("get", "put"):  # peers fetch the sum from where it is made
+        if self.row.peers:  # peers fetch the sum from where it is made
             gather, mine = gather.show()
         self.reduction(site, stage, mine, sizes, dtype).run(rows)
         gather.run(lambda index, rows, within=None: None)
