@@ -29,6 +29,7 @@ Note [When a bucket is reduced]
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,8 +129,11 @@ class GradReducer:
         chosen = options or Options()
         runs = BucketRuns(programs, group, chosen, apart=group is None)
         self._begin_with(buckets, runs, chosen)
-        if isinstance(params, nn.Module):
-            self.attach(params)
+        module = params if isinstance(params, nn.Module) else nn.Module()
+        names = {param: name for name, param in module.named_parameters()}
+        for executor, bucket in zip(runs.executors, buckets, strict=True):
+            executor.carry(_contents(bucket, names))
+        self.attach(module)
 
     @classmethod
     def over(cls, buckets: list[Bucket], runs: BucketRuns, options: Options) -> GradReducer:
@@ -355,6 +359,14 @@ def _padded(param: nn.Parameter, dtype: torch.dtype) -> int:
 def _bucket(params: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
     starts = [*accumulate([_padded(param, dtype) for param in params], initial=0)]
     return laid_out(params, starts, max(starts[-1], 1), dtype)
+
+
+def _contents(bucket: Bucket, names: Mapping[torch.Tensor, str]) -> str:
+    """Names and shapes of a bucket's Parameters: one of another rank may be as long, and of others,
+    where a Parameter is frozen on one rank alone."""
+    members = [f"{names.get(param, '')}{list(param.shape)}" for param in bucket.params]
+    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:8]
+    return f"of {len(members)} gradients ({digest}), {members[0]} to {members[-1]}"
 
 
 def laid_out(
