@@ -361,7 +361,7 @@ def _bucket(params: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
     return laid_out(params, starts, max(starts[-1], 1), dtype)
 
 
-def _contents(bucket: Bucket, names: Mapping[torch.Tensor, str]) -> str:
+def _contents(bucket: Bucket, names: Mapping[nn.Parameter, str]) -> str:
     """Names and shapes of a bucket's Parameters: one of another rank may be as long, and of others,
     where a Parameter is frozen on one rank alone."""
     members = [f"{names.get(param, '')}{list(param.shape)}" for param in bucket.params]
