@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import InputError, TargetError, UnsupportedError
 from interlace.nn import LinearCrossEntropyLoss
+from interlace.nn.cross_entropy import linear_loss
 from interlace.nn.cross_entropy.chunks import Chunks
 from interlace.nn.cross_entropy.linear_loss import default_size
 from interlace.nn.cross_entropy.loss import Reduction
@@ -231,6 +233,28 @@ def test_no_gradient_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch, see
         loss = linear_cross_entropy(parts[0], parts[1], target, parts[2])
     assert torch.equal(loss, linear_cross_entropy(parts[0], parts[1], target, parts[2]))
     assert [grads is None for grads in wanted] == [True, False]
+
+
+def chunks_of_uneven_classes() -> list[float]:
+    """How far the loss of 10 classes on one rank and 3 on the other is from that of all, where each
+    rank's own classes would have chunks of its own."""
+    generator = torch.Generator().manual_seed(7)
+    sizes, rank = (10, 3), dist.get_rank()
+    hidden, weight = (torch.randn(n, 4, generator=generator) for n in (2800, 13))
+    target = torch.randint(0, 13, (2800,), generator=generator)
+    whole, own = cross_entropy(hidden @ weight.t(), target), weight.split(sizes)[rank]
+    with mock.patch.object(linear_loss, "AT_ONCE", 2560):
+        assert default_size(2800, sizes[0]) != default_size(2800, sizes[1])
+        losses = [
+            linear_cross_entropy(hidden, own, target, group=dist.group.WORLD, shard_sizes=told)
+            for told in (sizes, None)
+        ]
+    return [(loss - whole).abs().item() for loss in losses]
+
+
+def test_ranks_with_uneven_classes_have_chunks_alike(pool: Pool) -> None:
+    for far in pool(2).run(chunks_of_uneven_classes):
+        assert max(far) < 1e-5
 
 
 def test_float16_sums_do_not_overflow() -> None:

@@ -256,6 +256,24 @@ def test_ranks_must_have_the_same_parameters(pool: Pool) -> None:
         assert "rank" in told
 
 
+def frozen_elsewhere() -> str:
+    """Each rank trains another one of two equal layers: buckets of one length, of others."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[dist.get_rank()].requires_grad_(False)
+    with GradReducer(model, options=Options(time_out_s=20)) as reducer:
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(AgreementError) as caught:
+            reducer.finish()
+    return str(caught.value)
+
+
+def test_gradients_of_other_parameters_are_not_summed(pool: Pool) -> None:
+    for told in pool(2).run(frozen_elsewhere, replace=True):
+        assert "rank 0 called 'reduce_bucket_0 of 2 gradients (" in told
+        assert "0.bias[4] to 0.weight[4, 4]" in told
+        assert "1.bias[4] to 1.weight[4, 4]" in told
+
+
 def stalls(seed: int) -> tuple[str, float]:
     """Rank 1 does not come to the third step in time; afterwards both go on."""
     model = mixture(seed)

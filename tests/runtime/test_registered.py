@@ -209,7 +209,8 @@ def test_what_has_no_memory_of_its_own_is_refused(kind: str) -> None:
 
 
 def test_a_parameter_that_is_still_arriving_is_waited_for_and_registered() -> None:
-    given, waited = torch.nn.Parameter(torch.empty(2 * ROWS, K)), list[bool]()
+    given: Any = torch.nn.Parameter(torch.empty(2 * ROWS, K))
+    waited: list[bool] = []
 
     def wait() -> None:
         given.__class__ = torch.nn.Parameter

@@ -280,16 +280,17 @@ def guard_sizes(places: Sequence[fx.Node]) -> None:
     """Has TorchDynamo guard the sizes of whole DTensors, too. By itself it guards what this rank
     holds: where 8 rows become 7, a rank with 4 of either would not compile anew as its peers do."""
     context = TracingContext.try_get()
-    for node in places if context is not None else ():
+    if context is None:  # TorchDynamo does not call
+        return
+    for node in places:
         value, source = node.meta.get("example_value"), _source_of(node)
         if source is None or is_state(_source(node)) or not isinstance(value, DTensor):
             continue
         for dim, size in enumerate(value.shape):
             if type(size) is int:
                 known = TensorPropertySource(source, TensorProperty.SIZE, dim)
-                context.guards_context.dynamo_guards.add(
-                    known.make_guard(GuardBuilder.EQUALS_MATCH)
-                )
+                guard = known.make_guard(GuardBuilder.EQUALS_MATCH)
+                context.guards_context.dynamo_guards.add(guard)
 
 
 def keep_saved() -> None:

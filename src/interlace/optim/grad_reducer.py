@@ -29,6 +29,7 @@ Note [When a bucket is reduced]
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,8 +128,11 @@ class GradReducer:
         chosen = options or Options()
         runs = BucketRuns(programs, group, chosen, apart=group is None)
         self._begin_with(buckets, runs, chosen)
-        if isinstance(params, nn.Module):
-            self.attach(params)
+        module = params if isinstance(params, nn.Module) else nn.Module()
+        names = {param: name for name, param in module.named_parameters()}
+        for executor, bucket in zip(runs.executors, buckets, strict=True):
+            executor.carry(_contents(bucket, names))
+        self.attach(module)
 
     @classmethod
     def over(cls, buckets: list[Bucket], runs: BucketRuns, options: Options) -> GradReducer:
@@ -339,6 +343,14 @@ def _fill(
         last[1].append(param)
         last[2].append(last[2][-1] + padded)
     return [laid_out(members, ends, max(ends[-1], 1), kind) for kind, members, ends in filled]
+
+
+def _contents(bucket: Bucket, names: Mapping[nn.Parameter, str]) -> str:
+    """Names and shapes of a bucket's Parameters: one of another rank may be as long, and of others,
+    where a Parameter is frozen on one rank alone."""
+    members = [f"{names.get(param, '')}{list(param.shape)}" for param in bucket.params]
+    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:8]
+    return f"of {len(members)} gradients ({digest}), {members[0]} to {members[-1]}"
 
 
 def laid_out(

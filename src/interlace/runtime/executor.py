@@ -439,7 +439,7 @@ class Executor:
         need it: `run` measures the others."""
         self._check_ready()
         with self._locked():
-            self._carry(origin)
+            self.carry(origin)
             self._turn_to(tuple([values[name] for name in self.sizes.values]))
             return self.run(inputs, out)
 
@@ -447,10 +447,11 @@ class Executor:
         """A run that belongs to `origin`, which is the same on all ranks: who pairs it with a run
         of another origin gets an AgreementError, although the Program is the same."""
         with self._locked():
-            self._carry(origin)
+            self.carry(origin)
             return self.run(inputs)
 
-    def _carry(self, origin: str) -> None:
+    def carry(self, origin: str) -> None:
+        """The next runs belong to `origin`, as in `run_for`."""
         self._origin = origin
         if self.engine is not None:
             self.engine.context.label.carry(origin)

@@ -61,9 +61,9 @@ def linear_cross_entropy(
         bias: (classes,), as the weight; beside a DTensor, one too or that of all classes.
         class_weight, ignore_index, reduction, label_smoothing, group: see `cross_entropy`.
         z_loss, softcap, denominator, check_targets, shard_sizes: see `cross_entropy`.
-        chunk_size: rows at a time. By default a seventh of them, at most as many as make 200
-            million logits (380 MiB in bfloat16) and at least 256: two chunks are held with a group,
-            one without.
+        chunk_size: rows at a time, as many on all ranks. By default a seventh of them, at most as
+            many as make 200 million logits (380 MiB in bfloat16; with a group and no `shard_sizes`,
+            4096 rows) and at least 256: two chunks are held with a group, one without.
         accumulate_dtype: the type in which the gradients of weight and bias are added up over
             chunks, and held until backward. By default the weight's own: a sum is rounded once a
             chunk, and becomes the gradient itself. float32 rounds once in all, and holds twice the
@@ -106,7 +106,7 @@ def linear_cross_entropy(
         target=target.reshape(-1).contiguous(),
         class_weight=class_weight,
         setup=setup,
-        size=chunk_size or default_size(rows.shape[0], weight.shape[0]),
+        size=chunk_size or default_size(rows.shape[0], setup.shards.each),
         accumulate_dtype=accumulate_dtype or WIDER.get(weight.dtype, weight.dtype),
         overlap=overlap,
     )

@@ -47,6 +47,10 @@ class Terms:
     softcap: float = 0.0
 
 
+LARGE = 48_000
+"""Classes that a rank is taken to have where the host does not know the other ranks'."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shards:
     """Layout of the classes on the ranks: this one has some from `offset` on, of `classes` in all.
@@ -59,6 +63,11 @@ class Shards:
     offset: int
     classes: int
     sizes: torch.Tensor | None = None
+
+    @property
+    def each(self) -> int:
+        """The classes of a rank as all ranks reckon them alike, whatever they have."""
+        return LARGE if self.sizes is not None else -(-self.classes // self.world)
 
     @staticmethod
     def alone(classes: int) -> Shards:
