@@ -30,7 +30,6 @@ from interlace_bench.race.candidates import (
     rivals,
     whole_gemms,
 )
-from interlace_bench.race.jax_rival import jax_rows
 from interlace_bench.race.ways import (
     Opened,
     Racer,
@@ -72,9 +71,8 @@ class OverlapSettings:
 
     def __post_init__(self) -> None:
         for name in self.only:
-            if name not in (*OURS, *RIVALS, "jax"):
-                known = ", ".join((*OURS, *RIVALS, "jax"))
-                raise OptionError(f"--only {name}: choose from {known}")
+            if name not in (*OURS, *RIVALS):
+                raise OptionError(f"--only {name}: choose from {', '.join((*OURS, *RIVALS))}")
 
 
 @torch.no_grad()
@@ -108,11 +106,6 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
         free(ranks)
         tell({"event": "rows", "rows": measured[index]})
     rows = [row for index in sorted(measured) for row in measured[index]]
-    if "jax" in settings.only:
-        tell({"event": "doing", "doing": "jax"})
-        found = jax_rows(cases, ranks, rows)
-        rows += found
-        tell({"event": "rows", "rows": found})
     if ranks.me:
         return None
     return {"rows": rows, "skipped": skipped, "roof": asdict(roof), "facts": common}

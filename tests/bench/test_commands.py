@@ -93,7 +93,7 @@ def test_overlap_under_torchrun(tmp_path: Path) -> None:
 def test_interconnect(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     done = bench_here(
-        *("interconnect", "--device", "cpu", "--most", "4KiB", "--no-plot", "--json"),
+        *("interconnect", "--device", "cpu", "--most", "4KiB", "--json"),
         *("--out", str(tmp_path), "--calibration", str(file)),
     )
     report = json.loads(done.stdout)

@@ -3,7 +3,7 @@
 $ interlace bench overlap --preset bars --check                  # starts a rank for each GPU
 $ torchrun --nproc-per-node 4 -m interlace bench overlap         # takes torchrun's
 $ interlace bench overlap --device cpu --preset tiny --dtype f32 --out /tmp/rows
-$ interlace bench interconnect --device cpu --most 1MiB --no-plot --calibration mine.json
+$ interlace bench interconnect --device cpu --most 1MiB --calibration mine.json
 $ interlace bench layer --device cpu --dim 64 --hidden 128 --heads 4 --only eager,interlace
 $ interlace bench transformer --model llama3-70b --simulate h200    # no GPU: predicted
 $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
@@ -25,7 +25,7 @@ import typer
 from interlace.commands.files import read_machine
 from interlace.commands.options import Calibration, Strategy
 from interlace.commands.output import print_json, say
-from interlace.errors import BackendError, OptionError
+from interlace.errors import OptionError
 from interlace_bench.commands.interconnect import show_interconnect
 from interlace_bench.commands.options import (
     Bars,
@@ -52,9 +52,6 @@ def interconnect(
         Path | None, typer.Option(help="Calibration file to write; default: where auto looks.")
     ] = None,
     calibrate: Annotated[bool, typer.Option(help="Write a calibration file.")] = True,
-    plot: Annotated[
-        bool, typer.Option(help="Draw the rows, beside them, if matplotlib is there.")
-    ] = True,
     world: World = None,
     *,
     given: BenchOptions,
@@ -79,8 +76,6 @@ def interconnect(
     if report is None:
         return
     written = [str(path) for path in (given.path, report["calibration"]) if path]
-    if plot:
-        written += _drawn(report["rows"], given.out / f"{given.name}.png")
     if given.json:
         print_json({"schema": 1, **plain(report), "files": written})
         return
@@ -214,10 +209,6 @@ def transformer(
     only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
     strategy: Strategy = "auto",
     seconds: Annotated[float, typer.Option(help="Time for timing, compiling apart.")] = 60,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Write how our ops ran: a page (.html), or a trace for ui.perfetto.dev."),
-    ] = None,
     simulate: Annotated[
         str,
         typer.Option(help="Run nothing, predict: a calibration file, or the model h200 or cpu."),
@@ -250,7 +241,6 @@ def transformer(
         dtype=dtype,
         strategy=strategy,
         seconds=seconds,
-        profile=_place(profile) or "",
         calibration=_place(calibration),
         **_asked(given, only),
     )
@@ -409,18 +399,6 @@ def _place(calibration: Path | None) -> str | None:
 def _asked(given: BenchOptions, only: str) -> dict[str, Any]:
     """What all settings have: the commit, and what alone is run, if that is said."""
     return {"commit": given.commit, **({"only": tuple(words(only))} if only else {})}
-
-
-def _drawn(rows: list[dict[str, Any]], path: Path) -> list[str]:
-    """The picture of the rows; none without matplotlib."""
-    from interlace_bench.plots import draw_interconnect
-
-    try:
-        draw_interconnect(rows, path)
-    except BackendError as error:
-        say(str(error))
-        return []
-    return [str(path)]
 
 
 bench = typer.Typer(

@@ -38,9 +38,6 @@ from torch.distributed.tensor import DTensor
 from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
-from interlace.frontend.binding import Bound
-from interlace.frontend.explain import capture
-from interlace.nn.parallel.programs import kept
 from interlace_bench.layer import apart
 from interlace_bench.race.ways import Opened, Way, worst
 from interlace_bench.ranks import Ranks
@@ -60,11 +57,10 @@ from interlace_bench.transformer.models import (
 if TYPE_CHECKING:
     from interlace_bench.transformer.work import TransformerSettings
 
-OURS = ("compile", "layers")
 FLOAT8 = ("layers-fp8", "compile-fp8", "compile-fp8-graph")
 WAYS = (
     *("eager", "inductor", "inductor-overlap", "inductor-graph", "async-tp"),
-    *(*OURS, "compile-graph", *FLOAT8, "ideal"),
+    *("compile", "layers", "compile-graph", *FLOAT8, "ideal"),
 )
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
@@ -187,8 +183,6 @@ class Candidates:
         self.dims = MODELS[settings.model]
         self.dims.check(ranks.size, settings.sequence)
         self.laps = {name: Laps(ranks.cuda) for name in WAYS}
-        self.bound: dict[str, Sequence[Bound]] = {}
-        """What our ways have bound, once they ran."""
         mesh = DeviceMesh(ranks.device.type, list(range(ranks.size)), mesh_dim_names=("tp",))
         self._group, dtype = mesh.get_group(), DTYPES[settings.dtype]
         with ranks.device:
@@ -201,17 +195,13 @@ class Candidates:
         """The input and the target of a step."""
         self._known = self._eager.results(*self.sets[0])
 
-    def way(self, name: str, trace: bool = False) -> Way:
-        """A way to train, which is right where loss and gradients are eager's; ours may `trace`
-        when its ops run."""
-        laps = Laps(self.ranks.cuda) if trace else self.laps[name]
+    def way(self, name: str) -> Way:
+        """A way to train, which is right where loss and gradients are eager's."""
+        laps = self.laps[name]
 
         def opened() -> Opened:
-            with capture() as captured:
-                training = self._training(name, trace)
-                training.results(*self.sets[0])  # compiles
-            if name in OURS:
-                self.bound[name] = captured.bound if name == "compile" else kept(self._group)
+            training = self._training(name)
+            training.results(*self.sets[0])  # compiles
             known, units = self._float8() if name in FLOAT8 else (self._known, None)
 
             def off() -> float:
@@ -226,9 +216,9 @@ class Candidates:
 
         return Way(name, opened)
 
-    def _training(self, name: str, trace: bool) -> Training:
+    def _training(self, name: str) -> Training:
         eager, settings = self._eager, self.settings
-        ours: dict[str, Any] = {"strategy": settings.strategy, "trace": trace, "time_out_s": 60.0}
+        ours: dict[str, Any] = {"strategy": settings.strategy, "time_out_s": 60.0}
         if settings.calibration is not None:
             ours["calibration"] = settings.calibration
         match name:
