@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from interlace.errors import OptionError
 from interlace.launch import Tell
 from interlace.options import Options
 from interlace.runtime.machine import machine_for
@@ -33,6 +32,7 @@ from interlace_bench.race.candidates import (
 from interlace_bench.race.ways import (
     Opened,
     Racer,
+    RaceSettings,
     Way,
     also,
     close,
@@ -56,23 +56,22 @@ MARGIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapSettings:
-    """What is run."""
+class OverlapSettings(RaceSettings):
+    """Sites, and their share of the time."""
 
+    known = (*OURS, *RIVALS)
     cases: tuple[SiteCase, ...]
-    only: tuple[str, ...] = (*(name for name in OURS if name not in BETWEEN_HOSTS), *RIVALS)
-    graphs: bool = True
     seconds: float = 90.0
     """All of it, set-up included; what does not fit is left out and said."""
     host_runs: int = HOST_RUNS
     calibration: str | None = None
-    commit: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in self.only:
-            if name not in (*OURS, *RIVALS):
-                raise OptionError(f"--only {name}: choose from {', '.join((*OURS, *RIVALS))}")
+        if not self.only:  # beside what a team of several hosts alone is tried with
+            usual = (name for name in self.known if name not in BETWEEN_HOSTS)
+            object.__setattr__(self, "only", (*usual,))
+        RaceSettings.__post_init__(self)
 
 
 @torch.no_grad()
@@ -122,7 +121,7 @@ def _case(
     inputs = make_inputs(case, ranks, settings.seed)
     sites = (
         *rivals(case, ranks, settings.only, inputs.sets),
-        *ours(case, ranks, settings.only, settings.calibration, settings.graphs),
+        *ours(case, ranks, settings.only, settings.calibration),
     )
     racers: Racers = {}
     for candidate in (*whole_gemms(case, ranks), *sites):

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
 FLOAT8 = ("layers-fp8", "compile-fp8", "compile-fp8-graph")
 WAYS = (
-    *("eager", "inductor", "inductor-overlap", "inductor-graph", "async-tp"),
+    *("eager", "inductor", "inductor-graph", "async-tp"),
     *("compile", "layers", "compile-graph", *FLOAT8, "ideal"),
 )
 STAGES = ("forward", "backward", "step")
@@ -72,11 +71,6 @@ FLOAT8_EPS = torch.finfo(torch.bfloat16).eps
 FLOAT8_LIMIT = 2.0
 """How far off they may be: Note [What FP8 may be off]."""
 ASYNC_TP = {"_micro_pipeline_tp": True}
-OVERLAP_PASSES = {
-    "reorder_for_compute_comm_overlap": True,
-    "aten_distributed_optimizations.enable_overlap_scheduling": True,
-}
-"""Settings of Inductor: its own passes that overlap, some of which a torch may lack."""
 CUDA_GRAPHS = {"triton.cudagraphs": True}
 IN_GRAPHS: dict[str, Any] = {"graph": True, "static_outputs": True}
 """Options of ours for CUDA graphs."""
@@ -224,13 +218,10 @@ class Candidates:
         match name:
             case "inductor":
                 return self._compiled(eager)
-            case "inductor-overlap" | "inductor-graph" | "async-tp" if not self.ranks.cuda:
+            case "inductor-graph" | "async-tp" if not self.ranks.cuda:
                 raise UnsupportedError(f"{name} needs GPUs")
             case "inductor-graph":
                 return self._compiled(eager, CUDA_GRAPHS)
-            case "inductor-overlap":
-                known = OVERLAP_PASSES.keys() & inductor_config.get_config_copy()
-                return self._compiled(eager, {name: OVERLAP_PASSES[name] for name in known})
             case "async-tp":
                 assert_no_multicast(self.ranks.device)
                 enable_symmetric_memory(self._group)

@@ -18,38 +18,29 @@ import torch
 from interlace.errors import OptionError
 from interlace.launch import Tell
 from interlace.strategies import StrategyName
-from interlace_bench.race.ways import Racer, close, free, prepare, time_ways
+from interlace_bench.race.ways import Racer, RaceSettings, close, free, prepare, run_race
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
 from interlace_bench.timing import race
 from interlace_bench.transformer.candidates import FLOAT8, WAYS, Candidates, limit
 from interlace_bench.transformer.models import MODELS, flops
 
-DTYPES = ("bf16", "f32")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerSettings:
-    """What is run."""
+class TransformerSettings(RaceSettings):
+    """Layers of a model, and the sizes of a batch."""
 
+    known = WAYS
     model: str = "llama3-8b"
     layers: int = 1
     sequence: int = 8192
     batch: int = 1
     dtype: str = "bf16"
-    only: tuple[str, ...] = WAYS
-    seconds: float = 60.0
     strategy: StrategyName = "auto"
     calibration: str | None = None
-    commit: str = ""
 
     def __post_init__(self) -> None:
-        choices = {"--model": MODELS, "--dtype": DTYPES}
-        given = [("--model", self.model), ("--dtype", self.dtype)]
-        for option, value in (*given, *(("--only", way) for way in self.only)):
-            known = choices.get(option, WAYS)
-            if value not in known:
-                raise OptionError(f"{option} {value}: choose from {', '.join(known)}")
+        RaceSettings.__post_init__(self)
         if min(self.layers, self.sequence, self.batch) < 1:
             raise OptionError("--layers, --sequence and --batch must be >= 1")
 
@@ -99,19 +90,18 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Races the ways; rank 0 gets the report."""
     tell({"event": "total", "total": len(settings.only) + 1, "doing": "weights"})
     trained = Candidates(settings, ranks)
-    racers: dict[str, Racer] = {}
-    memory: dict[str, float] = {}
-    for name in settings.only:
-        tell({"event": "step", "doing": f"{name}: compiling"})
-        racers[name], memory[name] = _prepared(trained, name)
-    tell({"event": "step", "doing": "timing"})
-    time_ways(racers.values(), lambda runs, sets: race(ranks, runs, sets, settings.seconds))
+    racers = run_race(
+        settings.only,
+        lambda name: _prepared(trained, name),
+        lambda runs, sets: race(ranks, runs, sets, settings.seconds),
+        tell,
+    )
     times = {
         name: slowest(ranks, trained.laps[name].medians() if not racer.problem else NONE)
         for name, racer in racers.items()
     }
     offs = ranks.maximum([racer.off for racer in racers.values()])
-    peaks = ranks.maximum(list(memory.values()))
+    peaks = ranks.maximum([racer.peak_bytes for racer in racers.values()])
     found = zip(rows_of(settings, ranks.size, times), racers.values(), peaks, offs, strict=True)
     common = facts(ranks.device.type, settings.commit)
     rows: list[Row] = [
@@ -144,20 +134,21 @@ def slowest(ranks: Ranks, mine: list[float]) -> Stages:
     return max(every, key=lambda stages: stages.both)
 
 
-def _prepared(trained: Candidates, name: str) -> tuple[Racer, float]:
-    """A way, opened, and the bytes that a step takes at most beyond weights and moments."""
+def _prepared(trained: Candidates, name: str) -> Racer:
+    """A way, opened, with the most bytes that a step takes beyond weights and moments."""
     ranks = trained.ranks
     free(ranks)
     before = _held(ranks)
     racer = prepare(ranks, trained.way(name), trained.sets, limit(name))
     if not ranks.cuda or racer.opened is None:
-        return racer, math.nan
+        return racer
     free(ranks)
     torch.cuda.reset_peak_memory_stats()
     racer.opened.run(*racer.sets[0])
     torch.cuda.synchronize()
     grown = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    return racer, _held(ranks) + grown - before
+    racer.peak_bytes = _held(ranks) + grown - before
+    return racer
 
 
 def _held(ranks: Ranks) -> float:
