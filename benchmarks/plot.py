@@ -1,4 +1,4 @@
-"""Draws the committed rows: a picture beside every CSV file.
+"""Draws the committed rows of overlap and of kernels: a picture beside the CSV file.
 
 python benchmarks/plot.py                          # all of benchmarks/results
 python benchmarks/plot.py results/overlap.csv      # or some
@@ -11,13 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from interlace_bench.plots import (
-    draw_interconnect,
-    draw_kernels,
-    draw_layer,
-    draw_overlap,
-    draw_transformer,
-)
+from interlace_bench.plots import draw_kernels, draw_overlap
 from interlace_bench.rows import Row, read
 
 RESULTS = Path(__file__).parent / "results"
@@ -26,18 +20,12 @@ GPU = "NVIDIA H200"
 
 
 def drawer(rows: Sequence[Row], folder: Path) -> Callable[[Sequence[Row], Path], None] | None:
-    """What draws these rows: told by their columns. None: the passes' times need no picture."""
+    """What draws these rows, by their columns; None where they have no picture."""
     columns = rows[0].keys()
-    if "pass" in columns:
-        return None
-    if "strategy" in columns:
+    if "chosen" in columns and "calibrated" in columns:
         layers = folder / "transformer.csv"
         return partial(_overlap, layers=read(layers) if layers.exists() else ())
-    if "model" in columns:
-        return draw_transformer
-    if "does" in columns:
-        return draw_kernels
-    return draw_layer if "way" in columns else draw_interconnect
+    return draw_kernels if "does" in columns else None
 
 
 def _overlap(rows: Sequence[Row], path: Path, layers: Sequence[Row]) -> None:

@@ -32,7 +32,6 @@ WITHOUT_TORCH = (
 )
 
 ENVIRONMENT_READERS: dict[str, str] = {
-    "interlace_bench/race/jax_rival.py": "gives its environment to JAX's process",
     "interlace_bench/ranks.py": "torchrun's variables; NCCL's default in captures",
     "interlace/commands/demo.py": "sees whether torchrun started it (WORLD_SIZE)",
     "interlace_bench/commands/run.py": "sees whether torchrun started it (WORLD_SIZE)",

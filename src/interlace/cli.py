@@ -35,6 +35,12 @@ GONE = {
     "demo --in-order": "leave it out: on GPUs and beyond two ranks the demo trains in order too",
     "doctor --calibration": "`interlace explain FILE --calibration FILE` reads it",
     "explain --html": "`interlace simulate FILE --html PAGE` draws a schedule",
+    "bench transformer --profile": "`interlace.export`, then `interlace simulate --html`",
+    "bench interconnect --calibration": "`interlace calibrate` writes such a file",
+    "bench layer --dim": "`--small` and `--large` choose the sizes",
+    "bench optimizer --layers": "`--model` chooses the sizes",
+    "bench interconnect --plot": "the rows are in a CSV file",
+    "bench interconnect --no-plot": "leave it out: nothing is drawn",
     "show --program": "`interlace run FILE --html PAGE` draws what it measured",
 }
 """Commands and options that went, and their replacement: for one release."""

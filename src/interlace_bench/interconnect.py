@@ -2,19 +2,17 @@
 
     report = work(settings, ranks, tell)       # on every rank; rank 0 gets the report
 
-Copies, collectives and the device: rank 0 fits a Machine to what was measured
-(`interlace.cost.fit`) and saves it where `auto` looks. `calibrate_work` measures that, whole sites,
-or both.
+Copies and collectives; to calibrate by, the device as well: rank 0 fits a Machine to what was
+measured (`interlace.cost.fit`) and saves it. `calibrate_work` measures that, whole sites, or both.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from interlace.cost import Sample, default_machine, default_path, fingerprint, fit
+from interlace.cost import Sample, default_machine, fingerprint, fit
 from interlace.errors import OptionError
 from interlace.launch import Tell
 from interlace.passes.strategies.candidates import keeping_sites
@@ -36,8 +34,6 @@ from interlace_bench.transfers import (
     sizes_between,
 )
 
-LONG = 64 << 20
-"""Bytes of a copy that tells a link's bandwidth."""
 FIXED = tuple(name for name in OURS if name != "auto")
 """The strategies that `auto` chooses among."""
 
@@ -49,42 +45,34 @@ class InterconnectSettings:
     least: int = 1 << 10
     most: int = 1 << 30
     collectives_most: int = 1 << 28
+    calibration: str = ""
+    """Where the calibration file goes; empty: there is none."""
     dtypes: tuple[str, ...] = ("bf16",)
-    links: bool = True
-    collectives: bool = True
-    device: bool = True
-    calibration: str | None = None
-    """Where the calibration file goes; None: where `auto` looks, empty: nowhere."""
+    """Of the matmuls that are calibrated by."""
     commit: str = ""
 
     def __post_init__(self) -> None:
-        if not 8 <= self.least <= self.most:
-            raise OptionError(f"sizes from {self.least} to {self.most} bytes: give 8 <= least")
+        if self.most < self.least:
+            raise OptionError(f"messages of {self.most} bytes at most: give {self.least} or more")
         check_dtypes(*self.dtypes)
 
 
 def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Measures all of it; rank 0 fits, saves and gets the report."""
-    begun = time.monotonic()
     there, absent = backends(ranks)
-    links = len(patterns(ranks)) * 2 * len(engines(ranks)) + 1 if settings.links else 0
-    collectives = len(there) * len(ARGUMENTS) if settings.collectives else 0
-    device = len(settings.dtypes) + 1 if settings.device else 0
-    tell({"event": "total", "total": links + collectives + device, "doing": "starting"})
+    links = len(patterns(ranks)) * 2 * len(engines(ranks)) + 1
+    device = len(settings.dtypes) + 1 if settings.calibration else 0
+    total = links + len(there) * len(ARGUMENTS) + device
+    tell({"event": "total", "total": total, "doing": "starting"})
 
     def step(doing: str) -> None:
         tell({"event": "step", "doing": doing})
 
     common = facts(ranks.device.type, settings.commit)
-    figures: list[Figure] = []
-    if settings.links:
-        sizes = sizes_between(settings.least, settings.most)
-        figures += measure_links(ranks, sizes, step)
-    if settings.collectives:
-        most = min(settings.most, settings.collectives_most)
-        sizes = sizes_between(settings.least, max(settings.least, most))
-        figures += measure_collectives(ranks, sizes, step)
-    alone = device_samples(ranks, settings.dtypes, step) if settings.device else []
+    figures = [*measure_links(ranks, sizes_between(settings.least, settings.most), step)]
+    most = min(settings.most, settings.collectives_most)
+    figures += measure_collectives(ranks, sizes_between(settings.least, most), step)
+    alone = device_samples(ranks, settings.dtypes, step) if settings.calibration else []
     samples = [*alone, *(figure.sample for figure in figures if not figure.error)]
     if ranks.me:
         return None
@@ -95,31 +83,8 @@ def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None
         "absent": absent,
         "facts": common,
         "world": ranks.size,
-        "device": [asdict(sample) for sample in alone],
-        "engine": engine_share(rows),
-        "calibration": calibrate(samples, settings, ranks),
-        "seconds": time.monotonic() - begun,
+        "calibration": calibrate(samples, settings, ranks) if settings.calibration else "",
     }
-
-
-def engine_share(rows: list[Row]) -> list[Row]:
-    """Of each pattern, how near the copy engine's long copies come to the best that anything does.
-
-    The engine is what schedules copy by; `share` of 1 means that nothing here is faster.
-    """
-    found: list[Row] = []
-    for pattern in dict.fromkeys(row["pattern"] for row in rows if row["pattern"] != "team"):
-        long = [
-            row
-            for row in rows
-            if row["pattern"] == pattern and row["nbytes"] >= LONG and not row["error"]
-        ]
-        ours = max((row["gbs"] for row in long if row["protocol"] == "ce"), default=0.0)
-        if ours:
-            best = max(long, key=lambda row: row["gbs"])
-            by = f"{best['kind']} {best['backend']} {best['protocol']}"
-            found.append({"pattern": pattern, "gbs": ours, "share": ours / best["gbs"], "by": by})
-    return found
 
 
 def row(figure: Figure, common: dict[str, str]) -> Row:
@@ -136,11 +101,8 @@ def row(figure: Figure, common: dict[str, str]) -> Row:
 
 
 def calibrate(samples: list[Sample], settings: InterconnectSettings, ranks: Ranks) -> str:
-    """Fits a machine and saves it; the path, or empty where none was wanted."""
-    if settings.calibration == "" or not samples:
-        return ""
-    where = gpus_of(ranks.device.type)
-    path = Path(settings.calibration) if settings.calibration else default_path(where)
+    """Fits a machine and saves it; the path."""
+    where, path = gpus_of(ranks.device.type), Path(settings.calibration)
     path.parent.mkdir(parents=True, exist_ok=True)
     base = default_machine(ranks.device.type)
     machine = fit(samples, base, name=path.stem, host=fingerprint(where))

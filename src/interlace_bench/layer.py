@@ -39,18 +39,18 @@ from interlace.launch import Tell
 from interlace.strategies import StrategyName
 from interlace_bench.race.ways import (
     Opened,
-    Racer,
+    RaceSettings,
     Way,
     close,
     free,
     prepare,
+    run_race,
     running,
-    time_ways,
     worst,
 )
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
-from interlace_bench.sites import DTYPES, check_dtypes
+from interlace_bench.sites import DTYPES
 from interlace_bench.timing import ahead, race
 
 WAYS = (
@@ -70,9 +70,10 @@ element may be 16 times further off: it may be as much larger than the others.""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSettings:
-    """What is run; the sizes are those of an 8B-sized Llama."""
+class LayerSettings(RaceSettings):
+    """Sizes of the layer and of its steps: an 8B-sized Llama's."""
 
+    known = WAYS
     dim: int = 4096
     heads: int = 32
     hidden: int = 14336
@@ -81,21 +82,20 @@ class LayerSettings:
     cached: int = 2048
     """Tokens in the cache of each sequence of a decode step."""
     dtype: str = "bf16"
-    only: tuple[str, ...] = WAYS
-    seconds: float = 60.0
     strategy: StrategyName = "auto"
     calibration: str | None = None
-    commit: str = ""
 
-    def __post_init__(self) -> None:
-        for way in self.only:
-            if way not in WAYS:
-                raise OptionError(f"--only {way}: choose from {', '.join(WAYS)}")
-        check_dtypes(self.dtype)
-        if min(self.dim, self.heads, self.hidden, self.prefill, self.decode, self.cached) < 1:
-            raise OptionError("--dim, --heads, --hidden and the steps' sizes must be >= 1")
-        if self.dim % (2 * self.heads):
-            raise OptionError(f"--dim {self.dim}: give a multiple of twice --heads {self.heads}")
+
+SMALL: dict[str, Any] = {
+    "dim": 32,
+    "heads": 4,
+    "hidden": 64,
+    "prefill": 32,
+    "decode": 16,
+    "cached": 8,
+    "dtype": "f32",
+}
+"""Sizes for a try-out."""
 
 
 class CachedAttention(Attention):
@@ -235,7 +235,7 @@ def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> Row | None:
     common = facts(ranks.device.type, settings.commit)
     rows: list[Row] = []
     ways = [way for way in settings.only if ranks.cuda or not way.endswith("-graph")]
-    tell({"event": "total", "total": 2 * len(ways), "doing": "starting"})
+    tell({"event": "total", "total": 2 * (len(ways) + 1), "doing": "starting"})
     begun = time.monotonic()
     for number, step in enumerate(("prefill", "decode")):
         left = settings.seconds - max(ranks.maximum([time.monotonic() - begun]))
@@ -262,12 +262,14 @@ def _step(
     module = make(step, settings, mesh, ranks)
     given = inputs(step, settings, ranks)
     known = [(each, _local(module(*each))) for each in given[:2]]
-    racers: dict[str, Racer] = {}
-    for name in ways:
-        tell({"event": "step", "doing": f"{step}: {name}"})
-        racers[name] = prepare(ranks, _way(name, module, settings, mesh, known), given)
     share = max(1.0, seconds / 4)
-    time_ways(racers.values(), lambda runs, sets: race(ranks, runs, sets, share))
+    racers = run_race(
+        ways,
+        lambda name: prepare(ranks, _way(name, module, settings, mesh, known), given),
+        lambda runs, sets: race(ranks, runs, sets, share),
+        tell,
+        f"{step}: ",
+    )
     hosts = ranks.maximum([racer.timed.host_median for racer in racers.values()])
     host_s = dict(zip(racers, hosts, strict=True))
     device_s = ahead(ranks, *running(racers.values()), host_s)

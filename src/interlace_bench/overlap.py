@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from interlace.errors import OptionError
 from interlace.launch import Tell
 from interlace.options import Options
 from interlace.runtime.machine import machine_for
@@ -29,10 +28,10 @@ from interlace_bench.race.candidates import (
     rivals,
     whole_gemms,
 )
-from interlace_bench.race.jax_rival import jax_rows
 from interlace_bench.race.ways import (
     Opened,
     Racer,
+    RaceSettings,
     Way,
     also,
     close,
@@ -56,24 +55,18 @@ MARGIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapSettings:
-    """What is run."""
+class OverlapSettings(RaceSettings):
+    """Sites, and their share of the time."""
 
+    known = (*OURS, *RIVALS)
     cases: tuple[SiteCase, ...]
     only: tuple[str, ...] = (*(name for name in OURS if name != "ring"), *RIVALS)
-    graphs: bool = True
+    """Beside `ring`, which gains only between hosts."""
     seconds: float = 90.0
     """All of it, set-up included; what does not fit is left out and said."""
     host_runs: int = HOST_RUNS
     calibration: str | None = None
-    commit: str = ""
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in self.only:
-            if name not in (*OURS, *RIVALS, "jax"):
-                known = ", ".join((*OURS, *RIVALS, "jax"))
-                raise OptionError(f"--only {name}: choose from {known}")
 
 
 @torch.no_grad()
@@ -107,11 +100,6 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
         free(ranks)
         tell({"event": "rows", "rows": measured[index]})
     rows = [row for index in sorted(measured) for row in measured[index]]
-    if "jax" in settings.only:
-        tell({"event": "doing", "doing": "jax"})
-        found = jax_rows(cases, ranks, rows)
-        rows += found
-        tell({"event": "rows", "rows": found})
     if ranks.me:
         return None
     return {"rows": rows, "skipped": skipped, "roof": asdict(roof), "facts": common}
@@ -128,7 +116,7 @@ def _case(
     inputs = make_inputs(case, ranks, settings.seed)
     sites = (
         *rivals(case, ranks, settings.only, inputs.sets),
-        *ours(case, ranks, settings.only, settings.calibration, settings.graphs),
+        *ours(case, ranks, settings.only, settings.calibration),
     )
     racers: Racers = {}
     for candidate in (*whole_gemms(case, ranks), *sites):

@@ -1,6 +1,5 @@
 """Pictures of benchmark rows, by matplotlib (`pip install interlace[bench]`).
 
-draw_interconnect(read(Path("benchmarks/results/interconnect.csv")), Path("interconnect.png"))
 draw_overlap(read(Path("benchmarks/results/overlap.csv")), Path("overlap.png"))
 """
 
@@ -16,8 +15,6 @@ from interlace.errors import BackendError
 from interlace_bench.rows import Row, number
 from interlace_bench.sites import FLOAT8
 
-STYLES = {"peer": "--", "gloo": ":", "put": "--", "send": ":"}
-Series = dict[str, list[tuple[float, float, float]]]
 Times = dict[tuple[str, str], float]
 """By case and name, or by way and mode."""
 
@@ -28,36 +25,8 @@ def _pyplot() -> Any:
         return importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise BackendError(
-            "no plot: matplotlib is not there (pip install 'interlace[bench]', or --no-plot)"
+            "no plot: matplotlib is not there (pip install 'interlace[bench]')"
         ) from error
-
-
-def draw_interconnect(rows: Sequence[Row], path: Path) -> None:
-    """Bandwidth and time over size: copies between ranks, and collectives."""
-    pyplot = _pyplot()
-    good = [row for row in rows if not row["error"] and number(row["nbytes"]) > 0]
-    copies, teams = Series(), Series()
-    for row in good:
-        point = number(row["nbytes"]), number(row["us"]), number(row["gbs"])
-        if row["pattern"] == "team":
-            name, place = f"{row['backend']} {row['kind']}", teams
-        elif ">" in row["pattern"] and row["pattern"] != "0>1":
-            continue  # one pair stands for all
-        else:
-            name, place = f"{row['kind']} {row['protocol']} {row['pattern']}", copies
-        place.setdefault(name, []).append(point)
-    figure, axes = pyplot.subplots(2, 2, figsize=(14, 10), layout="constrained")
-    for column, (title, series) in enumerate((("copies", copies), ("collectives", teams))):
-        for name, points in sorted(series.items()):
-            sizes, times, rates = zip(*sorted(points), strict=True)
-            style = {"marker": ".", "label": name, "linestyle": STYLES.get(name.split()[0], "-")}
-            axes[0][column].plot(sizes, rates, **style)
-            axes[1][column].plot(sizes, times, **style)
-        axes[0][column].set(title=title, xscale="log", ylabel="GB/s of a rank")
-        axes[1][column].set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
-        if series:
-            axes[0][column].legend(fontsize=7)
-    _save(pyplot, figure, path)
 
 
 def draw_overlap(rows: Sequence[Row], path: Path, layers: Sequence[Row] = ()) -> None:
@@ -201,44 +170,6 @@ def _bars(times: Times) -> Iterator[tuple[str, list[float], list[float], float]]
     for place, name in enumerate(names):
         lengths = [times.get((case, name), math.nan) for case in cases]
         yield name, [i + place * width for i in range(len(cases))], lengths, width
-
-
-def draw_layer(rows: Sequence[Row], path: Path) -> None:
-    """The median time of each way, by step."""
-    pyplot = _pyplot()
-    good = {(r["step"], r["way"]): number(r["median_us"]) for r in rows if not r["error"]}
-    steps = list(dict.fromkeys(step for step, _ in good))
-    figure, axes = pyplot.subplots(
-        1, max(1, len(steps)), figsize=(5 * max(1, len(steps)), 4), layout="constrained"
-    )
-    for axis, step in zip([axes] if len(steps) < 2 else axes, steps, strict=False):
-        ways = {way: time for (s, way), time in good.items() if s == step}
-        axis.barh(list(ways), list(ways.values()))
-        axis.set(title=step, xlabel="us")
-    _save(pyplot, figure, path)
-
-
-def draw_transformer(rows: Sequence[Row], path: Path) -> None:
-    """Forward, backward and step of each way, one after another, by what was trained and where."""
-    pyplot = _pyplot()
-    latest: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if not row["error"]:
-            sizes = f"{row['model']} x {row['layers']}, {row['batch']} x {row['sequence']} tokens"
-            where = f"{row['world']} ranks, {row['how']}, {row['gpu']}"
-            latest.setdefault(f"{sizes}, {row['dtype']}\n{where}", {})[row["way"]] = row
-    size = {"figsize": (10, 1 + 3 * max(1, len(latest))), "squeeze": False}
-    figure, axes = pyplot.subplots(max(1, len(latest)), 1, layout="constrained", **size)
-    for (title, ways), (axis,) in zip(latest.items(), axes, strict=False):
-        begin = dict.fromkeys(ways, 0.0)
-        for stage in ("forward", "backward", "step"):
-            took = {way: number(row[f"{stage}_ms"]) for way, row in ways.items()}
-            axis.barh(list(ways), list(took.values()), left=list(begin.values()), label=stage)
-            begin = {way: at + took[way] for way, at in begin.items()}
-        axis.set(title=title, xlabel="ms")
-        axis.invert_yaxis()
-        axis.legend(fontsize=7)
-    _save(pyplot, figure, path)
 
 
 def draw_kernels(rows: Sequence[Row], path: Path) -> None:

@@ -13,12 +13,11 @@ prints the stacks of its threads and ends.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,15 +136,13 @@ def run(
     device, limit_s = pick_device(given.device), given.time_out
     if os.environ.get("RANK", "0") != "0":
         return on_rank(name, work, device, limit_s, settings, lambda event: None)
-    with progress(name, given) as hear:
-        if "WORLD_SIZE" in os.environ:
-            return on_rank(name, work, device, limit_s, settings, hear)
-        size = world or (torch.cuda.device_count() if device == "cuda" else 2)
-        if size < 2:
-            raise TeamError(
-                f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere"
-            )
-        return start(name, work, settings, device, size, limit_s, hear)
+    hear = progress(given)
+    if "WORLD_SIZE" in os.environ:
+        return on_rank(name, work, device, limit_s, settings, hear)
+    size = world or (torch.cuda.device_count() if device == "cuda" else 2)
+    if size < 2:
+        raise TeamError(f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere")
+    return start(name, work, settings, device, size, limit_s, hear)
 
 
 def start(
@@ -181,33 +178,19 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"
     return device
 
 
-@contextlib.contextmanager
-def progress(name: str, given: BenchOptions) -> Iterator[Tell]:
-    """Appends the rows that a benchmark tells to a file, as they come, and shows its steps: as
-    lines where it is to be `verbose`, else as a bar where stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    terminal = Console(stderr=True)
+def progress(given: BenchOptions) -> Tell:
+    """Appends the rows that a benchmark tells to a file, as they come, and shows its steps where it
+    is to be `verbose`."""
     begun = time.monotonic()
-    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, TextColumn("{task.description}"), console=terminal)
-    task = bar.add_task("starting", total=None)
 
     def hear(event: dict[str, Any]) -> None:
         if event["event"] == "rows" and given.path is not None:
             append(given.path, event["rows"])  # what was measured stays, whatever comes next
-        if "total" in event:
-            bar.update(task, total=event["total"], completed=0)
-        if "doing" in event:
-            advance = 1 if event["event"] == "step" else 0
-            bar.update(task, advance=advance, description=event["doing"])
-            if given.verbose:
-                since = time.monotonic() - begun
-                print(f"[{since:6.1f} s] {event['doing']}", file=sys.stderr, flush=True)
+        if "doing" in event and given.verbose:
+            since = time.monotonic() - begun
+            print(f"[{since:6.1f} s] {event['doing']}", file=sys.stderr, flush=True)
 
-    with bar if terminal.is_terminal and not given.verbose else contextlib.nullcontext():
-        yield hear
+    return hear
 
 
 def here(device: torch.device) -> Ranks:

@@ -14,7 +14,7 @@ from tests.cli.schedules import ROOT, command
 from typer.testing import CliRunner
 
 from interlace.cli import app
-from interlace.cost import Machine, default_machine, fingerprint
+from interlace.cost import default_machine, fingerprint
 from interlace_bench.commands.commands import nbytes
 from interlace_bench.commands.interconnect import by_backend, size
 from interlace_bench.rows import read
@@ -91,11 +91,8 @@ def test_overlap_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_interconnect(tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    done = bench_here(
-        *("interconnect", "--device", "cpu", "--most", "4KiB", "--no-plot", "--json"),
-        *("--out", str(tmp_path), "--calibration", str(file)),
-    )
+    given = ("--device", "cpu", "--most", "4KiB", "--json", "--out", str(tmp_path))
+    done = bench_here("interconnect", *given)
     report = json.loads(done.stdout)
     kinds = {(row["kind"], row["backend"]) for row in report["rows"]}
     assert {("get", "peer"), ("put", "peer"), ("send", "gloo")} <= kinds
@@ -106,10 +103,7 @@ def test_interconnect(tmp_path: Path) -> None:
     assert not [row["error"] for row in report["rows"] if row["error"]]
     assert all(row["us"] > 0 for row in report["rows"])
     assert {"nccl", "ucc"} >= set(report["absent"])
-    assert {sample["kind"] for sample in report["device"]} == {"gemm", "copy", "launch"}
-    machine = Machine.load(file)
-    assert machine.link("peer").times("put", 4096, 2)[0] > 0
-    assert report["files"] == [str(tmp_path / "interconnect.csv"), str(file)]
+    assert report["files"] == [str(tmp_path / "interconnect.csv")]
     assert len(read(tmp_path / "interconnect.csv")) == len(report["rows"])
 
 
@@ -141,9 +135,8 @@ def test_backends_side_by_side() -> None:
 
 
 def test_layer(tmp_path: Path) -> None:
-    sizes = ("--dim", "32", "--hidden", "64", "--heads", "2", "--prefill", "32", "--cached", "8")
     done = bench_here(
-        *("layer", "--device", "cpu", "--dtype", "f32", "--only", "eager,interlace", *sizes),
+        *("layer", "--device", "cpu", "--only", "eager,interlace"),
         *("--out", str(tmp_path), "--seconds", "4", "--json"),
     )
     rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]

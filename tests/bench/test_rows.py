@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from interlace_bench.bars import BarVerdict, judge_overlap, missed
-from interlace_bench.interconnect import engine_share
 from interlace_bench.interconnect import row as row_of
 from interlace_bench.rows import append, number, read
 from interlace_bench.transfers import Figure
@@ -100,19 +99,3 @@ def test_a_bar_is_missed_where_no_mode_clears_it() -> None:
     )
     host = found(verdicts, "host time of an AG+GEMM call, us", mode="graph")
     assert not host.passed, "a replay has 10 us, not 40"
-
-
-def test_the_engine_is_compared_with_the_best_copy_of_any_kind() -> None:
-    def copy(kind: str, protocol: str, nbytes: int, gbs: float, pattern: str = "ring") -> Any:
-        told = {"kind": kind, "backend": "peer" if protocol else "nccl", "protocol": protocol}
-        return {**told, "pattern": pattern, "nbytes": nbytes, "gbs": gbs, "error": ""}
-
-    long = 64 << 20
-    rows = [
-        *(copy("get", "ce", long, 350.0), copy("put", "ce", 4 * long, 360.0)),
-        *(copy("put", "sm", long, 400.0), copy("send", "", long, 300.0)),
-        *(copy("put", "sm", 1 << 20, 999.0), copy("get", "ce", long, 300.0, "0>1")),
-    ]
-    ring, pair = engine_share(rows)
-    assert ring == {"pattern": "ring", "gbs": 360.0, "share": 0.9, "by": "put peer sm"}
-    assert (pair["pattern"], pair["share"]) == ("0>1", 1.0)

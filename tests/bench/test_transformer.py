@@ -45,18 +45,17 @@ def bench(*args: str, code: int = 0) -> Any:
 WAYS = ("eager", "compile", "layers", "layers-fp8", "compile-fp8", "async-tp")
 
 
-def raced(profile: str) -> Any:
+def raced() -> Any:
     """The report of a run of tiny layers, and the rows that were told meanwhile."""
     given: Any = {"model": "tiny", "sequence": 32, "dtype": "f32", "seconds": 0.5}
-    settings = TransformerSettings(**given, only=WAYS, profile=profile)
+    settings = TransformerSettings(**given, only=WAYS)
     events: list[dict[str, Any]] = []
     report = work(settings, here(CPU), events.append)
     return report, [row for event in events if event["event"] == "rows" for row in event["rows"]]
 
 
-def test_ways_train_alike_and_rows_tell_what_overlap_gains(pool: Pool, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    (report, told), (nothing, _) = pool(2).run(raced, str(trace), replace=True, time_out_s=110)
+def test_ways_train_alike_and_rows_tell_what_overlap_gains(pool: Pool) -> None:
+    (report, told), (nothing, _) = pool(2).run(raced, replace=True, time_out_s=110)
     assert nothing is None
     *rows, absent = told
     assert [row["way"] for row in report["rows"]] == [row["way"] for row in told] == list(WAYS)
@@ -68,16 +67,6 @@ def test_ways_train_alike_and_rows_tell_what_overlap_gains(pool: Pool, tmp_path:
         assert math.isnan(row["speedup"]), "Inductor did not run"
         assert math.isnan(row["exposed_ms"]), "nor did the ideal"
         assert row["commit"]
-    programs = {(site["way"], site["program"]) for site in report["sites"]}
-    names = "all_gather_linear", "linear_reduce_scatter"
-    assert programs == {("compile", "forward"), ("compile", "backward")} | {
-        ("layers", f"{name}{end}") for name in names for end in ("", "_backward")
-    }
-    modules = {site["module"] for site in report["sites"] if site["way"] == "compile"}
-    assert {"layers.0.attention", "layers.0.feed_forward.down"} <= modules
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert {"aten.mm.default", "all_gather"} <= {event["name"].split(" ")[0] for event in events}
-    assert {event["args"].get("rank") for event in events if event["ph"] == "X"} == {0, 1}
 
 
 def checked(model: str, ways: tuple[str, ...], broken: bool) -> dict[str, str | None]:
@@ -126,8 +115,7 @@ def test_float8_is_held_against_what_a_rounding_moves(pool: Pool) -> None:
 
 
 def test_a_large_layer_is_predicted_without_gpus(tmp_path: Path) -> None:
-    page = tmp_path / "layer.html"
-    given = ("--simulate", "h200", "--out", str(tmp_path), "--json", "--profile", str(page))
+    given = ("--simulate", "h200", "--out", str(tmp_path), "--json")
     report = json.loads(bench("--model", "llama3-70b", *given, "--check").stdout)
     rows = {row["way"]: row for row in report["rows"]}
     both = {way: row["forward_ms"] + row["backward_ms"] for way, row in rows.items()}
@@ -135,15 +123,11 @@ def test_a_large_layer_is_predicted_without_gpus(tmp_path: Path) -> None:
     assert rows["serial"]["exposed_ms"] == pytest.approx(both["serial"] - both["ideal"])
     assert rows["compile"]["speedup"] == pytest.approx(both["serial"] / both["compile"])
     assert {row["how"] for row in rows.values()} == {"predicted"}
-    assert {site["program"] for site in report["sites"]} == {"forward", "backward"}
     assert {bar["bar"] for bar in report["bars"]} == {
         *("over compiled with NCCL", "time over the ideal", "FP8 over ours in bf16")
     }
     assert all(bar["passed"] for bar in report["bars"])
     assert len(read(tmp_path / "transformer.csv")) == 4
-    drawn = page.read_text()
-    assert f"<b>{both['serial'] / both['compile']:.2f}x</b> as fast as serial, predicted" in drawn
-    assert "<td>compile: backward serial predicted</td>" in drawn
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-gpt"])

@@ -21,7 +21,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -37,9 +37,13 @@ from interlace.errors import CalibrationError, CommTimeoutError, InterlaceError
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_MEMORY = 1 << 30
 STRICT = "AVX512,STRICT"
+BACKENDS = {
+    "gloo": "take a torch with gloo (USE_DISTRIBUTED=1): every run needs it",
+    "nccl": "take a CUDA build of torch",
+    "ucc": "take a torch with UCC",
+}
 PACKAGES = {
     "triton": ("kernels on GPUs and Inductor there", "it comes with a CUDA build of torch"),
-    "matplotlib": ("plots of benchmarks", "pip install 'interlace[bench]'"),
     "cuda-bindings": ("peer memory on GPUs", "pip install 'cuda-bindings>=13.0.3,<14'"),
 }
 SAME = "python", "torch", "interlace", "device"
@@ -144,13 +148,10 @@ def _torch(torch: Any) -> Iterator[Inspection]:
     if torch.version.cuda:
         yield from look_at_gpus(torch)
     dist = torch.distributed
-    there = dist.is_available() and dist.is_gloo_available()
-    fix = "" if there else "take a torch with gloo (USE_DISTRIBUTED=1): every run needs it"
-    found = "in this torch" if there else "not in this torch"
-    yield Inspection("gloo", "ok" if there else "broken", found, fix)
-    for name, fix in (("nccl", "take a CUDA build of torch"), ("ucc", "take a torch with UCC")):
+    for name, fix in BACKENDS.items():
         there = dist.is_available() and getattr(dist, f"is_{name}_available")()
-        yield _optional(name, there, "in this torch" if there else "not in this torch", fix)
+        check = _optional(name, there, "in this torch" if there else "not in this torch", fix)
+        yield check if there or name != "gloo" else replace(check, state="broken")
 
 
 def _arithmetic(torch: Any) -> Inspection:
@@ -318,7 +319,7 @@ def job_checks(hosts: Sequence[dict[str, Any]]) -> Iterator[Inspection]:
     for host in hosts:
         for check in host["checks"]:
             if check["name"] not in first:
-                yield Inspection(**{**check, "name": f"{check['name']} on {host['name']}"})
+                yield Inspection(**check | {"name": f"{check['name']} on {host['name']}"})
         interface, address = host["gloo"]
         fix = "set GLOO_SOCKET_IFNAME on each host to its interface that joins them"
         found = f"listens on {address or 'no IPv4 address'} (GLOO_SOCKET_IFNAME={interface})"

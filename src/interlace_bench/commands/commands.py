@@ -3,8 +3,8 @@
 $ interlace bench overlap --preset bars --check                  # starts a rank for each GPU
 $ torchrun --nproc-per-node 4 -m interlace bench overlap         # takes torchrun's
 $ interlace bench overlap --device cpu --preset tiny --dtype f32 --out /tmp/rows
-$ interlace bench interconnect --device cpu --most 1MiB --no-plot --calibration mine.json
-$ interlace bench layer --device cpu --dim 64 --hidden 128 --heads 4 --only eager,interlace
+$ interlace bench interconnect --device cpu --most 1MiB
+$ interlace bench layer --device cpu --only eager,interlace
 $ interlace bench transformer --model llama3-70b --simulate h200    # no GPU: predicted
 $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
 $ interlace bench optimizer --device cpu --link 0.2 --check
@@ -18,20 +18,21 @@ from __future__ import annotations
 import faulthandler
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from interlace.commands.files import read_machine
 from interlace.commands.options import Calibration, Strategy
 from interlace.commands.output import print_json, say
-from interlace.errors import BackendError, OptionError
+from interlace.errors import OptionError
 from interlace_bench.commands.interconnect import show_interconnect
 from interlace_bench.commands.options import (
     Bars,
     BenchOptions,
-    Seconds,
+    RaceOptions,
     Shapes,
+    Small,
     World,
     benchmark,
     nbytes,
@@ -42,52 +43,26 @@ from interlace_bench.commands.report import conclude
 
 @benchmark
 def interconnect(
-    least: Annotated[str, typer.Option(help="Smallest message.")] = "1KiB",
     most: Annotated[str, typer.Option(help="Largest; default: 1GiB on GPUs, 16MiB on CPUs.")] = "",
-    dtype: Annotated[str, typer.Option(help="Element types of matmuls, with commas.")] = "",
-    links: Annotated[bool, typer.Option(help="Copies between ranks.")] = True,
-    collectives: Annotated[bool, typer.Option(help="Collectives of every backend.")] = True,
-    compute: Annotated[bool, typer.Option(help="Matmuls, copies and launches.")] = True,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file to write; default: where auto looks.")
-    ] = None,
-    calibrate: Annotated[bool, typer.Option(help="Write a calibration file.")] = True,
-    plot: Annotated[
-        bool, typer.Option(help="Draw the rows, beside them, if matplotlib is there.")
-    ] = True,
     world: World = None,
     *,
     given: BenchOptions,
 ) -> None:
-    """Measure copies between ranks, collectives and matmuls; calibrate the cost model by them."""
+    """Measure copies between ranks, and every collective of every backend, by size."""
     from interlace_bench.interconnect import InterconnectSettings, work
     from interlace_bench.ranks import pick_device, run
     from interlace_bench.rows import plain
 
-    on_cpu = pick_device(given.device) == "cpu"
-    settings = InterconnectSettings(
-        least=nbytes(least),
-        most=nbytes(most or ("16MiB" if on_cpu else "1GiB")),
-        links=links,
-        collectives=collectives,
-        device=compute,
-        calibration=(_place(calibration) if calibrate else ""),
-        commit=given.commit,
-        dtypes=tuple(words(dtype or ("f32" if on_cpu else "bf16"))),
-    )
+    usual = "16MiB" if pick_device(given.device) == "cpu" else "1GiB"
+    settings = InterconnectSettings(most=nbytes(most or usual), commit=given.commit)
     report = run("interconnect", work, settings, given, world)
     if report is None:
         return
-    written = [str(path) for path in (given.path, report["calibration"]) if path]
-    if plot:
-        written += _drawn(report["rows"], given.out / f"{given.name}.png")
     if given.json:
-        print_json({"schema": 1, **plain(report), "files": written})
+        print_json({"schema": 1, **plain(report), "files": [str(given.path)]})
         return
     show_interconnect(report)
-    say("")
-    for item in written:
-        say(f"wrote {item}")
+    say(f"\nwrote {given.path}")
 
 
 @benchmark
@@ -97,15 +72,12 @@ def overlap(
     ] = "bars",
     shapes: Shapes = "",
     dtype: Annotated[str, typer.Option(help="Element types, with commas; FP8: f8e4m3.")] = "bf16",
-    only: Annotated[str, typer.Option(help="Candidates, with commas; default: all.")] = "",
-    graphs: Annotated[bool, typer.Option(help="CUDA graphs of ours as well.")] = True,
-    seconds: Seconds = 90,
     host_runs: Annotated[int, typer.Option(help="Calls by which host time is measured.")] = 1000,
     check: Bars = False,
     world: World = None,
     calibration: Calibration = None,
     *,
-    given: BenchOptions,
+    given: RaceOptions,
 ) -> None:
     """Time AG+GEMM, GEMM+RS and GEMM+AR by every strategy and rival, and append rows of CSV."""
     from interlace_bench.bars import judge_overlap
@@ -114,15 +86,13 @@ def overlap(
     from interlace_bench.sites import cases_of
 
     cases = cases_of(preset, shapes, words(dtype))
-    if not cases or seconds <= 0:
-        raise OptionError("nothing to measure: give shapes or a preset, and --seconds > 0")
+    if not cases:
+        raise OptionError("nothing to measure: give shapes or a preset")
     settings = OverlapSettings(
         cases=tuple(cases),
-        graphs=graphs,
-        seconds=seconds,
         host_runs=host_runs,
         calibration=_place(calibration),
-        **_asked(given, only),
+        **given.settings,
     )
     report = run("overlap", work, settings, given, world)
     if report is None:
@@ -152,37 +122,23 @@ def overlap(
 
 @benchmark
 def layer(
-    dim: Annotated[int, typer.Option(help="Width of the model.")] = 4096,
-    hidden: Annotated[int, typer.Option(help="Width of the feed-forward.")] = 14336,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 32,
-    prefill: Annotated[int, typer.Option(help="Rows of the prefill step.")] = 2048,
-    decode: Annotated[int, typer.Option(help="Sequences of the decode step.")] = 16,
-    cached: Annotated[int, typer.Option(help="Tokens in each sequence's cache.")] = 2048,
-    dtype: Annotated[str, typer.Option(help="Element type.")] = "bf16",
-    only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
+    small: Small = None,
     strategy: Strategy = "auto",
-    seconds: Annotated[float, typer.Option(help="Time for timing, compiling apart.")] = 60,
     calibration: Calibration = None,
     world: World = None,
     *,
-    given: BenchOptions,
+    given: RaceOptions,
 ) -> None:
     """Time a layer compiled by Interlace against torch.compile with NCCL, without gradients."""
-    from interlace_bench.layer import LayerSettings, work
-    from interlace_bench.ranks import run
+    from interlace_bench.layer import SMALL, LayerSettings, work
+    from interlace_bench.ranks import pick_device, run
 
+    small = pick_device(given.device) == "cpu" if small is None else small
     settings = LayerSettings(
-        dim=dim,
-        hidden=hidden,
-        heads=heads,
-        prefill=prefill,
-        decode=decode,
-        cached=cached,
-        dtype=dtype,
+        **(SMALL if small else {}),
         strategy=strategy,
-        seconds=seconds,
         calibration=_place(calibration),
-        **_asked(given, only),
+        **given.settings,
     )
     report = run("layer", work, settings, given, world)
     if report is None:
@@ -211,13 +167,7 @@ def transformer(
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence, over all ranks.")] = 8192,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16",
-    only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
     strategy: Strategy = "auto",
-    seconds: Annotated[float, typer.Option(help="Time for timing, compiling apart.")] = 60,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Write how our ops ran: a page (.html), or a trace for ui.perfetto.dev."),
-    ] = None,
     simulate: Annotated[
         str,
         typer.Option(help="Run nothing, predict: a calibration file, or the model h200 or cpu."),
@@ -226,16 +176,16 @@ def transformer(
     calibration: Calibration = None,
     world: World = None,
     *,
-    given: BenchOptions,
+    given: RaceOptions,
 ) -> None:
     """Time forward, backward and step of transformer layers, ours against torch's ways.
 
     Tensor parallel, with sequence parallelism, on all ranks. The ways, in turn on equal weights:
-    eager DTensor; inductor (torch.compile, NCCL), inductor-overlap (its overlap passes) and
-    inductor-graph (CUDA graphs); async-tp; compile, compile-graph and layers (ours: the backend of
-    torch.compile, the same in CUDA graphs, and interlace.nn.functional); layers-fp8, compile-fp8
-    and compile-fp8-graph (interlace.nn.functional with a recipe, and that compiled by our backend);
-    ideal (no communication).
+    eager DTensor; inductor and inductor-graph (torch.compile with NCCL, and in CUDA graphs);
+    async-tp; compile, compile-graph and layers (ours: the backend of torch.compile, the same in
+    CUDA graphs, and interlace.nn.functional); layers-fp8, compile-fp8 and compile-fp8-graph
+    (interlace.nn.functional with a recipe, and that compiled by our backend); ideal (no
+    communication).
     """
     from interlace_bench.bars import judge_transformer
     from interlace_bench.ranks import run
@@ -249,10 +199,8 @@ def transformer(
         batch=batch,
         dtype=dtype,
         strategy=strategy,
-        seconds=seconds,
-        profile=_place(profile) or "",
         calibration=_place(calibration),
-        **_asked(given, only),
+        **given.settings,
     )
     if simulate:
         from interlace.cost import default_machine
@@ -287,14 +235,10 @@ def transformer(
 
 @benchmark
 def kernels(
-    only: Annotated[str, typer.Option(help="Ops, with commas; default: all.")] = "",
-    seconds: Seconds = 80,
-    small: Annotated[
-        bool | None, typer.Option("--small/--large", help="Small sizes; default: on a CPU.")
-    ] = None,
+    small: Small = None,
     check: Bars = False,
     *,
-    given: BenchOptions,
+    given: RaceOptions,
 ) -> None:
     """Time losses, optimizers, layers and the host against torch and others; append rows of CSV."""
     import torch
@@ -303,14 +247,11 @@ def kernels(
     from interlace_bench.kernels.work import KernelSettings, work
     from interlace_bench.ranks import pick_device, progress
 
-    if seconds <= 0:
-        raise OptionError("nothing to measure: give --seconds > 0")
-    settings = KernelSettings(seconds=seconds, small=small, **_asked(given, only))
+    settings = KernelSettings(small=small, **given.settings)
     where = torch.device(pick_device(given.device))
     faulthandler.dump_traceback_later(given.time_out, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
-        with progress("kernels", given) as tell:
-            report = work(settings, where, tell)
+        report = work(settings, where, progress(given))
     finally:
         faulthandler.cancel_dump_traceback_later()
     conclude(
@@ -343,26 +284,19 @@ def optimizer(
         Literal["llama3-8b", "small", "tiny"] | None,
         typer.Option(help="Default: small on CPUs, llama3-8b on GPUs."),
     ] = None,
-    layers: Annotated[int, typer.Option(help="Layers; 0: as many as the model has.")] = 0,
-    sequence: Annotated[int, typer.Option(help="Tokens of a sequence; 0: the model's.")] = 0,
-    batch: Annotated[int, typer.Option(help="Sequences of a rank; 0: the model's.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Element type; default: the model's.")] = "",
-    bucket: Annotated[str, typer.Option(help="Most bytes of a bucket; default: 64MiB.")] = "",
     link: Annotated[
         float, typer.Option(help="GB/s of the link that CPU ranks shall have; 0: as it is.")
     ] = 0.0,
-    only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
-    seconds: Annotated[float, typer.Option(help="Time for timing, set-up apart.")] = 60,
     check: Bars = False,
     world: World = None,
     *,
-    given: BenchOptions,
+    given: RaceOptions,
 ) -> None:
     """Time training steps with Muon over data parallelism, LayerWise against others.
 
     The ways, in turn: overlap (LayerWise), its twins synchronous and no-gather (without any
     gather: wrong, and the ideal); torch-ddp (torch.optim.Muon under DistributedDataParallel);
-    dion and torchtitan (DistMuon on FSDP2), on GPUs where they are installed.
+    torchtitan (DistMuon on FSDP2), on GPUs where it is installed.
     """
     from interlace_bench.bars import judge_optimizer
     from interlace_bench.optimizer.work import OptimizerSettings, work
@@ -371,14 +305,8 @@ def optimizer(
     usual = "small" if pick_device(given.device) == "cpu" else "llama3-8b"
     settings = OptimizerSettings(
         model=model or usual,
-        layers=layers,
-        sequence=sequence,
-        batch=batch,
-        dtype=dtype,
-        bucket_bytes=nbytes(bucket) if bucket else 0,
         bandwidth=link * 1e9,
-        seconds=seconds,
-        **_asked(given, only),
+        **given.settings,
     )
     report = run("optimizer", work, settings, given, world)
     if report is None:
@@ -403,23 +331,6 @@ def optimizer(
 
 def _place(calibration: Path | None) -> str | None:
     return None if calibration is None else str(calibration.resolve())
-
-
-def _asked(given: BenchOptions, only: str) -> dict[str, Any]:
-    """What all settings have: the commit, and what alone is run, if that is said."""
-    return {"commit": given.commit, **({"only": tuple(words(only))} if only else {})}
-
-
-def _drawn(rows: list[dict[str, Any]], path: Path) -> list[str]:
-    """The picture of the rows; none without matplotlib."""
-    from interlace_bench.plots import draw_interconnect
-
-    try:
-        draw_interconnect(rows, path)
-    except BackendError as error:
-        say(str(error))
-        return []
-    return [str(path)]
 
 
 bench = typer.Typer(

@@ -1,4 +1,4 @@
-"""What `interlace bench interconnect` prints: links, backends side by side, devices, in tables.
+"""Tables of `interlace bench interconnect`: links, and backends side by side.
 
 show_interconnect(report)
 """
@@ -35,39 +35,9 @@ def show_interconnect(report: dict[str, Any]) -> None:
     headings = ("kind", "backend", "by", "who", "smallest", "largest", "best", "error")
     lines = [(*key, *_rates(rows)) for key, rows in groups.items()]
     table(headings, lines, title="between ranks")
-    _more(
-        "collectives by backend",
-        ("collective", "who", "size", *BACKENDS, "error"),
-        by_backend(report),
-    )
-    engine = [
-        (e["pattern"], f"{e['gbs']:.1f} GB/s", f"{e['share']:.1%}", e["by"])
-        for e in report["engine"]
-    ]
-    title = "copies of 64 MiB and more by engine (95 % of the best is the bar)"
-    _more(title, ("who", "best", "of the best of all", "which is"), engine)
-    gemms = [
-        (
-            "x".join(map(str, g["shape"])),
-            g["dtype"],
-            f"{g['seconds'] * 1e6:.1f} us",
-            f"{2 * math.prod(g['shape']) / g['seconds'] / 1e12:.4g} TFLOP/s",
-        )
-        for g in report["device"]
-        if g["kind"] == "gemm"
-    ]
-    _more("matmuls", ("matmul", "dtype", "time", "speed"), gemms)
-    others = [
-        (
-            s["kind"],
-            s["protocol"],
-            size(s["nbytes"]) if s["nbytes"] else "",
-            f"{s['seconds'] * 1e6:.2f} us",
-        )
-        for s in report["device"]
-        if s["kind"] != "gemm"
-    ]
-    _more("device and host", ("what", "of", "size", "time"), others)
+    headings = ("collective", "who", "size", *BACKENDS, "error")
+    say("")
+    table(headings, by_backend(report), title="collectives by backend")
     for name, why in report["absent"].items():
         say(f"{name} is absent: {why}")
 
@@ -110,10 +80,3 @@ def _rates(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         f"{best['gbs']:.2f} GB/s at {size(best['nbytes'])}" if best else "-",
         next((row["error"] for row in rows if row["error"]), ""),
     )
-
-
-def _more(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """One more table, where it has rows."""
-    if cells:
-        say("")
-        table(headings, cells, title=title)

@@ -25,9 +25,11 @@ RESULTS = Path("benchmarks/results")
 """Folder of rows that are meant to be committed."""
 
 Bars = Annotated[bool, typer.Option("--check", help="Judge the bars; code 1 if one is missed.")]
-Seconds = Annotated[float, typer.Option(help="Time for all of it; the rest is left out.")]
 Shapes = Annotated[
     str, typer.Option(help="Shapes instead: 'ag_gemm:M,K,N gemm_rs:M,K,N gemm_ar:M,K,N'.")
+]
+Small = Annotated[
+    bool | None, typer.Option("--small/--large", help="Small sizes; default: on a CPU.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr what is under way.")]
 World = Annotated[int | None, typer.Option(help="Ranks; default: a rank for each GPU.")]
@@ -51,14 +53,33 @@ class BenchOptions:
         return self.out / f"{self.name}.csv" if self.name else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceOptions(BenchOptions):
+    """The options of a benchmark in which ways to compute one thing take turns."""
+
+    only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = ""
+    seconds: Annotated[
+        float, typer.Option(help="Time for timing; what does not fit is left out.")
+    ] = 80
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that every race has."""
+        if self.seconds <= 0:
+            raise OptionError("nothing to measure: give --seconds > 0")
+        only = tuple(words(self.only))
+        return {"commit": self.commit, "only": only, "seconds": self.seconds}
+
+
 def benchmark(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that has the options of `BenchOptions` in place of its parameter `given`."""
-    name, hints = function.__name__, get_type_hints(BenchOptions, include_extras=True)
-    defaults = {item.name: item.default for item in fields(BenchOptions)} | {"name": name}
+    """A command that has, in place of its parameter `given`, the options of that one's type."""
+    name, options = function.__name__, get_type_hints(function)["given"]
+    hints = get_type_hints(options, include_extras=True)
+    defaults = {item.name: item.default for item in fields(options)} | {"name": name}
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
-        given = BenchOptions(**{key: values.pop(key) for key in defaults})
+        given = options(**{key: values.pop(key) for key in defaults})
         check_places(given.path)
         function(given=given, **values)
 

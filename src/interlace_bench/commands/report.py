@@ -1,4 +1,4 @@
-"""What `interlace bench` prints of its rows: a table, what failed, sites, bars; or all as JSON.
+"""What `interlace bench` prints of its rows: a table, what failed, bars; or all as JSON.
 
 columns = {"way": "{way}", "median us": "{median_us:.1f}"}        # formats of a row
 conclude(report, "one layer", columns, "{step} {way}", given)
@@ -6,13 +6,11 @@ conclude(report, "one layer", columns, "{step} {way}", given)
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from interlace.commands.explain import gain_of
 from interlace.commands.output import UNSOUND, print_json, say, table
 from interlace_bench.commands.options import BenchOptions
 
@@ -49,9 +47,6 @@ def conclude(
             say(f"  {place.format_map(row)}: {row['error']}")
         if report.get("skipped"):
             say(f"no time left for: {'; '.join(report['skipped'])}")
-        if report.get("sites"):
-            say("")
-            _show_sites(report["sites"])
         if verdicts:
             say("")
             _show_bars(verdicts)
@@ -65,35 +60,6 @@ def _cell(form: str, row: Mapping[str, Any]) -> str:
     gib = {f"{name}_gib": row[name] / 2**30 for name in row if name.endswith("_bytes")}
     text = form.format_map({**row, **gib})
     return "-" if text.startswith("nan") else text
-
-
-def _show_sites(rows: Sequence[Mapping[str, Any]]) -> None:
-    """What becomes of each communication: how it is overlapped, what it takes, what is exposed."""
-    table(
-        ("way", "site", "kind", "how", "gain", "comm", "exposed"),
-        [
-            (
-                row["way"],
-                f"{row['program']} {row['module']}".strip(),
-                functools.reduce(lambda kind, pair: kind.replace(*pair), SHORT, row["kind"]),
-                row["how"],
-                gain_of(row["serial_ms"], row["predicted_ms"]),
-                f"{row['comm_ms']:.3f}",
-                f"{row['exposed_ms']:.3f}",
-            )
-            for row in rows
-        ],
-        title="communication by site, in ms (the gain of all of it is predicted)",
-    )
-
-
-SHORT = (
-    ("all_gather", "AG"),
-    ("reduce_scatter", "RS"),
-    ("all_reduce", "AR"),
-    ("matmul", "GEMM"),
-    ("_", "+"),
-)
 
 
 def _show_bars(verdicts: Sequence[BarVerdict]) -> None:

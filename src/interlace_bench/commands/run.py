@@ -73,7 +73,7 @@ def run(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="Write the measured timeline as JSON, for `show`."),
+        typer.Option("-o", "--out", help="Write the measured timeline as JSON."),
     ] = None,
     time_out: TimeOut = 300,
     json: Json = False,

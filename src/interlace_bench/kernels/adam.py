@@ -49,12 +49,12 @@ class Format:
 BF16: dict[str, Any] = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 NEAREST: dict[str, Any] = {**BF16, "stochastic_rounding": False}
 FORMATS = (
-    Format("all f32", "f32", 28, {}, ("torch", "torch foreach", "apex")),
+    Format("all f32", "f32", 28, {}, ("torch", "torch foreach")),
     Format("all bf16", "bf16", 14, NEAREST, ("torch", "torch foreach")),
     Format("all bf16, stochastic", "bf16", 14, BF16, ("torchao",)),
     Format(
         "bf16, f32 masters, bf16 moments", "bf16", 20, {**BF16, "master_weights": "fp32"},
-        ("torch masters", "apex"),
+        ("torch masters",),
     ),
     Format(
         "bf16, remainders, bf16 moments", "bf16", 18, {**BF16, "master_weights": "remainder"},
@@ -95,7 +95,6 @@ def adam_case(kind: Format, shapes: list[tuple[int, ...]], device: torch.device)
         "torch foreach": lambda given: torch.optim.AdamW(given, lr=LR, foreach=True),
         "torch masters": Masters,
         "torchao": functools.partial(_torchao, device),
-        "apex": functools.partial(_apex, device),
     }
     ways = [
         Way(name, functools.partial(_open, makers[name], params)) for name in (OURS, *kind.rivals)
@@ -174,9 +173,3 @@ class Masters:
 def _torchao(device: torch.device, params: list[nn.Parameter]) -> Any:
     rival = needed("torchao.optim", "torchao", device)
     return rival._AdamW(params, lr=LR, bf16_stochastic_round=True)
-
-
-def _apex(device: torch.device, params: list[nn.Parameter]) -> Any:
-    rival = needed("apex.optimizers", "apex", device)
-    masters = params[0].dtype != torch.float32
-    return rival.FusedAdam(params, lr=LR, weight_decay=DECAY, master_weights=masters)

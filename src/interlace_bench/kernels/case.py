@@ -20,7 +20,7 @@ import torch
 
 from interlace.errors import UnsupportedError
 from interlace.launch import Tell
-from interlace_bench.race.ways import Opened, Racer, Sets, Way, also, close, prepare, time_ways
+from interlace_bench.race.ways import Opened, Racer, Sets, Way, also, close, prepare, run_race
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row
 from interlace_bench.timing import LAUNCHES, Run, Timing, race, time_in_turn
@@ -84,20 +84,23 @@ def time_case(
     """Builds, checks and times all ways of a case; a row for each."""
     work = case.build(ranks.device)
     memory: dict[str, Row] = {}
-    racers: list[Racer] = []
-    for way in (*work.ways, *([_copy(ranks.device)] if work.nbytes else [])):
-        tell({"event": "doing", "doing": f"{case}: {way.name}"})
-        sets = [()] if way.name == COPY else work.sets
-        racers.append(prepare(ranks, way, sets, work.limit))
-        memory[way.name] = _memory(ranks, racers[-1])
-    tell({"event": "doing", "doing": f"{case}: timing"})
+    ways = {way.name: way for way in (*work.ways, *([_copy(ranks.device)] if work.nbytes else []))}
+
+    def prepared(name: str) -> Racer:
+        sets = [()] if name == COPY else work.sets
+        racer = prepare(ranks, ways[name], sets, work.limit)
+        memory[name] = _memory(ranks, racer)
+        return racer
 
     def timer(runs: Mapping[str, Run], sets: Mapping[str, Sets]) -> dict[str, Timing]:
         if work.host:
             return time_in_turn(ranks, runs, work.sets, seconds)
         return race(ranks, runs, sets, seconds, launches=work.launches, ahead=work.ahead)
 
-    time_ways(racers, timer)
+    def told(event: Row) -> None:
+        tell(event | {"event": "doing"})  # a case is a step
+
+    racers = [*run_race(ways, prepared, timer, told, f"{case}: ").values()]
     rows = _rows(case, work, racers, memory, ranks)
     close(racers)
     return rows

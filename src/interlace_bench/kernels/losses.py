@@ -118,13 +118,6 @@ def cross_entropy_case(
         module = rival.LigerCrossEntropyLoss(label_smoothing=smoothing, lse_square_scale=z_loss)
         return opened((lambda x, y: module(x.clone(), y)) if keeps else module, keeps)
 
-    def apex() -> Opened:
-        rival = needed("apex.contrib.xentropy", "apex", device)
-        if z_loss:
-            needed("apex.contrib.xentropy.z_loss", "apex's z-loss", device)
-        apply = rival.SoftmaxCrossEntropyLoss.apply
-        return opened(lambda x, y: apply(x, y, smoothing, -100, True).mean())
-
     passes = 3 if does == BOTH else 1
     compiled = classes in COMPILED and not (smoothing or z_loss)  # it takes seconds each time
     options = {"label_smoothing": smoothing, "z_loss": z_loss}
@@ -135,7 +128,6 @@ def cross_entropy_case(
         *([Way("torch.compile", lambda: opened(torch.compile(plain, dynamic=False)))] * compiled),
         Way("liger", lambda: liger(keeps=True)),
         Way("liger in place", lambda: liger(keeps=False)),
-        Way("apex", apex),
     )
     return BuiltCase(ways=ways, sets=sets, nbytes=passes * size, limit=LOOSE)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from interlace.errors import OptionError
 from interlace.launch import Tell
 from interlace_bench.kernels.adam import adam_cases
 from interlace_bench.kernels.case import KernelCase, time_case
@@ -21,7 +20,7 @@ from interlace_bench.kernels.grouped import grouped_cases
 from interlace_bench.kernels.host import host_cases, team_work
 from interlace_bench.kernels.losses import cross_entropy_cases, linear_cases
 from interlace_bench.kernels.muon import muon_cases
-from interlace_bench.race.ways import free
+from interlace_bench.race.ways import RaceSettings, free
 from interlace_bench.ranks import Alone, start
 from interlace_bench.rows import Row, facts
 
@@ -35,21 +34,15 @@ TEAM_S, TEAM_MOST_S = 10.0, 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSettings:
-    """What is run."""
+class KernelSettings(RaceSettings):
+    """Ops, at sizes for a GPU or small ones."""
 
-    only: tuple[str, ...] = OPS
+    known = OPS
     seconds: float = 80.0
     """All of it, set-up included; what does not fit is left out and said."""
     small: bool | None = None
     """Sizes for a try-out; by default on a CPU."""
-    commit: str = ""
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in self.only:
-            if name not in OPS:
-                raise OptionError(f"--only {name}: choose from {', '.join(OPS)}")
 
 
 def cases_of(settings: KernelSettings, device: torch.device) -> list[KernelCase]:

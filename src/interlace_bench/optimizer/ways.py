@@ -49,8 +49,8 @@ OURS: dict[str, dict[str, Any]] = {
     NO_GATHER: {},
 }
 """What each way gives LayerWise; without a gather, weights stay where they were updated."""
-DDP, DION, TITAN = "torch-ddp", "dion", "torchtitan"
-WAYS = (*OURS, DDP, DION, TITAN)
+DDP, TITAN = "torch-ddp", "torchtitan"
+WAYS = (*OURS, DDP, TITAN)
 RATE = 1e-3
 NUM_INPUTS, NUM_CHECKED = 3, 2
 FAR = 0.1
@@ -108,7 +108,6 @@ class OptimizerWays:
         make: dict[str, Callable[[Llama], TrainedWay]] = {
             **dict.fromkeys(OURS, lambda model: self._ours(name, model)),
             DDP: self._ddp,
-            DION: self._dion,
             TITAN: self._titan,
         }
         trained = self._trained[name] = make[name](model)
@@ -136,7 +135,7 @@ class OptimizerWays:
     def _off(self, name: str, model: Llama, before: dict[str, Tensor]) -> float:
         """0 where a way of ours has the bits of the first; how far off torch's is, in FAR. Of the
         others nothing is known: they have arithmetic of their own."""
-        if name in (NO_GATHER, DION, TITAN):
+        if name in (NO_GATHER, TITAN):
             return 0.0
         after = {n: p.detach() for n, p in model.named_parameters()}
         if name == DDP:
@@ -208,13 +207,6 @@ class OptimizerWays:
             torch.optim.Muon(matrices, lr=RATE),
             torch.optim.AdamW(others, lr=RATE, weight_decay=0.0),
         )
-
-    def _dion(self, model: Llama) -> TrainedWay:
-        dion = needed("dion", "dion", self.ranks.device)
-        matrices, others = _parted(model)
-        groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
-        given = {"distributed_mesh": self.ranks.group, "nesterov": True}
-        return self._under_ddp(model, dion.Muon(groups, lr=RATE, **given))
 
     def _under_ddp(self, model: Llama, *optimizers: torch.optim.Optimizer) -> TrainedWay:
         devices = [self.ranks.device] if self.ranks.cuda else None

@@ -10,10 +10,10 @@ one without any gather. The synchronous way hides nothing, so its figure is that
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import math
 import re
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,20 @@ from interlace.errors import OptionError
 from interlace.launch import Tell
 from interlace_bench.optimizer.model import SIZES, ModelSize
 from interlace_bench.optimizer.ways import NO_GATHER, SYNCHRONOUS, WAYS, OptimizerWays
-from interlace_bench.race.ways import Opened, Racer, also, close, free, prepare, time_ways
+from interlace_bench.race.ways import (
+    Opened,
+    Racer,
+    RaceSettings,
+    Sets,
+    also,
+    close,
+    free,
+    prepare,
+    run_race,
+)
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
-from interlace_bench.sites import DTYPES
-from interlace_bench.timing import race
+from interlace_bench.timing import Run, Timing, race
 
 LAUNCHES = (2, 4)
 """Steps of a burst."""
@@ -38,36 +47,24 @@ glibc raises it as it likes, unless it is set: then the resident process is what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """What is run. 0 and empty words take what the model has."""
+class OptimizerSettings(RaceSettings):
+    """A model, and the link that moves its buckets."""
 
+    known = WAYS
     model: str = "llama3-8b"
-    layers: int = 0
-    batch: int = 0
-    sequence: int = 0
-    dtype: str = ""
-    bucket_bytes: int = 0
     bandwidth: float = 0.0
     """Bytes a second of the link that CPU ranks shall have; 0: the link as it is."""
-    only: tuple[str, ...] = WAYS
-    seconds: float = 60.0
-    commit: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given = {"--model": (self.model, SIZES), "--dtype": (self.dtype or "f32", DTYPES)}
-        for option, (value, known) in (*given.items(), *(("--only", (w, WAYS)) for w in self.only)):
-            if value not in known:
-                raise OptionError(f"{option} {value}: choose from {', '.join(known)}")
-        if min(self.layers, self.batch, self.sequence, self.bucket_bytes, self.bandwidth) < 0:
-            raise OptionError("--layers, --batch, --sequence, --bucket and --link must be >= 0")
+        RaceSettings.__post_init__(self)
+        if self.bandwidth < 0:
+            raise OptionError("--link must be >= 0")
 
     @property
     def size(self) -> ModelSize:
-        """The model's dimensions, with what was asked for."""
-        names = ("layers", "batch", "sequence", "dtype", "bucket_bytes")
-        asked = {name: getattr(self, name) for name in names if getattr(self, name)}
-        return dataclasses.replace(SIZES[self.model], **asked)
+        """The model's dimensions."""
+        return SIZES[self.model]
 
 
 def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Row | None:
@@ -77,29 +74,23 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Row | None:
     tell({"event": "total", "total": len(settings.only) + 1, "doing": "weights"})
     trained = OptimizerWays(settings, ranks)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
-    close([_prepared(trained, settings.only[0])[0]])  # what stays from a first one is nobody's
-    racers: dict[str, Racer] = {}
-    peaks: dict[str, float] = {}
-    for name in settings.only:
-        tell({"event": "step", "doing": name})
-        racers[name], peaks[name] = _prepared(trained, name)
-        trained.waits.get(name, []).clear()
-    tell({"event": "step", "doing": "timing"})
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
-    time_ways(
-        racers.values(),
-        lambda runs, sets: race(ranks, runs, sets, settings.seconds, ROUNDS, LAUNCHES),
-    )
-    rows = _rows(trained, racers, peaks)
+    close([_prepared(trained, settings.only[0])])  # what stays from a first one is nobody's
+
+    def timer(runs: Mapping[str, Run], sets: Mapping[str, Sets]) -> dict[str, Timing]:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
+        return race(ranks, runs, sets, settings.seconds, ROUNDS, LAUNCHES)
+
+    racers = run_race(settings.only, lambda name: _prepared(trained, name), timer, tell)
+    rows = _rows(trained, racers)
     tell({"event": "rows", "rows": rows})
     close(racers.values())
     free(ranks)
     return None if ranks.me else {"rows": rows, "facts": facts(ranks.device.type, settings.commit)}
 
 
-def _prepared(trained: OptimizerWays, name: str) -> tuple[Racer, float]:
-    """A way, opened, and the bytes that it holds at most in a step."""
-    ranks, most = trained.ranks, [math.nan]
+def _prepared(trained: OptimizerWays, name: str) -> Racer:
+    """A way, opened, with the most bytes that it holds in a step."""
+    ranks = trained.ranks
     before = _held(ranks)
     racer = prepare(ranks, trained.way(name), trained.sets)
 
@@ -108,11 +99,12 @@ def _prepared(trained: OptimizerWays, name: str) -> tuple[Racer, float]:
         _forget_peak(ranks)
         for given in trained.sets:
             opened.run(*given)
-        most[0] = _peak(ranks) - before
+        racer.peak_bytes = _peak(ranks) - before
         trained.settle(name)
 
     also(ranks, racer, measure)
-    return racer, most[0]
+    trained.waits.get(name, []).clear()
+    return racer
 
 
 def _held(ranks: Ranks) -> float:
@@ -142,12 +134,13 @@ def _status(name: str) -> float:
     return float(found[1]) * 1024 if found else math.nan
 
 
-def _rows(trained: OptimizerWays, racers: dict[str, Racer], peaks: dict[str, float]) -> list[Row]:
+def _rows(trained: OptimizerWays, racers: dict[str, Racer]) -> list[Row]:
     """The rows; of waits and memory the greatest of all ranks'."""
     settings, ranks, size = trained.settings, trained.ranks, trained.size
     medians = [statistics.median(trained.waits.get(name) or [math.nan]) for name in racers]
     waits = dict(zip(racers, ranks.maximum(medians), strict=True))
-    memory = dict(zip(racers, ranks.maximum([peaks[name] for name in racers]), strict=True))
+    peaks = ranks.maximum([racer.peak_bytes for racer in racers.values()])
+    memory = dict(zip(racers, peaks, strict=True))
     steps = {name: racer.median for name, racer in racers.items()}
     none = steps.get(NO_GATHER, math.nan)
 

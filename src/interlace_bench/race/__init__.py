@@ -2,5 +2,4 @@
 
 ways.py        a way: opened, checked, timed, closed
 candidates.py  the ways to compute a site: ours, and what both are compared with
-jax_rival.py   JAX's way, in a process of its own
 """

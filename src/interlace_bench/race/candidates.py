@@ -294,7 +294,7 @@ def whole_gemms(case: SiteCase, ranks: Ranks) -> list[Candidate]:
 
 
 def ours(
-    case: SiteCase, ranks: Ranks, names: Sequence[str], calibration: str | None, graphs: bool
+    case: SiteCase, ranks: Ranks, names: Sequence[str], calibration: str | None
 ) -> list[Candidate]:
     """Our candidates for a case, eager and (on GPUs) as graphs."""
     found: list[Candidate] = []
@@ -303,6 +303,6 @@ def ours(
             continue
         if name == "exchange" and case.link_bytes(ranks.size) > EXCHANGE_BYTES:
             continue
-        for graph in (False, True) if graphs and ranks.cuda else (False,):
+        for graph in (False, True) if ranks.cuda else (False,):
             found.append(Ours(case, ranks, name, graph, calibration))
     return found

@@ -1,7 +1,7 @@
 """Ways to compute one thing, raced: opened, checked, timed in turn, closed.
 
     racers = [prepare(ranks, way, inputs) for way in ways]          # every rank together
-    time_ways(racers, lambda runs, sets: race(ranks, runs, sets, seconds=2.0))
+    time_ways(racers, lambda runs, sets: race(ranks, runs, sets, seconds=2.0))     # or: run_race
     racers[0].median, racers[0].problem
     close(racers)
     free(ranks)
@@ -16,14 +16,36 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from interlace.comm.resets import reset_teams
-from interlace.errors import InterlaceError
+from interlace.errors import InterlaceError, OptionError
+from interlace.launch import Tell
 from interlace_bench.ranks import Ranks
 from interlace_bench.timing import Run, Timing, describe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceSettings:
+    """Settings that every race has."""
+
+    known: ClassVar[tuple[str, ...]] = ()
+    """Names of all that may be raced."""
+    only: tuple[str, ...] = ()
+    """Names of what is raced; none: all."""
+    seconds: float = 60.0
+    commit: str = ""
+    """Commit for the rows, where git cannot tell."""
+
+    def __post_init__(self) -> None:
+        for name in self.only:
+            if name not in self.known:
+                raise OptionError(f"--only {name}: choose from {', '.join(self.known)}")
+        if not self.only:
+            object.__setattr__(self, "only", self.known)
+
 
 Sets = Sequence[Sequence[Any]]
 """Inputs, which take turns."""
@@ -62,6 +84,8 @@ class Racer:
     off: float = math.nan
     problem: str | None = None
     timed: Timing = field(default_factory=Timing)
+    peak_bytes: float = math.nan
+    """Most bytes that it holds in a launch, where that is measured."""
 
     @property
     def median(self) -> float:
@@ -130,6 +154,23 @@ def _give_up(ranks: Ranks, racer: Racer) -> None:
         racer.problem = f"{racer.problem} (and then {describe(error, ranks)})"
     free(ranks)
     ranks.agree(None)
+
+
+def run_race(
+    names: Iterable[str],
+    prepared: Callable[[str], Racer],
+    timer: Timer,
+    tell: Tell,
+    title: str = "",
+) -> dict[str, Racer]:
+    """Prepares ways by name, one after another, and times in turn those that have no problem."""
+    racers: dict[str, Racer] = {}
+    for name in names:
+        tell({"event": "step", "doing": f"{title}{name}"})
+        racers[name] = prepared(name)
+    tell({"event": "step", "doing": f"{title}timing"})
+    time_ways(racers.values(), timer)
+    return racers
 
 
 def running(racers: Iterable[Racer]) -> tuple[dict[str, Run], dict[str, Sets]]:

@@ -31,16 +31,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
-from interlace.frontend.binding import Bound
-from interlace.frontend.explain import capture
-from interlace.nn.parallel.programs import kept
 from interlace_bench.layer import apart
 from interlace_bench.race.ways import Opened, Way, worst
 from interlace_bench.ranks import Ranks
@@ -60,11 +56,10 @@ from interlace_bench.transformer.models import (
 if TYPE_CHECKING:
     from interlace_bench.transformer.work import TransformerSettings
 
-OURS = ("compile", "layers")
 FLOAT8 = ("layers-fp8", "compile-fp8", "compile-fp8-graph")
 WAYS = (
-    *("eager", "inductor", "inductor-overlap", "inductor-graph", "async-tp"),
-    *(*OURS, "compile-graph", *FLOAT8, "ideal"),
+    *("eager", "inductor", "inductor-graph", "async-tp"),
+    *("compile", "layers", "compile-graph", *FLOAT8, "ideal"),
 )
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
@@ -76,11 +71,6 @@ FLOAT8_EPS = torch.finfo(torch.bfloat16).eps
 FLOAT8_LIMIT = 2.0
 """How far off they may be: Note [What FP8 may be off]."""
 ASYNC_TP = {"_micro_pipeline_tp": True}
-OVERLAP_PASSES = {
-    "reorder_for_compute_comm_overlap": True,
-    "aten_distributed_optimizations.enable_overlap_scheduling": True,
-}
-"""Settings of Inductor: its own passes that overlap, some of which a torch may lack."""
 CUDA_GRAPHS = {"triton.cudagraphs": True}
 IN_GRAPHS: dict[str, Any] = {"graph": True, "static_outputs": True}
 """Options of ours for CUDA graphs."""
@@ -187,8 +177,6 @@ class Candidates:
         self.dims = MODELS[settings.model]
         self.dims.check(ranks.size, settings.sequence)
         self.laps = {name: Laps(ranks.cuda) for name in WAYS}
-        self.bound: dict[str, Sequence[Bound]] = {}
-        """What our ways have bound, once they ran."""
         mesh = DeviceMesh(ranks.device.type, list(range(ranks.size)), mesh_dim_names=("tp",))
         self._group, dtype = mesh.get_group(), DTYPES[settings.dtype]
         with ranks.device:
@@ -201,17 +189,13 @@ class Candidates:
         """The input and the target of a step."""
         self._known = self._eager.results(*self.sets[0])
 
-    def way(self, name: str, trace: bool = False) -> Way:
-        """A way to train, which is right where loss and gradients are eager's; ours may `trace`
-        when its ops run."""
-        laps = Laps(self.ranks.cuda) if trace else self.laps[name]
+    def way(self, name: str) -> Way:
+        """A way to train, which is right where loss and gradients are eager's."""
+        laps = self.laps[name]
 
         def opened() -> Opened:
-            with capture() as captured:
-                training = self._training(name, trace)
-                training.results(*self.sets[0])  # compiles
-            if name in OURS:
-                self.bound[name] = captured.bound if name == "compile" else kept(self._group)
+            training = self._training(name)
+            training.results(*self.sets[0])  # compiles
             known, units = self._float8() if name in FLOAT8 else (self._known, None)
 
             def off() -> float:
@@ -226,21 +210,18 @@ class Candidates:
 
         return Way(name, opened)
 
-    def _training(self, name: str, trace: bool) -> Training:
+    def _training(self, name: str) -> Training:
         eager, settings = self._eager, self.settings
-        ours: dict[str, Any] = {"strategy": settings.strategy, "trace": trace, "time_out_s": 60.0}
+        ours: dict[str, Any] = {"strategy": settings.strategy, "time_out_s": 60.0}
         if settings.calibration is not None:
             ours["calibration"] = settings.calibration
         match name:
             case "inductor":
                 return self._compiled(eager)
-            case "inductor-overlap" | "inductor-graph" | "async-tp" if not self.ranks.cuda:
+            case "inductor-graph" | "async-tp" if not self.ranks.cuda:
                 raise UnsupportedError(f"{name} needs GPUs")
             case "inductor-graph":
                 return self._compiled(eager, CUDA_GRAPHS)
-            case "inductor-overlap":
-                known = OVERLAP_PASSES.keys() & inductor_config.get_config_copy()
-                return self._compiled(eager, {name: OVERLAP_PASSES[name] for name in known})
             case "async-tp":
                 assert_no_multicast(self.ranks.device)
                 enable_symmetric_memory(self._group)

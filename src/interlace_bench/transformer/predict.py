@@ -26,7 +26,6 @@ from interlace.frontend.compile import Compiled
 from interlace.ir import Program
 from interlace.options import Options, Regions
 from interlace.passes import lower
-from interlace.trace import Run
 from interlace_bench.rows import Row, facts
 from interlace_bench.sites import DTYPES
 from interlace_bench.transformer.models import (
@@ -37,7 +36,7 @@ from interlace_bench.transformer.models import (
     parallelized,
     shards_of,
 )
-from interlace_bench.transformer.work import Stages, TransformerSettings, rows_of, told_of
+from interlace_bench.transformer.work import Stages, TransformerSettings, rows_of
 
 MOMENTS = 2
 """Tensors of AdamW of a parameter's size, beside it and its gradient."""
@@ -62,22 +61,15 @@ def predict(settings: TransformerSettings, machine: Machine, world: int) -> Row:
         ways["compile-fp8"] = float8, options, machine
     step = _step_s(settings, dims, machine, world)
     times: dict[str, Stages] = {}
-    runs: dict[str, list[Run]] = {}
     for way, (programs, how, place) in ways.items():
-        lowered = [lower(program, how, place) for program in programs]
-        played = [run_after_run(program, place) for program in lowered]
-        timelines = [timeline for timeline, _ in played]
+        played = [run_after_run(lower(program, how, place), place) for program in programs]
         forward, backward = (max(timeline.makespan_s, host) for timeline, host in played)
         times[way] = Stages(forward, backward, step)
-        runs[way] = [
-            Run((program,), timeline, None, f"{way}: {program.name}")
-            for program, timeline in zip(lowered, timelines, strict=True)
-        ]
     common = facts("cpu", settings.commit) | {"gpu": machine.host or machine.name}
     absent = dict.fromkeys(("peak_bytes", "off", "sm_mhz"), math.nan)
     told = {**absent, "error": "", "how": "predicted", "world": world, **common}
     rows = [row | told for row in rows_of(settings, world, times)]
-    return {"rows": rows, "sites": told_of(runs, settings, common), "facts": common}
+    return {"rows": rows, "facts": common}
 
 
 def _programs(

@@ -9,58 +9,38 @@ ideal, and memory.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
-from interlace.commands.explain import strategy_of
-from interlace.cost import Timeline
 from interlace.errors import OptionError
-from interlace.ir import Program
 from interlace.launch import Tell
 from interlace.strategies import StrategyName
-from interlace.trace import Run, write_page, write_perfetto
-from interlace.trace.figures import SiteFigures, site_figures
-from interlace_bench.race.ways import Racer, close, free, prepare, time_ways
+from interlace_bench.race.ways import Racer, RaceSettings, close, free, prepare, run_race
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
 from interlace_bench.timing import race
-from interlace_bench.transformer.candidates import FLOAT8, OURS, WAYS, Candidates, limit
+from interlace_bench.transformer.candidates import FLOAT8, WAYS, Candidates, limit
 from interlace_bench.transformer.models import MODELS, flops
-
-DTYPES = ("bf16", "f32")
-TRACED = 3
-"""Steps of which the last is what a trace shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerSettings:
-    """What is run."""
+class TransformerSettings(RaceSettings):
+    """Layers of a model, and the sizes of a batch."""
 
+    known = WAYS
     model: str = "llama3-8b"
     layers: int = 1
     sequence: int = 8192
     batch: int = 1
     dtype: str = "bf16"
-    only: tuple[str, ...] = WAYS
-    seconds: float = 60.0
     strategy: StrategyName = "auto"
     calibration: str | None = None
-    profile: str = ""
-    """The file of the trace or the page; empty: none."""
-    commit: str = ""
 
     def __post_init__(self) -> None:
-        choices = {"--model": MODELS, "--dtype": DTYPES}
-        given = [("--model", self.model), ("--dtype", self.dtype)]
-        for option, value in (*given, *(("--only", way) for way in self.only)):
-            known = choices.get(option, WAYS)
-            if value not in known:
-                raise OptionError(f"{option} {value}: choose from {', '.join(known)}")
+        RaceSettings.__post_init__(self)
         if min(self.layers, self.sequence, self.batch) < 1:
             raise OptionError("--layers, --sequence and --batch must be >= 1")
 
@@ -106,36 +86,22 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
     ]
 
 
-def site_rows(way: str, program: Program, timeline: Timeline) -> list[Row]:
-    """The sites of a Program with what their communication took on the timeline's first rank, and
-    what of that no computation hid. What a fused kernel does within counts as computation."""
-    rank, found = timeline.ranks[0], site_figures(timeline)
-    rows: list[Row] = []
-    for site in program.sites:
-        took = found.get((rank, site.id), SiteFigures(0.0, 0.0, 0.0))
-        told = {"comm_ms": took.comm_s * 1e3, "exposed_ms": took.exposed_s * 1e3}
-        row = {"way": way, "program": program.name, "how": strategy_of(site), **asdict(site)}
-        rows.append({**row, **told})
-    return rows
-
-
 def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Races the ways; rank 0 gets the report."""
     tell({"event": "total", "total": len(settings.only) + 1, "doing": "weights"})
     trained = Candidates(settings, ranks)
-    racers: dict[str, Racer] = {}
-    memory: dict[str, float] = {}
-    for name in settings.only:
-        tell({"event": "step", "doing": f"{name}: compiling"})
-        racers[name], memory[name] = _prepared(trained, name)
-    tell({"event": "step", "doing": "timing"})
-    time_ways(racers.values(), lambda runs, sets: race(ranks, runs, sets, settings.seconds))
+    racers = run_race(
+        settings.only,
+        lambda name: _prepared(trained, name),
+        lambda runs, sets: race(ranks, runs, sets, settings.seconds),
+        tell,
+    )
     times = {
         name: slowest(ranks, trained.laps[name].medians() if not racer.problem else NONE)
         for name, racer in racers.items()
     }
     offs = ranks.maximum([racer.off for racer in racers.values()])
-    peaks = ranks.maximum(list(memory.values()))
+    peaks = ranks.maximum([racer.peak_bytes for racer in racers.values()])
     found = zip(rows_of(settings, ranks.size, times), racers.values(), peaks, offs, strict=True)
     common = facts(ranks.device.type, settings.commit)
     rows: list[Row] = [
@@ -153,46 +119,9 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Row | None:
     ]
     tell({"event": "rows", "rows": rows})
     close(racers.values())
-    runs: dict[str, list[Run]] = {}
-    for name in OURS:
-        if name in racers and not racers[name].problem:
-            tell({"event": "doing", "doing": f"{name}: tracing"})
-            runs[name] = _traced(trained, name)
     torch.compiler.reset()  # while the group of its graphs is there
     free(ranks)
-    if ranks.me:
-        return None
-    return {"rows": rows, "sites": told_of(runs, settings, common), "facts": common}
-
-
-def told_of(
-    runs: Mapping[str, Sequence[Run]], settings: TransformerSettings, common: Mapping[str, object]
-) -> list[Row]:
-    """The sites of the runs of ours; the runs go to a page or a trace, if one is wanted."""
-    profile = settings.profile
-    if profile.endswith(".html"):
-        tokens = ("tokens", str(settings.batch * settings.sequence))
-        told = [(name, str(common[name])) for name in ("gpu", "commit", "torch")]
-        title = f"{settings.model}, layers: {settings.layers}"
-        write_page(_beside_serial(runs), profile, title, [tokens, *told])
-    elif profile:
-        write_perfetto([run for each in runs.values() for run in each], Path(profile))
-    return [
-        row
-        for way in OURS
-        for run in runs.get(way, ())
-        for row in site_rows(way, run.programs[0], run.timelines[0])
-    ]
-
-
-def _beside_serial(runs: Mapping[str, Sequence[Run]]) -> list[Run]:
-    """The runs of ours, each beside the serial one of its graph where that was predicted."""
-    plain = [replace(run, label="serial") for run in runs.get("serial", ())]
-    return [
-        replace(run, before=before)
-        for way in OURS
-        for run, before in itertools.zip_longest(runs.get(way, ()), plain if way in runs else ())
-    ]
+    return None if ranks.me else {"rows": rows, "facts": common}
 
 
 NONE = [math.nan] * 3
@@ -205,20 +134,21 @@ def slowest(ranks: Ranks, mine: list[float]) -> Stages:
     return max(every, key=lambda stages: stages.both)
 
 
-def _prepared(trained: Candidates, name: str) -> tuple[Racer, float]:
-    """A way, opened, and the bytes that a step takes at most beyond weights and moments."""
+def _prepared(trained: Candidates, name: str) -> Racer:
+    """A way, opened, with the most bytes that a step takes beyond weights and moments."""
     ranks = trained.ranks
     free(ranks)
     before = _held(ranks)
     racer = prepare(ranks, trained.way(name), trained.sets, limit(name))
     if not ranks.cuda or racer.opened is None:
-        return racer, math.nan
+        return racer
     free(ranks)
     torch.cuda.reset_peak_memory_stats()
     racer.opened.run(*racer.sets[0])
     torch.cuda.synchronize()
     grown = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    return racer, _held(ranks) + grown - before
+    racer.peak_bytes = _held(ranks) + grown - before
+    return racer
 
 
 def _held(ranks: Ranks) -> float:
@@ -227,24 +157,3 @@ def _held(ranks: Ranks) -> float:
         return math.nan
     unused, total = torch.cuda.mem_get_info()
     return total - unused - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
-
-
-def _traced(trained: Candidates, name: str) -> list[Run]:
-    """How all ranks ran the Programs of a way of ours, in the last of some steps."""
-    ranks = trained.ranks
-    torch.compiler.reset()
-    racer = prepare(ranks, trained.way(name, trace=True), trained.sets, limit(name))
-    if racer.opened is None:
-        return []
-    for _ in range(TRACED):
-        racer.opened.run(*racer.sets[0])
-    bound = [b for b in trained.bound[name] if b.executor.options.trace]
-    texts = [each.executor.timeline().to_json() for each in bound]
-    told = ranks.exchange({"timelines": texts})
-    runs: list[Run] = []
-    for place, each in enumerate(bound):
-        parts = [Timeline.from_json(note["timelines"][place]) for note in told]
-        spans = tuple(span for part in parts for span in part.spans)
-        title = f"{name}: {each.program.name}"
-        runs.append(Run((each.program,), None, Timeline(spans, title, "measured"), title))
-    return runs
