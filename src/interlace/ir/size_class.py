@@ -20,7 +20,7 @@ import contextlib
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, wraps
@@ -105,13 +105,15 @@ class SizeClass:
         facts = [replace(fact, value=fact.value.renamed(names)) for fact in self.facts]
         return SizeClass(tuple(kept), tuple(facts))
 
-    def bucket(self) -> SizeClass:
-        """The part of the class whose sizes are between two powers of two: memory is laid out for
-        the largest of them, and predictions are of about as much work."""
+    def bucket(self, names: Collection[str], alike: bool = False) -> SizeClass:
+        """The part of the class where these sizes are below the next power of two, for which memory
+        is laid out; `alike`: and not below the last, so that predictions are of as much work."""
         known = Known(self)
         for size in self.sizes:
-            bits = size.value.bit_length()
-            known.narrow(replace(size, low=(1 << bits) >> 1, high=(1 << bits) - 1))
+            if size.name in names:
+                bits = size.value.bit_length()
+                low = (1 << bits) >> 1 if alike else 0
+                known.narrow(replace(size, low=low, high=(1 << bits) - 1))
         return known.size_class()
 
     def alone(self) -> SizeClass:

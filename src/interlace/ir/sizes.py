@@ -190,6 +190,11 @@ def named(name: str) -> Size:
     return Size({(name,): 1})
 
 
+def names_of(values: Iterable[object]) -> frozenset[str]:
+    """The names in those of some values that are sizes."""
+    return frozenset(name for value in values if isinstance(value, Size) for name in value.names)
+
+
 def at(value: Int, values: Mapping[str, int]) -> int:
     """The integer that a size is for these values."""
     return value.at(values) if isinstance(value, Size) else value

@@ -15,7 +15,7 @@ from interlace.ir.box import Box
 from interlace.ir.call_names import FIX, WORDS, refusal
 from interlace.ir.ops import Arg
 from interlace.ir.program import Program
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import Tag, print_view
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
@@ -218,7 +218,8 @@ def too_long(sizes: Sequence[Int], strides: Sequence[Int], dtype: DType, offset:
     for size, stride in zip(sizes, strides, strict=True):
         count *= max(size, 1)
         reach += max(size - 1, 0) * stride
-    return any(number * dtype.itemsize + offset > MAX_BYTES for number in (count, reach))
+    numbers = at_hand(count), at_hand(reach)  # of all sizes it would be a fact of the class
+    return max(numbers) * dtype.itemsize + offset > MAX_BYTES
 
 
 def check_buffer(context: CheckContext, buffer: Buffer, kinds: tuple[str, ...]) -> None:
