@@ -94,11 +94,6 @@ class SizeClass:
             fact.holds(values) for fact in self.facts
         )
 
-    @property
-    def largest(self) -> dict[str, int]:
-        """The largest value of each name: what memory is laid out for."""
-        return {s.name: s.high - (s.high - s.rest) % s.modulus for s in self.sizes}
-
     def renamed(self, names: Mapping[str, str]) -> SizeClass:
         """The sizes with other names; those that get none are left out."""
         kept = [replace(size, name=names[size.name]) for size in self.sizes if size.name in names]

@@ -56,11 +56,6 @@ class Size:
         """The sizes that it depends on."""
         return frozenset(name for monomial in self.terms for name in monomial)
 
-    @property
-    def grows(self) -> bool:
-        """Whether it is never smaller where a named size is larger."""
-        return all(count > 0 for monomial, count in self.terms.items() if monomial)
-
     def at(self, values: Mapping[str, int]) -> int:
         """The integer that it is for these values."""
         total = sum(c * math.prod(values[n] for n in m) for m, c in self.terms.items())
