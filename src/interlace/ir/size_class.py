@@ -359,6 +359,14 @@ def settled(given: SizeClass) -> Generator[None]:
 
 
 @contextlib.contextmanager
+def unnoted() -> Generator[None]:
+    """The same within `deciding`, for what has been decided so far."""
+    known = _known()
+    with settled(FIXED if known is None else known.size_class()):
+        yield
+
+
+@contextlib.contextmanager
 def _answering(known: Known) -> Generator[Known]:
     token = DECIDER.set(known)
     try:
