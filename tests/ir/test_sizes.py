@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -9,7 +10,21 @@ import pytest
 from interlace.errors import ParseError, SizeError
 from interlace.ir import parse
 from interlace.ir.size_class import Known, NamedSize, SizeClass, deciding
-from interlace.ir.sizes import Int, Size, at, counted, divisors, fixed, gcd, named
+from interlace.ir.sizes import (
+    UNBOUNDED,
+    Int,
+    Size,
+    at,
+    counted,
+    divided,
+    divisors,
+    fixed,
+    gcd,
+    greatest,
+    least,
+    named,
+    never_above,
+)
 
 S, T = named("S"), named("T")
 
@@ -180,5 +195,29 @@ def test_the_sizes_of_two_classes() -> None:
     assert other.rest(S, 6) == 0
     both = one.size_class() & other.size_class()
     assert str(both) == "S >= 4, S <= 39, S % 12 == 0"
-    assert both.largest == {"S": 36}
     assert isinstance(S * 2, Size)
+
+
+def test_bounds_hold_for_every_size_of_a_class(seed: int) -> None:
+    rng = random.Random(seed)
+    ranges = {"S": (3, 9), "T": (0, 7)}
+    sizes = [NamedSize(n, value=low, low=low, high=high) for n, (low, high) in ranges.items()]
+    for _ in range(200):
+        text = expression(rng)[0]
+        with contextlib.suppress(SizeError), deciding(SizeClass(tuple(sizes))) as known:
+            value = evaluated(text, S, T)
+            low, high = least(value), greatest(value)
+            held = known.size_class()
+            for s in range(3, 10):
+                for t in range(8):
+                    if held.holds(values := {"S": s, "T": t}):
+                        assert low <= at(value, values) <= high, (text, values)
+    with deciding(SizeClass(tuple(sizes))) as known:
+        assert (least(S * T - 9 * T), greatest(S * T - 9 * T)) == (-42, 0)
+        assert (least(divided(S, 2)), greatest(divided(S, 2))) == (2, 4)
+        assert never_above(S * T, 9 * T)
+        assert not never_above(S, 8)
+        assert not known.size_class().facts
+    with deciding(class_of({"S": 4})):
+        assert greatest(2 * S + 1) == UNBOUNDED
+        assert least(2 * S + 1) == 1

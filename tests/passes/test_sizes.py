@@ -9,6 +9,7 @@ import pytest
 from tests.passes.samples import KINDS, STRATEGIES
 
 from interlace.ir import Alloc, Program, parse
+from interlace.ir.sizes import MOST
 from interlace.passes import run_pipeline
 from interlace.verify import check
 
@@ -92,3 +93,31 @@ def test_a_class_is_at_each_size_what_that_size_is_lowered_to(
             assert check(concrete).sound
             compared += 1
     assert compared >= 3
+
+
+CACHE = """
+def f(tp: Team[2], S: Size[20], C: Size[384], x: f32[S, 128], cache: f32[C, 64],
+    wq: f32[128, 64], wo: f32[64, 128],
+):
+    main: call("aten.mm.default", x, wq, out=(q := f32[S, 64]))
+    main: call("aten.mm.default", q, cache.permute(1, 0), out=(p := f32[S, C]))
+    main: call("aten.mm.default", p, cache, out=(v := f32[S, 64]))
+    main: call("aten.mm.default", v, wo, out=(y := f32[S, 128]))
+    out = empty(f32[S, 128])
+    main: all_reduce(y, out, reduce="sum", team=tp)
+    return out
+"""
+
+
+def test_a_prompt_over_a_cache_has_a_class_of_a_bucket() -> None:
+    """No remainder of a size that memory is rounded by, no fact about two sizes, and no bound of
+    the length of a cache, which no other rank need know."""
+    lowered = run_pipeline(parse(CACHE), LOWER.format("strategy=serial"))
+    report = check(lowered)
+    assert not report.single
+    assert not report.sizes.facts
+    (tokens, cached) = report.sizes.sizes
+    assert (tokens.low, tokens.high, tokens.modulus) == (16, 31, 1)
+    assert cached.high == MOST
+    kinds = {buffer.name: buffer.kind for buffer in lowered.buffers().values()}
+    assert (kinds["q"], kinds["p"]) == ("local", "fresh")

@@ -45,7 +45,7 @@ def given(rows: int) -> torch.Tensor:
 def test_sizes_in_any_order(seed: int) -> None:
     rng = random.Random(seed)
     with Executor(parse(TEXT)).prepare() as executor:
-        assert str(executor.sizes) == "S >= 3, S <= 15, S % 2 == 0, T >= 2, T <= 3"
+        assert str(executor.sizes) == "S >= 3, S <= 15, S % 2 == 0, T >= 2"
         for _ in range(60):
             x = given(rng.choice([8, 10, 12, 14]))
             y, t = executor.run([x])
@@ -62,8 +62,8 @@ def test_a_size_that_no_input_tells_is_given() -> None:
         assert executor.run([x])[1].shape == (3, 12)
         assert executor.run_at({"S": 12, "T": 2}, [x])[1].shape == (2, 12)
         assert executor.run([given(8)])[1].shape == (2, 8)
-        with pytest.raises(ExecutorError, match=r"is for sizes where .*T = 9"):
-            executor.run_at({"S": 12, "T": 9}, [x])
+        with pytest.raises(ExecutorError, match=r"is for sizes where .*T = 1"):
+            executor.run_at({"S": 12, "T": 1}, [x])
         assert executor.run([x])[1].shape == (2, 12)
 
 

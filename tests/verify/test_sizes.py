@@ -25,6 +25,7 @@ from interlace.ir import (
     Reshape,
     Step,
     View,
+    parse,
 )
 from interlace.ir.program import map_values
 from interlace.ir.size_class import NamedSize, SizeClass
@@ -134,3 +135,20 @@ def compare(seed: int, pairs: int) -> None:
             own = check(program.at({"S": size}))
             assert own.sound, f"S = {size}\n{program}\n{report}\n{own}"
             compared += 1
+
+
+HEADS = """
+def f(S: Size[8], x: f32[4 * S, 128], y: out[f32[2, 4, 2 * S, 16]]):
+    rows = alloc(f32[4 * S, 128])
+    main: copy(x[0:2 * S, :], rows[0:2 * S, :])
+    main: copy(x[2 * S:4 * S, :], rows[2 * S:4 * S, :])
+    main: copy(rows.view(2, 2 * S, 4, 32).permute(0, 2, 1, 3)[:, :, :, 0:16], y)
+"""
+
+
+def test_halves_of_heads_of_rows_that_were_written_in_chunks() -> None:
+    report = check(parse(HEADS))
+    assert report.sound
+    assert not report.single, report.single
+    missing = HEADS.replace("    main: copy(x[2 * S:4 * S, :], rows[2 * S:4 * S, :])\n", "")
+    assert not check(parse(missing)).sound

@@ -1,4 +1,4 @@
-"""How much communication a Program has, in words, whether or not it states sites.
+"""How much communication a Program has, in words, and which named sizes that depends on.
 
 >>> told(load("all_gather_linear.ilc"))
 '1 one-sided copy'
@@ -6,9 +6,15 @@
 
 from __future__ import annotations
 
-from interlace.ir.ops import Collective, Get, Group, Put, Recv, Send
-from interlace.ir.program import Program, spots
+from collections.abc import Iterable, Iterator
 
+from interlace.ir.ops import Collective, Get, Group, Op, Put, Recv, Send
+from interlace.ir.program import Program, spots
+from interlace.ir.size_class import deciding
+from interlace.ir.sizes import names_of
+from interlace.ir.types import Buffer
+
+_BETWEEN_RANKS = Collective | Put | Get | Send | Recv
 _WORDS = {
     "collective": (Collective,),
     "one-sided copy": (Put, Get),
@@ -19,10 +25,39 @@ _WORDS = {
 
 def told(program: Program) -> str:
     """The numbers of collectives, one-sided copies and messages of one rank; empty: none."""
-    found = [op for _, op in spots(program.ops)]
-    ops = [each for op in found for each in (op.ops if isinstance(op, Group) else (op,))]
+    ops = _single(program)
     counts = {word: sum(isinstance(op, kinds) for op in ops) for word, kinds in _WORDS.items()}
     return ", ".join(f"{n} {_plural(word, n)}" for word, n in counts.items() if n)
+
+
+def exchanged_sizes(program: Program) -> frozenset[str]:
+    """The named sizes that what ranks exchange depends on: all ranks must run the same of them."""
+    tables = [size for table in program.tables for size in table.values]
+    shared = [b for b in program.buffers().values() if b.kind == "symmetric" or b.registered]
+    found = [*tables, *_dimensions(shared)]
+    box = program.boxes(program.world[0] if program.rank is None else program.rank)
+    with deciding(program.sizes):
+        for op in _single(program):
+            if isinstance(op, _BETWEEN_RANKS):
+                for access in (*op.reads(), *op.writes()):
+                    found += box(access.view).sizes
+    return names_of(found)
+
+
+def lasting_sizes(program: Program) -> frozenset[str]:
+    """The named sizes that memory which stays between runs depends on."""
+    kinds = ("local", "symmetric")
+    return names_of(_dimensions(b for b in program.buffers().values() if b.kind in kinds))
+
+
+def _dimensions(buffers: Iterable[Buffer]) -> Iterator[object]:
+    return (size for b in buffers for size in (*b.shape, *(b.strides or ())))
+
+
+def _single(program: Program) -> list[Op]:
+    """All ops, those of groups one by one."""
+    found = [op for _, op in spots(program.ops)]
+    return [each for op in found for each in (op.ops if isinstance(op, Group) else (op,))]
 
 
 def _plural(word: str, count: int) -> str:

@@ -20,7 +20,7 @@ import contextlib
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, wraps
@@ -94,24 +94,21 @@ class SizeClass:
             fact.holds(values) for fact in self.facts
         )
 
-    @property
-    def largest(self) -> dict[str, int]:
-        """The largest value of each name: what memory is laid out for."""
-        return {s.name: s.high - (s.high - s.rest) % s.modulus for s in self.sizes}
-
     def renamed(self, names: Mapping[str, str]) -> SizeClass:
         """The sizes with other names; those that get none are left out."""
         kept = [replace(size, name=names[size.name]) for size in self.sizes if size.name in names]
         facts = [replace(fact, value=fact.value.renamed(names)) for fact in self.facts]
         return SizeClass(tuple(kept), tuple(facts))
 
-    def bucket(self) -> SizeClass:
-        """The part of the class whose sizes are between two powers of two: memory is laid out for
-        the largest of them, and predictions are of about as much work."""
+    def bucket(self, names: Collection[str], alike: bool = False) -> SizeClass:
+        """The part of the class where these sizes are below the next power of two, for which memory
+        is laid out; `alike`: and not below the last, so that predictions are of as much work."""
         known = Known(self)
         for size in self.sizes:
-            bits = size.value.bit_length()
-            known.narrow(replace(size, low=(1 << bits) >> 1, high=(1 << bits) - 1))
+            if size.name in names:
+                bits = size.value.bit_length()
+                low = (1 << bits) >> 1 if alike else 0
+                known.narrow(replace(size, low=low, high=(1 << bits) - 1))
         return known.size_class()
 
     def alone(self) -> SizeClass:
@@ -358,6 +355,14 @@ def settled(given: SizeClass) -> Generator[None]:
     """Questions about sizes are answered by what holds for all of a class: ranks that ask other
     questions, as of views of their own, are for the same sizes all the same."""
     with _answering(Settled(given)) if given.sizes else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def unnoted() -> Generator[None]:
+    """The same within `deciding`, for what has been decided so far."""
+    known = _known()
+    with settled(FIXED if known is None else known.size_class()):
         yield
 
 

@@ -56,11 +56,6 @@ class Size:
         """The sizes that it depends on."""
         return frozenset(name for monomial in self.terms for name in monomial)
 
-    @property
-    def grows(self) -> bool:
-        """Whether it is never smaller where a named size is larger."""
-        return all(count > 0 for monomial, count in self.terms.items() if monomial)
-
     def at(self, values: Mapping[str, int]) -> int:
         """The integer that it is for these values."""
         total = sum(c * math.prod(values[n] for n in m) for m, c in self.terms.items())
@@ -188,6 +183,11 @@ Int = int | Size
 def named(name: str) -> Size:
     """The size of that name."""
     return Size({(name,): 1})
+
+
+def names_of(values: Iterable[object]) -> frozenset[str]:
+    """The names in those of some values that are sizes."""
+    return frozenset(name for value in values if isinstance(value, Size) for name in value.names)
 
 
 def at(value: Int, values: Mapping[str, int]) -> int:

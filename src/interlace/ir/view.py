@@ -243,7 +243,7 @@ def _apply(box: Box, step: Step, where: Where) -> Box:
             sizes, strides, offset = _cast(sizes, strides, offset, dtype, target)
             dtype = target
         case AsStrided(new_sizes, new_strides, start):
-            if len(new_sizes) != len(new_strides) or min(new_sizes, default=0) < 0:
+            if len(new_sizes) != len(new_strides) or any(size < 0 for size in new_sizes):
                 raise ValueError("give one stride for each size, and sizes >= 0")
             sizes, strides, offset = list(new_sizes), list(new_strides), start
         case _:
@@ -255,7 +255,7 @@ def _fill_in(shape: tuple[Int, ...], numel: Int) -> list[Int]:
     known = math.prod([size for size in shape if size != -1])
     if -1 in shape and known == 0:
         raise ValueError("-1 is ambiguous for an empty view")
-    if shape.count(-1) > 1 or min(shape, default=0) < -1:
+    if shape.count(-1) > 1 or any(size < -1 for size in shape):
         raise ValueError("sizes are >= 0, and one of them may be -1")
     wanted = [size if size != -1 else numel // known for size in shape]
     if math.prod(wanted) != numel:

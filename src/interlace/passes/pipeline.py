@@ -30,6 +30,7 @@ from interlace.ir import (
     Send,
     validate,
 )
+from interlace.ir.communication import exchanged_sizes, told
 from interlace.ir.size_class import deciding
 from interlace.options import Options
 from interlace.passes.accumulate import Accumulate
@@ -109,9 +110,11 @@ def run_pipeline(
 
     `on_pass` sees each pass with the Program it made. With `check`, every Program between is
     validated, and the last one must be sound. What is made of a Program with named sizes is for the
-    bucket of those at hand.
+    bucket of those at hand, but for sizes that are no other rank's concern: ranks whose numbers of
+    tokens differ, say, stay in one class.
     """
-    program = program.replace(sizes=program.sizes.bucket())
+    names = exchanged_sizes(program) if told(program) else {*program.sizes.values}
+    program = program.replace(sizes=program.sizes.bucket(names, alike=True))
     for item in parse_pipeline(passes) if isinstance(passes, str) else passes:
         with deciding(program.sizes) as known:
             made = item.run(program)

@@ -19,6 +19,7 @@ from typing import ClassVar
 from interlace.errors import PassError
 from interlace.ir import Alloc, Buffer, Call, Free, Notify, Op, Program, Remark, View, views_in
 from interlace.ir.operators import matmul_of
+from interlace.ir.sizes import UNBOUNDED
 from interlace.passes.dependencies import dependencies, symmetric_buffers
 from interlace.passes.fuse import groups, used_by
 from interlace.passes.insert_sync import Order, clocks, strip_events
@@ -43,6 +44,7 @@ class PlanMemory:
         lives = Lives.of(program)
         overlaps = Overlaps(program)
         sizes = {name: overlaps.size(lives.buffers[name]) for name in lives.uses}
+        sizes = {name: size for name, size in sizes.items() if size < UNBOUNDED}
         offsets = _pack(lives, sizes, self.reuse)
         frees = _place_frees(lives, len(program.ops))
         slots = _take_slots(lives, frees, sizes, self.reuse)
@@ -65,8 +67,10 @@ def _escaping(program: Program) -> set[str]:
 
 
 def _localise(program: Program) -> Program:
-    """Fresh buffers that stay inside become local; local ones that leave become fresh."""
-    escaping = _escaping(program)
+    """Fresh buffers that stay inside become local; local ones that leave, or whose size has no
+    bound in the class, become fresh."""
+    escaping, overlaps = _escaping(program), Overlaps(program)
+    escaping |= {b.name for b in overlaps.buffers.values() if overlaps.size(b) >= UNBOUNDED}
     ops: list[Op] = []
     for op in program.ops:
         if isinstance(op, Alloc) and op.buffer.kind in ("fresh", "local"):
@@ -315,7 +319,7 @@ def _remarks(
     for name, slot in slots.items():
         key = (lives.buffers[name].team, slot)
         pool[key] = max(pool.get(key, 0), sizes.get(name, 0))
-    fresh = {name: sizes[name] for name in lives.uses if lives.buffers[name].kind == "fresh"}
+    fresh = {name: size for name, size in sizes.items() if lives.buffers[name].kind == "fresh"}
     begins: dict[int, int] = {}
     for name, size in fresh.items():
         first = lives.uses[name][0]

@@ -31,6 +31,7 @@ from interlace.cost import Timeline
 from interlace.errors import ExecutorError, InterlaceError, SizeError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.call_names import refuse_others
+from interlace.ir.communication import exchanged_sizes, lasting_sizes
 from interlace.ir.size_class import FIXED, settled
 from interlace.ir.types import Member
 from interlace.options import BACKENDS, Options
@@ -214,7 +215,9 @@ class Executor:
             for team in teams:
                 team.setup(limit)
             self._own = self.program.instantiate(self.rank)
-            self.sizes = self.agreement.report.sizes.bucket()
+            self.sizes = self.agreement.report.sizes.bucket(
+                exchanged_sizes(self._own) | lasting_sizes(self._own)
+            )
             self._measures = measures(self._own, self.sizes)
             if self._own.sizes.sizes or self.sizes.sizes:
                 self._fix(self._not_classed(self.agreement))
@@ -313,8 +316,9 @@ class Executor:
         values = ValueTable(program, plan.box, resources.slots, self._arena, run_sizes, *known)
         params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
         facts = self.device, *known, run_sizes
-        # Sizes that do not differ from run to run may be others on each rank.
-        tag_at = agreement.tag_at if program.sizes.sizes else lambda _: agreement.tag
+        # Sizes that no exchange depends on may be others on each rank.
+        met = exchanged_sizes(program) if program.sizes.sizes else ()
+        tag_at = functools.partial(agreement.tag_at, [name in met for name in run_sizes.values])
         text = None if agreement.texts else Flight(self.program, self.rank).text
         label = RunLabel(program.name, tag_at, run_sizes, text)
         label.carry(self._origin)

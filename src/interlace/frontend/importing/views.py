@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from interlace.errors import ProgramError
+from interlace.errors import ProgramError, SizeError
 from interlace.frontend.importing.symbols import size_of, sizes_of
 from interlace.frontend.importing.types import NOWHERE, dtype_of, same_layout, same_strides
 from interlace.ir import (
@@ -34,6 +34,7 @@ from interlace.ir import (
     View,
     contiguous_strides,
 )
+from interlace.ir.size_class import unnoted
 from interlace.ir.sizes import Int
 
 Rule = Callable[[Sequence[Any], Box, torch.Tensor], tuple[Step, ...]]
@@ -136,9 +137,8 @@ def strided(box: Box, source: torch.Tensor, out: torch.Tensor, view: View) -> Vi
 
 def shorten(view: View, buffer: Buffer, box: Box) -> View:
     """The same box with fewer steps: nothing for the whole buffer, one reshape for several."""
-    bare = View(view.buffer)
-    if _same_box(bare.box(buffer, NOWHERE), box):
-        return bare
+    if _try(view.buffer, buffer, [], box):
+        return View(view.buffer)
     steps: list[Step] | None = list(view.steps)
     while steps is not None:
         view = View(view.buffer, tuple(steps))
@@ -166,9 +166,11 @@ def _shorter(steps: list[Step], i: int) -> list[list[Step]]:
 
 
 def _try(name: str, buffer: Buffer, steps: list[Step], box: Box) -> bool:
+    """Whether the steps lead to that box; where it depends on sizes, they do not."""
     try:
-        return _same_box(View(name, tuple(steps)).box(buffer, NOWHERE), box)
-    except ProgramError:
+        with unnoted():
+            return _same_box(View(name, tuple(steps)).box(buffer, NOWHERE), box)
+    except (ProgramError, SizeError):
         return False
 
 

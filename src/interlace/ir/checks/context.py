@@ -15,7 +15,7 @@ from interlace.ir.box import Box
 from interlace.ir.call_names import FIX, WORDS, refusal
 from interlace.ir.ops import Arg
 from interlace.ir.program import Program
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import Tag, print_view
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
@@ -193,7 +193,7 @@ class CheckContext:
         return tuple(boxes) if depends else tuple(boxes) * len(self.wheres)
 
     def _spans(self, box: Box, view: View) -> None:
-        if len(box.sizes) > MAX_DIMS or span(box.sizes, box.strides, box.dtype) > MAX_BYTES:
+        if len(box.sizes) > MAX_DIMS or too_long(box.sizes, box.strides, box.dtype):
             raise self.fault(
                 f"{print_view(view, self.program)} has too many dimensions or elements",
                 f"keep to {MAX_DIMS} dimensions, and to what 64 bits count in bytes",
@@ -202,7 +202,9 @@ class CheckContext:
     def _within(self, box: Box, buffer: Buffer, where: Where, view: View) -> None:
         whole = View(buffer.name).box(buffer, where)
         end = whole.hull[1]
-        if box.numel and (box.offset < 0 or min(box.strides, default=0) < 0 or box.hull[1] > end):
+        if box.numel and (
+            box.offset < 0 or any(step < 0 for step in box.strides) or box.hull[1] > end
+        ):
             raise self.fault(
                 f"{print_view(view, self.program)} reaches byte {box.hull[1]} of {buffer.name!r}, "
                 f"which has {end} on rank {where.rank}",
@@ -210,13 +212,14 @@ class CheckContext:
             )
 
 
-def span(sizes: Sequence[Int], strides: Sequence[Int], dtype: DType) -> Int:
-    """Bytes that a layout counts with: its elements or its reach, an empty size as if it were 1."""
+def too_long(sizes: Sequence[Int], strides: Sequence[Int], dtype: DType, offset: int = 0) -> bool:
+    """Whether 64 bits do not count its bytes: elements or reach, an empty size as if it were 1."""
     count, reach = 1, 1
     for size, stride in zip(sizes, strides, strict=True):
         count *= max(size, 1)
         reach += max(size - 1, 0) * stride
-    return max(count, reach) * dtype.itemsize
+    numbers = at_hand(count), at_hand(reach)  # of all sizes it would be a fact of the class
+    return max(numbers) * dtype.itemsize + offset > MAX_BYTES
 
 
 def check_buffer(context: CheckContext, buffer: Buffer, kinds: tuple[str, ...]) -> None:
@@ -239,14 +242,14 @@ def check_buffer(context: CheckContext, buffer: Buffer, kinds: tuple[str, ...]) 
     if any(size < 0 for found in sizes for size in found):
         raise context.fault(f"{name!r} has a size below 0", "give sizes >= 0")
     strides = buffer.strides
-    if strides is not None and (len(strides) != len(sizes) or min(strides, default=0) < 0):
+    if strides is not None and (len(strides) != len(sizes) or any(step < 0 for step in strides)):
         raise context.fault(
             f"{name!r} has {len(sizes)} sizes and strides {list(strides)}",
             "give one stride >= 0, in elements, for each dimension",
         )
     for found in set(zip(*sizes, strict=True)):
         steps = strides if strides is not None else contiguous_strides(found)
-        if len(found) > MAX_DIMS or span(found, steps, buffer.dtype) + buffer.offset > MAX_BYTES:
+        if len(found) > MAX_DIMS or too_long(found, steps, buffer.dtype, buffer.offset):
             raise context.fault(
                 f"{name!r} has too many dimensions or bytes",
                 f"keep to {MAX_DIMS} dimensions, and to what 64 bits count in bytes",

@@ -98,7 +98,7 @@ def _check_header(context: CheckContext) -> None:
         if table.team not in context.teams:
             raise context.unknown("team", table.team, context.teams)
         size = context.teams[table.team].size
-        if len(table.values) != size or min(table.values, default=0) < 0:
+        if len(table.values) != size or any(size < 0 for size in table.values):
             what = f"table {table.name!r} holds {list(table.values)} for {size} ranks"
             raise context.fault(what, f"give one number >= 0 for each rank of {table.team!r}")
         context.tables[table.name] = table

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from interlace.ir import Call, Collective, Op, View
 from interlace.ir.operators import by_data, matmul_of
+from interlace.ir.size_class import supposing
 from interlace.ir.sizes import Int
 from interlace.passes.sites.cone import Cone, blocks_of, cone_of, lhs_of, result_of
 from interlace.passes.sites.rows import (
@@ -285,7 +286,8 @@ def _scatter(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Scatt
     if op.kind == "all_reduce":
         if contents not in ((ByteRun(0, total * row, 0, 0),), ()) or box.nbytes != total * row:
             raise Refused("it reduces the matmul's rows in another order, or not all of them")
-        rows = balanced_sizes(total, team.size)
+        with supposing():  # who cuts it into these notes them; a serial one needs no remainder
+            rows = balanced_sizes(total, team.size)
         layout = RowLayout(1, rows, rows)
     else:
         layout = scatter_layout(contents, row, parts_of(values, op, op.src), total)

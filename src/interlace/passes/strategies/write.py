@@ -13,7 +13,7 @@ from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slic
 from interlace.ir.sizes import Int
 from interlace.passes.sites.cone import made_by
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
-from interlace.passes.sites.rows import RowLayout
+from interlace.passes.sites.rows import RowLayout, balanced_sizes
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.chunks import (
     ChunkPlace,
@@ -280,7 +280,7 @@ class _Writer:
                 e.collective("all_reduce", part, full.slice(0, start, stop), reduce=op.reduce)
             return
 
-        sizes, fused = layout.rows, self.row.fuses
+        sizes, fused = balanced_sizes(cone.rows, e.size), self.row.fuses
         count = slabs(self.values, site, self.chunks) if fused else 0
         if count:
             assert stage is not None

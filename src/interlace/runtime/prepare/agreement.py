@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 import torch.distributed as dist
@@ -55,9 +56,10 @@ class Agreement:
     backends: tuple[tuple[str, ...], ...] = ()
     """For each of the teams, the backends of torch that one of its ranks needs: all have them."""
 
-    def tag_at(self, sizes: tuple[int, ...]) -> int:
-        """The tag of runs with these values of the named sizes."""
-        return int(digest(f"{self.tag} {sizes}")[:16], 16) if sizes else self.tag
+    def tag_at(self, met: Sequence[bool], sizes: tuple[int, ...]) -> int:
+        """The tag of runs with these values of the named sizes, by those that ranks `met` in."""
+        same = tuple(compress(sizes, met))
+        return int(digest(f"{self.tag} {same}")[:16], 16) if same else self.tag
 
     def programs(self, own: Program, rank: int) -> tuple[Program, ...]:
         """The Programs of all ranks; `own`, which names its sites, is what `rank` runs."""
