@@ -47,7 +47,8 @@ def rank_main(rank: int, world: int, layers: int, backend: str, store: str) -> N
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
 
-    from interlace.demo.model import ModelConfig, Transformer, parallelize
+    from interlace.demo.model import Transformer, parallelize
+    from interlace.demo.plan import ModelConfig
 
     torch.set_num_threads(1)
     shared = dist.FileStore(store, world)

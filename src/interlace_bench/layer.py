@@ -31,7 +31,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace
-from interlace.demo.model import Attention, Block, ModelConfig, rotary_table
+from interlace.demo.model import Attention, Block, rotary_table
+from interlace.demo.plan import ModelConfig
 from interlace.demo.train import registered
 from interlace.errors import OptionError
 from interlace.frontend.compile import Compiled

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.demo.model import ModelConfig, Transformer, parallelize, rotary_table, rotate
+from interlace.demo.model import Transformer, parallelize, rotary_table, rotate
+from interlace.demo.plan import ModelConfig
 from interlace.demo.train import Batches, read_text
 from interlace.errors import TeamError, UnsupportedError
 

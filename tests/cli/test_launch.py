@@ -108,7 +108,7 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import functools, json, pathlib, sys; sys.path.insert(0, sys.argv[1])\n"
         "from interlace.commands.demo import train\n"
-        "from interlace.demo.train import TrainingPlan\n"
+        "from interlace.demo.plan import TrainingPlan\n"
         "from interlace.launch import launch\n"
         "tell = lambda event: print(json.dumps(event), flush=True)\n"
         "work = functools.partial(train, pathlib.Path(sys.argv[2]), 100)\n"

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from interlace.cli import app
 from interlace.commands import demo
 from interlace.cost import default_machine, default_path
-from interlace.demo.train import TrainingPlan
+from interlace.demo.plan import TrainingPlan
 from interlace.strategies import StrategyName, names
 
 COMMANDS = ["", "demo", "run", "check", "opt", "show", "simulate", "explain", "calibrate", "doctor"]

@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace
-from interlace.demo.model import ModelConfig, Transformer, parallelize
+from interlace.demo.model import Transformer, parallelize
+from interlace.demo.plan import ModelConfig
 from interlace.errors import BackendError, InterlaceError, UnsupportedError
 from interlace.frontend import capture
 from interlace.frontend.explain import explain

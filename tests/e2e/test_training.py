@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace.frontend
-from interlace.demo.model import ModelConfig, Transformer, parallelize
+from interlace.demo.model import Transformer, parallelize
+from interlace.demo.plan import ModelConfig
 from interlace.launch import has_avx512
 
 STEPS = 20

@@ -12,7 +12,8 @@ from tests.external.graphs_support import fake_world, traced
 from torch.distributed.device_mesh import init_device_mesh
 
 from interlace import check_graph
-from interlace.demo.model import ModelConfig, Transformer, parallelize
+from interlace.demo.model import Transformer, parallelize
+from interlace.demo.plan import ModelConfig
 from interlace.tensor_parallel import parallelize as parallelize_by_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")

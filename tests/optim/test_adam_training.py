@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from interlace.demo.model import ModelConfig, Transformer
+from interlace.demo.model import Transformer
+from interlace.demo.plan import ModelConfig
 from interlace.demo.train import Batches, read_text
 from interlace.optim import AdamW
 

@@ -21,7 +21,7 @@ from interlace.commands.output import command, print_json, say, table
 from interlace.errors import BackendError, OptionError, TeamError
 
 if TYPE_CHECKING:
-    from interlace.demo.train import TrainingPlan
+    from interlace.demo.plan import TrainingPlan
     from interlace.launch import Tell
 
 NOISE = 0.03
@@ -103,8 +103,7 @@ def _plan(device: str, layers: int, **options: Any) -> TrainingPlan:
     """The plan for a device: small and exact on the CPU, large and in bf16 on GPUs."""
     from dataclasses import replace
 
-    from interlace.demo.model import LARGE, ModelConfig
-    from interlace.demo.train import TrainingPlan
+    from interlace.demo.plan import LARGE, ModelConfig, TrainingPlan
 
     if device == "cpu":
         return TrainingPlan(model=ModelConfig(layers=layers), **options)
@@ -127,7 +126,7 @@ def train(out: Path, time_out_s: float, plan: TrainingPlan, tell: Tell) -> dict[
 
 def _progress(plan: TrainingPlan, world: int, quiet: bool) -> Tell:
     """Shows rank 0's first and last step of each way, as lines on stderr."""
-    from interlace.demo.train import WAYS
+    from interlace.demo.plan import WAYS
 
     say = (lambda text: None) if quiet else functools.partial(typer.echo, err=True)
     say(f"starting {world} ranks")
@@ -144,7 +143,7 @@ def _progress(plan: TrainingPlan, world: int, quiet: bool) -> Tell:
 def show(report: dict[str, Any]) -> None:
     """The report for people."""
     from interlace.commands.explain import HEADINGS, site_rows
-    from interlace.demo.train import WAYS
+    from interlace.demo.plan import WAYS
     from interlace.ir import Site
     from interlace.trace.figures import milliseconds, percent
 
@@ -187,7 +186,7 @@ def show(report: dict[str, Any]) -> None:
 
 def _tell_equality(way: str, equal: dict[str, Any], must: bool) -> None:
     """Says whether a way gave the same bits as the overlapped one."""
-    from interlace.demo.train import WAYS
+    from interlace.demo.plan import WAYS
 
     names = ("losses", "gradients", "parameters")
     same = [name for name in names if equal[name]]

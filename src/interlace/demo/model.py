@@ -10,8 +10,6 @@ block gathers the sequence before attention and before the feed-forward, and sca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,40 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from interlace.errors import TeamError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """The sizes of the model and of a batch."""
-
-    layers: int = 2
-    dim: int = 256
-    heads: int = 8
-    hidden: int = 768
-    vocabulary: int = 256
-    sequence: int = 1024
-    batch: int = 1
-    dtype: str = "f32"
-    """Element type of parameters and activations: f32 or bf16."""
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.dim // self.heads
-
-    def check(self, world: int) -> None:
-        """Raises TeamError where the sizes do not divide over that many ranks."""
-        for name in ("heads", "hidden", "vocabulary", "sequence"):
-            if getattr(self, name) % world:
-                raise TeamError(
-                    f"the demo's model has {name}={getattr(self, name)}, which {world} ranks do "
-                    "not divide: take 1, 2, 4 or 8 ranks"
-                )
-
-
-LARGE = ModelConfig(dim=4096, heads=32, hidden=14336, sequence=4096, dtype="bf16")
-"""The model of GPUs: blocks of an 8B model, so that a matmul is worth hiding something under."""
+from interlace.demo.plan import ModelConfig
 
 
 class RMSNorm(nn.Module):

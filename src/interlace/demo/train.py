@@ -28,61 +28,20 @@ from torch.distributed.tensor import DTensor
 
 from interlace.commands.explain import explanation
 from interlace.cost import Machine, Timeline, simulate
-from interlace.demo.model import ModelConfig, Transformer, parallelize
+from interlace.demo.model import Transformer, parallelize
+from interlace.demo.plan import TrainingPlan
 from interlace.errors import UnsupportedError
 from interlace.frontend import backend, capture
 from interlace.ir import Program
 from interlace.launch import Tell
-from interlace.options import Options
 from interlace.runtime.machine import machine_for
-from interlace.strategies import StrategyName
 from interlace.trace import Run, write_page, write_perfetto
 from interlace.trace.tracks import write_whole
 from interlace.verify import Report
 
-WAYS = {
-    "eager": "eager DTensor",
-    "serial": "serial",
-    "in_order": "in order",
-    "overlapped": "overlapped",
-}
-"""The ways of training and their titles: eager; the Program as imported; its overlapped ops, one
-after another; the same, overlapped."""
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 ENOUGH = 2_000_000
 """Bytes that are read: more than the demo gets through."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingPlan:
-    """Steps, model and options of a training."""
-
-    steps: int = 20
-    learning_rate: float = 1e-3
-    seed: int = 0
-    strategy: StrategyName = "auto"
-    calibration: str | None = None
-    time_out_s: float = 60.0
-    device: str = "cpu"
-    """`cpu`, or `cuda`: a GPU for each rank."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-
-    def ways(self, world: int) -> list[str]:
-        """The ways to train. Sums over more than two ranks, and kernels of a GPU, have an order of
-        their own: then only the Program in order has the bits of the overlapped one."""
-        in_order = world > 2 or self.device == "cuda"
-        return [way for way in WAYS if in_order or way != "in_order"]
-
-    def options(self, way: str) -> Options:
-        """The options of a compiled way."""
-        return Options(
-            overlap=way != "serial",
-            in_order=way == "in_order",
-            strategy=self.strategy,
-            calibration=self.calibration,
-            time_out_s=self.time_out_s,
-            trace=True,
-        )
 
 
 def read_text(enough: int = ENOUGH, folder: Path | None = None) -> bytes:
