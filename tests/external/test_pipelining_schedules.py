@@ -94,7 +94,7 @@ def test_deferred_receives(name: str, ranks: int, microbatches: int) -> None:
 
 def test_the_verdict_names_what_is_exchanged() -> None:
     report = check_pipelining(make("ZBVZeroBubble", 2, 4, defer=True))
-    found = next(finding for finding in report.errors if finding.kind == "exchanged")
+    found = next(finding for finding in report.findings if finding.kind == "exchanged")
     assert re.search(
         r"rank 0 to rank 1, message 3: rank 0 action \d+ `0SEND_F2` is taken by rank 1 action \d+ "
         r"`2RECV_B0`: the activation of microbatch 2 from stage 0 arrives as the gradient of "
@@ -110,7 +110,7 @@ def test_the_verdict_names_a_circle_of_actions() -> None:
     """Receives right before their computations: the order that hung in pytorch#172668."""
     report = check_pipelining(deferred_to_the_last(tokens(make("Interleaved1F1B", 2, 4))))
     assert report.verdicts == {"rank": False, "pair": False, "direction": True}
-    found = next(finding for finding in report.errors if "pair" in finding.models)
+    found = next(finding for finding in report.findings if "pair" in finding.models)
     assert found.kind == "deadlock"
     words = re.findall(r"rank \d action \d+ `\d(?:SEND|RECV)_[FB]\d`", found.message)
     assert words[0] == words[-1]
@@ -204,7 +204,9 @@ def test_planted_mutants_are_flagged(mutant: str, zero_bubble: Rows) -> None:
     change(rows)
     report = check_pipelining(rows)
     assert kind in report.kinds() <= KINDS.keys(), report
-    assert any(told in finding.message for finding in report.errors if finding.kind == kind), report
+    assert any(told in finding.message for finding in report.findings if finding.kind == kind), (
+        report
+    )
     assert not any(report.verdicts.values())
 
 
@@ -297,7 +299,7 @@ def test_a_wait_for_a_send_before_the_peer_can_receive_it() -> None:
 def test_a_compute_only_schedule_that_torch_cannot_lower() -> None:
     report = check_pipelining([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1F0", "1B0", "1B1"]])
     assert {"deadlock", "loss-order"} <= report.kinds()
-    found = next(finding for finding in report.errors if finding.kind == "deadlock")
+    found = next(finding for finding in report.findings if finding.kind == "deadlock")
     assert "rank 0 action 1 `0B0` needs `1B0`" in found.message
     assert "rank 1 action 0 `1F1` needs `0F1`" in found.message
 

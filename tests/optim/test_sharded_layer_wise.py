@@ -169,8 +169,11 @@ def recorded(seed: int, steps: int, kind: str, replicas: int) -> tuple[list[Weig
             module(batch(seed, step)).square().mean().backward()
             held = [p for group in optimizer.param_groups for p in group["params"]]
             used = [p.grad for p in held if p.grad is not None]
-            wanted = torch.nn.utils.get_total_norm(used).full_tensor()
-            torch.testing.assert_close(optimizing.clip_grad_norm_(0.5).float(), wanted)
+            wanted = torch.nn.utils.get_total_norm(used)
+            assert isinstance(wanted, DTensor)
+            torch.testing.assert_close(
+                optimizing.clip_grad_norm_(0.5).float(), wanted.full_tensor()
+            )
             grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
             seen.append(full(grads))
             optimizing.step()

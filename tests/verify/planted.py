@@ -19,6 +19,7 @@ from tests.fuzzing import campaign as campaigns
 from tests.verify.schedules import GOLDEN
 
 from interlace.ir.order import Awaited, Meetings
+from interlace.ir.sizes import greatest, least
 from interlace.verify.accesses.memory import Cell, Content
 from interlace.verify.accesses.regions import ByteRegion, Regions
 from interlace.verify.accesses.sweep import Sweep
@@ -73,7 +74,7 @@ def as_it_is(self: Regions, spot: Any, where: Any) -> ByteRegion:
     if not found.strided:
         return found
     lo, hi = found.exact.hull
-    return ByteRegion(found.exact, found.exact, lo, hi, False, False)
+    return ByteRegion(found.exact, found.exact, lo, hi, least(lo), greatest(hi), False, False)
 
 
 def without_callers(self: _FrameBuilder) -> None:

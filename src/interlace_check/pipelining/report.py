@@ -75,6 +75,7 @@ def fault(
 class PipeliningReport(Report):
     """Report of a check of a pipeline schedule; its ops are actions."""
 
+    findings: tuple[PipeliningFinding, ...]
     form: str = ""
     """`compute_only`, `compute_comms`, or the name of a schedule of one stage a rank."""
     num_stages: int = 0
@@ -83,11 +84,7 @@ class PipeliningReport(Report):
     @property
     def verdicts(self) -> dict[str, bool]:
         """Whether the schedule is right, by model; it is sound if it is so under every model."""
-        unsound = {
-            name
-            for one in self.errors
-            for name in (one.models if isinstance(one, PipeliningFinding) else MODELS)
-        }
+        unsound = {name for one in self.findings if one.level == "error" for name in one.models}
         return {name: name not in unsound for name in MODELS}
 
     def to_json(self) -> dict[str, Any]:

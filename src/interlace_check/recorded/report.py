@@ -50,6 +50,7 @@ class RecordedOp(OpRef):
 class RecordedFinding(Finding):
     """Cause of a hang, or (level `follows`) a consequence of one."""
 
+    ops: tuple[RecordedOp, ...] = ()
     waiting: tuple[int, ...] = ()
     """Ranks that wait."""
     missing: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ def unrecorded(rank: int, text: str, role: str, loc: str = "") -> RecordedOp:
 def fault(
     kind: str,
     message: str,
-    ops: Iterable[OpRef],
+    ops: Iterable[RecordedOp],
     fix: str,
     waiting: Iterable[int] = (),
     missing: Iterable[int] = (),
@@ -90,6 +91,7 @@ def fault(
 class RecordedReport(Report):
     """Report of a recorded run: sound if all that was recorded fits together and had ended."""
 
+    findings: tuple[RecordedFinding, ...]
     assumed: tuple[str, ...] = ()
     """What the dumps do not say, and what was taken for granted instead."""
     programs: tuple[Program, ...] = field(default=(), repr=False)
