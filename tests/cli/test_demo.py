@@ -141,7 +141,7 @@ def test_the_report_for_people(demo: tuple[dict[str, Any], Path], capsys) -> Non
     assert re.search(rf"^3 .*{loss:.6f}$", text, re.MULTILINE)
     assert "verifier: forward is sound" in text
     assert "verifier: backward is sound" in text
-    assert re.search(r"^overlapped +\d.* \d+% ", text, re.MULTILINE)
+    assert re.search(r"^overlapped +\d.* \d+%", text, re.MULTILINE)
     assert f"wrote {demo[1] / 'timeline.html'}" in text
 
 

@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_written_is_an_error(option: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "line", ["simulate --html", "simulate --out", "explain --html", "opt -o", "show --html"]
+    "line", ["simulate --html", "simulate --out", "opt -o", "show --html"]
 )
 def test_a_folder_is_no_file_to_write(line: str, tmp_path: Path) -> None:
     for path in (".", str(tmp_path)):

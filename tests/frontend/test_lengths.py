@@ -163,7 +163,7 @@ def test_ranks_whose_own_rows_are_as_before_bind_with_the_others(pool: Pool) -> 
 
 def reasons(lengths: list[int], own: bool) -> tuple[list[str], str]:
     """What the log says of Programs of these lengths, and `explain`; ranks may have lengths of
-    their own."""
+    their own, else what they exchange has the length."""
     torch.compiler.reset()
     lines: list[str] = []
     handler = logging.Handler()
@@ -182,7 +182,8 @@ def reasons(lengths: list[int], own: bool) -> tuple[list[str], str]:
             call = torch.compile(fn, backend="interlace", dynamic=True)
             for length in lengths:
                 rows = length + own * torch.distributed.get_rank()
-                call(torch.ones(rows, 4), torch.ones(4, 4))
+                side = 4 if own else length
+                call(torch.ones(rows, 4), torch.ones(side, side))
             text = captured.explain()
     finally:
         log.removeHandler(handler)

@@ -73,7 +73,7 @@ class Content:
             if self.log is None:
                 whole = _dense(0, self.size)
                 ends = self.size, 0, greatest(self.size)
-                all_of_it = ByteRegion(whole, whole, 0, *ends, True, False)
+                all_of_it = ByteRegion(whole, whole, 0, *ends, False, True, False)
                 self.log = [all_of_it] if self.full else list(self.parts)
             self.full = False
             self.log.append((lo, hi))

@@ -43,15 +43,12 @@ class ByteRegion:
     start: int
     stop: int
     """The least `lo` and the greatest `hi` of the class of sizes."""
+    empty: bool
+    """Whether it has no bytes, for any sizes of the class."""
     dense: bool
     """Whether every byte from `lo` to `hi` belongs to it."""
     strided: bool
     """Whether it stands for an `as_strided`, so that it claims more bytes than it has."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether it has no bytes, for any sizes of the class."""
-        return self.start >= self.stop
 
     def covers(self, size: Int) -> bool:
         """Whether it is surely all of a buffer of so many bytes."""
@@ -142,8 +139,9 @@ class Regions:
             lo, hi = box.hull
             if isinstance(lo, Size) or isinstance(hi, Size):
                 self._per_hull = PER_SIZED
+            first, last, dense = least(lo), greatest(hi), _dense(box)
             region = self._interned[box, exact] = ByteRegion(
-                box, exact, lo, hi, least(lo), greatest(hi), _dense(box), box is not exact
+                box, exact, lo, hi, first, last, first >= last, dense, box is not exact
             )
         return region
 
