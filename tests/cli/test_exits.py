@@ -138,9 +138,7 @@ def test_a_file_that_cannot_be_written_is_an_error(option: str, tmp_path: Path) 
     assert err.startswith("error: InterlaceError: cannot write")
 
 
-@pytest.mark.parametrize(
-    "line", ["simulate --html", "simulate --out", "opt -o", "show --html"]
-)
+@pytest.mark.parametrize("line", ["simulate --html", "simulate --out", "opt -o", "show --html"])
 def test_a_folder_is_no_file_to_write(line: str, tmp_path: Path) -> None:
     for path in (".", str(tmp_path)):
         code, _, err = run(*line.split(), path, text=SOUND)

@@ -170,7 +170,9 @@ def split_by_counts(counts: list[list[int]]) -> tuple[bool, str]:
 
 
 def test_counts_of_one_rank(pool: Pool) -> None:
-    """Of some sizes there is no class: then no Program is made for every new one."""
+    """Sizes that no exchange depends on have one class a graph, without bounds."""
     for equal, text in pool(2).run(split_by_counts, [[3, 5], [10, 7], [20, 9], [0, 4], [6, 6]]):
         assert equal
-        assert "0 communications, runs as traced" in text
+        bound = [line for line in text.splitlines() if line.startswith("inference: ")]
+        assert len(bound) == 3, text  # the first counts, what TorchDynamo then takes for any, a 0
+        assert "<= 31" not in text

@@ -74,7 +74,9 @@ def as_it_is(self: Regions, spot: Any, where: Any) -> ByteRegion:
     if not found.strided:
         return found
     lo, hi = found.exact.hull
-    return ByteRegion(found.exact, found.exact, lo, hi, least(lo), greatest(hi), False, False, False)
+    return ByteRegion(
+        found.exact, found.exact, lo, hi, least(lo), greatest(hi), False, False, False
+    )
 
 
 def without_callers(self: _FrameBuilder) -> None:

@@ -30,7 +30,7 @@ from interlace.ir import (
     Send,
     validate,
 )
-from interlace.ir.communication import exchanged_sizes, told
+from interlace.ir.communication import exchanged_sizes
 from interlace.ir.size_class import deciding
 from interlace.options import Options
 from interlace.passes.accumulate import Accumulate
@@ -113,8 +113,7 @@ def run_pipeline(
     bucket of those at hand, but for sizes that are no other rank's concern: ranks whose numbers of
     tokens differ, say, stay in one class.
     """
-    names = exchanged_sizes(program) if told(program) else {*program.sizes.values}
-    program = program.replace(sizes=program.sizes.bucket(names, alike=True))
+    program = program.replace(sizes=program.sizes.bucket(exchanged_sizes(program), alike=True))
     for item in parse_pipeline(passes) if isinstance(passes, str) else passes:
         with deciding(program.sizes) as known:
             made = item.run(program)

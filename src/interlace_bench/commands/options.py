@@ -57,7 +57,9 @@ class BenchOptions:
 class RaceOptions(BenchOptions):
     """The options of a benchmark in which ways to compute one thing take turns."""
 
-    only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = ""
+    only: Annotated[
+        str, typer.Option(help="Names of what is raced, with commas; default: all.")
+    ] = ""
     seconds: Annotated[
         float, typer.Option(help="Time for timing; what does not fit is left out.")
     ] = 80
