@@ -26,7 +26,7 @@ class ProgramError(InterlaceError):
 
 
 class RecordingError(InterlaceError):
-    """What a run recorded cannot be read: a file of a folder is missing, malformed or too large."""
+    """A recorded run cannot be read: a file of its folder is missing, malformed or too large."""
 
 
 class SizeError(InterlaceError):

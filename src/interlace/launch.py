@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 Report = dict[str, Any]
 Tell = Callable[[dict[str, Any]], None]
 Work = Callable[[Any, Tell], Report | None]
-"""What a rank does: settings (which are pickled, as is the function), and who hears of it."""
+"""Function that each rank runs on the settings and a `Tell`; it and the settings are pickled."""
 
 STRICT = "AVX512,STRICT"
 """With this MKL_CBWR, chunks of an fp32 matmul on the CPU have the bits of the whole."""
 NUM_LOG_LINES = 12
 POLL_S = 0.1
 SETTLE_S = 1.0
-"""How long after an error the other ranks are heard: one of them may have the cause."""
+"""Seconds after an error in which other ranks may report theirs: one may be the cause."""
 LEAVE_S = 20.0
-"""How long a rank that failed may take to let go of its GPU before it just ends."""
+"""Seconds that a failed rank has to release its GPU before its process is ended."""
 FAILED, ORPHANED = 3, 4
 
 
@@ -127,7 +127,7 @@ def _watch(
 
 
 def _messages(store: TCPStore) -> Iterator[dict[str, Any] | None]:
-    """What ranks have told, in order; None where there is nothing new."""
+    """Yields the messages of ranks in order; None where there is no new one."""
     for number in itertools.count(1):
         while not store.check([f"launch/{number}"]):
             yield None
@@ -167,7 +167,7 @@ def _threads(world: int) -> int:
 
 @contextlib.contextmanager
 def _environment(world: int) -> Iterator[None]:
-    """What ranks find: the same package, and bit-equal chunks where they can be."""
+    """Sets the ranks' environment: the same package, and bit-equal chunks where possible."""
     before, source = dict(os.environ), str(Path(interlace.__file__).resolve().parents[1])
     paths = [source, *filter(None, [before.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -182,7 +182,7 @@ def _environment(world: int) -> Iterator[None]:
 
 
 def has_avx512() -> bool:
-    """Whether this CPU has what MKL's strict mode needs."""
+    """True if this CPU has AVX-512, which MKL's strict mode needs."""
     with contextlib.suppress(OSError):
         return "avx512f" in Path("/proc/cpuinfo").read_text()
     return False
@@ -230,7 +230,7 @@ def _end_with_parent() -> None:
 
 
 def prepare_for_gpus(environment: MutableMapping[str, str], exact: bool = False) -> None:
-    """What gloo, NCCL and cuBLAS read when they start; what is set already stays.
+    """Sets variables that gloo, NCCL and cuBLAS read when they start; keeps those already set.
 
     No multicast: it needs more of the machine than peer access, and nothing here uses it. Ranks of
     one host meet on its loopback interface, whatever its name resolves to. `exact` gives each

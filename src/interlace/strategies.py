@@ -43,7 +43,7 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What a rank does at step k = 1 .. W-1: offsets from its own rank."""
+    """Chunks and peers of a rank at step k = 1 .. W-1, as offsets from its own rank."""
 
     chunk: Offset
     """Whose rows arrive (gather), or are computed and leave (scatter)."""
@@ -57,12 +57,12 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a site is overlapped.
+    """A way to overlap a site: one row of the table.
 
     `fused` is `peer` with puts, of which the pass `fuse` then puts a matmul's chunks in one kernel;
-    `exchange` and `copies` are serial, but the collective of one is the backend `peer`, and that of
-    the other is one-sided copies. To add a strategy that moves bytes as another does, add a row;
-    another way of travelling is a method of Gather and of Scatter in passes/strategies besides.
+    `exchange` and `copies` are serial, but `exchange` runs its collective on the backend `peer`,
+    and `copies` does it as one-sided copies. To add a strategy that moves bytes as another does,
+    add a row; a new transport also needs a method of Gather and of Scatter in passes/strategies.
     Nothing else asks for a strategy's name or transport: whatever differs is a field here.
     """
 
@@ -74,29 +74,29 @@ class Strategy:
     gather: Path | None = None
     scatter: Path | None = None
     accumulates: bool = False
-    """Whether a partial result picks up each rank's part on its way, instead of all at the end."""
+    """A partial result accumulates each rank's part on its way, instead of all at the end."""
     alone: str = ""
     """Why it cannot serve an all-to-all, each chunk of which is for one rank; empty: it can."""
     peers: bool = False
-    """Whether it reaches into the memory of the peers."""
+    """It accesses the memory of peers."""
     kernel: bool = False
-    """Whether it needs a kernel on a GPU."""
+    """It needs a kernel on a GPU."""
     outdone: bool = False
-    """Whether peer memory leaves no use for it on GPUs that have that."""
+    """It has no use on GPUs that have peer memory."""
     amid: bool = False
-    """Whether it gains only amid computation that is not the site's: `auto` looks at it there."""
+    """It gains only amid computation that is not the site's: `auto` considers it there."""
     on_gpus: bool = False
-    """Whether it is looked at on GPUs alone, where another row of its name serves as well."""
+    """It is considered on GPUs alone, where another row of its name serves as well."""
     protocol: str | None = None
-    """What tells rows of one name apart: in labels, and in the sites of a Program."""
+    """Distinguishes rows of one name, in labels and in the sites of a Program."""
     fuses: bool = False
-    """Whether one kernel takes or makes all chunks of a matmul, in pieces if they are large."""
+    """One kernel takes or makes all chunks of a matmul, in pieces if they are large."""
     instead: tuple[str, str | None] | None = None
     """The row that is taken where its kernel cannot serve a site."""
     adds: bool = True
-    """Whether it adds up partial results itself, and so serves sums alone."""
+    """It adds partial results itself, and so serves sums alone."""
     copies: bool = False
-    """Whether a whole collective becomes copies between the ranks' memories."""
+    """A whole collective becomes copies between the ranks' memories."""
 
     @property
     def key(self) -> tuple[str, str | None]:
@@ -110,22 +110,22 @@ class Strategy:
 
     @property
     def sliced(self) -> bool:
-        """Whether it is cut into slices of every rank's rows."""
+        """True if a site is cut into slices of every rank's rows."""
         return self.cut == "slices"
 
     @property
     def whole(self) -> bool:
-        """Whether its collective stays in one piece."""
+        """True if its collective stays in one piece."""
         return self.cut == "whole"
 
     @property
     def puts(self) -> bool:
-        """Whether a rank writes into its peers' slots."""
+        """True if a rank writes into its peers' slots."""
         return self.transport == "put"
 
     @property
     def fetched(self) -> bool:
-        """Whether what is for a peer is made where that peer fetches it from."""
+        """True if data for a peer is computed in the memory from which that peer fetches it."""
         return self.transport == "get"
 
 
@@ -188,11 +188,11 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
         Strategy("copies", "whole", "put", _RANK_ORDER, peers=True, amid=True, copies=True),
     )
 }
-"""By name and, where rows share one, protocol."""
+"""All strategies, by name and protocol; the protocol is None unless rows share a name."""
 
 
 def names() -> tuple[str, ...]:
-    """What a site can be given: a row, `serial`, or the fastest of all."""
+    """Strategies that a site can be given: `auto` (the fastest), `serial`, or a row's name."""
     return "auto", "serial", *dict.fromkeys(name for name, _ in STRATEGIES)
 
 

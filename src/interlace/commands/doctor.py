@@ -47,7 +47,7 @@ PACKAGES = {
     "cuda-bindings": ("peer memory on GPUs", "pip install 'cuda-bindings>=13.0.3,<14'"),
 }
 SAME = "python", "torch", "interlace", "device"
-"""What must be the same on every host of a job."""
+"""Facts that must be the same on every host of a job."""
 SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface."""
 PROBE = 2 << 20
@@ -127,7 +127,7 @@ def look() -> Iterator[Inspection]:
 
 
 def _optional(name: str, there: bool, found: str, fix: str) -> Inspection:
-    """What Interlace does without where it is not there, and then with its fix."""
+    """Inspection of an optional part: `ok`, or `absent` with its fix."""
     return Inspection(name, "ok", found) if there else Inspection(name, "absent", found, fix)
 
 
@@ -155,7 +155,7 @@ def _torch(torch: Any) -> Iterator[Inspection]:
 
 
 def _arithmetic(torch: Any) -> Inspection:
-    """Whether chunks of a CPU matmul can equal the whole bit for bit."""
+    """Inspects if chunks of a CPU matmul can equal the whole bit for bit."""
     set_to, capability = os.environ.get("MKL_CBWR", ""), torch.backends.cpu.get_cpu_capability()
     found, fix = f"{capability}, MKL_CBWR={set_to or 'not set'}", f"set MKL_CBWR={STRICT}"
     fix += " where an overlapped fp32 run must equal the serial one in bits"

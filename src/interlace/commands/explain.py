@@ -126,7 +126,7 @@ def _show(
 
 
 def without_sites(program: Program, why: bool = False) -> str:
-    """What is said of a Program that has no sites, or (`why`) none that stays serial."""
+    """Message for a Program that has no sites, or (`why`) none that stays serial."""
     from interlace.ir.communication import told
 
     if why and program.streams() != ("main",):
@@ -187,7 +187,7 @@ def strategy_of(site: Site) -> str:
 
 
 def gain_of(serial_ms: float | None, predicted_ms: float | None) -> str:
-    """How much faster a site is predicted to be than serial."""
+    """Predicted speedup of a site over serial, such as `1.25x`; `-` if there is none."""
     return f"{serial_ms / predicted_ms:.2f}x" if serial_ms and predicted_ms else "-"
 
 

@@ -40,7 +40,7 @@ def read_text(path: Path) -> str:
 
 
 def label(path: Path) -> str:
-    """What errors call a file."""
+    """The name of a file in errors."""
     return path.name if str(path) != "-" else "<stdin>"
 
 

@@ -234,7 +234,7 @@ def make_report(
 
 
 def _equal(one: Trained, other: Trained) -> dict[str, Any]:
-    """Whether two ways have the same bits, and how far their losses are from one another."""
+    """Compares the bits of two ways, and measures how far apart their losses are."""
     far = [abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)]
     same = {name: one.digests[name] == other.digests[name] for name in other.digests}
     differences = {"largest_loss_difference": max(far), "first_loss_difference": far[0]}

@@ -39,12 +39,12 @@ class Box:
 
     @property
     def is_sized(self) -> bool:
-        """Whether its sizes or strides differ from run to run."""
+        """True if its sizes or strides differ from run to run."""
         return any(isinstance(number, Size) for number in (*self.sizes, *self.strides))
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements follow one another in row-major order."""
+        """True if the elements follow one another in row-major order."""
         step = 1
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -67,13 +67,13 @@ class Box:
         return Box(at_hand(self.offset), sizes, strides, self.dtype)
 
     def overlaps(self, other: Box) -> bool:
-        """Whether the two boxes of one buffer share a byte. Never misses one, and exact unless that
+        """True if the two boxes of one buffer share a byte. Never misses one, and exact unless that
         takes more than `MAX_STEPS` steps."""
         return self.meets(other)[0]
 
     def meets(self, other: Box) -> tuple[bool, int]:
-        """Whether they overlap, and in how many steps that was found; for a class of sizes, whether
-        they may for some of them."""
+        """Returns True if they overlap (for a class of sizes: if they may for some), and the number
+        of steps that it took to decide."""
         (start, stop), (other_start, other_stop) = self.hull, other.hull
         if never_above(other_stop, start) or never_above(stop, other_start):
             return False, 0
@@ -93,8 +93,8 @@ class Box:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether two elements share a byte. Never misses it, and exact unless that takes more than
-        `MAX_STEPS` steps."""
+        """True if two elements share a byte. Never misses one, and exact unless that takes more
+        than `MAX_STEPS` steps."""
         return _meets_itself(self.sizes, self.strides)
 
 
@@ -102,8 +102,8 @@ MAX_STEPS = 1 << 17
 
 
 def _reach(most: dict[Int, Int], low: Int, high: Int) -> tuple[bool, int]:
-    """Whether some sum of steps, each taken at most so often, lies in [low, high]; and in how many
-    steps that was found. For a class of sizes, whether one may."""
+    """Returns True if some sum of steps, each taken at most so often, lies in [low, high] (for a
+    class of sizes: if one may), and the number of steps that it took to decide."""
     steps = sorted(most, key=at_hand, reverse=True)
     rest: list[Int] = [0]
     divisor = [0]  # of the steps from each place on: the largest sum, what divides all

@@ -1,4 +1,4 @@
-"""What a Call may name: an operator of PyTorch's dispatcher, or a function of a short table.
+"""Names that a Call may have: operators of PyTorch's dispatcher, and a short table of functions.
 
 A name is data from a file, so it is looked up, never walked. Operators outside PyTorch's own
 namespaces are refused unless the caller names them: a schedule from a file is not
@@ -29,7 +29,7 @@ WORDS = (
     *("@device", "@strided", "@contiguous_format", "@preserve_format"),
     *("@channels_last", "@channels_last_3d"),
 )
-"""What an argument may say of torch's values: the device of the run, a layout, memory formats."""
+"""Arguments that mean a value of torch: the device of the run, a layout, a memory format."""
 
 KNOWN_NAMESPACES = ("aten", "prims", "interlace")
 """Namespaces whose operators are meant to touch their arguments and results alone (those known not
@@ -82,7 +82,7 @@ def refusal(fn: str) -> str | None:
 
 
 def is_known(fn: str) -> bool:
-    """Whether an operator is of a namespace that any schedule may call."""
+    """True if an operator is of a namespace that any schedule may call."""
     return fn.partition(".")[0] in KNOWN_NAMESPACES
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CollectiveKind:
-    """What a collective reads and writes, and whether it reduces or has a root."""
+    """A kind of collective: who reads and writes, and whether it reduces or has a root."""
 
     reads: str = "all"  # all | root | none: who reads `src`
     writes: str = "all"  # who writes `dst`

@@ -1,4 +1,4 @@
-"""How much communication a Program has, in words, and which named sizes that depends on.
+"""Amount of communication in a Program, in words, and the named sizes that it depends on.
 
 >>> told(load("all_gather_linear.ilc"))
 '1 one-sided copy'

@@ -1,4 +1,4 @@
-"""How a dataclass is written as a call, from its fields: one table for text, builder and checks.
+"""Form of a dataclass as a call, from its fields: one table for text, builder and checks.
 
     class Notify(Op):                                           notify(ready, to=tp.rank + 1)
         signal: str = field(metadata=NAME)
@@ -44,7 +44,7 @@ SEVERAL = ("keywords", "outs", "fresh", "declaration", "member", "part", "kernel
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a field's type and default do not say about how it is written."""
+    """Details of how a field is written, beyond its type and default."""
 
     role: str = ""
     keyword: str = ""
@@ -86,7 +86,7 @@ NAME = written("name")
 TEAM = written("team")
 """The name of a team: that of the op's peer, or the only one, where a text gives none."""
 COMMON = written("common")
-"""What every op has."""
+"""A field that every op has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class FieldForm:
     """It may be given by position."""
     required: bool
     prefix: str
-    """What the printer writes before its value."""
+    """Text that the printer writes before its value: `to=`, or nothing."""
     implied_by: str
     """For a team: the field with the peer, whose team it is where a text gives none."""
     how: Written

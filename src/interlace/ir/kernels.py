@@ -1,4 +1,4 @@
-"""What the kernel of a Fused op computes: read from the op's parts, and refused where they differ.
+"""The matmul of a Fused op's kernel: read from the op's parts, and refused where they differ.
 
 With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
 
@@ -26,7 +26,7 @@ from interlace.ir.view import View
 
 DTYPES = (DType.bf16, DType.f16)
 FLOAT8 = (DType.f8e4m3, DType.f8e5m2)
-"""Of packed rows, which a gather multiplies too."""
+"""Element types of packed rows, which a gather multiplies too."""
 TAIL = 128
 """Bytes behind the numbers of a packed row (float8/data.py)."""
 ALIGNMENT = 16
@@ -49,7 +49,7 @@ class Factors:
     out: View
     bias: View | None
     packed: bool = False
-    """Whether a and b are packed rows of FP8, b transposed."""
+    """The factors a and b are packed rows of FP8, b transposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class KernelMatmul:
     columns: Int
     dtype: DType
     transposed: bool
-    """Whether the weight is the transpose of a matrix whose rows lie in a row."""
+    """The weight is the transpose of a row-major matrix."""
     weight: View
     bias: View | None
     own: MatrixPlace
@@ -78,10 +78,10 @@ class KernelMatmul:
     """For each part, whose rows it makes and which range of them."""
     signal: str = ""
     value: int = 0
-    """Of a gather: the signal, and its value, that says that a rank's rows have come; one less for
-    each piece that is still to come."""
+    """For a gather: the signal, and its value once all rows of a rank have come; one less for each
+    piece that is still to come."""
     packed: tuple[DType, DType] | None = None
-    """Of packed rows (`inner` is their width): the FP8 types of the two factors."""
+    """FP8 types of the two factors, if these are packed rows (`inner` is then their width)."""
 
 
 def turns(kernel: FusedKernel, size: int) -> list[tuple[int, int]]:
@@ -129,14 +129,14 @@ def factors(op: FusedMember) -> Factors | None:
 
 
 def legible(op: Call, spec: Operator) -> bool:
-    """Whether a matmul has the arguments that the kernels know: both factors and a bias; of FP8 the
-    blocks of rows and whether sums are fast too."""
+    """True if a matmul has the arguments that the kernels know: both factors and a bias; for FP8
+    also the blocks of rows and the flag for fast sums."""
     counts = (spec.lhs + 2,) if spec.blocks is None else (spec.blocks + 3, spec.blocks + 4)
     return not op.kwargs and len(op.args) in counts
 
 
 def bias_of(op: Call, spec: Operator) -> Arg:
-    """What a matmul that the kernels compute adds."""
+    """The bias that a matmul of the kernels adds; None without one."""
     if spec.blocks is not None:
         return op.args[spec.blocks + 1]
     return op.args[0] if spec.lhs else None
@@ -189,7 +189,7 @@ def unfit(a: Box, b: Box, out: Box, bias: Box | None, packed: bool = False) -> s
 def kernel_matmul(
     op: Fused, box: Callable[[View], Box], buffers: Mapping[str, Buffer], where: Where
 ) -> KernelMatmul:
-    """What the kernel of an op computes on a rank; ProgramError where its parts say otherwise."""
+    """The matmul that an op's kernel computes on a rank; ProgramError where its parts differ."""
     assert op.kernel is not None
     return _Reader(op, op.kernel, box, buffers, where).read()
 
@@ -207,7 +207,7 @@ class _Reader:
         self.gathers = kernel.kind == "gather_matmul"
         self.products = [self._product(number, part) for number, part in enumerate(op.parts)]
         self.starts: dict[str, tuple[str, Int]] = {}
-        """By matrix: its buffer and first element."""
+        """Buffer and first element of each matrix, by its name."""
 
     def read(self) -> KernelMatmul:
         kernel = self.kernel

@@ -36,7 +36,7 @@ _TEXT = TABLE.read_text()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a call of an operator does, but for reading its arguments and making its results."""
+    """Effects of a call of an operator, beside reading its arguments and making its results."""
 
     writes: tuple[tuple[int, str], ...] = ()
     """Arguments written in place, by place and name."""
@@ -46,19 +46,19 @@ class Facts:
     unless: tuple[int, str] | None = None
     """An argument that is 0 where nothing is drawn."""
     unwritten: bool = False
-    """Whether the memory of its results has whatever was there before."""
+    """The memory of its results holds whatever was there before."""
     shape_only: bool = False
-    """Whether the elements of its first argument do not matter: it fills it, or takes its shape."""
+    """The elements of its first argument do not matter: it fills it, or takes its shape."""
     remakes: bool = False
-    """Whether an argument has another shape, other strides or other memory afterwards."""
+    """An argument has another shape, other strides or other memory afterwards."""
 
     def written(self, args: Sequence[T], kwargs: Sequence[tuple[str, T]]) -> list[T]:
-        """Those of a call's arguments that it writes in place."""
+        """The arguments of a call that it writes in place."""
         found = [_argument(each, args, kwargs) for each in self.writes]
         return [arg for arg in found if arg is not None]
 
     def drawn(self, args: Sequence[object], kwargs: Sequence[tuple[str, object]]) -> bool:
-        """Whether a call with these arguments draws random numbers."""
+        """True if a call with these arguments draws random numbers."""
         if self.unless is None:
             return self.draws
         return self.draws and bool(_argument(self.unless, args, kwargs))
@@ -77,7 +77,7 @@ NOTHING = Facts()
 
 
 def usual(name: str, overload: str) -> Facts:
-    """What an operator does by its name alone."""
+    """Facts that follow from an operator's name alone."""
     in_place = name.endswith("_") and not name.endswith("__")
     return Facts(
         writes=((0, "self"),) if in_place else (),
@@ -144,7 +144,7 @@ def table() -> dict[str, Facts]:
 
 @lru_cache(4096)
 def facts_of(fn: str) -> Facts | None:
-    """What a call of this name does, by the table; None: the table does not know it."""
+    """The table's facts about the operator of that name; None if it is not in the table."""
     name, _, overload = fn.rpartition(".")
     if "." not in name:  # aten.relu is its default overload
         name, overload = fn, "default"

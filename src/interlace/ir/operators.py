@@ -1,4 +1,4 @@
-"""What an aten operator is: the one table that checks, passes, costs and binders ask.
+"""Properties of aten operators: the one table that checks, passes, costs and binders ask.
 
     >>> operator_of("aten.addmm.default").lhs, operator_of("aten.gelu.default").into
     (1, 'aten.gelu.out')
@@ -17,7 +17,7 @@ Kind = Literal["matmul", "pointwise", "cast", "reduction", "movement", "indexed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """What is known of an operator."""
+    """Properties of an operator."""
 
     kind: Kind
     """`matmul`: multiplies matrices. `pointwise`: computes each element for itself, with
@@ -28,24 +28,24 @@ class Operator:
     into: str = ""
     """The overload that writes into given memory."""
     lhs: int = 0
-    """Of a matmul, which argument holds the rows of the result; its right factor is the next."""
+    """Matmul: index of the argument with the rows of the result; the right factor is the next."""
     rows: tuple[int, ...] = ()
     """Arguments that may have one row for each row of the result (else they are passed whole)."""
     batched: bool = False
-    """Whether each of several stacks of rows is multiplied by a matrix of its own."""
+    """Each of several stacks of rows is multiplied by a matrix of its own."""
     cut: bool = False
-    """Whether row i of the result needs row i of the operand alone, so that rows come in chunks."""
+    """Row i of the result needs row i of the operand alone, so that rows may come in chunks."""
     scaled: bool = False
-    """Whether the result's element type is another than the factors'."""
+    """The element type of the result differs from that of the factors."""
     blocks: int | None = None
-    """Of a scaled matmul, which argument says in how many equal blocks of one scale each the rows
-    come; 0: each row has its own."""
+    """Scaled matmul: index of the argument that counts the equal blocks of rows with one scale
+    each; if that is 0, each row has its own."""
     why: str = ""
     """Why it cannot be cut (`indexed`) or may not be called (`effect`)."""
 
     @property
     def fusable(self) -> bool:
-        """Whether the kernels of the strategy `fused` compute it."""
+        """True if the kernels of the strategy `fused` compute it."""
         return self.cut and not self.batched and (not self.scaled or self.blocks is not None)
 
 
@@ -116,7 +116,7 @@ OPERATORS: dict[str, Operator] = {
     **{fn: Operator(kind="pointwise", into=into) for fn, into in POINTWISE.items()},
     **{fn: Operator(kind=kind) for kind, names in _OTHERS.items() for fn in names},
 }
-"""What is known by namespace, name and overload. What operators write and draw is in
+"""Operators by namespace, name and overload. Their writes and random draws are in
 operator_facts.py; nothing here draws."""
 
 _PERMUTED = " (it puts rows in an order that is data: no chunk's place is known beforehand)"
@@ -140,13 +140,13 @@ BY_NAME: dict[str, Operator] = {
     "aten.save": Operator(kind="effect", why="it writes a file"),
     "aten._print": Operator(kind="effect", why="it writes to the terminal"),
 }
-"""What is refused, by namespace and (of `indexed`, how it begins) name."""
+"""Refused operators, by namespace and name (for `indexed`, a prefix of the name)."""
 
 _POINTWISE_INTO = frozenset(POINTWISE.values())
 
 
 def operator_of(fn: str) -> Operator | None:
-    """What is known of the operator that a Call names."""
+    """The properties of the operator that a Call names; None for one without a row."""
     return OPERATORS.get(fn)
 
 
@@ -157,13 +157,13 @@ def matmul_of(fn: str) -> Operator | None:
 
 
 def is_kind(fn: str, *kinds: Kind) -> bool:
-    """Whether a call of this name is of one of these kinds."""
+    """True if a call of this name is of one of these kinds."""
     found = OPERATORS.get(fn)
     return found is not None and found.kind in kinds
 
 
 def is_pointwise(fn: str) -> bool:
-    """Whether a call of this name is one of `POINTWISE`, in any of its three forms."""
+    """True if a call of this name is one of `POINTWISE`, in any of its three forms."""
     name, _, overload = fn.rpartition(".")
     return (
         fn in POINTWISE
@@ -179,23 +179,23 @@ def base_of(fn: str) -> str:
 
 
 def is_attention(fn: str) -> bool:
-    """Whether a call of this name computes attention."""
+    """True if a call of this name computes attention."""
     return "attention" in base_of(fn)
 
 
 def is_heavy(fn: str) -> bool:
-    """Whether a call takes as long as a communication may: a matmul, convolution or attention."""
+    """True if a call takes as long as a communication may: a matmul, convolution or attention."""
     base = base_of(fn)
     return base in MATMUL_NAMES or base == "convolution" or "attention" in base
 
 
 def by_data(fn: str) -> str:
-    """What to add to the refusal of an operator whose rows are decided by data."""
+    """Words added to the refusal of an operator whose rows are decided by data; else empty."""
     rows = (row for name, row in BY_NAME.items() if fn.startswith(name))
     return next((row.why for row in rows if row.kind == "indexed"), "")
 
 
 def effect(fn: str) -> str:
-    """How an operator reaches beyond its arguments, by name alone; empty: it does not."""
+    """An operator's effect beyond its arguments, by name alone; empty: it has none."""
     row = BY_NAME.get(fn)
     return row.why if row is not None and row.kind == "effect" else ""

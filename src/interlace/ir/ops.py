@@ -61,12 +61,12 @@ class Access:
     peer: Index | None = None
     team: str | None = None
     contents: bool = True
-    """Whether bytes are taken or given, not only a shape taken or memory given unwritten."""
+    """Bytes are read or written: not only a shape taken, or memory given unwritten."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignalLevel:
-    """That `signal` between this rank and `peer` of `team` stands at `value` or above."""
+    """State of a signal: `signal` between this rank and `peer` of `team` is at `value` or above."""
 
     signal: str
     team: str
@@ -85,7 +85,7 @@ class MessageEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordering:
-    """What an op means for the order of others: semantics.md says what follows from it."""
+    """Constraints of an op on the order of others; semantics.md states what follows from them."""
 
     records: str | None = None
     """An event that stands at this op from here on."""
@@ -100,36 +100,36 @@ class Ordering:
     takes: Buffer | None = None
     frees: str | None = None
     holds_host: bool = False
-    """Whether nothing is issued before this op is done."""
+    """The host issues nothing before this op is done."""
 
     @property
     def meets_peers(self) -> bool:
-        """Whether ranks wait for one another here: in a collective, a message or a signal."""
+        """True if ranks wait for one another here: in a collective, a message or a signal."""
         return bool(self.meets or self.messages or self.raises or self.expects)
 
 
 ordered = lru_cache(4096)(Ordering)
 """An Ordering, made once for all ops that are alike."""
 UNORDERED = Ordering()
-"""Of most ops: they follow their stream, and nothing else."""
+"""The ordering of most ops: they follow their stream, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """What every op has: the stream it runs on, the site it serves and where it comes from."""
+    """Base of all ops: the stream it runs on, the site it serves and where it comes from."""
 
     one_sided: ClassVar[bool] = False
-    """Whether it moves bytes between ranks by itself, while the peer does something else."""
+    """It moves bytes between ranks by itself, while the peer does something else."""
     stream: str = field(default="main", metadata=COMMON)
     site: int | None = field(default=None, metadata=COMMON)
     loc: Loc = field(default=Loc(), compare=False, metadata=COMMON)
 
     def reads(self) -> tuple[Access, ...]:
-        """What the op reads."""
+        """The views that the op reads."""
         return ()
 
     def writes(self) -> tuple[Access, ...]:
-        """What the op writes."""
+        """The views that the op writes."""
         return ()
 
     def declares(self) -> tuple[Buffer, ...]:
@@ -137,12 +137,12 @@ class Op:
         return ()
 
     def ordering(self) -> Ordering:
-        """What the op means for the order of others."""
+        """The constraints of the op on the order of others."""
         return UNORDERED
 
     @property
     def steps(self) -> tuple[Op, ...]:
-        """What the op does, one after another: the members of a Fused, else the op itself."""
+        """The ops that run one after another: the members of a Fused, else the op itself."""
         return (self,)
 
 
@@ -180,12 +180,12 @@ class Call(Op):
 
     @property
     def facts(self) -> Facts:
-        """What the table of operators says of it."""
+        """Facts about its operator; `NOTHING` if the table of operators lacks it."""
         return facts_of(self.fn) or NOTHING
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers."""
+        """True if it draws random numbers."""
         return self.rng or self.facts.drawn(self.args, self.kwargs)
 
     @property
@@ -441,7 +441,7 @@ class Expect(Op):
 
 
 FusedMember = Call | Wait | Expect | Record | Notify
-"""What may stand in a part of a Fused; its Calls fill preallocated views."""
+"""Ops that may stand in a part of a Fused; its Calls fill preallocated views."""
 _PART = "calls, waits, expects, records and notifies"
 
 
@@ -483,7 +483,7 @@ class Fused(Op):
 
     @property
     def members(self) -> tuple[FusedMember, ...]:
-        """What all parts do, one after another."""
+        """The ops of all parts, one after another."""
         return tuple(member for part in self.parts for member in part)
 
     @property

@@ -1,8 +1,8 @@
-"""What orders ops: all edges between the ops of a list, and between those of several ranks.
+"""Order of ops: all edges between the ops of a list, and between those of several ranks.
 
 An op declares what it waits for, raises, meets and takes (`Op.ordering`). `Meetings` collects the
-ops of all ranks and says which belong together, by the rules of semantics.md. What stands for
-an op (a node, a task) is the caller's. The exhaustive oracle shares nothing with this file.
+ops of all ranks and says which belong together, by the rules of semantics.md. The caller
+chooses what represents an op (a node, a task). The exhaustive oracle shares nothing with this file.
 
     >>> meetings = Meetings[str]()
     >>> meetings.add(program.where(rank), op.ordering(), f"op {index} of rank {rank}")
@@ -80,7 +80,7 @@ class _OneByOne:
             self.listed.append(spot)
 
     def go_on(self, index: int, stream: str) -> None:
-        """What later ops of other streams can do without waiting for anybody."""
+        """Adds the later ops of other streams that can run without waiting for anybody."""
         held = {stream}
         for later in range(index + 1, len(self.ops)):
             op, spot = self.ops[later], (later, 0)
@@ -145,19 +145,19 @@ class Retake(Generic[T]):
     number: int
     takers: list[T]
     frees: dict[int, T | None]
-    """By rank; None where a rank never frees it."""
+    """The op that frees take n - 2, by rank; None where a rank never frees it."""
 
 
 class Meetings(Generic[T]):
-    """What the ops of all ranks meet in: collectives, messages, signals and slots.
+    """Meeting points of the ops of all ranks: collectives, messages, signals and slots.
 
     Ops are added rank by rank, in the order of each list, run by run.
     """
 
     def __init__(self, folded: Collection[str] = (), among: Collection[int] | None = None) -> None:
-        """Of the teams named in `folded` one rank stands for all: what it does with a peer at some
-        distance, each of them does with the peer at that distance. Of each team only the ranks
-        `among` these count; None: all."""
+        """One rank stands for all of a team named in `folded`: what it does with a peer at some
+        distance, each of them does with the peer at that distance. Only the ranks in `among` count
+        as members of a team; None: all."""
         self._folded, self._among = folded, among
         self.queues: dict[Queue, dict[int, list[T]]] = {}
         """The collectives of each rank."""
@@ -166,13 +166,13 @@ class Meetings(Generic[T]):
         self.taken: dict[Slot, dict[int, list[T]]] = {}
         """The takes of each rank."""
         self.freed: dict[tuple[Slot, int, int], T] = {}
-        """By slot, number of the take and rank."""
+        """The ops that free slots, by slot, number of the take and rank."""
         self.raised: dict[tuple[Signal, int], list[tuple[int, T]]] = {}
-        """By signal and run: the values in the order in which they are raised."""
+        """Values and notifies by signal and run, in the order in which they raise the signal."""
         self.awaited: list[tuple[Signal, int, int, T]] = []
         """Signal, run, value."""
         self._tops: dict[tuple[Signal, int], list[int]] = {}
-        """Of what is raised: the highest value so far, by each notify."""
+        """The highest value so far after each notify, by signal and run."""
         self._held: dict[tuple[int, int, str], tuple[Slot, int]] = {}  # by rank, run and buffer
         self._teams: dict[tuple[int, str], TeamKey] = {}
         self._instances: dict[tuple[str, int], list[TeamKey]] = {}  # by name and first rank

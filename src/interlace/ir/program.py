@@ -75,7 +75,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What a pass declined to do, or did on purpose, and why."""
+    """Note of something that a pass declined to do, or did on purpose, and why."""
 
     pass_name: str
     text: str
@@ -94,7 +94,7 @@ class Program:
     params: tuple[Buffer, ...] = ()
     ops: tuple[Op, ...] = ()
     results: tuple[Arg, ...] | None = None
-    """What a run returns: views, scalars and None. None itself: the output parameters, in order."""
+    """Results of a run: views, scalars and None. None itself: the output parameters, in order."""
     regions: tuple[Region, ...] = ()
     sites: tuple[Site, ...] = ()
     remarks: tuple[Remark, ...] = ()
@@ -159,7 +159,7 @@ class Program:
         raise ProgramError(f"no site {site}; known are {[s.id for s in self.sites]}")
 
     def returned(self) -> tuple[Arg, ...]:
-        """What a run returns, with the default filled in."""
+        """The results of a run, with the default filled in."""
         if self.results is not None:
             return self.results
         return tuple(View(buffer.name) for buffer in self.params if buffer.kind == "output")

@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What holds in a class beyond ranges: `value > 0`, `<= 0`, `== 0` or `!= 0`."""
+    """Condition of a class beyond ranges: `value > 0`, `<= 0`, `== 0` or `!= 0`."""
 
     value: Size
     relation: str
 
     def holds(self, values: Mapping[str, int]) -> bool:
-        """Whether it does for these values."""
+        """True if the condition holds for these values."""
         return RELATIONS[self.relation](self.value.at(values), 0)
 
     def __str__(self) -> str:
@@ -64,15 +64,15 @@ class NamedSize:
     high: int = MOST
     modulus: int = 1
     rest: int = 0
-    """What is left of a value that is divided by `modulus`."""
+    """Remainder of a value that is divided by `modulus`."""
 
     @property
     def narrowed(self) -> bool:
-        """Whether some values are left out."""
+        """True if some values are excluded."""
         return self.low > 0 or self.high < MOST or self.modulus > 1
 
     def holds(self, value: int) -> bool:
-        """Whether a value is one of them."""
+        """True if the size may have this value."""
         return self.low <= value <= self.high and value % self.modulus == self.rest
 
 
@@ -89,7 +89,7 @@ class SizeClass:
         return {size.name: size.value for size in self.sizes}
 
     def holds(self, values: Mapping[str, int]) -> bool:
-        """Whether sizes of these values are in the class."""
+        """True if sizes of these values are in the class."""
         return all(size.holds(values[size.name]) for size in self.sizes) and all(
             fact.holds(values) for fact in self.facts
         )
@@ -125,7 +125,7 @@ class SizeClass:
         )
 
     def assumptions(self) -> tuple[str, ...]:
-        """What it says of its sizes, as the text of a Program has it."""
+        """The conditions on its sizes, as the text of a Program writes them."""
         told: list[str] = []
         for size in self.sizes:
             if size.low == size.high:
@@ -152,7 +152,7 @@ class Known:
         self.sizes = {size.name: size for size in given.sizes}
         self.facts: dict[Fact, None] = dict.fromkeys(given.facts)
         self.cache: dict[object, Any] = {}
-        """What `cached` functions gave."""
+        """Results of `cached` functions."""
 
     def size_class(self) -> SizeClass:
         """The sizes for which all answers are the same."""
@@ -160,7 +160,7 @@ class Known:
         return SizeClass(tuple(self.sizes.values()), facts)
 
     def is_positive(self, value: Int) -> bool:
-        """Whether it is greater than 0."""
+        """True if the value is greater than 0."""
         if isinstance(value, int):
             return value > 0
         low, high = self.bounds(value)
@@ -171,7 +171,7 @@ class Known:
         return found
 
     def is_zero(self, value: Int) -> bool:
-        """Whether it is 0."""
+        """True if the value is 0."""
         if isinstance(value, int):
             return value == 0
         low, high = self.bounds(value)
@@ -252,7 +252,7 @@ class Known:
             self.facts[fact] = None
 
     def _tighten(self, fact: Fact) -> bool:
-        """Whether the fact is a bound of one named size, which is noted as such."""
+        """Narrows the range of one named size if the fact bounds just that; else returns False."""
         terms = dict(fact.value.terms)
         constant = terms.pop((), 0)
         if len(terms) != 1 or len(names := next(iter(terms))) != 1:

@@ -70,7 +70,7 @@ class Size:
         return Size(terms, self.over)
 
     def same(self, other: object) -> bool:
-        """Whether it is the same polynomial."""
+        """True if it is the same polynomial."""
         return (
             isinstance(other, Size)
             and self._hash == other._hash
@@ -230,7 +230,7 @@ def greatest(value: Int) -> int:
 
 
 def never_above(one: Int, other: Int) -> bool:
-    """Whether `one <= other` holds for a whole class of sizes; nothing is noted."""
+    """True if `one <= other` holds for a whole class of sizes; nothing is noted."""
     if isinstance(one, int) and isinstance(other, int):
         return one <= other
     return greatest(one - other) <= 0
@@ -267,7 +267,7 @@ def gcd(*values: Int) -> int:
 
 
 def divisors(values: Iterable[Int]) -> Iterator[Int]:
-    """What divides all of these: numbers, and products of named sizes; the smallest first."""
+    """Yields common divisors: numbers, and products of named sizes; the smallest first."""
     terms = [term for value in values for term in _parts(value)[0].items() if term[1]]
     most = math.gcd(*(count for _, count in terms)) or 1
     names = [Counter(monomial) for monomial, _ in terms] or [Counter[str]()]
@@ -355,17 +355,17 @@ def _degree(term: tuple[Monomial, int]) -> tuple[int, Monomial]:
 
 
 class Decider(Protocol):
-    """What answers questions about sizes: `size_class.Known`."""
+    """Interface that answers questions about sizes: `size_class.Known` implements it."""
 
     values: dict[str, int]
     cache: dict[object, Any]
 
     def is_positive(self, value: Int) -> bool:
-        """Whether it is greater than 0."""
+        """True if the value is greater than 0."""
         ...
 
     def is_zero(self, value: Int) -> bool:
-        """Whether it is 0."""
+        """True if the value is 0."""
         ...
 
     def rest(self, value: Size, by: int) -> int:
@@ -378,7 +378,7 @@ class Decider(Protocol):
 
 
 DECIDER: ContextVar[Decider | None] = ContextVar("decider", default=None)
-"""What answers here and now."""
+"""The current decider; None where no class of sizes is being decided."""
 
 
 def _deciding(size: Size) -> Decider:

@@ -151,7 +151,7 @@ class Team:
         return Others(self.name)
 
     def apart(self, one: int, other: int) -> bool:
-        """Whether two of its ranks are on different hosts."""
+        """True if these two of its ranks are on different hosts."""
         return self.hosts is not None and not any(one in h and other in h for h in self.hosts)
 
 
@@ -341,7 +341,7 @@ class Buffer:
 
     @property
     def registered(self) -> bool:
-        """Whether it is memory of the caller's that peers reach."""
+        """True if it is memory of the caller that peers reach."""
         return self.team is not None and self.kind in ("input", "output")
 
 

@@ -155,7 +155,7 @@ class View(Steps):
 
     @property
     def covers_buffer(self) -> bool:
-        """Whether the view is the buffer itself, without a step."""
+        """True if the view is the buffer itself, without a step."""
         return not self.steps
 
     def box(self, buffer: Buffer, where: Where) -> Box:

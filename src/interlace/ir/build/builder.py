@@ -64,7 +64,7 @@ def program(
 
 
 class SiteOptions(TypedDict, total=False):
-    """How a site is overlapped, and why."""
+    """The strategy of a site, its times and the reason for it."""
 
     strategy: str
     protocol: str | None
@@ -217,13 +217,13 @@ class Builder(BuilderOps):
         *,
         strides: Sequence[int] | None = None,
     ) -> Handle:
-        """What a call will make itself: give it to one call's `out=`, then use it."""
+        """A buffer that a call will make itself: give it to one call's `out=`, then use it."""
         buffer = self._buffer(name, dtype, shape, "fresh", strides)
         self.pending[buffer.name] = buffer
         return self.handle(buffer)
 
     def returns(self, *results: object) -> None:
-        """What a run returns, instead of the outputs: handles, numbers and None."""
+        """Sets what a run returns instead of the outputs: handles, numbers and None."""
         self.results = tuple(map(self.arg, results))
 
     def remark(self, pass_name: str, text: str, site: int | None = None) -> None:
@@ -303,7 +303,7 @@ class RegionBuilder:
         return tuple(map(Name, outs))
 
     def returns(self, *values: Name) -> None:
-        """What the region gives."""
+        """Sets the values that the region returns."""
         self.outputs = tuple(value.name for value in values)
 
 

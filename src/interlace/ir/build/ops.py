@@ -70,7 +70,7 @@ ElementType = DType | str | TorchDType
 
 @dataclass(slots=True)
 class Scope:
-    """What handles are resolved with: the teams, tables and buffers of the Program being built."""
+    """Context that resolves handles: the teams, tables and buffers of the Program being built."""
 
     teams: tuple[Team, ...]
     ranks: tuple[int, ...] | None = None
@@ -78,7 +78,7 @@ class Scope:
     buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
 
     def parts(self, index: Index) -> int:
-        """How many chunks `x[index]` cuts dimension 0 into."""
+        """Number of chunks that `x[index]` cuts dimension 0 into."""
         if isinstance(index, RankIndex):
             sizes: Mapping[str, int] = team_sizes(self.teams)
             if index.team not in sizes:

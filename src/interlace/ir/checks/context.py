@@ -1,5 +1,5 @@
-"""What the checks of `validate` share: the ranks to look at, the declared names, and the fault;
-and the checks of what both ops and Programs have: declarations and the arguments of calls.
+"""State that the checks of `validate` share: the ranks to check, the declared names, the fault;
+and the checks common to ops and Programs: of declarations and the arguments of calls.
 
 A view is resolved once for each rank that can see it differently; two ranks with the same place in
 every team see the same.
@@ -121,14 +121,14 @@ class CheckContext:
         return team
 
     def indices(self, index: Index) -> tuple[int, ...]:
-        """What an index is on each rank."""
+        """The value of an index on each rank."""
         if isinstance(index, RankIndex):
             self.team(index.team)
         self.spend(len(self.wheres))
         return tuple(where.index(index) for where in self.wheres)
 
     def dims(self, dim: Dim) -> tuple[Int, ...]:
-        """What a size is on each rank."""
+        """The value of a size on each rank."""
         if not isinstance(dim, TableEntry):
             return (dim,) * len(self.wheres)
         if dim.table not in self.tables:
@@ -213,7 +213,7 @@ class CheckContext:
 
 
 def too_long(sizes: Sequence[Int], strides: Sequence[Int], dtype: DType, offset: int = 0) -> bool:
-    """Whether 64 bits do not count its bytes: elements or reach, an empty size as if it were 1."""
+    """True if the bytes of its elements or reach exceed `MAX_BYTES`; an empty size counts as 1."""
     count, reach = 1, 1
     for size, stride in zip(sizes, strides, strict=True):
         count *= max(size, 1)
@@ -316,7 +316,7 @@ def _texts_in(arg: Arg) -> list[str]:
 
 
 def _check_alike(context: CheckContext, buffer: Buffer, team: str) -> None:
-    """What peers reach has the same size on all ranks, and these share a host."""
+    """Checks that memory for peers has the same size on all ranks, and that these share a host."""
     if context.team(team).hosts is not None:
         raise context.fault(
             f"peers are to reach {buffer.name!r}, and team {team!r} spans hosts, which share no "

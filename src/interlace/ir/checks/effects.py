@@ -9,7 +9,7 @@ from interlace.ir.program import Region
 
 
 def check_effects(context: CheckContext, op: Call) -> None:
-    """What a call fills and declares is what its operator fills and writes."""
+    """Checks the `out=` and `mutates=` of a call against what its operator fills and writes."""
     facts = facts_of(op.fn)
     if facts is None:
         return

@@ -52,7 +52,7 @@ class OpChecker:
         self.agreed: set[tuple[object, ...]] = set()
         """Collectives and the boxes of their two views, by what they are: they fit together."""
         self.raised: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
-        """By signal and team what a notify to one rank raised it to, by writer and reader."""
+        """Value of each signal of a team after its notifies to one rank, by writer and reader."""
         self.raised_to_itself: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
         self.raised_to_all: dict[tuple[str, str], int] = {}
 
@@ -83,7 +83,7 @@ class OpChecker:
                 self.writable(access.view)
 
     def field(self, op: Any, field: FieldForm) -> None:
-        """What must hold for a field of any op, by its role."""
+        """Checks a field of any op by the rules of its role."""
         context, value = self.context, getattr(op, field.name)
         match field.role:
             case "team":
@@ -251,7 +251,7 @@ class OpChecker:
                     )
 
     def at_root(self, op: Collective) -> list[bool]:
-        """Whether each rank is the root, which all members must agree on."""
+        """True for each rank that is the root; raises where members disagree on the root."""
         context = self.context
         if op.root is None:
             return [False] * len(context.wheres)
@@ -314,7 +314,7 @@ class OpChecker:
                 ) from None
 
     def order(self, ordering: Ordering) -> None:
-        """What an op waits for, raises and frees."""
+        """Checks what an op waits for, raises and frees, and notes the event that it records."""
         context = self.context
         if ordering.records is not None:
             self.events.add(ordering.records)
@@ -375,7 +375,7 @@ _RULES: dict[type[Op], Callable[[OpChecker, Any], None]] = {
     Get: OpChecker.same,
     Put: OpChecker.same,
 }
-"""What an op must keep beside the rules for all: how the sizes of its views fit together."""
+"""Rules of a kind of op beside the rules for all: how the sizes of its views fit together."""
 
 
 def _type(box: Box) -> str:

@@ -114,7 +114,7 @@ def _check_header(context: CheckContext) -> None:
 
 
 def _check_results(context: CheckContext) -> None:
-    """What a run returns: views of what outlives it, numbers and None."""
+    """Checks the results of a run: views of memory that outlives it, numbers and None."""
     context.tag = ("results", 0)
     for result in context.program.returned():
         if names_in(result):

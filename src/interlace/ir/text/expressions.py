@@ -51,7 +51,7 @@ MODIFIERS = {
     "storage": Signature(("storage", "offset"), (), ("storage",)),
     "named": Signature(("name",), (), ("name",)),
 }
-"""What may follow the type of a buffer."""
+"""Modifiers that may follow the type of a buffer."""
 TEAM_MODIFIERS = {
     **{"over": Signature(rest=True), "on": Signature(rest=True)},
     "named": MODIFIERS["named"],
@@ -89,7 +89,7 @@ class Expressions:
         self.sizes = team_sizes(teams)
         self.even = even_parts(teams)
         self.quotients: list[tuple[ast.expr, Size]] = []
-        """What the text divides, for the class of sizes in which there is no remainder."""
+        """Divisions in the text, which leave no remainder for any size of the class."""
         self.one: dict[str, Callable[[ast.expr], object]] = {
             **{"string": self.string, "name": self.name, "table": self.name, "dtype": self.dtype},
             **{"integer": self.integer, "integers": self.integers, "real": self.real},
@@ -248,7 +248,7 @@ class Expressions:
         return found
 
     def is_size(self, node: ast.expr) -> bool:
-        """Whether an expression has a named size in it."""
+        """True if an expression contains a named size."""
         names = (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
         return any(name in self.named_sizes for name in names)
 
@@ -422,7 +422,7 @@ class Expressions:
         return Declared(base.dtype, base.shape, {**base.changes, **self.changes(func.attr, args)})
 
     def changes(self, word: str, args: Arguments) -> dict[str, object]:
-        """What a modifier says of a buffer's fields."""
+        """The fields of a buffer that a modifier sets, with their values."""
         if word == "strides":
             return {"strides": tuple(map(self.size, args.rest))}
         if word in ("team", "registered"):
@@ -437,7 +437,7 @@ class Expressions:
 
 
 def is_a(word: str, arg: ast.arg) -> bool:
-    """Whether a parameter is a `Team[...]`, or a `Size[...]`."""
+    """True if a parameter's type is `word`: a `Team[...]` or a `Size[...]`."""
     node = arg.annotation
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         node = node.func.value

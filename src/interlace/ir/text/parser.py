@@ -38,7 +38,7 @@ _NESTED = "programs and regions are nested too deeply, or an expression is too l
 
 
 Common = dict[str, Any]
-"""What an op has beside its arguments: stream, site and loc."""
+"""Fields of an op beside its arguments: stream, site and loc."""
 
 
 def op_words() -> dict[str, Form]:
@@ -158,7 +158,7 @@ class OpParser(Expressions):
         return Alloc(buffer=buffer, **self.common(args, "main"))
 
     def outs(self, args: Arguments, *_: object) -> tuple[View, ...]:
-        """What a call fills."""
+        """The views that a call fills."""
         nodes = self.items(args.bound.get("out"))
         return tuple(self.view(node) for node in nodes if not isinstance(node, ast.NamedExpr))
 
@@ -377,7 +377,7 @@ class _ProgramParser(OpParser):
 
 
 def _is_doc(place: int, node: ast.stmt) -> bool:
-    """Whether a statement is the text that may stand first in a file, a Program or a region."""
+    """True if a statement is the text that may stand first in a file, a Program or a region."""
     return (
         place == 0
         and isinstance(node, ast.Expr)

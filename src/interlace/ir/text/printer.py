@@ -35,7 +35,7 @@ from interlace.ir.types import (
 from interlace.ir.view import Chunk, Slice, Step, View
 
 Tag = tuple[str, int]
-"""What a line stands for: a family, and the place in the Program's tuple of that family."""
+"""Subject of a line: a family, and the place in the Program's tuple of that family."""
 
 CALL_KEYWORDS = frozenset({"fn", "out", "mutates", "rng", "kwargs", "site", "loc", "stream"})
 """Keywords of a Call itself; keyword arguments of these names stand in `kwargs=`."""
@@ -190,7 +190,7 @@ class Printer:
         return TextBlock(f"{word}(", items, ")")
 
     def outs(self, op: Call, field: FieldForm) -> list[Item]:
-        """What a call fills and what it makes, in one `out=`."""
+        """The views that a call fills and the buffers that it makes, in one `out=`."""
         if len(op.outs) == 1 and not op.fresh:
             return [f"out={self.view(op.outs[0])}"]
         items: list[Item] = [*map(self.view, op.outs), *map(self.declared, op.fresh)]
@@ -458,6 +458,6 @@ def _parts(parts: int | str) -> str:
 
 
 def _is_keyword(name: str) -> bool:
-    """Whether `name` can stand before `=` in a call."""
+    """True if `name` can stand before `=` in a call."""
     usable = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
     return usable and name != "__debug__"

@@ -19,7 +19,7 @@ MAX_TEXT = 1 << 24
 """Characters of a text: some 100,000 ops."""
 TOO_LONG = "an integer of more than 64 bits"
 _LONG = re.compile(r"\d\w{16}")
-"""What every integer of more than 64 bits begins with, as it has 17 digits or more."""
+"""Start of every integer of more than 64 bits, as it has 17 digits or more."""
 
 Node = ast.expr | ast.stmt | ast.arg | ast.keyword
 
@@ -99,7 +99,7 @@ class SourceText:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call takes: positional names and keywords, some of which must be there."""
+    """Arguments that a call takes: positional names and keywords, some of them required."""
 
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
@@ -115,14 +115,14 @@ class Signature:
         return (*self.positional, *self.keywords)
 
     def usage(self, name: str) -> str:
-        """How a call is written."""
+        """The form of a call, for errors: its arguments, without site, loc and stream."""
         keywords = [f"{key}=..." for key in self.keywords if key not in ("site", "loc", "stream")]
         return f"{name}({', '.join([*self.positional, *['...'] * self.rest, *keywords])})"
 
 
 @functools.cache
 def signature_of(form: Form) -> Signature:
-    """What a dataclass takes, written as a call."""
+    """The signature of a dataclass that is written as a call."""
     fields = [field for field in form.fields if not field.how.rest]
     return Signature(
         positional=tuple(field.keyword for field in fields if field.positional),
@@ -182,7 +182,7 @@ class Arguments:
         return None if isinstance(node, ast.Constant) and node.value is None else node
 
     def given(self, name: str) -> bool:
-        """Whether the argument is there, even as None."""
+        """True if the argument is given, even as None."""
         return name in self.bound
 
     def __getitem__(self, name: str) -> ast.expr:

@@ -1,4 +1,4 @@
-"""What the printer, the parser and the validator share: names, scalars, excerpts, suggestions.
+"""Spelling for printer, parser and validator: names, scalars, excerpts, suggestions.
 
 A name that Python would not take as an identifier (or that the text uses for something else) is
 written as a string: `wait("end of step")`, `buffer["layers.0.x"][tp.rank]`.
@@ -38,7 +38,7 @@ WIDEST = 400
 
 @functools.lru_cache(4096)
 def plain(name: str) -> bool:
-    """Whether `name` can stand in the text as it is."""
+    """True if `name` can stand in the text as it is."""
     return (
         name.isascii()
         and name.isidentifier()
