@@ -86,7 +86,7 @@ class Strategy:
     amid: bool = False
     """It gains only amid computation that is not the site's: `auto` considers it there."""
     on_gpus: bool = False
-    """It is considered on GPUs alone, where another row of its name serves as well."""
+    """It is considered on GPUs alone if another row of its name can serve as well."""
     protocol: str | None = None
     """Distinguishes rows of one name, in labels and in the sites of a Program."""
     fuses: bool = False

@@ -199,7 +199,7 @@ def _tell_equality(way: str, equal: dict[str, Any], must: bool) -> None:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Text that compares an overlapped step with a serial one, and names what may change that."""
+    """Verdict on overlap: if a step got faster, by how much, and what may change that."""
     speedup, times = report["speedup"], report["step_ms"]
     if speedup is None:
         return "whether overlap pays cannot be told from one step, which compiles: give --steps 2"

@@ -127,7 +127,7 @@ def look() -> Iterator[Inspection]:
 
 
 def _optional(name: str, there: bool, found: str, fix: str) -> Inspection:
-    """Inspection of an optional part: `ok`, or `absent` with its fix."""
+    """Inspection of a part that Interlace can do without: `ok`, or `absent` with its fix."""
     return Inspection(name, "ok", found) if there else Inspection(name, "absent", found, fix)
 
 

@@ -1,4 +1,4 @@
-"""Output of commands, and their ends: tables, text, JSON, one block for an error, an exit code.
+"""Output and endings of commands: tables, text, JSON, one block for an error, an exit code.
 
 There is no box and no line folding, and off a terminal and under NO_COLOR no colour, so that the
 output can be compared and cut (help and errors of usage are typer's own, and boxed). What a

@@ -29,7 +29,7 @@ WORDS = (
     *("@device", "@strided", "@contiguous_format", "@preserve_format"),
     *("@channels_last", "@channels_last_3d"),
 )
-"""Arguments that mean a value of torch: the device of the run, a layout, a memory format."""
+"""Arguments that stand for a value of torch: the device of the run, a layout, a memory format."""
 
 KNOWN_NAMESPACES = ("aten", "prims", "interlace")
 """Namespaces whose operators are meant to touch their arguments and results alone (those known not

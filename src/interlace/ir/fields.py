@@ -103,7 +103,7 @@ class FieldForm:
     """It may be given by position."""
     required: bool
     prefix: str
-    """Text that the printer writes before its value: `to=`, or nothing."""
+    """Text that the printer writes before its value, such as `to=`; empty for none."""
     implied_by: str
     """For a team: the field with the peer, whose team it is where a text gives none."""
     how: Written

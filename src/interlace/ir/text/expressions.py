@@ -437,7 +437,7 @@ class Expressions:
 
 
 def is_a(word: str, arg: ast.arg) -> bool:
-    """True if a parameter's type is `word`: a `Team[...]` or a `Size[...]`."""
+    """True if a parameter's type is `word[...]`: a `Team[...]` or a `Size[...]`."""
     node = arg.annotation
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         node = node.func.value

@@ -58,7 +58,7 @@ def bounded(text: str, path: str | os.PathLike[str]) -> str:
 
 
 def unreadable(path: str | os.PathLike[str], error: Exception) -> ParseError:
-    """The error for a file that cannot be read."""
+    """The ParseError for a file that cannot be read."""
     if isinstance(error, UnicodeDecodeError):
         return ParseError(f"{path} is not UTF-8 text, so it is no schedule: {error}")
     return ParseError(f"cannot read {path}: {getattr(error, 'strerror', error)}")
