@@ -1,4 +1,4 @@
-"""What a Program costs: a machine model, op times, the simulator and the timelines it predicts.
+"""The cost of a Program: a machine model, op times, the simulator and the timelines it predicts.
 
 timeline.py      spans and overlap figures, predicted or measured
 machine.py       the figures of a machine, and those known without measuring

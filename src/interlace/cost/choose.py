@@ -48,7 +48,7 @@ class Pick:
 
     @property
     def gains(self) -> bool:
-        """Whether it is faster than serial by the margin."""
+        """True if the best is faster than serial by the margin."""
         return self.best_ms < MARGIN * self.serial_ms
 
 

@@ -34,12 +34,12 @@ from interlace.ir import DType
 HOST_BOUND = 1.3
 """A sample below this multiple of the host's time may measure the host."""
 IN_A_RUN = {"call": 2.0, "collective": 2.0}
-"""How many times longer the host takes for what torch does amid a run than in a loop of nothing
-else. What it asks of the driver takes as long."""
+"""Factors by which the host takes longer for torch's calls amid a run than in a loop of nothing
+else. Its calls of the driver take as long in both."""
 TRANSFERS = ("get", "put", "send")
 """Between two ranks."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "reduce")
-"""Of a team."""
+"""Kinds of transfer among the ranks of a team."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class Sample:
     seconds: float
     """One of them, once warm: the median."""
     backend: str = ""
-    """What moved the bytes: `nccl`, `peer`, `gloo`, `ucc`."""
+    """Transport that moved the bytes: `nccl`, `peer`, `gloo`, `ucc`."""
     protocol: str = ""
-    """Of point-to-point copies `ce` (copy engine) or `sm` (a kernel)."""
+    """`ce` (copy engine) or `sm` (a kernel), for point-to-point copies."""
     dtype: str = ""
     """As the IR spells it: `bf16`."""
     nbytes: int = 0
@@ -71,11 +71,11 @@ class Sample:
     concurrent: bool = False
     """Point to point: whether all ranks copied at once."""
     under: str = ""
-    """What else ran on the device meanwhile: `gemm` or `copies`; empty: nothing."""
+    """Load on the device meanwhile: `gemm` or `copies`; empty: none."""
 
     @property
     def usable(self) -> bool:
-        """Whether it tells anything."""
+        """True if the measured time is positive and finite."""
         return 0 < self.seconds < math.inf
 
     @property
@@ -117,7 +117,7 @@ _READ: Mapping[str, Callable[[str], Any]] = {
     "hosts": int,
     "concurrent": lambda text: text.lower() in ("1", "true"),
 }
-"""How columns that are no text are read."""
+"""Parsers of the columns that are not text."""
 
 
 def fit(
@@ -161,8 +161,8 @@ class _Host:
         self.seconds = {k: _median([s for s in samples if s.protocol == k], 0.0) for k in kinds}
 
     def in_a_run(self, base: Machine) -> tuple[tuple[str, float], ...]:
-        """What calls take amid a run. Kinds of which there is no sample are as many times the
-        base's as `call` is."""
+        """The host's seconds for each kind of call amid a run. Where `call` was measured, kinds
+        without a sample take the base's time, scaled as that of `call`."""
         known = dict(base.issue)
         measured = {kind: IN_A_RUN.get(kind, 1.0) * took for kind, took in self.seconds.items()}
         if known.get("call") and "call" in measured:
@@ -171,7 +171,7 @@ class _Host:
         return tuple({**known, **measured}.items())
 
     def bounds(self, seconds: float, what: str) -> bool:
-        """Whether that is no more than the host takes for such a call, as far as is known."""
+        """Returns True if `seconds` may be the host's own for such a call, as far as is known."""
         return seconds <= HOST_BOUND * self.seconds.get(what, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""How long matmuls take: whole waves of tiles, or their bytes; corrected by those measured nearby.
+"""Times of matmuls: whole waves of tiles, or their bytes; corrected by those measured nearby.
 
     >>> round(gemm_seconds(default_machine("cuda"), DType.bf16, 8192, 8192, 14336) * 1e3, 1)
     2.4

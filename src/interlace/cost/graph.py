@@ -57,11 +57,11 @@ class Task:
     """For each place which way a transfer's bytes go there: `in`, `out` or `both`; `each` where it
     stands for two, of which one goes out and one comes in: a message of a folded team."""
     alike: float = 1.0
-    """How many transfers it stands for at a host's interface."""
+    """Number of transfers that it stands for at a host's interface."""
     earliest: float = 0.0
     """When the host has issued it."""
     missing: int = 0
-    """How many others it waits for."""
+    """Number of other tasks that it waits for."""
     after: list[int] = field(default_factory=list[int])
     """The tasks that wait for it."""
 

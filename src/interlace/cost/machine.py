@@ -33,7 +33,7 @@ class Curve:
 
     @property
     def latency_s(self) -> float:
-        """What the smallest message takes."""
+        """Seconds of the smallest message."""
         return self.points[0][1]
 
     @property
@@ -42,7 +42,7 @@ class Curve:
         return max(nbytes / seconds for nbytes, seconds in self.points)
 
     def seconds(self, nbytes: float) -> float:
-        """How long a message of that size takes."""
+        """The seconds that a message of `nbytes` takes."""
         points = self.points
         after = bisect_left(points, (nbytes, 0.0))
         if after == 0:
@@ -120,7 +120,7 @@ def interface_bytes(kind: str, nbytes: float, hosts: Sequence[int], shared: bool
 
 
 def crossings(kind: str, hosts: int) -> int:
-    """How many times one after another a collective crosses from host to host: along a ring, or
+    """The number of successive crossings of a collective from host to host: along a ring, or
     (all_reduce, and what goes to or from a root) up and down a tree."""
     match kind:
         case "all_gather" | "reduce_scatter":
@@ -135,7 +135,7 @@ def crossings(kind: str, hosts: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What moves bytes between ranks: a message of n bytes takes `latency_s + n / bandwidth`."""
+    """A transport between ranks: a message of n bytes takes `latency_s + n / bandwidth`."""
 
     latency_s: float
     """Between hosts: of one crossing."""
@@ -144,13 +144,13 @@ class Link:
     shared: bool = False
     """Between hosts: whether all ranks of a host share one network interface."""
     lane: float = 0.0
-    """How much of a compute lane a transfer occupies: 1 for a core that copies, 0 for an engine."""
+    """Part of a compute lane that a transfer takes: 1 for a core that copies, 0 for an engine."""
     steals: float = 0.0
     """The fraction of compute speed that a transfer costs the rank while it runs."""
     curves: tuple[tuple[str, Curve], ...] = ()
-    """What was measured goes before the two figures: seconds by the bytes through a rank's link,
-    for each kind of transfer (`get`, `put`, `all_gather`, ...), also as `kind@ranks`; between
-    hosts by the bytes through an interface."""
+    """Measured times, which go before the two figures: seconds by the bytes through a rank's link,
+    for each kind of transfer (`get`, `put`, `all_gather`, ...), also as `kind@ranks`; between hosts
+    by the bytes through an interface."""
 
     def times(self, kind: str, nbytes: float, ranks: int = 0) -> tuple[float, float]:
         """The part of a transfer that nothing slows, and the part that others may slow."""
@@ -163,7 +163,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTime:
-    """What a matmul of M x K by K x N was measured to take, its launch included."""
+    """Measured time of a matmul of M x K by K x N, its launch included."""
 
     dtype: str
     m: int
@@ -191,34 +191,34 @@ class Machine:
     gemms: tuple[GemmTime, ...] = ()
     """Matmuls that were measured: they go before the model, and correct it nearby."""
     fused: float = 1.0
-    """How many times longer a matmul takes in a kernel that also waits and signals."""
+    """Factor on a matmul's time in a kernel that also waits and signals."""
     memory_bandwidth: float
     """Bytes a second that a pointwise op reads and writes."""
     launch_s: float
-    """What each compute op takes besides its work."""
+    """Seconds that each compute op takes besides its work."""
     issue_s: float
-    """How long the host takes to issue an op."""
+    """Seconds that the host takes to issue an op."""
     issue: tuple[tuple[str, float], ...] = ()
     """The same by what is issued: `call`, `kernel`, `copy`, `peer`, `collective`, `event`,
     `signal`."""
     event_s: float = 0.0
-    """How long a stream takes for an event, a signal or a slot."""
+    """Seconds that a stream takes for an event, a signal or a slot."""
     signal_s: float = 0.0
-    """How long it takes to raise a signal, if longer: kernels around it are not back to back."""
+    """Seconds to raise a signal, if longer: kernels around it are not back to back."""
     lanes: int = 1
-    """How many streams of a rank run at full speed at once; more share them."""
+    """Number of streams of a rank that run at full speed at once; more share that speed."""
     backend: str
-    """What runs collectives that name no backend."""
+    """Transport of collectives that name no backend."""
     links: tuple[tuple[str, Link], ...]
-    """By transport: `gloo`, `nccl`, and `peer` for one-sided copies."""
+    """Links by transport: `gloo`, `nccl`, and `peer` for one-sided copies."""
     between: tuple[tuple[str, Link], ...] = ()
     """The same between ranks on different hosts, which share no memory; empty: as inside."""
     sites: tuple[SiteTime, ...] = ()
     """Whole sites that were measured, by strategy."""
     captured: bool = False
-    """Whether runs are replays of a captured graph, so that the host issues nothing."""
+    """Runs are replays of a captured graph, so that the host issues nothing."""
     kernels: bool = True
-    """Whether a GPU there runs the kernels of `fused`; this too is found when it is asked for."""
+    """A GPU, if any, runs the kernels of `fused`; found when asked for, as `captured` is."""
     packed_kernels: bool = True
     """And those of packed rows of FP8, which only some versions of Triton compile."""
 

@@ -76,14 +76,14 @@ def at_hand(boxes: Boxes) -> Boxes:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an op costs: a part that nothing slows down, and work that others may slow down."""
+    """Cost of an op: a part that nothing slows down, and work that others may slow down."""
 
     fixed_s: float = 0.0
     work_s: float = 0.0
     transport: str | None = None
     """The link that does the work; None: the compute units."""
     between: bool = False
-    """Whether that is the link between hosts."""
+    """The link between hosts does the work."""
 
     @property
     def seconds(self) -> float:
@@ -92,7 +92,7 @@ class Cost:
 
 
 def op_kind(op: Op) -> str:
-    """What an op is to a timeline: `compute`, `comm`, `sync` or `memory`."""
+    """The kind of an op in a timeline: `compute`, `comm`, `sync` or `memory`."""
     ordering = op.ordering()
     if ordering is UNORDERED:
         return "comm" if op.one_sided else "compute"
@@ -104,7 +104,7 @@ def op_kind(op: Op) -> str:
 
 
 def op_name(op: Op) -> str:
-    """What an op is called in a timeline."""
+    """The name of an op in a timeline."""
     match op:
         case Call(fn=name) | Collective(kind=name):
             return name
@@ -119,9 +119,9 @@ def op_name(op: Op) -> str:
 
 
 def op_cost(op: Op, box: Boxes, machine: Machine, teams: Mapping[str, Team], where: Where) -> Cost:
-    """What an op costs the rank of `where`, on these teams by name.
+    """The cost of an op to the rank of `where`; `teams` are by name.
 
-    Of a Group this is nothing, of a Fused its launch: the rest is members'.
+    A Group itself costs nothing, a Fused its launch: the rest is their members'.
     """
     match op:
         case Call():
@@ -183,7 +183,7 @@ def _call_cost(op: Call, box: Boxes, machine: Machine) -> Cost:
 
 
 def call_bytes(op: Call, box: Boxes) -> int:
-    """What a call reads and writes, each view once."""
+    """The bytes that a call reads and writes, each view once."""
     outs = (*op.outs, *(View(buffer.name) for buffer in op.fresh))
     return sum(_nbytes(box(view)) for view in dict.fromkeys((*op.views(), *outs)))
 
@@ -233,13 +233,13 @@ def _attention(op: Call, box: Boxes, machine: Machine) -> float:
 
 
 class FusedPart(NamedTuple):
-    """What a member costs."""
+    """Cost of a member of a Fused."""
 
     cost: Cost
     tile_s: float = 0.0
-    """Of a matmul: what one of its tiles takes,"""
+    """Seconds of one tile of a matmul; 0 for other members."""
     tiles: int = 0
-    """and how many it has."""
+    """Number of tiles of the matmul."""
 
 
 def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
@@ -281,7 +281,7 @@ torch's own is called for each, with views of its numbers and scales."""
 
 
 def issue_seconds(op: Op, machine: Machine, teams: Mapping[str, Team]) -> float:
-    """How long the host takes to issue an op, on these teams by name.
+    """The seconds that the host takes to issue an op; `teams` are by name.
 
     A machine that has no figure for a kind of call takes `issue_s`, or for events what a stream
     takes.
@@ -325,7 +325,7 @@ def _calls(op: Op, teams: Mapping[str, Team]) -> tuple[str, int]:
 
 
 def run_issue_seconds(program: Program, machine: Machine) -> float:
-    """How long the host of one rank takes to issue a run, joining all streams included."""
+    """The seconds that one rank's host takes to issue a run, joining all streams included."""
     teams = {team.name: team for team in program.teams}
     streams = {op.stream for op in program.ops if not isinstance(op, Alloc | Free)}
     sides = max(0, len(streams) - 1)

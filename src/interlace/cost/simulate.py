@@ -51,9 +51,9 @@ class Prediction:
     """A predicted run of many ranks, of which those were simulated that differ."""
 
     timeline: Timeline
-    """Of the ranks that were simulated."""
+    """Timeline of the ranks that were simulated."""
     ranks: Mapping[int, int]
-    """How many ranks each of them stands for, itself included."""
+    """Number of ranks that each simulated rank stands for, itself included."""
     busy: Mapping[str, float]
     """Seconds in which the busiest rank's link of each transport worked."""
 

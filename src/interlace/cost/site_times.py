@@ -23,7 +23,7 @@ class SiteKey:
     n: int
     world: int
     graph: bool = False
-    """Whether it ran as a captured graph."""
+    """The site ran as a captured graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

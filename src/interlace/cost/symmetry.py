@@ -34,13 +34,13 @@ class Symmetry:
     """The ranks that are simulated, and where the ranks are that they stand for."""
 
     ranks: Mapping[int, int]
-    """How many ranks each of them stands for, itself included."""
+    """Number of ranks that each simulated rank stands for, itself included."""
     folded: frozenset[str]
     """The teams of which one rank stands for all."""
     hosts: Mapping[int, int]
     """The host of each, told by its first rank; empty where no team spans hosts."""
     beside: Mapping[int, int]
-    """How many of the ranks that each stands for are on its own host."""
+    """Number of ranks on its own host that each simulated rank stands for, itself included."""
 
     @classmethod
     def of(cls, programs: Sequence[Program], fold: bool = False) -> Symmetry:
@@ -68,7 +68,7 @@ class Symmetry:
         return cls(counts, folded, {r: hosts.first(r) for r in counts} if spans else {}, beside)
 
     def alike(self, team: Team, where: Where) -> float:
-        """How many collectives at a host's interface that of a simulated rank's team stands for."""
+        """The number of collectives at a host's interface for which a simulated one stands."""
         if team.hosts is None:
             return 1.0
         near = _host(team, where.member(team.name)) if team.name in self.folded else (0,)
@@ -80,7 +80,7 @@ def _ranks(program: Program) -> tuple[int, ...]:
 
 
 def _host(team: Team, member: Member) -> tuple[int, ...]:
-    """Those of a team that spans hosts that are on the host of a member."""
+    """Places in the team of the ranks on a member's host, for a team that spans hosts."""
     return next(host for host in team.hosts or () if member.index in host)
 
 

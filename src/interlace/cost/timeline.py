@@ -45,13 +45,13 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long the op took."""
+        """Seconds that the op took."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How busy a rank was (or, summed, all ranks), and how much communication compute hid."""
+    """Busy time of a rank (or, summed, of all ranks), and the communication that compute hid."""
 
     makespan_s: float
     """From the first start to the last end."""
@@ -183,7 +183,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What two unions have in common."""
+    """The intervals that two unions have in common."""
     found: list[Interval] = []
     for start, end in one:
         for at in range(bisect_right(other, start, key=itemgetter(1)), len(other)):

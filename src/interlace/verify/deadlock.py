@@ -182,7 +182,7 @@ def _cycle_through(
 
 
 def _links(graph: HappensBefore, node: int, inside: set[int]) -> Iterator[tuple[int, CycleLink]]:
-    """What a node waits for; what it meets, through the meeting."""
+    """Yields each node that a node waits for, with the link; for a meeting, those who meet."""
     part = graph.part[node]
     assert part is not None
     for before in set(graph.awaited(node)):

@@ -199,7 +199,7 @@ class _Prover:
 
     @cached_property
     def ends_in_order(self) -> bool:
-        """Whether the Programs run one op after another, as they are listed."""
+        """True if no deadlock occurs where each rank runs one op after another, as listed."""
         return self._ends_in_order(self.programs)
 
     def _ends_in_order(self, programs: Sequence[Program]) -> bool:

@@ -186,7 +186,7 @@ def _verb(entry: ByteAccess) -> str:
 
 
 def _race_advice(first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:
-    """What has to come before what, where no edit is known to bring it about."""
+    """Advice on which access must come before which, where no edit is known to bring it about."""
     one, two = first.frame.place, second.frame.place
     line = f"line {ops[0].line}"
     if one is two and first.item.index == second.item.index:
@@ -206,7 +206,7 @@ def _race_advice(first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]
 
 
 def _listed_after(first: ByteAccess, second: ByteAccess) -> bool:
-    """Whether the fix reads better the other way round."""
+    """Returns True if the fix reads better the other way round."""
     if first.frame.place.source is second.frame.place.source:
         return first.item.index > second.item.index
     if second.free or second.item.op is None:

@@ -427,7 +427,7 @@ def segments(links: Sequence[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
 
 
 def _writes_to_team(source: LoweredProgram, index: int) -> bool:
-    """Whether an op writes a buffer that peers read."""
+    """Returns True if an op writes a buffer that peers read."""
     item = source.items[index]
     return any(
         touch.write and source.versions[touch.version].buffer.team is not None

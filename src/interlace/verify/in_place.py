@@ -38,7 +38,7 @@ COLLECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
 """For each kind that may work in place, the form and the backends that do it right."""
 
 Pair = tuple[Touch, Touch, str]
-"""What an op writes, what else it reads or writes of the same storage, and the form it may have."""
+"""A write of an op, another of its touches of the same storage, and the form they may have."""
 Operand = tuple[Box, Int]
 """A box of a buffer, and where the buffer begins in its storage, in bytes."""
 
@@ -127,7 +127,7 @@ class _Finder:
                     yield write, other, self.form(op)
 
     def form(self, op: Op | None) -> str:
-        """How an op may write what it reads: `same`, `own`, or empty for not at all."""
+        """The form in which an op may write what it reads: `same`, `own`, or empty for none."""
         if isinstance(op, Copy):
             return "same"
         if isinstance(op, Call):
@@ -165,7 +165,7 @@ class _Finder:
         return version.buffer.offset if version.shared else 0
 
     def operand(self, where: Where, item: Item, touch: Touch) -> Operand | None:
-        """What is touched on a rank; None where that is nothing, or memory of a peer's."""
+        """The operand of a touch on a rank; None for no bytes, or a peer's memory."""
         if not item.does(touch, where):
             return None
         if touch.peer is not None and touch.team is not None:
@@ -175,7 +175,7 @@ class _Finder:
         return (box, self.base(touch)) if box.numel else None
 
     def broken(self, where: Where, item: Item, write: Touch, other: Touch, form: str) -> bool:
-        """Whether two operands share bytes on a rank, and not in the form."""
+        """Returns True if two operands share bytes on a rank, and not in the form."""
         to, of = (self.operand(where, item, touch) for touch in (write, other))
         if to is None or of is None or not _meet(to, of):
             return False
@@ -191,7 +191,7 @@ class _Finder:
     def finding(
         self, item: Item, write: Touch, other: Touch, form: str, ranks: tuple[int, ...]
     ) -> Finding:
-        """What is wrong with an op, and how to fix it."""
+        """The finding for an op: its fault, and how to fix it."""
         program, op = self.source.program, item.op
         to, of = (print_view(touch.spot.view, program) for touch in (write, other))
         name = op.fn if isinstance(op, Call) else type(op).__name__.lower()
@@ -226,7 +226,7 @@ _WHY = {
 
 
 def _advice(op: Op | None, form: str, of: str, to: str) -> str:
-    """How to fix an op that reads `of` and writes `to`."""
+    """Advice on how to fix an op that reads `of` and writes `to`."""
     apart = f"read from a copy of {of}, or write to a buffer that does not share bytes with it"
     if form == "same":
         return f"{apart}, or give it just the same view to read and to write"
@@ -256,7 +256,7 @@ def _start(operand: Operand) -> Int:
 
 
 def _meet(one: Operand, other: Operand) -> bool:
-    """Whether the two share a byte."""
+    """Returns True if the two share a byte."""
     if one[1] == other[1]:
         return one[0].overlaps(other[0])
     return _as_bytes(one).overlaps(_as_bytes(other))
@@ -269,13 +269,13 @@ def _as_bytes(operand: Operand) -> Box:
 
 
 def _layout(operand: Operand) -> tuple[object, ...]:
-    """What two operands have in common that are one view."""
+    """Start, element type, sizes and strides of an operand: equal for two that are one view."""
     box, dims = operand[0], zip(operand[0].sizes, operand[0].strides, strict=True)
     return _start(operand), box.dtype, *((size, stride) for size, stride in dims if size != 1)
 
 
 def _begins_at(part: Operand, whole: Operand, row: Int) -> bool:
-    """Whether the part is dense, and lies in the dense whole from a row on."""
+    """Returns True if the part is dense, and lies in the dense whole from a row on."""
     width = whole[0].nbytes // whole[0].sizes[0]
     return (
         part[0].contiguous

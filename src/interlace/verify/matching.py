@@ -1,4 +1,4 @@
-"""Whether the ranks agree: members of collectives, ends of messages, takes of slots, signals.
+"""Checks that ranks agree: members of collectives, ends of messages, takes of slots, signals.
 
 These compare what the ranks say, one run of each, without regard to when. A collective that only
 some ranks issue is reported here (where the sequences part) and as the deadlock that it makes.
@@ -31,7 +31,7 @@ from interlace.verify.happens_before.source import Version
 from interlace.verify.report import Finding, OpRef
 
 Difference = tuple[str, tuple[int, str], tuple[int, str]]
-"""What two members disagree on, and for each its number and what it says."""
+"""A fact that two members disagree on, and for each its number and its value."""
 PER_MEMBER = 16
 """Steps that comparing what one member of a collective says counts as."""
 
@@ -126,7 +126,7 @@ class _Matcher:
         return None if counts is None else self.sizes(met, counts)
 
     def facts(self, issue: IssuedOp) -> dict[str, object]:
-        """What all who meet must say alike; None: a member says nothing of it."""
+        """The facts that all who meet must have in common; None: this member does not give it."""
         op, where = issue.item.op, issue.frame.place.where
         if isinstance(op, Alloc):
             spot = issue.source.versions[issue.item.version].spot
@@ -158,7 +158,7 @@ class _Matcher:
         }
 
     def sizes(self, met: Sequence[IssuedOp], counts: Sequence[int]) -> Difference | None:
-        """Whether what goes in is as much as what comes out."""
+        """The first difference in size between what goes in and what comes out; None if none."""
         op = met[0].item.op
         assert isinstance(op, Collective)
         row = KINDS[op.kind]
@@ -215,7 +215,7 @@ class _Matcher:
                     self.missing(queue, issued)
 
     def identity(self, at: IssuedOp) -> tuple[object, ...]:
-        """What a collective says on its rank: equal for two that agree with the same others."""
+        """The facts of a collective on its rank: equal for two that agree with the same others."""
         where, op, place = at.frame.place.where, at.item.op, at.frame.place
         assert isinstance(op, Collective)
         root = None if op.root is None else (where.index(op.root), at.item.is_root(where))
@@ -384,7 +384,7 @@ class _Matcher:
                 )
 
     def ordered(self, one: int, other: int) -> bool:
-        """Whether one comes before the other, if they come at all."""
+        """Returns True if node `one` comes before the other, if they come at all."""
         graph = self.builder.graph
         if graph.clocks[other] is not None:
             return graph.before(one, other)
@@ -453,9 +453,9 @@ def _shape(box: Box | None, with_rows: bool) -> list[object] | None:
 
 
 def _sized_alike(at: IssuedOp) -> bool:
-    """Whether a collective says the same on all ranks that its own stands for: where a rank chooses
-    which chunk its views are, and no table how large that is. (Its root is the same for all of
-    them, or their team is not turned.)"""
+    """Returns True if a collective's facts are the same on all ranks that its own stands for: where
+    a rank chooses which chunk its views are, and no table how large that is. (Its root is the same
+    for all of them, or their team is not turned.)"""
     return not any(
         any(isinstance(value, TableEntry) for value in touch.spot.by_rank)
         or any(

@@ -1,4 +1,4 @@
-"""What a check finds: findings, each with its ops and its fix, and the Report of them.
+"""The outcome of a check: findings, each with its ops and its fix, and the Report of them.
 
     report = check(program)
     print(report)                  # for a terminal
@@ -60,7 +60,7 @@ class OpRef:
     stream: str
     text: str
     role: str = ""
-    """What the op does in the finding: `writes full`, `waits for rank 1`, ..."""
+    """Role of the op in the finding: `writes full`, `waits for rank 1`, ..."""
     buffer: str = ""
     bytes: tuple[int, int] | None = None
     """The byte range of the buffer that it touches: first byte, and the byte after the last."""
@@ -113,7 +113,7 @@ class Finding:
 
     @property
     def fix(self) -> str:
-        """How to fix it: edits after which a check found it gone, or else advice in words."""
+        """The fix in words: edits after which a check found the fault gone, or else advice."""
         return self.words if self.proved is None else self.proved()[0]
 
     @property
@@ -153,7 +153,7 @@ class Symmetry:
     folded: tuple[str, ...]
     """The teams of which one rank stands for all."""
     few: tuple[str, ...] = ()
-    """Those of them between two ranks of which order was worked out, and not between all."""
+    """Folded teams for which order was worked out between two ranks, and not between all."""
 
     def to_json(self) -> dict[str, Any]:
         """The symmetry as plain data."""
@@ -178,7 +178,7 @@ class Report:
     symmetry: Symmetry | None = field(default=None, compare=False)
     """Which ranks were looked at for all; None: every rank was."""
     in_order: bool = False
-    """Whether it is about the twin that runs the ops of a rank one after another, as listed."""
+    """The check was of the twin that runs the ops of a rank one after another, as listed."""
 
     @property
     def num_visited(self) -> int:
@@ -192,7 +192,7 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether no interleaving of the ranks can go wrong."""
+        """True if no interleaving of the ranks can go wrong."""
         return not self.errors
 
     def kinds(self) -> frozenset[str]:

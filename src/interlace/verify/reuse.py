@@ -26,14 +26,14 @@ Take = tuple[str, int]
 
 
 def shared_places(programs: Sequence[Program]) -> dict[Take, int]:
-    """By take: the number of the memory that it has. The Programs run together, and are sound."""
+    """The number of the memory that each take has. The Programs run together, and are sound."""
     regions, takes = Regions(), dict[str, Take]()
     sources = [
         lower(_apart(program, takes), regions, False, k) for k, program in enumerate(programs)
     ]
     graph = GraphBuilder(sources, regions).build(1)
     used: dict[tuple[Take, int], list[int]] = defaultdict(list)
-    """Of a take and the rank whose memory it is: the nodes at which it is read or written."""
+    """Nodes that read or write a take, by the take and the rank whose memory it is."""
     for frame in graph.frames:
         for node, version, rank in _uses(frame):
             buffer = frame.place.source.versions[version].buffer
@@ -41,7 +41,7 @@ def shared_places(programs: Sequence[Program]) -> dict[Take, int]:
     ranks = sorted({rank for _, rank in used})
     places: dict[Take, int] = {}
     held: dict[str, list[list[Take]]] = defaultdict(list)
-    """By slot: the takes of each memory. All of them count: the last may be of no use on a rank."""
+    """Takes in each memory, by slot. All of them count: a rank may not use the last."""
     for take in sorted(set(takes.values())):
         memories = held[take[0]]
         free = (
@@ -76,7 +76,7 @@ def _apart(program: Program, takes: dict[str, Take]) -> Program:
 
 
 def _uses(frame: Frame) -> Iterator[tuple[int, int, int]]:
-    """What a rank does in slots: the node, the take, and the rank whose memory it is."""
+    """Yields a rank's accesses to slots: the node, the version, and the rank whose memory it is."""
     source, where = frame.place.source, frame.place.where
     for item in source.items:
         for one in (item, *item.members):

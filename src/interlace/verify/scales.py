@@ -41,14 +41,14 @@ BLOCKS: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
     "float8_mm": (2, (0,), (1,)),
     "float8_turn": (2, (0, 1), ()),
 }
-"""Of calls that take packed rows: the argument that is the number of blocks, those that come in so
-many, and those, given transposed, that have one scale. With 0 blocks each row has its own."""
+"""Calls that take packed rows: the index of the argument that is the number of blocks, of those cut
+into so many, and of those, given transposed, with one scale. With 0 blocks each row has its own."""
 KEEPS_ORDER = ("clone", "contiguous", "alias", "view", "reshape", "_unsafe_view")
 FLOAT8 = (DType.f8e4m3, DType.f8e5m2)
 
 
 class Origin(NamedTuple):
-    """What decided a scale."""
+    """Source of a scale."""
 
     key: object
     """Equal for rows of one scale."""
@@ -57,7 +57,7 @@ class Origin(NamedTuple):
     given: str = ""
     """Else the parameter, and whose it is."""
     by_row: bool = False
-    """Whether each row has a scale of its own."""
+    """Each row has a scale of its own."""
 
 
 class ScaleBlock(NamedTuple):
@@ -67,7 +67,7 @@ class ScaleBlock(NamedTuple):
     rows: tuple[Int, Int]
     number: int
     of: int
-    """How many blocks there are."""
+    """Number of blocks in the argument."""
     origins: list[Origin]
 
 
@@ -88,7 +88,7 @@ def scales(builder: GraphBuilder, sweep: Sweep, explainer: Explainer) -> list[Fi
 
 
 def takes_blocks(sources: Iterable[LoweredProgram]) -> bool:
-    """Whether some call multiplies rows of FP8 in blocks."""
+    """Returns True if some call multiplies rows of FP8 in blocks."""
     steps = (step for source in sources for op in source.program.ops for step in op.steps)
     return any(isinstance(op, Call) and _name(op) in BLOCKS for op in steps)
 
@@ -142,7 +142,7 @@ class _Walk:
                 self.origins.write(frame, touch, self.made(part, touch))
 
     def made(self, part: Part, touch: Touch) -> Strip[Origin] | None:
-        """What an op writes."""
+        """The origins of the bytes that an op writes; None: unknown."""
         frame, item = part
         match item.op:
             case Copy() | Put() | Get():

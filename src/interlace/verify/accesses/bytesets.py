@@ -1,4 +1,4 @@
-"""Whether several strided boxes cover one.
+"""Checks that several strided boxes cover one.
 
 A box of a large matrix is thousands of byte runs, so runs are not counted. All boxes in a question
 are written in one mixed radix: its places are the strides that occur (in bytes), or multiples of
@@ -33,8 +33,8 @@ MAX_BRICKS = 512
 def covered(
     target: Box, parts: Sequence[Box], spend: Callable[[int], None] = lambda steps: None
 ) -> bool:
-    """Whether every byte of `target` is in one of `parts`. Never says so wrongly. `spend` is told
-    in how many steps that is found, as they are taken."""
+    """Returns True if every byte of `target` is in one of `parts`, and never wrongly. Passes the
+    steps that this takes to `spend`, as they are taken."""
     spend(len(parts))
     boxes = (target, *parts)
     if not any(box.is_sized or isinstance(box.offset, Size) for box in boxes):
@@ -53,7 +53,7 @@ def covered(
 def _covered_by_bricks(
     target: Box, parts: Sequence[Box], spend: Callable[[int], None]
 ) -> bool | None:
-    """Whether every byte of `target` is in one of `parts`; None where bricks do not say."""
+    """Returns True if `parts` hold every byte of `target`; None where bricks do not decide it."""
     spend(64 * len(parts))
     dims = [_dims(box) for box in (target, *parts)]
     if any(isinstance(number, Size) for each in dims for pair in each for number in pair):
@@ -176,7 +176,7 @@ def _meet(one: Brick, other: Brick) -> bool:
 
 
 def _subtract(brick: Brick, hole: Brick) -> list[Brick]:
-    """What is left of `brick` outside `hole`."""
+    """The rest of `brick` outside `hole`."""
     if not _meet(brick, hole):
         return [brick]
     found: list[Brick] = []
@@ -190,7 +190,7 @@ def _subtract(brick: Brick, hole: Brick) -> list[Brick]:
 
 
 def num_runs(box: Box) -> int:
-    """How many runs of bytes are counted of a box."""
+    """The number of byte runs of a box; 1 where there are too many to count one by one."""
     count = prod([size for _, size in runs(box)[1]])
     return 1 if isinstance(count, Size) or count > MAX_RUNS else count
 

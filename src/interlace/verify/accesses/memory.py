@@ -48,14 +48,14 @@ class Content:
     size: Int
     memory: Memory
     full: bool
-    """Whether all of them do (inputs do from the start)."""
+    """All bytes have been written (those of an input from the start)."""
     rank: int
     """Whose memory it is."""
     parts: dict[ByteRegion, None]
     log: list[ByteRegion | tuple[int, int]] | None = None
     """From the first time another buffer overwrote some of the bytes: writes, and such losses."""
     freed: bool = False
-    """Whether its Free has been met: what others write is no loss to it any more."""
+    """The walk has met its Free: later writes through other buffers are no loss to it."""
 
     def write(self, region: ByteRegion) -> None:
         """A write through the buffer."""
@@ -79,7 +79,7 @@ class Content:
             self.log.append((lo, hi))
 
     def holds(self, region: ByteRegion, regions: Regions) -> bool:
-        """Whether every byte of the region has been written, and not lost."""
+        """Returns True if every byte of the region has been written, and not lost."""
         if self.full or (self.log is None and region in self.parts):
             return True
         if self.log is None:
@@ -120,7 +120,7 @@ class ByteAccess(NamedTuple):
 
     @property
     def by_caller(self) -> bool:
-        """Whether it is what a caller may do out of a run, to a registered parameter."""
+        """True for a caller's possible access to a registered parameter outside of a run."""
         return self.write and self.item.op is None
 
 
@@ -133,10 +133,10 @@ class Cell:
     writes: list[ByteAccess]
     reads: dict[tuple[ByteRegion, Content, int], ByteAccess]
     live: dict[Content, int]
-    """What has been written here and not freed, with its offset in the storage."""
+    """Contents written here and not freed, each with its offset in the storage."""
 
     def covers(self, new: ByteAccess, old: ByteAccess) -> bool:
-        """Whether the new access stands for the old one in this cell: see Note [Frontier]."""
+        """True if the new access stands for the old one in this cell: see Note [Frontier]."""
         if by_box(new, old):
             return new.region.contains(old.region)
         return (
@@ -147,7 +147,7 @@ class Cell:
 
 
 def by_box(one: ByteAccess, other: ByteAccess) -> bool:
-    """Whether two accesses of one memory are compared by their boxes, and not by their hulls."""
+    """Returns True if two accesses of one memory are compared by their boxes, not their hulls."""
     return one.content is other.content or not one.content.memory.arena
 
 

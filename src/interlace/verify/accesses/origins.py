@@ -63,7 +63,7 @@ class Origins(Generic[T]):
         return strip
 
     def write(self, frame: Frame, touch: Touch, strip: Strip[T] | None) -> None:
-        """What is touched now holds this; None: bytes of unknown origin."""
+        """Sets the origins of the bytes that are touched; None: bytes of unknown origin."""
         content, box = self._content(frame, touch), self.box(frame, touch)
         labels, spans, done = self._labels[content], _spans(box), 0
         if spans is None:
@@ -103,7 +103,7 @@ def cut(strip: Strip[T], start: Int, length: Int) -> Strip[T]:
 
 
 def _without(label: tuple[Int, Int, T], lo: Int, hi: Int) -> list[tuple[Int, Int, T]]:
-    """What is left of a label where other bytes are written."""
+    """The parts of a label that remain where the bytes from `lo` to `hi` are overwritten."""
     start, stop, origin = label
     if stop <= lo or hi <= start:
         return [label]

@@ -27,7 +27,7 @@ PER_SIZED = 32
 PER_PAIR = 32
 """Steps that a remembered comparison counts as."""
 MANY_PARTS = 64
-"""Whether a region is covered by more parts than these is not remembered."""
+"""Number of parts up to which the result of a cover is remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class ByteRegion:
     """A box of a buffer, in bytes from the buffer's start."""
 
     box: Box
-    """What is compared for races: the whole buffer for `as_strided`."""
+    """The box that is compared for races: the whole buffer for `as_strided`."""
     exact: Box
     """The bytes themselves."""
     lo: Int
@@ -44,18 +44,18 @@ class ByteRegion:
     stop: int
     """The least `lo` and the greatest `hi` of the class of sizes."""
     empty: bool
-    """Whether it has no bytes, for any sizes of the class."""
+    """The region has no bytes, for any sizes of the class."""
     dense: bool
-    """Whether every byte from `lo` to `hi` belongs to it."""
+    """Every byte from `lo` to `hi` belongs to the region."""
     strided: bool
-    """Whether it stands for an `as_strided`, so that it claims more bytes than it has."""
+    """The region stands for an `as_strided`, so that it claims more bytes than it has."""
 
     def covers(self, size: Int) -> bool:
-        """Whether it is surely all of a buffer of so many bytes."""
+        """Returns True if the region is surely all of a buffer of so many bytes."""
         return self.dense and never_above(self.lo, 0) and never_above(size, self.hi)
 
     def contains(self, other: ByteRegion) -> bool:
-        """Whether the other region is surely part of this one (cheap, may say no wrongly)."""
+        """True if the other region is surely part of this one (cheap, may miss that it is)."""
         return self is other or (
             self.dense and never_above(self.lo, other.lo) and never_above(other.hi, self.hi)
         )
@@ -69,7 +69,7 @@ class Spot:
     buffer: Buffer
     key: int
     by_rank: tuple[RankIndex | TableEntry, ...]
-    """What its box depends on."""
+    """Rank indices and table entries that its box depends on."""
 
 
 class Regions:
@@ -146,7 +146,7 @@ class Regions:
         return region
 
     def overlap(self, one: ByteRegion, other: ByteRegion) -> bool:
-        """Whether the two regions of one buffer share a byte."""
+        """Returns True if the two regions of one buffer share a byte."""
         if never_above(other.hi, one.lo) or never_above(one.hi, other.lo):
             return False
         if one is other or (one.dense and other.dense):
@@ -160,7 +160,7 @@ class Regions:
         return found
 
     def covered(self, region: ByteRegion, parts: Iterable[ByteRegion]) -> bool:
-        """Whether the parts together hold every byte of the region."""
+        """Returns True if the parts together hold every byte of the region."""
         there = list(parts)
         if len(there) > MANY_PARTS:
             return covered(region.exact, [part.exact for part in there], self.spend)

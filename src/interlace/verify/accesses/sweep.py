@@ -27,11 +27,11 @@ from interlace.verify.happens_before.source import Item, Touch, Version
 from interlace.verify.report import MAX_FAULTS
 
 Pair = tuple[ByteRegion, Content, ByteRegion, Content]
-"""What two accesses that race touch."""
+"""Regions and contents of two accesses that race."""
 FEW, PER_WRITE = 8, 4
 """So many entries of a cell are not worth counting; of more, each counts as so many steps."""
 MAX_REPEATS = 256
-"""Of one fault on many ranks and in many runs, so many are kept."""
+"""Repeats of one fault, on many ranks and in many runs, that are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class Sweep:
         self.slot = slot
         self.faults: dict[tuple[object, ...], list[AccessFault]] = {}
         self._races: dict[Memory, dict[Pair, tuple[ByteAccess, ByteAccess]]] = {}
-        """Of each memory, accesses that race; of those that touch the same, the first."""
+        """Accesses that race, by memory; of those that touch the same, the first."""
         self._lives: dict[Frame, dict[int, BufferLife]] = {frame: {} for frame in graph.frames}
         self._arenas: dict[tuple[Frame, str], Memory] = {}
         self._copies: dict[tuple[bool, Slot, int, int], Content] = {}
@@ -300,13 +300,13 @@ class Sweep:
         self._races.setdefault(one.content.memory, {}).setdefault(pair, (one, other))
 
     def _meet(self, one: ByteAccess, other: ByteAccess, boxes: bool) -> bool:
-        """Whether two accesses of a memory meet, by their boxes or by their hulls."""
+        """Returns True if two accesses of a memory meet, by their boxes or by their hulls."""
         if boxes:
             return self.regions.overlap(one.region, other.region)
         return one.lo < other.hi and other.lo < one.hi
 
     def raced_for(self, read: ByteAccess) -> bool:
-        """Whether accesses race that both meet this read; see Note [Any order]."""
+        """Returns True if accesses race that both meet this read; see Note [Any order]."""
         memory = read.content.memory
         races = self._races.get(memory, {})
         self.regions.compare(2 * len(races))

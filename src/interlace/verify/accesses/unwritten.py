@@ -104,7 +104,7 @@ def _missing(wanted: Box, there: Sequence[Box]) -> list[Run]:
 
 
 def _writes_some(box: Box, missing: Sequence[Run], wanted: Box) -> bool:
-    """Whether a write is among what is missing or, where that is not known, among what is read."""
+    """Returns True if a write fills missing bytes or, if those are unknown, some that are read."""
     there = byte_runs(box)
     if not missing or there is None:
         return box.overlaps(wanted)

@@ -51,7 +51,7 @@ class GraphBuilder:
         self.heights = [0] * self.graph.num_chains
         """Nodes of each chain so far."""
         self.exits: dict[int, int] = {}
-        """By rank: the node that ends its last run."""
+        """The node that ends a rank's last run, by rank."""
 
     def build(self, runs: int, unroll: bool = False) -> HappensBefore:
         """The solved graph of `runs` runs, or of one where one stands for all."""
@@ -182,7 +182,7 @@ class GraphBuilder:
                 graph.never[at.end] = self._missing(absent, rank, queue)
 
     def _has_part(self, at: IssuedOp, write: bool) -> bool:
-        """Whether a rank gives bytes to a meeting or (`write`) gets some; a barrier does both."""
+        """True if a rank gives bytes to a meeting or (`write`) gets some; a barrier does both."""
         op, where = at.item.op, at.frame.place.where
         if isinstance(op, Collective) and KINDS[op.kind].reads == "none":
             return True
@@ -225,7 +225,7 @@ class GraphBuilder:
         )
 
     def _await_frees(self, retake: Retake[IssuedOp]) -> None:
-        """What every rank has to free before any takes the slot again."""
+        """Makes each retake of a slot wait until every rank has freed it."""
         graph, meeting = self.graph, self.graph.add()
         missing: list[int] = []
         for rank, free in retake.frees.items():

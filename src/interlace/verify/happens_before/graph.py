@@ -92,7 +92,7 @@ class IssuedOp(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """How far each chain has come: `since` where it says so, else `base`."""
+    """Position that each chain has reached: that in `since` if present, else that in `base`."""
 
     base: tuple[int, ...]
     """Many clocks have one and the same."""
@@ -127,11 +127,11 @@ class HappensBefore:
     made_from: dict[int, tuple[tuple[int, ...], ...]] = field(
         default_factory=dict[int, tuple[tuple[int, ...], ...]]
     )
-    """By the id of a base (which the clocks keep alive): the bases that it is nowhere behind."""
+    """Bases that a base is nowhere behind, by its id (the clocks keep it alive)."""
     order: list[int] = field(default_factory=list[int])
     """The nodes that can finish, in an order in which they can."""
     words: int = 0
-    """Of memory, as far as it was counted."""
+    """Words of memory that the graph takes, as far as they were counted."""
 
     def add(self) -> int:
         """A node without predecessors or place."""
@@ -158,7 +158,7 @@ class HappensBefore:
             self.clocks[node] = known if shares else self._joined(self._arrivals(before))
 
     def _arrivals(self, before: list[int]) -> list[Arrival]:
-        """What a node after these comes to know."""
+        """The arrivals at a node that comes after these."""
         return [
             (clock, self.chain[node], self.pos[node])
             for node in before
@@ -237,14 +237,14 @@ class HappensBefore:
             )
 
     def _includes(self, base: tuple[int, ...], other: tuple[int, ...]) -> bool:
-        """Whether a base is known to be nowhere behind another: made from it, or once removed."""
+        """True if a base is known to be nowhere behind another: made from it, or once removed."""
         for one in self.made_from.get(id(base), ()):
             if one is other or any(two is other for two in self.made_from.get(id(one), ())):
                 return True
         return False
 
     def before(self, one: int, other: int) -> bool:
-        """Whether op `one` has ended before op `other` begins, in every run of the programs."""
+        """True if op `one` has ended before op `other` begins, in every run of the programs."""
         other = self.begins.get(other, other)
         at = self.chain[one]
         if self.chain[other] == at:

@@ -42,9 +42,9 @@ class Touch(NamedTuple):
     peer: Index | None
     team: str | None
     root_only: bool
-    """Whether only the root of the collective does it."""
+    """Only the root of the collective makes this touch."""
     contents: bool = True
-    """Whether bytes are taken or given: `Access.contents`."""
+    """Bytes are taken or given: `Access.contents`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,22 +73,22 @@ class Item:
 
     @property
     def begins_run(self) -> bool:
-        """Whether this is the begin of the run."""
+        """True for the begin of the run."""
         return self.op is None and self.index < 0
 
     @property
     def ends_run(self) -> bool:
-        """Whether this is the return."""
+        """True for the return."""
         return self.op is None and self.index >= 0
 
     @property
     def is_group(self) -> bool:
-        """Whether its members begin and end together."""
+        """True if its members begin and end together."""
         return bool(self.members and self.ordering.messages)
 
     @property
     def is_fused(self) -> bool:
-        """Whether its members are the parts of a kernel."""
+        """True if its members are the parts of a kernel."""
         return isinstance(self.op, Fused)
 
     def position(self, member: Item) -> int:
@@ -96,11 +96,11 @@ class Item:
         return self.members.index(member) if member in self.members else -1
 
     def does(self, touch: Touch, where: Where) -> bool:
-        """Whether a rank does what a touch of this op says: some only the root does."""
+        """Returns True if a rank makes this touch of the op: some only the root makes."""
         return not touch.root_only or self.is_root(where)
 
     def is_root(self, where: Where) -> bool:
-        """Whether the rank is the root of this collective."""
+        """Returns True if the rank is the root of this collective."""
         op = self.op
         assert isinstance(op, Collective)
         return op.root is not None and where.index(op.root) == where.member(op.team).index
@@ -117,16 +117,16 @@ class Version:
     """The index of the op that declares it; -1 for a parameter."""
     free: int = -1
     shared: bool = False
-    """Whether other buffers share its storage."""
+    """Other buffers share its storage."""
 
     @property
     def symmetric(self) -> bool:
-        """Whether it lies in a slot that peers can reach."""
+        """True if the buffer lies in a slot that peers can reach."""
         return self.buffer.kind == "symmetric"
 
     @property
     def registered(self) -> bool:
-        """Whether it is memory of the caller's that peers can reach."""
+        """True if the buffer is memory of the caller's that peers can reach."""
         return self.buffer.registered
 
     @property
@@ -167,7 +167,7 @@ class LoweredProgram:
     enter: Item | None
     """The begin of the run, where parameters are registered: what their callers do before it."""
     sharing: dict[str, list[Version]]
-    """By storage: the local buffers that share it."""
+    """Local buffers that share a storage, by storage."""
     _uses: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def uses(self, version: int) -> list[int]:
@@ -305,7 +305,7 @@ class _Lowering:
         return version
 
     def version(self, item: Item, name: str) -> int:
-        """What a name means here; a name that is declared only later is a flaw."""
+        """The version that a name means here; a name that is declared only later is a flaw."""
         found = self.current.get(name)
         if found is not None:
             return found
@@ -356,7 +356,7 @@ class _Lowering:
         return Touch(write, version, spot, access.peer, access.team, root_only, access.contents)
 
     def results(self, end: int) -> list[Touch]:
-        """What the return reads: the results, and every output parameter."""
+        """The reads of the return: the results, and every output parameter."""
         program, item = self.program, Item(end, None)
         views = [view for arg in program.returned() for view in views_in(arg)]
         returned = {view.buffer for view in views if not view.steps}

@@ -55,21 +55,21 @@ class Turns:
     folded: tuple[str, ...]
     """The teams that are turned."""
     few: frozenset[str]
-    """Those of them of which two ranks stand for all: Note [Two ranks stand for any number]."""
+    """Folded teams of which two ranks stand for all: Note [Two ranks stand for any number]."""
     first: Map
-    """By rank: the rank that stands for it."""
+    """Rank that stands for each rank, by rank."""
     among: tuple[int, ...]
     """The ranks between which order is worked out: of the teams in `few`, the first two."""
     _turns: Sequence[Map]
     """The turn of each folded team, on `among`."""
     _steps: dict[int, tuple[int, Map]] = field(default_factory=dict[int, tuple[int, Map]])
-    """By rank: one that is nearer to the rank that stands for both, and the map from there."""
+    """For each rank, one nearer to the rank that stands for both, and the map from there."""
     _carry: dict[int, Map] = field(default_factory=dict[int, Map])
     _back: dict[int, Map] = field(default_factory=dict[int, Map])
 
     @classmethod
     def of(cls, sources: Sequence[LoweredProgram]) -> Turns | None:
-        """What can be folded of a set that runs together; None where that is nothing."""
+        """The Turns of a set that runs together; None where nothing can be folded."""
         for source in sources:
             if any(source.program.team(name).size > MOST for name, _ in _ends(source)):
                 return None
@@ -104,7 +104,7 @@ class Turns:
         return found
 
     def told(self) -> Symmetry:
-        """What a report says of it."""
+        """The symmetry as a report has it."""
         return Symmetry(self.visited, self.folded, tuple(sorted(self.few)))
 
     @property
@@ -202,7 +202,7 @@ class _Finder:
         return turn, shifts
 
     def is_level(self, team: str, shifts: Mapping[str, int]) -> bool:
-        """Whether each instance of another team has one place in this one."""
+        """Returns True if each instance of another team has one place in this one."""
         if any(by for name, by in shifts.items() if name != team):
             return False
         if any(team not in where.members for where in self.wheres.values()):

@@ -30,7 +30,7 @@ from interlace.verify.symmetry.order import FoldedBuilder, Unfit
 
 
 def certified(sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> bool:
-    """Whether a check of all ranks would find nothing, not even for a remark."""
+    """Returns True if a check of all ranks is proved to find nothing, not even for a remark."""
     if any(source.flaws for source in sources) or takes_blocks(sources):
         return False
     builder = FoldedBuilder(sources, regions, turns)
@@ -140,9 +140,9 @@ class _Tenant:
     after: Sequence[int]
     """The last accesses of those that had its bytes before."""
     last: dict[int, int] = field(default_factory=dict[int, int])
-    """By chain: its own."""
+    """Its own last access on each chain."""
     gone: bool = False
-    """Whether another has some of its bytes now."""
+    """Another buffer has some of its bytes now."""
 
 
 class _Storage:

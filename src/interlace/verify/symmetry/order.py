@@ -52,7 +52,7 @@ class Unfit(Exception):
 
 @dataclass(slots=True, eq=False)
 class Carried:
-    """How the map that carries a rank's representative to it renames chains."""
+    """Renaming of chains by the map that carries a rank's representative to it."""
 
     to: Base
     """The chain that each becomes."""
@@ -69,15 +69,15 @@ class FoldedGraph(HappensBefore):
     afar: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
     """Node -> what it comes after on other ranks: the node, and the rank."""
     carried: Mapping[int, Carried] = field(default_factory=dict[int, Carried])
-    """By rank."""
+    """Renamings of chains, by rank."""
     copies: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    """Of a node on a rank that another stands for: a node that is compared with others alone."""
+    """Copy of a node on a rank that its own stands for, only to be compared; by node and rank."""
     originals: dict[int, tuple[int, Carried]] = field(
         default_factory=dict[int, tuple[int, Carried]]
     )
-    """By such a node: what it is a copy of."""
+    """Original of each such copy, and the renaming of chains."""
     renamed: dict[tuple[int, int], Base] = field(default_factory=dict[tuple[int, int], Base])
-    """By the id of a base (which `held` keeps alive) and rank."""
+    """Renamed bases, by the id of a base (which `held` keeps alive) and rank."""
     held: list[Base] = field(default_factory=list[Base])
 
     def awaited(self, node: int) -> list[int]:
@@ -158,7 +158,7 @@ class _Carrier(dict[int, Carried]):
         return made
 
     def renamed(self, by: Mapping[int, int]) -> Base:
-        """What each chain becomes by a map of the ranks."""
+        """The chain that each chain becomes by a map of the ranks."""
         ranks = map(by.__getitem__, self.chains)
         return tuple(chain.from_iterable(map(self.chains.__getitem__, ranks)))
 
@@ -212,19 +212,19 @@ class FoldedBuilder(GraphBuilder):
         return self.meetings.team(self.everywhere[rank].where, team)
 
     def queue(self, queue: Queue, rank: int) -> list[IssuedOp]:
-        """What stands for the collectives of a member of the queue's team."""
+        """The ops that stand for the collectives of a member of the queue's team."""
         first = self.first(rank)
         found = self.meetings.queues.get((self.key(first, queue[0].name), queue[1]), {})
         return found.get(first, [])
 
     def takes(self, slot: Slot, rank: int) -> list[IssuedOp]:
-        """What stands for the takes of a slot by a member of its team."""
+        """The ops that stand for the takes of a slot by a member of its team."""
         first = self.first(rank)
         found = self.meetings.taken.get((self.key(first, slot[0].name), slot[1]), {})
         return found.get(first, [])
 
     def ends(self, channel: Channel, sends: bool) -> list[IssuedOp]:
-        """What stands for the sends or the receives of a channel."""
+        """The ops that stand for the sends or the receives of a channel."""
         team, sender, receiver = channel
         rank = sender if sends else receiver
         first = self.first(rank)

@@ -1,6 +1,6 @@
-"""Whether what a Program touches of its buffers turns with the rank.
+"""Checks that the bytes of its buffers that a Program touches turn with the rank.
 
-    turning(sources, {"tp"})     # whether one rank's memory shows what every rank's does
+    turning(sources, {"tp"})     # the teams by which some buffer does not turn
 
 Note [Turning views]
     Where ranks of a team stand for each other, each works in other bytes: rank 0 in `full[0]`, rank
@@ -46,11 +46,11 @@ Place = tuple[object, ...]
 
 @dataclass(slots=True)
 class DimensionCut:
-    """What a view takes of one dimension of its buffer: a chunk of a chunk, and maybe less."""
+    """Part of one dimension of its buffer that a view takes: a chunk of a chunk, and maybe less."""
 
     levels: tuple[Level, ...] = ()
     narrowed: bool = False
-    """Whether it takes less than the whole of its chunk."""
+    """The view takes less than the whole of its chunk."""
 
 
 def turning(sources: Sequence[LoweredProgram], moving: Collection[str]) -> frozenset[str]:
@@ -93,7 +93,7 @@ def _by_place(
     depend: set[Place] = set()
     for source in sources:
         take: dict[int, int] = {}
-        """Of each symmetric version: which take of its slot it is."""
+        """The take of its slot, for each symmetric version (by its id)."""
         count: dict[Place, int] = {}
         for item in source.sequence:
             if item.ordering.takes is not None and item.version >= 0:
@@ -130,10 +130,10 @@ def _unlike(cuts: Sequence[DimensionCut], moving: Collection[str]) -> set[str]:
 
 @dataclass(slots=True)
 class Axis:
-    """What one dimension of a view is of its buffer's."""
+    """One dimension of a view, in terms of its buffer's dimensions."""
 
     size: int
-    """Of an axis whose size is not a number: -1."""
+    """Size of the axis; -1 where it is not a number."""
     of: tuple[int, ...]
     """The buffer's dimensions that it runs over."""
     lead: int | None
@@ -150,7 +150,7 @@ def _cuts_of(spot: Spot, program: Program) -> list[DimensionCut] | None:
 
 
 def _cuts(view: View, buffer: Buffer, program: Program) -> list[DimensionCut] | None:
-    """What a view takes of each dimension of its buffer; None where a chunk by rank is of none."""
+    """The cut of each dimension of a view's buffer; None where a chunk by rank is of none."""
     cuts = [DimensionCut() for _ in buffer.shape]
     axes = [Axis(_number(size), (dim,), dim) for dim, size in enumerate(buffer.shape)]
 
