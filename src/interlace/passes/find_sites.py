@@ -100,8 +100,7 @@ def without_moves(before: Before, sites: Iterable[MatmulSite]) -> Before:
 
 
 def analyse(values: Dataflow, before: Before, done: Iterable[int] = ()) -> tuple[FoundSite, ...]:
-    """The site of every collective, or the reason for none; those of the sites `done` are left
-    out, and their ops untouched.
+    """Each collective's site, or why it has none, but for the sites `done`: their ops stay.
 
     `values` are those of the first of the Program's `representatives`.
     """

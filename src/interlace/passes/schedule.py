@@ -55,7 +55,7 @@ class Schedule:
     streams: int = 2
     """1 keeps the order, and everything on `main`; 2: compute apart from what it awaits."""
     window: int = 64
-    """Number of ops by which compute may be brought forward or held back; bounds its memory cost."""
+    """Number of ops by which compute may move forward or back: this bounds its memory cost."""
 
     def run(self, program: Program) -> Program:
         """The same ops, reordered and on streams; events are left to `insert_sync`."""

@@ -48,8 +48,7 @@ from interlace.errors import BackendError
 Run = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 LAST_S = 1.0
 """Time after the time-out for the thread's own wait in the store to end, which is as long for a
-backend that Interlace made. If it returned while the interpreter ends, it would abort the process.
-"""
+backend that Interlace made. Returning while the interpreter ends, it would abort the process."""
 
 
 def join(
