@@ -43,7 +43,7 @@ Key = tuple[str, str]
 
 _CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
 MARGIN_S = 300.0
-"""How much later than Interlace torch's watchdog looks at NCCL: Note [Whose time-out]."""
+"""Seconds by which torch's time-outs exceed Interlace's: Note [Whose time-out]."""
 CUT_TAG = (1 << 30) + 8
 """The tag of a message that nobody sends."""
 LOOK_S = 0.05
@@ -211,7 +211,7 @@ class Connections:
             return None
 
     def name(self, name: str | None, device: str) -> str:
-        """What `None` means for this group and device; checks that the backend exists."""
+        """The backend's name, None resolved for this group and device; checks that it exists."""
         if name is None:
             mine = self.users(device)
             usual = "gloo" if device == "cpu" else "nccl"

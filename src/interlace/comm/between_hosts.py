@@ -1,4 +1,4 @@
-"""What the ranks of a team know of each other where they are on hosts that share no memory.
+"""The control block of a team whose ranks are on hosts that share no memory.
 
     control = HostsControl("dp", ranks, me, hosts, board, topic, lambda: gloo, family)
     control.enter(tag, "forward")
@@ -55,20 +55,20 @@ from interlace.errors import AgreementError, InterlaceError, PeerError
 
 LOOK_EVERY_S, PAUSE_S = 0.25, 0.02
 ANSWER_S = 1.5
-"""How long ranks may take to answer one whose wait is over: several looks,"""
+"""Time for ranks to answer one whose wait is over: several looks."""
 BEHIND_S = 2.0
-"""and to leave word of what made them cut their connections."""
+"""Time for ranks to report why they cut their connections."""
 STORE_S = 1.0
-"""How long the store may take to answer; it may be out of reach."""
+"""Time for the store to answer; it may be out of reach."""
 ASK_S = ANSWER_S + STORE_S
-"""How long a rank whose wait is over may take to find out who is late."""
+"""Time for a rank whose wait is over to find out who is late."""
 TELL_AFTER_S = 0.5
-"""How long a rank waits for another to begin a run before it leaves word which one it is in."""
+"""Time that a rank waits for another to begin a run before it posts which run it is in."""
 HEAD = struct.Struct("QQ")
-"""What ranks hear of each other before data moves: the run, and the tag of the Program."""
+"""Message between ranks before data moves: the run, and the tag of the Program."""
 HEAD_TAG = (1 << 30) + 9
 MOST_HEADS = 64
-"""How many runs ahead of a peer a rank may be that sends to it."""
+"""Largest number of runs that a sending rank may be ahead of the peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class Contacts:
     gathers: bool = False
     """All, in collectives."""
     sources: tuple[int, ...] = ()
-    """Those whose messages it takes."""
+    """Members whose messages this rank takes."""
     targets: tuple[int, ...] = ()
-    """Those that take its messages."""
+    """Members that take this rank's messages."""
 
 
 def blank() -> memoryview:
@@ -113,7 +113,7 @@ class HostsControl(Control):
         self._others = {*self.ranks} - {self.ranks[me]}
         self._next_look, self._said = 0.0, 0
         self._lost = False
-        """Whether the store did not answer when it was last asked."""
+        """True if the store did not answer when it was last asked."""
         self._last = [0] * len(ranks)
         """When each rank left the note that was read last, by its own clock."""
         self._asked, self._question = float("-inf"), 0
@@ -127,7 +127,7 @@ class HostsControl(Control):
         self._posted: dict[int, tuple[torch.Tensor, Any]] = {}
         """and those of peers that this rank waits for in this run."""
         self._gathers, self._told_of = False, 0
-        """Whether this run's first collective is to come; the run that peers were last told of."""
+        """True until this run's first collective, if any; the run that peers were last told of."""
         self._turns = {member: threading.Lock() for member in range(len(ranks))}
 
     def begin(self, contacts: Contacts) -> None:
@@ -267,7 +267,7 @@ class HostsControl(Control):
         return PeerError(f"{who} of team {self.team} died: its process has ended")
 
     def _cause(self, error: RuntimeError) -> InterlaceError:
-        """What made a transfer fail: ranks that cut their connections said why before."""
+        """The error behind a failed transfer: ranks that cut their connections said why before."""
         deadline = time.monotonic() + BEHIND_S
         while time.monotonic() < deadline:
             if (found := self.cause()) is not None:

@@ -1,4 +1,4 @@
-"""What the ranks of a team know of each other while they run: one block of shared memory per team.
+"""State that the ranks of a team share while they run: one block of shared memory per team.
 
 Each rank writes its own part and reads the others':
 
@@ -43,8 +43,8 @@ ERROR_BYTES = 4096
 NBYTES = ERROR_TEXT * 8 + ERROR_BYTES
 
 FAILED, DISAGREED, PASSED_ON, RESETTING = 1, 2, 3, 4
-"""What the error cell holds: an error of this rank, of several, or one heard of another rank; or
-that this rank is in reset(), which concerns who waits for it in a later run."""
+"""Kinds in the error cell: an error of this rank, of several, or one heard of another rank; or
+this rank is in reset(), which concerns ranks that wait for it in a later run."""
 
 
 class Control:
@@ -152,7 +152,7 @@ class Control:
         raise error
 
     def disagreement(self) -> InterlaceError | None:
-        """Whether a peer called another Program in a run that both have entered lately."""
+        """The error if a peer called another Program in a run that both have entered lately."""
         for peer, _ in self._peers:
             both = min(self._mine[ENTERED], self._cells[peer][ENTERED])
             for run in range(max(self._met[peer] + 1, both - RING_ENTRIES + 2), both + 1):
@@ -188,7 +188,7 @@ class Control:
         self._mine[ERROR] = kinds.get(type(error), FAILED) if kind is None else kind
 
     def failure(self) -> InterlaceError | None:
-        """What stopped a rank: its own word, the end of its process, or a word passed on."""
+        """The error if a rank stopped: its word, the end of its process, or a word passed on."""
         passed_on: InterlaceError | None = None
         for member, cells in enumerate(self._cells):
             kind = cells[ERROR]
@@ -220,7 +220,7 @@ class Control:
         return self.failure()
 
     def cause(self) -> InterlaceError | None:
-        """What stopped a rank, after a transfer of this rank's failed or stalled."""
+        """The error if a rank stopped, after a transfer of this rank's failed or stalled."""
         return self.failure()
 
     def _who(self, member: int) -> str:
@@ -239,11 +239,11 @@ class Control:
         return self._read(member, ERROR_TEXT * 8, length)
 
     def _needs(self, member: int) -> bool:
-        """Whether this rank's run may still need that member: who has ended it, has given all."""
+        """True if this rank's run may still need that member: one that ended it has given all."""
         return self._cells[member][EXITED] < self._mine[ENTERED]
 
     def quiet(self) -> bool:
-        """Whether no rank has stopped; if one has, `failure` tells why."""
+        """True if no rank has stopped; if one has, `failure` returns the error."""
         for cells in self._cells:
             if cells[ERROR]:
                 return False

@@ -57,7 +57,7 @@ def forget_unset(groups: Collection[str]) -> None:
 
 
 def num_resets() -> int:
-    """How many resets of process groups this rank called."""
+    """Number of resets of process groups that this rank called."""
     return sum([count.number for count in list(counts.values())])
 
 

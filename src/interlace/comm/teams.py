@@ -73,7 +73,7 @@ class ResetCount:
 
     number: int = 0
     unfinished: bool = False
-    """Whether the last one failed: the next call is the same reset."""
+    """True if the last one failed: the next call is the same reset."""
     heard: int | None = None
     """The rank that called reset() first, as another told."""
 
@@ -84,7 +84,7 @@ class ResetCount:
 
 
 class User(Protocol):
-    """What holds something that must go before the team does."""
+    """Holder of something that must go before the team does."""
 
     def leave(self) -> None:
         """Lets go of it."""
@@ -131,7 +131,7 @@ class TeamComm:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process group was destroyed."""
+        """True if its process group was destroyed."""
         return self._group() not in c10d._world.pg_map
 
     def check_alive(self) -> None:
@@ -144,7 +144,7 @@ class TeamComm:
 
     @property
     def by_host(self) -> tuple[tuple[int, ...], ...]:
-        """By host, its members that are there."""
+        """The team's members, grouped by host."""
         places: dict[str, list[int]] = {}
         for member, place in enumerate(self.hosts):
             places.setdefault(place, []).append(member)
@@ -191,7 +191,7 @@ class TeamComm:
         return self._control is not None
 
     def is_as_of(self, resets: int, control: Control) -> bool:
-        """Whether it was neither reset nor released since then, and no rank of it has stopped."""
+        """True if it was neither reset nor released since then, and no rank of it has stopped."""
         return self.resets == resets and self._control is control and control.quiet()
 
     def found(self) -> None:
@@ -233,8 +233,8 @@ class TeamComm:
         self.board.leave_word(error)
 
     def consult(self, what: str, note: Note, time_out_s: float) -> list[Note]:
-        """What every rank of the team notes, to agree on `what`; peers that wait for this rank in a
-        run of any team of these ranks are told."""
+        """Exchanges notes, to agree on `what`, and returns those of all ranks of the team; tells
+        peers that wait for this rank in a run of any team of these ranks."""
         meet([self], repr(what), time_out_s)
         self.board.announce()
         place, over = self.board.next_round(f"{self.topic}/{what}")
@@ -424,8 +424,8 @@ _teams: weakref.WeakKeyDictionary[dist.ProcessGroup, TeamComm] = weakref.WeakKey
 """One TeamComm for each live process group: Note [One queue per team]."""
 _teams_lock = threading.Lock()
 counts: dict[str, ResetCount] = {}
-"""By `count_key`. They outlive teams and groups: the notes in the store do, and torch gives a name
-anew after `destroy_process_group`."""
+"""Reset counts by `count_key`. They outlive teams and groups: the notes in the store do, and torch
+reuses a name after `destroy_process_group`."""
 
 _parents: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """In a forked process the groups of its parent: Note [Forked processes]."""

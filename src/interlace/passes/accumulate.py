@@ -54,10 +54,10 @@ class _Rewrite:
         self.box = program.boxes(representatives(program)[0])
         self.returned = {view.buffer for arg in program.returned() for view in views_in(arg)}
         self.uses: defaultdict[str, list[int]] = defaultdict(list)
-        """By buffer, the ops that read, write or free it."""
+        """For each buffer the ops that read, write or free it."""
         self.allocs: dict[str, int] = {}
         self.moved_allocs: defaultdict[int, list[int]] = defaultdict(list)
-        """By op, the Allocs that stand before it now."""
+        """For each op the Allocs that stand before it now."""
         for i, op in enumerate(program.ops):
             if isinstance(op, Alloc):
                 self.allocs[op.buffer.name] = i
@@ -116,7 +116,7 @@ class _Rewrite:
         return matmul if fits else None
 
     def lies_there(self, i: int, op: Call, old: View) -> bool:
-        """Whether the sum, which has memory of its own, can lie where `old` does from now on."""
+        """True if the sum, which has memory of its own, can lie where `old` does from now on."""
         (own,) = op.fresh
         if own.name in self.returned or own.strides is not None:
             return False
@@ -126,7 +126,7 @@ class _Rewrite:
         return not freed and self.uses[old.buffer][-1] == i
 
     def lies_in(self, i: int, op: Call, old: View, begin: int) -> bool:
-        """Whether all that makes `old` can make it where the sum goes."""
+        """True if all ops that make `old` can make it where the sum goes."""
         if len(op.outs) != 1 or old.steps or op.written:
             return False
         (out,) = op.outs
@@ -181,8 +181,8 @@ class _Rewrite:
         return None
 
     def dies(self, name: str, i: int, declared: bool) -> bool:
-        """Whether nobody reads a buffer after `i` before it is written anew; never again, if the
-        op that goes declares it."""
+        """True if no op reads a buffer after `i` before one writes it anew; if the op that goes
+        declares it, True if no op uses it again."""
         if self.buffers[name].kind not in ("local", "fresh") or name in self.returned:
             return False
         after = min((at for at in self.uses[name] if at > i), default=None)
@@ -229,7 +229,7 @@ class _Rewrite:
 
 
 def _plain(buffer: Buffer) -> bool:
-    """Whether a buffer has memory of its own, dense and as large on all ranks."""
+    """True if a buffer has memory of its own, dense and as large on all ranks."""
     ranked = any(isinstance(dim, TableEntry) for dim in buffer.shape)
     return buffer.strides is None and buffer.storage is None and not ranked
 

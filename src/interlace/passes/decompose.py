@@ -41,19 +41,19 @@ class Decompose:
     name: ClassVar[str] = "decompose"
     strategy: str = "auto"
     transport: str | None = None
-    """Of `peer`: `get` or `put`; None takes the faster one for each site."""
+    """Transport of `peer`: `get` or `put`; None takes the faster one for each site."""
     chunks: int = 0
     """Slices of `pipeline`, pieces of `fused`; 0 lets the strategy choose."""
     sites: tuple[int, ...] | None = None
     """The sites to work on; None: all."""
     copied: tuple[int, ...] = ()
-    """Of these, the ones that have the strategy `copies` if it serves them, whatever the others
+    """Sites among these that have the strategy `copies` if it serves them, whatever the others
     have."""
     machine: Machine | None = field(default=None, metadata={"text": False})
     known: dict[object, Choice] = field(
         default_factory=dict[object, Choice], compare=False, repr=False, metadata={"text": False}
     )
-    """What was chosen for sites that are alike; who runs the pass again has the same."""
+    """Choices made for sites that are alike; the pass, run again, makes the same."""
 
     def __post_init__(self) -> None:
         if self.strategy in REPLACED:

@@ -1,4 +1,4 @@
-"""What must stay before what: the dependencies that a Program's list order gives.
+"""The dependencies that a Program's list order gives: which op must stay before which.
 
 An op depends on an earlier one where both touch the same bytes and one writes, on any rank that
 runs the Program. `Alloc` stays before, and `Free` after, every access of the buffer; `HostSync`
@@ -93,7 +93,7 @@ def symmetric_buffers(program: Program) -> dict[str, Buffer]:
 
 
 def meets_peers(op: Op, symmetric: Mapping[str, Buffer]) -> bool:
-    """Whether other ranks wait for this op, or it for them."""
+    """True if other ranks wait for this op, or it for them."""
     ordering = op.ordering()
     if ordering.takes is not None:
         return ordering.takes.name in symmetric
@@ -101,7 +101,7 @@ def meets_peers(op: Op, symmetric: Mapping[str, Buffer]) -> bool:
 
 
 def is_frozen(program: Program) -> bool:
-    """Whether it is of one rank, or has teams with ranks of other Programs."""
+    """True if the Program is of one rank, or has teams with ranks of other Programs."""
     if program.rank is not None:
         return True
     world = set(program.world)
@@ -117,7 +117,7 @@ def is_frozen(program: Program) -> bool:
 
 
 _Live = defaultdict[object, list[tuple[int, int]]]
-"""By buffer what a later op may conflict with: (view number, op)."""
+"""Accesses of each buffer with which a later op may conflict: (view number, op)."""
 
 
 def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
@@ -275,12 +275,12 @@ class _Use:
     op: int
     write: bool
     offset: int | None
-    """How far away the copy's rank is; None for a fixed rank."""
+    """Distance of the copy's rank; None for a fixed rank."""
     view: View
 
 
 class _Team:
-    """What happens in one team, in list order."""
+    """Events in one team, in list order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -292,7 +292,7 @@ class _Team:
         self.registered: list[int] = []
         """The ops that touch what callers registered."""
         self.proofs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        """By distance: the Expects, each with the Notify that satisfies it."""
+        """For each distance the Expects, each with the Notify that satisfies it."""
 
 
 def signal_edges(
@@ -351,7 +351,7 @@ def _offset(peer: Index, size: int) -> int | None:
 
 
 def _distances(level: SignalLevel, team: str, size: int) -> frozenset[int]:
-    """How far away the peers of a signal are; every distance for a fixed rank."""
+    """Distances of a signal's peers; every distance for a fixed rank."""
     if isinstance(level.peer, RankIndex) and level.peer.team == team:
         return frozenset((level.peer.offset % size,))
     return frozenset(range(1 if isinstance(level.peer, Others) else 0, size))
@@ -361,7 +361,7 @@ def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> 
     """Every Expect after the Notify of its value, Notifies in the order of their values, and an
     Expect after the nearest one listed of a lower value."""
     raised: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
-    """By distance: (value, op, by all alike)."""
+    """Notifies at each distance: (value, op, by all alike)."""
     for index, level in team.notifies[signal]:
         for distance in _distances(level, name, team.size):
             edges[index].update(op for _, op, _ in raised[distance][-1:])
@@ -449,7 +449,7 @@ def _order(
 
 
 def _orders_all(program: Program, op: Op) -> bool:
-    """Whether each member's end of this op comes after the begin of all."""
+    """True if each member's end of this op comes after the begin of all."""
     if not isinstance(op, Collective) or KINDS[op.kind].rooted:
         return False
     splits = next((t.values for t in program.tables if t.name == op.splits), ())

@@ -100,7 +100,7 @@ def without_moves(before: Before, sites: Iterable[MatmulSite]) -> Before:
 
 
 def analyse(values: Dataflow, before: Before, done: Iterable[int] = ()) -> tuple[FoundSite, ...]:
-    """What every collective is; those of the sites `done` are left out, and their ops untouched.
+    """Each collective's site, or why it has none, but for the sites `done`: their ops stay.
 
     `values` are those of the first of the Program's `representatives`.
     """
@@ -176,11 +176,11 @@ class Blocks:
         self.members: list[Collection[int]] = [(i,) for i in range(len(before))]
         self.after = list(followers(before))
         self.least = list(range(len(before)))
-        """By op, the first op of the stretch of overlapping blocks that it stands in (itself, where
-        it stands in none): nothing that follows the op is listed before that."""
+        """For each op the first op of the stretch of overlapping blocks that it stands in (itself,
+        where it stands in none): nothing that follows the op is listed before that."""
 
     def accepts(self, block: Iterable[int], unneeded: Iterable[int] = ()) -> bool:
-        """Whether no path leaves the block and comes back; `unneeded` ops do not lead into it."""
+        """True if no path leaves the block and comes back; `unneeded` ops do not lead into it."""
         mine, ignored = frozenset(block), frozenset(unneeded)
         seen: set[int] = set()
         last = max(mine)

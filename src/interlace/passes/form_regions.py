@@ -69,7 +69,7 @@ def _small(op: Op) -> bool:
 
 
 def _is_fixed(value: Arg) -> bool:
-    """Whether no size that differs from run to run is in it: the body of a region has no sizes."""
+    """True if it holds no size that differs from run to run: the body of a region has no sizes."""
     return all(map(_is_fixed, value)) if isinstance(value, tuple) else not isinstance(value, Size)
 
 
@@ -78,7 +78,7 @@ def _runs(program: Program, arrived: set[str]) -> Iterator[list[Op]]:
     run: list[Op] = []
     made: set[str] = set()
     awaited: set[str] = set()
-    """What has arrived, and the run's first call waits for."""
+    """Arrived buffers for which the run's first call waits."""
     for op in program.ops:
         together = bool(run) and _small(op) and _small(run[-1]) and op.stream == run[-1].stream
         if isinstance(op, Call) and together:
@@ -137,7 +137,7 @@ class _Former:
         """The calls in groups that share no data with one another, each in order."""
         group: dict[object, int] = {}  # of what is made and read: the first call of its group
         made: dict[str, bool] = {}
-        """By result, whether it waits for what arrives: those that do not are not held up."""
+        """For each result, True if it waits for what arrives: the others are not held up."""
         for i, call in enumerate(calls):
             (own,) = call.fresh
             read = {view.buffer for view in call.views()}
@@ -156,7 +156,7 @@ class _Former:
         return [groups[first] for first in sorted(groups)]
 
     def alike(self, name: str, made: Buffer) -> bool:
-        """Whether a buffer has as many elements as one that is made."""
+        """True if a buffer has as many elements as one that is made."""
         shapes = self.buffers[name].shape, made.shape
         sizes = [[size for size in shape if isinstance(size, int)] for shape in shapes]
         return (

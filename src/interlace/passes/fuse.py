@@ -91,7 +91,7 @@ class _Apart(Exception):
 
 
 def _sound(made: Program, before: Program) -> bool:
-    """Whether fusing did no harm. (A rank's own Program is never sound without those of others.)"""
+    """True if fusing did no harm. (A rank's own Program is never sound without those of others.)"""
     found = check(made)
     return found.sound or len(found.errors) <= len(check(before).errors) > 0
 
@@ -263,15 +263,15 @@ def groups(program: Program) -> list[tuple[int, ...]]:
 
 
 def _fuses(site: Site) -> bool:
-    """Whether a site has a strategy whose chunks one kernel computes."""
+    """True if a site has a strategy whose chunks one kernel computes."""
     row = row_of(site.strategy, site.protocol)
     return row is not None and row.fuses
 
 
 def arrivals(program: Program) -> list[int]:
-    """What sites that put await before they sum, but for what the last sum awaits, with the sums
-    beside a kernel, as list indices, in order; of a fused all-reduce also what is fetched of these
-    sums."""
+    """List indices, in order, of the Expects before the sums of sites that put, but for those of
+    the last sum, and of the sums beside a kernel; for a fused all-reduce also of the ops that fetch
+    these sums."""
     rows = {site: row_of(site.strategy, site.protocol) for site in program.sites}
     sites = {site.id for site, row in rows.items() if row and row.puts and not row.whole}
     back = {site.id for site in rows if _fuses(site) and site.kind == ALL_REDUCE}
@@ -300,6 +300,6 @@ def used_by(ops: Iterable[Op]) -> set[str]:
 
 
 def _fills_fusable(op: Call) -> bool:
-    """Whether a call is a matmul that the kernels compute, into given memory."""
+    """True if a call is a matmul that the kernels compute, into given memory."""
     matmul = matmul_of(op.fn)
     return matmul is not None and matmul.fusable and op.fn == matmul.into

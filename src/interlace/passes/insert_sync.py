@@ -74,7 +74,7 @@ class Order:
     """For each op its stream, as an index of `streams`."""
 
     def precedes(self, one: int, other: int) -> bool:
-        """Whether op `one` is done before op `other` starts (or they are the same)."""
+        """True if op `one` is done before op `other` starts (or they are the same)."""
         return self.clock[other][self.lane[one]] >= self.position[one]
 
 

@@ -89,7 +89,7 @@ def representatives(program: Program) -> tuple[int, ...]:
 
 
 Like = tuple[tuple[Dim, ...], tuple[Int, ...] | None, DType]
-"""What a buffer must have in common with another for views of equal steps to be equal boxes."""
+"""Properties that buffers must share for views of equal steps to be equal boxes."""
 
 
 def _like(buffer: Buffer) -> Like:
@@ -102,11 +102,11 @@ def _view(like: Like, steps: tuple[Step, ...]) -> tuple[View, Buffer]:
 
 
 Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
-"""What each op reads and writes."""
+"""The reads and the writes of each op."""
 
 
 def touched_by(program: Program) -> Touched:
-    """What each op of a Program reads and writes."""
+    """The reads and the writes of each op of a Program."""
     return [(op.reads(), op.writes()) for op in program.ops]
 
 
@@ -137,7 +137,7 @@ class Overlaps:
         self._numbers: dict[tuple[int, tuple[Step, ...]], int] = {}
         self._views: list[tuple[Like, tuple[Step, ...]]] = []
         self._answers: dict[tuple[int, int], bool] = {}
-        """What `_share_bytes` said, by numbers, which are found sooner than steps."""
+        """Results of `_share_bytes` by view numbers, which are found sooner than steps."""
 
     def size(self, buffer: Buffer) -> int:
         """The most bytes that a buffer spans on any rank, for any sizes of the class."""
@@ -167,7 +167,7 @@ class Overlaps:
         return found
 
     def between(self, one: int, other: int) -> bool:
-        """Whether two views of one buffer share a byte on some rank."""
+        """True if two views of one buffer share a byte on some rank."""
         a, b = self.extents[one], self.extents[other]
         if never_above(b.stop, a.start) or never_above(a.stop, b.start):
             return False
@@ -181,7 +181,7 @@ class Overlaps:
         return found
 
     def covers(self, one: int, other: int) -> bool:
-        """Whether view `one` certainly holds every byte of view `other`."""
+        """True if view `one` certainly holds every byte of view `other`."""
         a, b = self.extents[one], self.extents[other]
         return one == other or (
             never_above(a.full_start, b.start) and never_above(b.stop, a.full_stop)
@@ -211,7 +211,7 @@ def _extent(world: World, like: Like, steps: tuple[Step, ...]) -> ViewExtent:
 
 @cached(KEPT)
 def _share_bytes(world: World, like: Like, one: tuple[Step, ...], other: tuple[Step, ...]) -> bool:
-    """Whether two views of a buffer like that share a byte on some rank."""
+    """True if two views of a buffer like that share a byte on some rank."""
     a, b = _extent(world, like, one).boxes, _extent(world, like, other).boxes
     count = max(len(a), len(b))
     pairs = zip(_stretch(a, count), _stretch(b, count), strict=True)
@@ -240,7 +240,7 @@ def _stretch(boxes: tuple[Box | None, ...], count: int) -> tuple[Box | None, ...
 
 
 def rank_dependent(step: Step) -> bool:
-    """Whether a step may lead elsewhere on another rank."""
+    """True if a step may lead elsewhere on another rank."""
     match step:
         case Chunk(index, parts, _):
             return not isinstance(index, int) or isinstance(parts, str)
@@ -251,13 +251,13 @@ def rank_dependent(step: Step) -> bool:
 
 
 class Meets:
-    """Whether what a rank touches of a buffer is what another, so far away, touches of it."""
+    """Tests if a rank's view of a buffer overlaps another view of it on the rank at a distance."""
 
     def __init__(self, program: Program) -> None:
         self._world, self._buffers = world_of(program), program.buffers()
 
     def at(self, team: str, name: str) -> Callable[[View, View, int], bool]:
-        """The question for one buffer of a team. Buffers of one shape have the same answers."""
+        """The test for one buffer of a team. Buffers of one shape have the same answers."""
         world, like = self._world, _like(self._buffers[name])
         return lambda one, other, distance: _meet(
             world, team, like, one.steps, other.steps, distance

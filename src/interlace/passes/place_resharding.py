@@ -231,7 +231,7 @@ def _operand(op: Op) -> View | None:
 
 
 def _over_last(values: Dataflow, call: Call, operand: View) -> bool:
-    """Whether a reduction is over the last of at least two dimensions."""
+    """True if a reduction is over the last of at least two dimensions."""
     last = len(values.box(View(operand.buffer)).sizes) - 1
     dims: Arg = call.args[1] if len(call.args) > 1 else None
     listed = dims if isinstance(dims, tuple) else (dims,)

@@ -104,10 +104,10 @@ def _uses(program: Program) -> list[set[str]]:
 
 
 def _slots_ahead(program: Program) -> dict[int, list[str]]:
-    """By op: the slots of kernels that are best taken before it.
+    """Slots of kernels that are best taken before an op, by the index of that op.
 
-    What goes into such a slot first is often made on the kernel's own stream. Taken there before it
-    is made, the slot needs no event: the one that tells of what is made tells of the slot as well.
+    The data that goes into such a slot first is often made on the kernel's own stream. If the slot
+    is taken there before that, it needs no event: the event of the data covers the slot as well.
     """
     found: dict[int, list[str]] = {}
     kernels = groups(program)
@@ -162,7 +162,7 @@ class Lives:
     order: Order
     buffers: Mapping[str, Buffer]
     uses: dict[str, list[int]]
-    """By buffer in order of first use: the ops that use it, and for a fresh one the declaration."""
+    """Ops that use each buffer, in order of first use; of a fresh one also the declaration."""
     escaping: set[str]
     inside: set[int]
     """Ops that another one of the same kernel follows."""
@@ -182,7 +182,7 @@ class Lives:
         return cls(program.ops, order, buffers, uses, _escaping(program), inside)
 
     def last(self, name: str) -> list[int]:
-        """How far each stream must have come for every use of the buffer to be done."""
+        """Position that each stream must have reached for every use of the buffer to be done."""
         reached = [0] * len(self.order.streams)
         for index in self.uses[name]:
             lane = self.order.lane[index]
@@ -190,7 +190,7 @@ class Lives:
         return reached
 
     def done_before(self, last: Sequence[int], name: str) -> bool:
-        """Whether streams that came as far as `last` have done so before any use of `name`."""
+        """True if streams that reach the positions `last` do so before any use of `name`."""
         seen: set[int] = set()
         for index in self.uses[name]:
             lane = self.order.lane[index]
@@ -230,7 +230,7 @@ def _aligned(size: int) -> int:
 
 
 class _Floor:
-    """How far each stream has certainly come for whatever is listed from an op on."""
+    """Position that each stream has certainly reached for all that is listed from an op on."""
 
     def __init__(self, order: Order) -> None:
         self.order, self.index = order, 0

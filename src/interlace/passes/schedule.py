@@ -55,7 +55,7 @@ class Schedule:
     streams: int = 2
     """1 keeps the order, and everything on `main`; 2: compute apart from what it awaits."""
     window: int = 64
-    """How many ops compute may be brought forward or held back: what bounds the memory it costs."""
+    """Number of ops by which compute may move forward or back: this bounds its memory cost."""
 
     def run(self, program: Program) -> Program:
         """The same ops, reordered and on streams; events are left to `insert_sync`."""
@@ -67,7 +67,7 @@ class Schedule:
         return self.played(program)[0]
 
     def played(self, program: Program) -> tuple[Program, Before | None]:
-        """What `run` gives, with what its ops must follow on their streams where that is known."""
+        """The result of `run`, and the ops that its ops must follow on their streams, if known."""
         program = strip_events(program)
         if self.streams == 1:
             return program.replace(ops=tuple(_on(op, "main") for op in program.ops)), None
@@ -163,8 +163,8 @@ class _Player:
         return [_on(self.ops[index], self.stream[index]) for index in self.listed]
 
     def _choices(self, near: dict[str, dict[int, int]]) -> list[tuple[int, str, int]]:
-        """What each lane could go on with; a kernel that was begun goes on with its own, and what
-        sums await keeps its order."""
+        """Start, lane and next op of each lane that has one ready; a begun kernel goes on with its
+        own ops, and arrivals keep their order."""
         main = near["main"]
         if self.kernel:
             main = {index: main[index] for index in self.kernel[:1] if index in main}
@@ -194,7 +194,7 @@ class _Player:
             self.listed.append(other)
 
     def _declared(self) -> dict[int, list[int]]:
-        """By the first op of a kernel: the allocations of all that the kernel uses."""
+        """Allocations of all buffers that a kernel uses, by the kernel's first op."""
         allocs = {op.buffer.name: i for i, op in enumerate(self.ops) if isinstance(op, Alloc)}
         found: dict[int, list[int]] = {}
         for group in set(self.group.values()):
@@ -230,7 +230,7 @@ class _Player:
         return waiting
 
     def _needs(self) -> Before:
-        """What each op must follow, with what late ops must follow in their place."""
+        """Ops that each op must follow; a late one is replaced by those that it must follow."""
         found: list[tuple[int, ...]] = []
         for earlier in self.before:
             needs: set[int] = set()
@@ -243,7 +243,7 @@ class _Player:
         return tuple(found)
 
     def _weights(self) -> list[int]:
-        """How long each op takes on its lane: Note [Weights]."""
+        """Duration of each op on its lane: Note [Weights]."""
         heavy = [
             self.roles[i] == "comm" or (isinstance(op, Call) and is_heavy(op.fn))
             for i, op in enumerate(self.ops)

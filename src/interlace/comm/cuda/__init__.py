@@ -1,4 +1,4 @@
-"""What ranks with NVLink share: peer-mapped device memory, signal words and slots in it.
+"""Peer-mapped device memory that ranks with NVLink share, and signal words and slots in it.
 
 driver.py        the few functions of the CUDA driver that runs use
 memory.py        device memory that every rank of a team maps, and the symmetric slots in it

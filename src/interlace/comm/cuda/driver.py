@@ -103,8 +103,8 @@ class Driver:
             self.fail("cuStreamWaitEvent", error)
 
     def launcher(self, graph: Any) -> Callable[[int], None]:
-        """What launches a graph that torch captured, with two thirds of the host time that its own
-        `replay` takes. That looks after random numbers as well, so the graph must draw none."""
+        """Returns a function that launches a graph that torch captured, in two thirds of the host
+        time of its own `replay`. It does not advance random numbers: the graph must draw none."""
         launch, handle = self._launch, self._cu.CUgraphExec(graph.raw_cuda_graph_exec())
 
         def run(stream: int) -> None:
@@ -115,7 +115,7 @@ class Driver:
         return run
 
     def batch(self, *parts: tuple[str, Sequence[int]]) -> Batch:
-        """What is done with words in a row: ("wait", words), ("write", words), at once."""
+        """Operations on words in order, issued at once: ("wait", words), ("write", words)."""
         return Batch(self, parts)
 
     def event(self) -> Event:
@@ -125,7 +125,7 @@ class Driver:
         self._cu.cuEventDestroy(event)
 
     def done(self, event: Event) -> bool:
-        """Whether the work before the event's last record is done."""
+        """True if the work before the event's last record is done."""
         (error,) = self._cu.cuEventQuery(event)
         if error and int(error) != NOT_READY:
             self.fail("cuEventQuery", error)
@@ -203,13 +203,13 @@ class Driver:
         return 0 if error else int(number)
 
     def can_share(self, address: int) -> bool:
-        """Whether `handle` can name the allocation there."""
+        """True if `handle` can name the allocation at this address."""
         which = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         error, capable = self._attribute(which, address)
         return not error and bool(capable)
 
     def handle(self, base: int) -> str:
-        """What another process needs to map this memory."""
+        """The CUDA IPC handle, in hex, with which another process maps this memory."""
         handle = self.check("cuIpcGetMemHandle", self._cu.cuIpcGetMemHandle(base))
         return bytes(handle.reserved).hex()
 

@@ -132,7 +132,7 @@ class CudaSlot:
         ]
         """The same as tensors of bytes."""
         self.gotten = False
-        """Whether any Executor that has it, of any rank, reads it from its peers' memory."""
+        """True if any Executor that has it, of any rank, reads it from its peers' memory."""
 
 
 class CudaSlotPool(SlotPool):

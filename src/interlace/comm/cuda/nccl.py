@@ -47,8 +47,8 @@ from interlace.errors import BackendError
 
 Run = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 LAST_S = 1.0
-"""How much later than the time-out the thread's own wait in the store may end, which is as long for
-a backend that Interlace made. Back while the interpreter ends, it would abort the process."""
+"""Time after the time-out for the thread's own wait in the store to end, which is as long for a
+backend that Interlace made. Returning while the interpreter ends, it would abort the process."""
 
 
 def join(
@@ -95,7 +95,7 @@ def leave_unregistered() -> None:
 
 
 class StreamWait(BoundedWait):
-    """How a stream waits for a collective: it is ordered after it, and the host goes on."""
+    """A stream's wait for a collective: the stream is ordered after it, and the host goes on."""
 
     def __init__(self, time_out_s: float) -> None:
         super().__init__(time_out_s, lambda: "a collective")

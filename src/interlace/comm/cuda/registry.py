@@ -53,11 +53,11 @@ class MappedAllocation:
     base: int
     users: int = 1
     gone: bool = False
-    """Whether its rank has freed it: it goes with its last user."""
+    """True if its rank has freed it: it is unmapped with its last user."""
 
 
 class Registry:
-    """What the ranks of a team have registered on their devices."""
+    """Tensors that the ranks of a team have registered on their devices."""
 
     def __init__(self, team: TeamComm, driver: Driver, device: torch.device) -> None:
         self._team, self._driver, self._device = team, driver, device
@@ -108,7 +108,7 @@ class Registry:
         return held
 
     def _describe(self, name: str, tensor: torch.Tensor, nbytes: int) -> list[str | int]:
-        """What peers must know to map a tensor: handle, number of the allocation, offset."""
+        """Data with which peers map a tensor: handle, number of the allocation, offset."""
         driver, address = self._driver, tensor.data_ptr()
         if not nbytes:
             return ["", 0, 0]
@@ -162,7 +162,7 @@ class Registry:
             return mapping
 
     def let_go(self, held: Registered) -> None:
-        """What `register` gave is not needed any more; nothing that used it is under way."""
+        """Releases a tensor that `register` returned; no run that used it may be under way."""
         self._release(held.mappings)
         self.trim(self._kept)
 

@@ -41,7 +41,7 @@ from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import BackendError, CommTimeoutError
 
 REST_S = 10.0
-"""How long calls of the driver's that were given up get to return, once the device is done."""
+"""Time for abandoned driver calls to return, once the device is done."""
 
 if TYPE_CHECKING:
     from interlace.comm.teams import TeamComm
@@ -56,7 +56,7 @@ class CudaSide:
         topic = f"{team.topic}/cuda"
         place = f"{topic}/{team.num_prepared}/words"
         self.shares_gpu = False
-        """Whether another rank of the team is on this GPU: copies to it need a processor."""
+        """True if another rank of the team is on this GPU: copies to it need a processor."""
         if team.apart:  # nothing reaches into peers' memory: `refuse_memory`
             memory = own_memory(self.driver, self.me, self.size, HEAP_NBYTES, time_out_s)
         else:

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 HEAP_NBYTES = 2 << 20
 RELEASED = 1 << 30
-"""How far above its due a word is set to let go whoever waits for it."""
+"""Amount above its due by which a word is set to release every wait for it."""
 
 
 def reached(word: int, value: int) -> bool:
-    """Whether a word has reached a value, as stream waits and kernels compare."""
+    """True if a word has reached a value, as stream waits and kernels compare."""
     return (word - value) & 0xFFFFFFFF < 1 << 31
 
 
@@ -117,7 +117,7 @@ class CudaSpace:
             raise
         self.span = max(int(note["span"]) for note in self._notes)
         self.uses = any(note["uses"] for note in self._notes)
-        """Whether any rank's Program reaches into peers' memory or is reached into."""
+        """True if any rank's Program reaches into peers' memory or is reached into."""
         self.gotten = frozenset(slot for note in self._notes for slot in note["gets"])
         """The slots that any rank reads from its peers' memory."""
         self.base = 0
@@ -145,7 +145,7 @@ class CudaSpace:
         ]
 
     def last(self, signal: str, member: int) -> int:
-        """How far the member raises its word here in a run, as it told; 0: not at all."""
+        """Value to which the member raises its word here in a run, as it told; 0: not at all."""
         values = self._notes[member]["raises"].get(signal)
         return int(values[self.side.me]) if values else 0
 
@@ -218,7 +218,7 @@ class WordAccess:
                 self._abandoned.remove(call)
 
     def _call(self, action: Callable[[], Any]) -> Any:
-        """What the driver returns; an error where it does not return in time."""
+        """Returns the driver's result; raises `DriverHeldUpError` if it is not there in time."""
         if not all(call.is_back(0) for call in self._abandoned):
             raise DriverHeldUpError("the CUDA driver is held up: an earlier call has not returned")
 

@@ -1,4 +1,4 @@
-"""What the processes of one host share: memory, and what moves through it.
+"""Memory that the processes of one host share, and signals and data that move through it.
 
 shared_memory.py      segments, and how ranks come to share them
 signals.py            counters, and the one bounded wait

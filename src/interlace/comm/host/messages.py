@@ -33,9 +33,9 @@ from interlace.comm.rendezvous.patience import Errand
 from interlace.comm.teams import TeamComm
 
 AWAY, THERE, ABOUT, GOING = range(4)
-"""What a side's cell says of this run: Note [Both or neither]."""
+"""States in a side's cell for this run: Note [Both or neither]."""
 SETTLED_S = 1.0
-"""How long a side that lives is about to go, at most."""
+"""Longest time for which a live side is about to go."""
 
 
 class Transfer:
@@ -58,9 +58,9 @@ class Transfer:
         )
         self._run = 0
         self.works: list[Any] = []
-        """What was started in the backend, for this run,"""
+        """Works that were started in the backend for this run."""
         self._ended: list[Any] = []
-        """and what of it has ended. One thread at a time waits, for gloo tells an end once."""
+        """Works that have ended. One thread at a time waits, for gloo tells an end once."""
         self._turn = threading.Lock()
 
     def _say(self, what: int) -> None:
@@ -120,7 +120,7 @@ class Transfer:
         self._turn = threading.Lock()
 
     def ending(self, limit: timedelta) -> Callable[[], None]:
-        """What waits for the end of what was started, in a thread."""
+        """Returns a function that waits, in a thread, for the end of the started works."""
         works, ended, turn = self.works, self._ended, self._turn
 
         def wait() -> None:

@@ -34,7 +34,7 @@ LONGEST_SLEEP_S = 0.001
 CHECK_EVERY_S = 0.005
 SLICE_S = 0.05
 SETTLED_S = 0.5
-"""How long a transfer that is given up may take to end by itself."""
+"""Time for a transfer that is given up to end by itself."""
 
 
 def stamp(run: int, value: int) -> int:
@@ -65,7 +65,7 @@ def _no_detail() -> str:
 
 @dataclass(slots=True)
 class BoundedWait:
-    """How an op waits: for how long, what may end it early, and how it says what it was."""
+    """The wait of an op: its time-out, checks that end it early, and texts for its errors."""
 
     time_out_s: float
     describe: Callable[[], str]

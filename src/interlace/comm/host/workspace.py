@@ -1,4 +1,4 @@
-"""What one Executor needs of a team beside slots: signals, message boxes and a staging area.
+"""An Executor's share of a team beside slots: signals, message boxes and a staging area.
 
     demand = Demand(signals=("ready",), sends=(Message("peer", 1, 0, 4096),))
     space = Workspace(team, "forward", demand, time_out_s=60)      # all ranks, together

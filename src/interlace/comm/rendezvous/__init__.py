@@ -1,4 +1,4 @@
-"""How ranks find one another and agree, in bounded time, and notice who is gone.
+"""Rendezvous: ranks find one another, agree in bounded time, and notice who is gone.
 
 board.py      notes, meetings and verdicts in the store of torch.distributed
 liveness.py   is the process of a peer still there

@@ -68,14 +68,14 @@ Note = dict[str, Any]
 
 _ERRORS = {e.__name__: e for e in (SharedMemoryError, BackendError, AgreementError, PeerError)}
 STORE_S = 300.0
-"""How long the store may take to answer where no time-out is known."""
+"""Time for the store to answer where no time-out is known."""
 SLICE_S = 0.05
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
 LOOK_EVERY_S, PROBE_EVERY_S = 0.25, 1.0
-"""How often it is asked after ranks of which nothing is known: the store, and their connections."""
+"""Intervals between checks of ranks of unknown state: in the store, and of their connections."""
 WORD_S = 1.0
 STAY_S, HOLD_S = 1.0, 0.4
-"""How long a rank that leaves by an error stays for the others, at most: Note [Who is gone]."""
+"""Longest stay for the others of a rank that leaves by an error: Note [Who is gone]."""
 
 
 class Board:
@@ -94,17 +94,17 @@ class Board:
         self.me = self.ranks.index(rank) if rank in self.ranks else 0
         self._prefix = prefix
         self.limit_s = limit_s
-        """How long the store may take to answer: a process that holds it may be stopped."""
+        """Time for the store to answer: a process that holds it may be stopped."""
         self._unanswered: Errand | None = None
         self.lives: dict[int, PeerProcess] = {}
         """The processes of ranks, as far as they are known: Note [Who is gone]."""
         self._gone: set[int] = set()
         self.probe = disconnected
-        """Whether the process of a rank has ended of which nothing else is known."""
+        """Returns True if the process of a rank, of which nothing else is known, has ended."""
         self.hosts: Mapping[int, str] = {}
         """For messages: the hosts of ranks that are on several."""
         self.look: Callable[[], object] = lambda: None
-        """What every wait for notes asks: raises where a peer called reset()."""
+        """Called in every wait for notes; raises where a peer called reset()."""
         self._left_word = self._is_lost = self._stayed = False
         self._next_look = self.next_probe = 0.0
         self._rounds: dict[str, int] = {}
@@ -125,7 +125,7 @@ class Board:
         return self._get([f"{self._prefix}/{topic}" for topic in topics])
 
     def first(self, topic: str, mine: Any) -> Any:
-        """Of all that ranks leave there, what was the first: this, or another's."""
+        """Returns the first value that a rank left under the topic: `mine`, or another's."""
         key, text = f"{self._prefix}/{topic}", json.dumps(mine)
         return json.loads(self.ask(lambda: self.store.compare_set(key, "", text)))
 
@@ -158,7 +158,7 @@ class Board:
 
     @property
     def _holds(self) -> bool:
-        """Whether this process holds the store, by the ways that torch makes one."""
+        """True if this process holds the store, by the ways that torch makes one."""
         return self.rank == 0 and not is_agents()
 
     def word(self, rank: int) -> str:
@@ -196,7 +196,7 @@ class Board:
         return " and ".join(f"rank {rank} on host {self.hosts.get(rank, '?')}" for rank in ranks)
 
     def farewell(self, gone: Sequence[int], what: str) -> str:
-        """What became of ranks whose processes have ended, and who is to blame."""
+        """The message about ranks whose processes have ended, and who is to blame."""
         words = {rank: self.word(rank) for rank in gone}
         if culprits := [rank for rank in gone if not words[rank]]:
             who = self.named(culprits)
@@ -433,7 +433,7 @@ class Party:
     host: str = ""
     """This rank's."""
     hosts: dict[int, str] = field(default_factory=dict[int, str])
-    """Those of all ranks, once they have met."""
+    """The hosts of all ranks, once they have met."""
     word: str = field(default_factory=lambda: secrets.token_hex(8))
     name: str = ""
     missing: list[int] = field(default_factory=list[int])

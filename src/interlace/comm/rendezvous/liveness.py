@@ -32,7 +32,7 @@ from interlace.errors import SharedMemoryError
 
 PROBE_EVERY_S = 0.05
 END_S = 0.5
-"""How long a process may take to end once its connections are closed."""
+"""Time for a process to end once its connections are closed."""
 PROBE_TAG = (1 << 30) + 7
 """The tag of messages that nobody takes: neither users' nor those of `messages.py`."""
 CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -94,8 +94,8 @@ def moment() -> dict[str, Any]:
 
 
 def precedes(note: Mapping[str, Any]) -> bool:
-    """Whether the moment of a note lies before the start of this process. That of another host can
-    be told by the wall clocks alone."""
+    """True if the moment of a note lies before the start of this process. For a note of another
+    host only the wall clocks tell."""
     age = uptime() - own_start() / os.sysconf("SC_CLK_TCK")
     if note["boot"] == boot_id():
         return note["at"] < uptime() - age
@@ -109,7 +109,7 @@ def started(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc tells of a process, from its state on."""
+    """The fields in /proc of a process, from its state on; empty if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -123,7 +123,7 @@ os.register_at_fork(after_in_child=own_start)
 
 
 def can_open(count: int) -> bool:
-    """Whether this process may have so many file descriptors more."""
+    """True if this process may have `count` file descriptors more."""
     held: list[int] = []
     try:
         held.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
@@ -148,13 +148,13 @@ def default_gloo() -> Any:
 
 
 def disconnected(rank: int) -> bool:
-    """Whether the default group's gloo refuses a message to the rank: its process has ended."""
+    """True if the default group's gloo refuses a message to the rank: its process has ended."""
     gloo = default_gloo()
     return gloo is not None and refuses(gloo, rank)
 
 
 def refuses(gloo: Any, rank: int) -> bool:
-    """Whether a gloo backend refuses a message to one of its ranks: the process has ended, or has
+    """True if a gloo backend refuses a message to one of its ranks: the process has ended, or has
     cut its connections."""
     if rank >= gloo.size() or rank == gloo.rank():
         return False
@@ -201,7 +201,7 @@ class PeerProcess:
         return self._descriptor is not None or self._ended
 
     def alive(self, *, now: bool = False) -> bool:
-        """Whether the process still runs; asks the system at most every `PROBE_EVERY_S`, or now."""
+        """True if the process still runs; asks the system at most every `PROBE_EVERY_S`, or now."""
         time_now = time.monotonic()
         if self._descriptor is None or self._ended or (not now and time_now < self._next_probe):
             return not self._ended
@@ -212,7 +212,7 @@ class PeerProcess:
         return not self._ended
 
     def stopped(self) -> bool:
-        """Whether the process is there and is stopped, by a signal or a debugger."""
+        """True if the process is alive and is stopped, by a signal or a debugger."""
         fields = _stat(self._pid) if self._descriptor is not None and self.alive() else []
         return fields[:1] in (["T"], ["t"])
 
@@ -226,7 +226,7 @@ class PeerProcess:
 
 
 def is_agents() -> bool:
-    """Whether torchrun's agent holds the store, as it tells its ranks."""
+    """True if torchrun's agent holds the store, as it tells its ranks."""
     return _torchelastic_use_agent_store()
 
 

@@ -1,4 +1,4 @@
-"""How long a wait has lasted, and calls that may not come back.
+"""Time-outs that count observed time, and calls that may not come back.
 
     patience = Patience(time_out_s)
     while not there():
@@ -49,7 +49,7 @@ class Patience:
         self._last = self.since
 
     def is_over(self, missing: Callable[[], str] | None = None) -> bool:
-        """Whether the time-out has passed; to be asked several times a second."""
+        """True if the time-out has passed; to be called several times a second."""
         now = time.monotonic()
         self.waited_s += min(now - self._last, self._longest)
         self._last = now
@@ -92,7 +92,7 @@ class Errand:
 
     @property
     def failed(self) -> bool:
-        """Whether it has come back with an error."""
+        """True if the call has come back with an error."""
         return bool(self._error)
 
     def result(self) -> Any:

@@ -1,4 +1,4 @@
-"""What a collective is to the computation around it, on all ranks at once.
+"""Sites: a collective with the computation around it, on all ranks at once.
 
 values.py      who makes and uses a value
 rows.py        where its bytes come from, and how the rows of a matrix are dealt to the ranks

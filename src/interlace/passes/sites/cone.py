@@ -31,9 +31,9 @@ class Cone:
     used: frozenset[str]
     """Dataflow of the cone that others use as well."""
     transposed: bool
-    """Whether every matmul contracts over rows, as the gradient of a weight does."""
+    """True if every matmul contracts over rows, as the gradient of a weight does."""
     stacks: Int = 0
-    """How many stacks of rows, each times a matrix of its own; 0: one matrix for all rows."""
+    """Number of stacks of rows, each times a matrix of its own; 0: one matrix for all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _matmul_shape(values: Dataflow, op: Op) -> _Shape | None:
 
 
 def _is_rowwise(values: Dataflow, op: Op, shape: _Shape) -> bool:
-    """Whether a pointwise call or a cast can be cut into chunks of such rows."""
+    """True if an op is a pointwise call or a cast that can be cut into chunks of such rows."""
     out = result_of(op)
     if not isinstance(op, Call) or out is None or not is_kind(op.fn, "pointwise", "cast"):
         return False
@@ -156,7 +156,7 @@ def _is_rowwise(values: Dataflow, op: Op, shape: _Shape) -> bool:
 def operand_kind(
     values: Dataflow, view: View, sizes: tuple[Int, ...], rows: Int, stacks: Int = 0
 ) -> str | None:
-    """How a pointwise operand goes with a result of these sizes that is cut into rows.
+    """The kind of a pointwise operand of a result of these sizes that is cut into rows, or None.
 
     `rows` (cut alike), `column` (one element a row), `vector` (the same for every row), `scalar`,
     `stack` (the same for every row of a stack: the bias of an expert).

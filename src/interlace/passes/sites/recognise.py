@@ -42,7 +42,7 @@ class GatherSite:
     kept: tuple[int, ...]
     """Ops that do so for others as well: the site no longer needs them."""
     whole: bool
-    """Whether other ops use the gathered tensor too."""
+    """True if other ops use the gathered tensor too, or it leaves the Program."""
     declared: tuple[int, ...]
 
     @property
@@ -83,7 +83,7 @@ EXCHANGE = "all_to_all"
 
 
 def site_kind(kind: str, site: MatmulSite) -> str:
-    """What a site of a collective of this kind is called."""
+    """The kind of a site, from the kind of its collective."""
     if kind != EXCHANGE:
         return SITE_KINDS[kind]
     return "all_to_all_matmul" if isinstance(site, GatherSite) else "matmul_all_to_all"

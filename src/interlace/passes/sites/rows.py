@@ -225,7 +225,7 @@ class RowLayout:
 
     @property
     def padded(self) -> bool:
-        """Whether a shard has rows that are no rows of the matrix."""
+        """True if a shard has rows that are no rows of the matrix."""
         return self.rows != self.pitch
 
 
@@ -309,7 +309,7 @@ def _fit(
 
 
 def _dropped(layout: RowLayout, what: str) -> str:
-    """What is wrong if rows are left out that are not the padding of uneven shards."""
+    """The problem if rows are left out that are not the padding of uneven shards; else empty."""
     even = chunk_sizes(sum(layout.rows), len(layout.rows))
     if not layout.padded or (layout.rows == even and set(layout.pitch) == {even[0]}):
         return ""

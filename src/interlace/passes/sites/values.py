@@ -35,7 +35,7 @@ class Dataflow:
             if any(isinstance(dim, TableEntry) for dim in buffer.shape)
         }
         self.ranked = False
-        """Whether a box was asked for that may be another one on another rank."""
+        """True once a box was asked for that may be another one on another rank."""
         self.makers: dict[str, list[int]] = {}
         self.users: dict[str, list[int]] = {}
         self.allocs: dict[str, int] = {}
@@ -72,11 +72,11 @@ class Dataflow:
         return None
 
     def leaves(self, name: str) -> bool:
-        """Whether a value is returned, or an output."""
+        """True if a value is returned, or an output."""
         return name in self.returned or self.buffers[name].kind == "output"
 
     def whole(self, view: View) -> bool:
-        """Whether a view is its whole buffer in row-major order, whatever its sizes."""
+        """True if a view is its whole buffer in row-major order, whatever its sizes."""
         box, full = self.box(view), self.box(View(view.buffer))
         same = box.numel * box.dtype.itemsize == full.numel * full.dtype.itemsize
         return same and box.contiguous and full.contiguous and box.offset == full.offset == 0
@@ -122,8 +122,8 @@ class Dataflow:
         return found
 
     def contents(self, view: View, root: str, origin: Contents, row: Int) -> Contents:
-        """What a view holds, given what the buffer `root` holds (in storage order); Refused where
-        that cuts rows of `row` bytes, if there are to be such rows."""
+        """The contents of a view, given those of the buffer `root` (in storage order); Refused
+        where that cuts rows of `row` bytes, if there are to be such rows."""
         memory: dict[str, Contents] = {root: origin}
         return seen(self._stored(view.buffer, memory), self.box(view), row)
 

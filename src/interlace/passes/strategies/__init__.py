@@ -1,4 +1,4 @@
-"""How a site is written with a strategy (a row of `interlace/strategies.py`), and which it gets.
+"""Writes a site with a strategy (a row of `interlace/strategies.py`), and chooses which.
 
 write.py       a site with a strategy: what is declared, and which rows are computed when
 gathers.py, scatters.py: how chunks travel;  whole.py: a collective in one piece, by copies

@@ -1,4 +1,4 @@
-"""What every strategy is expected to take for a Program's sites, and measured sites.
+"""Expected times of every strategy for a Program's sites, and measured sites.
 
     >>> found = candidates(program, Options(), machine)
     >>> [(e.label, e.predicted_ms, e.measured_ms) for e in found[1]]
@@ -79,11 +79,11 @@ LABELS = {
     **{label: label for label in (SERIAL, *_FIXED)},
     **{label.removeprefix("peer/"): label for label in _FIXED},
 }
-"""By its name in rows, the label of a strategy."""
+"""Labels of strategies, by their names in rows."""
 
 
 def site_times(rows: Iterable[Mapping[str, Any]]) -> list[SiteTime]:
-    """What the rows tell of our fixed strategies."""
+    """Times of Interlace's fixed strategies in the rows."""
     _, listed = _of_last_gpu(rows)
     return [time for time in map(_site_time, listed) if time is not None]
 

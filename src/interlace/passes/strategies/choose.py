@@ -128,7 +128,7 @@ def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey
 
 
 def _plain(values: Dataflow, site: MatmulSite) -> bool:
-    """Whether it is one matmul, of one matrix, and its communication, as sites are measured."""
+    """True if it is one matmul, of one matrix, and its communication, as sites are measured."""
     if isinstance(site, GatherSite):
         if len(site.matmuls) != 1 or site.whole:
             return False
@@ -303,7 +303,7 @@ class Chooser:
 
 
 def _serves(row: Strategy, machine: Machine, apart: bool) -> bool:
-    """Whether a strategy is worth a look on a machine, for a team that spans hosts or not."""
+    """True if a strategy is worth a look on a machine, for a team that spans hosts or not."""
     gpu, reach = machine.device != "cpu", "peer" in dict(machine.links)
     if row.kernel and not gpu:
         return False
@@ -313,9 +313,9 @@ def _serves(row: Strategy, machine: Machine, apart: bool) -> bool:
 
 
 def _signature(values: Dataflow, site: MatmulSite) -> object:
-    """What the predicted times depend on, and whether a strategy can serve: all that the ops say.
+    """All facts of a site's ops that decide the predicted times and whether a strategy can serve.
 
-    Of buffers, which are the same and how what is used of them lies.
+    Of buffers it holds which are the same, and the layout of the parts that are used.
     """
     numbers: dict[str, int] = {}
 

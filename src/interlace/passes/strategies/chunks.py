@@ -68,7 +68,7 @@ class Pick:
 
     @property
     def empty(self) -> bool:
-        """Whether there are no such rows on any rank."""
+        """True if there are no such rows on any rank."""
         return isinstance(self.index, int) and not self.counts[self.index]
 
     def of(self, matrix: View, width: Int) -> ChunkPlace:
@@ -284,7 +284,7 @@ class Compute:
 
 
 Rows = Callable[[Pick, ChunkPlace], None]
-"""What computes with the rows that a pick names, which lie (or shall lie) in a place."""
+"""Emits the computation on the rows that a pick names, which lie (or shall lie) in a place."""
 
 
 @dataclass(frozen=True, slots=True)

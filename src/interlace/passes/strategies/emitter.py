@@ -63,7 +63,7 @@ class PathStep(NamedTuple):
 
 
 Pieces = tuple[Slice | None, ...]
-"""What of the rows of a rank goes together, piece by piece; None is all."""
+"""Ranges of a rank's rows, one for each piece that goes together; None is all."""
 
 
 def rank_at(team: Team, offset: int) -> RankIndex:

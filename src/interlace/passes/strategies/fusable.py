@@ -1,4 +1,4 @@
-"""Whether the kernels of the strategy `fused` can serve a site, and run on the GPUs of a machine.
+"""Tests if the kernels of the strategy `fused` can serve a site, and run on a machine's GPUs.
 
 why = unfusable(values, site)            # "" where they can, as far as its own ops show it
 runs = has_kernel(values, site, machine)
@@ -16,7 +16,7 @@ from interlace.passes.sites.values import Dataflow
 
 
 def has_kernel(values: Dataflow, site: MatmulSite, machine: Machine) -> bool:
-    """Whether the GPUs there run the kernels of a site, if any can serve it."""
+    """True if the machine's GPUs run the kernels of a site, if any can serve it."""
     calls = site.matmuls if isinstance(site, GatherSite) else site.cone.ops
     specs = (matmul_of(op.fn) for i in calls if isinstance(op := values.program.ops[i], Call))
     packed = any(spec is not None and spec.blocks is not None for spec in specs)

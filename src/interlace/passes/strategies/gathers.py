@@ -1,4 +1,4 @@
-"""How the chunks of a gather, or of an all-to-all before matmuls, reach this rank.
+"""Transfers of the chunks of a gather, or of an all-to-all before matmuls, to this rank.
 
 Every transport hands each chunk to `take(rank, matrix)` as soon as it is there, the local one
 first. A fused gather hands all chunks to one take, then to the next. In order they cannot deadlock:
@@ -56,15 +56,15 @@ class Gather:
     width: Int
     dtype: DType
     whole: bool = True
-    """Whether the full matrix is needed beyond the chunks,"""
+    """True if the full matrix is needed beyond the chunks."""
     in_place: bool = False
-    """and whether the shard is its part of the full matrix already."""
+    """True if the shard is its part of the full matrix already."""
     slot: View | None = None
-    """What `show` gave: the shard is in a slot that its peers can read."""
+    """Slot that `show` made: the shard lies in it, and peers can read it."""
     pieces: Pieces = (None,)
-    """Of the rows of a rank, what a kernel awaits by itself; None is all."""
+    """Ranges of a rank's rows that a kernel awaits one by one; None is all."""
     lies: bool = False
-    """Put: whether the full matrix lies in a slot: Note [Where a gathered tensor lies] in
+    """Put: True if the full matrix lies in a slot: Note [Where a gathered tensor lies] in
     whole.py."""
 
     def show(self) -> tuple[Gather, View]:
@@ -216,7 +216,7 @@ class Dispatch(Gather):
     """
 
     shape: tuple[Int, ...] = ()
-    """Of `full`, and of the slots."""
+    """Shape of `full`, and of the slots."""
 
     def _path(self) -> Path | None:
         return NEAR_FIRST  # each chunk is for one rank, so that none hands it on

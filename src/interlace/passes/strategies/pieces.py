@@ -1,4 +1,4 @@
-"""How finely a site is cut: slices of `pipeline`, and pieces of each rank's rows.
+"""Numbers of parts that a site is cut into: slices of `pipeline`, pieces of each rank's rows.
 
 >>> pieces(values, site, STRATEGIES["fused", None], chunks=0)
 4
@@ -24,8 +24,8 @@ from interlace.strategies import Strategy
 
 DEFAULT_SLICES = 4
 PIECE_BYTES = 16 << 20
-"""What a put should move at least, if nothing else speaks for smaller ones: below it a copy engine
-does not reach its speed."""
+"""Least bytes that a put should move, if nothing else speaks for smaller ones: below that a copy
+engine does not reach its speed."""
 BESIDE_BYTES = 8 << 20
 """A piece of own rows that is summed while others are computed: some 130 tiles of a kernel, one for
 each processor."""
@@ -42,7 +42,7 @@ MOST_PIECES = 4
 QUARTERS = 4
 """Pieces in which a kernel awaits a rank's rows: Note [Rows that come in time]."""
 TO_THE_FIRST, TO_OTHERS = (3, 1), (2, 2)
-"""How many of them travel together, to the rank that needs them first and to others."""
+"""Numbers of quarters that travel together, to the rank that needs them first and to others."""
 TIMELY_COLUMNS = range(2048, 4096)
 """Columns of a matmul whose rows come over a link in half to all of the time that they take."""
 GROUP_ROWS = 1024
@@ -51,7 +51,7 @@ pieces of 512 it reads the weight twice as often, and takes 3 % longer where mem
 
 
 def slices(values: Dataflow, site: MatmulSite, chunks: int) -> int:
-    """How many slices `pipeline` cuts a site into: as asked, or a few; a row each at least."""
+    """Number of slices of a site for `pipeline`: as asked, or a few; a row each at least."""
     whole = collective_of(values, site).kind == "all_reduce"
     rows = site.layout.total if whole else max(site.layout.shard)
     return counted(rows, 1, chunks or DEFAULT_SLICES)
@@ -82,7 +82,7 @@ def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> in
 
 
 def _in_quarters(values: Dataflow, site: GatherSite, chunks: int) -> bool:
-    """Whether a kernel awaits rows in quarters: as asked, or where they are many and come about as
+    """True if a kernel awaits rows in quarters: as asked, or where they are many and come about as
     fast as it multiplies them."""
     step, rows = QUARTERS * TILE_ROWS, site.layout.rows[0]
     result = result_of(values.program.ops[site.matmuls[0]])
@@ -118,13 +118,13 @@ def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
 
 
 def _tiles(rows: Int) -> int:
-    """What the pieces that are asked of a kernel are multiples of: its tiles. Fewer rows are cut as
+    """Rows of a kernel's tile, of which the pieces asked of it are multiples. Fewer rows are cut as
     they come, though no kernel makes such pieces."""
     return TILE_ROWS if rows >= TILE_ROWS else 1
 
 
 def parts(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
-    """How many ranges of rows a strategy moves, of all ranks."""
+    """Number of ranges of rows that a strategy moves, of all ranks."""
     if row.whole:
         return 0
     if row.sliced:
@@ -134,19 +134,19 @@ def parts(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int
 
 
 def sums_beside(values: Dataflow, site: ScatterSite, count: int) -> bool:
-    """Whether the own rows, in `count` pieces, are summed while others are computed."""
+    """True if the own rows, in `count` pieces, are summed while others are computed."""
     return count > 1 and part_bytes(values, site) >= count * BESIDE_BYTES
 
 
 def halved(site: ScatterSite, count: int) -> bool:
-    """Whether the last of the own pieces is computed and summed in halves: the last sum, which
+    """True if the last of the own pieces is computed and summed in halves: the last sum, which
     nothing hides, is then half as long."""
     rows, step = site.layout.rows[0], 2 * count * TILE_ROWS
     return at_hand(rows) % step == 0 and rows % step == 0  # as in _in_quarters
 
 
 def by_kernel(nbytes: Int) -> bool:
-    """Whether sums of `nbytes` a rank go back to the peers by one kernel, or by copies."""
+    """True if sums of `nbytes` a rank go back to the peers by one kernel, False for copies."""
     return nbytes <= SMALL_BYTES
 
 

@@ -26,11 +26,11 @@ WHOLE = 1.01
 four of these were measured to take up to 9 % longer than one; or where the other has a collective's
 kernel beside matmuls, which hold up each other. No prediction says either."""
 MOST_OPS = 400
-"""Of a lowered Program, some three layers: in longer ones, where each trial takes a second and
-more, there are two, of all serial sites and of all that are cut."""
+"""Ops of a lowered Program of some three layers: longer ones, where each trial takes a second and
+more, get two trials, of all serial sites and of all that are cut."""
 
 Ways = Mapping[int, str]
-"""By site, `serial` or `copies`; other sites have the strategies that `decompose` chooses."""
+"""`serial` or `copies` for each site; other sites have the strategies that `decompose` chooses."""
 
 
 def reconsidered(
@@ -98,7 +98,7 @@ def _groups(sites: list[Site], long: bool) -> Iterator[list[Site]]:
 
 
 def _cut(site: Site) -> bool:
-    """Whether its matmuls are cut, each piece with a kernel of its own."""
+    """True if the site's matmuls are cut, each piece with a kernel of its own."""
     row = row_of(site.strategy, site.protocol)
     return row is not None and not row.whole and not row.fuses
 

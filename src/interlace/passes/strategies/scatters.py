@@ -1,4 +1,4 @@
-"""How the partial results of a scatter travel and are summed, chunk by chunk.
+"""Transfers and sums of the partial results of a scatter, chunk by chunk.
 
 `compute(rank, matrix, within)` emits the rows of a rank (or some of them) into a matrix: those of
 others first, the own last. The strategy gives the order of the sum.
@@ -46,10 +46,10 @@ class Scatter:
     width: Int
     dtype: DType
     pieces: Pieces = (None,)
-    """Put: what is computed, travels and is summed together, of the rows of a rank, to leave soon;
-    None is all."""
+    """Put: ranges of a rank's rows, each computed, moved and summed as one, to leave soon; None is
+    all."""
     own: Pieces = (None,)
-    """What of the own rows is computed and summed together, so that all but the last is summed
+    """Ranges of the own rows, each computed and summed as one, so that all but the last are summed
     while others are computed: the pieces, the last of them maybe halved."""
 
     def run(self, compute: ComputeRows) -> None:
@@ -87,7 +87,7 @@ class Scatter:
         e.sum_slots(slots, out)
 
     def _messages(self, path: Path, compute: ComputeRows) -> None:
-        """What came from one neighbour, plus my part, goes to the other."""
+        """Sends what came from one neighbour, plus this rank's part, to the other."""
         e, staged, largest = self.emitter, self._staged(), max(self.sizes)
         count = min(2, e.size - 1)
         buffers = [self._alloc(f"received_{i}", largest) for i in range(count)]
@@ -208,7 +208,7 @@ class Slabs:
     dtype: DType
     count: int
     small: bool
-    """Whether the last slab goes back by one kernel, or by copies as the others."""
+    """True if the last slab goes back by one kernel, False for copies as of the others."""
 
     def run(self, compute: ComputePart) -> None:
         """Emits the computation of the parts, their transfers, the sums and their way back."""
@@ -277,7 +277,7 @@ class Slabs:
         return self._slab(number).then(Chunk(index, self.emitter.size))
 
     def _piece(self, view: View, number: int, dim: int = 0) -> View:
-        """What belongs to a slab of a matrix (or several) of the parts of all slabs."""
+        """The rows of one slab in a matrix (or several) of the parts of all slabs."""
         rows = self._part_rows
         return view.slice(dim, number * rows, (number + 1) * rows)
 

@@ -81,7 +81,7 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
     common: dict[str, Any] = {"sizes": sizes, "width": width, "dtype": dst.dtype}
 
     def lies(index: Index, shard: View, within: Slice | None = None) -> None:
-        """What is summed lies there already; only the rank's own part goes to the others'."""
+        """Moves the rank's own part to the others'; all else that is summed lies there already."""
         if index == e.rank:
             e.own(e.part(x, e.rank, sizes), shard)
 
@@ -118,7 +118,7 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
 
 
 def lifts(values: Dataflow, op: Collective) -> bool:
-    """Whether what is gathered can lie in a slot: Note [Where a gathered tensor lies]."""
+    """True if the gathered tensor can lie in a slot: Note [Where a gathered tensor lies]."""
     if op.kind not in ("all_gather", "all_reduce") or op.dst is None or not op.dst.covers_buffer:
         return False
     buffer = values.buffers[op.dst.buffer]

@@ -45,7 +45,7 @@ EXCHANGED = (
     *(DType.f64, DType.f32, DType.bf16, DType.f16),
     *(DType.i64, DType.i32, DType.i16, DType.i8, DType.u8),
 )
-"""What the exchange kernel adds up."""
+"""Types of elements that the exchange kernel adds up."""
 
 
 def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
@@ -131,7 +131,7 @@ class _Writer:
         return view if len(sizes) == 2 and sizes[1] == width else view.view(-1, width)
 
     def pieces(self, site: MatmulSite, halve: bool = False) -> Pieces:
-        """What of the rows of a rank goes together; the last maybe in halves."""
+        """Ranges of a rank's rows that go together; the last maybe in halves."""
         count = pieces(self.values, site, self.row, self.chunks)
         rows = site.layout.rows[0]  # where there are several, all are equal
         bounds = [rows * i // count for i in range(count + 1)]
@@ -204,7 +204,7 @@ class _Writer:
         gather.run(*map(taking, site.matmuls))
 
     def matmul(self, i: int, pick: Pick, rows: ChunkPlace) -> None:
-        """What a matmul makes of some rows."""
+        """Emits the part of a matmul that some rows make."""
         op = self.values.program.ops[i]
         assert isinstance(op, Call)
         result, box = made_by(op), self.values.box(made_by(op))
