@@ -1,4 +1,4 @@
-"""What sums, reduces and applies gradients: torch.optim's conventions, and objects for flags.
+"""Summing, reducing and applying gradients: torch.optim's conventions, and objects for flags.
 
 from interlace.optim import AdamW, GradAccumulator, GradReducer, Muon, muon_groups
 

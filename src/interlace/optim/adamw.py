@@ -66,7 +66,7 @@ class Adam(KeepsStates):
 
     kept = KEPT
     coupled = True
-    """Whether weight decay goes through the gradient."""
+    """True if weight decay goes through the gradient."""
 
     def __init__(
         self,

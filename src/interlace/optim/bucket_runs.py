@@ -89,16 +89,16 @@ def moved(moves: Sequence[Move], rank: int, team: str, way: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class BucketExchange:
-    """How one bucket's gradients come to owners, and its weights from them."""
+    """Exchange of one bucket: its gradients go to owners, and its weights come from them."""
 
     plan: BucketPlan
     about: str
     """The parameters, for messages."""
     peer: bool
-    """Whether owners take gradients outside their shard from the peer's memory, and send nothing;
-    weights go by `copies` then."""
+    """True if owners read gradients outside their shard from the peer's memory, and nothing is
+    sent; weights go by `copies` then."""
     copies: bool
-    """Whether weights are copied from their owners' memory: on GPUs by copy engines, which leave
+    """True if weights are copied from their owners' memory: on GPUs by copy engines, which leave
     every SM to the updates and the forward, while a collective would wait on some of them."""
 
     def reduced(self, name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
@@ -338,7 +338,7 @@ class Worker(threading.Thread):
         self._error = self._error or ExecutorError("the runs of buckets were stopped")
 
     def run(self) -> None:
-        """What the thread does."""
+        """Does the runs that were asked for, one after another, until the thread is stopped."""
         while (index := self._asked.get()) is not None:
             try:
                 if self._error is None:

@@ -161,7 +161,7 @@ class GradAccumulator:
         raise GradientError("an accumulator belongs to one Parameter: make another for the copy")
 
     def _accumulates(self) -> bool:
-        """Whether the backward under way sums this gradient, as `backward()` does."""
+        """True if the backward under way sums this gradient, as `backward()` does."""
         if torch._C._current_graph_task_id() < 0:
             return True
         try:

@@ -249,12 +249,12 @@ class GradReducer:
 
     @property
     def finished(self) -> bool:
-        """Whether main gradients are reduced: from `finish()` to `zero()`."""
+        """True if main gradients are reduced: from `finish()` to `zero()`."""
         return self._finished
 
     @property
     def going(self) -> bool:
-        """Whether buckets of this step are on the way, and `finish()` or `close()` is to come."""
+        """True if buckets of this step are on the way, and `finish()` or `close()` is to come."""
         return self._gone > 0 and not self._finished and not self._closed
 
     def timelines(self) -> list[Timeline]:

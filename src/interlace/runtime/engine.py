@@ -43,13 +43,13 @@ BeforeOp = Callable[[int, int, Op], None]
 
 @dataclass(frozen=True, slots=True)
 class TeamResources:
-    """What a rank's Program shares with other ranks."""
+    """Resources that a rank's Program shares with other ranks."""
 
     teams: Mapping[str, TeamComm]
     slots: Mapping[str, Slot]
     spaces: Mapping[str, Workspace]
     backends: dict[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
-    """By team and name of the backend; after a reset new ones."""
+    """Backends by team and name; after a reset new ones."""
     uses: dict[str, Use] = field(default_factory=dict[str, Use])
     """The takes of the run under way, by buffer."""
     graph_spaces: tuple[Mapping[str, Any], ...] = ()
@@ -59,7 +59,7 @@ class TeamResources:
 
 @dataclass(frozen=True, slots=True)
 class ShareRequest:
-    """What `Engine.share` sets up, by all ranks of the teams together."""
+    """Request to `Engine.share`, which all ranks of the teams call together."""
 
     plan: Plan
     teams: Mapping[str, TeamComm]
@@ -70,7 +70,7 @@ class ShareRequest:
     backends: Sequence[tuple[str, str]]
     """Team and name of each backend that a rank of the team needs, in the order of connecting."""
     programs: Callable[[], Sequence[Program]]
-    """Those of all ranks, as they were proved."""
+    """Returns the Programs of all ranks, as they were proved."""
     kept: ExitStack
     """Closing it gives back what there is, also after an error: slots, words and mappings; nothing
     that used them may be under way."""
@@ -81,11 +81,11 @@ class ShareRequest:
 
 
 MIXER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-"""What spreads 32 bits over the 64 of a tag."""
+"""Multiplier that spreads 32 bits over the 64 of a tag, and the mask of 64 bits."""
 
 
 class RunLabel:
-    """What peers are told of a run."""
+    """Label that peers use to identify a run."""
 
     def __init__(
         self,
@@ -150,19 +150,19 @@ class EngineContext:
         self.outputs.let_go()
 
     def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> BoundedWait:
-        """How op `index` waits (or, if it is a Fused, one of its members)."""
+        """Bounded wait of op `index` (or, if it is a Fused, of one of its members)."""
         return BoundedWait(
             self.time_out_s, lambda: self.flight.describe(index, member), check, self.log
         )
 
     def wait_for(self, what: str, check: Callable[[], None]) -> BoundedWait:
-        """How this rank waits for what is no op."""
+        """Bounded wait of this rank for something that is no op."""
         name = self.plan.program.name
         return BoundedWait(self.time_out_s, lambda: f"{what} of {name!r}", check, self.log)
 
     def log(self) -> str:
-        """What the streams did last, and who does not answer of a team that spans hosts: a rank of
-        this host may only be late because of them."""
+        """Log of the streams, and of who does not answer in a team that spans hosts: a rank of this
+        host may only be late because of them."""
         far: dict[str, None] = {}
         for control, _ in sorted(self.between_hosts(), key=lambda each: -len(each[0].ranks)):
             if not far or control.silent():
@@ -188,8 +188,8 @@ def unbound(op: Op, device: str) -> UnsupportedError:
 
 
 class Engine(Protocol):
-    """What a device must offer: the runs of one Program. The Executor asks for nothing else. What
-    returns None, a device that has nothing to do there inherits."""
+    """Interface of a device: the runs of one Program. The Executor asks for nothing else. A device
+    inherits the methods that return None where it has nothing to do."""
 
     context: EngineContext
 
@@ -202,12 +202,12 @@ class Engine(Protocol):
         ...
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
-        """What must be done once before runs, by all ranks of the teams together."""
+        """Does the work needed once before runs, by all ranks of the teams together."""
 
     def admit(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> object | None:
-        """Whether a run may begin at once: what `issue` takes as `at`, such as the addresses of the
+        """Returns the `at` of `issue` if a run may begin at once, such as the addresses of the
         tensors; None where the Executor must check the tensors, the device or the teams first."""
 
     def look(self) -> None:
@@ -229,7 +229,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """What made an earlier run fail after it was issued."""
+        """Error that made an earlier run fail after it was issued."""
 
     @property
     def spans(self) -> list[tuple[int, float, float]]:

@@ -55,7 +55,7 @@ from interlace.runtime.values import ValueTable, arena_for
 
 
 class Teardown:
-    """What an Executor must give back. It outlives the Executor, which a finalizer may not hold."""
+    """Resources that an Executor gives back. Outlives it: a finalizer may not hold an Executor."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -399,7 +399,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """What this process does on a team, it does one after another."""
+        """Serializes the work of this process on a team, by its lock."""
         if not self._lock.acquire(timeout=self.limit_s):
             shared = " on the same teams" if self._teams else ""
             raise ExecutorError(
@@ -412,7 +412,7 @@ class Executor:
             self._lock.release()
 
     def _is_gone(self) -> bool:
-        """Whether the process group of a team was destroyed."""
+        """True if the process group of a team was destroyed."""
         for team in self._teams.values():
             if team.is_gone:
                 return True
@@ -429,7 +429,7 @@ class Executor:
 
     @property
     def measured(self) -> bool:
-        """Whether the inputs of a run tell all named sizes: those of a Program without any do."""
+        """True if the inputs of a run tell all named sizes, as for a Program without any."""
         return all(self._measures)
 
     def run_at(

@@ -19,7 +19,7 @@ from interlace.ir.text.printer import print_op
 NUM_SHOWN = 4
 """Ops of each stream that a message shows, the last one included."""
 WIDTH = 400
-"""Of a longer op, as one of many parts is, a message shows the beginning."""
+"""Most characters of an op in a message; a longer op, as one of many parts is, is cut."""
 
 
 class Flight:

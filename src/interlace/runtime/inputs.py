@@ -19,8 +19,8 @@ from interlace.runtime.values import DTYPES, alike, at, whole
 
 
 def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
-    """What makes such a tensor, by the function that Inductor's code allocates with, which takes
-    half the time of the public one; it uses the current device, if that is a GPU."""
+    """Returns a function that makes tensors of the box as Inductor's code does, which takes half
+    the time of torch's public function; it uses the current device, if that is a GPU."""
     sizes, strides, dtype = numbers(box.sizes), numbers(box.strides), DTYPES[box.dtype]
     slow = functools.partial(torch.empty_strided, sizes, strides, dtype=dtype, device=device)
     quick: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # pyright: ignore
@@ -34,7 +34,7 @@ def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
 
 
 def may_be_lazy(box: Box) -> bool:
-    """Whether a tensor like that may be a view that torch conjugates or negates when it is read,
+    """True if a tensor of the box may be a view that torch conjugates or negates when it is read,
     as `z.conj()` and the imaginary part of that are: with other numbers in its memory."""
     if box.is_sized or box.dtype in (DType.c64, DType.c128):
         return True
@@ -42,7 +42,7 @@ def may_be_lazy(box: Box) -> bool:
 
 
 def _strided(tensor: str, box: Box, strides: str) -> str:
-    """Whether it has these strides, but for dimensions of one, whose strides do not matter."""
+    """Text of a check of strides, but for dimensions of one, whose strides do not matter."""
     if box.is_sized:  # else the slow look tells
         return f"{tensor}.stride() == {strides}"
     if box.strides == contiguous_strides(box.sizes):
@@ -69,9 +69,9 @@ def look(
     may_be_on_cpu: Sequence[bool],
     run_sizes: RunSizes,
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """What gives `then`, of tensors `t0`, `t1` and so on, where they are on the device and like
-    that, and else False. It is in the way of every run: one expression, since a loop takes half as
-    long again. (TorchDynamo's `TensorGuards` would end the process where a nested tensor comes.)"""
+    """Returns a function that gives `then`, of tensors `t0`, `t1` and so on, where they are on the
+    device and fit the boxes, and else False. Every run calls it: one expression, since a loop takes
+    half as long again. (TorchDynamo's `TensorGuards` would end the process for a nested tensor.)"""
     tests = [f"len(tensors) == {len(boxes)}"]
     known: dict[str, Any] = {"Tensor": torch.Tensor, "device": device, "cpu": torch.device("cpu")}
     there = "{0}.device == device"
@@ -271,7 +271,7 @@ class Parameters:
             raise ExecutorError(f"{self.kind} {index} ({name!r}) of {self.program} {what}")
 
     def _elsewhere(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether an input may be on another device: torch takes a CPU scalar beside CUDA tensors,
+        """True if an input may be on another device: torch takes a CPU scalar beside CUDA tensors,
         and keeps the seed of an attention with dropout on the CPU."""
         device = self._device
         if tensor.device.type == "cpu":

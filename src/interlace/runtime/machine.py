@@ -50,7 +50,7 @@ def _replayed(machine: Machine, options: Options) -> Machine:
 
 
 def _calibrated(device: str, gpus: str) -> Machine | None:
-    """What `interlace calibrate` found out about this host; None where it did not run."""
+    """Machine that `interlace calibrate` measured on this host; None without one for the device."""
     path = default_path(gpus)
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""What `torch.profiler` shows of a run: a range for each op, by its Program and its site.
+"""Ranges that `torch.profiler` shows of a run: one for each op, by its Program and its site.
 
     names = range_names(program)
     if profiler._is_profiler_enabled:       # torch's own flag; a run without a profiler reads it
@@ -19,7 +19,7 @@ from interlace.ir import Program
 
 
 def range_names(program: Program) -> defaultdict[int | None, str]:
-    """By site, the name of the ranges of its ops; of all others that of the Program."""
+    """Name of the ranges of each site's ops; all other ops have that of the Program."""
     own = f"interlace {program.name}"
     names: defaultdict[int | None, str] = defaultdict(lambda: own)
     for site in program.sites:

@@ -90,7 +90,7 @@ class Arena:
 
     memory: torch.UntypedStorage
     starts: Mapping[str, int]
-    """By buffer: the first byte of the storage that it lies in, at its `offset`."""
+    """First byte of the storage that each buffer lies in, at its `offset`."""
 
 
 def arena_for(program: ir.Program, device: torch.device) -> Arena:
@@ -146,13 +146,13 @@ class ValueTable:
         registered: Mapping[str, Registered] | None = None,
     ) -> None:
         self.sizes = sizes
-        """What tells the numbers of sizes that differ from run to run."""
+        """Source of the numbers of sizes that differ from run to run."""
         self.registered = registered or {}
-        """What peers reach of the caller's memory, by name: the same in every run."""
+        """Caller's memory that peers reach, by name: the same in every run."""
         self.host = host
         """Buffers that are on the CPU, whatever the device is."""
         self.items: list[Any] = []
-        """What the calls read; places stay the same, contents of some change from run to run."""
+        """Values that calls read; places stay the same, contents of some change from run to run."""
         self._program = program
         self.box = box
         self.device = arena.memory.device
@@ -279,7 +279,7 @@ class ValueTable:
         return place
 
     def address(self, view: ir.View, member: int | None = None) -> Callable[[], int]:
-        """What gives the address of a view in each run, here or in a member's memory."""
+        """Returns a function that gives the address of a view in each run, here or at a member."""
         box, items, copies, name = self.box(view), self.items, self.copies, view.buffer
         memory, skip = self._memory(name, member), box.offset * box.dtype.itemsize
         found = [0] * max(len(memory), 1)
@@ -306,7 +306,7 @@ class ValueTable:
         return torch.empty_strided(*facts, dtype=DTYPES[box.dtype], device=self.device)
 
     def new(self) -> dict[str, torch.Tensor]:
-        """What `begin` allocates where it is not given."""
+        """Makes the tensors that `begin` allocates where they are not given."""
         return {name: self._new(box) for name, box in self.allocated.items()}
 
     def begin(self, given: Mapping[str, torch.Tensor], uses: Mapping[str, Use]) -> None:
@@ -360,7 +360,7 @@ class ValueTable:
 
 
 def alike(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether these strides reach the same elements: in dimensions of one they do not matter."""
+    """True if these strides reach the same elements: in dimensions of one they do not matter."""
     return tensor.numel() == 0 or all(
         size == 1 or got == wanted
         for size, got, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
@@ -377,7 +377,7 @@ def once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copier(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What copies a tensor with its strides; a clone of a view with gaps has others."""
+    """Function that copies a tensor with its strides; a clone of a view with gaps has others."""
     if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         return tensor.clone
     facts = {"dtype": tensor.dtype, "device": tensor.device}

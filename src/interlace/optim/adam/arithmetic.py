@@ -70,7 +70,7 @@ class Hyper:
 
 
 class Scalars(NamedTuple):
-    """What a step needs beside its tensors, in double precision; each is rounded to fp32 once."""
+    """Scalar inputs of a step, in double precision; each is rounded to fp32 once."""
 
     gain: float
     """Factor of the gradient: its sign and the inverse of the loss scale."""
@@ -104,7 +104,7 @@ class FlatParam(NamedTuple):
 
 
 def power(base: float, exponent: int) -> float:
-    """By repeated squaring, so that device and host round alike."""
+    """Returns `base ** exponent` by repeated squaring, so that device and host round alike."""
     result = 1.0
     while exponent:
         if exponent & 1:

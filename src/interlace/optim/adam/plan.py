@@ -1,4 +1,4 @@
-"""How one step runs over all parameters, worked out once and used for as long as nothing moves.
+"""Plan of one step over all parameters, worked out once and used for as long as nothing moves.
 
 Parameters of one kind on one GPU go in one launch (table.py). Others, which is all on a CPU, go
 one after another through the twin.
@@ -69,7 +69,7 @@ class ParamEntry:
     dense: bool
     by_kernel: bool
     counted_there: bool
-    """Whether its steps are counted on the device."""
+    """True if its steps are counted on the device."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """This rank's moments, greatest second moment, and master or remainder."""
@@ -79,7 +79,7 @@ class ParamEntry:
 
 
 def served(device: torch.device) -> bool:
-    """Whether the kernel runs there."""
+    """Returns True if the kernel runs on the device: an NVIDIA GPU, with Triton installed."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and find_spec("triton") is not None
 
@@ -227,7 +227,7 @@ class StepPlan:
         self._seen = list(self._observe(optimizer, params))
 
     def holds(self, optimizer: Any, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
-        """Whether everything still lies where it lay; takes the gradients, which may have moved."""
+        """True if nothing that was planned for has changed; takes the gradients, which may move."""
         if [grad is not None for grad in grads] != self._present:
             return False
         if not all(map(eq, self._seen, self._observe(optimizer, params))):
@@ -331,7 +331,7 @@ class StepPlan:
         self._addresses = list(map(Tensor.data_ptr, there))
 
     def _kinds_of_grads(self) -> tuple[list[torch.dtype], list[int]]:
-        """What of the gradients decides on the kernel: dtypes, and which are not aligned."""
+        """Facts of the gradients that decide on the kernel: dtypes, and which are not aligned."""
         odd = reduce(or_, self._addresses, 0) & 15
         places = [i for i, at in enumerate(self._addresses) if at & 15] if odd else []
         return [grad.dtype for grad in self._grads], places

@@ -1,4 +1,4 @@
-"""What Adam keeps for a parameter: which tensors, of which dtype and layout.
+"""States that Adam keeps for a parameter: which tensors, of which dtype and layout.
 
 States lie as their parameter does (dense memory in the same order; for a DTensor the same
 placements), so a step runs over memory from end to end. What was loaded from elsewhere (fp32
@@ -24,7 +24,7 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (None, "fp32", "remainder")
 REMAINDER = torch.bfloat16
-"""What the 16 bits of a remainder are declared as. They are an int16, which neither NCCL nor gloo
+"""Declared dtype of a remainder's 16 bits. They are an int16, which neither NCCL nor gloo
 gathers: no full state dict could be had of sharded ones. Read them as `.view(torch.int16)`."""
 KEPT = (
     "exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "stochastic_rounding",
@@ -41,7 +41,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one span of memory, in whatever order of dimensions."""
+    """True if its elements fill one span of memory, in whatever order of dimensions."""
     if tensor.is_contiguous():
         return True
     at = 1
@@ -74,7 +74,7 @@ def check_param(param: Tensor) -> None:
 
 
 def master_of(param: Tensor, group: Mapping[str, Any]) -> str | None:
-    """What is kept beside this parameter: None, `fp32` or `remainder`."""
+    """Kind of master kept beside this parameter: None, `fp32` or `remainder`."""
     kind = None if param.dtype == torch.float32 else group["master_weights"]
     if kind == "remainder" and param.dtype != torch.bfloat16:
         raise OptimizerError(

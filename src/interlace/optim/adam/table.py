@@ -175,7 +175,7 @@ class Launch:
 
 
 def _hyper_row(lr: float | Tensor, hyper: Hyper) -> tuple[float, ...]:
-    """What `prepare_kernel` works scalars out of; a learning rate on the device, by address."""
+    """Row that `prepare_kernel` makes scalars of; a learning rate on the device, by address."""
     address = array("q", [lr.data_ptr() if isinstance(lr, Tensor) else 0])
     (at,) = array("d", address.tobytes())
     value = 0.0 if isinstance(lr, Tensor) else lr

@@ -34,7 +34,7 @@ FACTS: frozenset[Any] = frozenset(
     | {_known[name].__get__ for name in _PROPERTIES if _known[name] is not None}
     | {_known[name].__set__ for name in ("requires_grad", "grad", "grad_dtype")}
 )
-"""What reads no values."""
+"""Methods and accessors of tensors that read no values."""
 
 
 def arriving(kind: type[Tensor], wait: Callable[[], None]) -> type[Tensor]:

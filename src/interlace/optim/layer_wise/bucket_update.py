@@ -190,7 +190,7 @@ def _holds_optimizers(value: Any) -> bool:
 
 
 def _is_as(group: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether both have the same options."""
+    """True if both groups have the same options."""
     kept = (now.get(name) for name in group)
     same = all(
         value is other or (not isinstance(value, Tensor) and value == other)

@@ -43,7 +43,7 @@ from interlace.optim.untraced import eager
 UNITS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch that read what modules inside hold."""
 NOTHING = (getattr, (contextlib.nullcontext(), "__exit__"))
-"""What a hook is pickled and copied as: Python's own function that takes anything and does nothing.
+"""Pickled and copied form of a hook: Python's own function that takes anything and does nothing.
 """
 
 
@@ -67,9 +67,9 @@ class FlatWeights:
         self.pending: set[int] = set()
         """The buckets whose gather nothing has waited for."""
         self.idle = True
-        """Whether there are none: what a traced hook is guarded by."""
+        """True if no gather is pending: the guard of a traced hook."""
         self.waited_s = 0.0
-        """How long this rank has waited for gathers, on the CPU."""
+        """Seconds that this rank has waited for gathers, on the CPU."""
         self._on_gpu = any(bucket.flat.is_cuda for bucket in buckets)
         self._waited: set[tuple[int, Any]] = set()
         """On GPUs, buckets and the streams that come after their gathers."""
@@ -164,7 +164,7 @@ class FlatWeights:
         return shown([self._names[param] for param in self.buckets[index].params])
 
     def before(self, name: str, indices: Sequence[int], *, whole: bool) -> None:
-        """What a module does before its forward; the whole one without gradients waits for all."""
+        """Waits for a module's weights before its forward; the whole one without grad, for all."""
         if whole and self.pending and not torch.is_grad_enabled():
             self.synchronize()
         stream = torch.cuda.current_stream() if self._on_gpu else None
@@ -224,7 +224,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _needed(module: nn.Module) -> list[nn.Parameter]:
-    """What a module waits for before its forward: see Note [What waits]."""
+    """Parameters that a module waits for before its forward: see Note [What waits]."""
     if isinstance(module, UNITS) or _is_compiled(module):
         return [*module.parameters()]
     lists = (nn.ParameterList, nn.ParameterDict)

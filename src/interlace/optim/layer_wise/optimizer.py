@@ -69,7 +69,7 @@ from interlace.options import Options
 
 log = logging.getLogger(__name__)
 Calls = dict[int, Callable[[], None]]
-"""By the number of a run."""
+"""Functions by the number of a run."""
 REMOVED = {
     "split_parts": "owners have whole Parameters: make experts Parameters of their own, or shard "
     "them over tensor or expert parallelism",
@@ -207,14 +207,14 @@ class LayerWise:
         plan, homes = self._plan, self._homes
         whole, homed = ({}, {}) if homes is None else (homes.whole, homes.grads)
         self._acting = [whole.get(param, param) for param in plan.params]
-        """Of each Parameter what is updated: without memory if that is elsewhere."""
+        """Tensor that is updated for each Parameter: without memory if that is elsewhere."""
         self._names = {
             **dict(zip(plan.params, plan.names, strict=True)),
             **dict(zip(self._acting, plan.names, strict=True)),
         }
         pairs = enumerate(zip(self._acting, plan.params, strict=True))
         self._owned = {acting: param for number, (acting, param) in pairs if plan.is_mine(number)}
-        """What this rank updates, and of which Parameter each is."""
+        """Tensors that this rank updates, each with its Parameter."""
         main = {p: v for each in grads for p, v in zip(each.params, each.views, strict=True)}
         main |= homed
         self._main_grads = {a: like(a, main[p]) for a, p in self._owned.items() if p in main}
@@ -381,7 +381,7 @@ class LayerWise:
             )
 
     def _differs(self, param: nn.Parameter) -> bool:
-        """Whether ranks that hold shards have other parts of it."""
+        """True if the ranks that hold shards hold different parts of the Parameter."""
         return self._plain_shards or is_sharded(param)
 
     def explain(self) -> str:
@@ -541,7 +541,7 @@ def calls_around(
     shared: Sequence[str],
     homes: TensorHomes | None,
 ) -> tuple[Calls, Calls]:
-    """What precedes runs, and what follows them: moves to homes and back."""
+    """Calls that precede runs, and calls that follow them: moves to homes and back."""
     if homes is None:
         return {}, {}
     count = len(grads)

@@ -25,21 +25,21 @@ ALIGNMENT = 64
 SMALL = 16
 """Such a part of `bucket_bytes` the first bucket has."""
 MOST_BYTES = 1.3, 1.1
-"""What a rank may own: so many times the mean, or the largest parameter, whichever is more."""
+"""Limit of a rank's bytes: so many times the mean, or the largest parameter, whichever is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCost:
-    """What a plan needs to know of a parameter."""
+    """Size, dtype and update cost of a parameter, from which a plan is made."""
 
     name: str
     numel: int
     dtype: str
     itemsize: int
     cost: float
-    """Of its update, in any unit that all share."""
+    """Cost of its update, in any unit that all share."""
     homed: bool = False
-    """Whether its place holds a shard, and one of the ranks that hold shards updates the whole."""
+    """True if its place holds a shard, and one of the ranks that hold shards updates the whole."""
 
     @property
     def padded(self) -> int:
@@ -66,12 +66,12 @@ class BucketPlan:
     starts: tuple[int, ...]
     """Where each begins, in elements."""
     bounds: tuple[int, ...]
-    """What rank r owns begins at bounds[r] and ends at bounds[r + 1]."""
+    """Ranges of the owners: rank r owns bounds[r] to bounds[r + 1]."""
     numel: int
     """Elements of the buffer: with the padding, a multiple of the number of ranks."""
 
     def messages(self) -> tuple[BucketMessage, ...]:
-        """What lies in the shard of a rank that does not own it, in order of place."""
+        """Elements that lie in the shard of a rank that does not own them, in order of place."""
         ranks = len(self.bounds) - 1
         shard = self.numel // ranks
         found: list[BucketMessage] = []

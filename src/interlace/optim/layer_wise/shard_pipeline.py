@@ -72,10 +72,10 @@ Groups = Mapping[Tensor, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ShardExchange:
-    """How one bucket's shards come to the owners of whole matrices, and back."""
+    """Exchange of one bucket's shards: to the owners of whole matrices, and back."""
 
     plan: BucketPlan
-    """Of the buffer of this rank's shards; `items` are numbers of matrices."""
+    """Plan of the buffer of this rank's shards; `items` are numbers of matrices."""
     about: str
     """The matrices, for messages."""
 
@@ -197,7 +197,7 @@ class ShardPipeline:
         ]
 
     def _buffers(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Of each bucket: for this rank's shards, and for all shards of what it owns."""
+        """Buffers of each bucket: for this rank's shards, and for all shards of what it owns."""
         slots = min(SLOTS, len(self._exchanges))
         shards = [sum(exchange.parts) for exchange in self._exchanges]
         owned = [self._ranks * exchange.parts[self._rank] for exchange in self._exchanges]
@@ -386,7 +386,7 @@ def _sharded(
 
 
 def _item(optimizer: Optimizer, name: str, param: DTensor, ranks: int) -> ParameterCost:
-    """What the plan needs to know of a matrix: its elements are those of a padded shard."""
+    """Cost of a matrix, for the plan: its elements are those of a padded shard."""
     rows, columns = param.shape
     if isinstance(optimizer, Muon):
         cost = optimizer.update_cost(param)
@@ -396,7 +396,7 @@ def _item(optimizer: Optimizer, name: str, param: DTensor, ranks: int) -> Parame
 
 
 def _by_group(each: Sequence[ShardedMatrix], groups: Groups) -> list[list[ShardedMatrix]]:
-    """Those of each group of the optimizer."""
+    """Matrices of each group of the optimizer."""
     found: defaultdict[int, list[ShardedMatrix]] = defaultdict(list)
     for matrix in each:
         found[id(groups[matrix.param])].append(matrix)

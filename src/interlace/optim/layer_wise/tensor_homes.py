@@ -42,7 +42,7 @@ from interlace.runtime import Executor
 
 @dataclass(frozen=True, slots=True)
 class ShardPlace:
-    """What one rank holds of a matrix: `begin` to `end` of its sharded dimension."""
+    """Shard of a matrix that one rank holds: `begin` to `end` of its sharded dimension."""
 
     home: int
     rank: int
@@ -95,13 +95,13 @@ def shards_of(param: DTensor, home: int, start: int, at: int) -> Iterator[ShardP
 
 @dataclass(frozen=True, slots=True)
 class HomeExchange:
-    """How one bucket's shards come to whole matrices at their homes, and back."""
+    """Exchange of one bucket's shards: to whole matrices at their homes, and back."""
 
     shards: tuple[ShardPlace, ...]
     about: str
     """The parameters, for messages."""
     peer: bool
-    """Whether homes read and write the memory of the other ranks, and nothing is sent."""
+    """True if homes read and write the memory of the other ranks, and nothing is sent."""
 
     def program(
         self, name: str, flat: Tensor, whole: Tensor, to_homes: bool, ranks: int, rank: int
@@ -109,8 +109,8 @@ class HomeExchange:
         """Shards to homes, or whole matrices to shards."""
         own: list[tuple[str, str]] = []
         spread: list[tuple[str, str]] = []
-        """What is copied here, each with its place in the whole matrix: own shards, and staging
-        memory of those that are no region there."""
+        """Copies on this rank, each to its place in the whole matrix: own shards, and staging
+        memory of shards that are no region there."""
         moves: list[Move] = []
         staged = 0
         for shard in self.shards:
@@ -174,8 +174,8 @@ class TensorHomes:
         made: contextlib.ExitStack,
     ) -> None:
         self.whole: dict[nn.Parameter, nn.Parameter] = {}
-        """What an optimizer updates in place of a DTensor: of its whole shape, without memory but
-        at its home."""
+        """Stand-in for each DTensor that an optimizer updates: of its whole shape, without memory
+        but at its home."""
         self.grads: dict[nn.Parameter, Tensor] = {}
         """The whole gradients of those DTensors that have their home here."""
         self.rank, self.size, self._plan = plan.shard, plan.shards, plan

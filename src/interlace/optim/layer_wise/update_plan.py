@@ -36,26 +36,26 @@ ELEMENTWISE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """What every rank knows, and where this rank is in it."""
+    """Plan of the updates, the same on every rank, and the place of this rank in it."""
 
     names: tuple[str, ...]
     params: tuple[nn.Parameter, ...]
     costs: tuple[ParameterCost, ...]
     ownership: Ownership
     mesh: DeviceMesh | None
-    """That of shards,"""
+    """Mesh of the shards."""
     rank: int
     shard: int
-    """and this rank among the owners, and among those that hold shards."""
+    """Number of this rank among those that hold shards; `rank` is its number among the owners."""
     shards: int
 
     @property
     def in_place(self) -> bool:
-        """Whether Parameters are sharded over the mesh, and each rank updates its shards."""
+        """True if Parameters are sharded over the mesh, and each rank updates its shards."""
         return not self.ownership.buckets
 
     def is_mine(self, number: int) -> bool:
-        """Whether this rank updates that Parameter."""
+        """True if this rank updates that Parameter."""
         if self.in_place:
             return True
         owner, home = self.ownership.owners[number], self.ownership.homes[number]
@@ -138,7 +138,7 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def rounds_at_random(group: dict[str, Any]) -> bool:
-    """Whether interlace's Adam draws random bits for what a group stores."""
+    """True if interlace's Adam draws random bits for the values that a group stores."""
     kinds = [group.get("exp_avg_dtype"), group.get("exp_avg_sq_dtype")]
     if not group.get("master_weights"):
         kinds += [param.dtype for param in group["params"]]
@@ -204,7 +204,7 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Whether this rank holds a shard alone."""
+    """True if this rank holds only a shard of the parameter."""
     return isinstance(param, DTensor) and not all(p.is_replicate() for p in param.placements)
 
 
@@ -220,7 +220,7 @@ def needs_whole(optimizer: Optimizer) -> Callable[[Tensor], bool]:
 def cost_of(
     name: str, param: Tensor, cost: Callable[[Tensor], float], *, homed: bool, shards: int
 ) -> ParameterCost:
-    """What a plan needs to know: the place of the largest shard, the cost of what one rank does."""
+    """Cost for a plan: the place of the largest shard, and the cost of one rank's update."""
     numel, times = param.numel(), 1
     if isinstance(param, DTensor) and isinstance(placement := param.placements[0], Shard):
         size = param.shape[placement.dim]
@@ -239,7 +239,7 @@ def like(param: Tensor, part: Tensor) -> Tensor:
 
 
 def lies_over(param: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether a parameter is sharded over the ranks of this mesh, as `fully_shard` does."""
+    """True if a parameter is sharded over the ranks of this mesh, as `fully_shard` does."""
     if not isinstance(param, DTensor):
         return False
     ranks = mesh.mesh.flatten().tolist()

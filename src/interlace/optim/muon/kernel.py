@@ -119,7 +119,7 @@ def symmetric_kernel(
 def symmetric_source(
     config: TileConfig, dtype: torch.dtype, add: bool, tall: bool = False
 ) -> KernelSource:
-    """What is compiled for matrices whose rows are multiples of 16 bytes."""
+    """Kernel to compile for matrices whose rows are multiples of 16 bytes."""
     piece = min(config.bm, PIECE)
     tile = (config.bk, config.bm) if tall else (config.bm, config.bk)
     return KernelSource(

@@ -36,14 +36,14 @@ def choose(count: int, rows: int, processors: int) -> TileConfig:
 
 
 def tiles(config: TileConfig, rows: int) -> int:
-    """How many tiles of a matrix of that many rows are computed."""
+    """Number of tiles that are computed of a matrix of that many rows."""
     side = -(-rows // config.bm)
     return side * (side + 1) // 2
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many SMs a GPU has."""
+    """Number of SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -56,7 +56,7 @@ EXPONENT = 0x7F80
 """The bits of a bfloat16 that are its power of two."""
 TINY = torch.finfo(torch.bfloat16).tiny
 SCALE = 32.0
-"""Of x in the Gram variant: a matrix of norm 1 and 4096 rows has a g of some 1/4096."""
+"""Scale of x in the Gram variant: a matrix of norm 1 and 4096 rows has a g of some 1/4096."""
 STEEP = 8.0
 """The square is completed for smaller |b|."""
 STEP = 128
@@ -64,8 +64,8 @@ STEP = 128
 
 
 def coefficients(given: object, steps: int) -> tuple[Triple, ...]:
-    """Those of each step: of one triple for all, or of a sequence of triples, whose last is
-    repeated. Raises OptimizerError for anything else.
+    """Coefficients of each step: from one triple for all, or a sequence of triples, whose last
+    is repeated. Raises OptimizerError for anything else.
     """
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise OptimizerError(
@@ -152,7 +152,7 @@ def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool) -> Tensor:
 
 
 def gram_pays(rows: int, columns: int, steps: int, symmetric: bool) -> bool:
-    """Whether the Gram variant takes fewer operations for matrices of that size."""
+    """True if the Gram variant takes fewer operations for matrices of that size."""
     rows, columns = sorted((rows, columns))
     return _gram_cost(rows, columns, steps, symmetric) < _cost(rows, columns, steps, symmetric)
 
@@ -226,14 +226,14 @@ def times(p: Tensor, x: Tensor) -> Tensor:
 
 
 def reads_columns(count: int, inner: int) -> bool:
-    """Whether the kernel takes `count` matrices of `inner` columns that are transposed views: a
+    """True if the kernel takes `count` matrices of `inner` columns that are transposed views: a
     step along the columns must not end in the next matrix.
     """
     return count == 1 or inner % STEP == 0
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernel makes products of x, and of square matrices with its rows."""
+    """True if the kernel makes products of x, and of square matrices with its rows."""
     rows, inner = x.shape[-2:]
     whole = rows * x.itemsize % ALIGNMENT == 0 and inner * x.itemsize % ALIGNMENT == 0
     by_columns = x.mT.is_contiguous() and reads_columns(x.shape[:-2].numel(), inner)
@@ -248,5 +248,5 @@ def serves(x: Tensor) -> bool:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernel runs on this device."""
+    """True if the kernel runs on this device."""
     return torch.version.hip is None and refuse_device(device, newer=True) is None

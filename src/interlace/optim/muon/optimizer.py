@@ -33,7 +33,7 @@ from interlace.optim.muon.update import (
 from interlace.optim.untraced import eager
 
 ELEMENT_FLOPS = 4096.0
-"""What an element costs beside matrix products: the 16 to 28 bytes that move for it take as long
+"""Cost of an element beside matrix products: the 16 to 28 bytes that move for it take as long
 as some 4,000 operations of the matrix units (an H200: 4.2 TB/s beside 700 TFLOP/s)."""
 
 
@@ -120,7 +120,7 @@ class Muon(KeepsStates):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickling and copying keep."""
+        """Returns the state that pickling and copying keep."""
         return {**super().__getstate__(), "_adamw_options": self._adamw_options}
 
     @overload
@@ -173,7 +173,7 @@ class Muon(KeepsStates):
         return total
 
     def needs_whole(self, parameter: DTensor) -> bool:
-        """Whether shards of this parameter are updated by way of the whole: not those of AdamW, nor
+        """True if shards of this parameter are updated by way of the whole: not those of AdamW, nor
         shards of whole matrices. Raises OptimizerError for a parameter of no group.
         """
         group = self._group_of(parameter)

@@ -20,7 +20,7 @@ HEADS = ("lm_head", "head", "output", "output_layer", "embed_out", "classifier",
 def rule_of(
     name: str, shape: tuple[int, ...], module: nn.Module, table: tuple[int, ...]
 ) -> tuple[bool, str]:
-    """Whether Muon updates a parameter of `module`, and why. `table` is the shape of the model's
+    """Decides if Muon updates a parameter of `module`, and why. `table` is the shape of the model's
     largest embedding, (0, 0) where it has none. The first rule that fits decides.
     """
     path, last = name.split(".")[:-1], name.rpartition(".")[2]

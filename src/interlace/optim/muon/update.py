@@ -35,7 +35,7 @@ from interlace.optim.muon.newton_schulz import coefficients, orthogonalize, read
 Adjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 ADJUSTMENTS = (None, *get_args(Adjustment))
 MOST_BYTES = 1 << 27
-"""Of a stack of matrices: larger batches are no faster."""
+"""Most bytes of a stack of matrices: larger batches are no faster."""
 LARGE = 1 << 20
 """Elements of a matrix from which a kernel launch of its own takes less time than it saves."""
 Matrices = Sequence[Tensor]
@@ -144,7 +144,7 @@ def update_stack(
 
 
 def passes_once(tensors: Matrices, group: Mapping[str, Any]) -> bool:
-    """Whether the elementwise kernels take these, and a launch for each is worth it."""
+    """True if the elementwise kernels take these, and a launch for each is worth it."""
     return (
         LARGE <= tensors[0].numel() < LIMIT
         and tensors[0].numel() % ALIGNMENT == 0
@@ -156,7 +156,7 @@ def passes_once(tensors: Matrices, group: Mapping[str, Any]) -> bool:
 
 
 def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
-    """Whether each shard consists of whole matrices; see Note [DTensors]."""
+    """True if each shard consists of whole matrices; see Note [DTensors]."""
     rows, head = param.ndim - 2, group["head_dim"]
     for axis, placement in enumerate(param.placements):
         if placement.is_replicate():
@@ -185,7 +185,7 @@ def average(grads: Matrices, moments: Matrices, group: Mapping[str, Any]) -> Non
 
 
 def decay_factor(group: Mapping[str, Any]) -> float:
-    """What weights are multiplied by."""
+    """Factor by which weight decay multiplies weights."""
     return float(1 - group["lr"] * group["weight_decay"])
 
 
@@ -226,7 +226,7 @@ def momentum_of(param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
 
 
 def batches(targets: Matrices, batched: bool) -> Iterator[slice]:
-    """What is stacked together of matrices of one shape."""
+    """Slices of matrices of one shape, each to be stacked."""
     most = max(1, MOST_BYTES // (2 * targets[0].numel())) if batched else 1
     return (slice(at, at + most) for at in range(0, len(targets), most))
 

@@ -55,7 +55,7 @@ _DRAWS = frozenset({"interlace::get_rng_state", "interlace::set_rng_state"})
 
 @lru_cache(4096)
 def effects(op: torch._ops.OpOverload) -> Facts:
-    """What a call of it does, but for reading its arguments and making its results."""
+    """Effects of a call, beside reading its arguments and making its results."""
     return effects_by(op._schema, {tag.name for tag in op.tags})
 
 
@@ -90,11 +90,11 @@ def effects_by(schema: Any, tags: Collection[str]) -> Facts:
 
 
 def may_share(fn: Any) -> bool:
-    """Whether a result may share memory with an argument or another result.
+    """True if a result may share memory with an argument or another result.
 
-    A backend's own kernel makes new results where the schema says nothing else. What is composed of
-    others may give an argument back (dropout out of training, type_as); what is not of the
-    dispatcher is of this package, and does not.
+    A backend's own kernel makes new results where the schema says nothing else. A composite
+    operator may give an argument back (dropout out of training, type_as); a function that is not
+    of the dispatcher is of this package, and does not.
     """
     if not isinstance(fn, torch._ops.OpOverload):
         return False
@@ -106,7 +106,7 @@ def may_share(fn: Any) -> bool:
 
 
 def shares(result: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """Whether a result lies in the memory of one of the others."""
+    """True if a result lies in the memory of one of the others."""
     storage = result.untyped_storage()._cdata
     return any(other.untyped_storage()._cdata == storage for other in others)
 
@@ -117,7 +117,7 @@ def copy_of(result: torch.Tensor) -> torch.Tensor:
 
 
 def fills_list(fn: Any) -> bool:
-    """Whether an operator takes what it fills as one list."""
+    """True if an operator takes its outputs as one list."""
     schema = getattr(fn, "_schema", None)
     outs = [] if schema is None else [a for a in schema.arguments if a.is_out]
     return len(outs) == 1 and isinstance(outs[0].type, torch.ListType)

@@ -48,7 +48,7 @@ def resolve(fn: str) -> Callable[..., Any]:
 
 
 def _unknown(fn: str, space: str, name: str) -> str:
-    """What to say of an operator that the dispatcher lacks, with the overloads that it has."""
+    """Message for an operator that the dispatcher lacks, with the overloads that it has."""
     known = torch._C._dispatch_get_all_op_names()
     names = [_dotted(found) for found in known if found.partition(".")[0] == f"{space}::{name}"]
     if names and fn.count(".") == 1:

@@ -85,7 +85,7 @@ class Binder:
             for access in (*op.reads(), *op.writes()):
                 self._users.setdefault(access.view.buffer, {})[op.stream] = None
         self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
-        """By team: the stream and the end of the last exchange."""
+        """Stream and end of each team's last exchange."""
         near = {team for team, space in self.spaces.items() if space.side.shares_gpu}
         self._holds = {} if context.options.in_order else holds(self.plan, near)
         held = {hold for needed in self._holds.values() for hold in needed}
@@ -97,7 +97,7 @@ class Binder:
         self._taken: set[tuple[int, str, int | None]] = set()
 
     def steps(self, index: int, op: ir.Op, number: int = -1) -> list[Thunk]:
-        """What issues an op (or one member of a Fused), with the slots that it needs."""
+        """Steps that issue an op (or one member of a Fused), with the slots that it needs."""
         if number >= 0 and isinstance(op, ir.Fused):
             item, step = op.members[number], self.member(index, op, number)
         else:
@@ -197,7 +197,7 @@ class Binder:
         return lane.within(run)
 
     def takes(self, op: ir.Op) -> list[Thunk]:
-        """What stands before an op for the slots it writes: Note [When slots are taken]."""
+        """Steps that precede an op and take the slots it writes: Note [When slots are taken]."""
         lane, found = self.lanes[op.stream], list[Thunk]()
         items = op.steps
         graph = self.context.options.graph
@@ -234,7 +234,7 @@ class Binder:
         return end
 
     def _only_allocs(self, index: int, stream: str) -> bool:
-        """Whether a stream has done nothing at all before an op."""
+        """True if a stream has done no work before an op: no more than Allocs and Records."""
         before = (op for op in self.plan.program.ops[:index] if op.stream == stream)
         return all(isinstance(op, ir.Alloc | ir.Record) for op in before)
 

@@ -45,7 +45,7 @@ class Binding:
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
         self.binder = Binder(self)
         self.sites: dict[Thunk, int | None] = {}
-        """What of the steps belongs to which site; what several ops share belongs to none."""
+        """Site of each step; a step that several ops share has none."""
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
         self._counted = [space for space in spaces.values() if space.uses]
@@ -138,5 +138,5 @@ class Binding:
 
 
 def _closed() -> None:
-    """What another thread's run meets that began amid the end."""
+    """Raises ExecutorError in another thread's run that began during the close."""
     raise ExecutorError("this Executor was closed by another thread")

@@ -54,23 +54,23 @@ NO_USES: Mapping[str, Use] = MappingProxyType({})
 
 class Here(threading.local):
     bound = False
-    """Whether this thread already has a CUDA context (`isCurrentStreamCapturing` creates one). The
-    default stream cannot be captured: there the question is asked for this alone, once."""
+    """True if this thread already has a CUDA context (`isCurrentStreamCapturing` creates one). The
+    default stream cannot be captured: there the function is called for the context alone, once."""
 
 
 class Changes:
-    """What runs write of the tensors that they are given. Autograd is told, as by torch itself."""
+    """Caller's tensors that runs write. Autograd is told of it, as by torch itself."""
 
     def __init__(self, context: EngineContext) -> None:
         known, ops = context.values.registered, context.plan.program.ops
         self.registered = [held.tensor for held in known.values() if held.written]
-        """What runs of any rank write."""
+        """Registered tensors that runs of any rank write."""
         self.buffers = {access.view.buffer for op in ops for access in op.writes()} - {*known}
-        """What those of this rank write, but for what is registered."""
+        """Buffers that runs of this rank write, but for the registered ones."""
         names = context.inputs.names
         self._inputs = [index for index, name in enumerate(names) if name in self.buffers]
         self.always = bool(self.registered or self._inputs)
-        """Whether a run changes something, also where it is given no outputs."""
+        """True if a run writes a caller's tensor even without given outputs."""
 
     def tell(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
         """Increments the tensors' version counters; inference tensors have none."""
@@ -90,13 +90,13 @@ class CudaEngine:
         self.timed = OpTimer(self.device)
         self.watched = Watched(self, context)
         self.watches = bool(context.resources.teams) or context.options.trace
-        """Whether runs have marks for the watchdog: Note [Runs that wait for nobody]."""
+        """True if runs have marks for the watchdog: Note [Runs that wait for nobody]."""
         with torch.cuda.device(self.device):
             self.binding = Binding(context, self.driver, spaces, self)
             self.marks = Marks(self.driver, MARKS if self.watches else 1)
             self._told = self.driver.event()
         self.plain = not (self.watches or self.binding.sides or context.options.graph)
-        """Whether a run is nothing but its ops, on the caller's stream."""
+        """True if a run is nothing but its ops, on the caller's stream."""
         self._keeps = not self.plain or keeps_memory(context)
         self._finished = 0
         self._used = [s.side for s in spaces.values() if s.uses]
@@ -109,7 +109,7 @@ class CudaEngine:
         self.graphs: Graphs | None = None
         self._range = f"interlace {context.plan.program.name} (graph)"
         self.warm = False
-        """Whether a run has been issued op by op, as graphs need before they are captured."""
+        """True once a run has been issued op by op, as graphs need before they are captured."""
         self.issued = self.entered = 0
         self.since = 0.0
         self._here, self._under_way = Here(), False
@@ -353,7 +353,7 @@ class CudaEngine:
 
     @property
     def captured(self) -> bool:
-        """Whether the caller's stream is captured, in which there must be no run."""
+        """True if the caller's stream is captured, in which there must be no run."""
         if not self._raw_stream(self._index) and self._here.bound:
             return False
         found = self._capturing()
@@ -393,7 +393,7 @@ class CudaEngine:
         return self.timed.spans()
 
     def ended(self, run: int) -> bool:
-        """Whether a run has ended, of the last few, as far as that is to be seen."""
+        """True if a run, of the last few, has ended, or if runs leave no event to look at."""
         return not self._keeps or self.marks.ended(run)
 
     def finish_unmarked(self) -> None:
@@ -459,7 +459,7 @@ class CudaEngine:
 
 
 def keeps_memory(context: EngineContext) -> bool:
-    """Whether runs share memory that only one of them may use at a time, as far as is known."""
+    """True if runs may share memory that only one of them may use at a time."""
     program = context.plan.program
     regions = {region.name for region in program.regions}
     return context.values.arena.nbytes() > 0 or not all(

@@ -76,7 +76,7 @@ class CounterPoint:
     driver: Driver
     address: int
     due: Callable[[], int]
-    """What the word has reached in this run."""
+    """Value of the word at this point, in this run."""
 
     def wait(self, lane: Lane) -> Thunk:
         step = Words.of("wait", self.driver, lane, (self.address,), self.due)

@@ -1,4 +1,4 @@
-"""What a Program needs of its teams on their devices: slots, words, and NCCL.
+"""Resources that a Program needs of its teams on their devices: slots, words, and NCCL.
 
 resources = share(request)       # all ranks, together
 """
@@ -118,7 +118,7 @@ def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
 
 
 def reaches(plan: Plan, kind: type[Notify | Expect]) -> dict[str, dict[str, list[int]]]:
-    """By team and signal: the highest value that each member is told, or is awaited of it."""
+    """Highest value by team and signal that each member is told, or that is awaited of it."""
     found: dict[str, dict[str, list[int]]] = {}
     for op in plan.program.ops:
         for item in op.steps:
@@ -131,7 +131,7 @@ def reaches(plan: Plan, kind: type[Notify | Expect]) -> dict[str, dict[str, list
 
 
 def hears_all(plan: Plan, team: str) -> bool:
-    """Whether a run awaits a signal of every other rank of a team."""
+    """True if a run awaits a signal of every other rank of a team."""
     member, signals = plan.where.member(team), reaches(plan, Expect).get(team, {})
     heard = {source for told in signals.values() for source, value in enumerate(told) if value}
     return len(heard - {member.index}) == len(member.ranks) - 1 > 0

@@ -36,7 +36,7 @@ from interlace.runtime.prepare.registered import written
 from interlace.runtime.ranges import in_range, range_names
 
 GRACE_S = 1.0
-"""How long a failed transfer looks for the peer whose end explains it."""
+"""Seconds in which a failed transfer looks for the peer whose end explains it."""
 
 
 class Stopped(BaseException):
@@ -62,7 +62,7 @@ class CpuEngine(Engine):
         self._order = StreamOrder(self._flight, self._grace_s)
         streams = context.plan.program.streams()
         self._entered: list[Any] = [control for _, _, control in self._teams]
-        """What every run enters; the cells of the last tell where the streams are."""
+        """Objects that every run enters; the cells of the last tell where the streams are."""
         own = len(streams) > (STREAMS if self._teams else 1) or context.options.trace
         if own:
             self._entered.append(LocalProgress(len(streams)))

@@ -124,7 +124,7 @@ class StreamThread:
 
     @property
     def usable(self) -> bool:
-        """Whether the thread is there: it is not in a process that was forked since."""
+        """True if the thread is alive: it is not in a process that was forked since."""
         return self._thread.is_alive()
 
     def start_run(self, stream: Stream, mark: int, mode: tuple[int, bool]) -> None:
@@ -133,7 +133,7 @@ class StreamThread:
         self._go.put(None)
 
     def is_done(self, within_s: float) -> bool:
-        """Whether the run has ended."""
+        """True if the run has ended; waits for it up to `within_s` seconds."""
         if not rung(self._done, within_s):
             self._go.put(None)  # an interrupt may have come before it was told to go
         return self._task is None

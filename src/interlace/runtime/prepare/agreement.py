@@ -38,15 +38,15 @@ from interlace.runtime.prepare.registered import Registration, judge
 from interlace.verify import Report, check
 
 TOLD_S = 5.0
-"""How much later than this rank another may find a fault that both find."""
+"""Seconds that another rank may take longer than this one to find a fault that both find."""
 LATER_S = 0.5
-"""How much later than this rank another may have begun: one that waits for a rank of another team
-then gives up first, and its verdict names that rank."""
+"""Seconds that another rank may have begun later than this one: one that waits for a rank of
+another team then gives up first, and its verdict names that rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What a component of ranks prepared together."""
+    """Result of what a component of ranks prepared together."""
 
     tag: int
     report: Report
@@ -81,7 +81,7 @@ def digest(text: str) -> str:
 
 
 def essence(program: Program) -> Program:
-    """What a Program does: without its sites, remarks and source lines."""
+    """A Program without its sites, remarks and source lines: what is left is its behavior."""
     ops = tuple(replace(op, loc=Loc(), site=None) for op in program.ops)
     return program.replace(ops=ops, sites=(), remarks=())
 
@@ -211,7 +211,7 @@ def _told_once(board: Board, topic: str, me: int, first: int) -> Iterator[None]:
 
 
 def in_one_line(report: str, rank: int) -> str:
-    """What a report says first, and which rank has all of it."""
+    """First line of a report, with its first error, and the rank that has all of it."""
     lines = report.splitlines()
     faults = [line.removeprefix("error") for line in lines if line.startswith("error: ")]
     return f"{lines[0]}{faults[0] if faults else ''} (rank {rank} has the whole report)"
@@ -346,7 +346,7 @@ def for_ranks(program: Program, ranks: tuple[int, ...]) -> list[Program]:
 
 
 def _share_ranks(texts: Iterable[str]) -> bool:
-    """Whether a rank is in several of these Programs, which then should be one."""
+    """True if a rank is in several of these Programs, which then should be one."""
     ranks = [rank for text in {*texts} for rank in parse(text).world]
     return len({*ranks}) < len(ranks)
 

@@ -1,4 +1,4 @@
-"""What can be said of one rank's Program before anything is allocated.
+"""Static facts of one rank's Program, found before anything is allocated.
 
 Which Record a Wait means, which ops follow a HostSync, the number of each collective and message,
 and what the rank needs of its teams: found once, in list order, by every kind of executor alike.
@@ -53,14 +53,14 @@ class Plan:
     specs: Mapping[int, Spec]
     turns: Mapping[int, Turn]
     messages: Mapping[tuple[int, int], Message]
-    """By op and by member of a Group (0 outside of one)."""
+    """Messages by op and by member of a Group (0 outside of one)."""
     takes: Mapping[str, str]
     """The symmetric buffers in the order in which they take their slots, with their teams."""
     demands: Mapping[str, Demand]
     slots: Mapping[str, Mapping[str, int]]
-    """By team: the bytes of each slot."""
+    """Bytes of each slot, by team."""
     alike: bool
-    """Whether the ranks all have this list, and not each its own."""
+    """True if all ranks have this list; False if each has its own."""
 
     def members(self, team: str, peer: ir.Index | ir.Others) -> tuple[int, ...]:
         member = self.where.member(team)
@@ -344,8 +344,8 @@ def homes(program: ir.Program) -> dict[str, str]:
 
 
 def releases(program: ir.Program) -> dict[int, list[str]]:
-    """By op: the fresh buffers that go after it, used by one stream alone. The Program's own Frees
-    and what is returned are left out."""
+    """Fresh buffers released after each op: used by one stream alone. The Program's own Frees and
+    returned buffers are left out."""
     kept = {view.buffer for arg in program.returned() for view in ir.views_in(arg)}
     kept |= {op.buffer for op in program.ops if isinstance(op, ir.Free)}
     streams = {name: {stream} for name, stream in homes(program).items()}

@@ -24,21 +24,21 @@ from interlace.runtime.inputs import Parameters
 from interlace.runtime.values import nbytes
 
 Wanted = dict[str, dict[str, tuple[torch.Tensor, int]]]
-"""By team and name: the tensor, and its bytes from the first element to the end of the last."""
+"""Tensor by team and name, with its bytes from the first element to the end of the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
     wanted: Wanted = field(default_factory=dict[str, dict[str, tuple[torch.Tensor, int]]])
     note: Note = field(default_factory=dict[str, object])
-    """What the other ranks must know to judge: names that are written, pairs that overlap."""
+    """Facts that the other ranks judge by: names that are written, pairs that overlap."""
     problem: InterlaceError | None = None
 
 
 def collect(
     program: Program, rank: int, given: Mapping[str, torch.Tensor], device: torch.device
 ) -> Registration:
-    """What a Program registers, by team; and what is wrong with what was given, if anything is."""
+    """Tensors that a Program registers, by team; and the fault of the given ones, if any."""
     if not given and not any(buffer.registered for buffer in program.params):
         return Registration()
     program = program.instantiate(rank) if program.rank is None else program
@@ -115,7 +115,7 @@ def _check(
 def _check_memory(
     program: Program, name: str, tensor: torch.Tensor, device: torch.device, changed: bool
 ) -> None:
-    """Whether it is a plain tensor with memory of its own, there."""
+    """Raises ExecutorError unless it is a plain tensor with memory of its own on the device."""
     what = f"the registered parameter {name!r} of {program.name}"
     if not isinstance(tensor, torch.Tensor):
         raise ExecutorError(f"{what} is a {type(tensor).__name__}, not a tensor")

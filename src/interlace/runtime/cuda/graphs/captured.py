@@ -44,7 +44,7 @@ Launch = Callable[[int], None]
 
 
 def may_draw(program: Program) -> bool:
-    """Whether a run may draw random numbers, as far as is known."""
+    """True if a run may draw random numbers: regions and operators without facts may."""
     regions = {region.name for region in program.regions}
     items = [step for op in program.ops for step in op.steps]
     return any(
@@ -105,7 +105,7 @@ def _give(
     kept: Sequence[torch.Tensor],
     storages: set[int] | None,
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """What gives one result, of the tensors that a replay is given.
+    """Returns a function that makes one result, of the tensors that a replay is given.
 
     A copy is made from memory that the result does not own: other graphs of the same pool can use
     it, and so can others where it is the caller's.
@@ -178,7 +178,7 @@ class GraphPair:
         self.crossing = {
             i: driver.buffer_id(self.addresses[i]) for i in crossing - moved if given[i].numel()
         }
-        """By tensor the number of the allocation that copies of the graphs are bound to."""
+        """Number of the allocation that copies of the graphs are bound to, by tensor."""
         with torch.inference_mode(False):  # later runs may copy into them outside of it
             self.places = {
                 i: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -199,7 +199,7 @@ class GraphPair:
         return {*self._off(addresses)}
 
     def fits(self, addresses: Sequence[int]) -> bool:
-        """Whether there are none."""
+        """True if every tensor that is not copied lies where the graphs have it."""
         return len(addresses) == len(self.addresses) and not any(True for _ in self._off(addresses))
 
     def _off(self, addresses: Sequence[int]) -> Iterator[int]:
@@ -216,14 +216,14 @@ class GraphPair:
 
     @property
     def replaced(self) -> bool:
-        """Whether the graphs can serve nobody again: Note [Copies and allocations]."""
+        """True if the graphs can serve nobody again: Note [Copies and allocations]."""
         return any(map(self._is_another, self.crossing))
 
     def takes(self, given: Sequence[torch.Tensor]) -> bool:
         return all(given[index].is_cuda for index in self.places)
 
     def tensors(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the graphs read and write: what is given, or places of their own."""
+        """Tensors that the graphs read and write: the given ones, or places of their own."""
         return [self.places.get(index, tensor) for index, tensor in enumerate(given)]
 
     def keep(

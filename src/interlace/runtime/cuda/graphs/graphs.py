@@ -130,8 +130,8 @@ class GraphBinding(Binding):
         return lambda: self.driver.wait_event(lane.handle, self._taken)
 
     def _hand_over(self) -> None:
-        """What stands before the ops: Note [Words in graphs]. Copies to peers wait for what these
-        have told, and not for many words of the other graph, of which each takes about 1 us."""
+        """Issues words before the ops: Note [Words in graphs]. Copies to peers wait for the peers'
+        words, and not for many words of the other graph, of which each takes about 1 us."""
         aside, self.runs = self.aside.handle, 1
         mine, others = self.spaces.values(), self.other.values()
         heard = [word for words in mine for word in words.heard]
@@ -180,16 +180,16 @@ class Graphs:
         self._launcher = launcher(self._context.plan.program, engine.driver)
         self._stream: Any = torch.cuda.Stream(self._context.device)
         self.at: dict[Key, GraphPair] = {}
-        """What serves tensors at these addresses, with nothing to copy."""
+        """Pairs for tensors at these addresses, with nothing to copy."""
         self.near: list[GraphPair] = []
-        """What serves tensors of which few come at any address, and are copied."""
+        """Pairs for tensors of which few come at any address, and are copied."""
         self.through: dict[int, GraphPair] = {}
-        """What serves all other addresses, by the number of tensors."""
+        """Pairs for all other addresses, by the number of tensors."""
         self._retired: list[GraphPair] = []
-        """What serves nobody, until others are captured in its memory."""
+        """Pairs that serve nobody, kept until others are captured in their memory."""
         self.seen: dict[Key, None] = {}
         self.single = bool(own_backends(self._context.plan))
-        """Whether there is only the pair for all addresses: Note [NCCL and addresses]."""
+        """True if there is only the pair for all addresses: Note [NCCL and addresses]."""
         if self.single:
             leave_unregistered()
         ops = self._context.plan.program.ops
@@ -395,8 +395,8 @@ class Graphs:
             values.end()
 
     def _memory(self, turn: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """What the graphs of a turn return, where the caller gives no tensors for `names`: tensors
-        with new version counters, since a backward may have saved those returned before."""
+        """Tensors that the graphs of a turn return, where the caller gives none for `names`: with
+        new version counters, since a backward may have saved those returned before."""
         with torch.inference_mode(False):
             if turn not in self.made:
                 made = self._context.values.new()

@@ -225,8 +225,8 @@ Awaited = tuple[tuple[int, ...], Callable[[], int]]
 
 
 def sums_itself(binder: Binder, lane: Lane, op: Op) -> bool:
-    """Whether an op is a sum that may wait itself: sums.py, Note [Sums that wait]. Traces tell
-    waits from sums."""
+    """True if an op is a sum that may wait itself: sums.py, Note [Sums that wait]. Traces keep
+    waits apart from sums."""
     options = binder.context.options
     if lane is not binder.binding.main or options.in_order or (options.trace and not options.graph):
         return False
@@ -282,7 +282,7 @@ def bind_sum(binder: Binder, lane: Lane, op: Call, awaited: Awaited | None = Non
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether the kernel that sums runs there."""
+    """True if the kernel that sums runs on the device."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 

@@ -1,4 +1,4 @@
-"""What streams wait for, and what bounds it.
+"""Waits of streams, and their bounds.
 
 words.py      words that streams write and wait for
 waiting.py    when a kernel that waits for peers may begin

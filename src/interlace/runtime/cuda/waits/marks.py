@@ -33,7 +33,7 @@ class Marks:
         self.num = num
         self._driver = driver
         self.events = [(driver.event(), driver.event()) for _ in range(num)]
-        """Those of run r are number r % num."""
+        """Events of the begin and the end of runs; run r has number r % num."""
         self._probes: deque[tuple[int, Event]] = deque()
         """Runs and events that were not seen to be done, in order."""
         self.probes = [driver.event(), driver.event()]
@@ -68,7 +68,7 @@ class Marks:
         return self._done(self.of(run)[0])
 
     def ended(self, run: int) -> bool:
-        """Whether a run has ended, of the last few; a later one in its place counts as not."""
+        """True if a run, one of the last few, or the later run in its place has ended."""
         return self._done(self.of(run)[1])
 
     def _done(self, event: Event) -> bool:

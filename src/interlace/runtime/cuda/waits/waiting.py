@@ -33,9 +33,9 @@ Hold = tuple[int, bool]
 
 
 def holds(plan: Plan, near: Collection[str] = ()) -> dict[int, list[Hold]]:
-    """By Fused that awaits signals: on each stream, the first put behind the last op that may need
-    a processor, of those into the slots that it reads; and the last sum that peers are told of.
-    `near` are the teams of which other ranks use this GPU."""
+    """Holds of each Fused that awaits signals: on each stream, the first put behind the last op
+    that may need a processor, of the puts into the slots that it reads; and the last sum that
+    peers are told of. `near` are the teams of which other ranks use this GPU."""
     found: dict[int, list[Hold]] = {}
     main, ops = callers(plan.program), plan.program.ops
     last: dict[str, int] = {}  # by stream: the last op that may need a processor
@@ -79,7 +79,7 @@ def holds(plan: Plan, near: Collection[str] = ()) -> dict[int, list[Hold]]:
 
 
 def _may_need_processor(plan: Plan, index: int, op: Op, main: str, near: Collection[str]) -> bool:
-    """Whether an op, or what it waits for, may need one; what `main` did before is over."""
+    """True if an op, or what it waits for, may need a processor; earlier ops of `main` are over."""
     if isinstance(op, Put):
         whole = plan.box(op.src).contiguous and plan.box(op.dst).contiguous
         return op.team in near or not whole

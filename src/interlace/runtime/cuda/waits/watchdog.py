@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 PERIOD_S = 0.05
 GRACE_S = 5.0
 STALL_S = 2.0
-"""How long a run makes no progress before ranks on other hosts are asked whether they live."""
+"""Seconds without progress, after which ranks on other hosts are asked whether they live."""
 HELD_UP_S = 3.0
-"""How long after a failure the driver may be held up: an abort of NCCL may still release it."""
+"""Seconds after a failure that the driver may be held up: an abort of NCCL may still release it."""
 EXIT_CODE = 70
 PATIENCE_S = 1.0
-"""How long a thread that is issuing a run gets to be done, before communicators are aborted."""
+"""Seconds that a thread gets to finish issuing a run, before communicators are aborted."""
 
 
 class Watched:
@@ -61,7 +61,7 @@ class Watched:
         self._lock, self._counting = threading.RLock(), threading.Lock()
         self.failure: BaseException | None = None
         self.issuing = False
-        """Whether a thread is issuing a run: Note [Aborts] in nccl.py."""
+        """True while a thread is issuing a run: Note [Aborts] in nccl.py."""
         self._failed_at = 0.0
         self._aborting = False
         self._aborts: list[threading.Thread] | None = None
@@ -70,29 +70,29 @@ class Watched:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was issued has ended."""
+        """True if every run that was entered has ended."""
         engine = self._engine()
         return engine is None or self.progress(engine) == engine.entered
 
     @property
     def at_rest(self) -> bool:
-        """Whether no run is under way, or about to be, and none failed that still counts."""
+        """True if no run is under way, or about to be, and no failure still counts."""
         return not self.issuing and (self.failure is None or self.past) and self.idle
 
     @property
     def mended(self) -> bool:
-        """Whether nothing is under way, and all teams were reset since this was made."""
+        """True if nothing is under way, and all teams were reset since this was made."""
         resets = [team.is_set_up and team.resets != count for team, count in self._resets]
         return bool(resets) and all(resets) and self.idle
 
     @property
     def gone(self) -> bool:
-        """Whether nothing is under way, and all teams were released."""
+        """True if nothing is under way, and all teams were released."""
         return bool(self._teams) and self.idle and not any(team.is_set_up for team in self._teams)
 
     @property
     def past(self) -> bool:
-        """Whether a team of this engine was reset or released since it was made."""
+        """True if a team of this engine was reset or released since this was made."""
         return any(team.resets != count or not team.is_set_up for team, count in self._resets)
 
     def progress(self, engine: CudaEngine) -> int:
@@ -241,7 +241,7 @@ class Watched:
             time.sleep(0.002)
 
     def _aborted(self) -> bool:
-        """Whether no abort is under way. NCCL waits for the graphs that it is in, of any engine."""
+        """True if no abort is under way. NCCL waits for the graphs that it is in, of any engine."""
         if not self._aborting:
             return True
         for other in self._sharers():

@@ -26,7 +26,7 @@ Part = tuple[str, tuple[int, ...], Callable[[], int]]
 
 
 class Words:
-    """What one stream does with words, in this order: `run` issues it."""
+    """Waits and writes of words by one stream, in this order: `run` issues them."""
 
     def __init__(self, driver: Driver, lane: Lane, parts: tuple[Part, ...]) -> None:
         self.driver, self.lane, self.parts = driver, lane, parts
