@@ -263,7 +263,7 @@ def _of_function(function: FunctionType) -> Iterator[Reference]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Global and attribute names that a function's code uses, and functions within it."""
+    """Global and attribute names used by a function's code and by the functions within it."""
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
     return {*code.co_names}.union(*map(_names, inner))
 

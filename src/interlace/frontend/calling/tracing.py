@@ -255,7 +255,7 @@ def own_errors(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def refuse_sharded(state: State) -> None:
-    """Raises UnsupportedError for `fully_shard` modules: hooks that gather must not be traced."""
+    """Refuses modules of `fully_shard`: their hooks gather and free, and must not be traced."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule

@@ -68,7 +68,7 @@ class Exchange:
 
 
 def decided(graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
-    """Answers of the ranks, of now or of their first compilation: Note [Sizes that are data]."""
+    """Returns the ranks' answers, new or of their first compilation: Note [Sizes that are data]."""
     exchange, key = Exchange(graph), tuple(map(_place, communications(graph)))
     if not exchange.sizes_are_data or key not in _DECIDED:
         _DECIDED[key] = ask()

@@ -36,7 +36,7 @@ class BegunCommunication:
     def __init__(self, walker: Walker) -> None:
         self.walker = walker
         self.begun: dict[int, list[int]] = defaultdict(list)
-        """Steps that began something on each storage that nothing has waited for since."""
+        """Steps that began something on each storage and have not been waited for since."""
         self.waits: dict[int, int] = {}
         """Last step that waited for each storage."""
         self.touched: dict[int, list[Storage]] = {}

@@ -397,7 +397,7 @@ def _given_back(tensors: list[TensorRef], kind: str) -> Any:
 
 
 def _same_storage(node: fx.Node, tensors: list[TensorRef]) -> list[TensorRef]:
-    """Returns `tensors` if a result that may copy them is a view, else none; unknown is a copy."""
+    """Returns `tensors` if a possible copy of them is a view, else none; unknown counts as copy."""
     value = example(node)
     source = node.args[0] if node.args else None
     base = example(source) if isinstance(source, fx.Node) else None
