@@ -17,7 +17,7 @@ from torch import nn
 _OWN = frozenset(
     "fn options _state _keys _mesh _entries _dropped _given _tracer _call".split(),
 )
-"""What the compiled object holds itself; every other attribute is the model's."""
+"""Attributes of the compiled object itself; every other attribute is the model's."""
 
 
 class AsModule(nn.Module):

@@ -112,11 +112,11 @@ class Compilation:
 
 
 class NotCompiled(ShortenTraceback):
-    """What TorchDynamo hears of an error of ours; its caller gets the error itself.
+    """Stands for an error of ours inside TorchDynamo, whose caller gets the error itself.
 
     TorchDynamo keeps what a backend returns, and nothing of a compilation that raised: so the next
-    call compiles anew, when a peer that was late may be there. It would wrap another error in one
-    of its own; of this one it asks at last, by this method, which to raise.
+    call compiles anew, when a late peer may have arrived. TorchDynamo wraps other errors in one of
+    its own; of this class it calls `remove_dynamo_frames` at the end, and raises the result.
     """
 
     def __init__(self, error: InterlaceError) -> None:
@@ -142,7 +142,7 @@ class Backend:
 
     @property
     def graphs(self) -> list[CompiledGraph]:
-        """Those that torch still keeps, in the order in which they were compiled."""
+        """Graphs that torch still keeps, in the order in which they were compiled."""
         return [graph for number, graph in self._graphs.items() if number >= self._first]
 
     def __call__(
@@ -183,7 +183,7 @@ class Backend:
         options: Options,
         mesh: DeviceMesh | None = None,
     ) -> Callable[..., Any]:
-        """What runs one graph; `mesh` names teams that no argument names."""
+        """Returns the callable that runs one graph; `mesh` names teams that no argument names."""
         look_for_lost_interrupts()
         places = gm.graph.find_nodes(op="placeholder")
         sources = list(map(_source, places))
@@ -209,12 +209,12 @@ class Backend:
 
 
 backend = Backend()
-"""What `torch.compile(backend="interlace")` calls; see Note [Backward is compiled with forward]."""
+"""Backend of `torch.compile(backend="interlace")`; see Note [Backward is compiled with forward]."""
 
 
 @torch._dynamo.assume_constant_result
 def compiles_here() -> bool:
-    """Whether TorchDynamo, which traces the caller, does so for this backend."""
+    """Returns True if TorchDynamo, which traces the caller, compiles for this backend."""
     asked: Any = InstructionTranslator.current_tx().output.compiler_fn
     asked = innermost_backend(asked)
     return getattr(asked, "compiler_fn", asked) is backend
@@ -222,7 +222,7 @@ def compiles_here() -> bool:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """How AOTAutograd is to compile for us.
+    """Context with the settings that AOTAutograd needs to compile for this backend.
 
     Note [Backward is compiled with forward]: AOTAutograd leaves it until the first backward pass,
     where a rank that sets up would meet others that do not.
@@ -305,9 +305,9 @@ def keep_saved() -> None:
 
 
 def takes_numbers() -> bool:
-    """Whether the function that TorchDynamo has traced is for numbers among its arguments.
+    """Returns True if TorchDynamo specialised the traced function on numbers in its arguments.
 
-    What a closure or an attribute holds is none of them; those of a list of numbers are.
+    Numbers that a closure or an attribute holds do not count; those of a list of numbers do.
     """
     context = TracingContext.try_get()
     for guard in context.guards_context.dynamo_guards if context is not None else ():

@@ -52,7 +52,7 @@ class Bound:
     at: dict[str, int] = field(default_factory=dict[str, int])
     """TorchDynamo's symbols as it was bound, where the graph has some."""
     kept: list[int] = field(default_factory=list[int])
-    """What `Forwards.note` knows of its results."""
+    """Places of results by which `Forwards.note` keeps a pass's number; empty before the first."""
 
     @property
     def serial(self) -> Program:
@@ -88,10 +88,10 @@ class Bound:
         return self.executor.agreement
 
     def fits(self, values: Mapping[str, int]) -> bool:
-        """Whether these values of TorchDynamo's symbols are in its class of sizes.
+        """Returns True if these values of TorchDynamo's symbols are in its class of sizes.
 
-        One for one size alone fits where all symbols are as they were: its peers' Programs may name
-        others of them, such as a global size, and all ranks must find theirs, or none.
+        A Program for one size alone fits where all symbols are unchanged: its peers' Programs may
+        name others of them, such as a global size, and all ranks must find theirs, or none.
         """
         sizes = self.executor.sizes
         return dict(values) == self.at if sizes == sizes.alone() else sizes.holds(self._own(values))
@@ -162,7 +162,7 @@ def bind(
 
 
 def _machine(options: Options, device: str) -> Machine | InterlaceError:
-    """What this rank would choose by; or why it cannot, which the others are told."""
+    """Returns the Machine that this rank chooses by; or the error, for the other ranks to hear."""
     try:
         return machine_for(options, device)
     except InterlaceError as error:

@@ -56,7 +56,7 @@ DIFFER = "the ranks' graphs differ, and overlapped they do not fit together: all
 
 @dataclass(frozen=True, slots=True)
 class AgreedFacts:
-    """What all ranks of a graph's teams know before they lower it."""
+    """Facts that all ranks of a graph's teams share before they lower it."""
 
     machine: Machine
     texts: Mapping[str, str]
@@ -72,7 +72,7 @@ def facts_of_all(
     machine: Machine | InterlaceError,
     layer: Mapping[str, Any] | None = None,
 ) -> AgreedFacts:
-    """What all ranks know of this graph; what is wrong on one of them, `machine` say, all raise.
+    """Gathers the ranks' facts of this graph; an error of one (as in `machine`) is raised on all.
     `layer` has the arguments of a layer that must be the same on all ranks."""
     limit = limit_s(options.time_out_s, groups.values())
     teams = {team_of(group, name, limit) for name, group in groups.items()}

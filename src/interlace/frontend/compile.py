@@ -128,7 +128,7 @@ def compile(
 
 @dataclass(slots=True)
 class Outputs:
-    """How outputs hang together: their tree, and those that are no tensors, which tracing fixes."""
+    """Structure of outputs: their tree, and the leaves that are no tensors, which tracing fixes."""
 
     tree: pytree.TreeSpec
     fixed: list[Any]
@@ -187,7 +187,7 @@ class Compiled:
         """The arguments of the last call, if any."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `fn` gives for these arguments."""
+        """Returns the result of `fn` for these arguments."""
         call, entries = self._keys.of(args, kwargs), self._entries
         entry = entries.get(call.key)
         if entry is None:
@@ -222,7 +222,7 @@ class Compiled:
 
     @property
     def graphs(self) -> Sequence[CompiledGraph]:
-        """Those of the arguments met last, forward before backward; none before the first call."""
+        """Graphs of the arguments met last, forward before backward; none before the first call."""
         entry = next(reversed(self._entries.values()), None)
         return entry.compilation.graphs if entry is not None else ()
 
@@ -391,5 +391,5 @@ class _Function(nn.Module):
         self.fn = fn
 
     def forward(self, *args: Any) -> Any:
-        """What the function gives."""
+        """Returns the function's result."""
         return self.fn(*args)

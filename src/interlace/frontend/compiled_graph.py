@@ -60,7 +60,7 @@ INDUCTOR = "compiled by Inductor as a whole: its sizes change, and it communicat
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the graphs of one compilation share."""
+    """Facts that the graphs of one compilation share."""
 
     options: Options
     meshes: tuple[DeviceMesh, ...] = ()
@@ -68,7 +68,7 @@ class Setting:
     """The user's names of the arguments."""
     device: str = "cpu"
     numbers: bool | None = None
-    """Whether TorchDynamo traced a function that takes numbers; None: it traced none."""
+    """True if TorchDynamo traced a function that takes numbers; None: it traced none."""
     elsewhere: Machine | None = None
     """The machine for which this is traced alone: no peer is asked, and nothing is bound."""
     origin: GraphOrigin | None = None
@@ -77,7 +77,7 @@ class Setting:
 
 
 class Dropped:
-    """What a bounded cache let go of: warns once where that comes again."""
+    """Keys that a bounded cache has evicted: warns once where one of them comes again."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self._name, self._capacity = name, capacity
@@ -168,8 +168,7 @@ class Shelf:
 
 
 def _about_sizes(bound: Bound, before: Sequence[Bound], why: str) -> list[str]:
-    """What is said of a new Program's sizes: why those before it do not serve, and why it serves
-    no others."""
+    """Remarks on a new Program's sizes: why earlier ones do not serve, why it serves no others."""
     told: list[str] = []
     if before:
         known = dict.fromkeys(
@@ -184,7 +183,7 @@ def _about_sizes(bound: Bound, before: Sequence[Bound], why: str) -> list[str]:
 
 
 def _mark(key: Hashable, bound: Bound) -> Hashable:
-    """What comes again: a class of sizes comes with any of them."""
+    """Key of a Program for `Dropped`: its class of sizes if it has one, else its signature."""
     return str(bound.executor.sizes) if bound.executor.sizes.sizes else key
 
 
@@ -205,7 +204,7 @@ class CompiledGraph:
         self._single = ""
         """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
         self._run: Callable[[list[Any]], Any] | None = None
-        """What runs it where it has no Program, once that is needed."""
+        """Callable that runs the graph without a Program; None until that is needed."""
         self._traced = recorded_signature(gm)
         if self._traced is None:
             # Now: later torch has facts of its own about symbols, see `pin`.
@@ -290,7 +289,7 @@ class CompiledGraph:
         self._shelf.clear()
 
     def _suits_inductor(self) -> bool:
-        """Whether Inductor serves a graph with symbols best: it has nothing to overlap there."""
+        """Returns True if Inductor suits a graph with symbols best: nothing is there to overlap."""
         options, device = self.setting.options, placed(self.setting.device)
         regions = with_regions(options, device)[0].regions
         return (

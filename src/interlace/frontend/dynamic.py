@@ -44,11 +44,11 @@ class Tracer:
     def __init__(self, options: Options, mesh: DeviceMesh | None) -> None:
         self._options, self._mesh = options, mesh
         self.graphs: list[list[CompiledGraph]] = []
-        """Of each call of the backend, the one that ran last at the end."""
+        """Graphs of each call of the backend, those that ran last at the end."""
         self.preparing = False
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """What runs a graph of TorchDynamo."""
+        """Compiles a graph of TorchDynamo; returns the callable that runs it."""
         try:
             with capture() as captured:
                 compiled = backend.compiled(gm, examples, self._options, self._mesh)
@@ -88,7 +88,7 @@ class Dynamic(Compiled):
         self._call: Any = torch.compile(own, backend=self._tracer, dynamic=True, fullgraph=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `fn` gives for these arguments."""
+        """Returns the result of `fn` for these arguments."""
         self._given[0] = args, kwargs
         return self._call(*args, **kwargs)
 
@@ -116,7 +116,7 @@ class Dynamic(Compiled):
 
     @property
     def graphs(self) -> Sequence[CompiledGraph]:
-        """Those that ran last, forward before backward; none before the first call."""
+        """Graphs that ran last, forward before backward; none before the first call."""
         return self._tracer.graphs[-1] if self._tracer.graphs else ()
 
     def _called(self) -> Sequence[CompiledGraph]:

@@ -91,7 +91,7 @@ def _sites(
 
 
 def _unbound(graph: CompiledGraph) -> str:
-    """Of a graph that has no Program, or none yet."""
+    """Describes a graph that has no Program, or none yet."""
     nodes = communications(graph.graph)
     rows = [
         (str(i), kind, str(location(node)) or "-", "serial" if graph.unscheduled else "")

@@ -29,12 +29,12 @@ class Forwards:
 
     def __init__(self) -> None:
         self.saved: int | None = None
-        """How many values its backward takes from a forward; None: it does not communicate, and
-        nothing need be known."""
+        """Number of values that backward takes from a forward; None if backward does not
+        communicate, so that no pass need be identified."""
         self._number, self._resets, self._room = 0, 0, 64
         self._names: dict[Storages, tuple[list[StorageWeakRef], str]] = {}
         self._place = 0
-        """Of what told it last, among a backward's arguments."""
+        """Place among a backward's arguments of the tensor that identified its forward last."""
 
     def note(self, results: Sequence[Any], args: Sequence[Any], kept: list[int]) -> None:
         """A forward pass was run: what is saved are the last of its results. `kept` has the places

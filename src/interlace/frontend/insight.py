@@ -99,7 +99,7 @@ DDP = (
 
 
 def _compiles_ddp(model: Any) -> bool:
-    """Whether torch.compile was given a DistributedDataParallel for this backend."""
+    """Returns True if torch.compile was given a DistributedDataParallel for this backend."""
     ddp = isinstance(_plain(model), nn.parallel.DistributedDataParallel)
     return ddp and _backend_of(model) == backend.__name__
 
@@ -137,7 +137,7 @@ def _of_another(model: Any) -> list[CompiledGraph]:
 
 
 def _kind(module: Any) -> Any:
-    """What modules have in common that may share a graph."""
+    """Traits that modules must have in common to share a graph: their parts and parameters."""
     if not isinstance(module, nn.Module):
         return None
     parts = [(name, type(part)) for name, part in module.named_modules()]
@@ -149,7 +149,7 @@ def _origin(graph: CompiledGraph) -> int:
 
 
 def _plain(model: Any) -> Any:
-    """What torch.compile or interlace.compile was given."""
+    """Model or function that torch.compile or interlace.compile was given."""
     if isinstance(model, Compiled):
         return model.fn
     return model._orig_mod if isinstance(model, OptimizedModule) else innermost_fn(model)
@@ -200,7 +200,7 @@ def none_of(model: Any) -> str:
 
 
 def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
-    """What keeps these graphs from being overlapped, beyond the reason of each site."""
+    """Yields reasons why these graphs are not overlapped, beyond the reason of each site."""
     options = graphs[0].setting.options
     if not options.overlap or options.strategy == "serial":
         yield 'everything is serial by option: leave out overlap=False and strategy="serial"'

@@ -43,7 +43,7 @@ def raise_lost(_: object) -> None:
 
 
 def _compilation() -> dict[str, Any]:
-    """What TorchDynamo knows of the compilation that begins: the callback is not told."""
+    """TorchDynamo's local variables in the compilation that begins: the callback gets none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if "cache_entries_for_reasons" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
@@ -53,7 +53,7 @@ def _compilation() -> dict[str, Any]:
 
 
 def _serves(entry: Any, wanted: object, values: dict[str, Any]) -> bool:
-    """Whether this backend compiled that entry, and its guards hold."""
+    """Returns True if this backend compiled that entry, and its guards hold."""
     guards = entry.guard_manager
     if isinstance(guards, DeletedGuardManagerWrapper):  # what it stood on is gone
         return False

@@ -27,11 +27,11 @@ class GraphOrigin:
     callers: tuple[weakref.ref[Any], ...]
     """The modules and functions that were being called, the innermost first."""
     ended: str
-    """What broke the graph off, and where; empty: it ends with its function."""
+    """Reason and place of the break that ends the graph; empty: it ends with its function."""
 
     @classmethod
     def of(cls, gm: fx.GraphModule) -> GraphOrigin:
-        """Of the graph that the backend is called for now."""
+        """Origin of the graph that the backend is called for now."""
         reason: Any = getattr(gm, "compile_subgraph_reason", None)
         ended = ""
         if reason is not None and reason.graph_break:
@@ -41,7 +41,7 @@ class GraphOrigin:
         return cls(tuple({id(ref()): ref for ref in _callers()}.values()), ended)
 
     def is_of(self, wanted: Collection[int]) -> bool:
-        """Whether one of the callers has one of these ids."""
+        """Returns True if one of the callers has one of these ids."""
         return any(id(caller) in wanted for caller in self._alive())
 
     @property
@@ -51,7 +51,7 @@ class GraphOrigin:
 
     @property
     def name(self) -> str:
-        """What its code is called, and what broke it off."""
+        """Name of its code, with the graph break that ends it, if any."""
         ended = f", which a graph break ends: {self.ended}" if self.ended else ""
         return f"{name_of(self.first)}{ended}"
 
@@ -60,7 +60,7 @@ class GraphOrigin:
 
 
 def name_of(what: Any) -> str:
-    """How people call a function or a module: by its class."""
+    """Qualified name of a function; for a module, the name of its class."""
     return getattr(what, "__qualname__", type(what).__name__)
 
 

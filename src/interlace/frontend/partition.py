@@ -1,13 +1,13 @@
-"""How a joint graph is split in forward and backward, and what is saved in between.
+"""Splits a joint graph into forward and backward, and decides what is saved in between.
 
-torch's min-cut partitioner saves what a collective returned. Behind a gather that is W times the
-shard that this rank had, kept from forward to backward. This policy marks gathers (and the views
-behind them) to be done again, so that the shard is saved and backward gathers it anew, under the
+torch's min-cut partitioner saves the result of a collective. After a gather that is W times this
+rank's shard, kept from forward to backward. This policy marks gathers (and the views of their
+results) for recomputation, so that the shard is saved and backward gathers it again, under the
 matmuls that compute the other gradient:
 
     aot_autograd(..., partition_fn=Partition(regather="auto", machine=machine))
 
-What the user marked, by `torch.utils.checkpoint`, is left as it is.
+Nodes that the user marked, by `torch.utils.checkpoint`, are left as they are.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ MOVEMENT = {
     *(f"aten.{name}.default" for name in ("permute", "unsqueeze", "detach", "alias", "expand")),
     *("aten.split.Tensor", "aten.slice.Tensor", "aten.transpose.int", "aten.squeeze.dim"),
 }
-"""What may stand between a gather and the matmul that it feeds."""
+"""Operators that may stand between a gather and the matmul that it feeds."""
 
 WAIT = "_c10d_functional.wait_tensor.default"
 BACKWARD = (
     *(*GATHERS, WAIT),
     *("interlace.float8_across.default", "interlace.float8_turn.default"),
 )
-"""What stays in backward where that does it."""
+"""Operators that stay in backward where its own code has them."""
 
 NUMBER = re.compile(r"_\d+$")
 
@@ -64,9 +64,9 @@ class Partition:
     """True, False, or `auto`: where the gather is hidden by the matmuls it feeds, by `machine`."""
     machine: Machine | None = None
     time_out_s: float | None = None
-    """How long ranks wait for one another to decide alike; None: as long as process groups do."""
+    """Seconds that ranks wait for one another to decide alike; None: as process groups do."""
     alone: bool = False
-    """Whether no peer is there to be asked: all are taken to decide as this rank does."""
+    """True if no peer can be asked: all are taken to decide as this rank does."""
 
     def __call__(
         self, joint: fx.GraphModule, joint_inputs: Any, **given: Any
@@ -239,7 +239,7 @@ def _again(node: fx.Node) -> None:
 
 
 def _users_own(node: fx.Node) -> bool:
-    """Whether the user marked what to do with it."""
+    """Returns True if the user marked the node to be saved or recomputed."""
     return "recompute" in node.meta and node.meta.get("ac_graph_id") != GATHER_REGION
 
 

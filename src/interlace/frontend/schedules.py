@@ -204,7 +204,7 @@ def _find(kind: str, graph: Program, rank: int, folder: Path) -> Program | None:
 
 
 def _is_of(path: Path, wanted: str, graph: Program, rank: int) -> bool:
-    """Whether a file is a graph's schedule, although not called so: by the digest of the serial
+    """Returns True if a file is a graph's schedule under another name: by the digest of the serial
     text beside it, or where that kept its name, by signature and results."""
     own, left = path.with_suffix(".serial.ilc"), path.with_name(wanted).with_suffix(".serial.ilc")
     if own.exists():
@@ -221,7 +221,7 @@ def _on_ranks_of(graph: Program, found: Program) -> Program:
 
 
 def differences(found: Program, graph: Program, rank: int) -> list[str]:
-    """How the signature and the results of a Program differ from those of a graph; none: it fits.
+    """Differences of a Program's signature and results from those of a graph; none: it fits.
 
     Compared are teams, named sizes, inputs (name, element type, sizes, strides, whether they are
     written) and results (element type, sizes, strides; numbers by value).

@@ -44,16 +44,16 @@ Wish = tuple[ProcessGroup | str, bool]
 
 @dataclass(frozen=True, slots=True)
 class KnownTeam:
-    """What this rank knows of a team: its name, and the groups of global ranks."""
+    """A team as this rank knows it: its name, and the groups of global ranks."""
 
     name: str
     groups: Groups
     complete: bool
-    """Whether `groups` lists every rank's group; else only this rank's."""
+    """True if `groups` lists every rank's group; else it has only this rank's."""
 
     @property
     def size(self) -> int:
-        """How many ranks a group has."""
+        """Number of ranks in a group."""
         return len(self.groups[0])
 
 
@@ -118,7 +118,7 @@ class Teams:
         }
 
     def consent(self, team: str, wish: bool, places: Sequence[str], what: str) -> bool:
-        """Whether all ranks of a team want what this one does."""
+        """Returns True if this rank and all others of a team have this wish."""
         if self._given:
             return wish
         wishes = [(self.process_groups()[team], wish)]
@@ -254,7 +254,7 @@ def _published(board: Board, topic: str) -> list[Mine]:
 
 
 def _agrees(other: int, theirs: Mine, known: Mapping[int, Mine]) -> bool:
-    """Whether groups that `other` is in go together with those of the known ranks."""
+    """Returns True if the groups of rank `other` are consistent with those of the known ranks."""
     return all(
         groups[i] == theirs[i]
         for groups in known.values()
@@ -269,10 +269,11 @@ def consent_of_ranks(
     time_out_s: float | None = None,
     what: str = "what backward gathers again",
 ) -> list[bool]:
-    """What all ranks of each process group want; a rank that compiles alone says who did not come.
+    """Returns each wish, True only if all ranks of its process group share it.
 
-    `places` tells the graph from others: what is the same on all ranks, unlike sizes and padding.
-    `what` is what they agree about, for messages.
+    A rank that compiles alone raises an error that names the absent ranks. `places` identifies the
+    graph by facts that are the same on all ranks, unlike sizes and padding. `what` names the
+    subject of the agreement, for messages.
     """
     agreed = [wish for _, wish in wishes]
     if not (dist.is_available() and dist.is_initialized()):

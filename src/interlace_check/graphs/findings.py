@@ -121,12 +121,12 @@ class Side:
 
     @property
     def begins(self) -> bool:
-        """Whether it is a collective or a message, which goes on behind its node."""
+        """True for a collective or a message, which continues after its node."""
         return self.step is not None and self.step.issue is not None
 
     @property
     def place(self) -> int:
-        """What is begun comes first, its writer before its reader; the caller's part is last."""
+        """Sort key: begun communication first, writer before reader; the caller's part last."""
         if self.step is None:
             return 3
         return 2 if not self.begins else 0 if self.verb == "writes" else 1

@@ -55,7 +55,7 @@ class _Point:
     step: int
     stream: str
     is_queue: bool = False
-    """Whether it is what a `start` does on the queue."""
+    """True for the part of a `start` on the queue."""
     lane: str = ""
     preds: list[int] = field(default_factory=list[int])
 
@@ -92,14 +92,14 @@ class GraphProgram(OriginBuilder[Origin]):
         self._names: dict[str, str] = {MAIN: MAIN}
         self._num_messages = 0
         self._held: defaultdict[str, list[Storage]] = defaultdict(list)
-        """By stream: what is allocated there, and not given back yet."""
+        """Storages allocated on each stream and not given back yet."""
         self._before: list[int] = []
-        """By step: those before it in every order, as bits."""
+        """For each step, the steps before it in every order, as bits."""
         self._points: list[_Point] = []
         self._lanes: defaultdict[str, list[list[int]]] = defaultdict(list)
-        """By stream: its lanes, each a chain of points."""
+        """Lanes of each stream, each a chain of points."""
         self._main: dict[int, int] = {}
-        """By step: the point that others wait for (of a `start`, the one on the queue)."""
+        """Point of each step that others wait for (of a `start`, the one on the queue)."""
         self._records: defaultdict[int, list[int]] = defaultdict(list)
 
     # The order

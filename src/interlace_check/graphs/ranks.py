@@ -59,7 +59,7 @@ def _check(group: str, members: tuple[int, ...], users: set[int], world: int) ->
 
 
 def _tiles(ranks: set[int], users: Mapping[str, set[int]], world: int) -> bool:
-    """Whether the other ranks have groups of as many, so that this one is its ranks' own."""
+    """Returns True if groups of the same size cover all other ranks: this one is its ranks' own."""
     others = set(range(world)) - ranks
     alike = [held for held in users.values() if len(held) == len(ranks) and not held & ranks]
     return len(ranks) > 1 and others <= {rank for held in alike for rank in held}

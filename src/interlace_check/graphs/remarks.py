@@ -50,7 +50,7 @@ def plain_findings(trace: Trace, rank: int, any_order: bool, joined: bool) -> It
 
 
 def _never_waited(trace: Trace, rank: int, joined: bool) -> list[Finding]:
-    """What nothing waits for; where results are joined later, but for what is returned."""
+    """Communication that nothing waits for; returned results do not count if joined later."""
     waited = {begun for step in trace.steps for begun in step.finishes}
     return [
         Finding(

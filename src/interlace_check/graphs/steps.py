@@ -27,7 +27,7 @@ class Place:
     """Its place among all nodes, those of inlined subgraphs included, from 1."""
     name: str
     text: str
-    """What the node calls, with its arguments."""
+    """The node's call, with its arguments."""
     loc: str = ""
     """The source line that it comes from."""
 
@@ -41,15 +41,15 @@ class Issue:
     kind: str
     group: str
     signature: tuple[tuple[str, str], ...] = ()
-    """What the ranks have to agree on, by name."""
+    """Facts that the ranks have to agree on, by name."""
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Of an uneven all-to-all: what this rank gives each rank, and what it gets from each."""
+    """Rows that this rank sends to and receives from each rank, in an uneven all-to-all."""
     size: int | None = None
     """Ranks of the group, where the operator says it."""
     peer: int | None = None
     sends: bool = False
     num_bytes: int | None = None
-    """Of a message."""
+    """Size of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Step:
     """Steps that come before in every order that the graph's dependences allow."""
     event: int | None = None
     other: str = ""
-    """Of `wait_stream`: the stream that is waited for. Of `host`: the one that the host awaits."""
+    """Stream that a `wait_stream` waits for, or that the host awaits in a `host`."""
     issue: Issue | None = None
     finishes: tuple[int, ...] = ()
     """The steps that began what this one waits for."""

@@ -20,7 +20,7 @@ from interlace.errors import ParseError
 COMPUTE = ("F", "B", "I", "W")
 """Forward, full backward, backward for the input, backward for the weights."""
 BACKWARD = ("B", "I")
-"""What makes the gradient of a stage's input."""
+"""Kinds of action that compute the gradient of a stage's input."""
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
 WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")
@@ -39,9 +39,9 @@ _HOW = "write STAGE KIND MICROBATCH without spaces, such as 2F0, 3SEND_F1 or 1UN
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What one rank does at one place of a schedule.
+    """Action of one rank at one place of a schedule.
 
-    `stage` is -1 for `OVERLAP_F_B`, whose `parts` say what is done; `microbatch` is None for kinds
+    `stage` is -1 for `OVERLAP_F_B`, whose `parts` are its actions; `microbatch` is None for kinds
     that concern a whole stage.
     """
 

@@ -51,7 +51,7 @@ def take(schedule: object) -> PipelineOrder:
 
 
 def _is_torch_code(schedule: object, name: str) -> bool:
-    """Whether the step of a schedule is the one of torch's class, and not a subclass's own."""
+    """Returns True if a schedule's step is that of torch's class, and not a subclass's own."""
     kinds = type(schedule).__mro__
     base = next(kind for kind in kinds if kind.__name__ == name)
     return getattr(type(schedule), "_step_microbatches", None) is getattr(

@@ -23,13 +23,13 @@ Ends = tuple[list[Placed], list[Placed]]
 
 
 def communicator(step: Step, model: str) -> str:
-    """What carries a step's messages: NCCL has a communicator of its own for mixed batches, beside
-    those of pairs. Elsewhere all go the same way."""
+    """Communicator of a step's messages: NCCL has one of its own for mixed batches, beside those
+    of pairs. Elsewhere all messages share one."""
     return "batched" if model == "pair" and is_mixed(step) else "pp"
 
 
 def is_mixed(step: Step) -> bool:
-    """Whether sends and receives are issued together: NCCL takes them as one batch."""
+    """Returns True if sends and receives are issued together: NCCL takes them as one batch."""
     return len({placed.action.kind in SENDS for placed in step.actions}) > 1
 
 

@@ -52,7 +52,7 @@ class RankProgram(OriginBuilder[tuple[Placed, ...]]):
         self.length = 0
         """Ops of stream `compute` so far."""
         self.behind: dict[str, int] = {}
-        """How many of these each queue is behind."""
+        """Number of these ops that each queue comes after."""
         self.recorded = 0
         self.awaitable: dict[Placed, str] = {}
         """The event of each message that may still be awaited."""

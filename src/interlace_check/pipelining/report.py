@@ -83,7 +83,7 @@ class PipeliningReport(Report):
 
     @property
     def verdicts(self) -> dict[str, bool]:
-        """Whether the schedule is right, by model; it is sound if it is so under every model."""
+        """True for each model under which the schedule is right; it is sound if all are True."""
         unsound = {name for one in self.findings if one.level == "error" for name in one.models}
         return {name: name not in unsound for name in MODELS}
 

@@ -25,7 +25,7 @@ from interlace_check.pipelining.actions import (
 )
 
 NEEDS = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
-"""What a computation awaits, where the stage before it is on another rank."""
+"""Message that a computation awaits, where the stage before it is on another rank."""
 Key = tuple[str, int, int | None]
 """Kind, stage and microbatch."""
 
@@ -93,20 +93,20 @@ class PipelineOrder:
 
     @property
     def has_messages(self) -> bool:
-        """Whether any rank sends or receives."""
+        """True if any rank sends or receives."""
         kinds = {*SENDS, *RECEIVES}
         return any(cell is not None and cell.kind in kinds for row in self.cells for cell in row)
 
     @property
     def is_lowered(self) -> bool:
-        """Whether torch has added what it adds: messages, or what it adds on one rank alone."""
+        """True if torch has added its messages or, on a single rank, other actions."""
         if len(self.cells) > 1:
             return self.has_messages
         every = (placed for rank in range(len(self.cells)) for placed in self.placed(rank))
         return any(placed.action.kind not in COMPUTE for placed in every)
 
     def placed(self, rank: int) -> Iterator[Placed]:
-        """What a rank does, with the parts of an `OVERLAP_F_B` one after another."""
+        """Yields the actions of a rank, with the parts of an `OVERLAP_F_B` one after another."""
         for index, cell in enumerate(self.cells[rank]):
             if cell is not None:
                 for leaf in cell.leaves():
@@ -166,9 +166,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What torch's runtime does next on a rank: `compute`, `issue` messages, or `await` them.
+    """One step of torch's runtime on a rank: `compute`, `issue` messages, or `await` them.
 
-    Messages that are issued together with sends and receives among them are one batch.
+    Messages that are issued together, with sends and receives among them, are one batch.
     """
 
     what: str

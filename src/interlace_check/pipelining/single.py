@@ -92,4 +92,4 @@ SINGLE: dict[str, Callable[[int, int, int], list[Step]]] = {
     "ScheduleGPipe": gpipe,
     "Schedule1F1B": one_f_one_b,
 }
-"""By the name of torch's class: the steps of a rank."""
+"""Functions that return the steps of a rank, by the name of torch's class."""

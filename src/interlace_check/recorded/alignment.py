@@ -48,17 +48,17 @@ class Open:
     seq: int
     """The first number at which members disagree or are missing; without any, `start`."""
     calls: Mapping[int, IssuedCall]
-    """What each rank issued at number `seq`."""
+    """Calls that the ranks issued at number `seq`."""
     missing: tuple[int, ...]
     """Ranks with a dump that did not issue it."""
     silent: tuple[int, ...]
     """Ranks of which that is not known: there is no dump, or it lacks what came before."""
     differs: str = ""
-    """What the members disagree on: kind, size or element type."""
+    """Property that the members disagree on: kind, size or element type."""
     num_behind: int = 0
     """Further numbers of the group that some rank has issued."""
     shifts: Mapping[int, int] = field(default_factory=dict[int, int])
-    """By how many calls a rank is ahead of (or, negative, behind) what its peers issue there."""
+    """Calls by which a rank is ahead of (or, negative, behind) its peers there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Aligned:
     open: list[Open] = field(default_factory=list[Open])
     channels: list[OpenChannel] = field(default_factory=list[OpenChannel])
     lone: list[Entry] = field(default_factory=list[Entry])
-    """What a rank issued last, in a group of which no dump says the ranks, and no other knows."""
+    """Last op of a rank in a group whose ranks no dump says, and that no other rank knows."""
     assumed: list[str] = field(default_factory=list[str])
 
     @property
@@ -272,13 +272,13 @@ class _Numbers:
             )
 
     def at(self, seq: int) -> tuple[dict[int, IssuedCall], tuple[int, ...]]:
-        """What was issued at a number, and by whom not."""
+        """Calls issued at a number, by rank, and the ranks that have not reached it."""
         met = {rank: mine[seq] for rank, mine in self.calls.items() if seq in mine}
         return met, tuple(rank for rank in self.known if self.top[rank] < seq)
 
     def unsure(self, met: Mapping[int, IssuedCall]) -> bool:
-        """Whether the last op may wait for a rank without a dump: gloo does not say how it ended,
-        in time or by a time-out."""
+        """Returns True if the last op may wait for a rank without a dump: gloo does not say how it
+        ended, in time or by a time-out."""
         gloo = any(call.first.backend == "gloo" for call in met.values())
         return gloo and any(rank not in self.aligned.dumps for rank in self.silent)
 
@@ -298,7 +298,7 @@ class _Numbers:
         )
 
     def differs(self, met: Mapping[int, IssuedCall], missing: Sequence[int]) -> str:
-        """What members disagree on at a number, if on anything."""
+        """Property that members disagree on at a number; empty if none."""
         contents = {call.contents for call in met.values()}
         if len(contents) > 1 and (found := unlike(contents)):
             return found
@@ -333,7 +333,7 @@ class _Numbers:
 
 
 def unlike(contents: Iterable[tuple[EntryContent, ...]]) -> str:
-    """What several calls that should be one and the same differ in, if anything."""
+    """Property in which calls that should be identical differ; empty if none."""
     calls = list(contents)
     if len({tuple(one.label for one in call) for call in calls}) > 1:
         return "kind"

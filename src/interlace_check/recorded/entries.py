@@ -1,4 +1,4 @@
-"""What one rank recorded: its process groups, and an Entry for each op that it issued.
+"""Records of one rank: its process groups, and an Entry for each op that it issued.
 
 The names are those of torch's flight recorder. An Entry keeps what its peers must agree on, what
 its rank waited for, and what a person needs to find it: the record number and the source line.
@@ -55,7 +55,7 @@ class GroupKey(NamedTuple):
 
 
 class EntryContent(NamedTuple):
-    """What the peers of an op must agree on."""
+    """Properties of an op that its peers must agree on."""
 
     label: str
     elements: int | None
@@ -76,7 +76,7 @@ class Entry:
     """As recorded, without the backend and the ranks."""
     content: EntryContent
     sizes: tuple[tuple[int, ...], ...]
-    """Of the inputs; of the outputs where the peers must agree on these."""
+    """Sizes of the inputs; of the outputs where the peers must agree on these."""
     state: str
     ended: bool
     """Recorded as ended."""
@@ -104,7 +104,7 @@ class Entry:
 
     @property
     def may_wait(self) -> bool:
-        """Whether its rank may wait in it. (gloo records nothing as completed.)"""
+        """True if its rank may wait in it. (gloo records nothing as completed.)"""
         return self.state != "completed" or not self.retired
 
     @property
@@ -119,7 +119,7 @@ class Entry:
 
 
 class IssuedCall(NamedTuple):
-    """What a rank issued at one number of a group: one op, or several that were coalesced."""
+    """Ops that a rank issued at one number of a group: one, or several that were coalesced."""
 
     entries: tuple[Entry, ...]
 
@@ -153,7 +153,7 @@ class CoalescedEntries:
         self._open: dict[tuple[str, bool], list[Entry]] = {}
         """The collectives, and the messages, of the latest number of each group."""
         self._last: dict[str, bool] = {}
-        """Whether what a group had last was a message."""
+        """True for each group whose last entry is a message."""
 
     def add(self, entry: Entry) -> None:
         """The next entry; no marker."""
@@ -192,22 +192,22 @@ class CoalescedEntries:
 
 
 def is_marker(name: str) -> bool:
-    """Whether a record ends coalesced calls and is no call itself."""
+    """Returns True if a record ends coalesced calls and is no call itself."""
     return name == "coalesced" or (name.endswith("_coalesced") and name[0].isupper())
 
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank left behind."""
+    """Dump of one rank: its records, and where its host and Executors were."""
 
     rank: int
     file: str
     entries: tuple[Entry, ...]
     groups: tuple[GroupKey, ...]
     begins: bool
-    """Whether the first record is the first op of the run: nothing is missing before it."""
+    """True if the first record is the first op of the run: nothing is missing before it."""
     gaps: bool
-    """Whether records are missing in between: the dump was asked for active ops alone."""
+    """True if records are missing in between: the dump was asked for active ops alone."""
     host: Loc = NOWHERE
     """Where the rank's main thread was, if the dump says so."""
     flights: tuple[FlightLog, ...] = ()
@@ -215,7 +215,7 @@ class Dump:
 
     @cached_property
     def last(self) -> Entry | None:
-        """What the rank issued last."""
+        """Last op that the rank issued."""
         return self.entries[-1] if self.entries else None
 
 

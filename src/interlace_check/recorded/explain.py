@@ -307,7 +307,7 @@ def _called(call: IssuedCall, role: str) -> RecordedOp:
 
 
 def _lacks(found: OpenChannel) -> bool:
-    """Whether one end has more messages than the other, and waits for the first of them."""
+    """Returns True if one end has more messages than the other, and waits for the first of them."""
     both = min(len(found.sends), len(found.recvs))
     left = (*found.sends[both:], *found.recvs[both:])
     return not found.differs and bool(left) and left[0].may_wait

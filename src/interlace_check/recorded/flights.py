@@ -41,7 +41,7 @@ class FlightLog:
         return any(op >= 0 for op, _ in self.streams.values())
 
     def is_like(self, other: FlightLog) -> bool:
-        """Whether this may be another rank's part of the same Program."""
+        """Returns True if this may be another rank's part of the same Program."""
         mine, its = self.program, other.program
         return mine.params == its.params and mine.streams() == its.streams()
 
@@ -155,12 +155,12 @@ class _Stalled:
         ]
 
     def must_wait(self, stand: _Stand) -> bool:
-        """Whether an op takes time only where it waits."""
+        """Returns True if an op takes time only where it waits."""
         order = self.logs[stand.rank].program.ops[stand.op].ordering()
         return bool(order.expects or order.meets or order.messages or order.takes)
 
     def waits(self, stand: _Stand) -> None:
-        """What has not been done, of what an op that was begun comes after."""
+        """Collects the unfinished ops that an op which was begun comes after."""
         todo = list(self.nodes[stand.rank, stand.op])
         seen = set(todo)
         while todo:

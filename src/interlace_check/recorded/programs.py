@@ -35,7 +35,7 @@ class Step:
     entry: Entry | None = None
     """The record; None for a host_sync, and for what the rank did not record."""
     expected: bool = False
-    """Whether the rank has not issued it, and peers wait for it."""
+    """True if the rank has not issued it, and peers wait for it."""
 
 
 def programs_of(aligned: Aligned) -> list[RankProgram]:

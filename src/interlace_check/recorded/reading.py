@@ -103,7 +103,7 @@ def read_folder(folder: Path) -> tuple[list[Dump], list[str]]:
 
 
 def _is_pickle(path: Path) -> bool:
-    """Whether a file is a pickle: one that was converted has its JSON beside it."""
+    """Returns True if a file is a pickle: a converted one has its JSON beside it."""
     try:
         with path.open("rb") as file:
             return file.read(1) == PICKLE
@@ -238,7 +238,7 @@ class _Reader:
             self.refuse(f"ranks {text[:40]!r} is not a list of numbers")
 
     def idle(self, status: object) -> bool:
-        """Whether no group has issued anything, as far as the dump says."""
+        """Returns True if no group has issued anything, as far as the dump says."""
         for about in self.mapping(status, "pg_status").values():
             last = self.mapping(about, "pg_status").get("last_enqueued_collective", -1)
             if str(last) not in ("-1", "0"):
@@ -329,7 +329,7 @@ class _Reader:
         return EntryContent(label, elements(sizes) if compared else None, dtype), sizes
 
     def moved(self, plain: Mapping[str, object]) -> tuple[int, int] | None:
-        """What an all-to-all sends and receives; None where no sizes were recorded."""
+        """Elements that an all-to-all sends and receives; None where no sizes were recorded."""
         sent, received = (
             elements(self.sizes(plain.get(f"{side}_sizes") or [])) for side in ("input", "output")
         )

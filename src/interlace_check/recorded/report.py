@@ -93,7 +93,7 @@ class RecordedReport(Report):
 
     findings: tuple[RecordedFinding, ...]
     assumed: tuple[str, ...] = ()
-    """What the dumps do not say, and what was taken for granted instead."""
+    """Facts that the dumps do not say, and what was assumed instead."""
     programs: tuple[Program, ...] = field(default=(), repr=False)
     """The order of what was open, for `interlace.check` and to be read."""
 

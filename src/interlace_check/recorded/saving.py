@@ -69,7 +69,7 @@ def _groups() -> Plain:
 
 
 def _entries(config: Plain) -> list[Plain]:
-    """What gloo and NCCL recorded, in the order of time; each counts calls of a group for itself,
+    """Records of gloo and NCCL, in order of time; each library counts calls of a group for itself,
     so where both serve one group, gloo's part is a group of its own."""
     import torch._C._distributed_c10d as bound
 

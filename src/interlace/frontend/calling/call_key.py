@@ -1,4 +1,4 @@
-"""What a call of a compiled function is known by, without a walk through its modules.
+"""Keys that identify calls of a compiled function, without a walk through its modules.
 
     keys = CallKeys(State.of(fn))
     call = keys.of(args, kwargs)
@@ -37,13 +37,13 @@ _VALUES = {int, float, bool, str, type(None)}
 
 
 class FunctionCall(NamedTuple):
-    """What a call is known by, and its tensors."""
+    """Key of a call, and its tensors."""
 
     key: Hashable
     names: tuple[str, ...]
-    """Of the modules' tensors, which come first among `tensors`."""
+    """Names of the modules' tensors, which come first among `tensors`."""
     held: tuple[str, ...]
-    """Of the tensors that the function reaches by other ways, which come next."""
+    """Names of the tensors that the function reaches by other ways, which come next."""
     tensors: list[torch.Tensor]
 
 
@@ -146,7 +146,7 @@ class Snapshot:
         return found if len(set(map(id, found))) == len(found) else None
 
     def apart_from(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether no two tensors of the modules and these can share memory."""
+        """Returns True if no two tensors of the modules and these can share memory."""
         starts = {_start(tensor) for tensor in tensors}
         return (
             self._apart
@@ -201,7 +201,7 @@ def _start(tensor: torch.Tensor) -> int | None:
 
 
 def _marks(held: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Of each its kind, where it lies and how, and whether it wants a gradient."""
+    """Returns each tensor's type, address, layout, dtype, device and `requires_grad`, in a row."""
     found: list[Any] = []
     for tensor in held:
         kind = type(tensor)
@@ -242,7 +242,7 @@ def _sharing(tensors: Sequence[torch.Tensor]) -> Hashable:
 
 
 def _autocast() -> tuple[Hashable, ...]:
-    """What autocast is on, by device."""
+    """Device types for which autocast is on, each with its dtype."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     types = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]

@@ -33,9 +33,9 @@ class _Wrapped:
 
     kind: Any
     inner: tuple[tuple[str, int], ...]
-    """What it is made of, with the place among the results."""
+    """Attributes with inner tensors, each with its place among the results."""
     fixed: dict[str, Any]
-    """What it is made of in every call, such as a DeviceMesh."""
+    """Attributes that are the same in every call, such as a DeviceMesh."""
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -54,7 +54,7 @@ class Direct:
     inputs: tuple[tuple[int, str | None], ...]
     """For each: the position of the tensor, and the name of what is taken of it."""
     settle: Callable[[list[Any]], list[Any]] | None
-    """What else is done to the inputs, if anything."""
+    """Further treatment of the inputs; None if they need none."""
     outputs: tuple[int | _Wrapped, ...] | None
     """Results by place, or what is made of them; None: the results as they are."""
     join: Callable[[Sequence[Any]], Any]
@@ -63,7 +63,7 @@ class Direct:
     """The tensors that AOTAutograd says the graph writes: autograd is told by their versions."""
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the function gives for these tensors."""
+        """Returns the function's result for these tensors."""
         # An argument may want a gradient that no output has; and Note [Autocast is in the graph].
         if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
             with torch.no_grad(), torch._C._DisableAutocast():
@@ -146,7 +146,7 @@ def _inputs(
 def _outputs(
     outputs: Sequence[Any], results: Sequence[Any], places: Sequence[Any]
 ) -> tuple[int | _Wrapped, ...] | None:
-    """What makes the outputs of the Program's results, where they are the graph's `results`."""
+    """Outputs by place among the Program's results, or wrapped; None if `results` has others."""
     parts = [
         output.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(output) else ()
         for output in outputs

@@ -77,7 +77,7 @@ def _containers(roots: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
 
 
 def _items(holder: Any) -> dict[Any, Any]:
-    """What it holds, by place."""
+    """Items of a container or attributes of an object, by index, key or name."""
     if isinstance(holder, list | tuple | deque):
         return dict(enumerate(holder))
     if isinstance(holder, dict):
@@ -96,7 +96,7 @@ def _put_back(holder: Any, items: dict[Any, Any]) -> None:
 
 
 def _of_a_trace(value: Any) -> bool:
-    """Whether it is a tensor that has no memory."""
+    """Returns True for a tensor that has no memory."""
     if isinstance(value, FakeTensor | FunctionalTensor):
         return True
     if not isinstance(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):

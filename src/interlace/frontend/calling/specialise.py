@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def signature(args: Sequence[Any]) -> Hashable:
-    """What a Program depends on in a call's arguments: sizes, strides, element types, numbers.
+    """Facts of arguments that a Program depends on: sizes, strides, element types, numbers.
 
-    The stride of a dimension of one, or of a tensor without elements, says nothing, and may differ
-    between calls and ranks.
+    The stride of a dimension of size 1, or of a tensor without elements, has no meaning, and may
+    differ between calls and ranks.
     """
     return tuple(
         (arg.shape, strides_of(arg), arg.dtype)
@@ -34,7 +34,7 @@ def signature(args: Sequence[Any]) -> Hashable:
 
 
 def has_signature(args: Sequence[Any], key: Hashable) -> bool:
-    """Whether `signature(args)` is `key`, found out in half the time and without hashing."""
+    """Returns True if `signature(args)` is `key`, in half the time and without hashing."""
     assert isinstance(key, tuple)
     if len(args) != len(key):
         return False

@@ -115,7 +115,7 @@ class State:
 
 
 def referred(fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function that is no module is bound to, closes over or names, by name."""
+    """Objects that a function (not a module) is bound to, closes over or names, by name."""
     return {} if isinstance(fn, nn.Module) else dict(_referred(fn))
 
 
@@ -135,7 +135,7 @@ def _unique(name: str, others: Collection[str]) -> str:
 
 
 def _referred(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """What a function is bound to, closes over, has as defaults, or names in its module."""
+    """Yields the objects that a function is bound to, closes over, has as defaults or names."""
     bound = getattr(fn, "__self__", None)
     if bound is not None:
         yield "self", bound
@@ -247,7 +247,7 @@ def _within(value: Any, name: str) -> Iterator[Reference]:
 
 
 def _of_function(function: FunctionType) -> Iterator[Reference]:
-    """What a function closes over, has as defaults, or names in its module."""
+    """Yields what a function closes over, has as defaults, or names in its module."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a cell that is still empty
@@ -263,13 +263,13 @@ def _of_function(function: FunctionType) -> Iterator[Reference]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """What a function's code names, and that of functions within it."""
+    """Global and attribute names used by a function's code and by the functions within it."""
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
     return {*code.co_names}.union(*map(_names, inner))
 
 
 def _attributes(value: Any, name: str) -> Iterator[Reference]:
-    """What an object holds, and the functions of its class."""
+    """Yields the attributes of an object, and the functions of its class."""
     module = isinstance(value, nn.Module)
     if _of_library(type(value).__module__) and not module:
         return

@@ -1,11 +1,11 @@
-"""What torch gets wrong where DTensor computes with symbolic sizes, mended in a trace.
+"""Fixes two errors of torch in a trace where DTensor computes with symbolic sizes.
 
     with symbolic_sizes():
         compiled = aot_autograd(...)(gm, examples)
 
 - DTensor asks for `sym_max(s0, 1)`. Where that is `s0`, torch takes it for the source of every
-  other `s0`, its own argument among them, and looks for a beginning until Python's stack is full.
-  Here the source that was there before stays. (Not every torch has the function that notes it.)
+  other `s0`, its own argument among them, and follows sources until Python's stack overflows.
+  Here the earlier source stays. (Not every version of torch has the function that records it.)
 - A product of three sizes is written as `operator.mul` of three, which takes two.
 """
 

@@ -1,15 +1,15 @@
-"""What is in force while `interlace.compile` traces, where no TorchDynamo sees the code.
+"""Patches in force while `interlace.compile` traces code that TorchDynamo does not see.
 
     with tracing(fn):
         graph = trace(fn)             # in which the user's own code runs `with Watch()`
 
 - TorchDynamo makes `dist.all_reduce(x)` a functional collective and a copy into `x`. So does this,
-  with torch's own table of what becomes what: no `c10d.allreduce_` is left in the graph.
+  with torch's own table of replacements: no `c10d.allreduce_` is left in the graph.
 - `torch.utils.checkpoint` saves nothing and runs its function again in backward. Traced as it is,
   both runs land in one joint graph, where equal nodes are merged and the second run with them. So a
-  checkpoint only marks its nodes (`CHECKPOINT_KEY`), and `mark_checkpoints` has the partitioner do
-  them again.
-- What cannot be traced is refused in words that help.
+  checkpoint only marks its nodes (`CHECKPOINT_KEY`), and `mark_checkpoints` has the partitioner
+  recompute them.
+- Code that cannot be traced is refused with an error that names a remedy.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def own_errors(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def refuse_sharded(state: State) -> None:
-    """What `fully_shard` has wrapped runs hooks that gather and free, which must not be traced."""
+    """Refuses modules of `fully_shard`: their hooks gather and free, and must not be traced."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule

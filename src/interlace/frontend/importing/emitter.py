@@ -1,4 +1,4 @@
-"""What the import of a graph writes: buffers and ops of a Program under construction.
+"""Output of a graph's import: buffers and ops of a Program under construction.
 
 emitter = SerialEmitter(torch.device("cpu"))
 y = emitter.call("aten.relu.default", (x,), Buffer("y", DType.f32, (8, 4), "fresh"))

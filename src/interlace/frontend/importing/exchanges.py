@@ -31,7 +31,7 @@ from interlace.frontend.teams import consent_of_ranks
 _DATA: set[str] = set()
 """Where the exchanges are of which ranks found that their sizes are data."""
 _DECIDED: dict[tuple[str, ...], list[bool]] = {}
-"""What ranks decided together of a graph with exchanges, by where it communicates."""
+"""Joint decisions of the ranks on a graph with exchanges, by where it communicates."""
 
 
 class Exchange:
@@ -44,7 +44,7 @@ class Exchange:
 
     @property
     def sizes_are_data(self) -> bool:
-        """Whether this is known, from this graph or from another one of the same code."""
+        """True if the sizes are known to be data, from this graph or another of the same code."""
         if not self._data and not _DATA.isdisjoint(self._places):
             self._data = True
         return self._data
@@ -68,7 +68,7 @@ class Exchange:
 
 
 def decided(graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
-    """What the ranks say, or said when they first compiled this: Note [Sizes that are data]."""
+    """Returns the ranks' answers, new or of their first compilation: Note [Sizes that are data]."""
     exchange, key = Exchange(graph), tuple(map(_place, communications(graph)))
     if not exchange.sizes_are_data or key not in _DECIDED:
         _DECIDED[key] = ask()
@@ -97,7 +97,7 @@ def _place(node: fx.Node) -> str:
 
 
 def _is_data(node: fx.Node, numbers: bool) -> bool:
-    """Whether split sizes differ from each other, and may be others in the next call."""
+    """Returns True if split sizes differ from each other, and may change in the next call."""
     splits = [
         item.meta["val"] if isinstance(item, fx.Node) else item
         for sizes in node.args[1:3]

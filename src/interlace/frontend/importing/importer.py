@@ -56,7 +56,7 @@ from interlace.runtime.inputs import may_be_lazy
 from interlace.runtime.values import resolved, whole
 
 Value = Any
-"""What a node stands for: a View, a scalar, None, an `Opaque`, or a tuple of these."""
+"""Value of a node: a View, a scalar, None, an `Opaque`, or a tuple of these."""
 
 
 Lowering = Callable[["Importer", fx.Node, list[Any]], Value]
@@ -106,7 +106,7 @@ class Imported:
         return given
 
     symbols: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By named size of the Program: the symbol that TorchDynamo has for it."""
+    """TorchDynamo's symbol for each named size of the Program."""
 
     def gather(self, args: Sequence[Any]) -> list[Any]:
         """The Program's inputs, from the graph's arguments."""
@@ -155,14 +155,13 @@ class Importer(SerialEmitter):
         """Nodes that the output holds, or a view of them: they must not share with another."""
 
     def evenly(self, team: Team, wish: bool) -> bool:
-        """Whether all ranks of a team would exchange rows evenly, as this one: each decides by its
-        own sizes."""
+        """Returns True if all ranks of a team would exchange rows evenly, each by its own sizes."""
         nodes = [n for n in self.gm.graph.nodes if "all_to_all_single" in str(n.target)]
         places = [self.program_name, *(location(node).module for node in nodes)]
         return self.teams.consent(team.name, wish, places, "whether rows are exchanged evenly")
 
     def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
-        """Whether a node that copies `views` may be a view of them instead."""
+        """Returns True if a node that copies `views` may be a view of them instead."""
         return node not in self.leaving and all(view.buffer not in self.written for view in views)
 
     def run(self) -> Imported:
@@ -428,7 +427,7 @@ SAME_DTYPES = {f"aten.{name}.default" for name in ("mm", "addmm", "mv", "addmv",
 
 
 def _opaque(node: fx.Node, name: str) -> tuple[str, str]:
-    """What a node is that is no plain operator, and what to do about it."""
+    """Returns a description of a node that is no plain operator, and a remedy."""
     if name == "with_effects":
         return (
             f"it calls {node.args[1]} for its effect, as collectives of torch.distributed that "

@@ -95,7 +95,7 @@ class InPlace:
         return found
 
     def _free_after(self, old: fx.Node, state: fx.Node, parts: set[fx.Node]) -> bool:
-        """Whether nothing but the update itself reads `old` once `state` stands."""
+        """Returns True if only the update itself reads `old` after `state` is computed."""
         views = aliases(old)
         readers = {user for view in views for user in view.users} - views - parts - {state}
         if any(self.order[reader] > self.order[state] for reader in readers):

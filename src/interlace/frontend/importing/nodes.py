@@ -76,14 +76,14 @@ def made(node: fx.Node, value: Any) -> Any:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a node reads and advances the random number generator."""
+    """Returns True if a node reads and advances the random number generator."""
     target = node.target
     known = isinstance(target, torch._ops.OpOverload)
     return known and effects(target).drawn(node.args, [*node.kwargs.items()])
 
 
 def is_read_unwritten(node: fx.Node) -> bool:
-    """Whether a node leaves its result unwritten, and another takes what happens to be there."""
+    """Returns True if a node leaves its result unwritten, and another reads the old contents."""
     if not isinstance(node.target, torch._ops.OpOverload) or not effects(node.target).unwritten:
         return False
     return not all(
@@ -96,13 +96,13 @@ def is_read_unwritten(node: fx.Node) -> bool:
 
 
 def is_mutable(node: fx.Node) -> bool:
-    """Whether a node writes one of its arguments."""
+    """Returns True if a node writes one of its arguments."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's results are views of its argument, by torch's own schema."""
+    """Returns True if a node's results are views of its argument, by torch's own schema."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
@@ -223,7 +223,7 @@ def argument(node: fx.Node) -> int | str | None:
 
 
 def is_state(source: str) -> bool:
-    """Whether the tracer's name of an argument is that of a module's parameter or buffer."""
+    """True if the tracer's name of an argument is that of a module's parameter or buffer."""
     return any(found[1] != "_modules" for found in _MEMBER.finditer(source))
 
 

@@ -136,7 +136,7 @@ class Symbols:
 def _solved(
     expr: Any, symbol: Any, index: int, read: Callable[[Any], int]
 ) -> Callable[[Sequence[Any], Mapping[str, int]], int] | None:
-    """What reads a symbol off an argument, where that is linear in it; the others are known."""
+    """Reader of a symbol from an argument that is linear in it, given the others; else None."""
     if expr == symbol:
         return lambda args, _: read(args[index])
     if not expr.is_polynomial(*expr.free_symbols):
@@ -157,8 +157,8 @@ def _solved(
 
 
 def _numbers(fake: Any) -> Iterator[tuple[torch.SymInt, Callable[[Any], int] | None]]:
-    """What is symbolic of an argument, and how to read it in a call; the stride of a dimension of
-    one tells nothing."""
+    """Yields each symbolic size and stride of an argument with its reader in a call; None for the
+    stride of a dimension of size 1, which tells nothing."""
     if isinstance(fake, torch.SymInt):
         yield fake, int
     elif isinstance(fake, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What torch calls things, in the words of a Program: element types, buffers, arguments.
+"""Translation of torch's terms to those of a Program: element types, buffers, arguments.
 
     >>> buffer_like("x", torch.empty(2, 3), "input")
     Buffer(name='x', dtype=<DType.f32: 'f32'>, shape=(2, 3), kind='input', ...)
@@ -53,7 +53,7 @@ def buffer_like(name: str, tensor: torch.Tensor, kind: str) -> Buffer:
 
 
 def same_layout(box: Box, tensor: torch.Tensor) -> bool:
-    """Whether a box has a tensor's sizes, element type and strides."""
+    """Returns True if a box has a tensor's sizes, element type and strides."""
     sizes = sizes_of(tensor.shape)
     if box.sizes != sizes or box.dtype != dtype_of(tensor.dtype):
         return False
@@ -61,7 +61,7 @@ def same_layout(box: Box, tensor: torch.Tensor) -> bool:
 
 
 def same_strides(box: Box, strides: Sequence[Int]) -> bool:
-    """Whether a box has these strides wherever a stride means something."""
+    """Returns True if a box has these strides wherever a stride has a meaning."""
     pairs = zip(box.sizes, box.strides, strides, strict=True)
     return box.numel == 0 or all(size == 1 or mine == theirs for size, mine, theirs in pairs)
 
@@ -97,5 +97,5 @@ def device_of(values: Iterable[Any]) -> str:
 
 
 def on_host(value: torch.Tensor, main: torch.device) -> bool:
-    """Whether a tensor of a graph on `main` stays on the CPU."""
+    """Returns True if a tensor of a graph on `main` stays on the CPU."""
     return value.device.type == "cpu" != main.type

@@ -166,7 +166,7 @@ def _shorter(steps: list[Step], i: int) -> list[list[Step]]:
 
 
 def _try(name: str, buffer: Buffer, steps: list[Step], box: Box) -> bool:
-    """Whether the steps lead to that box; where it depends on sizes, they do not."""
+    """Returns True if the steps lead to that box; False where that depends on sizes."""
     try:
         with unnoted():
             return _same_box(View(name, tuple(steps)).box(buffer, NOWHERE), box)

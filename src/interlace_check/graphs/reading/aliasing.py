@@ -1,4 +1,4 @@
-"""What an operator's schema says that it writes and what its results share storage with.
+"""Facts of an operator's schema: arguments that it writes, and storage that its results share.
 
 written_arguments(torch.ops.aten.copy_.default, bound)    # the tensors of `self`
 """
@@ -55,7 +55,7 @@ def written_arguments(op: OpOverload, bound: Bound) -> list[TensorRef]:
 
 
 def aliases(op: OpOverload, bound: Bound) -> list[list[TensorRef]]:
-    """By result: the tensors of which it may be a view; none where it is new."""
+    """For each result, the tensors of which it may be a view; none where it is new."""
     schema = op._schema
     if schema.name in VIEWS:
         return [tensors_in(bound[schema.arguments[0].name])]

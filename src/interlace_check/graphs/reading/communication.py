@@ -31,19 +31,19 @@ _AGREED = ("reduce_op", "group_size", "src", "gather_dim", "shard_dim")
 
 
 class BegunCommunication:
-    """What was begun and not waited for so far."""
+    """Communication that was begun and not waited for so far."""
 
     def __init__(self, walker: Walker) -> None:
         self.walker = walker
         self.begun: dict[int, list[int]] = defaultdict(list)
-        """By storage: the steps that began something there which nothing has waited for since."""
+        """Steps that began something on each storage and have not been waited for since."""
         self.waits: dict[int, int] = {}
-        """By storage: the last step that waited for it."""
+        """Last step that waited for each storage."""
         self.touched: dict[int, list[Storage]] = {}
-        """By step that began something: the storages that it touches."""
+        """Storages that each step which began something touches."""
         self.waited: set[int] = set()
         self.last: dict[str, int] = {}
-        """By group (or pair of ranks): the step that began something there last."""
+        """Last step that began something in each group (or pair of ranks)."""
         self.queues: dict[int, str] = {}
         self._free: defaultdict[str, list[str]] = defaultdict(list)
         self._num_queues = 0

@@ -116,7 +116,7 @@ def all_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """What a `get_attr` node names. Raises ProgramError where it is not there."""
+    """Object that a `get_attr` node names. Raises ProgramError where there is none."""
     held: Any = gm
     for part in str(node.target).split("."):
         if not hasattr(held, part):

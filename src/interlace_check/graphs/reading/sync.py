@@ -21,7 +21,7 @@ EVERY = "*"
 
 
 class Syncs:
-    """What `streams::` ops have done so far."""
+    """Effects of the `streams::` ops so far."""
 
     def __init__(self, walker: Walker) -> None:
         self.walker = walker

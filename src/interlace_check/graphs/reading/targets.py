@@ -1,4 +1,4 @@
-"""What a node's target is: a collective, a wait, a stream op, or an operator like any other.
+"""Kinds of a node's target: a collective, a wait, a stream op, or an operator like any other.
 
 One row for each operator that orders anything; all else is compute. The rows cover the spellings
 of torch 2.11 to 2.15: `streams::`, `_c10d_functional::` and `_dtensor::`.
@@ -20,7 +20,7 @@ from interlace.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """How a collective's arguments are called, and what it does to them."""
+    """Names of a collective's arguments, and its effects on them."""
 
     kind: str
     source: str = "input"
@@ -28,7 +28,7 @@ class CollectiveRow:
     """The argument that it fills; None where it makes its result."""
     in_place: bool = False
     waits: bool = False
-    """Whether it ends before the operators after it begin, without a `wait_tensor`."""
+    """True if it ends before the operators after it begin, without a `wait_tensor`."""
 
 
 def _rows() -> dict[str, CollectiveRow]:
@@ -114,7 +114,7 @@ def operator_name(target: Any) -> str:
 
 
 def is_ordering(name: str) -> bool:
-    """Whether an operator means something for the order of others."""
+    """Returns True if an operator affects the order of others."""
     rows = (COLLECTIVES, MESSAGES, FINISHES, STREAM_OPS)
     return any(name in row for row in rows)
 

@@ -26,7 +26,7 @@ MAX_RANK = 32
 
 @dataclass(slots=True)
 class Storage:
-    """What a node allocates, or what the caller passes."""
+    """Memory that a node allocates, or that the caller passes."""
 
     number: int
     maker: str
@@ -39,11 +39,11 @@ class Storage:
     """The stream on which it is allocated, and on which its memory is used again."""
     is_host: bool = False
     written: bool = False
-    """Whether a node writes it after it was made."""
+    """True if a node writes it after it was made."""
     last_use: int = -1
     """The place of the last node that holds a tensor of it; the host lets go of it then."""
     kept: bool = False
-    """Whether it outlives the graph."""
+    """True if it outlives the graph."""
     recorded: set[str] = field(default_factory=set[str])
     """Streams that `record_stream` named: its memory is not used again before they are done."""
 
@@ -85,7 +85,7 @@ class TensorRef:
 
 
 def facts_of(value: Any) -> Facts | None:
-    """What is known of a (fake) tensor; None where it is none, or its sizes are symbolic."""
+    """Facts of a (fake) tensor; None where it is no tensor, or its sizes are symbolic."""
     if not isinstance(value, torch.Tensor):
         return None
     try:

@@ -20,13 +20,13 @@ MAX_DEPTH = 50
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a node gives: a tensor, a structure of values, a subgraph, or anything opaque."""
+    """Result of a node: a tensor, a structure of values, a subgraph, or anything opaque."""
 
     data: Any
     after: frozenset[int] = frozenset()
     """The steps that have to run before it is there (what is before these goes without saying)."""
     parts: tuple[Value, ...] | None = None
-    """Of what a subgraph returns: its items, each with the steps behind it."""
+    """Items that a subgraph returns, each with the steps behind it; None for other values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def mapped(data: Any, change: Callable[[fx.Node], Any], depth: int = 0) -> Any:
 
 
 def item_of(data: Any, key: Any, node: fx.Node) -> Any:
-    """What `getitem` gives. Raises ProgramError where there is no such item."""
+    """Result of `getitem`. Raises ProgramError where there is no such item."""
     if isinstance(data, Lasting):
         return data
     try:

@@ -123,7 +123,7 @@ class Walker:
         raise ProgramError("a graph has no output node; fix: lint it with `graph.lint()`")
 
     def finish(self) -> None:
-        """What is known only at the end."""
+        """Adds the facts that are known only at the end."""
         self.communication.keep_unfinished()
         self.syncs.note_waits()
         if all(storage.is_host for storage in self.trace.storages if storage.origin == "made"):
@@ -146,7 +146,7 @@ class Walker:
         return after
 
     def _input(self, node: fx.Node, origin: str, held: Any = None) -> Value:
-        """What the caller passes, or what the module holds."""
+        """Value of a graph input, or of a constant that the module holds."""
         value = held if origin == "constant" else example(node)
         facts = facts_of(value)
         if facts is None and not isinstance(value, torch.Tensor) and value is not None:
@@ -397,7 +397,7 @@ def _given_back(tensors: list[TensorRef], kind: str) -> Any:
 
 
 def _same_storage(node: fx.Node, tensors: list[TensorRef]) -> list[TensorRef]:
-    """Whether a result that may be a copy is a view; where nothing says so it counts as a copy."""
+    """Returns `tensors` if a possible copy of them is a view, else none; unknown counts as copy."""
     value = example(node)
     source = node.args[0] if node.args else None
     base = example(source) if isinstance(source, fx.Node) else None
