@@ -42,6 +42,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
 }
 """The files that may read the environment, and why; no option of ours is read from it."""
 
+FIRST_WORDS_TO_AVOID = {"What", "Whether", "Those", "That", "Of", "By", "How"}
 PICKLING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 PICKLING_CALLS = {
     "all_gather_object",
@@ -104,6 +105,20 @@ def test_no_module_touches_cuda_when_imported() -> None:
 def test_file_says_what_it_is(name: str) -> None:
     text = FILES[name].read_text()
     assert ast.get_docstring(ast.parse(text)), "a module docstring says what, why, with an example"
+
+
+def test_docstrings_say_what_a_thing_is_or_does() -> None:
+    """The first word is a noun or a verb of the field: "True if ...", not "Whether ..."."""
+    told = [
+        f"{name}:{node.lineno}: {node.value.value.split(maxsplit=1)[0]}"
+        for name, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        and node.value.value.split(maxsplit=1)[0] in FIRST_WORDS_TO_AVOID
+    ]
+    assert not told, "\n".join(told)
 
 
 @pytest.mark.parametrize("name", FILES)
