@@ -1,8 +1,8 @@
 """Input of the machine in machine.py: acts, their two moves, and the clauses of each move.
 
 An act is an op on one rank in one run, or the begin or the end of a run there. It begins and it
-ends: two moves, and it may touch its memory between them. The clauses of a move are written down here
-from semantics.md alone, rule by rule, for either of the page's two extremes.
+ends: two moves, and it may touch its memory between them. The clauses of a move are written down
+here from semantics.md alone, rule by rule, for either of the page's two extremes.
 
     script = Script([program], runs=2)
     script.acts[0].touches, script.acts[0].begin
