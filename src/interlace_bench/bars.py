@@ -40,11 +40,11 @@ class BarVerdict:
     """Such as `<= 1.05`."""
     figure: float
     of: dict[str, Any] = field(default_factory=dict)
-    """What the figure is of, by column of a table."""
+    """Facts about the figure (who, mode, case and so on), by column of a table."""
 
     @property
     def passed(self) -> bool:
-        """Whether the figure keeps to the limit."""
+        """True if the figure keeps to the limit."""
         sign, bound = self.limit.split()
         return HOLDS[sign](self.figure, float(bound))
 
@@ -89,7 +89,7 @@ class ShapeTimes:
 
 @dataclass(frozen=True, slots=True)
 class OverlapBar:
-    """What must hold for the shapes that it `wants`: their figures, joined, keep to the limit."""
+    """A bar for the shapes that `wants` accepts: their figures, joined, must keep to the limit."""
 
     text: str
     limit: str
@@ -173,7 +173,7 @@ def _shape(row: Row) -> Shape:
 
 
 def _points(rows: Sequence[Row], who: str, mode: str) -> dict[Shape, ShapeTimes]:
-    """By shape, where `auto` or any fixed strategy of ours was timed."""
+    """Times by shape, where `auto` or any fixed strategy of ours was timed."""
     times: dict[Shape, dict[str, float]] = {}
     limits: dict[Shape, float] = {}
     for row in rows:
@@ -237,7 +237,7 @@ Ways = dict[str, Row]
 
 @dataclass(frozen=True, slots=True)
 class KernelBar:
-    """What must hold for the cases that it `wants`; the figure is NaN where rows do not tell."""
+    """A bar for the cases that `wants` accepts; the figure is NaN where the rows lack it."""
 
     text: str
     limit: str
@@ -364,8 +364,8 @@ def _halved(ours: dict[tuple[str, ...], Row]) -> list[BarVerdict]:
 # -- transformer ---------------------------------------------------------------------------------
 
 LAYER_BARS = {"llama3-70b": (">= 1.12", "<= 1.05"), "llama3-8b": (">= 1.2", "<= 1.08")}
-"""By model: over the faster of Inductor's ways with NCCL, and over the ideal; forward and backward
-of one layer in bf16, 8192 tokens over four ranks."""
+"""Limits by model: the speedup over the faster of Inductor's ways with NCCL, and the time over the
+ideal; forward and backward of one layer in bf16, 8192 tokens over four ranks."""
 
 
 def judge_transformer(rows: Sequence[Row]) -> list[BarVerdict]:

@@ -1,4 +1,4 @@
-"""What calibration wants to know of one device alone: matmuls, copies, launches, the host.
+"""Measurements of one device alone, for calibration: matmuls, copies, launches, the host.
 
     samples = device_samples(ranks, "bf16")
 
@@ -89,7 +89,7 @@ def _copy(ranks: Ranks, nbytes: int) -> Sample:
 
 
 def _event(ranks: Ranks) -> Sample:
-    """What a wait for an event of another stream adds to two small kernels."""
+    """Half the time that two waits for another stream's event add to two small kernels."""
     there = torch.cuda.Stream()
     one, other = (torch.zeros(1, device=ranks.device) for _ in range(2))
     forth, back = torch.cuda.Event(), torch.cuda.Event()
@@ -120,7 +120,7 @@ def _replayed(ranks: Ranks, run: Callable[[], None], count: int = 20) -> float:
 
 
 def _host(ranks: Ranks) -> list[Sample]:
-    """How long the host takes to issue things."""
+    """Measures the host's time to issue a call, a copy, a collective or a signal."""
     x, w = (torch.zeros(64, 64, dtype=torch.bfloat16, device=ranks.device) for _ in range(2))
     out = torch.empty_like(x)
     memory = BenchMemory(ranks, 1 << 12)

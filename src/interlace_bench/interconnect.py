@@ -1,4 +1,4 @@
-"""`interlace bench interconnect`, and what `interlace calibrate` measures by the same ranks.
+"""`interlace bench interconnect`, and the measurements of `interlace calibrate` by the same ranks.
 
     report = work(settings, ranks, tell)       # on every rank; rank 0 gets the report
 
@@ -40,7 +40,7 @@ FIXED = tuple(name for name in OURS if name != "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterconnectSettings:
-    """What is measured. Plain data."""
+    """Sizes and dtypes to measure, and the file to write. Plain data."""
 
     least: int = 1 << 10
     most: int = 1 << 30
@@ -48,7 +48,7 @@ class InterconnectSettings:
     calibration: str = ""
     """Where the calibration file goes; empty: there is none."""
     dtypes: tuple[str, ...] = ("bf16",)
-    """Of the matmuls that are calibrated by."""
+    """Dtypes of the matmuls that calibration measures."""
     commit: str = ""
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ def calibrate(samples: list[Sample], settings: InterconnectSettings, ranks: Rank
 
 
 CalibrationSettings = tuple[InterconnectSettings | None, overlap.OverlapSettings | None]
-"""What `interlace calibrate` measures: the interconnect, sites, or both."""
+"""Settings of `interlace calibrate`: for the interconnect, for sites, or for both."""
 
 
 def calibration_settings(

@@ -66,8 +66,8 @@ WAYS = (
 """`inductor` and `interlace` are backends of `torch.compile`; `-graph`: in CUDA graphs."""
 NUM_INPUTS = 4
 CLOSE = 2.0**-6
-"""How far a result may be from eager DTensor's, both by root mean square: roundings of 16 bits. One
-element may be 16 times further off: it may be as much larger than the others."""
+"""Largest deviation of a result from eager DTensor's, both by root mean square: roundings of 16
+bits. One element may be 16 times further off: it may be as much larger than the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,9 @@ from interlace_bench.transfers import ROOF_SIZES, Roof, best_copy
 RIVALS = ("sequential", "async-tp")
 HOST_RUNS = 1000
 BRIEF_S = 150e-6
-"""What takes longer hides its host's time, which is taken from the bursts then."""
+"""A longer launch hides its host's time, which is then taken from the bursts."""
 MARGIN_S = 0.25
-"""Of a case's share of the time, what setting up is taken to need at least."""
+"""Part of a case's share of the time that timing gets at least, however long set-up took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ def _twins(candidates: Sequence[Candidate]) -> dict[Candidate, Candidate]:
 
 
 def _hosts(ranks: Ranks, racer: Racer, calls: int) -> Callable[[Opened], None]:
-    """What times many calls of this rank's host, in place of those of the bursts."""
+    """Returns a step that times many calls of this rank's host, in place of the bursts' calls."""
 
     def measure(opened: Opened) -> None:
         racer.timed.host = host_times(ranks, opened.run, racer.sets, calls)

@@ -16,7 +16,7 @@ from interlace_bench.rows import Row, number
 from interlace_bench.sites import FLOAT8
 
 Times = dict[tuple[str, str], float]
-"""By case and name, or by way and mode."""
+"""Times, or ratios of times, by case and name or by way and mode."""
 
 
 def _pyplot() -> Any:
@@ -63,11 +63,11 @@ def draw_overlap(rows: Sequence[Row], path: Path, layers: Sequence[Row] = ()) ->
 OURS = "Interlace"
 WAYS = {"sequential": "NCCL, then matmul", "async-tp": "async-TP", "auto": OURS}
 LAYER_WAYS = {"inductor": "NCCL, then matmul", "async-tp": "async-TP", "compile": OURS}
-"""What stands for the same in layers: those of Inductor with NCCL, of torch and ours."""
+"""Counterparts of WAYS for layers: Inductor with NCCL, torch's async-TP, and ours."""
 OPS = {"ag_gemm": "AG+GEMM", "gemm_rs": "GEMM+RS", "gemm_ar": "GEMM+AR"}
 MARKS = {"NCCL, then matmul": "s", "async-TP": "D", OURS: "o"}
 MOST_R = 4.0
-"""Of the scale; what takes longer stands at its end, with its number."""
+"""Upper end of the scale; a larger ratio is written there as a number."""
 THEMES = {
     "": ("#1b2330", "#ffffff", ("#8793a5", "#d9480f", "#2459c9")),
     "-dark": ("#e4e9f0", "#0d1117", ("#8b98ab", "#ff9a6b", "#7aa7ff")),
@@ -79,13 +79,13 @@ layer (forward and backward), the layer without communication. Kernels of M x K 
 way in its faster mode, eager or as a CUDA graph (async-TP is eager); each shape of one run."""
 
 Lines = dict[str, dict[str, float]]
-"""Of each shape and way: time over the roof."""
+"""Time over the roof, by shape and way."""
 
 
 def kernels_over_roof(rows: Sequence[Row]) -> dict[int, Lines]:
-    """By number of ranks, and shapes in order of op and size.
+    """Times over the roof by number of ranks, with shapes in order of op and size.
 
-    What is compared was measured together: a shape's times are those of one commit, the last that
+    Compared times were measured together: a shape's times are those of one commit, the last that
     timed as many ways as any.
     """
     shapes: dict[tuple[int, tuple[str, ...]], dict[str, Times]] = {}
@@ -109,7 +109,7 @@ def kernels_over_roof(rows: Sequence[Row]) -> dict[int, Lines]:
 
 
 def _faster_mode(times: Times) -> dict[str, float]:
-    """Of each way the lesser of its modes' times."""
+    """The lesser of each way's times in its modes."""
     best: dict[str, float] = {}
     for (way, _), r in times.items():
         best[way] = min(r, best.get(way, math.inf))
@@ -163,7 +163,7 @@ def _dots(axis: Any, lines: Lines, ink: str, colours: Sequence[str]) -> None:
 
 
 def _bars(times: Times) -> Iterator[tuple[str, list[float], list[float], float]]:
-    """Of each name: its bars' places beside those of the others, their lengths, their width."""
+    """Yields each name with its bars' places beside those of the others, lengths and width."""
     cases = list(dict.fromkeys(case for case, _ in times))
     names = list(dict.fromkeys(name for _, name in times))
     width = 0.8 / len(names)

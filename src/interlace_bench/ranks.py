@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from interlace_bench.commands.options import BenchOptions
 
 WAIT_S = 60.0
-"""How long ranks wait for one another before they give up."""
+"""Seconds that ranks wait for one another before they give up."""
 Note = dict[str, Any]
 
 
@@ -56,7 +56,7 @@ class Ranks:
 
     @property
     def cuda(self) -> bool:
-        """Whether the ranks have GPUs."""
+        """True if the ranks have GPUs."""
         return self.device.type == "cuda"
 
     def exchange(self, note: Note, wait_s: float = WAIT_S) -> list[Note]:
@@ -96,7 +96,7 @@ class Ranks:
             torch.cuda.synchronize()
 
     def within(self) -> Ranks:
-        """Those on this rank's host, as ranks of their own. All ranks call it together."""
+        """The ranks of this rank's host, as ranks of their own. All ranks call it together."""
         if not self.hosts:
             return self
         groups: list[Any] = [dist.new_group([*host]) for host in self.hosts]  # all make each
@@ -164,7 +164,7 @@ def on_rank(
 
 
 def several_hosts() -> bool:
-    """Whether torchrun started ranks on other hosts as well."""
+    """True if torchrun started ranks on other hosts as well."""
     size = os.environ.get("WORLD_SIZE")
     return os.environ.get("LOCAL_WORLD_SIZE", size) != size
 

@@ -47,21 +47,21 @@ TOLERANCES = {
     torch.complex64: 1e-5,
     torch.complex128: 1e-10,
 }
-"""Of the greatest element of a tensor: how far its elements may be off, where sums are taken in
-another order. Other types must be equal."""
+"""Largest difference of an element, relative to the tensor's greatest element, where sums are taken
+in another order. Other types must be equal."""
 WARM_UPS, TRACED_RUNS = 2, 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What is run."""
+    """Programs to run, their reference, their inputs, and the files to write."""
 
     programs: tuple[Program, ...]
     against: tuple[Program, ...] = ()
-    """What results are compared with; none: nothing."""
+    """Programs whose results are the reference; none: no comparison."""
     against_name: str = ""
     in_order: bool = False
-    """Whether what they are compared with runs one op after another."""
+    """The reference runs one op after another."""
     inputs: str | None = None
     """Path of a safetensors file, in which `{rank}` stands for the rank."""
     seed: int = 0
@@ -80,7 +80,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class ResultComparison:
-    """How one result of one rank differs from what it is compared with."""
+    """The difference of one result of one rank from its reference."""
 
     verdict: str
     """`equal` (bit for bit), `close` (within the tolerance of its type) or `differs`."""
@@ -308,7 +308,7 @@ def compare_all(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str
 
 
 def compare(found: Tensor, wanted: Tensor) -> ResultComparison:
-    """How a tensor differs from another."""
+    """Compares a tensor with its reference, bit for bit and then within the tolerance."""
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         return ResultComparison("differs", None, (), _type(found), _type(wanted))
     if torch.equal(_bytes(found), _bytes(wanted)):
@@ -356,8 +356,8 @@ def times(seconds: Sequence[float]) -> dict[str, Any]:
 def traced(
     sets: Sequence[Sequence[Program]], settings: RunSettings, ranks: Ranks, groups: Any, given: Any
 ) -> list[Timeline]:
-    """How each set of Programs ran on all ranks, in the run of median time of some; they take
-    turns. All ranks call it."""
+    """The timeline of each set of Programs on all ranks: of some runs, the one of median time; the
+    sets take turns. All ranks call it."""
     found: list[list[Timeline]] = [[] for _ in sets]
     with contextlib.ExitStack() as stack:
         opened: list[OpenedSchedule] = []

@@ -30,7 +30,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
 FLOAT8 = "f8e4m3"
 RECIPE = Recipe(scale="team", power_of_two=True)
-"""How x and w become FP8."""
+"""Recipe by which x and w are quantized."""
 
 
 def check_dtypes(*names: str, known: Collection[str] = tuple(DTYPES)) -> None:
@@ -70,12 +70,12 @@ class SiteCase:
 
     @property
     def float8(self) -> bool:
-        """Whether x and w are packed rows of FP8."""
+        """True if x and w are packed rows of FP8."""
         return self.dtype == FLOAT8
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """That of the result."""
+        """The element type of the result."""
         return torch.bfloat16 if self.float8 else DTYPES[self.dtype]
 
     def program(self, world: int) -> Program:
@@ -120,7 +120,7 @@ def {self.op}(tp: Team[{world}], x: {t}[{m}, {k}], w: {w}):
         return 2 * moved if self.op == "gemm_ar" else moved
 
     def num_sets(self, world: int) -> int:
-        """How many sets of inputs take turns, so that none is in the cache when its turn comes."""
+        """Number of input sets, which take turns so that none is in the cache at its turn."""
         rows = self.m // world if self.op == "ag_gemm" else self.m
         size = 1 if self.float8 else DTYPES[self.dtype].itemsize
         nbytes = (rows * self.k + self.k * self.n) * size
@@ -139,7 +139,7 @@ class Inputs:
     whole: list[Pair]
     """The same for the matmul alone: AG+GEMM's rows gathered."""
     checks: dict[str, list[tuple[Pair, Pair]]]
-    """By mode, some inputs with the result and what it may be off by."""
+    """Some inputs by mode, each with the result and its largest permitted deviation."""
 
     def of(self, mode: str) -> list[Pair]:
         """The sets that a candidate of that mode gets."""
@@ -208,15 +208,15 @@ def _product(case: SiteCase, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _allowed(want: torch.Tensor, sizes: torch.Tensor, case: SiteCase) -> torch.Tensor:
-    """What rounding numbers of these sizes may change, in place of the sizes."""
+    """Returns the deviation that rounding numbers of these sizes may cause; overwrites `sizes`."""
     unit = max(torch.finfo(case.out_dtype).eps / 2, 2.0**-20)
     inner = FAST if case.float8 else 2.0**-12
     return sizes.mul_(unit).add_(want.square().mean().sqrt().item() * inner)
 
 
 FAST = 2.0**-5
-"""What FP8's GEMM, whose fast sums keep fewer bits than fp32, may be off by, of the results' root
-mean square."""
+"""Largest deviation of FP8's GEMM, relative to the results' root mean square: its fast sums keep
+fewer bits than fp32."""
 
 
 def whole_check(case: SiteCase, inputs: Inputs) -> tuple[Pair, Pair]:

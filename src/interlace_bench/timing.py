@@ -1,4 +1,4 @@
-"""How things are timed: bursts of back-to-back launches, interleaved round robin.
+"""Timing by bursts of back-to-back launches, interleaved round robin.
 
     found = race(ranks, {"ours": run, "theirs": other}, inputs, seconds=2.0)
     found["ours"].median, found["ours"].p90          # seconds: of each round the slowest rank
@@ -6,9 +6,9 @@
 A burst is a few launches one after another, with inputs in turn so that none lies in the cache,
 between two events of the current stream; before it ranks meet, and the device waits a moment so
 that launches stand back to back from the first on. A round gives every candidate a
-burst, each round in another order and after a short rest: what drifts (clocks, heat) or is left by
-the one before falls on all alike.
-Of a burst the slowest rank counts, and over the rounds the median and the 90th percentile.
+burst, each round in another order and after a short rest: drift (clocks, heat) and traces of
+the burst before affect all alike.
+The slowest rank of a burst counts, and over the rounds the median and the 90th percentile.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ BURST_S = 6e-3
 LAUNCHES = (8, 60)
 """but at least and at most so many."""
 LEAD_CYCLES = 400_000
-"""How long the device waits before a burst, so that the host is ahead of it: some 0.2 ms."""
+"""Cycles that the device waits before a burst, so that the host is ahead of it: some 0.2 ms."""
 AHEAD_LAUNCHES, AHEAD_ROUNDS = 8, 7
 AHEAD_CYCLES = 4e9
 """Cycles that the device waits for each second of the host's: twice as long as that takes."""
 MOST_CYCLES = 40_000_000
-"""How long it waits at most where the host shall be a launch ahead."""
+"""Most cycles that it waits where the host shall be a launch ahead."""
 REST_S = 5e-3
-"""How long the device rests before a burst."""
+"""Seconds that the device rests before a burst."""
 HOST_BATCH = 20
 """Calls between which the host waits for the device, so that it never waits in a call."""
 HOST_CALLS, HOST_BLOCK = 1000, 100
@@ -54,12 +54,12 @@ ROUNDS = (3, 15)
 
 @dataclass(slots=True)
 class Timing:
-    """What was measured of one candidate, in seconds."""
+    """Measurements of one candidate, in seconds."""
 
     rounds: list[float] = field(default_factory=list)
-    """Of each round one launch: the mean of its burst; the slowest rank's, once gathered."""
+    """Time of a launch in each round: the mean of its burst; the slowest rank's, once gathered."""
     host: list[float] = field(default_factory=list)
-    """How long this rank's host was in each call."""
+    """Time that this rank's host spent in each call."""
     clocks: list[float] = field(default_factory=list)
     """SM clock in MHz, read while the device was at it."""
     problem: str | None = None
@@ -338,7 +338,7 @@ def _without(
 
 
 def _slowest(ranks: Ranks, found: dict[str, Timing], names: Sequence[str]) -> dict[str, Timing]:
-    """Of each round and candidate the slowest rank; of host times this rank's."""
+    """Keeps the slowest rank's time of each round and candidate; host times stay this rank's."""
     flat = ranks.maximum([each for name in names for each in found[name].rounds])
     for name in names:
         count = len(found[name].rounds)

@@ -1,4 +1,4 @@
-"""What moves between ranks: one-sided copies by engine and by kernel, messages, collectives.
+"""Transfers between ranks: one-sided copies by engine and by kernel, messages, collectives.
 
     best = best_copy(ranks)                     # bytes a second, all ranks copying at once
     for figure in measure_links(ranks, sizes, step):
@@ -53,7 +53,7 @@ ARGUMENTS = {
     "reduce": 'x, y, reduce="sum", root=0, ',
     "barrier": "",
 }
-"""Of each kind of collective, as the text has them."""
+"""Arguments of each kind of collective, as the text has them."""
 COLLECTIVES = 4
 """Collectives in a Program: what a run costs besides is spread over them."""
 TIME_OUT_S = 30.0
@@ -90,7 +90,7 @@ class BenchMemory:
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         self.nbytes = nbytes
         self.theirs: list[torch.Tensor]
-        """By rank, this one's own included."""
+        """Memory of every rank, in order of rank, this one's own included."""
         if ranks.cuda:
             self._on_gpus(ranks)
         else:
@@ -100,7 +100,7 @@ class BenchMemory:
         self.mine = self.theirs[ranks.me]
         private = torch.empty(nbytes, dtype=torch.uint8, device=ranks.device)
         self.private = private.random_(0, 256)
-        """What puts read and gets fill: ordinary memory."""
+        """Ordinary memory, which puts read and gets fill."""
         self._driver = _driver() if ranks.cuda else None
         self._stream = torch.cuda.current_stream().cuda_stream if ranks.cuda else 0
 
@@ -164,7 +164,7 @@ class Figure:
     hosts: int = 1
     """On how many hosts they are."""
     seconds: float
-    """Of one transfer, the slowest rank's; NaN where it failed."""
+    """Time of one transfer on the slowest rank; NaN where it failed."""
     moved: float
     """Bytes that went into (or out of) one rank meanwhile."""
     error: str = ""

@@ -1,10 +1,10 @@
-"""Many random sets of Programs, in several processes: how many of which sort, and what disagrees.
+"""Many random sets of Programs, in several processes: counts by sort, and the disagreements.
 
     tally = run(Plan(programs=10_000, seed=7, jobs=2), hear=print)
     tally.misses, tally.false_alarms, tally.found
 
-Set `n` of a seed is the same in any number of processes (`sets.drawn`). What disagrees is shrunk
-where it was found.
+Set `n` of a seed is the same in any number of processes (`sets.drawn`). A disagreement is
+shrunk by the process that finds it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SLOWEST = 5
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do."""
+    """Settings of a campaign."""
 
     programs: int
     seed: int
     jobs: int = 1
     seconds: float | None = None
-    """After which no new part is begun."""
+    """Time after which no new part is begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,16 @@ class Found:
 
 @dataclass(slots=True)
 class Tally:
-    """What came of it."""
+    """Results of a campaign."""
 
     plan: Plan
     programs: int = 0
     ops: int = 0
     """Ops of all ranks, in one run."""
     kinds: Counter[str] = field(default_factory=Counter[str])
-    """How many sets the checker found which kind of fault in; `sound` for none."""
+    """Sets by kind of fault that the checker found in them; `sound` for none."""
     met: Counter[str] = field(default_factory=Counter[str])
-    """How many sets have which sort of op, how many ranks and runs, which teams."""
+    """Sets by what they have: sorts of ops, numbers of ranks, runs, teams and streams, tables."""
     passed_over: int = 0
     counts: Counter[str] = field(default_factory=Counter[str])
     """Sets by sort of disagreement."""
@@ -208,7 +208,7 @@ def part(seed: int, start: int, count: int) -> dict[str, Any]:
 
 
 def _facts(programs: list[Program], runs: int) -> tuple[set[str], int]:
-    """What a set has in it, and the ops of all of its ranks."""
+    """Facts about a set's contents, and the number of ops of all of its ranks."""
     first, size = programs[0], 0
     facts = {f"{len(first.world)} ranks", f"{runs} runs", f"{len(first.teams)} teams"}
     facts.add(f"{max(len(program.streams()) for program in programs)} streams")

@@ -49,13 +49,13 @@ class Disagreement(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What came of one set of Programs."""
+    """The result of checking and exploring one set of Programs."""
 
     kinds: frozenset[str]
-    """What the checker found; `sound` if nothing."""
+    """Kinds of faults that the checker found; `sound` for none."""
     disagreements: tuple[Disagreement, ...] = ()
     passed_over: bool = False
-    """Whether the lists are at fault, so that only this was compared."""
+    """The lists are at fault, so that only this was compared."""
 
 
 def compare(programs: Sequence[Program], runs: int, *, unroll: bool = False) -> Comparison:
@@ -101,7 +101,7 @@ class _Orders:
         self.programs, self.report, self.verdict = programs, report, verdict
         self.kinds = report.kinds()
         self.by_rank = any(program.rank is not None for program in programs)
-        """Whether the checker tells of each rank by itself; else one rank speaks for all."""
+        """The checker reports each rank by itself; else one rank stands for all."""
         self.storages = [
             {name: buffer.storage or name for name, buffer in program.buffers().items()}
             for program in programs
@@ -156,8 +156,8 @@ class _Orders:
             yield from self.uses("uninitialized", verdict.unwritten)
 
     def deadlocks(self) -> Iterator[Disagreement]:
-        """What the checker says waits forever does. Of notifies in no order it takes an `expect` to
-        mean the first listed, where the oracle may go on with a later one (semantics.md)."""
+        """Compares the ops that wait forever. Of unordered notifies the checker takes an `expect`
+        to mean the first listed, where the oracle may go on with a later one (semantics.md)."""
         stuck, told = self.verdict.stuck, "deadlock" in self.kinds
         named = [self.place(op) for found in self.of("deadlock") for op in self.on_streams(found)]
         unordered = self.verdict.signal and "signal" in self.kinds
@@ -180,14 +180,14 @@ class _Orders:
         return op.rank, op.at[1]
 
     def races(self) -> Iterator[tuple[Place, Place]]:
-        """Each two ops that the checker says race."""
+        """Yields each two ops of which the checker reports a race, both ways round."""
         for finding in self.of("race"):
             one, other = map(self.place, finding.ops)
             yield one, other
             yield other, one
 
     def uses(self, kind: str, truly: Iterable[Use]) -> Iterator[Disagreement]:
-        """The ops that the checker says do what they may not, against those that do."""
+        """Compares the ops that the checker reports for a fault with those that have it."""
         places = {place for place, _ in truly}
         told, wrong = set[Place](), False
         for finding in self.of(kind):

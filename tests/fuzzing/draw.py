@@ -77,7 +77,7 @@ class Draw:
         return [Team("tp", self.size), *([aux] if self.rng.random() < 0.4 else [])]
 
     def care_taken(self) -> float:
-        """How often what is needed for the order is not forgotten."""
+        """Draws the probability that an op needed for the order is kept."""
         return self.rng.choice((1.0, 1.0, 0.9, 0.7))
 
     def program(self, num_steps: int) -> Program:
@@ -110,7 +110,7 @@ class Draw:
         )
 
     def steps(self) -> dict[Callable[[], None], float]:
-        """What may come next, and how often it does."""
+        """The possible next steps, each with its weight."""
         return {
             self.compute: 5,
             self.collective: 3,
@@ -262,7 +262,7 @@ class Draw:
         draw_in_flight(self, self.reachable())
 
     def message(self) -> tuple[View, View]:
-        """What is sent and where it goes; now and then without a row."""
+        """Draws the source and destination of a message; now and then without a row."""
         src, dst = self.rows(self.some()), self.rows(self.some())
         if self.rng.random() < 0.15:
             return src.slice(0, 0, 0), dst.slice(0, 0, 0)

@@ -88,7 +88,7 @@ def _team(op: Op) -> set[str]:
 
 
 STEPS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)
-"""Of how many steps a Program is drawn: small ones find most, and cost least."""
+"""Numbers of steps of a drawn Program: small ones find most, and cost least."""
 RUNS = (1, 1, 2, 2, 2, 3)
 
 

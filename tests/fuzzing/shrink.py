@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """What is to become less: ops, runs, and what else is declared."""
+        """The size to reduce: ops, runs, and declarations."""
         declared = sum(
             len(p.params) + len(p.teams) + len(p.tables) + len(p.results or ())
             for p in self.programs
@@ -112,7 +112,7 @@ def _with(case: Case, k: int, i: int, ops: Sequence[Op]) -> Case:
 
 
 def _alike(case: Case) -> Iterator[list[tuple[int, int]]]:
-    """What ranks do together: the k-th op of a sort in each list."""
+    """Yields ops that ranks do together: the k-th op of a sort in each list."""
     found: defaultdict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
     for k, program in enumerate(case.programs):
         count: defaultdict[tuple[object, ...], int] = defaultdict(int)

@@ -175,7 +175,7 @@ class Arbitrary:
         return make(**view, **peer, **common)
 
     def member(self, **common: Any) -> FusedMember:
-        """What may stand in a part of a Fused."""
+        """Draws an op that is valid in a part of a Fused."""
         if self.flag():
             return self.rng.choice((Record, Wait))(event=self.name(), **common)
         if self.flag():

@@ -90,7 +90,7 @@ def trial(pool: Pool, world: int, seed: int) -> tuple[int, list[tuple[str, str, 
 
 
 def wrong(victim: int, errors: list[tuple[str, str, float]]) -> list[str]:
-    """What survivors say that is not so; empty where all blame the one that was killed."""
+    """Lists the wrong reports of survivors; empty where all blame only the rank that was killed."""
     return [
         f"rank {victim} was killed; {error} after {seconds:.1f} s: {text}"
         for error, text, seconds in errors

@@ -52,7 +52,7 @@ MAIN = 1
 WORD = 1 << 40
 """Where the words begin that peers can write; a rank's own lie below."""
 TILES = 6
-"""How often a kernel raises a counter."""
+"""Times that a kernel raises a counter."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class FakeSpace:
         self.side, self.span, self.base, self.uses = side, span, 0, True
         self.gotten = gotten
         self.raised: dict[int, dict[str, int]] = {}
-        """What the others tell of how far they raise their signals here."""
+        """Values to which each other member says that it raises its signals here."""
         side.spaces += 1
         self.number = side.spaces
         self._next = WORD // 2 + self.number * 10**6
@@ -225,7 +225,7 @@ class Fake:
     ) -> None:
         self.engine, self.driver = engine, driver
         self._caller, self._device, self.capturing = caller, device, capturing
-        """`capturing` is what torch is asked for to know whether the stream is captured."""
+        """`capturing` replaces torch's query whether the stream is captured."""
         self.side: Any = next(iter(engine.sides), None)
         self.space: Any = next(iter(engine.context.resources.spaces.values()), None)
         self.team: Any = next(iter(engine.context.resources.teams.values()), None)
@@ -233,7 +233,7 @@ class Fake:
 
     @property
     def log(self) -> list[tuple[Any, ...]]:
-        """What the last run asked of the driver."""
+        """Calls of the driver in the last run."""
         return self.driver.log
 
     def run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None) -> Any:
@@ -266,7 +266,7 @@ class Fake:
         self._device.return_value = index
 
     def place(self, address: int) -> tuple[int, int] | None:
-        """Of an address in a slot: whose, and which of its copies."""
+        """Member and copy that hold an address in a slot; None for an address outside slots."""
         for slot in self.engine.context.resources.slots.values():
             for member, copies in enumerate(slot.copies):
                 for copy, memory in enumerate(copies):
@@ -328,7 +328,7 @@ class Apart(dict[tuple[str, int], int]):
 def alone_or_teamed(
     plan: Plan, driver: FakeDriver, beside: Fake | None
 ) -> tuple[TeamResources, list[Segment]]:
-    """What a rank shares with its one team, if it is in one."""
+    """Returns the resources that a rank shares with its one team, if it is in one."""
     if not plan.where.members:
         return TeamResources({}, {}, {}), []
     (name,) = plan.where.members

@@ -1,4 +1,4 @@
-"""What the logs of `fake_cuda` mean: what is ordered on one device, and what devices do with them.
+"""Semantics of `fake_cuda`'s logs: the order on one device, and a simulation of all devices.
 
     order = Order(fake.log)
     assert order.before(i, j)          # entry i is done before j starts, whatever the timing
@@ -6,7 +6,7 @@
     stuck = simulate([[log of run 1, log of run 2] for each rank], random.Random(1), look)
     assert not stuck                   # and `look` has seen all entries, in an order that may be
 
-Streams do their entries in order, and of different streams whichever comes next; the order that
+Each stream does its entries in order, and any stream may be next; the order that
 `simulate` takes is drawn, now with one stream far ahead and now another. Words only grow, so
 whether all gets done does not depend on it.
 """
@@ -39,7 +39,7 @@ def ranges(size: int, subs: int, own: int) -> list[tuple[int, int]]:
 
 
 class Order:
-    """Which entries of one rank's log are before which, by streams and events alone."""
+    """The order of the entries of one rank's log, by streams and events alone."""
 
     def __init__(self, log: Sequence[Entry]) -> None:
         self.log = list(log)
@@ -58,7 +58,7 @@ class Order:
                 recorded[rest[0]] = index
 
     def before(self, first: int, second: int) -> bool:
-        """Whether one entry is done before the other starts."""
+        """Returns True if one entry is done before the other starts."""
         return first != second and bool(self._past[second] >> first & 1)
 
     def find(self, *start: Any) -> list[int]:
@@ -76,7 +76,7 @@ class Order:
 
 
 def steps(entry: Entry) -> Iterator[Entry]:
-    """An entry as what it does one after another."""
+    """Yields the steps of an entry, in order."""
     what, stream, *rest = entry
     launch = rest[0] if what == "launch" else None
     if not isinstance(launch, Launch) or not (launch.gates or launch.counters):

@@ -40,7 +40,7 @@ class Hosts:
         self._stack = ExitStack()
         self._switch = 0
         self.pids: list[int] = []
-        """Of each host a process in its namespaces."""
+        """A process in the namespaces of each host."""
 
     def __enter__(self) -> Hosts:
         try:
@@ -95,7 +95,7 @@ class Hosts:
         subprocess.run(self.command(host, "sh", "-c", "kill -9 -1"), timeout=10)
 
     def slow_down(self, mbit: int) -> None:
-        """What each host sends goes at this rate, by the kernel's traffic control."""
+        """Limits each host's sends to this rate, by the kernel's traffic control."""
         for pid in self.pids:
             rule = f"tbf rate {mbit}mbit burst 256kb latency 1s"
             self._do(pid, ["tc", *f"qdisc replace dev eth0 root {rule}".split()])

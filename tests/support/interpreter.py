@@ -7,9 +7,9 @@ after it is given back, so that an unordered access shows as NaN; nothing enable
     outputs = run_ranks(program, [[x0, w0], [x1, w1]], seed=7)     # outputs[rank][i]
     twin = run_ranks(program, inputs, in_order=True)               # one op after another
 
-What meets other ranks (a collective, a message, a group) is two steps of each rank, its begin and
-its end. At its begin a rank's source is taken and its destination poisoned; at its end it has what
-it gets, and its source must be as it was. With a seed that is drawn, ranks wait for no more than
+An op that meets other ranks (a collective, a message, a group) is two steps of each rank, its begin
+and its end. At the begin the rank's source is taken and its destination poisoned; at the end it has
+its result, and its source must be unchanged. With a seed that is drawn, ranks wait for no more than
 semantics.md promises, else for all they meet. The parts of a Fused go beside each other, a
 member at a time.
 """
@@ -85,9 +85,9 @@ class Machine:
         self.ranks = {rank.rank: rank for rank in ranks}
         self.patient = patient
         self.given: dict[object, torch.Tensor | None] = {}
-        """What each rank gives in each collective and message that it has begun, by run."""
+        """Contribution of each rank to each collective and message that it has begun, by run."""
         self.intact: dict[tuple[int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """Of what is under way: the sources, and what they held at the begin."""
+        """Sources of the ops under way, each with its contents at the begin."""
         self.slots: dict[tuple[str, TeamKey], Slot] = {}
         self.signals: dict[tuple[str, TeamKey, int, int], tuple[int, int]] = {}
         sizes: dict[tuple[str, TeamKey], int] = defaultdict(int)
@@ -107,7 +107,7 @@ class Machine:
         return buffer.storage or buffer.name, rank.team(buffer.team)
 
     def enabled(self) -> list[tuple[Rank, int, int]]:
-        """What may run now: (rank, op, member)."""
+        """Lists what may run now, as (rank, op, member)."""
         found: list[tuple[Rank, int, int]] = []
         for rank in self.ranks.values():
             for queue in rank.queues.values():
@@ -118,7 +118,7 @@ class Machine:
         return found
 
     def ready(self, rank: Rank, i: int, part: int) -> bool:
-        """Whether an op at the head of its stream may run."""
+        """Returns True if an op at the head of its stream may run."""
         op = _item(rank, (i, part)) if rank.fused(i) else rank.ops[i]
         match op:
             case Wait():
@@ -140,7 +140,7 @@ class Machine:
                 return True
 
     def may_end(self, rank: Rank, i: int) -> bool:
-        """Whether all have begun for whom an op that meets others has to wait."""
+        """Returns True if all ranks that an op has to wait for have begun it."""
         op = rank.ops[i]
         if isinstance(op, Collective):
             key = (rank.run, rank.collective_key[i])
@@ -214,7 +214,7 @@ class Machine:
             assert mine == wanted, f"rank {rank.rank} calls {mine} where another calls {wanted}"
 
     def has_part(self, rank: Rank, op: Collective, who: str) -> bool:
-        """Whether `who` gives or gets something means this rank."""
+        """Returns True if `who` (`root` or `all`) includes this rank."""
         if who == "root":
             assert op.root is not None
             return rank.where.index(op.root) == rank.where.member(op.team).index
@@ -239,7 +239,7 @@ class Machine:
         rank.finish(i)
 
     def receive(self, rank: Rank, op: Collective, i: int) -> None:
-        """What a collective writes on one rank."""
+        """Writes a collective's result on one rank."""
         key, where = rank.collective_key[i], rank.where
         given = [self.given.get((rank.run, key, member)) for member in key[0][1]]
         table = None if op.splits is None else numbers(where.table(op.splits).values)

@@ -87,7 +87,7 @@ def poison_tensor(tensor: torch.Tensor) -> None:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes, NaN or not."""
+    """Returns True if two tensors hold the same bytes, NaN or not."""
     flat = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(*flat)
 
@@ -193,7 +193,7 @@ class Rank:
 
     @property
     def finished(self) -> bool:
-        """Whether every op of this run is done."""
+        """True if every op of this run is done."""
         return len(self.done) == len(self.ops)
 
     def nbytes(self, buffer: Buffer) -> int:
@@ -230,11 +230,11 @@ class Rank:
             self.queues[op.stream].append(i)
 
     def passed(self, spot: Part) -> bool:
-        """Whether an op, or a member of a Fused, is done."""
+        """Returns True if an op, or a member of a Fused, is done."""
         return spot in self.parts_done if self.fused(spot[0]) else spot[0] in self.done
 
     def fused(self, i: int) -> bool:
-        """Whether op `i` is a Fused."""
+        """Returns True if op `i` is a Fused."""
         return isinstance(self.ops[i], Fused)
 
     def members(self, i: int) -> list[int]:
@@ -263,7 +263,7 @@ class Rank:
             self.memory[buffer.name] = Memory(poisoned(self.nbytes(buffer)))
 
     def at(self, i: int) -> bool:
-        """Whether op `i` stands at the head of its stream, and of its team's queue."""
+        """Returns True if op `i` is at the head of its stream and of its team's queue."""
         queue = self.queues[self.ops[i].stream]
         return bool(queue) and queue[0] == i and self.before.get(i, i) in {i, *self.done}
 
@@ -294,7 +294,7 @@ class Rank:
         self.memory[buffer.name] = Memory(bound.untyped_storage())
 
     def collect_results(self) -> tuple[object, ...]:
-        """What this run returns."""
+        """Returns the results of this run; views are cloned."""
 
         def result(arg: Arg) -> object:
             return self.tensor(arg).clone() if isinstance(arg, View) else arg

@@ -42,7 +42,7 @@ Step = Callable[[], list[torch.Tensor]]
 
 @dataclass
 class Trial:
-    """How one interrupt went on one rank: its error, after how long; the reset; the values."""
+    """Outcome of one interrupt on one rank: its error, after how long; the reset; the values."""
 
     way: str
     victim: bool
@@ -53,7 +53,7 @@ class Trial:
     equal: bool
 
     def wrong(self, within_s: float = 1.0) -> str:
-        """What is wrong with it; empty where nothing is."""
+        """Describes what went wrong; empty where nothing did."""
         if self.victim and self.error != "KeyboardInterrupt":
             return f"{self.error} in place of KeyboardInterrupt: {self.text}"
         if not self.victim and self.error not in ("PeerError", "AgreementError"):

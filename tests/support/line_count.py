@@ -1,7 +1,7 @@
-"""How much Python a function runs: the same number on a busy machine and on a calm one.
+"""Counts lines of Python that a function runs: the same on a busy machine and on a calm one.
 
 `lines(function)` counts lines. `per_op(work, size)` holds two sizes against each other, so that
-work that grows faster than its input shows at sizes that take no time. What is done inside a
+work that grows faster than its input shows at sizes that take no time. Work inside a
 function of C (a copy of a list, a search through it) is one line, whatever it takes; versions of
 Python differ by some lines.
 """

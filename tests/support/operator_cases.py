@@ -71,7 +71,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def plain(value: Any) -> bool:
-    """Whether all tensors are strided ones of no class of their own, and none too large."""
+    """Returns True if all tensors are plain: strided, on a CPU, of no subclass, none too large."""
     return all(
         type(item) in (torch.Tensor, torch.nn.Parameter)
         and item.layout == torch.strided
@@ -111,7 +111,7 @@ def _own(name: str, args: Any, kwargs: Any) -> Op | None:
 
 @cache
 def _names() -> frozenset[str]:
-    """What the dispatcher has: TorchScript has overloads of its own beside."""
+    """Names of the dispatcher's overloads; TorchScript has further ones of its own."""
     return frozenset(torch._C._dispatch_get_all_op_names())
 
 

@@ -47,7 +47,7 @@ class Unfit(Exception):
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether it may have an element twice, which memory of its own does not."""
+    """Returns True if elements may share memory, as they never do in memory of its own."""
     return torch._debug_has_internal_overlap(tensor) != 0
 
 
@@ -91,7 +91,7 @@ def _copies(case: Case) -> tuple[Any, ...]:
 
 @dataclass
 class Eager:
-    """What eager does with a case."""
+    """Eager's outcome of a case."""
 
     given: list[torch.Tensor]
     results: list[torch.Tensor]
@@ -248,7 +248,7 @@ def _reason(message: str) -> str:
 
 @dataclass
 class Tally:
-    """What came of every overload: the worst of its cases."""
+    """Outcomes of every overload: the worst of its cases."""
 
     cases: Counter[str] = field(default_factory=Counter[str])
     by_op: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))

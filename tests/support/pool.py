@@ -57,10 +57,10 @@ LOADED = (
     # what the first compiled call imports
     *("functorch.compile", "torch._inductor.debug", "torch._inductor.pattern_matcher"),
 )
-"""What ranks find loaded. Each would import it for itself, for seconds, as often as it is replaced.
+"""Modules that ranks find loaded; else each imports them, for seconds, whenever it is replaced.
 
-Where there are GPUs that is torch alone: who is forked can't use what another process set up of
-CUDA.
+Where there are GPUs that is torch alone: a forked process can't use the CUDA state of another
+process.
 """
 
 
@@ -77,7 +77,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker is asked: a function by name, its arguments, and the group to run it in."""
+    """A worker's task: a function by name, its arguments, and the group to run it in."""
 
     module: str
     file: str | None
@@ -246,7 +246,7 @@ class Pool:
         return TCPStore(*address, is_master=True, wait_for_workers=False, **facts)
 
     def _target(self, rank: int) -> tuple[Any, ...]:
-        """What a rank's process does, and its first arguments."""
+        """The function that a rank's process runs, and its first arguments."""
         return (work,)
 
     def _collect(self, world: int, time_out_s: float) -> dict[int, tuple[str, Any]]:

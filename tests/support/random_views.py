@@ -159,7 +159,7 @@ class Drawer:
         )
 
     def written(self, view: View) -> bool:
-        """Whether no two elements of a view are the same bytes."""
+        """Returns True if no two elements of a view share bytes, so that it may be written."""
         dims = [
             pair for box in self.boxes(view) for pair in zip(box.sizes, box.strides, strict=True)
         ]

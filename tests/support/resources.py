@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a GPU, as the machine code itself says: no GPU is needed.
+"""Resources that a compiled kernel takes, read from its machine code: no GPU is needed.
 
 assert resources(source.compile())["STACK"] == 0     # PTX does not tell: ptxas spills after it
 """
@@ -27,5 +27,5 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def spills(compiled: Any) -> bool:
-    """Whether registers were spilled."""
+    """Returns True if registers were spilled."""
     return resources(compiled)["STACK"] > 0

@@ -1,6 +1,6 @@
-"""How one op computes on torch tensors: calls, regions and the data movement of collectives.
+"""Computes one op on torch tensors: calls, regions and the data movement of collectives.
 
-The interpreter decides when an op runs; here stands what it does. Reductions go in rank order.
+The interpreter decides when an op runs; this file computes it. Reductions go in rank order.
 
     compute(op, regions={}, tensor=lambda view: ..., bind=lambda buffer, result: ...)
 """
@@ -168,9 +168,9 @@ def collect(
     root: int,
     splits: Sequence[int] | None,
 ) -> torch.Tensor:
-    """What one member of a collective gets of what all give, flat and in the order of the team.
+    """One member's result of a collective, from all members' parts: flat, in the order of the team.
 
-    A broadcast and a scatter need no more than what the root gives.
+    A broadcast and a scatter need only the root's part.
     """
     reduce = op.reduce or "sum"
     present = [part for part in given if part is not None]

@@ -661,11 +661,11 @@ HOSTILE: dict[str, Hostile] = {
         *(unknown_operators, kernels),
     )
 }
-"""By name: a text of about that many characters."""
+"""Functions by name that make a text of about so many characters."""
 
 
 class Measured(NamedTuple):
-    """How `interlace check` took a text."""
+    """The outcome of `interlace check` on a text."""
 
     code: int
     """1: unsound; 2: refused; negative: killed."""

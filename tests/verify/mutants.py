@@ -68,13 +68,13 @@ class Mutant(NamedTuple):
     """A schedule with one fault."""
 
     label: str
-    """What was done, where: `drop: op 7, on rank 3`."""
+    """The change and its place: `drop: op 7, on rank 3`."""
     programs: tuple[Program, ...]
     serial: Program
 
     @property
     def sort(self) -> str:
-        """What was done."""
+        """The sort of change."""
         return self.label.partition(":")[0]
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Mutant(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What the passes make of a site, and the site."""
+    """The schedule that the passes make of a site, and the serial Program."""
 
     program: Program
     serial: Program
@@ -150,13 +150,13 @@ def shifted_views(op: Op) -> Iterator[Op]:
 
 
 def other_types(op: Op) -> Iterator[Op]:
-    """What is moved, as 16-bit integers (where that is its size, of as many elements)."""
+    """Yields the op with its views as 16-bit integers (as many elements, if that is their size)."""
     if _moves(op):
         yield map_views(op, lambda view: view.cast(DType.i16))
 
 
 def other_counts(op: Op, sizes: Callable[[View], tuple[int, ...]]) -> Iterator[Op]:
-    """What is moved without its last row."""
+    """Yields the op with each view without its last row."""
     if _moves(op):
         yield map_views(op, lambda view: view.slice(0, 0, max(sizes(view)[0] - 1, 0)))
 
@@ -280,7 +280,7 @@ def _declares(op: Op, name: str) -> bool:
 
 
 def mutants(made: Made) -> Iterator[Callable[[], Mutant | None]]:
-    """What makes each mutant: on all ranks, and on the last alone. None: no Program at all."""
+    """Yields makers of the mutants: on all ranks, and on the last alone. None: no valid Program."""
     for label, program in damaged(made.program):
         for alone in (False, True):
 
@@ -304,18 +304,18 @@ def mutants(made: Made) -> Iterator[Callable[[], Mutant | None]]:
 
 
 class Outcome(NamedTuple):
-    """What the checker says, and what bears it out."""
+    """The checker's verdict, and its confirmation."""
 
     said: str
-    """`refused` (no Program), `flagged`, or what `sound` comes to: `equal`, `another function`."""
+    """`refused` (no Program), `flagged`, or if sound: `equal` or `another function`."""
     by: str
     """`oracle`; `rule`: a fault of a kind that the oracle does not decide; `""`: refused."""
     wrong: str = ""
-    """Where the checker is not borne out: what."""
+    """The contradiction, where the checker is not confirmed."""
 
 
 def outcome(mutant: Mutant | None, seed: int, runs: int = 2) -> Outcome:
-    """What becomes of a mutant."""
+    """Checks a mutant, and confirms the verdict."""
     if mutant is None:
         return Outcome("refused", "")
     try:
@@ -338,14 +338,14 @@ def outcome(mutant: Mutant | None, seed: int, runs: int = 2) -> Outcome:
 
 @dataclasses.dataclass
 class Sweep:
-    """Many mutants, and what became of them."""
+    """Many mutants, and their outcomes."""
 
     seed: int
     schedules: int = 0
     known: int = 0
-    """How many mutants there are of the schedules that were visited."""
+    """Number of mutants of the schedules that were visited."""
     counts: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
-    """By what was done, what the checker said and what bears it out."""
+    """Mutants by sort of change, the checker's verdict, and its confirmation."""
     wrong: list[str] = dataclasses.field(default_factory=list[str])
 
     def visit(self, one: tuple[str, str, int], most: int | None) -> None:
@@ -364,7 +364,7 @@ class Sweep:
                 self.wrong.append(f"{one}, {found.wrong}:\n{mutant}")
 
     def of(self, *words: str) -> int:
-        """How many have all of these words."""
+        """Number of mutants that have all of these words."""
         return sum(count for key, count in self.counts.items() if {*words} <= {*key})
 
     def __str__(self) -> str:
@@ -407,7 +407,7 @@ def _sound(mutant: Mutant, seed: int) -> Outcome:
 
 
 def same(one: Sequence[Sequence[object]], other: Sequence[Sequence[object]]) -> bool:
-    """Whether all results of all ranks are the same bits."""
+    """Returns True if all results of all ranks are the same bits."""
     return all(
         bits(cast("torch.Tensor", a)) == bits(cast("torch.Tensor", b))
         for mine, theirs in zip(one, other, strict=True)

@@ -49,7 +49,7 @@ ODD = [
     *["mutates=True", "registered(tp)", "host_sync()", "record(e)", "wait(e)", "free(x)", "return"],
     *["barrier(team=tp)", "ranks(0)", "rank(0)", "assume(S >= 1)", "table(tp, 1, 1)", "def"],
 ]
-"""What stands at the edges of the grammar, and behind them. There are few ranks: a check of 1,000
+"""Words at the edges of the grammar, and beyond them. There are few ranks: a check of 1,000
 that all signal each other takes some seconds."""
 NUMBERS = ["0", "1", "2", "3", "5", "100", "200", "99999999", "4611686018427387904"]
 

@@ -117,7 +117,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "any write covers": (Cell, "covers", always),
     "all do what the root does": (Item, "does", always),
 }
-"""By what the checker then takes for granted: the place, and what stands there instead."""
+"""Faults by the wrong rule that the checker then follows: the place, and its replacement."""
 
 
 @contextlib.contextmanager

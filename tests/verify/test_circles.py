@@ -1,4 +1,4 @@
-"""How a deadlock's circle is searched for and told, where `test_lists` and `test_every_fault` have
+"""Search for a deadlock's circle, and its report, where `test_lists` and `test_every_fault` have
 no schedule for it: slots and runs, messages of a rank to itself, several circles in one knot."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLOTS = "; ".join(f'{name} = alloc(f32[4], symmetric=tp, storage="q")' for name 
 
 
 def checked(*bodies: str, team: str = "Team[2]", head: str = HEAD) -> Report:
-    """Of one body for all ranks, or one for each."""
+    """Checks one body for all ranks, or one for each."""
     text = ""
     for rank, body in enumerate(bodies):
         lines = ([f"rank({rank})"] if len(bodies) > 1 else []) + body.split("; ")
@@ -124,7 +124,7 @@ def test_a_meeting_that_one_member_has_come_to() -> None:
 
 
 def test_circles_within_a_run_come_first() -> None:
-    """Those of the first two ranks span runs, that of the others does not."""
+    """The circles of the first two ranks span runs, that of the others does not."""
     crossed = "main: copy(x, y); main: copy(x, z); main: expect(s, {0}); main: notify(s, to={0})"
     report = checked(
         "main: copy(x, y); main: copy(x, z); comm: send(x, peer=1); side: expect(back, 1)",
@@ -201,7 +201,7 @@ def test_what_never_comes_is_named(
 # The search, on graphs that are drawn
 
 Edges = dict[int, list[tuple[int, bool]]]
-"""Of each node, the nodes that it waits for, and whether by the order of a stream."""
+"""Nodes that each node waits for, each with True if by the order of a stream."""
 
 
 def links(edges: Edges, looked_at: list[int]) -> Any:

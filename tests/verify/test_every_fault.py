@@ -232,7 +232,7 @@ SHARED = 't = alloc(f32[4], storage="s"); u = alloc(f32[4], storage="s"); '
 
 
 def test_a_free_stands_for_the_uses_before_it() -> None:
-    """What races with them races with the Free, and is told once for each op."""
+    """An op that races with them races with the Free, and is reported once."""
     later = "side: copy(x, y); " * 6 + "side: copy(x, u); side: copy(u, y)"
     report = checked(f"{SHARED}main: copy(x, t); main: free(t); {later}")
     assert kinds(report) == {"race": 2}

@@ -30,7 +30,7 @@ def found(*ranks: tuple[str, str], kind: str = "mismatch", teams: str = "") -> l
 
 
 def told(finding: Finding) -> tuple[str, list[tuple[int, str]]]:
-    """What is said after the colon, and each rank's role."""
+    """The message after the colon, and each rank's role."""
     what = finding.message.partition(": ")[2]
     return what, [(op.rank, op.role) for op in finding.ops]
 

@@ -333,7 +333,7 @@ FAULTS: dict[str, tuple[SET, str, tuple[str, ...]]] = {
 
 
 def named(report: Report, kind: str, fragments: tuple[str, ...]) -> bool:
-    """Whether a finding of the kind has ops that hold the fragments."""
+    """Returns True if a finding of the kind has ops that hold the fragments."""
     return any(
         finding.kind == kind
         and all(any(part in op.text for op in finding.ops) for part in fragments)

@@ -137,7 +137,7 @@ def columns(tp: Team[1], x: f32[4, 4], y: out[f32[4, 4]]):
 
 @pytest.mark.timeout(30)
 def test_rows_are_named_where_there_are_many_of_them() -> None:
-    """Of 30,000 rows runs are compared as they ascend; of 80,000 none are."""
+    """Runs of 30,000 rows are compared as they ascend; those of 80,000 are not."""
     text = """
 def many(x: f32[{0}, 3], y: out[f32[{0}, 3]]):
     main: copy(x[:, 0:1], y[:, 0:1])

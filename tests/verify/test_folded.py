@@ -1,4 +1,4 @@
-"""What is certified by a fold, and what is not: a table of small schedules for one Program.
+"""Schedules that a fold certifies, and others: a table of small schedules for one Program.
 Each found some damage of the code (mutmut: survivors.md). test_folded_stages.py has two stages."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is certified by a fold, and what is not: small schedules of two stages, one rank of each of
+"""Schedules that a fold certifies, and others: small schedules of two stages, one rank of each of
 which stands for all of it. Each found some damage of the code (mutmut: survivors.md)."""
 
 from __future__ import annotations

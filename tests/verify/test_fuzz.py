@@ -25,7 +25,7 @@ from interlace.verify import Report, check
 from interlace.verify.happens_before.build import GraphBuilder
 
 PROGRAMS = 4_000
-"""Of each `make test`; a machine with time to spare does millions by the command."""
+"""Sets in each `make test`; the command does millions on a machine with time to spare."""
 KEPT = sorted(FOLDER.glob("*.ilc"))
 SORTS = (
     "sound",
@@ -87,7 +87,7 @@ def test_in_whatever_order_the_checker_walks(seed: int) -> None:
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 def test_sets_that_show_a_fault_of_a_checker(path: Path) -> None:
-    """Of this one once, or of one that lacks a rule (planted.py): the two agree now."""
+    """A fault of this checker once, or of one that lacks a rule (planted.py): the two agree now."""
     text = path.read_text()
     facts, programs = header(text), parse_set(text, file=path.name)
     assert sum(len(program.ops) for program in programs) <= MAX_OPS

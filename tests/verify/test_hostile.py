@@ -18,7 +18,7 @@ from interlace.verify.accesses import regions
 from interlace.verify.happens_before import graph
 
 MOST_SECONDS, MOST_BYTES = 60, 2 << 30
-"""Of a processor, so that a busy machine takes no more."""
+"""Limits: seconds of a processor, so that a busy machine takes no more, and bytes of memory."""
 
 
 def assert_answered(name: str, size: int, seconds: int) -> None:

@@ -1,4 +1,4 @@
-"""Collectives that some ranks of a team lack, or issue otherwise: what is said and tried."""
+"""Collectives that some ranks of a team lack, or issue otherwise: messages and fixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = f"({TEAMS}, x: f32[2], y: out[f32[6]], z: f32[6], s: f32[2]):\n    ranks(
 
 
 def programs(most: str, last: str) -> tuple[Program, ...]:
-    """What ranks 0 and 1 run, and rank 2."""
+    """The Programs of ranks 0 and 1, and of rank 2."""
     texts = [
         f"def {name}{HEAD}{ranks})\n" + "".join(f"    main: {op}\n" for op in body.split("; "))
         for name, ranks, body in (("most", "0, 1", most), ("last", "2", last))

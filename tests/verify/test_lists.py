@@ -1,4 +1,4 @@
-"""What the list of ops alone shows, wherever an op stands: in a Group, in a Fused, at the return.
+"""Faults that the list of ops alone shows, wherever an op is: in a Group, a Fused, the return.
 
 Each of these was missing from the tests when the checker's own code was mutated (survivors.md).
 """

@@ -47,7 +47,7 @@ def lowered(site: str, strategy: StrategyName | tuple[StrategyName, str]) -> Pro
 
 
 def matters(program: Program, op: Op) -> bool:
-    """Whether the schedule cannot do without the op."""
+    """Returns True if the schedule needs the op."""
     if isinstance(op, Free):
         return program.buffers()[op.buffer].kind == "symmetric"
     if isinstance(op, Wait):

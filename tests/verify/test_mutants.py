@@ -74,7 +74,7 @@ def mutant(draw: random.Random, sources: list[list[str]]) -> str:
 
 
 def run(seed: int, count: int) -> dict[str, int]:
-    """How many were refused, found unsound and found sound."""
+    """Counts the texts that were refused, found unsound and found sound."""
     draw, sources = random.Random(seed), texts()
     met = {"refused": 0, "unsound": 0, "sound": 0}
     for _ in range(count):
@@ -156,7 +156,7 @@ def test_all_schedules_with_one_fault(
 
 
 def run_with_delays(text: str, serial: str, seed: int) -> str:
-    """How what a rank computes with delays compares with the serial schedule's."""
+    """Compares a rank's results with delays with those of the serial schedule."""
     rank, groups = dist.get_rank(), {"tp": world_group()}
     options, jitter = Options(time_out_s=20), Jitter(seed + rank)
     jitter.on = True

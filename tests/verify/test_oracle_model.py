@@ -20,13 +20,13 @@ from interlace.ir import Program, parse, parse_set, print_set
 
 
 def spmd(*lines: str, runs: int = 1, world: int = 2, params: str = "") -> OracleVerdict:
-    """What can happen where all ranks do the same; x is read, y (as large) is written."""
+    """The oracle's verdict where all ranks do the same; x is read, y (as large) is written."""
     head = f"def f(tp: Team[{world}], x: f32[4], y: out[f32[4]]{params}):"
     return explore(parse("\n".join((head, *(f"    {line}" for line in lines)))), runs=runs)
 
 
 def each(*ranks: str, runs: int = 1, declared: str = "") -> OracleVerdict:
-    """What can happen where each rank does its own (lines apart by `;`), with a slot `s`."""
+    """The oracle's verdict where each rank has its own lines (apart by `;`), with a slot `s`."""
     world = list(range(len(ranks)))
     texts: list[str] = []
     for rank, text in enumerate(ranks):
@@ -426,7 +426,7 @@ def following(moves: list[tuple[int, list[int]]], done: int) -> list[int]:
 
 
 def every_state(script: Script, strong: bool, limit: int) -> tuple[bool, bool] | None:
-    """Whether it can get stuck, and whether two conflicting acts can be under way at once."""
+    """True if it can get stuck, and True if two conflicting acts can be under way at once."""
     pairs = [
         (1 << a.began | 1 << b.began, 1 << a.ended | 1 << b.ended)
         for a, b, _ in conflicts(script.acts)

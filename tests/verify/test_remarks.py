@@ -1,4 +1,4 @@
-"""What the model leaves out is told as a remark, and the schedule stays sound."""
+"""A remark reports what the model leaves out, and the schedule stays sound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person and what a script read of a check."""
+"""Reports of a check, for people and for scripts."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def mm(rows: str, blocks: int, w: str = "w", height: int = 12, name: str = "y") 
 
 
 def checked(body: str) -> Report:
-    """Of 3 ranks, whose results are y."""
+    """Checks a schedule of 3 ranks, whose results are y."""
     params = "x: bf16[4, 32], u: bf16[4, 32], w: f8e4m3[16, 64], v: f8e4m3[16, 64]"
     lines = [*body.splitlines(), "return y"]
     return check(parse(f"def f(tp: Team[3], {params}):\n" + "".join(f"    {x}\n" for x in lines)))

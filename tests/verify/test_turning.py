@@ -1,4 +1,4 @@
-"""By which teams the views of a buffer turn with the rank: a table of views, and of slots that two
+"""Teams by which the views of a buffer turn with the rank: a table of views, and of slots that two
 Programs take."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ VIEWS: list[tuple[str, Sequence[str], str]] = [
 def stuck(
     shape: str, views: Sequence[str], moving: Sequence[str] = BOTH, others: str = ""
 ) -> set[str]:
-    """By which teams two buffers with these views do not turn."""
+    """Teams by which two buffers with these views do not turn."""
     lines = [f"main: copy({view.format('x')}, {view.format('y')})" for view in views]
     text = (
         f"def f(dp: Team[2], tp: Team[4], a: f32[8], b: f32[8]):\n"
@@ -131,7 +131,7 @@ def test_by_which_teams_a_buffer_does_not_turn(
 
 
 def test_levels_of_teams_that_do_not_move() -> None:
-    """What is below the last moving team, or above the first, is no matter of a turn."""
+    """Levels below the last moving team, or above the first, do not affect a turn."""
     under = "{}.chunk(tp.rank, 4).chunk(dp.rank, 2)"
     assert stuck("8", [under, "{}.chunk(tp.rank, 4)[0:1]"], ["tp"]) == set()
     assert stuck("8", [under, "{}.chunk(tp.rank, 4)[0:1]"], BOTH) == {"dp", "tp"}

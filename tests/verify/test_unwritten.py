@@ -1,4 +1,4 @@
-"""What a finding says of bytes that nothing wrote: which rows, and which ops come too late."""
+"""Messages about bytes that nothing wrote: which rows, and which ops come too late."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class _Place:
             raise CalibrationError(f"the rows were measured on {gpu!r}, and this is {here!r}{away}")
 
     def start(self) -> Machine:
-        """What the file says already, or the built-in model."""
+        """The machine in the file, if it is of this device and host; else the built-in model."""
         from interlace.cost import Machine, default_machine
 
         if self.path.exists():
@@ -219,7 +219,7 @@ def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], place: _Place) ->
 
 
 def _facts(machine: Machine) -> dict[str, object]:
-    """How much of a machine was measured."""
+    """The host of a machine, and the number of its measurements by kind."""
     sites = {time.site for time in machine.sites}
     return {
         "host": machine.host,

@@ -13,7 +13,7 @@ from interlace.commands.output import say, table
 from interlace.options import BACKENDS
 
 MESSAGES = "get", "put", "send"
-"""What goes from one rank to another; all else is a collective."""
+"""Kinds that go from one rank to another; all other kinds are collectives."""
 
 
 def size(count: int) -> str:

@@ -1,4 +1,4 @@
-"""What `interlace bench` prints of its rows: a table, what failed, bars; or all as JSON.
+"""Output of `interlace bench`: a table of the rows, the failed ones, bars; or all as JSON.
 
 columns = {"way": "{way}", "median us": "{median_us:.1f}"}        # formats of a row
 conclude(report, "one layer", columns, "{step} {way}", given)

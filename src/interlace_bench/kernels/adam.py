@@ -29,14 +29,14 @@ LR, EPS, DECAY, BETAS = 1e-3, 1e-8, 0.01, (0.9, 0.999)
 STEPS = 3
 """Steps that are compared with fp64."""
 LOOSE = 4.0
-"""Of a unit of rounding (see `_off`): stochastic rounding is off by a whole one at each step."""
+"""Largest deviation in roundings (see `_off`): stochastic rounding is off by one at each step."""
 Make = Callable[[list[nn.Parameter]], Any]
 """From parameters with gradients to an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How parameters and what belongs to them are stored."""
+    """A storage format of parameters, moments and masters."""
 
     name: str
     dtype: str
@@ -121,7 +121,7 @@ def _open(make: Make, params: list[nn.Parameter]) -> Opened:
 
 
 def state_bytes(optimizer: Any) -> int:
-    """What an optimizer keeps of tensors, counted by their storages."""
+    """Bytes of the tensors that an optimizer keeps, counted by their storages."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [t for t in (*values, *getattr(optimizer, "masters", ())) if torch.is_tensor(t)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -151,7 +151,7 @@ def _off(make: Make, dtype: torch.dtype, device: torch.device) -> float:
 
 
 class Masters:
-    """What is done with torch alone for fp32 masters of bf16 parameters: casts, step, copies."""
+    """Keeps fp32 masters of bf16 parameters with torch alone: casts, step, copies."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self._params = params

@@ -42,19 +42,19 @@ class BuiltCase:
     """Bytes that must move, where they bound the op."""
     flops: int = 0
     limit: float = 1.0
-    """How far off a way may be."""
+    """Largest deviation that a way may have."""
     launches: tuple[int, int] = (3, LAUNCHES[1])
     ahead: bool = False
-    """Whether the device waits until the host is a launch ahead."""
+    """The device waits until the host is a launch ahead."""
     host: bool = False
-    """Whether it is the host's time that counts."""
+    """The host's time is measured, not the device's."""
     calls: int = 0
-    """Of an Executor, how many calls its Program has."""
+    """Number of calls in the Program of an Executor; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCase:
-    """What is computed, in words, and how to make it."""
+    """A computation described in words, and the function that builds it."""
 
     op: str
     shape: str
@@ -107,7 +107,7 @@ def time_case(
 
 
 def _memory(ranks: Ranks, racer: Racer) -> Row:
-    """What a call takes of memory, as columns."""
+    """Memory that a call takes, as columns."""
     found: Row = {"peak_bytes": math.nan, "kept_bytes": math.nan, "state_bytes": 0}
 
     def measure(opened: Opened) -> None:

@@ -34,7 +34,7 @@ WEIGHTS = ((8192, 7168), (4096, 14336), (8192, 28672))
 """Columns of the input and of the output."""
 SMALL, SMALL_TOKENS = ((32, 48),), 64
 FAR = 0.1
-"""How far off a product may be, in the norm, relative to that without FP8: three bits of mantissa
+"""Largest deviation of a product, in the norm, relative to that without FP8: three bits of mantissa
 and two are off by 3 and 6 per cent."""
 
 

@@ -27,7 +27,7 @@ from interlace_bench.sites import DTYPES
 
 LOOSE = 4.0
 Layer = tuple[Callable[[Tensor], Tensor], Callable[[], None]]
-"""What computes, and what adds the gradient of the weight afterwards."""
+"""The layer's forward, and a function that adds the gradient of the weight after backward."""
 SHAPES = (
     # groups, tokens, in, out, sizes: Mixtral, DeepSeek-V2-Lite and Qwen3-30B, forward and backward
     (8, 16384, 4096, 14336, "even"),

@@ -1,11 +1,11 @@
-"""What the host spends on a call: ours against the torch calls that do the same.
+"""Host time of a call: ours against the torch calls that do the same.
 
     cases = host_cases(torch.device("cpu"))
 
 Tensors are so small that the host is what takes the time; each figure is the median of 1,000 calls,
-a hundred of each way in turn (of fewer where a call takes milliseconds). Of an Executor it is a run
-of a Program of 1, 8 or 32 calls on one stream against the same calls of torch, one after another,
-with the same operators and outputs; the others are cases of the other ops.
+a hundred of each way in turn (of fewer where a call takes milliseconds). For an Executor, a
+run of a Program of 1, 8 or 32 calls on one stream is compared with the same calls of torch, one by
+one, with the same operators and outputs; the others are cases of the other ops.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ BOTH, FORWARD = "forward+backward", "forward"
 CHECKED = 16
 """Rows whose gradients are compared."""
 LOOSE = 16.0
-"""How far off a way may be, in the unit of `deviation`: torch rounds log-probabilities of -12 to 16
-bits, which puts its gradients off by some per cent."""
+"""Largest deviation of a way, in units of `unit`: torch rounds log-probabilities of -12 to 16 bits,
+which puts its gradients off by some per cent."""
 SHAPES = (
     # rows, classes, dtype, label smoothing, z-loss, what is computed
     (8192, 128256, "bf16", 0.0, 0.0, BOTH),
@@ -71,7 +71,7 @@ def linear_cases(small: bool) -> list[KernelCase]:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """What `deviation` counts: a rounding of 16 bits, or a hundred of them in 32 (sums differ)."""
+    """Unit of `deviation`: one rounding of a 16-bit type, or 128 of a 32-bit type (sums differ)."""
     return torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 128)
 
 
@@ -177,7 +177,7 @@ def _off(found: tuple[Tensor, Tensor | None], known: tuple[Tensor, Tensor], dtyp
 
 
 def relative(found: Tensor, known: Tensor) -> float:
-    """How far off by root mean square, as a share of what is known."""
+    """Deviation by root mean square, relative to the reference."""
     return float((found.to(known.dtype) - known).norm() / known.norm().clamp_min(1e-30))
 
 

@@ -29,7 +29,7 @@ from interlace_bench.sites import DTYPES
 GRAM, POLYNOMIAL, ITERATION, STEP = "x @ x.mT", "b*g + c*g@g", "newton-schulz", "step"
 STEPS, TRIPLE = 5, (3.4445, -4.7750, 2.0315)
 FAR = 0.1
-"""How far off an update may be, in the norm: the iteration in bfloat16 is off by 2 to 4 %."""
+"""Largest deviation of an update, relative, in the norm: bfloat16's iteration has 2 to 4 %."""
 VARIANTS: dict[str, dict[str, Any]] = {
     OURS: {},
     f"{OURS} gram": {"gram_variant": True},

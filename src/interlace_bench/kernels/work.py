@@ -30,7 +30,7 @@ REST = ("host", "adam", "muon", "grouped", "float8", "linear-cross-entropy", "cr
 MOST_S = 2.0
 """A case is timed for so long at most, set-up apart: more rounds tell no more."""
 TEAM_S, TEAM_MOST_S = 10.0, 120.0
-"""What starting two processes and timing them is taken to need, and may need at most."""
+"""Seconds that must be left to start and time two processes, and their time-out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

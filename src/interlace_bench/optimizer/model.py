@@ -1,4 +1,4 @@
-"""What `interlace bench optimizer` trains: a small Llama, whose matrices are Muon's.
+"""The model that `interlace bench optimizer` trains: a small Llama, whose matrices are Muon's.
 
 model = Llama(SIZES["tiny"])
 loss = F.cross_entropy(model(tokens).flatten(0, 1), target.flatten())

@@ -48,14 +48,14 @@ OURS: dict[str, dict[str, Any]] = {
     BY_NCCL: {"options": Options(transport="nccl")},
     NO_GATHER: {},
 }
-"""What each way gives LayerWise; without a gather, weights stay where they were updated."""
+"""Arguments of LayerWise by way; without a gather, weights stay where they were updated."""
 DDP, TITAN = "torch-ddp", "torchtitan"
 WAYS = (*OURS, DDP, TITAN)
 RATE = 1e-3
 NUM_INPUTS, NUM_CHECKED = 3, 2
 FAR = 0.1
-"""How far off a change of weights by torch's Muon may be, in the norm: gradients are summed in
-another order, which the iteration in bfloat16 makes more of."""
+"""Largest deviation of a change of weights by torch's Muon, relative, in the norm: gradients are
+summed in another order, which the iteration in bfloat16 amplifies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ LAUNCHES = (2, 4)
 """Steps of a burst."""
 ROUNDS = (3, 25)
 M_MMAP_THRESHOLD, SMALL, LARGE = -3, 1 << 16, 1 << 25
-"""What `mallopt` calls the bytes from which memory has pages of its own, which go when it is freed.
-glibc raises it as it likes, unless it is set: then the resident process is what is in use."""
+"""`mallopt`'s parameter for the bytes from which memory has pages of its own, which go when it is
+freed; two values. Unless it is set, glibc raises it as it likes, and freed memory may stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ EXCHANGE_BYTES = 16 << 20
 TIME_OUT_S = 60.0
 WARM_UPS = 3
 TRIALS = 3
-"""How often each way to replay a graph is timed, before the better one is taken."""
+"""Trials of each way to replay a graph, before the faster one is taken."""
 
 
 class Candidate:
@@ -64,17 +64,17 @@ class Candidate:
     mode = "eager"
     """`eager` or `graph`."""
     chosen = ""
-    """What `auto` chose, or how `sequential` replays."""
+    """The strategy that `auto` chose, or the way in which `sequential` replays."""
     predicted_s = math.nan
     text = ""
-    """What runs, where that is a Program: candidates with the same text are the same."""
+    """Text of the Program that runs, if one does: candidates with the same text are the same."""
 
     def __init__(self, case: SiteCase, ranks: Ranks) -> None:
         self.case = case
         self.ranks = ranks
         self.loose = ranks.size
-        """How many times what rounding once may change it may be off by: a backend's sum rounds at
-        every rank."""
+        """Largest deviation, as a multiple of what one rounding may change: a backend's sum rounds
+        at every rank."""
 
     def open(self) -> Launch:
         """Sets up on all ranks together; returns what launches once."""

@@ -65,7 +65,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How something may be computed; `open` raises where that cannot be."""
+    """A way to compute something; `open` raises where that is impossible."""
 
     name: str
     open: Callable[[], Opened]
@@ -93,7 +93,7 @@ class Racer:
         return self.timed.median if self.problem is None else math.nan
 
     def columns(self, *names: str) -> dict[str, Any]:
-        """Those columns of its row; times are in microseconds, NaN where it has none."""
+        """The named columns of its row; times are in microseconds, NaN where it has none."""
         timed = self.timed if self.problem is None else Timing()
         known = {
             "median_us": timed.median * 1e6,
@@ -174,7 +174,7 @@ def run_race(
 
 
 def running(racers: Iterable[Racer]) -> tuple[dict[str, Run], dict[str, Sets]]:
-    """By name, what launches each way that has no problem, and its inputs."""
+    """The launch of each way that has no problem, and its inputs, both by name."""
     ready = [racer for racer in racers if racer.opened is not None and racer.problem is None]
     runs = {racer.way.name: racer.opened.run for racer in ready if racer.opened is not None}
     return runs, {racer.way.name: racer.sets for racer in ready}

@@ -64,12 +64,12 @@ WAYS = (
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
 LIMIT = 8.0
-"""How far off a loss or gradient may be, by root mean square, in roundings (`finfo.eps`) of the
+"""Largest deviation of a loss or gradient, by root mean square, in roundings (`finfo.eps`) of the
 dtype: each passes some ten roundings on its way through a layer, of which sums cancel most."""
 FLOAT8_EPS = torch.finfo(torch.bfloat16).eps
 """The rounding of FP8's results, of whatever dtype."""
 FLOAT8_LIMIT = 2.0
-"""How far off they may be: Note [What FP8 may be off]."""
+"""Largest deviation of FP8's results: Note [What FP8 may be off]."""
 ASYNC_TP = {"_micro_pipeline_tp": True}
 CUDA_GRAPHS = {"triton.cudagraphs": True}
 IN_GRAPHS: dict[str, Any] = {"graph": True, "static_outputs": True}
@@ -165,7 +165,7 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def limit(way: str) -> float:
-    """How far off a way may be."""
+    """Largest deviation that a way may have."""
     return FLOAT8_LIMIT if way in FLOAT8 else LIMIT
 
 
@@ -282,14 +282,14 @@ class Candidates:
     def _off(
         self, found: Sequence[Tensor], known: Sequence[Tensor], units: Sequence[float] | None
     ) -> float:
-        """How far the loss and the results are from what is known, in these units, or in roundings
-        of the dtype."""
+        """The largest deviation of the loss and the results from the reference, in these units or
+        in roundings of the dtype."""
         distances = self._distances(found, known)
         units = units or [torch.finfo(found[0].dtype).eps] * len(distances)
         return worst(far / unit for far, unit in zip(distances, units, strict=True))
 
     def _distances(self, found: Sequence[Tensor], known: Sequence[Tensor]) -> list[float]:
-        """How far the loss and each result are from what is known."""
+        """Deviations of the loss and of each result from the reference."""
         target = self.sets[0][1].double()
         losses = [_loss(y[0].double(), target).reshape(1) for y in (found, known)]
         pairs = zip([losses[0], *found], [losses[1], *known], strict=True)

@@ -60,7 +60,7 @@ class LayerDims:
                 raise OptionError(f"{size} {what} do not divide over {ranks} ranks")
 
     def fits_float8(self, ranks: int) -> bool:
-        """Whether FP8's GEMM takes what each of so many ranks has of the linear maps."""
+        """Returns True if FP8's GEMM takes the part of the linear maps that each rank has."""
         heads = self.dim * self.kv_heads // self.heads
         sizes = (self.dim, *(size // ranks for size in (self.dim, heads, self.hidden)))
         return all(size % ALIGNMENT == 0 for size in sizes)
@@ -92,14 +92,14 @@ def flops(dims: LayerDims, *, layers: int, batch: int, sequence: int) -> int:
 
 
 class Plain:
-    """The modules as they are; what communicates is around them."""
+    """The modules as they are; the surrounding code communicates."""
 
     def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
-        """What several column-parallel maps make of one input."""
+        """Applies several column-parallel maps to one input."""
         return [linear(x) for linear in linears]
 
     def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        """What a row-parallel map makes of it."""
+        """Applies a row-parallel map."""
         return linear(x)
 
 
@@ -181,7 +181,7 @@ class Gathered(CustomGraphPass):
             graph.erase_node(node)
 
     def uuid(self) -> str:
-        """What tells it from others in Inductor's cache."""
+        """The pass's identity in Inductor's cache."""
         return "interlace_bench::gathered"
 
 
@@ -218,7 +218,7 @@ class TensorParallelAttention(nn.Module):
         self.wo = nn.Linear(heads, dims.dim, bias=bias)
 
     def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
-        """Of this rank's rows, or of all where what is around it gathers."""
+        """Attention for this rank's rows, or for all rows where the surrounding code gathers."""
         q, k, v = (
             y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
             for y in self.maps.column(x, [self.wq, self.wk, self.wv])
@@ -328,7 +328,7 @@ def on_shards(
 
 @contextlib.contextmanager
 def _default(dtype: torch.dtype) -> Iterator[None]:
-    """What modules give their parameters for a dtype."""
+    """Makes a dtype the default, which modules give their parameters, for a block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

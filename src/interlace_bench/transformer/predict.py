@@ -1,10 +1,10 @@
-"""What a training step would take on machines that are not here, by the simulator.
+"""Predicts by the simulator the time of a training step on machines that are not here.
 
     report = predict(TransformerSettings(model="llama3-70b"), default_machine("h200"), world=4)
 
 The layers are DTensors of fake tensors on a fake process group: nothing is computed, and no memory
-taken, whatever their size. Of what one rank traces come the serial Program, which is what compiled
-DTensors do without overlap, ours, and the ideal: the serial one on links that take no time.
+taken, whatever their size. One rank's trace gives the serial Program, which is compiled DTensors
+without overlap, ours, and the ideal: the serial one on links that take no time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a pipeline stage does for one microbatch, as the text of serial Programs.
+"""The work of a pipeline stage for one microbatch, as the text of serial Programs.
 
     text = StageText(MODELS["llama3-70b"], layers=20, tp=8, dp=32, sequence=8192)
-    program = parse(text.forward())          # x -> y, and what backward will want
+    program = parse(text.forward())          # x -> y, and the tensors for backward
     program = parse(text.backward(last=True))
 
 Each layer's weights are one flat tensor, `w0`, and so are their gradients, `g0`, summed over the
@@ -18,7 +18,7 @@ NORM, NORM_BACK = "aten._fused_rms_norm.default", "aten._fused_rms_norm_backward
 ATTENTION = "aten._scaled_dot_product_flash_attention.default"
 ATTENTION_BACK = "aten._scaled_dot_product_flash_attention_backward.default"
 SAVED = ("x", "n1", "i1", "qkv", "o", "lse", "oc", "mid", "n2", "i2", "u", "act")
-"""What backward wants of a layer's forward."""
+"""Tensors of a layer's forward that backward needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StageText:
         }
 
     def saved(self) -> list[tuple[str, str]]:
-        """What backward wants of forward: names and types."""
+        """Names and types of the tensors of forward that backward needs."""
         shapes = self.shapes()
         return [(f"{name}_{i}", shapes[name]) for i in range(self.layers) for name in SAVED]
 

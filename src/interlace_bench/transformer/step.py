@@ -4,7 +4,7 @@
     report = check(programs)
 
 A rank has a place in three teams: `tp` (tensor and sequence parallelism, within a host), `dp`, and
-`pp`. A stage computes microbatches in the order that is called 1F1B. What it does for one of them,
+`pp`. A stage computes microbatches in the order that is called 1F1B. Its work for one of them,
 forward or backward, is a Program that the passes lower, as the compiler does. The stage's Program
 is these one after another, each begun when the one before has ended on this rank, as it would run
 them, and the messages between stages. Under the last backward each layer's gradients are scattered
@@ -44,12 +44,12 @@ from interlace_bench.transformer.models import MODELS
 from interlace_bench.transformer.stage_text import StageText
 
 LAYERS = {"llama3-8b": 32, "llama3-70b": 80, "tiny": 4}
-"""Of the whole models."""
+"""Numbers of layers of the whole models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """What is trained, and on how many ranks."""
+    """The model to train, and the number of ranks in each dimension."""
 
     model: str = "llama3-70b"
     tp: int = 8
@@ -89,7 +89,7 @@ def step_of(settings: StepSettings) -> list[Program]:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a stage does, lowered: the same for all stages."""
+    """The lowered Programs of a stage: the same for all stages."""
 
     forward: Program
     backward: Program
@@ -118,9 +118,9 @@ class _Stage:
         )
         self.ops: list[Op] = []
         self.streams: dict[str, None] = {"main": None}
-        """Those that were used so far."""
+        """Streams that were used so far."""
         self.known: dict[str, View] = {}
-        """What stands for the tensors of microbatches, by name and number."""
+        """Views of the tensors of microbatches, by name and number."""
         self.joins = 0
 
     @property

@@ -1,4 +1,4 @@
-"""The slow twin of `check`: a machine that does what semantics.md says, in every order.
+"""The slow twin of `check`: a machine that executes semantics.md, in every order.
 
 It knows no clocks and walks no schedule. Its state is which moves are done; script.py says what
 each move awaits. Two conflicting acts race if both can be under way in one and the same state. A
@@ -49,14 +49,14 @@ Race = tuple[Place, Place, Storage]
 
 @dataclass(frozen=True, slots=True)
 class OracleVerdict:
-    """What can happen.
+    """The faults that can occur in some order.
 
-    What a read finds, and what is there when it is used, is told of memory that nothing races for:
-    it is the same in every order.
+    Faults of reads and of lifetimes are reported for memory that nothing races for: there they are
+    the same in every order.
     """
 
     stuck: frozenset[Place]
-    """The ops that may wait forever, and what comes behind them."""
+    """The ops that may wait forever, and the ops behind them."""
     races: frozenset[Race]
     """Two ops, each way round, and the memory that they race for."""
     unwritten: frozenset[Use]
@@ -66,32 +66,32 @@ class OracleVerdict:
     signal: bool
     """A signal whose values do not grow in every order."""
     listed: frozenset[str]
-    """What the lists alone show: `event`, `leak`, `double-free`, `bad-free`."""
+    """Faults that the lists alone show: `event`, `leak`, `double-free`, `bad-free`."""
     num_moves: int
 
     @property
     def deadlock(self) -> bool:
-        """Whether an op may wait forever."""
+        """True if an op may wait forever."""
         return bool(self.stuck)
 
     @property
     def race(self) -> bool:
-        """Whether two accesses of the same bytes, one of them a write, have no order."""
+        """True if two accesses of the same bytes, one of them a write, have no order."""
         return bool(self.races)
 
     @property
     def uninitialized(self) -> bool:
-        """Whether a read finds bytes that nothing wrote."""
+        """True if a read finds bytes that nothing wrote."""
         return bool(self.unwritten)
 
     @property
     def use_after_free(self) -> bool:
-        """Whether something is used once it is freed."""
+        """True if something is used once it is freed."""
         return bool(self.freed)
 
     @property
     def use_before_alloc(self) -> bool:
-        """Whether something is used, or freed, before its slot is taken."""
+        """True if something is used, or freed, before its slot is taken."""
         return bool(self.untaken)
 
 
@@ -145,7 +145,7 @@ def conflicts(
     """
     writes: defaultdict[Key, int] = defaultdict(int)
     touched: defaultdict[Key, int] = defaultdict(int)
-    """Of each memory, the ends of the acts so far that write it, or touch it, as bits."""
+    """Ends of the acts so far that write each memory, or touch it, as bits."""
     before: defaultdict[Key, list[tuple[Act, OracleTouch]]] = defaultdict(list)
     for act in begun:
         known = 0 if needed is None else needed[act.began]
@@ -170,12 +170,12 @@ class OracleMachine:
 
     def __init__(self, script: Script, *, strong: bool) -> None:
         self.awaits: list[list[Clause]] = []
-        """Of each move, the clauses that must hold."""
+        """Clauses that must hold, by move."""
         for act in script.acts:
             self.awaits += act.awaits(strong)
         self.num_moves = len(self.awaits)
         self.choice = any(len(raised) > 1 for raised in script.raised.values())
-        """Whether a move may await one of several."""
+        """A move may await one of several."""
 
     def go(self, held: int = -1) -> list[int]:
         """The moves that are done in the end, in an order, where one move is held back."""
@@ -228,11 +228,11 @@ class OracleMachine:
 
 
 class OracleMemory:
-    """What memory holds, and what was taken and freed, along one order."""
+    """Contents of memory, and the slots taken and memory freed, along one order."""
 
     def __init__(self, raced: Container[Key] = ()) -> None:
         self.raced = raced
-        """Memories of which nothing is told, since the next order may have it otherwise."""
+        """Memories without reports, since another order may differ there."""
         self.unwritten, self.after_free, self.before_alloc = set[Use](), set[Use](), set[Use]()
         self.held: defaultdict[Key, dict[Key, int]] = defaultdict(dict)
         """The bytes of each memory that were last written through each name."""
@@ -240,7 +240,7 @@ class OracleMemory:
         self.freed: set[Key] = set()
 
     def begin(self, act: Act) -> None:
-        """Reads what an act reads, and looks at whether what it uses is there."""
+        """Does an act's reads, and checks that the memory it uses is there."""
         for touch in act.touches:
             if touch.memory in self.raced:
                 continue
@@ -262,7 +262,7 @@ class OracleMemory:
             self.before_alloc.add((act.place, touch.storage))
 
     def end(self, act: Act) -> None:
-        """Writes what an act writes."""
+        """Does an act's writes."""
         for touch in act.empties:
             self.held[touch.memory][touch.name] = 0
         for touch in act.touches:

@@ -1,8 +1,8 @@
-"""What the machine of machine.py is made of: the acts, their two moves, and what each move awaits.
+"""Input of the machine in machine.py: acts, their two moves, and the clauses of each move.
 
 An act is an op on one rank in one run, or the begin or the end of a run there. It begins and it
-ends: two moves, and it may touch its memory between them. What a move awaits is written down here
-from semantics.md alone, rule by rule, for either of the page's two extremes.
+ends: two moves, and it may touch its memory between them. The clauses of a move are written down
+here from semantics.md alone, rule by rule, for either of the page's two extremes.
 
     script = Script([program], runs=2)
     script.acts[0].touches, script.acts[0].begin
@@ -77,9 +77,9 @@ class OracleTouch(NamedTuple):
     bytes: int
     """Counted from the start of the memory."""
     covers: int
-    """What is compared with accesses through the same name: as_strided is the whole buffer."""
+    """Bytes compared with accesses through the same name: for as_strided the whole buffer."""
     hull: int
-    """What is compared with accesses through other names."""
+    """Bytes compared with accesses through other names."""
     write: bool
     marks: bool = False
     """No access, but the begin or the end of the name's life, or what the caller may do."""
@@ -91,11 +91,11 @@ class OracleTouch(NamedTuple):
 
     @property
     def life(self) -> bool:
-        """Whether it is a use, the take or the Free of a name, and of no bytes."""
+        """True if it is a use, the take or the Free of a name, and of no bytes."""
         return self.memory[0] == "life"
 
     def conflicts(self, other: OracleTouch) -> bool:
-        """Whether the two, of one memory, share bytes of which at least one writes."""
+        """Returns True if the two, of one memory, share bytes and at least one of them writes."""
         if not (self.write or other.write):
             return False
         if self.name == other.name:
@@ -135,13 +135,13 @@ class Act:
         self.begin = begin
         self.end: list[Clause] = []
         self.may_begin: list[Clause] = []
-        """What it awaits in addition if everything waits for all that it may wait for."""
+        """Further clauses that it awaits where everything waits for all that it may wait for."""
         self.may_end: list[Clause] = []
         self.gives = True
-        """Whether a collective has anything to contribute."""
+        """A collective has something to contribute."""
 
     def awaits(self, strong: bool) -> tuple[list[Clause], list[Clause]]:
-        """What its begin and its end await; `strong`: at the extreme that deadlocks are told of."""
+        """Clauses of its begin and of its end; `strong`: at the extreme that decides deadlocks."""
         begin, end = self.begin, [*self.end, (self.began,)]
         return ([*begin, *self.may_begin], [*end, *self.may_end]) if strong else (begin, end)
 
@@ -161,7 +161,7 @@ class Script:
         self.frees: dict[Key, Act] = {}
         self.raised: defaultdict[Key, list[tuple[int, Act]]] = defaultdict(list)
         self.faults: set[str] = set()
-        """What each rank's list alone shows to be wrong, by the names that reports give it."""
+        """Faults that each rank's list alone shows, by the names that reports give them."""
         ranks = [
             _Rank(self, program, where)
             for program in programs
@@ -186,9 +186,9 @@ class _Rank:
         self.run = 0
         self.takes: dict[tuple[int, str], int] = {}
         self.extents: dict[int, list[Extent]] = {}
-        """By the id of an op (which the Program keeps alive)."""
+        """Extents by the id of an op (which the Program keeps alive)."""
         self.names: dict[tuple[str, int], tuple[Key, Key]] = {}
-        """Of this run: by buffer and rank, the memory and the buffer's name in it."""
+        """Memory of this run, and the buffer's name in it, by buffer and rank."""
         freed = {op.buffer for op in program.ops if isinstance(op, Free)}
         self.mortal = freed | {b.name for b in self.buffers.values() if b.kind == "symmetric"}
         """Buffers that are not always there."""
@@ -346,7 +346,7 @@ class _Rank:
         return 0 not in view.box(self.buffers[view.buffer], self.where).sizes
 
     def extents_of(self, op: Op) -> list[Extent]:
-        """What an op reads and writes."""
+        """Extents that an op reads and writes."""
         reads, writes = op.reads(), op.writes()
         if isinstance(op, Collective):  # what is given to one that does not use it
             kind, root = KINDS[op.kind], self.is_root(op)
@@ -410,7 +410,7 @@ class _Rank:
         return ("own", owner, buffer.name), (self.run,)
 
     def life(self, buffer: Buffer, write: bool) -> OracleTouch:
-        """What a use and a Free of a buffer, or a use and the take of a slot, conflict in."""
+        """The touch by which a use conflicts with the Free of a buffer or the take of a slot."""
         storage = buffer.storage or buffer.name
         memory = ("life", self.run, buffer.name, self.rank, storage)
         return OracleTouch(memory, (buffer.kind,), 0, 1, 1, write, marks=True)
@@ -441,7 +441,7 @@ class _Rank:
                 pass
 
     def began(self, key: Key, place: int) -> Clause:
-        """That the act at a place of a list has begun."""
+        """Clause that the act at a place of a list has begun; none can hold without such an act."""
         acts = self.script.lists.get(key, [])
         return (acts[place].began,) if place < len(acts) else ()
 
