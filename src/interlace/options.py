@@ -21,7 +21,7 @@ LONGEST_S = 30 * 86_400.0
 """The longest time-out, in seconds: every wait is bounded."""
 Backend = Literal["gloo", "nccl", "ucc", "peer"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
-"""What moves the bytes of collectives."""
+"""Transports: what moves the bytes of collectives."""
 Transport = Backend | Literal["auto"]
 Resharding = Literal["auto", "before", "after"]
 Regions = Literal["auto", "eager", "inductor"]
@@ -41,7 +41,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], Callable[[Any], object], str]] = {
     "calibration": ((str, os.PathLike), os.fspath, "the path of a file"),
     "schedules": ((str, os.PathLike), os.fspath, "the path of a folder"),
 }
-"""What the other options may be, and what they are kept as; a `bool` is no number."""
+"""Types that the other options may have, and are kept as; a `bool` is no number."""
 
 
 GONE = {
@@ -63,7 +63,7 @@ def _refuse_gone(values: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How a program is overlapped and run. The defaults suit most users.
+    """Options for overlapping and running a program. The defaults suit most users.
 
     Raises OptionError where an option has a value that it cannot take.
 
