@@ -37,11 +37,28 @@ GONE = {
     "explain --html": "`interlace simulate FILE --html PAGE` draws a schedule",
     "bench transformer --profile": "`interlace.export`, then `interlace simulate --html`",
     "bench interconnect --calibration": "`interlace calibrate` writes such a file",
-    "bench layer --dim": "`--small` and `--large` choose the sizes",
-    "bench optimizer --layers": "`--model` chooses the sizes",
     "bench interconnect --plot": "the rows are in a CSV file",
     "bench interconnect --no-plot": "leave it out: nothing is drawn",
     "show --program": "`interlace run FILE --html PAGE` draws what it measured",
+    "bench interconnect --calibrate": "`interlace calibrate` writes such a file",
+    "bench overlap --graphs": "leave it out: CUDA graphs are timed too",
+    "bench overlap --no-graphs": "leave it out: CUDA graphs are timed too",
+    **{
+        f"bench interconnect --{option}": "leave it out: all is measured"
+        for option in ("least", "dtype", "links", "collectives", "compute")
+    },
+    **{
+        f"bench interconnect --no-{option}": "leave it out: all is measured"
+        for option in ("links", "collectives", "compute", "calibrate")
+    },
+    **{
+        f"bench layer --{option}": "`--small` and `--large` choose the sizes"
+        for option in ("dim", "hidden", "heads", "prefill", "decode", "cached", "dtype")
+    },
+    **{
+        f"bench optimizer --{option}": "`--model` chooses the sizes"
+        for option in ("layers", "batch", "bucket", "dtype", "sequence")
+    },
 }
 """Commands and options that went, and their replacement: for one release."""
 

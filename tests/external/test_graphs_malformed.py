@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import resource
 import time
@@ -41,8 +42,6 @@ def everything(fixed: bool) -> fx.GraphModule:
 
 
 def _item(g: Maker, node: fx.Node, index: int) -> fx.Node:
-    import operator
-
     item = g.graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = node.meta["val"][index]
     return item
@@ -238,6 +237,27 @@ def test_operators_of_unknown_order_are_refused() -> None:
     node = g.graph.call_function(C10D.isend.default, (g.input("x"), 1, 0, "0"))
     with pytest.raises(UnsupportedError, match="the graph of each rank"):
         check_graph(g.done(node))
+
+
+@pytest.mark.parametrize("op", [STREAMS.fork.default, STREAMS.wait_event.default])
+def test_order_within_a_branch_is_refused(op: Any) -> None:
+    inner, outer = fx.Graph(), fx.Graph()
+    x, predicate, y = inner.placeholder("x"), outer.placeholder("p"), outer.placeholder("y")
+    inner.call_function(op, (0, 1))
+    negated = inner.call_function(AOT.neg.default, (x,))
+    inner.output((negated,))
+    branch = outer.get_attr("branch")
+    called = outer.call_function(torch.ops.higher_order.cond, (predicate, branch, branch, (y,)))
+    result = outer.call_function(operator.getitem, (called, 0))
+    outer.output((result,))
+    predicate.meta["val"] = torch.empty((), dtype=torch.bool, device="meta")
+    for node in (x, negated, y, result):
+        node.meta["val"] = torch.empty(4, device="meta")
+    called.meta["val"] = (torch.empty(4, device="meta"),)
+    root = torch.nn.Module()
+    root.branch = fx.GraphModule(torch.nn.Module(), inner)
+    with pytest.raises(UnsupportedError, match=r"calls streams::(fork|wait_event)"):
+        check_graph(fx.GraphModule(root, outer))
 
 
 def test_a_graph_too_large_for_every_order(monkeypatch: pytest.MonkeyPatch) -> None:

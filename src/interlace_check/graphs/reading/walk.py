@@ -329,7 +329,10 @@ class Walker:
         for held in flatten((call.args, call.kwargs)):
             if isinstance(held, fx.GraphModule):
                 self._refuse_order_within(held, call)
-            elif isinstance(held, OpOverload) and targets.is_ordering(held._schema.name):
+            elif isinstance(held, OpOverload):
+                targets.refuse_unknown(held._schema.name, call.node)
+                if not targets.is_ordering(held._schema.name):
+                    continue
                 raise UnsupportedError(
                     f"node {call.node.name!r} calls {held._schema.name} within {name}; fix: check "
                     f"the graph after the pass that takes {name} apart"
@@ -366,6 +369,7 @@ class Walker:
     def _refuse_order_within(self, held: fx.GraphModule, call: GraphCall) -> None:
         for node in naming.all_nodes(held):
             name = targets.operator_name(node.target) if node.op == "call_function" else ""
+            targets.refuse_unknown(name, node)
             if targets.is_ordering(name):
                 raise UnsupportedError(
                     f"node {call.node.name!r} calls {name} in a subgraph that may run any number "
