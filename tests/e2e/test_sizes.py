@@ -15,6 +15,7 @@ from tests.support.pool import Pool
 
 from interlace.errors import ExecutorError, InterlaceError
 from interlace.ir import parse
+from interlace.ir.communication import exchanged_sizes
 from interlace.ir.sizes import numbers
 from interlace.options import Options
 from interlace.passes import run_pipeline
@@ -181,3 +182,57 @@ def run_tokens() -> list[bool]:
 
 def test_sizes_that_no_exchange_depends_on_may_differ(pool: Pool) -> None:
     assert pool(2).run(run_tokens, time_out_s=60) == [[True] * 4] * 2
+
+
+APART = """
+def f(tp: Team[[0, 1, 2]], S: Size[16], x: f32[S], c: f32[4], y: out[f32[S]], d: out[f32[4]]):
+    ranks({rank})
+    main: {op}
+    main: all_reduce(c, d, reduce="sum", team=tp)
+"""
+OPS = ("send(x, peer=1, team=tp)\n    main: copy(x, y)", "recv(y, peer=0, team=tp)", "copy(x, y)")
+
+
+def run_apart() -> list[float]:
+    """On one rank: results where two ranks alone exchange a size that all three know."""
+    rank = dist.get_rank()
+    program, results = parse(APART.format(rank=rank, op=OPS[rank])), list[float]()
+    options = Options(time_out_s=20)
+    with Executor(program, groups={"tp": world_group()}, options=options).prepare() as executor:
+        for size in (16, 20, 16):
+            y, d = torch.zeros(size), torch.zeros(4)
+            executor.run([torch.full((size,), 1.0 + rank), torch.ones(4)], [y, d])
+            results += [y[0].item(), d[0].item()]
+    return results
+
+
+def test_sizes_that_any_rank_exchanges_are_the_same_on_all(pool: Pool) -> None:
+    assert pool(3).run(run_apart, time_out_s=60) == [[1.0, 3.0] * 3] * 2 + [[3.0, 3.0] * 3]
+
+
+def test_a_place_in_a_peers_memory_is_exchanged() -> None:
+    program = parse("""
+def f(tp: Team[2], S: Size[10], T: Size[3], x: f32[S], z: f32[T], y: out[f32[4]]):
+    s = alloc(f32[256], symmetric=tp)
+    main: put(x[0:4], s[S:S + 4], peer=tp.rank + 1)
+    main: notify(here, to=tp.others, value=1)
+    main: expect(here, tp.others, value=1)
+    main: copy(s[S:S + 4], y)
+    main: free(s)
+""")
+    assert exchanged_sizes(program) == {"S"}
+
+
+def test_memory_of_a_bounded_size_is_for_a_bucket() -> None:
+    program = run_pipeline(
+        parse("""
+def f(tp: Team[2], S: Size[40], x: f32[S], y: out[f32[S]]):
+    assume(S <= 262144)
+    main: call("aten.mul.Tensor", x, 2.0, out=(a := f32[S]))
+    main: call("aten.mul.Tensor", a, 2.0, out=(b := f32[S]))
+    main: call("aten.add.Tensor", a, b, out=y)
+"""),
+        LOWER.format("strategy=serial"),
+    )
+    (size,) = program.sizes.sizes
+    assert size.high == 63

@@ -33,14 +33,18 @@ def told(program: Program) -> str:
 def exchanged_sizes(program: Program) -> frozenset[str]:
     """The named sizes that what ranks exchange depends on: all ranks must run the same of them."""
     tables = [size for table in program.tables for size in table.values]
-    shared = [b for b in program.buffers().values() if b.kind == "symmetric" or b.registered]
-    found = [*tables, *_dimensions(shared)]
+    buffers = program.buffers().values()
+    shared = {b.name: b for b in buffers if b.kind == "symmetric" or b.registered}
+    found: list[object] = [*tables, *_dimensions(shared.values())]
     box = program.boxes(program.world[0] if program.rank is None else program.rank)
     with deciding(program.sizes):
         for op in _single(program):
-            if isinstance(op, _BETWEEN_RANKS):
-                for access in (*op.reads(), *op.writes()):
-                    found += box(access.view).sizes
+            between = isinstance(op, _BETWEEN_RANKS)
+            for access in (*op.reads(), *op.writes()):
+                reached = access.view.buffer in shared  # by peers, where this rank does not look
+                if between or reached:
+                    part = box(access.view)
+                    found += (*part.sizes, *part.strides, part.offset) if reached else part.sizes
     return names_of(found)
 
 

@@ -32,6 +32,7 @@ from interlace.ir import (
 )
 from interlace.ir.communication import exchanged_sizes
 from interlace.ir.size_class import deciding
+from interlace.ir.sizes import MOST
 from interlace.options import Options
 from interlace.passes.accumulate import Accumulate
 from interlace.passes.decompose import Decompose
@@ -110,10 +111,13 @@ def run_pipeline(
 
     `on_pass` sees each pass with the Program it made. With `check`, every Program between is
     validated, and the last one must be sound. What is made of a Program with named sizes is for the
-    bucket of those at hand, but for sizes that are no other rank's concern: ranks whose numbers of
-    tokens differ, say, stay in one class.
+    bucket of those at hand, but for sizes without bounds that are no other rank's concern: ranks
+    whose numbers of tokens differ, say, stay in one class.
     """
-    program = program.replace(sizes=program.sizes.bucket(exchanged_sizes(program), alike=True))
+    if program.sizes.sizes:
+        bounded = {size.name for size in program.sizes.sizes if size.high < MOST}
+        names = exchanged_sizes(program) | bounded
+        program = program.replace(sizes=program.sizes.bucket(names, alike=True))
     for item in parse_pipeline(passes) if isinstance(passes, str) else passes:
         with deciding(program.sizes) as known:
             made = item.run(program)

@@ -215,9 +215,8 @@ class Executor:
             for team in teams:
                 team.setup(limit)
             self._own = self.program.instantiate(self.rank)
-            self.sizes = self.agreement.report.sizes.bucket(
-                exchanged_sizes(self._own) | lasting_sizes(self._own)
-            )
+            self._exchanged, lasting = self._classed(self.agreement)
+            self.sizes = self.agreement.report.sizes.bucket(self._exchanged | lasting)
             self._measures = measures(self._own, self.sizes)
             if self._own.sizes.sizes or self.sizes.sizes:
                 self._fix(self._not_classed(self.agreement))
@@ -265,6 +264,15 @@ class Executor:
         if asked is None and self.options.transport != "auto":
             asked = self.options.transport
         return self._teams[team].backend_name(asked, self.device.type)
+
+    def _classed(self, agreement: Agreement) -> tuple[frozenset[str], frozenset[str]]:
+        """Returns the sizes that any rank's exchanges, and its lasting memory, depend on: the same
+        on all ranks, whose tags and bounds are then alike."""
+        if not self._own.sizes.sizes:
+            return frozenset(), frozenset()
+        programs = agreement.programs(self.program, self.rank) if agreement.texts else (self._own,)
+        exchanged = frozenset[str]().union(*map(exchanged_sizes, programs))
+        return exchanged, frozenset[str]().union(*map(lasting_sizes, programs))
 
     def _not_classed(self, agreement: Agreement) -> str:
         """Why there is one size alone to run, if so."""
@@ -317,8 +325,8 @@ class Executor:
         params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
         facts = self.device, *known, run_sizes
         # Sizes that no exchange depends on may be others on each rank.
-        met = exchanged_sizes(program) if program.sizes.sizes else ()
-        tag_at = functools.partial(agreement.tag_at, [name in met for name in run_sizes.values])
+        met = [name in self._exchanged for name in run_sizes.values]
+        tag_at = functools.partial(agreement.tag_at, met)
         text = None if agreement.texts else Flight(self.program, self.rank).text
         label = RunLabel(program.name, tag_at, run_sizes, text)
         label.carry(self._origin)
