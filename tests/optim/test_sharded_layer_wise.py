@@ -352,8 +352,6 @@ def wrongs(seed: int) -> list[str]:
         model(seed), mesh=layerwise.mesh(), shard_placement_fn=lambda p: Shard(p.dim() - 1)
     )
     expect(UnsupportedError, lambda: wrapped(muon(columns), columns))
-    with pytest.raises(OptionError, match=r"fix: LayerWise\(optimizer, module, mesh\)"):
-        _ = interlace.optim.ShardedLayerWise
     return told
 
 
@@ -362,6 +360,31 @@ def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
         assert "SGD is neither interlace.optim.Muon nor torch.optim.Muon" in kind
         assert "head.weight is not sharded" in plain
         assert "head.weight of shape (8, 24) has the placements (Shard(dim=1),)" in columns
+
+
+def test_the_class_that_went_is_no_attribute() -> None:
+    told = r"fix: LayerWise\(optimizer, module, mesh\)"
+    with pytest.raises(OptionError, match=told):
+        _ = interlace.optim.ShardedLayerWise
+    with pytest.raises(OptionError, match=told):
+        exec("from interlace.optim import ShardedLayerWise")
+    assert not hasattr(interlace.optim, "ShardedLayerWise")
+
+
+def zeroed(seed: int) -> list[bool]:
+    """Gradients of fully_shard are 0 with `set_to_none=False`, else None."""
+    module, found = sharded(seed), list[bool]()
+    with wrapped(muon(module), module) as optimizing:
+        module(batch(seed, 0)).square().mean().backward()
+        optimizing.zero_grad(set_to_none=False)
+        found.append(all(not full({"": p.grad})[""].any() for p in module.parameters()))
+        optimizing.zero_grad()
+        found.append(all(p.grad is None for p in module.parameters()))
+    return found
+
+
+def test_gradients_are_zeroed_or_none(pool: Pool, seed: int) -> None:
+    assert pool(2).run(zeroed, seed) == [[True, True]] * 2
 
 
 def killed(seed: int, victim: int) -> str:

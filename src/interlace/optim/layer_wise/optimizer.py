@@ -259,10 +259,12 @@ class LayerWise:
         self._weights.start_rest(wait=not self._overlap)
 
     @eager
-    def zero_grad(self) -> None:
-        """Begins a new step: gradients are 0, or None under DistributedDataParallel."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begins a new step: gradients are 0; where LayerWise does not reduce them, None, unless
+        `set_to_none=False`.
+        """
         if self._reducer is None:
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none)
             return
         self._finish_going()  # this step is left out
         self._reducer.zero()
