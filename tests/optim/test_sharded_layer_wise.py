@@ -19,6 +19,8 @@ from tests.optim.test_layer_wise_courses import torch_copy
 from tests.optim.test_ownership import LLAMAS, llama
 from tests.support.pool import Died, Pool
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -330,6 +332,22 @@ def test_goes_on_from_a_checkpoint(pool: Pool, world: int, seed: int, tmp_path: 
     before = pool(4).run(through_a_checkpoint, seed, str(tmp_path), True)
     after = pool(world).run(through_a_checkpoint, seed, str(tmp_path), False)
     checkpoints.check(before, after, same=world == 4)
+
+
+def from_torch(seed: int) -> bool:
+    """A state that torch saved of wrapped modules has the same names, and is loaded."""
+    module = model(seed, Uneven)
+    module.blocks[0] = checkpoint_wrapper(module.blocks[0])
+    optimizer = muon(fully_shard(module, mesh=layerwise.mesh()), "torch")
+    with wrapped(optimizer, module) as optimizing:
+        train(optimizing, module, seed, range(1), None)
+        state: Any = get_optimizer_state_dict(module, optimizer)
+        optimizing.load_state_dict(state)
+        return state["state"].keys() == optimizing.state_dict()["state"].keys()
+
+
+def test_takes_torchs_state_of_wrapped_modules(pool: Pool, seed: int) -> None:
+    assert pool(2).run(from_torch, seed) == [True] * 2
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -131,10 +132,16 @@ def parameters_of(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Param
 
 
 def named(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names that they have without what DDP and torch.compile wrap around."""
+    """Parameters by the names that torch's states have: without what DDP, torch.compile and
+    checkpoint_wrapper wrap around.
+    """
     wrapped = uncompiled(module)
     inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-    return {name.replace("_orig_mod.", ""): param for name, param in inner.named_parameters()}
+    return {_unwrapped(name): param for name, param in inner.named_parameters()}
+
+
+def _unwrapped(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace(_CHECKPOINT_PREFIX, "")
 
 
 def rounds_at_random(group: dict[str, Any]) -> bool:
