@@ -23,7 +23,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.optim import Optimizer
 
 import interlace.optim
@@ -314,6 +319,56 @@ def test_work_is_even_in_the_pipeline(name: str, most_ranks: int) -> None:
                 now[owner] += items[number].cost
             ended.append(max(now))
         assert max(now) * ranks <= 1.15 * sum(item.cost for item in items), ranks
+
+
+# -- norms ----------------------------------------------------------------------------------------
+
+
+class Embedded(nn.Module):
+    """A tensor-parallel embedding and norm, and a matrix that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.matrix = nn.Embedding(16, 8), nn.Linear(8, 8, bias=False)
+        self.alone = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.alone(self.matrix(self.embedding(x)))
+
+
+def beside_tensor_parallelism(seed: int, norm_type: float) -> list[float]:
+    """The norm of LayerWise, that of whole gradients, and the latter once clipped to 0.5."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module: Any = model(seed, Embedded)
+    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    columns = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(module, mesh["tp"], {"embedding": rows, "alone": columns})
+    fully_shard(module, mesh=mesh["dp"], ignored_params={module.alone.weight})
+    rest = [module.embedding.weight, module.alone.weight]
+    optimizer = Muon([{"params": [module.matrix.weight]}, {"params": rest, "use_muon": False}])
+
+    def whole() -> float:
+        grads = [full({"": p.grad})[""].flatten() for p in module.parameters()]
+        return torch.linalg.vector_norm(torch.cat(grads), norm_type).item()
+
+    with LayerWise(optimizer, module, mesh["dp"], options=Options(time_out_s=20)) as optimizing:
+        torch.manual_seed(seed + mesh["dp"].get_local_rank())
+        module(torch.randint(16, (32,))).square().sum().backward()
+        dist.all_reduce(module.alone.weight.grad.to_local(), group=mesh.get_group("dp"))
+        wanted = whole()
+        return [optimizing.clip_grad_norm_(0.5, norm_type).item(), wanted, whole()]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_norms_count_the_shards_of_tensor_parallelism(
+    pool: Pool, norm_type: float, seed: int
+) -> None:
+    found = pool(4).run(beside_tensor_parallelism, seed, norm_type)
+    assert len({norm for norm, _, _ in found}) == 1
+    for norm, wanted, clipped in found:
+        assert norm == pytest.approx(wanted, rel=1e-5)
+        assert norm > 0.5
+        assert clipped == pytest.approx(0.5, rel=1e-4)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
