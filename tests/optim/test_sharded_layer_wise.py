@@ -19,9 +19,16 @@ from tests.optim.test_layer_wise_courses import torch_copy
 from tests.optim.test_ownership import LLAMAS, llama
 from tests.support.pool import Died, Pool
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.optim import Optimizer
 
 import interlace.optim
@@ -314,6 +321,56 @@ def test_work_is_even_in_the_pipeline(name: str, most_ranks: int) -> None:
         assert max(now) * ranks <= 1.15 * sum(item.cost for item in items), ranks
 
 
+# -- norms ----------------------------------------------------------------------------------------
+
+
+class Embedded(nn.Module):
+    """A tensor-parallel embedding and norm, and a matrix that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.matrix = nn.Embedding(16, 8), nn.Linear(8, 8, bias=False)
+        self.alone = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.alone(self.matrix(self.embedding(x)))
+
+
+def beside_tensor_parallelism(seed: int, norm_type: float) -> list[float]:
+    """The norm of LayerWise, that of whole gradients, and the latter once clipped to 0.5."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module: Any = model(seed, Embedded)
+    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    columns = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(module, mesh["tp"], {"embedding": rows, "alone": columns})
+    fully_shard(module, mesh=mesh["dp"], ignored_params={module.alone.weight})
+    rest = [module.embedding.weight, module.alone.weight]
+    optimizer = Muon([{"params": [module.matrix.weight]}, {"params": rest, "use_muon": False}])
+
+    def whole() -> float:
+        grads = [full({"": p.grad})[""].flatten() for p in module.parameters()]
+        return torch.linalg.vector_norm(torch.cat(grads), norm_type).item()
+
+    with LayerWise(optimizer, module, mesh["dp"], options=Options(time_out_s=20)) as optimizing:
+        torch.manual_seed(seed + mesh["dp"].get_local_rank())
+        module(torch.randint(16, (32,))).square().sum().backward()
+        dist.all_reduce(module.alone.weight.grad.to_local(), group=mesh.get_group("dp"))
+        wanted = whole()
+        return [optimizing.clip_grad_norm_(0.5, norm_type).item(), wanted, whole()]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_norms_count_the_shards_of_tensor_parallelism(
+    pool: Pool, norm_type: float, seed: int
+) -> None:
+    found = pool(4).run(beside_tensor_parallelism, seed, norm_type)
+    assert len({norm for norm, _, _ in found}) == 1
+    for norm, wanted, clipped in found:
+        assert norm == pytest.approx(wanted, rel=1e-5)
+        assert norm > 0.5
+        assert clipped == pytest.approx(0.5, rel=1e-4)
+
+
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
@@ -330,6 +387,22 @@ def test_goes_on_from_a_checkpoint(pool: Pool, world: int, seed: int, tmp_path: 
     before = pool(4).run(through_a_checkpoint, seed, str(tmp_path), True)
     after = pool(world).run(through_a_checkpoint, seed, str(tmp_path), False)
     checkpoints.check(before, after, same=world == 4)
+
+
+def from_torch(seed: int) -> bool:
+    """A state that torch saved of wrapped modules has the same names, and is loaded."""
+    module = model(seed, Uneven)
+    module.blocks[0] = checkpoint_wrapper(module.blocks[0])
+    optimizer = muon(fully_shard(module, mesh=layerwise.mesh()), "torch")
+    with wrapped(optimizer, module) as optimizing:
+        train(optimizing, module, seed, range(1), None)
+        state: Any = get_optimizer_state_dict(module, optimizer)
+        optimizing.load_state_dict(state)
+        return state["state"].keys() == optimizing.state_dict()["state"].keys()
+
+
+def test_takes_torchs_state_of_wrapped_modules(pool: Pool, seed: int) -> None:
+    assert pool(2).run(from_torch, seed) == [True] * 2
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -352,8 +425,6 @@ def wrongs(seed: int) -> list[str]:
         model(seed), mesh=layerwise.mesh(), shard_placement_fn=lambda p: Shard(p.dim() - 1)
     )
     expect(UnsupportedError, lambda: wrapped(muon(columns), columns))
-    with pytest.raises(OptionError, match=r"fix: LayerWise\(optimizer, module, mesh\)"):
-        _ = interlace.optim.ShardedLayerWise
     return told
 
 
@@ -362,6 +433,31 @@ def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
         assert "SGD is neither interlace.optim.Muon nor torch.optim.Muon" in kind
         assert "head.weight is not sharded" in plain
         assert "head.weight of shape (8, 24) has the placements (Shard(dim=1),)" in columns
+
+
+def test_the_class_that_went_is_no_attribute() -> None:
+    told = r"fix: LayerWise\(optimizer, module, mesh\)"
+    with pytest.raises(OptionError, match=told):
+        _ = interlace.optim.ShardedLayerWise
+    with pytest.raises(OptionError, match=told):
+        exec("from interlace.optim import ShardedLayerWise")
+    assert not hasattr(interlace.optim, "ShardedLayerWise")
+
+
+def zeroed(seed: int) -> list[bool]:
+    """Gradients of fully_shard are 0 with `set_to_none=False`, else None."""
+    module, found = sharded(seed), list[bool]()
+    with wrapped(muon(module), module) as optimizing:
+        module(batch(seed, 0)).square().mean().backward()
+        optimizing.zero_grad(set_to_none=False)
+        found.append(all(not full({"": p.grad})[""].any() for p in module.parameters()))
+        optimizing.zero_grad()
+        found.append(all(p.grad is None for p in module.parameters()))
+    return found
+
+
+def test_gradients_are_zeroed_or_none(pool: Pool, seed: int) -> None:
+    assert pool(2).run(zeroed, seed) == [[True, True]] * 2
 
 
 def killed(seed: int, victim: int) -> str:

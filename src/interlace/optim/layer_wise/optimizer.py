@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -59,7 +60,9 @@ from interlace.optim.layer_wise.update_plan import (
     UpdatePlan,
     hash_of,
     is_sharded,
+    lies_over,
     like,
+    other_shards,
     parameters_of,
     planned,
     uncompiled,
@@ -161,6 +164,12 @@ class LayerWise:
             )
         plan = planned(optimizer, params, mesh, shards=shards, bucket_bytes=bucket_bytes)
         self._plan, self._pipeline = plan, None
+        self._other_shards = other_shards(plan.params, mesh) if plan.in_place else {}
+        self._apart = [
+            lies_over(param, mesh) if plan.in_place and is_sharded(param) else self._differs(param)
+            for param in plan.params
+        ]
+        """True for each Parameter of which the ranks of `norms` hold different parts."""
         if plan.in_place:
             overlap = chosen.overlap and overlap_param_gather
             self._pipeline = ShardPipeline(optimizer, params, mesh, bucket_bytes, overlap)
@@ -259,10 +268,12 @@ class LayerWise:
         self._weights.start_rest(wait=not self._overlap)
 
     @eager
-    def zero_grad(self) -> None:
-        """Begins a new step: gradients are 0, or None under DistributedDataParallel."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begins a new step: gradients are 0; where LayerWise does not reduce them, None, unless
+        `set_to_none=False`.
+        """
         if self._reducer is None:
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none)
             return
         self._finish_going()  # this step is left out
         self._reducer.zero()
@@ -309,12 +320,19 @@ class LayerWise:
         """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
         shard, shards = self._plan.shard, self._plan.shards
+        own = norms.new_zeros(len(self._acting))
         for number, acting in enumerate(self._acting):
-            sharded = self._differs(self._plan.params[number])
-            if acting in grads and (shard == 0 or sharded):
-                grad = grads[acting]
-                norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
-                norms[number * shards + shard] = norm
+            if (grad := grads.get(acting)) is not None:
+                own[number] = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+        for group, numbers in self._other_shards.items():
+            places = [*numbers]
+            parts = norms.new_empty(group.size() * len(places))
+            dist.all_gather_into_tensor(parts, own[places], group)
+            parts = parts.view(group.size(), len(places))
+            own[places] = torch.linalg.vector_norm(parts, norm_type, dim=0)
+        for number, apart in enumerate(self._apart):
+            if shard == 0 or apart:
+                norms[number * shards + shard] = own[number]
         self._share("norms")
         return torch.linalg.vector_norm(norms, norm_type)
 

@@ -7,13 +7,14 @@ plan.is_mine(0)                                   # whether this rank updates th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -131,10 +132,16 @@ def parameters_of(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Param
 
 
 def named(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names that they have without what DDP and torch.compile wrap around."""
+    """Parameters by the names that torch's states have: without what DDP, torch.compile and
+    checkpoint_wrapper wrap around.
+    """
     wrapped = uncompiled(module)
     inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-    return {name.replace("_orig_mod.", ""): param for name, param in inner.named_parameters()}
+    return {_unwrapped(name): param for name, param in inner.named_parameters()}
+
+
+def _unwrapped(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace(_CHECKPOINT_PREFIX, "")
 
 
 def rounds_at_random(group: dict[str, Any]) -> bool:
@@ -242,8 +249,31 @@ def lies_over(param: Tensor, mesh: DeviceMesh) -> bool:
     """True if a parameter is sharded over the ranks of this mesh, as `fully_shard` does."""
     if not isinstance(param, DTensor):
         return False
-    ranks = mesh.mesh.flatten().tolist()
-    return any(
-        placement.is_shard() and ranks == dist.get_process_group_ranks(group_of_mesh(over, axis))
-        for over, (axis, placement) in ((param.device_mesh, p) for p in enumerate(param.placements))
-    )
+    return any(_ranks_of(group) == _ranks(mesh) for group in _shard_groups(param))
+
+
+def other_shards(
+    params: Sequence[Tensor], mesh: DeviceMesh
+) -> dict[dist.ProcessGroup, tuple[int, ...]]:
+    """Groups of other ranks than the mesh's that Parameters are sharded over (tensor parallelism
+    beside `fully_shard`), each with the numbers of these. In an order that all ranks share.
+    """
+    found: dict[dist.ProcessGroup, tuple[int, ...]] = {}
+    for number, param in enumerate(params):
+        for group in _shard_groups(param) if isinstance(param, DTensor) else ():
+            if group.size() > 1 and _ranks_of(group) != _ranks(mesh):
+                found[group] = (*found.get(group, ()), number)
+    return found
+
+
+def _shard_groups(param: DTensor) -> list[dist.ProcessGroup]:
+    """Groups whose ranks hold different parts, one for each dimension that shards."""
+    return [
+        group_of_mesh(param.device_mesh, axis)
+        for axis, placement in enumerate(param.placements)
+        if not placement.is_replicate()  # _StridedShard is no Shard
+    ]
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)

@@ -201,6 +201,9 @@ class Muon(KeepsStates):
                 f"a group has use_muon={own['use_muon']} here and {group['use_muon']} in the "
                 "checkpoint: make the groups as they were when it was saved"
             )
+        if own["use_muon"]:
+            loaded = {**own, **group}
+            coefficients(loaded["ns_coefficients"], loaded["ns_steps"])
 
     def _fit(self, name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
         if not group["use_muon"]:
