@@ -95,10 +95,6 @@ class OptionError(InterlaceError):
     """An option has an invalid value."""
 
 
-class RemovedError(OptionError, AttributeError):
-    """A module has a name of a former release no more; the message says what serves instead."""
-
-
 class CacheWarning(UserWarning):
     """A cache is too small, so the same calls are compiled repeatedly; warned once per cache."""
 

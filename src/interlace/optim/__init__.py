@@ -6,9 +6,7 @@ optimizer = AdamW(model.parameters(), lr=3e-4, exp_avg_sq_dtype=torch.bfloat16)
 optimizer = Muon(muon_groups(model), lr=0.02, adamw={"lr": 3e-4})
 """
 
-import sys
-
-from interlace.errors import OptionError, RemovedError
+from interlace.errors import OptionError
 from interlace.optim.adamw import Adam, AdamW
 from interlace.optim.grad_accumulator import GradAccumulator
 from interlace.optim.grad_reducer import GradReducer
@@ -23,12 +21,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Raises RemovedError for the class of a former release, OptionError where it is imported: of
-    an AttributeError the words are lost there.
-    """
+    """Raises OptionError for the class of a former release."""
     if name == "ShardedLayerWise":
-        importing = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
-        raise (OptionError if importing else RemovedError)(
+        raise OptionError(
             "ShardedLayerWise is a part of LayerWise now. fix: LayerWise(optimizer, module, mesh), "
             "where mesh is the dimension of fully_shard's mesh that shards"
         )
