@@ -84,7 +84,7 @@ NAMED: Mapping[str, tuple[Triple, ...]] = {
 }  # fmt: skip
 """Sets that had names in former releases, whose last triple was repeated, for messages alone."""
 CYCLED = ("quintic", "aol")
-"""Those that began anew after their last triple."""
+"""Sets that began anew after their last triple."""
 
 
 def coefficients(given: object, steps: int) -> tuple[Triple, ...]:
