@@ -290,7 +290,7 @@ class Executor:
         """Leaves nothing but the sizes at hand, where there is a reason to."""
         if not why:
             return
-        self.single = why
+        self.single, self._exchanged = why, frozenset()
         self.sizes = self.program.sizes.alone()
         self._measures = measures(self.program.instantiate(self.rank), self.sizes)
         self._own = self._own.at(self.sizes.values)
