@@ -31,7 +31,7 @@ from interlace.ir import (
     parse,
     validate,
 )
-from interlace.ir.build.ops import CollectiveName
+from interlace.ir.build import CollectiveName
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -18,9 +18,7 @@ Nothing here imports torch.
 """
 
 from interlace.ir.box import Box
-from interlace.ir.build.builder import Builder
-from interlace.ir.build.ops import Handle
-from interlace.ir.checks.validate import validate
+from interlace.ir.build import Builder, Handle
 from interlace.ir.ops import (
     KINDS,
     Access,
@@ -76,6 +74,7 @@ from interlace.ir.types import (
     Where,
     contiguous_strides,
 )
+from interlace.ir.validate import validate
 from interlace.ir.view import (
     AsStrided,
     Cast,

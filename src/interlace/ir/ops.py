@@ -17,10 +17,9 @@ from functools import lru_cache
 from typing import ClassVar
 
 from interlace.ir.collective_kinds import KINDS
-from interlace.ir.fields import COMMON, NAME, TEAM, written
 from interlace.ir.operator_facts import NOTHING, Facts, facts_of
 from interlace.ir.sizes import Size
-from interlace.ir.types import Buffer, DType, Index, Others
+from interlace.ir.types import COMMON, NAME, TEAM, Buffer, DType, Index, Others, written
 from interlace.ir.view import View
 
 RNG = View("rng")

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from interlace.errors import OptionError, ProgramError
-from interlace.ir.fields import NAMES, form_of, written
 from interlace.ir.ops import Arg, Name, Op
+from interlace.ir.roles import form_of
 from interlace.ir.size_class import FIXED, SizeClass
 from interlace.ir.sizes import DECIDER, Int, Size, named
-from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned
+from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned, written
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
 Sized = TypeVar("Sized", Buffer, Table, Step)
@@ -292,10 +292,7 @@ def map_values(op: Op, change: Callable[[object], object]) -> Op:
 @functools.cache
 def _mapped_fields(kind: type[Op]) -> tuple[str, ...]:
     """The fields that may hold more than names, numbers and flags."""
-    return tuple(each.name for each in form_of(kind).fields if each.role not in _PLAIN)
-
-
-_PLAIN = frozenset({"string", *NAMES, "integer", "flag"})
+    return tuple(each.name for each in form_of(kind).fields if not each.role.plain)
 
 
 def _mapped(value: Any, change: Callable[[object], object]) -> Any:

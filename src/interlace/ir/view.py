@@ -19,7 +19,6 @@ from typing import ClassVar, Self, assert_never
 from interlace.errors import ProgramError
 from interlace.ir.box import Box as Box
 from interlace.ir.box import byte_runs as byte_runs
-from interlace.ir.fields import written
 from interlace.ir.sizes import Int
 from interlace.ir.types import (
     Buffer,
@@ -31,6 +30,7 @@ from interlace.ir.types import (
     TableEntry,
     Where,
     contiguous_strides,
+    written,
 )
 
 

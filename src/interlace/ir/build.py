@@ -1,49 +1,63 @@
-"""The builder's ops, a method for each, and the handles that they take: views written by hand.
+"""The builder: a Program written in Python, by hand or by code. Leaving the `with` validates it.
 
-full[p.tp.rank + 1]        chunk 1 further than this rank's, of as many as the team has ranks
-x[:, 0:8].permute(1, 0)    a slice, then the steps that torch has
+with interlace.program("gather", team=2) as p:
+    x, y = p.input("x", "f32", (2, 4)), p.output("y", "f32", (4, 4))
+    full = p.alloc("full", "f32", (4, 4), symmetric=p.tp)
+    p.copy(x, full[p.tp.rank])
+    p.notify("ready", to=p.tp.others)
+    p.expect("ready", p.tp.rank + 1)
+    p.get(full[p.tp.rank + 1], peer=p.tp.rank + 1)
+    p.copy(full, y)
+    p.free(full)
+print(p.program)
+
+Views are handles: `full[p.tp.rank + 1]` is the chunk after this rank's, of as many as the team has
+ranks; `x[:, 0:8].permute(1, 0)` is a slice, then the steps that torch has.
+
+Note [Generated methods]
+    Each op has a method of the word that the text has for it, with its fields as arguments: made
+    from the op's form (roles.py), and its values by their roles. The class states signatures and
+    docstrings of these methods for type checkers and readers; a test holds them against the forms.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, Literal, Protocol, TypedDict, Unpack, cast
 
 from interlace.errors import ProgramError
-from interlace.ir.fields import form_of
+from interlace.ir.collective_kinds import KINDS
 from interlace.ir.ops import (
-    KINDS,
+    Alloc,
     Arg,
     Call,
     Collective,
-    Copy,
-    Expect,
     Free,
     Fused,
     FusedKernel,
     FusedMember,
-    Get,
     Group,
-    HostSync,
     Loc,
     Name,
-    Notify,
     Op,
-    Put,
     Record,
     Recv,
     Send,
-    Wait,
 )
-from interlace.ir.program import Program
-from interlace.ir.sizes import Int
+from interlace.ir.program import Node, Program, Region, Remark, Site
+from interlace.ir.roles import TEAM, Form, form_of, op_words
+from interlace.ir.size_class import FIXED, NamedSize, SizeClass
+from interlace.ir.sizes import Int, Size, named
 from interlace.ir.text.printer import print_view
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
     Buffer,
+    Dim,
     DType,
     Index,
     Others,
@@ -53,7 +67,34 @@ from interlace.ir.types import (
     even_parts,
     team_sizes,
 )
+from interlace.ir.validate import validate
 from interlace.ir.view import Cast, Step, Steps, View
+
+
+def program(
+    name: str = "main",
+    *,
+    team: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Builder:
+    """A builder of a Program, to be used as `with interlace.program("name", team=4) as p:`.
+
+    `team=4` is one team named `tp`; `mesh={"dp": 2, "tp": 4}` names the axes of a mesh; `groups`
+    adds teams of global ranks, such as `{"pipe": [[0, 2], [1, 3]]}`; `ranks` are the global ranks
+    that run the Program, where it is not the whole mesh.
+    """
+    axes = dict(mesh or {})
+    if team is not None:
+        if "tp" in axes:
+            raise ProgramError("give `team` or a mesh axis `tp`, not both")
+        axes["tp"] = team
+    teams = [Team(axis, size) for axis, size in axes.items()]
+    for key, listed in (groups or {}).items():
+        found = tuple(tuple(group) for group in listed)
+        teams.append(Team(key, len(found[0]) if found else 0, found))
+    return Builder(name, tuple(teams), None if ranks is None else tuple(ranks))
 
 
 class TorchDType(Protocol):
@@ -199,10 +240,22 @@ CollectiveName = Literal[
 """The names in `KINDS`."""
 
 
-class BuilderOps:
-    """Emits ops onto the current stream, for the current site and module."""
+class SiteOptions(TypedDict, total=False):
+    """The strategy of a site, its times and the reason for it."""
 
-    def __init__(self, teams: tuple[Team, ...], ranks: tuple[int, ...] | None) -> None:
+    strategy: str
+    protocol: str | None
+    chunks: int | None
+    reason: str
+    serial_ms: float | None
+    predicted_ms: float | None
+
+
+class Builder:
+    """Collects the ops of one Program; `p.tp` is the team of that name."""
+
+    def __init__(self, name: str, teams: tuple[Team, ...], ranks: tuple[int, ...] | None) -> None:
+        self.name = name
         self.scope = Scope(teams, ranks)
         self.ops: list[Op] = []
         self.pending: dict[str, Buffer] = {}
@@ -213,6 +266,188 @@ class BuilderOps:
         self.open_fused: list[tuple[FusedMember, ...]] | None = None
         self.open_part: list[FusedMember] | None = None
         self.num_events = 0
+        self.sizes: SizeClass = FIXED
+        """The named sizes, and which values of them the Program is for."""
+        self.params: list[Buffer] = []
+        self.regions: list[Region] = []
+        self.sites: list[Site] = []
+        self.remarks: list[Remark] = []
+        self.results: tuple[Arg, ...] | None = None
+        self._program: Program | None = None
+
+    def __getattr__(self, name: str) -> Team:
+        scope: Scope | None = self.__dict__.get("scope")
+        teams = {team.name: team for team in scope.teams} if scope else {}
+        if name not in teams:
+            fix = did_you_mean(
+                name, [*teams, *(name for name in dir(Builder) if name[0] != "_")], "teams are"
+            )
+            raise AttributeError(
+                f"no team, and nothing else of a builder, is named {name!r}: {fix}"
+            )
+        return teams[name]
+
+    def __enter__(self) -> Builder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.build()
+
+    @property
+    def program(self) -> Program:
+        """The Program that was built."""
+        return self._program if self._program is not None else self.build()
+
+    def build(self) -> Program:
+        """The validated Program of what was written so far."""
+        self._program = validate(
+            Program(
+                name=self.name,
+                teams=self.scope.teams,
+                sizes=self.sizes,
+                tables=tuple(self.scope.tables.values()),
+                params=tuple(self.params),
+                ops=tuple(self.ops),
+                results=self.results,
+                regions=tuple(self.regions),
+                sites=tuple(self.sites),
+                remarks=tuple(self.remarks),
+                ranks=self.scope.ranks,
+            )
+        )
+        return self._program
+
+    def size(self, name: str, value: int) -> Size:
+        """A size that differs from run to run; decisions are made for `value`."""
+        if name in self.sizes.values:
+            raise ProgramError(f"size {name!r} is declared twice: give the second another name")
+        self.sizes = SizeClass((*self.sizes.sizes, NamedSize(name, value)), self.sizes.facts)
+        return named(name)
+
+    def table(self, name: str, values: Sequence[int], team: TeamOrName = None) -> Table:
+        """One integer for each rank of a team; `rows[p.tp.rank]` is this rank's."""
+        table = Table(name, self.team_name(team), tuple(values))
+        if name in self.scope.tables:
+            raise ProgramError(f"table {name!r} is declared twice: give the second another name")
+        self.scope.tables[name] = table
+        return table
+
+    def input(
+        self,
+        name: str,
+        dtype: ElementType,
+        shape: Sequence[Dim],
+        *,
+        strides: Sequence[int] | None = None,
+        registered: TeamOrName = None,
+    ) -> Handle:
+        """A tensor that the caller gives.
+
+        With `registered` it is the same tensor in every run, which peers of that team read and
+        write where it lies.
+        """
+        return self._param(self._buffer(name, dtype, shape, "input", strides, registered))
+
+    def output(
+        self,
+        name: str,
+        dtype: ElementType,
+        shape: Sequence[Dim],
+        *,
+        strides: Sequence[int] | None = None,
+        registered: TeamOrName = None,
+    ) -> Handle:
+        """A tensor that a run fills and returns; `registered` as for inputs."""
+        return self._param(self._buffer(name, dtype, shape, "output", strides, registered))
+
+    def alloc(
+        self,
+        name: str,
+        dtype: ElementType,
+        shape: Sequence[Dim],
+        *,
+        symmetric: TeamOrName = None,
+        strides: Sequence[int] | None = None,
+        storage: str | None = None,
+        offset: int = 0,
+    ) -> Handle:
+        """Memory of the Executor's; with `symmetric`, present on every rank of that team."""
+        kind = "local" if symmetric is None else "symmetric"
+        placed = {"storage": storage, "offset": offset}
+        buffer = self._buffer(name, dtype, shape, kind, strides, symmetric, **placed)
+        self.add(Alloc, buffer=buffer)
+        return self.handle(buffer)
+
+    def empty(
+        self,
+        name: str,
+        dtype: ElementType,
+        shape: Sequence[Dim],
+        *,
+        strides: Sequence[int] | None = None,
+    ) -> Handle:
+        """Memory that torch allocates in every run: the only kind that may be returned."""
+        buffer = self._buffer(name, dtype, shape, "fresh", strides)
+        self.add(Alloc, buffer=buffer)
+        return self.handle(buffer)
+
+    def fresh(
+        self,
+        name: str,
+        dtype: ElementType,
+        shape: Sequence[Dim],
+        *,
+        strides: Sequence[int] | None = None,
+    ) -> Handle:
+        """A buffer that a call will make itself: give it to one call's `out=`, then use it."""
+        buffer = self._buffer(name, dtype, shape, "fresh", strides)
+        self.pending[buffer.name] = buffer
+        return self.handle(buffer)
+
+    def returns(self, *results: object) -> None:
+        """Sets what a run returns instead of the outputs: handles, numbers and None."""
+        self.results = tuple(map(self.arg, results))
+
+    def remark(self, pass_name: str, text: str, site: int | None = None) -> None:
+        """A note that `explain` prints."""
+        self.remarks.append(Remark(pass_name, text, site))
+
+    def stream(self, name: str) -> AbstractContextManager[str]:
+        """The ops inside run on that stream."""
+        return self._holding("current_stream", name)
+
+    def module(self, path: str) -> AbstractContextManager[str]:
+        """The ops inside come from that module of a model."""
+        return self._holding("current_module", path)
+
+    def at_site(self, number: int | None) -> AbstractContextManager[int | None]:
+        """The ops inside serve the site of that number."""
+        return self._holding("current_site", number)
+
+    def site(
+        self, kind: str, module: str = "", **how: Unpack[SiteOptions]
+    ) -> AbstractContextManager[int]:
+        """Declares a site; the ops inside serve it. Gives its number.
+
+        `kind` says what is overlapped, such as "all_gather_matmul"; of a schedule by hand it may be
+        any name. `module` is the path of the module in the model.
+        """
+        number = max((site.id for site in self.sites), default=0) + 1
+        self.sites.append(Site(id=number, kind=kind, module=module, **how))
+        return self._holding("current_site", number)
+
+    @contextmanager
+    def region(self, name: str, *inputs: str) -> Generator[RegionBuilder]:
+        """A group of aten calls that runs as one; `p.call(name, ...)` calls it."""
+        region = RegionBuilder(name, inputs)
+        yield region
+        self.regions.append(Region(name, inputs, tuple(region.body), region.outputs))
 
     def add(self, kind: type[Op], /, **given: object) -> None:
         """An op of any kind; its fields may be handles, teams and tables.
@@ -220,10 +455,10 @@ class BuilderOps:
         A team may be left out where the peer names it, or where there is only one.
         """
         for each in form_of(kind).fields:
-            if each.role == "team":
-                given[each.name] = self.team_name(given.get(each.name), given.get(each.implied_by))
-        fields = {name: _plain(value) for name, value in given.items()}
-        self.emit(kind(**fields, **self.common()))
+            if each.name in given or each.role is TEAM:
+                peer = given.get(each.implied_by)
+                given[each.name] = each.role.build(self, given.get(each.name), peer)
+        self.emit(kind(**given, **self.common()))
 
     def emit(self, op: Op) -> None:
         """Adds an op, to the open group or part if there is one."""
@@ -302,6 +537,10 @@ class BuilderOps:
             return self.scope.teams[0].name
         raise ProgramError("it is unclear which team this is for: give team=")
 
+    def view(self, value: Viewed | None) -> View | None:
+        """The view that a handle is."""
+        return value.ir if isinstance(value, Handle) else value
+
     def arg(self, value: object) -> Arg:
         """A value as an argument of a call, or as a result."""
         if isinstance(value, Handle):
@@ -341,8 +580,8 @@ class BuilderOps:
         self.add(
             Call,
             fn=fn,
-            args=tuple(map(self.arg, args)),
-            kwargs=tuple((key, self.arg(value)) for key, value in kwargs.items()),
+            args=args,
+            kwargs=tuple(kwargs.items()),
             outs=tuple(view for view in views if view.buffer not in made),
             fresh=fresh,
             mutates=mutates,
@@ -352,10 +591,6 @@ class BuilderOps:
     def mm(self, a: Viewed, b: Viewed, out: Viewed) -> None:
         """`out = a @ b` for matrices."""
         self.call("aten.mm.out", a, b, out=out)
-
-    def copy(self, src: Viewed, dst: Viewed) -> None:
-        """`src` into `dst`."""
-        self.add(Copy, src=src, dst=dst)
 
     def free(self, *buffers: Handle | str) -> None:
         """Gives the storage of buffers back, once the stream gets here."""
@@ -371,44 +606,6 @@ class BuilderOps:
         self.add(Record, event=event)
         return event
 
-    def wait(self, event: str) -> None:
-        """The stream waits for an event."""
-        self.add(Wait, event=event)
-
-    def host_sync(self) -> None:
-        """The host waits for the stream."""
-        self.add(HostSync)
-
-    def send(self, src: Viewed, peer: Index, **how: Unpack[TeamOptions]) -> None:
-        """`src` to a peer that receives it."""
-        self.add(Send, src=src, peer=peer, **how)
-
-    def recv(self, dst: Viewed, peer: Index, **how: Unpack[TeamOptions]) -> None:
-        """Into `dst` from a peer that sends it."""
-        self.add(Recv, dst=dst, peer=peer, **how)
-
-    def put(self, src: Viewed, dst: Viewed, peer: Index, *, team: TeamOrName = None) -> None:
-        """`src` into `dst` of a peer: a view of a symmetric buffer."""
-        self.add(Put, src=src, dst=dst, peer=peer, team=team)
-
-    def get(
-        self, src: Viewed, dst: Viewed | None = None, *, peer: Index, team: TeamOrName = None
-    ) -> None:
-        """`src` of a peer, a view of a symmetric buffer, into `dst` here (default: the same)."""
-        self.add(Get, src=src, dst=dst, peer=peer, team=team)
-
-    def notify(
-        self, signal: str, to: Index | Others, *, value: int = 1, team: TeamOrName = None
-    ) -> None:
-        """Raises a signal on a peer."""
-        self.add(Notify, signal=signal, peer=to, value=value, team=team)
-
-    def expect(
-        self, signal: str, peer: Index | Others, *, value: int = 1, team: TeamOrName = None
-    ) -> None:
-        """The stream waits for a signal of a peer."""
-        self.add(Expect, signal=signal, peer=peer, value=value, team=team)
-
     def collective(
         self,
         kind: CollectiveName,
@@ -419,63 +616,156 @@ class BuilderOps:
         """A collective of any kind; `team` may be left out where there is only one."""
         self.add(Collective, kind=kind, src=src, dst=dst, **how)
 
+    # Note [Generated methods]: of these the signatures and docstrings alone
+
+    def copy(self, src: Viewed, dst: Viewed) -> None:
+        """`src` into `dst`."""
+
+    def wait(self, event: str) -> None:
+        """The stream waits for an event."""
+
+    def host_sync(self) -> None:
+        """The host waits for the stream."""
+
+    def send(self, src: Viewed, peer: Index, **how: Unpack[TeamOptions]) -> None:
+        """`src` to a peer that receives it."""
+
+    def recv(self, dst: Viewed, peer: Index, **how: Unpack[TeamOptions]) -> None:
+        """Into `dst` from a peer that sends it."""
+
+    def put(self, src: Viewed, dst: Viewed, peer: Index, *, team: TeamOrName = None) -> None:
+        """`src` into `dst` of a peer: a view of a symmetric buffer."""
+
+    def get(
+        self, src: Viewed, dst: Viewed | None = None, *, peer: Index, team: TeamOrName = None
+    ) -> None:
+        """`src` of a peer, a view of a symmetric buffer, into `dst` here (default: the same)."""
+
+    def notify(
+        self, signal: str, to: Index | Others, *, value: int = 1, team: TeamOrName = None
+    ) -> None:
+        """Raises a signal on a peer."""
+
+    def expect(
+        self, signal: str, peer: Index | Others, *, value: int = 1, team: TeamOrName = None
+    ) -> None:
+        """The stream waits for a signal of a peer."""
+
     def all_gather(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
         """Every rank's `src`, in order of ranks, into every rank's `dst`."""
-        self._collective("all_gather", src, dst, how)
 
     def reduce_scatter(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
         """Part r of every rank's `src`, reduced (default: summed), into rank r's `dst`."""
-        self._collective("reduce_scatter", src, dst, how)
 
     def all_reduce(
         self, src: Viewed, dst: Viewed | None = None, **how: Unpack[CollectiveOptions]
     ) -> None:
         """Every rank's `src`, reduced (default: summed), into each `dst` (default: `src`)."""
-        self._collective("all_reduce", src, dst or src, how)
 
     def broadcast(
         self, src: Viewed, dst: Viewed | None = None, **how: Unpack[CollectiveOptions]
     ) -> None:
         """The `src` of the root (default: 0) into every rank's `dst` (default: `src`)."""
-        self._collective("broadcast", src, dst or src, how)
 
     def all_to_all(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
         """Part r of this rank's `src` into this rank's part of rank r's `dst`."""
-        self._collective("all_to_all", src, dst, how)
 
     def gather(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
         """Every rank's `src`, in order of ranks, into the `dst` of the root (default: 0)."""
-        self._collective("gather", src, dst, how)
 
     def scatter(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
         """Part r of the `src` of the root (default: 0) into rank r's `dst`."""
-        self._collective("scatter", src, dst, how)
 
     def reduce(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
         """Every rank's `src`, reduced (default: summed), into the root's `dst`."""
-        self._collective("reduce", src, dst, how)
 
     def barrier(self, **how: Unpack[TeamOptions]) -> None:
         """No rank's stream goes on before every rank's has come here."""
-        self.collective("barrier", **how)
 
-    def _collective(
-        self, kind: CollectiveName, src: Viewed, dst: Viewed, how: CollectiveOptions
-    ) -> None:
-        row = KINDS[kind]
-        if row.reduces:
-            how.setdefault("reduce", "sum")
-        if row.rooted:
-            how.setdefault("root", 0)
-        self.collective(kind, src, dst, **how)
+    def _param(self, buffer: Buffer) -> Handle:
+        self.params.append(buffer)
+        return self.handle(buffer)
+
+    def _buffer(
+        self,
+        name: str,
+        dtype: ElementType,
+        shape: Sequence[Dim],
+        kind: str,
+        strides: Sequence[int] | None,
+        team: TeamOrName = None,
+        **placed: Any,
+    ) -> Buffer:
+        if name in self.scope.buffers:
+            raise ProgramError(f"buffer {name!r} is declared twice: give the second another name")
+        team_name = None if team is None else self.team_name(team)
+        steps = None if strides is None else tuple(strides)
+        return Buffer(name, element_type(dtype), tuple(shape), kind, team_name, steps, **placed)
 
 
-def _plain(value: Any) -> Any:
-    """A value as an op has it."""
-    if isinstance(value, Handle):
-        return value.ir
-    return value.name if isinstance(value, Table) else value
+class RegionBuilder:
+    """The body of a region: `x, y = r.inputs`, `t = r.call("aten.mul.Tensor", x, y)`."""
+
+    def __init__(self, name: str, inputs: tuple[str, ...]) -> None:
+        self.name = name
+        self.inputs = tuple(map(Name, inputs))
+        self.body: list[Node] = []
+        self.outputs: tuple[str, ...] = ()
+
+    def call(self, fn: str, *args: Arg, **kwargs: Arg) -> Name:
+        """A call with one result."""
+        return self.calls(1, fn, *args, **kwargs)[0]
+
+    def calls(self, results: int, fn: str, *args: Arg, **kwargs: Arg) -> tuple[Name, ...]:
+        """A call with several results."""
+        first = sum(len(node.outs) for node in self.body)
+        outs = tuple(f"t{first + i}" for i in range(results))
+        self.body.append(Node(outs, fn, args, tuple(kwargs.items())))
+        return tuple(map(Name, outs))
+
+    def returns(self, *values: Name) -> None:
+        """Sets the values that the region returns."""
+        self.outputs = tuple(value.name for value in values)
 
 
-_INSIDE = frozenset({__name__, "interlace.ir.build.builder", "contextlib"})
+_INSIDE = frozenset({__name__, "contextlib"})
 """Modules whose frames are skipped to find the line that wrote an op."""
+
+
+def _emitter(word: str, form: Form) -> Callable[..., None]:
+    """The method of a word. A collective sums, has root 0, and may work in place, if not told."""
+    positional = form.signature.positional
+    names = {each.keyword: each.name for each in form.fields}
+    row, usual = KINDS.get(word), dict[str, object](form.fixed)
+    if row is not None:
+        usual |= {"reduce": "sum"} if row.reduces else {}
+        usual |= {"root": 0} if row.rooted else {}
+
+    def emit(self: Builder, *args: object, **options: object) -> None:
+        given = dict(zip(positional, args, strict=False))
+        if len(given) < len(args) or given.keys() & options:
+            raise TypeError(f"write {form.signature.usage(word)}")
+        given |= options
+        if word in _IN_PLACE:
+            given["dst"] = given.get("dst") or given.get("src")
+        self.add(form.kind, **(usual | {names.get(key, key): given[key] for key in given}))
+
+    return emit
+
+
+_IN_PLACE = ("all_reduce", "broadcast")
+"""Collectives whose result is where their operand was, if no other place is given."""
+_BY_HAND = ("call", "collective", "free", "fused", "group", "record")
+"""Words whose methods take more, or other things, than the fields of the op."""
+
+
+def _generate() -> None:
+    """Note [Generated methods]."""
+    for word, form in op_words().items():
+        if word not in _BY_HAND:
+            stated = getattr(Builder, word, None)
+            emit = _emitter(word, form)
+            setattr(Builder, word, emit if stated is None else functools.wraps(stated)(emit))
+
+
+_generate()
