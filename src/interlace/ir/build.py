@@ -31,8 +31,8 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypedDict, Unpack, cast
 
 from interlace.errors import ProgramError
-from interlace.ir.collective_kinds import KINDS
 from interlace.ir.ops import (
+    KINDS,
     Alloc,
     Arg,
     Call,

@@ -19,17 +19,24 @@ every team see the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from interlace.errors import InterlaceError, ProgramError
 from interlace.ir.box import Box
-from interlace.ir.call_names import FIX, WORDS, refusal
-from interlace.ir.collective_kinds import KINDS, REDUCTIONS
 from interlace.ir.kernels import kernel_matmul
-from interlace.ir.operator_facts import facts_of
-from interlace.ir.operators import matmul_of
+from interlace.ir.operators import (
+    FIX,
+    KNOWN_NAMESPACES,
+    WORDS,
+    facts_of,
+    is_known,
+    matmul_of,
+    refusal,
+)
 from interlace.ir.ops import (
+    KINDS,
+    REDUCTIONS,
     RNG,
     UNORDERED,
     Arg,
@@ -44,7 +51,7 @@ from interlace.ir.ops import (
     SignalLevel,
     views_in,
 )
-from interlace.ir.program import Program, Region, names_in
+from interlace.ir.program import Program, Region, names_in, spots
 from interlace.ir.roles import form_of
 from interlace.ir.size_class import deciding
 from interlace.ir.sizes import Int, at_hand
@@ -919,3 +926,31 @@ def _texts_in(arg: Arg) -> list[str]:
     if isinstance(arg, str) and not isinstance(arg, DType):
         return [arg]
     return [text for item in arg for text in _texts_in(item)] if isinstance(arg, tuple) else []
+
+
+def called(program: Program) -> Iterator[tuple[str, str]]:
+    """Every operator that a Program calls, and where."""
+    regions = {region.name for region in program.regions}
+    for _, op in spots(program.ops):
+        if isinstance(op, Call) and op.fn not in regions:
+            yield op.fn, str(op.loc) or program.name
+    for region in program.regions:
+        for node in region.body:
+            yield node.fn, f"region {region.name!r} of {program.name}"
+
+
+def others(program: Program) -> frozenset[str]:
+    """The operators of a Program that are neither PyTorch's own nor Interlace's."""
+    return frozenset(fn for fn, _ in called(program) if not is_known(fn))
+
+
+def refuse_others(program: Program, allowed: Collection[str] = ()) -> None:
+    """Raises ProgramError for a call of an operator of others that is not allowed."""
+    for fn, place in called(program):
+        if not (is_known(fn) or fn in allowed or fn.partition(".")[0] in allowed):
+            raise ProgramError(
+                f"{place}: a schedule may not call {fn!r}, for it is of none of "
+                f"{', '.join(KNOWN_NAMESPACES)}: if you know that it touches its arguments and "
+                f"results alone, name it (Executor(..., operators=[{fn!r}]), or "
+                f"interlace check --operators {fn})"
+            )

@@ -30,7 +30,7 @@ from interlace.ir import (
     Send,
     validate,
 )
-from interlace.ir.communication import exchanged_sizes
+from interlace.ir.program import exchanged_sizes
 from interlace.ir.size_class import deciding
 from interlace.ir.sizes import MOST
 from interlace.options import Options
