@@ -17,6 +17,7 @@
 Nothing here imports torch.
 """
 
+# pyright: reportUnusedImport=false
 from interlace.ir.box import Box
 from interlace.ir.ops import (
     KINDS,

@@ -109,43 +109,17 @@ class TorchDType(Protocol):
 ElementType = DType | str | TorchDType
 
 
-@dataclass(slots=True)
-class Scope:
-    """Context that resolves handles: the teams, tables and buffers of the Program being built."""
-
-    teams: tuple[Team, ...]
-    ranks: tuple[int, ...] | None = None
-    tables: dict[str, Table] = field(default_factory=dict[str, Table])
-    buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
-
-    def parts(self, index: Index) -> int:
-        """Number of chunks that `x[index]` cuts dimension 0 into."""
-        if isinstance(index, RankIndex):
-            sizes: Mapping[str, int] = team_sizes(self.teams)
-            if index.team not in sizes:
-                fix = did_you_mean(index.team, sizes, "teams are")
-                raise ProgramError(f"no team is named {index.team!r}: {fix}")
-            return sizes[index.team]
-        even = even_parts(self.teams)
-        if even is None:
-            raise ProgramError(
-                f"[{index}] is a chunk of as many as the team has ranks, and it is unclear which "
-                f"team: write .chunk({index}, parts)"
-            )
-        return even
-
-
 @dataclass(frozen=True, slots=True)
 class Handle(Steps):
     """A view of a buffer; each step gives another handle. `ir` is the `View` itself."""
 
-    scope: Scope = field(repr=False, compare=False)
+    builder: Builder = field(repr=False, compare=False)
     ir: View
 
     def __getitem__(self, key: Index | slice | tuple[slice, ...]) -> Handle:
         """A chunk of dimension 0 (`x[1]`, `x[p.tp.rank]`), or slices (`x[2:4]`, `x[:, 2:4]`)."""
         if isinstance(key, int | RankIndex):
-            return self.chunk(key, self.scope.parts(key))
+            return self.chunk(key, self.builder.parts(key))
         found = self
         for dim, part in enumerate(key if isinstance(key, tuple) else (key,)):
             if part.step not in (None, 1):
@@ -157,19 +131,18 @@ class Handle(Steps):
         return found
 
     def __str__(self) -> str:
-        return print_view(self.ir, Program(teams=self.scope.teams))
+        return print_view(self.ir, Program(teams=self.builder.teams))
 
     @property
     def buffer(self) -> Buffer:
         """The buffer that it is a view of."""
-        return self.scope.buffers[self.ir.buffer]
+        return self.builder.buffers[self.ir.buffer]
 
     @property
     def shape(self) -> tuple[Int, ...]:
         """The sizes, where every rank has the same."""
-        frame = Program(
-            teams=self.scope.teams, tables=tuple(self.scope.tables.values()), ranks=self.scope.ranks
-        )
+        tables = tuple(self.builder.tables.values())
+        frame = Program(teams=self.builder.teams, tables=tables, ranks=self.builder.ranks)
         found = {self.ir.box(self.buffer, frame.where(rank)).sizes for rank in frame.world}
         if len(found) != 1:
             raise ProgramError(
@@ -178,7 +151,7 @@ class Handle(Steps):
         return found.pop()
 
     def then(self, step: Step) -> Handle:
-        return Handle(self.scope, self.ir.then(step))
+        return Handle(self.builder, self.ir.then(step))
 
     def t(self) -> Handle:
         """The transpose of a matrix."""
@@ -256,7 +229,9 @@ class Builder:
 
     def __init__(self, name: str, teams: tuple[Team, ...], ranks: tuple[int, ...] | None) -> None:
         self.name = name
-        self.scope = Scope(teams, ranks)
+        self.teams, self.ranks = teams, ranks
+        self.tables: dict[str, Table] = {}
+        self.buffers: dict[str, Buffer] = {}
         self.ops: list[Op] = []
         self.pending: dict[str, Buffer] = {}
         self.current_stream = "main"
@@ -276,8 +251,8 @@ class Builder:
         self._program: Program | None = None
 
     def __getattr__(self, name: str) -> Team:
-        scope: Scope | None = self.__dict__.get("scope")
-        teams = {team.name: team for team in scope.teams} if scope else {}
+        known: tuple[Team, ...] = self.__dict__.get("teams", ())
+        teams = {team.name: team for team in known}
         if name not in teams:
             fix = did_you_mean(
                 name, [*teams, *(name for name in dir(Builder) if name[0] != "_")], "teams are"
@@ -309,16 +284,16 @@ class Builder:
         self._program = validate(
             Program(
                 name=self.name,
-                teams=self.scope.teams,
+                teams=self.teams,
                 sizes=self.sizes,
-                tables=tuple(self.scope.tables.values()),
+                tables=tuple(self.tables.values()),
                 params=tuple(self.params),
                 ops=tuple(self.ops),
                 results=self.results,
                 regions=tuple(self.regions),
                 sites=tuple(self.sites),
                 remarks=tuple(self.remarks),
-                ranks=self.scope.ranks,
+                ranks=self.ranks,
             )
         )
         return self._program
@@ -333,9 +308,9 @@ class Builder:
     def table(self, name: str, values: Sequence[int], team: TeamOrName = None) -> Table:
         """One integer for each rank of a team; `rows[p.tp.rank]` is this rank's."""
         table = Table(name, self.team_name(team), tuple(values))
-        if name in self.scope.tables:
+        if name in self.tables:
             raise ProgramError(f"table {name!r} is declared twice: give the second another name")
-        self.scope.tables[name] = table
+        self.tables[name] = table
         return table
 
     def input(
@@ -524,8 +499,8 @@ class Builder:
 
     def handle(self, buffer: Buffer) -> Handle:
         """A handle of a whole buffer, which is known from here on."""
-        self.scope.buffers[buffer.name] = buffer
-        return Handle(self.scope, View(buffer.name))
+        self.buffers[buffer.name] = buffer
+        return Handle(self, View(buffer.name))
 
     def team_name(self, team: object, peer: object = None) -> str:
         """The name of a team: as given, or the peer's, or the only one there is."""
@@ -533,8 +508,8 @@ class Builder:
             return team.name if isinstance(team, Team) else str(team)
         if isinstance(peer, RankIndex | Others):
             return peer.team
-        if len(self.scope.teams) == 1:
-            return self.scope.teams[0].name
+        if len(self.teams) == 1:
+            return self.teams[0].name
         raise ProgramError("it is unclear which team this is for: give team=")
 
     def view(self, value: Viewed | None) -> View | None:
@@ -682,6 +657,22 @@ class Builder:
     def barrier(self, **how: Unpack[TeamOptions]) -> None:
         """No rank's stream goes on before every rank's has come here."""
 
+    def parts(self, index: Index) -> int:
+        """Number of chunks that `x[index]` cuts dimension 0 into."""
+        if isinstance(index, RankIndex):
+            sizes: Mapping[str, int] = team_sizes(self.teams)
+            if index.team not in sizes:
+                fix = did_you_mean(index.team, sizes, "teams are")
+                raise ProgramError(f"no team is named {index.team!r}: {fix}")
+            return sizes[index.team]
+        even = even_parts(self.teams)
+        if even is None:
+            raise ProgramError(
+                f"[{index}] is a chunk of as many as the team has ranks, and it is unclear which "
+                f"team: write .chunk({index}, parts)"
+            )
+        return even
+
     def _param(self, buffer: Buffer) -> Handle:
         self.params.append(buffer)
         return self.handle(buffer)
@@ -696,7 +687,7 @@ class Builder:
         team: TeamOrName = None,
         **placed: Any,
     ) -> Buffer:
-        if name in self.scope.buffers:
+        if name in self.buffers:
             raise ProgramError(f"buffer {name!r} is declared twice: give the second another name")
         team_name = None if team is None else self.team_name(team)
         steps = None if strides is None else tuple(strides)

@@ -17,10 +17,20 @@ from typing import Any, TypeVar, cast
 
 from interlace.errors import OptionError, ProgramError
 from interlace.ir.ops import Arg, Collective, Get, Group, Name, Op, Put, Recv, Send
-from interlace.ir.roles import form_of
+from interlace.ir.roles import PLAIN, form_of
 from interlace.ir.size_class import FIXED, SizeClass, deciding
 from interlace.ir.sizes import DECIDER, Int, Size, named, names_of
-from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned, written
+from interlace.ir.types import (
+    COMMON,
+    Buffer,
+    RankIndex,
+    Table,
+    Team,
+    TeamLayout,
+    Where,
+    spanned,
+    written,
+)
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
 Sized = TypeVar("Sized", Buffer, Table, Step)
@@ -30,10 +40,10 @@ Sized = TypeVar("Sized", Buffer, Table, Step)
 class Node:
     """One aten call in a region's body: `outs = fn(*args, **kwargs)`."""
 
-    outs: tuple[str, ...]
-    fn: str
-    args: tuple[Arg, ...] = ()
-    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outs: tuple[str, ...] = field(metadata=COMMON)
+    fn: str = field(metadata=COMMON)
+    args: tuple[Arg, ...] = field(default=(), metadata=written(rest=True))
+    kwargs: tuple[tuple[str, Arg], ...] = field(default=(), metadata=written("keywords"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +302,7 @@ def map_values(op: Op, change: Callable[[object], object]) -> Op:
 @functools.cache
 def _mapped_fields(kind: type[Op]) -> tuple[str, ...]:
     """The fields that may hold more than names, numbers and flags."""
-    return tuple(each.name for each in form_of(kind).fields if not each.role.plain)
+    return tuple(each.name for each in form_of(kind).fields if each.role not in PLAIN)
 
 
 def _mapped(value: Any, change: Callable[[object], object]) -> Any:

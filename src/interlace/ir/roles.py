@@ -225,9 +225,6 @@ class Role:
     `write_field` and `read_field`. Most have no rule of their own, and are built as given.
     """
 
-    plain = False
-    """It is a name, a number or a flag: nothing that depends on the rank or on a size."""
-
     def write(self, text: Printer, value: Any) -> Item:
         """The value as text."""
         return str(value)
@@ -265,8 +262,6 @@ Fields = dict[str, Any]
 class String(Role):
     """A text in quotes."""
 
-    plain = True
-
     def write(self, text: Printer, value: str) -> str:
         return quote(value)
 
@@ -278,8 +273,6 @@ class String(Role):
 
 class AnyName(Role):
     """A name where only a name may stand: bare, or as a string."""
-
-    plain = True
 
     def write(self, text: Printer, value: str) -> str:
         return name_or_string(value)
@@ -335,8 +328,6 @@ class TeamName(AnyName):
 class Integer(Role):
     """A whole number."""
 
-    plain = True
-
     def read(self, text: Reader, node: ast.expr) -> int:
         sign, inner = 1, node
         while isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.USub | ast.UAdd):
@@ -349,19 +340,20 @@ class Integer(Role):
         raise text.fail(node, "expected an integer", "write a whole number here")
 
 
-class Integers(Role):
-    """Whole numbers in brackets."""
+class Several(Role):
+    """Numbers in brackets."""
 
-    def read(self, text: Reader, node: ast.expr, such: str = "(8, 4)") -> tuple[int, ...]:
+    def __init__(self, item: Role) -> None:
+        self.item = item
+
+    def read(self, text: Reader, node: ast.expr, such: str = "(8, 4)") -> tuple[Any, ...]:
         if isinstance(node, ast.Tuple | ast.List):
-            return tuple([INTEGER.read(text, item) for item in node.elts])
+            return tuple([self.item.read(text, item) for item in node.elts])
         raise text.fail(node, "expected integers", f"write them in brackets, such as {such}")
 
 
 class Flag(Role):
     """True or False, by keyword."""
-
-    plain = True
 
     def read_field(self, text: Reader, args: Arguments, field: FieldForm, read: Fields) -> bool:
         node = args.bound.get(field.keyword)
@@ -508,15 +500,6 @@ class NamedSize(Role):
         """True if an expression contains a named size."""
         names = (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
         return any(name in text.named_sizes for name in names)
-
-
-class NamedSizes(Role):
-    """Sizes in brackets."""
-
-    def read(self, text: Reader, node: ast.expr) -> tuple[Int, ...]:
-        if isinstance(node, ast.Tuple | ast.List):
-            return tuple([SIZE.read(text, item) for item in node.elts])
-        raise text.fail(node, "expected integers", "write them in brackets, such as (8, 4)")
 
 
 class Dimension(Role):
@@ -690,7 +673,7 @@ class Keywords(Role):
     def build(self, builder: Builder, value: Any, peer: object = None) -> Any:
         return tuple([(key, ARG.build(builder, each)) for key, each in value])
 
-    def write_field(self, text: Printer, thing: Any, field: FieldForm | None = None) -> list[Item]:
+    def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
         taken = CALL_KEYWORDS if isinstance(thing, Call) else NODE_KEYWORDS
         kwargs: Sequence[tuple[str, Arg]] = thing.kwargs
         names = [key for key, _ in kwargs]
@@ -702,11 +685,7 @@ class Keywords(Role):
         return [TextBlock("kwargs=(", list(pairs), ")", lone_comma=True)]
 
     def read_field(
-        self,
-        text: Reader,
-        args: Arguments,
-        field: FieldForm | None = None,
-        read: Fields | None = None,
+        self, text: Reader, args: Arguments, field: FieldForm, read: Fields
     ) -> tuple[tuple[str, Arg], ...]:
         pairs = [(key, ARG.read(text, node)) for key, node in args.others]
         for pair in items_of(args.bound.get("kwargs")):
@@ -873,11 +852,14 @@ class Kernel(Role):
 
 
 STRING, NAME, TABLE, TEAM = String(), AnyName(), TableName(), TeamName()
-INTEGER, INTEGERS, FLAG, LITERAL, REAL = Integer(), Integers(), Flag(), Literal(), Real()
+INTEGER, FLAG, LITERAL, REAL = Integer(), Flag(), Literal(), Real()
 DTYPE, INDEX, PEER = ElementType(), RankOrChunk(), PeerOrOthers()
-SIZE, SIZES, DIM, PARTS = NamedSize(), NamedSizes(), Dimension(), PartsOfChunks()
+SIZE, DIM, PARTS = NamedSize(), Dimension(), PartsOfChunks()
+INTEGERS, SIZES = Several(INTEGER), Several(SIZE)
 VIEW, ARG, KEYWORDS = ViewOfBuffer(), Argument(), Keywords()
 PART = PartsOfOp()
+PLAIN = frozenset({STRING, NAME, TABLE, TEAM, INTEGER, FLAG})
+"""Roles of names, numbers and flags: nothing in them depends on the rank or on a size."""
 
 ROLES: Mapping[str, Role] = {
     "str": STRING,

@@ -30,7 +30,6 @@ from interlace.ir.roles import (
     ARG,
     INTEGER,
     INTEGERS,
-    KEYWORDS,
     MODIFIERS,
     NAME,
     SIZE,
@@ -60,7 +59,7 @@ TEAM_MODIFIERS = {
     **{"over": Signature(rest=True), "on": Signature(rest=True)},
     "named": MODIFIERS["named"],
 }
-_SITE, _REMARK, _ALLOC = form_of(Site), form_of(Remark), form_of(Alloc)
+_SITE, _REMARK, _ALLOC, _NODE = map(form_of, (Site, Remark, Alloc, Node))
 _STATEMENTS = ("ranks", "rank", "assume", "site", "remark")
 _NESTED = "programs and regions are nested too deeply, or an expression is too long"
 
@@ -665,12 +664,7 @@ def _node(source: SourceText, reader: Reader, statement: ast.stmt) -> Node:
     args = Arguments(source, call, fn, signature)
     if fn == "call":
         fn = STRING.read(reader, args["fn"])
-    return Node(
-        outs,
-        fn,
-        tuple([ARG.read(reader, each) for each in args.rest]),
-        KEYWORDS.read_field(reader, args),
-    )
+    return reader.make(_NODE, args, outs=outs, fn=fn)
 
 
 def _dotted(node: ast.expr) -> str | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from interlace.ir.ops import Alloc, Arg, FusedKernel, Loc, Op
 from interlace.ir.program import Node, Program, Region, Remark, Site
-from interlace.ir.roles import ARG, KEYWORDS, VIEW, form_of, write_type
+from interlace.ir.roles import ARG, VIEW, form_of, write_type
 from interlace.ir.text.spelling import (
     Item,
     TextBlock,
@@ -87,7 +87,7 @@ class Printer:
         word, items = self.call(op)
         return TextBlock(f"{word}(", items + self.common(op, within), ")")
 
-    def call(self, thing: Op | Site | Remark | Step | FusedKernel) -> tuple[str, list[Item]]:
+    def call(self, thing: Op | Node | Site | Remark | Step | FusedKernel) -> tuple[str, list[Item]]:
         """The word and the arguments that a dataclass is written with."""
         form = form_of(type(thing)).of(thing)
         items: list[Item] = []
@@ -129,7 +129,7 @@ class Printer:
     def node(self, node: Node, head: str) -> TextBlock:
         """A call in a region's body, after its targets."""
         dotted = all(plain(part) for part in node.fn.split("."))
-        items = [ARG.write(self, arg) for arg in node.args] + KEYWORDS.write_field(self, node)
+        _, items = self.call(node)
         if dotted and node.fn != "call":
             return TextBlock(f"{head}{node.fn}(", items, ")")
         return TextBlock(f"{head}call(", [quote(node.fn), *items], ")")
