@@ -34,7 +34,7 @@ from interlace.errors import (
 )
 from interlace.ir import Program, Team, View, contiguous_strides
 from interlace.ir.roles import write_type
-from interlace.ir.size_class import deciding
+from interlace.ir.sizes import deciding
 from interlace.ir.text.load import load, read
 from interlace.ir.text.printer import Printer, print_program
 from interlace.options import Options

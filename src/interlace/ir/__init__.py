@@ -1,6 +1,6 @@
 """The schedule as data: ops, buffers, views, streams, events, teams, Program, and its text.
 
-    sizes.py      sizes that differ from run to run;  size_class.py: which of them a Program is for
+    sizes.py      sizes that differ from run to run, and which of them a Program is for
     types.py      element types, teams, tables, buffers, rank-dependent integers
     box.py        strided boxes: the bytes that a view is on one rank
     view.py       views: a buffer and the steps that lead to a box of it

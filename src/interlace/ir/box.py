@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from interlace.ir.size_class import cached
-from interlace.ir.sizes import Int, Size, at_hand, gcd, never_above
+from interlace.ir.sizes import Int, Size, at_hand, cached, gcd, never_above
 from interlace.ir.types import DType
 
 

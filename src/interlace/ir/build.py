@@ -51,8 +51,7 @@ from interlace.ir.ops import (
 )
 from interlace.ir.program import Node, Program, Region, Remark, Site
 from interlace.ir.roles import TEAM, Form, form_of, op_words
-from interlace.ir.size_class import FIXED, NamedSize, SizeClass
-from interlace.ir.sizes import Int, Size, named
+from interlace.ir.sizes import FIXED, Int, NamedSize, Size, SizeClass, named
 from interlace.ir.text.printer import print_view
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (

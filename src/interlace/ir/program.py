@@ -18,8 +18,7 @@ from typing import Any, TypeVar, cast
 from interlace.errors import OptionError, ProgramError
 from interlace.ir.ops import Arg, Collective, Get, Group, Name, Op, Put, Recv, Send
 from interlace.ir.roles import PLAIN, form_of
-from interlace.ir.size_class import FIXED, SizeClass, deciding
-from interlace.ir.sizes import DECIDER, Int, Size, named, names_of
+from interlace.ir.sizes import DECIDER, FIXED, Int, Size, SizeClass, deciding, named, names_of
 from interlace.ir.types import (
     COMMON,
     Buffer,

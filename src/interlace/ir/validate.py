@@ -53,8 +53,7 @@ from interlace.ir.ops import (
 )
 from interlace.ir.program import Program, Region, names_in, spots
 from interlace.ir.roles import form_of
-from interlace.ir.size_class import deciding
-from interlace.ir.sizes import Int, at_hand
+from interlace.ir.sizes import Int, at_hand, deciding
 from interlace.ir.text.printer import Tag, print_lines, print_view
 from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
 from interlace.ir.types import (

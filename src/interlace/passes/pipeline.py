@@ -31,8 +31,7 @@ from interlace.ir import (
     validate,
 )
 from interlace.ir.program import exchanged_sizes
-from interlace.ir.size_class import deciding
-from interlace.ir.sizes import MOST
+from interlace.ir.sizes import MOST, deciding
 from interlace.options import Options
 from interlace.passes.accumulate import Accumulate
 from interlace.passes.decompose import Decompose

@@ -31,7 +31,7 @@ from interlace.cost import Timeline
 from interlace.errors import ExecutorError, InterlaceError, SizeError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.program import exchanged_sizes, lasting_sizes
-from interlace.ir.size_class import FIXED, settled
+from interlace.ir.sizes import FIXED, settled
 from interlace.ir.types import Member
 from interlace.ir.validate import refuse_others
 from interlace.options import BACKENDS, Options

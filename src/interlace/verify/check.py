@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from interlace.errors import ProgramError, SizeError
 from interlace.ir.program import Program, together
-from interlace.ir.size_class import FIXED, deciding
+from interlace.ir.sizes import FIXED, deciding
 from interlace.ir.types import Others
 from interlace.ir.validate import validate
 from interlace.verify.accesses.regions import Regions

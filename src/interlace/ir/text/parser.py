@@ -44,8 +44,7 @@ from interlace.ir.roles import (
     op_words,
     read_type,
 )
-from interlace.ir.size_class import Fact, Known, NamedSize, SizeClass
-from interlace.ir.sizes import Size
+from interlace.ir.sizes import Fact, Known, NamedSize, Size, SizeClass
 from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
 from interlace.ir.types import MAX_RANKS, Buffer, Table, Team, even_parts, team_sizes
 from interlace.strategies import REPLACED
