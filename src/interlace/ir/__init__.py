@@ -2,8 +2,7 @@
 
     sizes.py      sizes that differ from run to run, and which of them a Program is for
     types.py      element types, teams, tables, buffers, rank-dependent integers
-    box.py        strided boxes: the bytes that a view is on one rank
-    view.py       views: a buffer and the steps that lead to a box of it
+    view.py       views: a buffer and the steps that lead to a box of it; boxes of bytes
     operators.py  operators of PyTorch: what each is and does, which a schedule may call
     ops.py        one frozen dataclass for each effect
     roles.py      the fields of ops: how each is written, read, checked and built
@@ -18,7 +17,6 @@ Nothing here imports torch.
 """
 
 # pyright: reportUnusedImport=false
-from interlace.ir.box import Box
 from interlace.ir.ops import (
     KINDS,
     Access,
@@ -77,6 +75,7 @@ from interlace.ir.types import (
 from interlace.ir.validate import validate
 from interlace.ir.view import (
     AsStrided,
+    Box,
     Cast,
     Chunk,
     Expand,

@@ -23,8 +23,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from interlace.errors import InterlaceError, ProgramError
-from interlace.ir.box import Box
-from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import (
     FIX,
     KNOWN_NAMESPACES,
@@ -72,7 +70,7 @@ from interlace.ir.types import (
     Where,
     contiguous_strides,
 )
-from interlace.ir.view import AsStrided, Chunk, View, varying
+from interlace.ir.view import AsStrided, Box, Chunk, View, varying
 
 MAX_PLACES = 1 << 19
 """Places of ranks in teams, at most: of all ranks that there may be, in 8 teams."""
@@ -728,6 +726,8 @@ class Checker:
                 )
         if op.kernel is None:
             return
+        from interlace.ir.kernels import kernel_matmul  # few schedules have such a kernel
+
         self.spend(len(self.wheres) * len(op.members))
         for rank, where in enumerate(self.wheres):
             try:
