@@ -21,14 +21,27 @@ import torch
 
 import interlace.float8.operators
 import interlace.frontend.importing.lowerings  # noqa: F401  (they register operators)
-from interlace.ir.operator_facts import TABLE, Facts, spelt, table
+from interlace.ir.operators import TABLE, Facts, table, usual
 from interlace.runtime.calling.effects import effects, effects_by
 
 SPACES = ("aten", "prims", "interlace")
 HEAD = """\
-# Operators and what they do, as interlace/ir/operator_facts.py says. Do not edit: written by
+# Operators and what they do, as interlace/ir/operators.py says. Do not edit: written by
 # scripts/operator_table.py from the schemas and tags of torch 2.13.0, 2.11.0 and 2.15.0.
 """
+
+
+def spelt(name: str, overload: str, facts: Facts) -> str:
+    """An overload's word in the table."""
+    plain, parts = usual(name, overload), [overload]
+    if facts.writes != plain.writes:
+        parts.append("w" + ",".join(f"{place}={word}" for place, word in facts.writes))
+    if facts.outs != plain.outs:
+        parts.append("o=" + ",".join(facts.outs))
+    if facts.draws:
+        parts.append("d" if facts.unless is None else "d{}={}".format(*facts.unless))
+    marks = {"u": facts.unwritten, "s": facts.shape_only, "m": facts.remakes}
+    return ":".join([*parts, *(mark for mark, holds in marks.items() if holds)])
 
 
 def installed() -> dict[str, Facts]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from markdown_table import table
 
 import interlace.ir as ir
-from interlace.ir.collective_kinds import REDUCTIONS
+from interlace.ir.ops import REDUCTIONS
 from interlace.ir.text.printer import print_op
 from interlace.verify.in_place import BACKENDS, COLLECTIVES
 

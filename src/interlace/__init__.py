@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from interlace.frontend.compile import compile
     from interlace.frontend.insight import explain, report
     from interlace.frontend.schedules import export
-    from interlace.ir.build.builder import program
+    from interlace.ir.build import program
     from interlace.ir.text.load import load, load_set
     from interlace.ir.text.parser import parse, parse_set
     from interlace.runtime import Executor, synchronize
@@ -64,7 +64,7 @@ _LAZY = {
     "load_set": ("interlace.ir.text.load", "load_set"),
     "parse": ("interlace.ir.text.parser", "parse"),
     "parse_set": ("interlace.ir.text.parser", "parse_set"),
-    "program": ("interlace.ir.build.builder", "program"),
+    "program": ("interlace.ir.build", "program"),
     "release": ("interlace.comm.teams", "release_teams"),
     "report": ("interlace.frontend.insight", "report"),
     "reset": ("interlace.comm.resets", "reset_teams"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from interlace.ir.build.builder import Builder
+from interlace.ir.build import Builder
 from interlace.ir.ops import Loc, Op
 from interlace.ir.types import Team
 

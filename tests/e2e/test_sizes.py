@@ -15,7 +15,7 @@ from tests.support.pool import Pool
 
 from interlace.errors import ExecutorError, InterlaceError
 from interlace.ir import parse
-from interlace.ir.communication import exchanged_sizes
+from interlace.ir.program import exchanged_sizes
 from interlace.ir.sizes import numbers
 from interlace.options import Options
 from interlace.passes import run_pipeline

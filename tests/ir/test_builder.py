@@ -14,12 +14,10 @@ import interlace
 from interlace.errors import ProgramError
 from interlace.ir import (
     KINDS,
-    Builder,
     Copy,
     DType,
     Fused,
     Group,
-    Handle,
     HostSync,
     Loc,
     Name,
@@ -31,7 +29,7 @@ from interlace.ir import (
     parse,
     validate,
 )
-from interlace.ir.build.ops import CollectiveName
+from interlace.ir.build import Builder, CollectiveName, Handle
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

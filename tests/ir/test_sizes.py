@@ -9,13 +9,16 @@ import pytest
 
 from interlace.errors import ParseError, SizeError
 from interlace.ir import parse
-from interlace.ir.size_class import Known, NamedSize, SizeClass, deciding
 from interlace.ir.sizes import (
     UNBOUNDED,
     Int,
+    Known,
+    NamedSize,
     Size,
+    SizeClass,
     at,
     counted,
+    deciding,
     divided,
     divisors,
     fixed,

@@ -21,9 +21,9 @@ from interlace.ir import (
     parse,
     validate,
 )
-from interlace.ir.box import MAX_RUNS, byte_runs
 from interlace.ir.sizes import number, numbers
 from interlace.ir.types import Where
+from interlace.ir.view import MAX_RUNS, byte_runs
 
 TEAM = Team("tp", 3)
 ROWS = Table("rows", "tp", (2, 0, 4))

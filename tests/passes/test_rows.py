@@ -8,8 +8,7 @@ import random
 import pytest
 
 from interlace.ir import Box, DType
-from interlace.ir.size_class import NamedSize, SizeClass, deciding
-from interlace.ir.sizes import at, named, number
+from interlace.ir.sizes import NamedSize, SizeClass, at, deciding, named, number
 from interlace.passes.sites.rows import (
     COLUMNS,
     PAD,

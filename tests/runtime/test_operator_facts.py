@@ -13,7 +13,7 @@ import torch
 from interlace.commands.check import look_up
 from interlace.errors import ProgramError
 from interlace.ir import Call, parse, validate
-from interlace.ir.operator_facts import TABLE, Facts, facts_of, spelt, table
+from interlace.ir.operators import TABLE, Facts, facts_of, spelt, table
 from interlace.runtime import Executor
 from interlace.verify import check as verify
 
@@ -340,11 +340,11 @@ def test_an_operator_that_the_table_lacks_is_asked_of_torch(
 
 
 def test_check_asks_torch_or_says_that_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("interlace.ir.operator_facts._lines", dict)
+    monkeypatch.setattr("interlace.ir.operators._lines", dict)
     facts_of.cache_clear()
-    from interlace.ir import operator_facts
+    from interlace.ir import operators as table_of_operators
 
-    operator_facts._overloads.cache_clear()
+    table_of_operators._overloads.cache_clear()
     try:
         program = parse('def f(b: f32[2, 2]):\n    main: call("aten.neg_.default", b)\n')
         with pytest.raises(ProgramError, match="writes its argument 'self' in place"):
@@ -354,7 +354,7 @@ def test_check_asks_torch_or_says_that_it_cannot(monkeypatch: pytest.MonkeyPatch
             look_up([program])
     finally:
         facts_of.cache_clear()
-        operator_facts._overloads.cache_clear()
+        table_of_operators._overloads.cache_clear()
 
 
 def test_facts_of_a_call_are_the_builders_too() -> None:

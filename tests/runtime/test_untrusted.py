@@ -16,8 +16,7 @@ from interlace.errors import ExecutorError, InterlaceError, ProgramError
 from interlace.frontend import backend
 from interlace.frontend.importing.lowerings import GET_STATE, SET_STATE
 from interlace.ir import parse
-from interlace.ir.call_names import FUNCTIONS, WORDS, refusal
-from interlace.ir.operator_facts import facts_of, table
+from interlace.ir.operators import FUNCTIONS, WORDS, facts_of, refusal, table
 from interlace.kernels import KERNELS
 from interlace.options import Options
 from interlace.runtime import Executor

@@ -47,7 +47,7 @@ from interlace.ir import (
     Wait,
     validate,
 )
-from interlace.ir.collective_kinds import REDUCTIONS
+from interlace.ir.ops import REDUCTIONS
 
 
 def random_program(

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 from tests.verify.hostile import HOSTILE, ONE, filled, measure
 
 from interlace.errors import ProgramError
 from interlace.ir import parse_set, validate
-from interlace.ir.checks import context
 from interlace.verify import Report, check, matching
 from interlace.verify.accesses import regions
 from interlace.verify.happens_before import graph
@@ -80,7 +80,7 @@ def test_a_product_of_too_many_terms_is_refused() -> None:
 
 
 def test_ranks_with_places_in_too_many_teams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "MAX_PLACES", 64 * 6)
+    monkeypatch.setattr(sys.modules["interlace.ir.validate"], "MAX_PLACES", 64 * 6)
     teams = ", ".join(f"t{k}: Team[2]" for k in range(6))
     text = "def f({}, x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
     assert checked(text.format(teams)).sound

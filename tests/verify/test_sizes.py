@@ -28,8 +28,7 @@ from interlace.ir import (
     parse,
 )
 from interlace.ir.program import map_values
-from interlace.ir.size_class import NamedSize, SizeClass
-from interlace.ir.sizes import Int, divided, named
+from interlace.ir.sizes import Int, NamedSize, SizeClass, divided, named
 from interlace.verify import check
 
 S = named("S")

@@ -21,7 +21,7 @@ from tests.passes.samples import KINDS, STRATEGIES
 from interlace.commands.files import on_mesh
 from interlace.errors import InterlaceError, ProgramError, TeamError
 from interlace.ir import Collective, Expect, Program, Team, View, Wait, parse, parse_set
-from interlace.ir.checks.validate import validate
+from interlace.ir.validate import validate
 from interlace.passes import run_pipeline
 from interlace.verify import Report, check
 from interlace.verify.accesses.regions import Regions

@@ -100,7 +100,7 @@ def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple
     `allowed` does not name, and for one that does more than its call declares. PyTorch is imported
     for names that are not in the table of operators.
     """
-    from interlace.ir.call_names import refuse_others
+    from interlace.ir.validate import refuse_others
     from interlace.verify import Finding
 
     for program in programs:
@@ -111,8 +111,8 @@ def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple
 
 
 def _remarks(programs: Sequence[Program]) -> list[str]:
-    from interlace.ir.call_names import FUNCTIONS, called, is_known
-    from interlace.ir.operator_facts import facts_of
+    from interlace.ir.operators import FUNCTIONS, facts_of, is_known
+    from interlace.ir.validate import called
 
     calls: dict[str, str] = {}  # the first place of each name
     for program in programs:

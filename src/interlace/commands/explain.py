@@ -127,11 +127,13 @@ def _show(
 
 def without_sites(program: Program, why: bool = False) -> str:
     """Message for a Program that has no sites, or (`why`) none that stays serial."""
-    from interlace.ir.communication import told
+    from interlace.ir.program import communication_in_words
 
     if why and program.streams() != ("main",):
         return "no site stays serial"
-    return f"the text states no sites; it has {told(program) or 'no communication'}"
+    return (
+        f"the text states no sites; it has {communication_in_words(program) or 'no communication'}"
+    )
 
 
 def _serial(program: Program) -> bool:

@@ -56,10 +56,10 @@ from interlace.ir import (
     Wait,
     Where,
 )
-from interlace.ir.fields import form_of
 from interlace.ir.kernels import TAIL
 from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention, matmul_of
 from interlace.ir.ops import UNORDERED
+from interlace.ir.roles import form_of
 from interlace.ir.sizes import Int, number, numbers
 
 Boxes = Callable[[View], Box]

@@ -29,7 +29,7 @@ from interlace.cost.timeline import Interval, Span, Timeline, length, union
 from interlace.errors import SoundnessError
 from interlace.ir import Program
 from interlace.ir.program import together
-from interlace.ir.size_class import FIXED, deciding
+from interlace.ir.sizes import FIXED, deciding
 
 
 def simulate(

@@ -26,7 +26,7 @@ from interlace.frontend.choosing import chosen, facts_of_all
 from interlace.frontend.importing.importer import Imported
 from interlace.frontend.schedules import path_of, scheduled, unsound
 from interlace.ir import Program, Remark
-from interlace.ir.call_names import others
+from interlace.ir.validate import others
 from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.runtime.hosts import on_hosts

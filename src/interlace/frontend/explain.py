@@ -30,7 +30,8 @@ from interlace.frontend.binding import Bound
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.importing.nodes import location
-from interlace.ir import Program, Site, communication
+from interlace.ir import Program, Site
+from interlace.ir.program import communication_in_words
 from interlace.passes.strategies.candidates import candidates
 from interlace.trace.figures import site_figures
 
@@ -52,7 +53,7 @@ def explain_graphs(graphs: Iterable[CompiledGraph], why: bool = False) -> str:
 
 def explain_program(program: Program, why: bool = False, measured: Timeline | None = None) -> str:
     """The sites and remarks of a Program; without sites, how much communication it has."""
-    if not program.sites and (found := communication.told(program)):
+    if not program.sites and (found := communication_in_words(program)):
         return "\n".join(
             [f"{program.name}: it states no sites; it has {found}", *_sites(program, why, measured)]
         )

@@ -33,7 +33,8 @@ from interlace.errors import (
     SoundnessError,
 )
 from interlace.ir import Program, Team, View, contiguous_strides
-from interlace.ir.size_class import deciding
+from interlace.ir.roles import write_type
+from interlace.ir.sizes import deciding
 from interlace.ir.text.load import load, read
 from interlace.ir.text.printer import Printer, print_program
 from interlace.options import Options
@@ -248,7 +249,7 @@ def differences(found: Program, graph: Program, rank: int) -> list[str]:
 def _inputs(program: Program) -> dict[str, str]:
     printer = Printer(program.teams)
     found = (buffer for buffer in program.params if buffer.kind == "input")
-    return {b.name: f"{b.name}: {printer.buffer_type(b, 'input', None)}" for b in found}
+    return {b.name: f"{b.name}: {write_type(printer, b, 'input', None)}" for b in found}
 
 
 def _matched(theirs: dict[str, str], ours: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from itertools import product
 
 from interlace.errors import ProgramError
-from interlace.ir.box import Box
 from interlace.ir.operators import Operator, matmul_of
 from interlace.ir.ops import Arg, Call, Expect, Fused, FusedKernel, FusedMember, Record
 from interlace.ir.sizes import Int, at_hand
 from interlace.ir.types import Buffer, DType, Others, Where
-from interlace.ir.view import View
+from interlace.ir.view import Box, View
 
 DTYPES = (DType.bf16, DType.f16)
 FLOAT8 = (DType.f8e4m3, DType.f8e5m2)

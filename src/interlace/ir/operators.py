@@ -1,17 +1,46 @@
-"""Properties of aten operators: the one table that checks, passes, costs and binders ask.
+"""Operators of PyTorch: what each is, what it does to memory, and which a schedule may call.
 
     >>> operator_of("aten.addmm.default").lhs, operator_of("aten.gelu.default").into
     (1, 'aten.gelu.out')
+    >>> facts_of("aten.add_.Tensor").writes, facts_of("aten.rand.default").draws
+    (((0, 'self'),), True)
+    >>> refusal("operator.call")
+    "'operator.call' is no operator: Python's own functions are not reached from a schedule"
 
-To teach Interlace an operator, add a row. A call of any other name is opaque: it is run as it is,
-costs the bytes that it touches, and is never cut.
+To teach Interlace an operator, add a row to `OPERATORS`: the one table that checks, passes, costs
+and binders ask. A call of any other name is opaque: it is run as it is, costs the bytes that it
+touches, and is never cut.
+
+What an operator writes in place, draws and leaves unwritten is in `operators.txt`: a line for each
+operator with all its overloads, written by `scripts/operator_table.py` from torch's own schemas and
+tags, so that nothing here needs torch. A word is an overload and, after colons, where it differs
+from what its name says:
+
+    w3=running_mean     writes argument 3, which is called so, in place
+    o=values,indices    the keywords of the memory that it fills
+    d                   draws random numbers; d4=dropout_p: unless that argument is 0
+    u                   leaves the memory of its results unwritten
+    s                   of its first argument it takes the shape alone
+    m                   changes an argument's shape, strides or memory: no schedule may call it
+
+By its name, an operator that ends in one underscore writes argument 0, `self`, and an overload that
+ends in `out` fills the keyword `out`.
+
+A name in a schedule is data from a file, so it is looked up, never walked. Operators outside
+PyTorch's own namespaces are refused unless the caller names them: a schedule from a file is not
+trusted, and an operator of another library may read files or foreign memory.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Literal, TypeVar
 
+T = TypeVar("T")
 Kind = Literal["matmul", "pointwise", "cast", "reduction", "movement", "indexed", "effect"]
 
 
@@ -116,8 +145,7 @@ OPERATORS: dict[str, Operator] = {
     **{fn: Operator(kind="pointwise", into=into) for fn, into in POINTWISE.items()},
     **{fn: Operator(kind=kind) for kind, names in _OTHERS.items() for fn in names},
 }
-"""Operators by namespace, name and overload. Their writes and random draws are in
-operator_facts.py; nothing here draws."""
+"""Operators by namespace, name and overload; none of them draws."""
 
 _PERMUTED = " (it puts rows in an order that is data: no chunk's place is known beforehand)"
 _NO_BOUNDS = "it makes a view without a look at where its memory ends"
@@ -199,3 +227,182 @@ def effect(fn: str) -> str:
     """An operator's effect beyond its arguments, by name alone; empty: it has none."""
     row = BY_NAME.get(fn)
     return row.why if row is not None and row.kind == "effect" else ""
+
+
+# What an operator does to memory
+
+TABLE = Path(__file__).with_name("operators.txt")
+_TEXT = TABLE.read_text()
+"""Read when this is imported: later a process may have no file descriptor left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Effects of a call of an operator, beside reading its arguments and making its results."""
+
+    writes: tuple[tuple[int, str], ...] = ()
+    """Arguments written in place, by place and name."""
+    outs: tuple[str, ...] = ()
+    """Keywords of the memory that it fills."""
+    draws: bool = False
+    unless: tuple[int, str] | None = None
+    """An argument that is 0 where nothing is drawn."""
+    unwritten: bool = False
+    """The memory of its results holds whatever was there before."""
+    shape_only: bool = False
+    """The elements of its first argument do not matter: it fills it, or takes its shape."""
+    remakes: bool = False
+    """An argument has another shape, other strides or other memory afterwards."""
+
+    def written(self, args: Sequence[T], kwargs: Sequence[tuple[str, T]]) -> list[T]:
+        """The arguments of a call that it writes in place."""
+        found = [_argument(each, args, kwargs) for each in self.writes]
+        return [arg for arg in found if arg is not None]
+
+    def drawn(self, args: Sequence[object], kwargs: Sequence[tuple[str, object]]) -> bool:
+        """True if a call with these arguments draws random numbers."""
+        if self.unless is None:
+            return self.draws
+        return self.draws and bool(_argument(self.unless, args, kwargs))
+
+
+def _argument(
+    which: tuple[int, str], args: Sequence[T], kwargs: Sequence[tuple[str, T]]
+) -> T | None:
+    place, name = which
+    if place < len(args):
+        return args[place]
+    return next((arg for key, arg in kwargs if key == name), None)
+
+
+NOTHING = Facts()
+
+
+def usual(name: str, overload: str) -> Facts:
+    """Facts that follow from an operator's name alone."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return Facts(
+        writes=((0, "self"),) if in_place else (),
+        outs=("out",) if overload.endswith("out") else (),
+    )
+
+
+def _read(name: str, word: str) -> tuple[str, Facts]:
+    overload, *parts = word.split(":")
+    facts = usual(name, overload)
+    writes, outs, draws, unless, marks = facts.writes, facts.outs, False, None, set[str]()
+    for part in parts:
+        kind, rest = part[0], part[1:]
+        pairs = [item.partition("=") for item in rest.split(",") if item]
+        if kind == "w":
+            writes = tuple((int(place), word) for place, _, word in pairs)
+        elif kind == "o":
+            outs = tuple(rest[1:].split(",")) if rest[1:] else ()
+        elif kind == "d":
+            draws = True
+            unless = next(((int(place), word) for place, _, word in pairs), None)
+        else:
+            marks.add(kind)
+    return overload, Facts(
+        writes=writes,
+        outs=outs,
+        draws=draws,
+        unless=unless,
+        unwritten="u" in marks,
+        shape_only="s" in marks,
+        remakes="m" in marks,
+    )
+
+
+@cache
+def _lines() -> Mapping[str, str]:
+    lines = (line.partition(" ") for line in _TEXT.splitlines())
+    return {name: words for name, _, words in lines if not name.startswith("#")}
+
+
+@lru_cache(1024)
+def _overloads(name: str) -> Mapping[str, Facts]:
+    """The overloads of an operator, by namespace and name."""
+    return dict(_read(name, word) for word in _lines().get(name, "").split())
+
+
+def table() -> dict[str, Facts]:
+    """All rows, by full name."""
+    return {f"{op}.{over}": row for op in _lines() for over, row in _overloads(op).items()}
+
+
+@lru_cache(4096)
+def facts_of(fn: str) -> Facts | None:
+    """The table's facts about the operator of that name; None if it is not in the table."""
+    name, _, overload = fn.rpartition(".")
+    if "." not in name:  # aten.relu is its default overload
+        name, overload = fn, "default"
+    return _overloads(name).get(overload)
+
+
+# What a schedule may call
+
+FIX = "name an operator of PyTorch as namespace.operator.overload, such as aten.mm.out, or a region"
+
+FUNCTIONS = ("interlace.sum_slots",)
+"""Functions of ours that are no operators of the dispatcher."""
+
+WORDS = (
+    *("@device", "@strided", "@contiguous_format", "@preserve_format"),
+    *("@channels_last", "@channels_last_3d"),
+)
+"""Arguments that stand for a value of torch: the device of the run, a layout, a memory format."""
+
+KNOWN_NAMESPACES = ("aten", "prims", "interlace")
+"""Namespaces whose operators are meant to touch their arguments and results alone (those known not
+to are refused by name). Others, torch's own too, reach files (debugprims), other ranks (c10d) or
+foreign memory (inductor)."""
+
+_NO_NAMESPACES = {
+    "operator": "Python's own functions are not reached from a schedule",
+    "prim": "TorchScript's own functions are not reached from a schedule",
+    "higher_order": "an operator that takes functions cannot stand in a schedule",
+    **dict.fromkeys(
+        ("import_module", "load_library", "loaded_libraries"),
+        "libraries are loaded by your own code, never by a schedule",
+    ),
+}
+
+_REMAKES = "it changes an argument's shape, strides or memory, which views count on"
+_PART = r"[A-Za-z_][A-Za-z0-9_]*"
+_NAME = re.compile(rf"({_PART})\.({_PART})(?:\.({_PART}))?")
+_SPECIAL = frozenset(
+    f"__{name}__"
+    for word in ("and", "or", "xor", "lshift", "rshift")
+    for name in (word, f"i{word}")
+)
+"""Operators of aten that are named as methods of Python are."""
+
+
+def split(fn: str) -> tuple[str, str, str] | None:
+    """Namespace, operator and overload of a name; None if it has not that form."""
+    match = _NAME.fullmatch(fn)
+    return None if match is None else (match[1], match[2], match[3] or "default")
+
+
+def refusal(fn: str) -> str | None:
+    """Why a Call may not name this; None if it may."""
+    if fn in FUNCTIONS:
+        return None
+    parts = split(fn)
+    if parts is None:
+        return f"{fn!r} is no name of an operator"
+    space, name, overload = parts
+    if space in _NO_NAMESPACES:
+        return f"{fn!r} is no operator: {_NO_NAMESPACES[space]}"
+    for part in (space, overload, *(() if name in _SPECIAL else (name,))):
+        if part.startswith("__"):
+            return f"{fn!r} is no operator: {part} is an attribute of Python's"
+    facts = facts_of(fn)
+    why = _REMAKES if facts is not None and facts.remakes else effect(f"{space}.{name}")
+    return f"a schedule may not call {fn!r}: {why}" if why else None
+
+
+def is_known(fn: str) -> bool:
+    """True if an operator is of a namespace that any schedule may call."""
+    return fn.partition(".")[0] in KNOWN_NAMESPACES

@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
-from interlace.ir.collective_kinds import KINDS
-from interlace.ir.fields import COMMON, NAME, TEAM, written
-from interlace.ir.operator_facts import NOTHING, Facts, facts_of
+from interlace.ir.operators import NOTHING, Facts, facts_of
 from interlace.ir.sizes import Size
-from interlace.ir.types import Buffer, DType, Index, Others
+from interlace.ir.types import COMMON, NAME, TEAM, Buffer, DType, Index, Others, written
 from interlace.ir.view import View
 
 RNG = View("rng")
@@ -284,6 +282,33 @@ class HostSync(Op):
 
 
 PEER = written(named=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveKind:
+    """A kind of collective: who reads and writes, and whether it reduces or has a root."""
+
+    reads: str = "all"  # all | root | none: who reads `src`
+    writes: str = "all"  # who writes `dst`
+    reduces: bool = False
+    rooted: bool = False
+    scales: str = ""  # "gather": dst is size * src; "scatter": src is size * dst; "": equal
+
+
+KINDS: dict[str, CollectiveKind] = {
+    "all_gather": CollectiveKind(scales="gather"),
+    "reduce_scatter": CollectiveKind(reduces=True, scales="scatter"),
+    "all_reduce": CollectiveKind(reduces=True),
+    "broadcast": CollectiveKind(reads="root", rooted=True),
+    "all_to_all": CollectiveKind(),
+    "gather": CollectiveKind(writes="root", rooted=True, scales="gather"),
+    "scatter": CollectiveKind(reads="root", rooted=True, scales="scatter"),
+    "reduce": CollectiveKind(writes="root", reduces=True, rooted=True),
+    "barrier": CollectiveKind(reads="none", writes="none"),
+}
+"""The kinds of collective: one row of data each."""
+
+REDUCTIONS = ("sum", "avg", "prod", "min", "max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

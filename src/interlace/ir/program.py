@@ -16,11 +16,20 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from interlace.errors import OptionError, ProgramError
-from interlace.ir.fields import NAMES, form_of, written
-from interlace.ir.ops import Arg, Name, Op
-from interlace.ir.size_class import FIXED, SizeClass
-from interlace.ir.sizes import DECIDER, Int, Size, named
-from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned
+from interlace.ir.ops import Arg, Collective, Get, Group, Name, Op, Put, Recv, Send
+from interlace.ir.roles import PLAIN, form_of
+from interlace.ir.sizes import DECIDER, FIXED, Int, Size, SizeClass, deciding, named, names_of
+from interlace.ir.types import (
+    COMMON,
+    Buffer,
+    RankIndex,
+    Table,
+    Team,
+    TeamLayout,
+    Where,
+    spanned,
+    written,
+)
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
 Sized = TypeVar("Sized", Buffer, Table, Step)
@@ -30,10 +39,10 @@ Sized = TypeVar("Sized", Buffer, Table, Step)
 class Node:
     """One aten call in a region's body: `outs = fn(*args, **kwargs)`."""
 
-    outs: tuple[str, ...]
-    fn: str
-    args: tuple[Arg, ...] = ()
-    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outs: tuple[str, ...] = field(metadata=COMMON)
+    fn: str = field(metadata=COMMON)
+    args: tuple[Arg, ...] = field(default=(), metadata=written(rest=True))
+    kwargs: tuple[tuple[str, Arg], ...] = field(default=(), metadata=written("keywords"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +301,7 @@ def map_values(op: Op, change: Callable[[object], object]) -> Op:
 @functools.cache
 def _mapped_fields(kind: type[Op]) -> tuple[str, ...]:
     """The fields that may hold more than names, numbers and flags."""
-    return tuple(each.name for each in form_of(kind).fields if each.role not in _PLAIN)
-
-
-_PLAIN = frozenset({"string", *NAMES, "integer", "flag"})
+    return tuple(each.name for each in form_of(kind).fields if each.role not in PLAIN)
 
 
 def _mapped(value: Any, change: Callable[[object], object]) -> Any:
@@ -340,3 +346,61 @@ def _resolved_step(where: Where, step: Step) -> Step:
             return Slice(dim, where.dim(start), where.dim(stop))
         case _:
             return step
+
+
+# Communication
+
+_BETWEEN_RANKS = Collective | Put | Get | Send | Recv
+_WORDS = {
+    "collective": (Collective,),
+    "one-sided copy": (Put, Get),
+    "send": (Send,),
+    "receive": (Recv,),
+}
+
+
+def communication_in_words(program: Program) -> str:
+    """The numbers of collectives, one-sided copies and messages of one rank; empty: none."""
+    ops = _single(program)
+    counts = {word: sum(isinstance(op, kinds) for op in ops) for word, kinds in _WORDS.items()}
+    return ", ".join(f"{n} {_plural(word, n)}" for word, n in counts.items() if n)
+
+
+def exchanged_sizes(program: Program) -> frozenset[str]:
+    """The named sizes that what ranks exchange depends on: all ranks must run the same of them."""
+    tables = [size for table in program.tables for size in table.values]
+    buffers = program.buffers().values()
+    shared = {b.name: b for b in buffers if b.kind == "symmetric" or b.registered}
+    found: list[object] = [*tables, *_dimensions(shared.values())]
+    box = program.boxes(program.world[0] if program.rank is None else program.rank)
+    with deciding(program.sizes):
+        for op in _single(program):
+            between = isinstance(op, _BETWEEN_RANKS)
+            for access in (*op.reads(), *op.writes()):
+                reached = access.view.buffer in shared  # by peers, where this rank does not look
+                if between or reached:
+                    part = box(access.view)
+                    found += (*part.sizes, *part.strides, part.offset) if reached else part.sizes
+    return names_of(found)
+
+
+def lasting_sizes(program: Program) -> frozenset[str]:
+    """The named sizes that memory which stays between runs depends on."""
+    kinds = ("local", "symmetric")
+    return names_of(_dimensions(b for b in program.buffers().values() if b.kind in kinds))
+
+
+def _dimensions(buffers: Iterable[Buffer]) -> Iterator[object]:
+    return (size for b in buffers for size in (*b.shape, *(b.strides or ())))
+
+
+def _single(program: Program) -> list[Op]:
+    """All ops, those of groups one by one."""
+    found = [op for _, op in spots(program.ops)]
+    return [each for op in found for each in (op.ops if isinstance(op, Group) else (op,))]
+
+
+def _plural(word: str, count: int) -> str:
+    if count == 1:
+        return word
+    return f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"

@@ -11,10 +11,12 @@ counted modulo the team) or a `TableEntry` (`rows[tp.rank]`); `Where` resolves b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
+from types import UnionType
+from typing import TypedDict, Unpack
 
 from interlace.errors import ProgramError, TeamError
 from interlace.ir.sizes import Int, Size
@@ -353,3 +355,52 @@ def contiguous_strides(sizes: tuple[Int, ...]) -> tuple[Int, ...]:
         strides.append(step)
         step *= size if size > 1 else 1
     return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a field is written in text, beyond its type and default: see roles.py."""
+
+    role: str = ""
+    keyword: str = ""
+    """Its keyword, where that is not the field's name."""
+    positional: bool = False
+    """It may be given by position though it has a default."""
+    named: bool = False
+    """The printer writes its keyword though it may be given by position."""
+    always: bool = False
+    """The printer writes it though it has its default."""
+    rest: bool = False
+    """It is a tuple that takes all further positional arguments."""
+    words: Collection[str] = ()
+    """Values that are the call's own word, as in `all_gather(x, y)`."""
+    holds: UnionType | None = None
+    """Which ops it holds."""
+    holding: str = ""
+    """The same in words, for errors."""
+
+
+class Details(TypedDict, total=False):
+    """The details, as `written` takes them."""
+
+    keyword: str
+    positional: bool
+    named: bool
+    always: bool
+    rest: bool
+    words: Collection[str]
+    holds: UnionType
+    holding: str
+
+
+def written(role: str = "", **how: Unpack[Details]) -> dict[str, Written]:
+    """Metadata for a field: see `Written`."""
+    return {"written": Written(role, **how)}
+
+
+NAME = written("name")
+"""A name: of an event, a signal, a buffer."""
+TEAM = written("team")
+"""The name of a team: that of the op's peer, or the only one, where a text gives none."""
+COMMON = written("common")
+"""A field that every op has."""

@@ -32,8 +32,7 @@ from interlace.ir import (
     Team,
     View,
 )
-from interlace.ir.size_class import cached
-from interlace.ir.sizes import Int, greatest, never_above
+from interlace.ir.sizes import Int, cached, greatest, never_above
 from interlace.ir.types import TableEntry, Where
 
 KEPT = 1 << 11

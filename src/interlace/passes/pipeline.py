@@ -30,9 +30,8 @@ from interlace.ir import (
     Send,
     validate,
 )
-from interlace.ir.communication import exchanged_sizes
-from interlace.ir.size_class import deciding
-from interlace.ir.sizes import MOST
+from interlace.ir.program import exchanged_sizes
+from interlace.ir.sizes import MOST, deciding
 from interlace.options import Options
 from interlace.passes.accumulate import Accumulate
 from interlace.passes.decompose import Decompose

@@ -30,10 +30,10 @@ from interlace.comm.teams import check_alive, check_process, check_size
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, InterlaceError, SizeError, TeamError
 from interlace.ir import Program, validate
-from interlace.ir.call_names import refuse_others
-from interlace.ir.communication import exchanged_sizes, lasting_sizes
-from interlace.ir.size_class import FIXED, settled
+from interlace.ir.program import exchanged_sizes, lasting_sizes
+from interlace.ir.sizes import FIXED, settled
 from interlace.ir.types import Member
+from interlace.ir.validate import refuse_others
 from interlace.options import BACKENDS, Options
 from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.engine import (

@@ -12,8 +12,7 @@ import torch
 from interlace.comm import Registered
 from interlace.errors import ExecutorError
 from interlace.ir import Box, Buffer, DType, Program, contiguous_strides
-from interlace.ir.size_class import SizeClass
-from interlace.ir.sizes import Size, number, numbers
+from interlace.ir.sizes import Size, SizeClass, number, numbers
 from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import DTYPES, alike, at, whole
 

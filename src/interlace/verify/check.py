@@ -17,10 +17,10 @@ from itertools import islice
 from typing import TypeVar
 
 from interlace.errors import ProgramError, SizeError
-from interlace.ir.checks.validate import validate
 from interlace.ir.program import Program, together
-from interlace.ir.size_class import FIXED, deciding
+from interlace.ir.sizes import FIXED, deciding
 from interlace.ir.types import Others
+from interlace.ir.validate import validate
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.accesses.sweep import MAX_REPEATS, AccessFault, Sweep
 from interlace.verify.accesses.unwritten import Unwritten

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from interlace.ir.box import Box
 from interlace.ir.operators import is_pointwise
 from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op, views_in
 from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Where
-from interlace.ir.view import View
+from interlace.ir.view import Box, View
 from interlace.options import BACKENDS
 from interlace.verify.accesses.regions import PER_PAIR, Regions
 from interlace.verify.explain import Explainer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from interlace.errors import SoundnessError
-from interlace.ir.size_class import FIXED, SizeClass
+from interlace.ir.sizes import FIXED, SizeClass
 
 if TYPE_CHECKING:
     from interlace.verify.edits import Fix

@@ -20,12 +20,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from interlace.ir.box import Box
 from interlace.ir.ops import KINDS, Call, Collective, Copy, Get, Put, Recv, Send
 from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType
-from interlace.ir.view import View
+from interlace.ir.view import Box, View
 from interlace.verify.accesses.memory import Content
 from interlace.verify.accesses.origins import Origins, Strip, cut
 from interlace.verify.accesses.sweep import Sweep

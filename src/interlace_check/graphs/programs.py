@@ -88,7 +88,7 @@ class GraphProgram(OriginBuilder[Origin]):
         distinct = tuple(dict.fromkeys(teams.values()))
         ranks = None if rank is None and distinct else (rank or 0,)
         super().__init__("graph", distinct, ranks, nothing=Origin("entry"))
-        self.trace, self.teams, self.any_order = trace, teams, any_order
+        self.trace, self.team_of_group, self.any_order = trace, teams, any_order
         self._names: dict[str, str] = {MAIN: MAIN}
         self._num_messages = 0
         self._held: defaultdict[str, list[Storage]] = defaultdict(list)
@@ -297,7 +297,7 @@ class GraphProgram(OriginBuilder[Origin]):
         A barrier stands for a collective: ranks of a graph share no memory, so that nothing but
         the waiting for each other goes from rank to rank, and no collective waits for more.
         """
-        team = self.teams[issue.group].name
+        team = self.team_of_group[issue.group].name
         if issue.peer is None:
             self.barrier(team=team)
             return

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.ir.build.ops import Handle
+from interlace.ir.build import Handle
 from interlace.ir.ops import Loc
 from interlace.ir.types import Team
 from interlace_check.pipelining.actions import BACKWARD, SENDS, Action

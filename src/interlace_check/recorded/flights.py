@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from interlace.errors import InterlaceError, RecordingError
-from interlace.ir.checks.validate import validate
 from interlace.ir.program import Program
 from interlace.ir.text.parser import parse
 from interlace.ir.text.printer import print_op
+from interlace.ir.validate import validate
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.source import lower

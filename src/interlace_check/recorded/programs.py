@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from interlace.ir.build.ops import Handle
+from interlace.ir.build import Handle
 from interlace.ir.types import Team
 from interlace_check.recorded.alignment import Aligned, Open, OpenChannel
 from interlace_check.recorded.entries import Entry, GroupKey

@@ -50,8 +50,7 @@ from interlace.frontend.importing.types import buffer_like, device_of, scalar_wo
 from interlace.frontend.importing.views import RULES, SPLITS, extend, strided
 from interlace.frontend.teams import Teams
 from interlace.ir import Alloc, Buffer, Call, Program, Team, View
-from interlace.ir.size_class import deciding
-from interlace.ir.sizes import Size
+from interlace.ir.sizes import Size, deciding
 from interlace.runtime.inputs import may_be_lazy
 from interlace.runtime.values import resolved, whole
 

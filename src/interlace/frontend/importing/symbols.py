@@ -21,8 +21,7 @@ from torch import fx
 
 from interlace.errors import SizeError
 from interlace.frontend.importing.nodes import flatten
-from interlace.ir.size_class import NamedSize, SizeClass
-from interlace.ir.sizes import Int, at, named
+from interlace.ir.sizes import Int, NamedSize, SizeClass, at, named
 
 
 def pin(graph: fx.Graph) -> None:

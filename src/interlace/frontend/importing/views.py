@@ -34,8 +34,7 @@ from interlace.ir import (
     View,
     contiguous_strides,
 )
-from interlace.ir.size_class import unnoted
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import Int, unnoted
 
 Rule = Callable[[Sequence[Any], Box, torch.Tensor], tuple[Step, ...]]
 

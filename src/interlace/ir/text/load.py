@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 
 from interlace.errors import ParseError
-from interlace.ir.checks.validate import validate
 from interlace.ir.program import Program
 from interlace.ir.text.parser import parse, parse_set
+from interlace.ir.validate import validate
 
 LONGEST = 1 << 28
 """Characters of a file, a timeline among them, that is read."""

@@ -7,44 +7,63 @@ Program; a set of several (a pipeline's stages) is read by `parse_set`. Parsing 
     >>> program = parse(text, file="ring.ilc")
     >>> parse(str(program)) == program
     True
+
+In order: the text, with the place of an error; the arguments of a call; what a Reader reads (ops
+and their fields, by the roles of roles.py); the statements of a Program; its head, with teams,
+sizes and what is assumed of them; its regions.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping, Sequence
+import re
+import sys
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from interlace.errors import ParseError
-from interlace.ir.fields import FieldForm, Form, form_of
-from interlace.ir.ops import Alloc, Arg, FusedKernel, Loc, Op, kinds_of_op
+from interlace.ir.ops import Alloc, Arg, Loc, Op
 from interlace.ir.program import Node, Program, Region, Remark, Site
-from interlace.ir.size_class import Known, NamedSize, SizeClass
-from interlace.ir.text.assumptions import assume, assume_whole, parse_sizes
-from interlace.ir.text.expressions import Expressions, is_a, parse_teams
-from interlace.ir.text.source import Arguments, Signature, SourceText
-from interlace.ir.text.spelling import did_you_mean
-from interlace.ir.types import MAX_RANKS, Buffer, Others, RankIndex, Table, Team
-from interlace.ir.view import View
+from interlace.ir.roles import (
+    ARG,
+    INTEGER,
+    INTEGERS,
+    MODIFIERS,
+    NAME,
+    SIZE,
+    STRING,
+    Declaration,
+    Fields,
+    Form,
+    Signature,
+    accessed,
+    form_of,
+    items_of,
+    op_words,
+    read_type,
+)
+from interlace.ir.sizes import Fact, Known, NamedSize, Size, SizeClass
+from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
+from interlace.ir.types import MAX_RANKS, Buffer, Table, Team, even_parts, team_sizes
 from interlace.strategies import REPLACED
 
-_COMMON = ("site", "loc", "stream")
-_ALLOC = Signature(("type",), ("symmetric", "storage", "offset", *_COMMON), ("type",))
-_PART = Signature(rest=True)
-_SITE, _REMARK = form_of(Site), form_of(Remark)
+MAX_TEXT = 1 << 24
+"""Characters of a text: some 100,000 ops."""
+TOO_LONG = "an integer of more than 64 bits"
+_LONG = re.compile(r"\d\w{16}")
+"""Start of every integer of more than 64 bits, as it has 17 digits or more."""
+TEAM_MODIFIERS = {
+    **{"over": Signature(rest=True), "on": Signature(rest=True)},
+    "named": MODIFIERS["named"],
+}
+_SITE, _REMARK, _ALLOC, _NODE = map(form_of, (Site, Remark, Alloc, Node))
 _STATEMENTS = ("ranks", "rank", "assume", "site", "remark")
 _NESTED = "programs and regions are nested too deeply, or an expression is too long"
 
-
-Common = dict[str, Any]
-"""Fields of an op beside its arguments: stream, site and loc."""
-
-
-def op_words() -> dict[str, Form]:
-    """The ops that stand after a stream, by the words that the text has for them."""
-    forms = [form_of(kind) for kind in kinds_of_op() if kind is not Alloc]
-    return {word: form for main in forms for word, form in {main.word: main, **main.words}.items()}
+Place = ast.expr | ast.stmt | ast.arg | ast.keyword
+"""A node of the syntax tree that has a place in the text."""
 
 
 def parse(text: str, *, file: str = "<text>") -> Program:
@@ -81,12 +100,138 @@ def _program(source: SourceText, node: ast.stmt) -> Program:
         )
     name = _decorated(source, node, "named")
     parameters = _parameters(source, node)
-    teams, sizes = parse_teams(source, parameters), parse_sizes(source, parameters)
+    teams, sizes = _teams(source, parameters), _named_sizes(source, parameters)
     return _ProgramParser(source, name, teams, sizes).parse(node)
 
 
-class OpParser(Expressions):
-    """Parses the ops of one Program, or (`in_region`) the calls of a region."""
+class SourceText:
+    """A text with the name of its file."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.text = text
+        self.file = file
+        self.lines = lines_of(text)
+
+    def error(self, node: Place | None, what: str, fix: str) -> ParseError:
+        """The error to raise for a node."""
+        if node is None:
+            return self.error_at(1, None, 1, what, fix)
+        end = node.end_col_offset if node.end_lineno == node.lineno else None
+        column = self.column(node.lineno, node.col_offset)
+        length = 1 if end is None else self.column(node.lineno, end) - column
+        return self.error_at(node.lineno, column, length, what, fix)
+
+    def error_at(
+        self, line: int, column: int | None, length: int, what: str, fix: str
+    ) -> ParseError:
+        """The error to raise for a place in the text."""
+        place = f"{self.file}:{line}" + (f":{column}" if column else "")
+        shown = excerpt(self.lines, line, column, length)
+        return ParseError(f"{place}: {what}\n{shown}\nfix: {fix}")
+
+    def column(self, line: int, offset: int) -> int:
+        """The column (from 1) of a byte offset, which is how `ast` counts."""
+        if line > len(self.lines):
+            return 1
+        return len(self.lines[line - 1].encode()[:offset].decode(errors="replace")) + 1
+
+    def loc(self, node: Place) -> Loc:
+        """Where a node stands."""
+        return Loc(file=self.file, line=node.lineno, text=(self.file, node.lineno))
+
+    def tree(self) -> ast.Module:
+        """The text as Python's syntax tree, with the limits kept that every text has."""
+        if len(self.text) > MAX_TEXT:
+            raise self.error_at(
+                1, None, 1, f"more than {MAX_TEXT} characters", "write several files"
+            )
+        tree = self._read()
+        if _LONG.search(self.text) is None:  # walking a whole tree takes as long as reading it
+            return tree
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, int):
+                if node.value >= 1 << 64:
+                    raise self.error(node, TOO_LONG, "write a smaller number")
+        return tree
+
+    def _read(self) -> ast.Module:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # such as an unknown escape in a string
+                return ast.parse(self.text)
+        except SyntaxError as error:
+            line = min(max(error.lineno or 1, 1), len(self.lines))
+            if f"({sys.get_int_max_str_digits()} digits)" in error.msg:  # Python reads no more
+                raise self.error_at(line, None, 1, TOO_LONG, "write a smaller number") from None
+            raise self.error_at(
+                line,
+                min(error.offset, len(self.lines[line - 1]) + 1) if error.offset else None,
+                1,
+                f"not the syntax of a schedule: {error.msg}",
+                "a schedule is written in Python's syntax: check brackets, commas and indentation",
+            ) from None
+        except (ValueError, MemoryError, RecursionError) as error:
+            what = "nested too deeply" if not isinstance(error, ValueError) else str(error)
+            raise self.error_at(
+                1, None, 1, f"the text cannot be read: {what}", "give the text of a schedule"
+            ) from None
+
+
+class Arguments:
+    """The arguments of one call, bound to a signature; every one is asked for by name."""
+
+    def __init__(self, source: SourceText, call: ast.Call, name: str, signature: Signature) -> None:
+        self.call = call
+        self.bound: dict[str, ast.expr] = {}
+        self.rest: list[ast.expr] = []
+        self.others: list[tuple[str, ast.expr]] = []
+        names = signature.positional
+        for place, node in enumerate(call.args):
+            if isinstance(node, ast.Starred):
+                raise source.error(node, "'*' has no meaning here", "write the arguments out")
+            if place < len(names):
+                self.bound[names[place]] = node
+            elif signature.rest:
+                self.rest.append(node)
+            else:
+                count = f"{len(names)} positional argument{'s' if len(names) != 1 else ''}"
+                fix = f"write {signature.usage(name)}"
+                raise source.error(node, f"{name}(...) takes {count}", fix)
+        seen = set(self.bound)
+        for keyword in call.keywords:
+            key = keyword.arg
+            if key is None:
+                raise source.error(keyword, "'**' has no meaning here", "write the arguments out")
+            if key in seen:
+                raise source.error(keyword, f"{name}(...) has {key!r} twice", "remove one of them")
+            seen.add(key)
+            if key in signature.known:
+                self.bound[key] = keyword.value
+            elif signature.any_keyword:
+                self.others.append((key, keyword.value))
+            else:
+                fix = did_you_mean(key, signature.known, f"{name}(...) takes")
+                raise source.error(keyword, f"{name}(...) has no argument {key!r}", fix)
+        for key in signature.required:
+            if key not in self.bound:
+                fix = f"write {signature.usage(name)}"
+                raise source.error(call, f"{name}(...) lacks {key!r}", fix)
+
+    def get(self, name: str) -> ast.expr | None:
+        """The argument of that name; None if it is not given or is the word None."""
+        node = self.bound.get(name)
+        return None if isinstance(node, ast.Constant) and node.value is None else node
+
+    def given(self, name: str) -> bool:
+        """True if the argument is given, even as None."""
+        return name in self.bound
+
+    def __getitem__(self, name: str) -> ast.expr:
+        return self.bound[name]
+
+
+class Reader:
+    """Reads what stands inside one Program (or, `in_region`, inside a region's body)."""
 
     def __init__(
         self,
@@ -95,15 +240,44 @@ class OpParser(Expressions):
         in_region: bool = False,
         named_sizes: Collection[str] = (),
     ) -> None:
-        super().__init__(source, teams, in_region, named_sizes)
+        self.source = source
+        self.named_sizes = named_sizes
+        self.in_region = in_region
+        self.sizes = team_sizes(teams)
+        self.even = even_parts(teams)
         self.words = op_words()
-        self.several = {
-            **{"team": self.team, "flag": self.flag, "member": self.members, "part": self.parts_of},
-            **{"keywords": self.keywords, "outs": self.outs, "fresh": self.fresh},
-        }
-        self.one["kernel"] = self.kernel
+        self.quotients: list[tuple[ast.expr, Size]] = []
+        """Divisions in the text, which leave no remainder for any size of the class."""
 
-    def op(self, node: ast.expr, stream: str, within: Common | None = None) -> Op:
+    def fail(self, node: Place, what: str, fix: str) -> ParseError:
+        """The error to raise for a node."""
+        return self.source.error(node, what, fix)
+
+    def bind(self, call: ast.Call, word: str, signature: Signature) -> Arguments:
+        """The arguments of a call."""
+        return Arguments(self.source, call, word, signature)
+
+    def arguments(self, form: Form, call: ast.Call) -> Arguments:
+        """The arguments of a call that writes a dataclass."""
+        return self.bind(call, form.word, form.signature)
+
+    def make(self, form: Form, args: Arguments, **read: Any) -> Any:
+        """The dataclass that a call writes; `read` are the fields that are not in its form."""
+        read.update(form.fixed)
+        for field in form.fields:
+            read[field.name] = field.role.read_field(self, args, field, read)
+        return form.kind(**read)
+
+    def named(self, node: ast.expr, family: str, what: str, fix: str) -> str:
+        """A name of one family: bare, or `family["any name"]`."""
+        if isinstance(node, ast.Name):
+            return node.id
+        inner = accessed(node)
+        if inner is not None and inner[0] == family:
+            return inner[1]
+        raise self.fail(node, what, fix)
+
+    def op(self, node: ast.expr, stream: str, within: Fields | None = None) -> Op:
         """The op that a call is, on `stream`; inside another op it shares what that has."""
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             raise self.fail(
@@ -119,13 +293,13 @@ class OpParser(Expressions):
         args = self.arguments(form, node)
         return self.make(form, args, **self.common(args, stream, within))
 
-    def common(self, args: Arguments, stream: str, within: Common | None = None) -> Common:
+    def common(self, args: Arguments, stream: str, within: Fields | None = None) -> Fields:
         """Stream, site and location of an op."""
         if args.given("stream"):
-            stream = self.string(args["stream"])
+            stream = STRING.read(self, args["stream"])
         site = args.get("site")
         if args.given("site"):
-            number = None if site is None else self.integer(site)
+            number = None if site is None else INTEGER.read(self, site)
         else:
             number = within["site"] if within else None
         loc = self.source.loc(args.call)
@@ -139,103 +313,11 @@ class OpParser(Expressions):
         """A location: a module path, or (module path, file, line)."""
         if isinstance(node, ast.Tuple) and len(node.elts) == 3:
             module, file, line = node.elts
-            return Loc(self.string(module), self.string(file), self.integer(line))
-        return Loc(self.string(node))
-
-    def declaration(self, name: str, node: ast.Call, word: str) -> Alloc:
-        """`full = alloc(...)` or `t = empty(...)`."""
-        args = Arguments(self.source, node, word, _ALLOC)
-        kind, team = "fresh" if word == "empty" else "local", None
-        symmetric, storage = args.get("symmetric"), args.get("storage")
-        if symmetric is not None:
-            kind, team = "symmetric", self.name(symmetric)
-        changes: dict[str, object] = {}
-        if storage is not None:
-            changes["storage"] = self.string(storage)
-        if args.given("offset"):
-            changes["offset"] = self.integer(args["offset"])
-        buffer = self.declared(args["type"]).buffer(name, kind, team, **changes)
-        return Alloc(buffer=buffer, **self.common(args, "main"))
-
-    def outs(self, args: Arguments, *_: object) -> tuple[View, ...]:
-        """The views that a call fills."""
-        nodes = self.items(args.bound.get("out"))
-        return tuple(self.view(node) for node in nodes if not isinstance(node, ast.NamedExpr))
-
-    def fresh(self, args: Arguments, *_: object) -> tuple[Buffer, ...]:
-        """The buffers that a call makes: `t := f32[8, 4]`."""
-        return tuple(
-            self.declared(node.value).buffer(node.target.id, "fresh")
-            for node in self.items(args.bound.get("out"))
-            if isinstance(node, ast.NamedExpr)
-        )
-
-    def flag(self, args: Arguments, field: FieldForm, _: object) -> bool:
-        """A keyword that is True or False."""
-        node = args.bound.get(field.keyword)
-        if node is None:
-            return field.default is True
-        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
-            return node.value
-        raise self.fail(node, f"{field.keyword} is a flag", f"write {field.keyword}=True")
-
-    def keywords(self, args: Arguments, *_: object) -> tuple[tuple[str, Arg], ...]:
-        """Keyword arguments, where they stand as keywords and where they stand in `kwargs=`."""
-        found = [(key, self.arg(node)) for key, node in args.others]
-        for pair in self.items(args.bound.get("kwargs")):
-            if not (isinstance(pair, ast.Tuple) and len(pair.elts) == 2):
-                raise self.fail(pair, "expected a pair", 'write kwargs=(("name", value),)')
-            found.append((self.string(pair.elts[0]), self.arg(pair.elts[1])))
-        return tuple(found)
-
-    def team(self, args: Arguments, field: FieldForm, found: Mapping[str, object]) -> str:
-        """The team of an op: as given, or the peer's, or the only one there is."""
-        node, peer = args.get(field.keyword), found.get(field.implied_by)
-        if node is not None:
-            return self.name(node)
-        if isinstance(peer, RankIndex | Others):
-            return peer.team
-        if len(self.sizes) == 1:
-            return next(iter(self.sizes))
-        raise self.fail(args.call, "it is unclear which team this is for", "add team=NAME")
-
-    def members(self, args: Arguments, field: FieldForm, within: Common) -> tuple[Op, ...]:
-        """The ops that stand in another."""
-        found: list[Op] = []
-        for node in args.rest:
-            member = self.op(node, within["stream"], within)
-            if field.how.holds is None or not isinstance(member, field.how.holds):
-                where = "part" if field.role == "part" else "group"
-                what = f"a {where} holds {field.how.holding} only"
-                raise self.fail(node, what, "give it a statement of its own")
-            found.append(member)
-        return tuple(found)
-
-    def parts_of(
-        self, args: Arguments, field: FieldForm, within: Common
-    ) -> tuple[tuple[Op, ...], ...]:
-        """`part(...)` for each part of an op."""
-        found: list[tuple[Op, ...]] = []
-        for node in args.rest:
-            call = node if isinstance(node, ast.Call) else None
-            if call is None or not (isinstance(call.func, ast.Name) and call.func.id == "part"):
-                raise self.fail(node, "expected a part", "write fused(part(...), part(...))")
-            inner = Arguments(self.source, call, "part", _PART)
-            found.append(self.members(inner, field, within))
-        return tuple(found)
-
-    def kernel(self, node: ast.expr) -> FusedKernel:
-        """`gather_matmul()` or `scatter_matmul(pieces=2, own=3)`."""
-        call = node if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
-        word = call.func.id if call is not None and isinstance(call.func, ast.Name) else ""
-        words = form_of(FusedKernel).words
-        if call is None or word not in words:
-            fix = did_you_mean(word, words, "write the call of one, such as gather_matmul(): of")
-            raise self.fail(node, "expected a kernel", fix)
-        return self.make(words[word], self.arguments(words[word], call))
+            return Loc(STRING.read(self, module), STRING.read(self, file), INTEGER.read(self, line))
+        return Loc(STRING.read(self, node))
 
 
-class _ProgramParser(OpParser):
+class _ProgramParser(Reader):
     """Collects what a Program's statements say."""
 
     def __init__(
@@ -257,7 +339,7 @@ class _ProgramParser(OpParser):
         params = [
             self.parameter(arg)
             for arg in node.args.args
-            if not (is_a("Team", arg) or is_a("Size", arg))
+            if not (_is_a("Team", arg) or _is_a("Size", arg))
         ]
         for place, statement in enumerate(node.body):
             if not _is_doc(place, statement):
@@ -267,7 +349,7 @@ class _ProgramParser(OpParser):
                         node.body[place + 1], "statements after `return`", "put `return` last"
                     )
         for divided, quotient in self.quotients:
-            assume_whole(self, self.assumed, divided, quotient)
+            _assume_whole(self, self.assumed, divided, quotient)
         return replace(
             self.program,
             sizes=self.assumed.size_class(),
@@ -298,7 +380,7 @@ class _ProgramParser(OpParser):
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
             if node.value.id == "out":
                 node, kind = node.slice, "output"
-        return self.declared(node).buffer(arg.arg, kind)
+        return read_type(self, node).buffer(arg.arg, kind)
 
     def statement(self, node: ast.stmt) -> None:
         match node:
@@ -311,8 +393,8 @@ class _ProgramParser(OpParser):
             case ast.FunctionDef():
                 self.regions.append(_region(self.source, node, self.program.teams))
             case ast.Return(value=value):
-                items = self.items(value) if isinstance(value, ast.Tuple) else [value]
-                self.results = tuple(self.arg(item) for item in items if item)
+                items = items_of(value) if isinstance(value, ast.Tuple) else [value]
+                self.results = tuple([ARG.read(self, item) for item in items if item])
             case ast.Pass():
                 pass
             case _:
@@ -333,12 +415,14 @@ class _ProgramParser(OpParser):
         fix = f'write a name, or {family}["any name"]'
         name = self.named(target, family, "expected a name before `=`", fix)
         if word in ("alloc", "empty"):
-            self.ops.append(self.declaration(name, call, word))
+            args = self.bind(call, word, Declaration.signature)
+            declared = {"name": name, "kind": "fresh" if word == "empty" else "local"}
+            self.ops.append(self.make(_ALLOC, args, **declared, **self.common(args, "main")))
         elif word == "table":
             signature = Signature(("team",), (), ("team",), rest=True)
-            args = Arguments(self.source, call, "table", signature)
-            values = tuple(map(self.size, args.rest))
-            self.tables.append(Table(name, self.name(args["team"]), values))
+            args = self.bind(call, word, signature)
+            values = tuple([SIZE.read(self, each) for each in args.rest])
+            self.tables.append(Table(name, NAME.read(self, args["team"]), values))
         else:
             if word in self.words:
                 fix = "an op stands after a stream, such as main: copy(x, y)"
@@ -350,18 +434,18 @@ class _ProgramParser(OpParser):
         """`ranks(...)`, `rank(...)`, `assume(...)`, `site(...)`, `remark(...)`."""
         match word:
             case "ranks":
-                args = Arguments(self.source, call, word, Signature(rest=True))
-                self.ranks = tuple(map(self.integer, args.rest))
+                args = self.bind(call, word, Signature(rest=True))
+                self.ranks = tuple([INTEGER.read(self, each) for each in args.rest])
                 if len(self.ranks) > MAX_RANKS:
                     what = f"a world of {len(self.ranks)} ranks"
                     raise self.source.error(node, what, f"give it {MAX_RANKS} ranks at most")
             case "rank":
-                args = Arguments(self.source, call, word, Signature(("rank",), (), ("rank",)))
-                self.rank = self.integer(args["rank"])
+                args = self.bind(call, word, Signature(("rank",), (), ("rank",)))
+                self.rank = INTEGER.read(self, args["rank"])
             case "assume":
-                args = Arguments(self.source, call, word, Signature(rest=True))
+                args = self.bind(call, word, Signature(rest=True))
                 for fact in args.rest:
-                    assume(self, self.assumed, fact)
+                    _assume(self, self.assumed, fact)
             case "site":
                 self.site(self.make(_SITE, self.arguments(_SITE, call)))
             case "remark":
@@ -374,6 +458,109 @@ class _ProgramParser(OpParser):
                 else:
                     fix = did_you_mean(word, _STATEMENTS, "statements without a stream are")
                 raise self.source.error(node, f"{word!r} cannot stand alone", fix)
+
+
+def _is_a(word: str, arg: ast.arg) -> bool:
+    """True if a parameter's type is `word[...]`: a `Team[...]` or a `Size[...]`."""
+    node = arg.annotation
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        node = node.func.value
+    head = node.value if isinstance(node, ast.Subscript) else node
+    return isinstance(head, ast.Name) and head.id == word
+
+
+def _teams(source: SourceText, args: Sequence[ast.arg]) -> tuple[Team, ...]:
+    """The teams that parameters declare; together they span no more ranks than a world may have."""
+    found: list[Team] = []
+    world = 1
+    for arg in args:
+        if not _is_a("Team", arg):
+            continue
+        team = _team(source, arg)
+        found.append(team)
+        count = team.size if team.groups is None else sum(map(len, team.groups))
+        world *= abs(team.size) if team.groups is None else 1
+        if max(world, count) > MAX_RANKS:
+            what = f"a world of {max(world, count)} ranks"
+            raise source.error(arg, what, f"give it {MAX_RANKS} ranks at most")
+    return tuple(found)
+
+
+def _team(source: SourceText, arg: ast.arg) -> Team:
+    """The team that a parameter declares."""
+    reader = Reader(source, ())
+    node, name = arg.annotation, arg.arg
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        word = node.func.attr
+        if word not in TEAM_MODIFIERS:
+            fix = did_you_mean(word, TEAM_MODIFIERS, "modifiers are")
+            raise source.error(node.func, f"a team has no modifier {word!r}", fix)
+        bound = Arguments(source, node, word, TEAM_MODIFIERS[word])
+        if word == "named":
+            name = STRING.read(reader, bound["name"])
+        else:
+            such = f".{word}([0, 1], [2, 3])"
+            found[word] = tuple([INTEGERS.read(reader, part, such) for part in bound.rest])
+        node = node.func.value
+    if not isinstance(node, ast.Subscript):
+        fix = "write Team[4] for a mesh axis, or Team[[0, 1], [2, 3]], on hosts with .on([0], [1])"
+        raise source.error(arg, "a team without a size", fix)
+    hosts, groups = found.get("on"), found.get("over")
+    listed = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if groups is not None or not isinstance(listed[0] if listed else None, ast.List):
+        return Team(name, INTEGER.read(reader, node.slice), groups, hosts)
+    groups = tuple([INTEGERS.read(reader, group) for group in listed])
+    if len({len(group) for group in groups}) != 1:
+        fix = "every instance of a team has as many ranks"
+        raise source.error(node, "groups of different sizes", fix)
+    return Team(name, len(groups[0]), groups, hosts)
+
+
+_RELATIONS: dict[type[ast.cmpop], str] = {
+    **{ast.Gt: ">", ast.GtE: ">=", ast.LtE: "<=", ast.Eq: "==", ast.NotEq: "!="},
+}
+_WHOLE = "declare a size that is divided without remainder"
+_FIX = "write one such as S >= 8, S <= 512, S % 4 == 0 or B * S - 64 > 0"
+
+
+def _named_sizes(source: SourceText, args: Sequence[ast.arg]) -> tuple[NamedSize, ...]:
+    """The named sizes that parameters declare: `S: Size[128]`."""
+    reader = Reader(source, ())
+    found: list[NamedSize] = []
+    for arg in args:
+        if not _is_a("Size", arg):
+            continue
+        node = arg.annotation
+        if not isinstance(node, ast.Subscript):
+            fix = f"write {arg.arg}: Size[128], with the value that decisions are made for"
+            raise source.error(arg, "a size without a value", fix)
+        found.append(NamedSize(arg.arg, INTEGER.read(reader, node.slice)))
+    return tuple(found)
+
+
+def _assume(reader: Reader, known: Known, node: ast.expr) -> None:
+    """Notes what a text assumes: `S >= 8`, `S % 4 == 0`, `256 * B * S - 512 > 0`."""
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1:
+        raise reader.fail(node, "expected what is assumed of named sizes", _FIX)
+    left, word = node.left, _RELATIONS.get(type(node.ops[0]))
+    bound = INTEGER.read(reader, node.comparators[0])
+    if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod) and word == "==":
+        size, modulus = SIZE.read(reader, left.left), INTEGER.read(reader, left.right)
+        if isinstance(size, Size) and modulus > 0 and known.rest(size, modulus) == bound:
+            return
+    elif word is not None and isinstance(size := SIZE.read(reader, left) - bound, Size):
+        fact = Fact(-size, "<=") if word == ">=" else Fact(size, word)
+        if fact.holds(known.values):
+            known.note(fact)
+            return
+    raise reader.fail(node, "this does not hold for the sizes in the head", _FIX)
+
+
+def _assume_whole(reader: Reader, known: Known, node: ast.expr, quotient: Size) -> None:
+    """Notes that a division leaves no remainder: of `S // 2` that `S % 2 == 0`."""
+    if known.rest(Size(quotient.terms), quotient.over):
+        raise reader.fail(node, f"{quotient} is no whole number for the sizes in the head", _WHOLE)
 
 
 def _is_doc(place: int, node: ast.stmt) -> bool:
@@ -398,7 +585,7 @@ def _decorated(source: SourceText, node: ast.FunctionDef, word: str) -> str:
             what = "this decorator has no meaning here"
             raise source.error(found, what, f"write {form}, or remove it")
         args = Arguments(source, call, word, Signature(("name",), (), ("name",)))
-        name = OpParser(source, ()).string(args["name"])
+        name = STRING.read(Reader(source, ()), args["name"])
     return name
 
 
@@ -423,9 +610,9 @@ def _region(source: SourceText, node: ast.FunctionDef, teams: Sequence[Team]) ->
         fix = "write @region on the line before it"
         raise source.error(node, "a def inside a program is a region", fix)
     name = _decorated(source, node, "region")
-    expr = OpParser(source, teams, in_region=True)
+    reader = Reader(source, teams, in_region=True)
     inputs = tuple(
-        arg.arg if arg.annotation is None else expr.string(arg.annotation)
+        arg.arg if arg.annotation is None else STRING.read(reader, arg.annotation)
         for arg in _parameters(source, node)
     )
     body: list[Node] = []
@@ -437,21 +624,21 @@ def _region(source: SourceText, node: ast.FunctionDef, teams: Sequence[Team]) ->
             raise source.error(statement, "statements after `return`", "put it last")
         if isinstance(statement, ast.Return):
             value = statement.value
-            items = expr.items(value) if isinstance(value, ast.Tuple) else [value]
-            outputs = tuple(_value(expr, item) for item in items if item)
+            items = items_of(value) if isinstance(value, ast.Tuple) else [value]
+            outputs = tuple(_value(reader, item) for item in items if item)
         else:
-            body.append(_node(source, expr, statement))
+            body.append(_node(source, reader, statement))
     if outputs is None:
         raise source.error(node, f"region {name!r} returns nothing", "add return t0, ...")
     return Region(name, inputs, tuple(body), outputs)
 
 
-def _value(expr: OpParser, node: ast.expr) -> str:
+def _value(reader: Reader, node: ast.expr) -> str:
     """The name of a region's value."""
-    return expr.named(node, "value", "expected a value of the region", "write its name")
+    return reader.named(node, "value", "expected a value of the region", "write its name")
 
 
-def _node(source: SourceText, expr: OpParser, statement: ast.stmt) -> Node:
+def _node(source: SourceText, reader: Reader, statement: ast.stmt) -> Node:
     """`t0 = aten.mul.Tensor(x, y)`."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target, call = statement.targets[0], statement.value
@@ -466,7 +653,7 @@ def _node(source: SourceText, expr: OpParser, statement: ast.stmt) -> Node:
             "a region holds calls and one return",
             "write t0 = aten.mul.Tensor(x, y), or return t0",
         )
-    outs = tuple(_value(expr, target) for target in targets)
+    outs = tuple(_value(reader, target) for target in targets)
     fn = _dotted(call.func)
     if fn is None:
         fix = 'write aten.mul.Tensor(...), or call("name", ...)'
@@ -475,8 +662,8 @@ def _node(source: SourceText, expr: OpParser, statement: ast.stmt) -> Node:
     signature = Signature(positional, ("kwargs",), positional, rest=True, any_keyword=True)
     args = Arguments(source, call, fn, signature)
     if fn == "call":
-        fn = expr.string(args["fn"])
-    return Node(outs, fn, tuple(map(expr.arg, args.rest)), expr.keywords(args))
+        fn = STRING.read(reader, args["fn"])
+    return reader.make(_NODE, args, outs=outs, fn=fn)
 
 
 def _dotted(node: ast.expr) -> str | None:

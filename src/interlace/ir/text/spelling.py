@@ -1,4 +1,4 @@
-"""Spelling for printer, parser and validator: names, scalars, excerpts, suggestions.
+"""Spelling of texts, for all who write or read them: names, literals, lines, excerpts, hints.
 
 A name that Python would not take as an identifier (or that the text uses for something else) is
 written as a string: `wait("end of step")`, `buffer["layers.0.x"][tp.rank]`.
@@ -14,6 +14,8 @@ import functools
 import keyword
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from interlace.ir.ops import Scalar
 from interlace.ir.types import DType
@@ -34,6 +36,8 @@ MANY, LONG = 5_000, 60
 """Names that a hint compares, and characters of one: comparing takes its time."""
 WIDEST = 400
 """Characters of a line that an excerpt shows."""
+WIDTH = 120
+"""Columns of a line of the text."""
 
 
 @functools.lru_cache(4096)
@@ -61,6 +65,17 @@ def name_or_string(name: str) -> str:
 def accessor(family: str, name: str) -> str:
     """A name inside an expression: bare, or `buffer["odd name"]`."""
     return name if plain(name) else f"{family}[{quote(name)}]"
+
+
+def real_name(name: str) -> str:
+    """The real name of what the text can only give an identifier."""
+    return f".named({quote(name)})"
+
+
+def usable_keyword(name: str) -> bool:
+    """True if a name can stand before `=` in a call."""
+    usable = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+    return usable and name != "__debug__"
 
 
 def scalar(value: Scalar) -> str:
@@ -126,3 +141,62 @@ def excerpt(
             carets = "^" * max(1, min(length, len(piece) - (start - cut)))
             shown.append(f"  {' ' * width} | {' ' * (start - cut)}{carets}")
     return "\n".join(shown)
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Items between an opening and a closing text, such as a call with its arguments."""
+
+    head: str
+    items: list[Item]
+    tail: str
+    lone_comma: bool = False
+    """A comma after a single item, as Python writes a tuple of one."""
+
+    @cached_property
+    def flat(self) -> str:
+        """All on one line."""
+        comma = "," if self.lone_comma and len(self.items) == 1 else ""
+        return f"{self.head}{', '.join(map(flat, self.items))}{comma}{self.tail}"
+
+    def after(self, prefix: str) -> TextBlock:
+        """The same after some text."""
+        return TextBlock(prefix + self.head, self.items, self.tail, self.lone_comma)
+
+
+Item = str | TextBlock
+
+
+def prefixed(prefix: str, item: Item) -> Item:
+    """The item after some text."""
+    return prefix + item if isinstance(item, str) else item.after(prefix)
+
+
+def flat(item: Item) -> str:
+    """The item on one line."""
+    return item if isinstance(item, str) else item.flat
+
+
+def layout(item: Item, indent: int) -> list[str]:
+    """The item's lines, at most `WIDTH` columns each where its parts allow."""
+    pad, text = " " * indent, flat(item)
+    if isinstance(item, str) or not item.items or indent + len(text) <= WIDTH:
+        return [pad + text]
+    lines = [pad + item.head]
+    inner, filled = " " * (indent + 4), ""
+    for part in item.items:
+        words = flat(part) + ","
+        if filled and len(inner) + len(filled) + 1 + len(words) <= WIDTH:
+            filled += " " + words
+            continue
+        if filled:
+            lines.append(inner + filled)
+        filled = words
+        if isinstance(part, TextBlock) and len(inner) + len(words) > WIDTH:
+            *before, last = layout(part, indent + 4)
+            lines += before
+            lines.append(last + ",")
+            filled = ""
+    if filled:
+        lines.append(inner + filled)
+    return [*lines, pad + item.tail]

@@ -15,9 +15,8 @@ from interlace.float8.data import TAIL, width
 from interlace.float8.recipe import E4M3, Recipe
 from interlace.frontend.teams import as_axes
 from interlace.ir import Program, Team
-from interlace.ir.build.builder import Builder
-from interlace.ir.build.ops import ElementType, Handle
-from interlace.ir.size_class import deciding
+from interlace.ir.build import Builder, ElementType, Handle
+from interlace.ir.sizes import deciding
 from interlace.nn.parallel.layer import backward, forward, packs
 
 Shape = tuple[int, ...]

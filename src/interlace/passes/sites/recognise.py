@@ -15,8 +15,7 @@ from itertools import accumulate
 
 from interlace.ir import Call, Collective, Op, View
 from interlace.ir.operators import by_data, matmul_of
-from interlace.ir.size_class import supposing
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import Int, supposing
 from interlace.passes.sites.cone import Cone, blocks_of, cone_of, lhs_of, result_of
 from interlace.passes.sites.rows import (
     ByteRun,

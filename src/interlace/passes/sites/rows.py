@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from interlace.ir import Box
-from interlace.ir.size_class import cached
-from interlace.ir.sizes import Int, Size, divisors, fixed
+from interlace.ir.sizes import Int, Size, cached, divisors, fixed
 
 PAD = -1
 MAX_RUNS = 1 << 16

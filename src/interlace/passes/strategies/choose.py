@@ -33,8 +33,7 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.kernels import FLOAT8
-from interlace.ir.size_class import supposing
-from interlace.ir.sizes import at_hand
+from interlace.ir.sizes import at_hand, supposing
 from interlace.ir.types import TableEntry
 from interlace.ir.view import varying
 from interlace.passes.dependencies import dependencies

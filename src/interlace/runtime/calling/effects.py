@@ -20,7 +20,7 @@ import torch
 
 from interlace.errors import ProgramError
 from interlace.ir import Call, Region
-from interlace.ir.operator_facts import Facts, facts_of
+from interlace.ir.operators import Facts, facts_of
 from interlace.kernels import KERNELS
 from interlace.runtime.calling.operators import resolve
 

@@ -20,7 +20,7 @@ import torch
 
 from interlace.errors import ProgramError
 from interlace.ir import DType
-from interlace.ir.call_names import FIX, WORDS, refusal, split
+from interlace.ir.operators import FIX, WORDS, refusal, split
 from interlace.ir.text.spelling import did_you_mean
 from interlace.kernels import KERNELS
 from interlace.runtime.values import DTYPES

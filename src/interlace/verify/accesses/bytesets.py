@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from math import lcm, prod
 
-from interlace.ir.box import MAX_RUNS, Box, byte_runs, runs
 from interlace.ir.sizes import Int, Size, number
+from interlace.ir.view import MAX_RUNS, Box, byte_runs, runs
 
 Interval = tuple[Int, Int]
 Brick = tuple[Interval, ...]

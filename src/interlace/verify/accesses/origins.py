@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Generic, TypeVar
 
-from interlace.ir.box import Box
 from interlace.ir.sizes import Int, Size
+from interlace.ir.view import Box
 from interlace.verify.accesses.memory import Content
 from interlace.verify.accesses.sweep import Sweep
 from interlace.verify.happens_before.graph import Frame

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from interlace.ir.box import Box, byte_runs
 from interlace.ir.sizes import Int
+from interlace.ir.view import Box, byte_runs
 from interlace.verify.accesses.bytesets import num_runs
 from interlace.verify.accesses.memory import ByteAccess, Content
 from interlace.verify.accesses.sweep import Sweep

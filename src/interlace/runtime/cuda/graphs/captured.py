@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import tensor_at
 from interlace.ir import Call, Program
-from interlace.ir.operator_facts import facts_of
+from interlace.ir.operators import facts_of
 from interlace.runtime.values import copier, once
 
 Give = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]

@@ -6,6 +6,7 @@ refuse an op that they do not know. So does the exhaustive oracle, which shares 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,9 @@ from interlace.cost import default_machine, graph, simulate
 from interlace.cost.op_times import Cost
 from interlace.errors import ParseError, ProgramError, UnsupportedError
 from interlace.ir import Access, Index, Op, View, in_order, map_views, parse, validate
-from interlace.ir.fields import NAME, NAMES, ROLES, SEVERAL, TEAM, form_of, written
-from interlace.ir.text.expressions import STEPS
-from interlace.ir.text.parser import op_words
-from interlace.ir.types import Team
+from interlace.ir.build import Builder
+from interlace.ir.roles import ROLES, Role, form_of, op_words, steps
+from interlace.ir.types import NAME, TEAM, written
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.plan_memory import PlanMemory
 from interlace.verify import check
@@ -155,16 +155,33 @@ def test_a_field_without_a_role_is_an_error() -> None:
         form_of(Odd)
 
 
-def test_printer_and_parser_know_every_role() -> None:
-    from interlace.ir.text import parser, printer
+@pytest.mark.parametrize("role", dict.fromkeys(ROLES.values()), ids=lambda it: type(it).__name__)
+def test_a_role_is_read_as_it_is_written(role: Role) -> None:
+    """A role of one value has `read`, one of several arguments writes and reads the whole field."""
+    whole = type(role).read_field is not Role.read_field
+    assert whole or type(role).read is not Role.read
+    assert type(role).__doc__ != Role.__doc__
 
-    roles = {*ROLES.values(), *NAMES, *SEVERAL} - {"declaration"}
-    teams = (Team("tp", 2),)
-    writes = printer.Printer(teams)
-    assert roles == {*writes.one, *writes.several}
-    reads = parser.OpParser(parser.SourceText("", "made_up.ilc"), teams)
-    assert roles == {*reads.one, *reads.several}
+
+def test_words_of_ops_and_steps() -> None:
     assert {"copy", "all_gather", "host_sync"} <= set(op_words())
-    assert set(STEPS) == {
+    assert set(steps()) == {
         *("chunk", "slice", "select", "permute", "view", "expand", "cast", "as_strided"),
     }
+
+
+@pytest.mark.parametrize("word", op_words())
+def test_the_builder_states_a_method_for_each_op(word: str) -> None:
+    """The stated signature of a generated method has the arguments of the op, in their order."""
+    if word == "peer_scale":
+        return
+    method, form = getattr(Builder, word), op_words()[word]
+    assert method.__doc__, word
+    if not hasattr(method, "__wrapped__"):  # written by hand
+        return
+    _, *stated = inspect.signature(method).parameters.values()
+    named = [each.name for each in stated if each.kind is not each.VAR_KEYWORD]
+    known = [*form.signature.positional, *form.signature.keywords]
+    assert [name for name in known if name in named] == named
+    required = [each.name for each in stated if each.default is each.empty]
+    assert {*form.signature.required} <= {*required}
