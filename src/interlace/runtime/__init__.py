@@ -13,8 +13,7 @@ calling/      from the name of an operator or a region to one bound function
 host/         the CPU;  cuda/: GPUs
 """
 
-from interlace.runtime.cuda.waits.watchdog import synchronize
 from interlace.runtime.engine import Engine, EngineContext, engine_for
 from interlace.runtime.executor import Executor
 
-__all__ = ["Engine", "EngineContext", "Executor", "engine_for", "synchronize"]
+__all__ = ["Engine", "EngineContext", "Executor", "engine_for"]

@@ -346,27 +346,40 @@ class Executor:
         )
 
     def run(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None = None,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        origin: str | None = None,
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs.
 
         `inputs` has a tensor for each input parameter, in order, on this Executor's device, of the
         Program's dtypes, shapes and strides. `out` has one for each output parameter, which the run
         writes; by default they are allocated and handed out. On GPUs the run is issued on the
-        current stream's behalf: results are ready in its order, as torch's own are.
+        current stream's behalf: results are ready in its order, as torch's own are. `sizes` has the
+        named sizes that are no dimension of an input; by default they stay as they were. `origin`
+        says what this run and the next ones belong to, and is the same on all ranks: who pairs it
+        with a run of another origin gets an AgreementError, although the Program is the same.
 
         Every rank of the Program's teams calls it, in the same order. Raises ExecutorError for
         tensors that do not fit, before anything runs, and where it is not prepared or is closed;
         CommTimeoutError, PeerError or AgreementError where a rank is late, failed or runs another
         Program: then `reset()`, called by all, lets runs go on.
         """
-        lock = self._lock
+        lock, wanted = self._lock, None
+        if sizes is not None:
+            wanted = tuple([sizes[name] for name in self.sizes.values])
         unfit = self.engine is None or self._poison is not None or self._is_gone()
         if unfit or not lock.acquire(False):
-            return self._check_and_run(inputs, out)
+            return self._check_and_run(inputs, out, wanted, origin)
         try:
             engine = self.engine  # another thread may have closed it
-            at = None if engine is None else engine.admit(inputs, out)
+            if engine is not None and origin is not None and origin != self._origin:
+                self.carry(origin)
+            same = engine is not None and wanted in (None, self._at)
+            at = engine.admit(inputs, out) if same else None
             if engine is not None and at is not None:
                 return engine.issue(inputs, out, at)
         except BaseException as error:  # what cannot be issued stops the peers too
@@ -374,10 +387,14 @@ class Executor:
             raise
         finally:
             lock.release()
-        return self._check_and_run(inputs, out)
+        return self._check_and_run(inputs, out, wanted, origin)
 
     def _check_and_run(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        wanted: tuple[int, ...] | None,
+        origin: str | None,
     ) -> tuple[Any, ...]:
         engine = self._check_ready()
         if not self._measures:
@@ -387,8 +404,10 @@ class Executor:
             if self._bound_resets != self._resets():
                 self._bind(self._values(self._at))  # a reset renewed the backends
             assert self.engine is not None
+            if origin is not None:
+                self.carry(origin)
             if self._measures:  # no other thread turns to other sizes between
-                self._turn_to(measured_sizes(self._measures, inputs, self._at))
+                self._turn_to(measured_sizes(self._measures, inputs, wanted or self._at))
                 self.engine.context.check(inputs, out)
             self._check_teams()
             try:
@@ -440,30 +459,8 @@ class Executor:
         """True if the inputs of a run tell all named sizes, as for a Program without any."""
         return all(self._measures)
 
-    def run_at(
-        self,
-        values: Mapping[str, int],
-        inputs: Sequence[torch.Tensor],
-        out: Sequence[torch.Tensor] | None = None,
-        origin: str = "",
-    ) -> tuple[Any, ...]:
-        """A run of these values of the named sizes. Only sizes that are no dimension of an input
-        need it: `run` measures the others."""
-        self._check_ready()
-        with self._locked():
-            self.carry(origin)
-            self._turn_to(tuple([values[name] for name in self.sizes.values]))
-            return self.run(inputs, out)
-
-    def run_for(self, origin: str, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """A run that belongs to `origin`, which is the same on all ranks: who pairs it with a run
-        of another origin gets an AgreementError, although the Program is the same."""
-        with self._locked():
-            self.carry(origin)
-            return self.run(inputs)
-
     def carry(self, origin: str) -> None:
-        """The next runs belong to `origin`, as in `run_for`."""
+        """The next runs belong to `origin`, as in `run`."""
         self._origin = origin
         if self.engine is not None:
             self.engine.context.label.carry(origin)
