@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from interlace.ir.build import program
     from interlace.ir.text.load import load, load_set
     from interlace.ir.text.parser import parse, parse_set
-    from interlace.runtime import Executor, synchronize
+    from interlace.runtime import Executor
+    from interlace.runtime.cuda.waits.watchdog import synchronize
     from interlace.verify import check
     from interlace_check.graphs.check import check_graph
     from interlace_check.pipelining import check_pipelining
@@ -70,7 +71,7 @@ _LAZY = {
     "reset": ("interlace.comm.resets", "reset_teams"),
     "save_recording": ("interlace_check.recorded", "save_recording"),
     "simulate": ("interlace.cost", "simulate"),
-    "synchronize": ("interlace.runtime", "synchronize"),
+    "synchronize": ("interlace.runtime.cuda.waits.watchdog", "synchronize"),
 }
 """Names that are imported when they are first asked for: from where, and what they are there."""
 

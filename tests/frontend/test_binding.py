@@ -52,7 +52,7 @@ def test_the_current_gpu_is_taken_where_none_is_named(monkeypatch: pytest.Monkey
 
 def test_a_backward_without_an_origin_does_not_keep_the_last_one() -> None:
     class Labelled:
-        def run_for(self, origin: str, inputs: Any) -> tuple[Any, ...]:
+        def run(self, inputs: Any, sizes: Any, origin: str) -> tuple[Any, ...]:
             return (torch.tensor(len(origin)),)
 
     executor: Any = Labelled()

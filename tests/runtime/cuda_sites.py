@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.passes.experts import layer
 from tests.support.fake_cuda import Fake, fake_engine
 from tests.support.fake_device import Entry
 
@@ -54,12 +55,20 @@ def f(tp: Team[4], x: bf16[8, 16], y: out[bf16[8, 16]]):
 """Each rank hears of one other only, so a run says little of the last."""
 
 WORLD = 4
-SITES = {"gather": GATHER, "scatter": SCATTER, "reduce": REDUCE}
-SHAPES = {
-    "gather": ((8, 16), (32, 8)),
-    "scatter": ((32, 16), (8, 8)),
-    "reduce": ((64, 16), (64, 8)),
+EXPERTS, ROOM, DIM, HIDDEN = 2, 3, 16, 8
+SITES = {
+    "gather": GATHER,
+    "scatter": SCATTER,
+    "reduce": REDUCE,
+    "experts": layer(WORLD, EXPERTS, ROOM, DIM, HIDDEN, "bf16"),
 }
+SHAPES: dict[str, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = {
+    "gather": ([(8, 16), (16, 8)], [(32, 8)]),
+    "scatter": ([(32, 16), (16, 8)], [(8, 8)]),
+    "reduce": ([(64, 16), (16, 8)], [(64, 8)]),
+    "experts": ([(WORLD * EXPERTS, ROOM, DIM), (EXPERTS, DIM, HIDDEN), (EXPERTS, HIDDEN, DIM)], []),
+}
+"""Of inputs and outputs."""
 STRATEGIES: dict[str, dict[str, Any]] = {
     "put": {"strategy": "peer"},
     "get": {"strategy": "peer"},
@@ -77,10 +86,12 @@ HOW: dict[str, dict[str, Any]] = {
 """What `lower` is told beside the options."""
 SERVED = [
     (site, strategy)
-    for site in SITES
+    for site in ("gather", "scatter", "reduce")
     for strategy in STRATEGIES
     if site == "reduce" or strategy != "slabs"
 ]
+SIMULATED = [*SERVED, ("experts", "get"), ("experts", "put")]
+"""With a layer of experts, of which each rank has some."""
 
 
 def program(site: str, strategy: str) -> Program:
@@ -101,8 +112,8 @@ def lowered(text: str, strategy: str) -> Program:
 
 def tensors(site: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     given, made = SHAPES[site]
-    x, w = torch.randn(given), torch.randn(16, 8)
-    return [x.bfloat16(), w.bfloat16()], [torch.empty(made, dtype=torch.bfloat16)]
+    inputs = [torch.randn(shape).bfloat16() for shape in given]
+    return inputs, [torch.empty(shape, dtype=torch.bfloat16) for shape in made]
 
 
 @contextlib.contextmanager
@@ -112,7 +123,11 @@ def bound(site: str, strategy: str, rank: int = 1, **options: Any) -> Iterator[F
 
 
 def logs_of(fake: Fake, site: str, runs: int) -> list[list[Entry]]:
-    inputs, out = tensors(site)
+    return runs_of(fake, *tensors(site), runs)
+
+
+def runs_of(fake: Fake, inputs: Any, out: Any, runs: int) -> list[list[Entry]]:
+    """What is issued in each of some runs."""
     found: list[list[Entry]] = []
     for _ in range(runs):
         fake.run(inputs, out)

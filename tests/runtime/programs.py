@@ -7,7 +7,8 @@ weight `w` of each rank; results are compared with the reference interpreter on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -162,6 +163,18 @@ def scatter_by_slots(world: int) -> str:
     return lines(*body, "    main: free(slots)", "    return y")
 
 
+def reduce_flat(backend: str, world: int) -> str:
+    """Matmul + all-reduce on one stream."""
+    return lines(
+        head("reduce_flat", world, f"x: f32[{ROWS}, {K}], w: f32[{K}, {N}]"),
+        f"    p = alloc(f32[{ROWS}, {N}])",
+        f"    y = empty(f32[{ROWS}, {N}])",
+        '    main: call("aten.mm.out", x, w, out=p)',
+        f'    main: all_reduce(p, y, team=tp, reduce="sum", backend="{backend}")',
+        "    return y",
+    )
+
+
 TEXTS = {
     "get": gather_matmul_get,
     "put": gather_matmul_put,
@@ -169,10 +182,12 @@ TEXTS = {
     "pipeline": matmul_scatter_pipeline,
     "slots": scatter_by_slots,
 }
+FLAT = {f"flat-{backend}": partial(reduce_flat, backend) for backend in ("gloo", "peer")}
+"""Programs of one stream."""
 
 
 def program_of(kind: str, world: int) -> Program:
-    return parse(TEXTS[kind](world))
+    return parse((TEXTS | FLAT)[kind](world))
 
 
 def inputs_of(program: Program, rank: int, seed: int) -> list[torch.Tensor]:
@@ -194,9 +209,20 @@ def world_group() -> dist.ProcessGroup:
 def prepared(kind: str, before_op: BeforeOp | None = None, **options: object) -> Executor:
     """An Executor of a kind over the default group, prepared."""
     program = program_of(kind, dist.get_world_size())
+    return executor_of(program, before_op, **options).prepare()
+
+
+def executor_of(
+    program: Program | str,
+    before_op: BeforeOp | None = None,
+    registered: Mapping[str, torch.Tensor] | None = None,
+    **options: object,
+) -> Executor:
+    """An Executor over the default group, which is the team `tp`."""
     made = Options.from_dict({"time_out_s": 20.0, **options})
-    groups = {"tp": world_group()}
-    return Executor(program, groups=groups, options=made, before_op=before_op).prepare()
+    own = parse(program) if isinstance(program, str) else program
+    given = {"groups": {"tp": world_group()}, "registered": registered, "options": made}
+    return Executor(own, before_op=before_op, **given)
 
 
 Outcome = tuple[str, str, float]

@@ -233,6 +233,8 @@ def shaky(x: f32[3, 4], i: i64[1]):
             with pytest.raises(ExecutorError, match=r"(?s)op 0 of shaky.*raised IndexError") as it:
                 executor.run([X, torch.tensor([7])])
             assert "reset" not in str(it.value)
+            assert isinstance(it.value.__cause__, IndexError)
+            assert torch.is_grad_enabled()
             assert torch.equal(executor.run([X, torch.tensor([row])])[0], X[row : row + 1])
         executor.reset()  # which has nothing to do
         assert torch.equal(executor.run([X, torch.tensor([1])])[0], X[1:2])

@@ -9,13 +9,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import TEXTS, inputs_of, prepared, program_of, world_group
+from tests.runtime.programs import TEXTS, executor_of, inputs_of, prepared, program_of
 from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 
 from interlace.ir import Alloc, Call, Collective, Copy, Free, Get, Group, Op, Put, parse_set
-from interlace.options import Options
-from interlace.runtime import Executor
 
 RUNS = 200
 """Runs with seeded delays, over all kinds and worlds."""
@@ -123,10 +121,7 @@ def take(tp: Team[[0, 1]], x: f32[64]):
 
 def push(runs: int) -> list[float]:
     program = parse_set(PUSH)[dist.get_rank()]
-    log = Log({Copy: 0.003})
-    options = Options(time_out_s=20.0)
-    groups = {"tp": world_group()}
-    with Executor(program, groups=groups, options=options, before_op=log).prepare() as executor:
+    with executor_of(program, Log({Copy: 0.003})).prepare() as executor:
         found = [executor.run([torch.full((64,), float(run))]) for run in range(runs)]
     return [y.unique().item() for result in found for y in result]
 

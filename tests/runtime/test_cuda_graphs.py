@@ -30,9 +30,8 @@ from interlace.errors import BackendError, ExecutorError, PeerError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime.cuda.graphs import graphs as graphs_file
-from interlace.runtime.cuda.graphs.capture_thread import capture_thread
 from interlace.runtime.cuda.graphs.captured import launcher
-from interlace.runtime.cuda.graphs.warm_up import warm_up
+from interlace.runtime.cuda.graphs.warm_up import capture_thread, warm_up
 from interlace.runtime.prepare.plan import Turn
 from interlace_bench.kernels.host import WIDTH, program
 

@@ -20,7 +20,7 @@ from interlace.options import Options
 from interlace.runtime.cuda.graphs import graphs
 from interlace.runtime.cuda.graphs.graphs import Graphs
 from interlace.runtime.cuda.sharing import reaches
-from interlace.runtime.prepare.plan import make_plan
+from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.values import DTYPES
 from interlace.verify import check
 
@@ -41,7 +41,7 @@ class Replays:
         (team,) = made.teams
         self.held = {b.name: [zeros(b) for _ in made.world] for b in made.params if b.registered}
         plans = [
-            make_plan(made, made.instantiate(rank), lambda _, asked: asked or "nccl")
+            Plan(made, made.instantiate(rank), lambda _, asked: asked or "nccl")
             for rank in made.world
         ]
         told = [reaches(plan, Notify).get(team.name, {}) for plan in plans]

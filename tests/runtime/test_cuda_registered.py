@@ -17,7 +17,7 @@ from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.options import Options
-from interlace.runtime.cuda.binding import Binding
+from interlace.runtime.cuda.binder import Binding
 from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.verify import check
 

@@ -13,10 +13,12 @@ import torch
 from tests.runtime.cuda_sites import (
     OPEN,
     SERVED,
+    SIMULATED,
     WORLD,
     logs_of,
     lowered,
     program,
+    runs_of,
     writes_what_peers_use,
 )
 from tests.support.fake_cuda import MAIN, Fake, FakeSide, fake_engine, word
@@ -26,12 +28,12 @@ from interlace.ir import Expect, Fused, Get, parse
 from interlace.options import Options
 from interlace.runtime.cuda import binder
 from interlace.runtime.cuda.waits.waiting import holds
-from interlace.runtime.prepare.plan import make_plan
+from interlace.runtime.prepare.plan import Plan
 from interlace.verify import check
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
-@pytest.mark.parametrize(("site", "strategy"), SERVED)
+@pytest.mark.parametrize(("site", "strategy"), SIMULATED)
 def test_no_rank_waits_for_ever_nor_writes_too_early(
     site: str, strategy: str, in_order: bool, seed: int
 ) -> None:
@@ -73,12 +75,8 @@ def test_a_kernel_that_holds_all_processors_leaves_none_waiting(
     with contextlib.ExitStack() as stack:
         fakes = [stack.enter_context(fake_engine(made, rank)) for rank in range(WORLD)]
         x, w, w2 = (torch.randn(n, m).bfloat16() for n, m in ((8, 16), (16, 8), (16, 8)))
-        logs: list[list[list[Entry]]] = []
-        for fake in fakes:
-            logs.append([])
-            for _ in range(4):
-                fake.run([x, w], [w2, torch.empty(32, 8, dtype=torch.bfloat16)])
-                logs[-1].append(list(fake.log))
+        out = [w2, torch.empty(32, 8, dtype=torch.bfloat16)]
+        logs = [runs_of(fake, [x, w], out, 4) for fake in fakes]
         ends = [not simulate(logs, random.Random(seed + number)) for number in range(20)]
         assert all(ends) == waits
 
@@ -97,17 +95,14 @@ def test_on_one_gpu_a_kernel_that_holds_all_processors_leaves_no_put_waiting(
     with contextlib.ExitStack() as stack:
         fakes = [stack.enter_context(fake_engine(made, rank)) for rank in range(WORLD)]
         given = [torch.randn(*shape).bfloat16() for shape in shapes]
-        logs: list[list[list[Entry]]] = []
-        for fake in fakes:
-            logs.append([])
-            for _ in range(3):
-                fake.run(given)
-                logs[-1].append(list(fake.log))
+        logs = [runs_of(fake, given, None, 3) for fake in fakes]
         seeds = [random.Random(seed + number) for number in range(20)]
         assert all(not simulate(logs, rng, one_gpu=True) for rng in seeds) == known
 
 
-@pytest.mark.parametrize(("site", "strategy"), [s for s in SERVED if s[1] != "get"])
+@pytest.mark.parametrize(
+    ("site", "strategy"), [s for s in SIMULATED if s[1] != "get" or s not in SERVED]
+)
 @pytest.mark.parametrize("shared", [("comm", "arrivals"), ("main", "comm", "arrivals")])
 def test_streams_may_share_a_queue_of_the_device(
     site: str, strategy: str, shared: tuple[str, ...], seed: int
@@ -175,11 +170,12 @@ def test_a_sum_beside_a_kernel_holds_up_no_put(
             lanes = {name: lane.handle for name, lane in fake.engine.binding.lanes.items()}
             here = [name for name in shared if rank in ranks and name in lanes]
             one = {MAIN if name == "main" else lanes[name] for name in here}
-            logs.append([])
-            for _ in range(3):
-                fake.run(given)
-                queues = [(e[0], min(one) if e[1] in one else e[1], *e[2:]) for e in fake.log]
-                logs[-1].append(queues)
+            logs.append(
+                [
+                    [(e[0], min(one) if e[1] in one else e[1], *e[2:]) for e in log]
+                    for log in runs_of(fake, given, None, 3)
+                ]
+            )
         for number in range(10):
             assert not simulate(logs, random.Random(seed + number))
 
@@ -189,10 +185,10 @@ def test_turns_of_a_reduction_hold_up_no_kernel_of_a_gather(strategy: str) -> No
     """That stands behind it: they wait for what other ranks put without a processor."""
     made = lowered(BRANCHES, strategy)
     assert sum(isinstance(op, Expect) and op.signal == "t_slots_turn" for op in made.ops) == 2
-    assert not holds(make_plan(made, made.instantiate(0), lambda team, asked: asked or "nccl"))
+    assert not holds(Plan(made, made.instantiate(0), lambda team, asked: asked or "nccl"))
     # In a list of its own a rank does not know on which stream the others raise what it awaits.
     alone = made.instantiate(0)
-    assert holds(make_plan(alone, alone.instantiate(0), lambda team, asked: asked or "nccl"))
+    assert holds(Plan(alone, alone.instantiate(0), lambda team, asked: asked or "nccl"))
 
 
 def test_executors_of_one_team_in_any_order(seed: int) -> None:
@@ -210,8 +206,7 @@ def test_executors_of_one_team_in_any_order(seed: int) -> None:
             logs.append([])
             for is_open in turns:
                 if is_open:
-                    pair[1].run([x], [y])
-                    logs[-1].append(list(pair[1].log))
+                    logs[-1] += runs_of(pair[1], [x], [y], 1)
                 else:
                     logs[-1] += logs_of(pair[0], "gather", 1)
 
@@ -228,11 +223,7 @@ def test_the_simulation_tells_what_is_written_too_early(seed: int) -> None:
     with contextlib.ExitStack() as stack:
         fakes = [stack.enter_context(fake_engine(parse(OPEN), rank)) for rank in range(WORLD)]
         x, y = torch.randn(8, 16).bfloat16(), torch.empty(8, 16, dtype=torch.bfloat16)
-        logs: list[list[list[Entry]]] = [[] for _ in fakes]
-        for fake, mine in zip(fakes, logs, strict=True):
-            for _ in range(8):
-                fake.run([x], [y])
-                mine.append(list(fake.log))
+        logs = [runs_of(fake, [x], [y], 8) for fake in fakes]
         early: list[int] = []
 
         def look(rank: int, run: int, entry: Entry, over: Any) -> None:
@@ -285,12 +276,7 @@ def test_layers_end_whatever_holds_the_processors(strategy: str, seed: int) -> N
         fakes = [stack.enter_context(fake_engine(made, rank)) for rank in range(WORLD)]
         shapes = ((8, 16), (16, 16), (16, 16), (8, 16))
         given = [torch.randn(*shape).bfloat16() for shape in shapes]
-        logs: list[list[list[Entry]]] = []
-        for fake in fakes:
-            logs.append([])
-            for _ in range(4):
-                fake.run(given)
-                logs[-1].append(list(fake.log))
+        logs = [runs_of(fake, given, None, 4) for fake in fakes]
         for number in range(20):
             assert not simulate(logs, random.Random(seed + number))
         # And if the device has one queue for all streams, in the order in which ops are issued.

@@ -31,8 +31,7 @@ from interlace.ir import parse
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.runtime.cuda.waits import watchdog as watchdog_file
-from interlace.runtime.cuda.waits.marks import APART, Marks
-from interlace.runtime.cuda.waits.watchdog import Watched
+from interlace.runtime.cuda.waits.watchdog import APART, Marks, Watched
 from interlace.runtime.engine import RunLabel
 from interlace.runtime.executor import Teardown
 from interlace.runtime.run_sizes import RunSizes

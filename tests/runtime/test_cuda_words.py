@@ -14,10 +14,9 @@ from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda.driver import WAIT_VALUE_32, Batch
 from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import Expect, Notify, parse
-from interlace.runtime.cuda.lanes import Lane
+from interlace.runtime.cuda.lanes import Lane, Words, brought_together
 from interlace.runtime.cuda.sharing import reaches
-from interlace.runtime.cuda.waits.words import Words, brought_together
-from interlace.runtime.prepare.plan import make_plan
+from interlace.runtime.prepare.plan import Plan
 
 A, B = Lane("a", 1), Lane("b", 2)
 
@@ -160,8 +159,7 @@ def f(tp: Team[3], x: f32[4], y: out[f32[4]], z: out[f32[4]]):
     main: fused(part(expect(all, tp.others), call("aten.neg.out", x, out=z)))
 """)
     plans = [
-        make_plan(program, program.instantiate(rank), lambda team, asked: "nccl")
-        for rank in range(3)
+        Plan(program, program.instantiate(rank), lambda team, asked: "nccl") for rank in range(3)
     ]
     assert reaches(plans[1], Notify) == {"tp": {"some": [0, 0, 5], "all": [2, 0, 2]}}
     assert reaches(plans[1], Expect) == {"tp": {"some": [4, 0, 0], "all": [1, 0, 1]}}

@@ -16,7 +16,7 @@ from interlace.errors import UnsupportedError
 from interlace.ir import Op, parse
 from interlace.ir.ops import Ordering
 from interlace.runtime import Executor
-from interlace.runtime.prepare.plan import make_plan
+from interlace.runtime.prepare.plan import Plan
 from interlace.verify import check
 
 
@@ -78,4 +78,4 @@ def test_an_op_that_meets_peers_without_a_transport_is_refused() -> None:
     program = parse(text)
     made = program.replace(ops=(*program.ops, Shout()))
     with pytest.raises(UnsupportedError, match=r"op 1 \(Shout\) meets peers"):
-        make_plan(made, made.instantiate(0), lambda *_: "gloo")
+        Plan(made, made.instantiate(0), lambda *_: "gloo")

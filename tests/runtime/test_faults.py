@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import TEXTS, Outcome, attempt, inputs_of, prepared, program_of
+from tests.runtime.programs import FLAT, TEXTS, Outcome, attempt, inputs_of, prepared, program_of
 from tests.support.pool import Died, Pool
 
 from interlace.ir import Alloc, Notify, Op, Program, Record, parse
@@ -59,7 +59,8 @@ ACTIONS = {"dies": die, "stalls": stall, "raises": raise_it}
 def early_op(program: Program, seed: int) -> int:
     """One of the ops up to the first by which a rank lets anybody else go on."""
     ops = program.ops
-    last = next(i for i, op in enumerate(ops) if isinstance(op, Notify | Record))
+    told = (i for i, op in enumerate(ops) if isinstance(op, Notify | Record))
+    last = next(told, len(ops) - 1)
     steps = [i for i in range(last + 1) if not isinstance(ops[i], Alloc) or _symmetric(ops[i])]
     return random.Random(seed).choice(steps)
 
@@ -95,7 +96,8 @@ def suffer(kind: str, what: str, victim: int, seed: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world"), [("get", 2), ("pipeline", 2), *((kind, 3) for kind in TEXTS), ("shift", 4)]
+    ("kind", "world"),
+    [*((kind, 2) for kind in ("get", "pipeline", *FLAT)), *((k, 3) for k in TEXTS), ("shift", 4)],
 )
 def test_a_killed_rank_is_named_on_all_others_at_once(
     pool: Pool, kind: str, world: int, seed: int
@@ -110,7 +112,7 @@ def test_a_killed_rank_is_named_on_all_others_at_once(
         assert seconds < TIME_OUT_S
 
 
-@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("kind", [*TEXTS, *FLAT])
 def test_a_raising_op_stops_all_ranks_until_they_reset(pool: Pool, kind: str, seed: int) -> None:
     world = 3
     victim = seed % world
@@ -126,7 +128,9 @@ def test_a_raising_op_stops_all_ranks_until_they_reset(pool: Pool, kind: str, se
         assert after[1] == "equal"
 
 
-@pytest.mark.parametrize("kind", ["get", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["get", "flat-peer", pytest.param("pipeline", marks=pytest.mark.slow)]
+)
 def test_a_stalled_rank_is_named_within_the_time_out(pool: Pool, kind: str, seed: int) -> None:
     world = 3
     victim = seed % world
@@ -138,6 +142,7 @@ def test_a_stalled_rank_is_named_within_the_time_out(pool: Pool, kind: str, seed
         assert f"rank {victim}" in text
         assert f"(op {early_op(program_of(kind, world), seed)} of" in text, "the op that stalls"
         assert "what the streams of rank" in text
+        assert kind != "flat-peer" or "all_reduce" in text.partition("did last")[2]
         assert TIME_OUT_S - 0.5 < seconds < TIME_OUT_S + 1.5
     assert results[victim][0][0] == "PeerError"
     assert all(results[rank][2][1] == "equal" for rank in range(world))

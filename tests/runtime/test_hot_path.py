@@ -136,28 +136,6 @@ def test_strides_that_reach_the_same_elements_will_do() -> None:
             assert torch.equal(executor.run([one, none])[0], 2 * x)
 
 
-FAILS = """\
-def fails(x: f32[4], i: i64[2], y: out[f32[2]]):
-    t = alloc(f32[4])
-    main: call("aten.add.out", x, x, out=t)
-    main: call("aten.index_select.out", t, 0, i, out=y)
-"""
-
-
-def test_a_call_that_raises_is_named_and_the_next_run_may_come() -> None:
-    executor = Executor(parse(FAILS)).prepare()
-    x, good, bad = torch.ones(4), torch.tensor([0, 3]), torch.tensor([0, 4])
-    assert torch.equal(executor.run([x, good])[0], torch.full((2,), 2.0))
-    with pytest.raises(ExecutorError, match=r"index_select.*op 2 of fails") as caught:
-        executor.run([x, bad])
-    assert isinstance(caught.value.__cause__, IndexError)
-    assert torch.is_grad_enabled()
-    assert torch.equal(executor.run([x, good])[0], torch.full((2,), 2.0))
-    executor.close()
-    with pytest.raises(ExecutorError, match="closed"):
-        executor.run([x, good])
-
-
 WRONG = """\
 def wrong(x: f32[4, 4], y: out[f32[4, 2]]):
     main: call("aten.add.out", x, x, out=y)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from tests.runtime.programs import Outcome, attempt, world_group
+from tests.runtime.programs import Outcome, attempt, executor_of
 from tests.support.pool import Pool
 from typer.testing import CliRunner
 
 from interlace import check
 from interlace.cli import app
-from interlace.ir import parse, parse_set
-from interlace.options import Options
-from interlace.runtime import Executor
+from interlace.ir import parse_set
 
 HEAD = "def f(tp: Team[2], x: f32[4], y: out[f32[4]], z: out[f32[4]]):\n    "
 BODIES = {
@@ -76,8 +74,7 @@ def test_the_command_refuses_to_compare_with_it(kind: str) -> None:
 
 def prepare(text: str, in_order: bool) -> Outcome:
     """How a text is prepared."""
-    options = Options(time_out_s=3.0, in_order=in_order)
-    executor = Executor(parse(text), groups={"tp": world_group()}, options=options)
+    executor = executor_of(text, time_out_s=3.0, in_order=in_order)
     try:
         return attempt(executor.prepare)
     finally:

@@ -13,7 +13,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, program_of, world_group
+from tests.runtime.programs import (
+    Outcome,
+    attempt,
+    executor_of,
+    inputs_of,
+    prepared,
+    program_of,
+    world_group,
+)
 from tests.runtime.test_teams import MESH
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,8 +49,7 @@ def miss_one(absent: int, seed: int) -> list[Outcome]:
     found: list[Outcome] = []
 
     def one(limit: float) -> bool:
-        groups, options = {"tp": world_group()}, Options(time_out_s=limit)
-        with Executor(program, groups=groups, options=options).prepare() as executor:
+        with executor_of(program, time_out_s=limit).prepare() as executor:
             (y,) = executor.run(inputs_of(program, me, seed))
             return torch.equal(y, executor.run(inputs_of(program, me, seed))[0])
 
@@ -139,17 +146,16 @@ def bad(tp: Team[2], x: f32[4], y: out[f32[4]]):
 
 def bind_what_cannot_be() -> tuple[list[Outcome], list[int], Outcome]:
     """Prepares a Program with an operator that there is not, twice; then one that goes well."""
-    groups, options = {"tp": world_group()}, Options(time_out_s=10)
     slots = team_of(world_group(), "tp").slots
     before, held = sum(slots.holders.values()), list[int]()
-    bad = Executor(parse(BAD_OP.format("aten.nonsense.out")), groups=groups, options=options)
+    bad = executor_of(BAD_OP.format("aten.nonsense.out"), time_out_s=10)
     found = list[Outcome]()
     for _ in range(2):
         found.append(attempt(bad.prepare))
         held.append(sum(slots.holders.values()) - before)
     found.append(attempt(lambda: bad.run([torch.ones(4)])))
     bad.close()
-    good = Executor(parse(BAD_OP.format("aten.neg.out")), groups=groups, options=options)
+    good = executor_of(BAD_OP.format("aten.neg.out"), time_out_s=10)
     after = attempt(lambda: good.prepare().run([torch.ones(4)])[0].tolist())
     held.append(sum(slots.holders.values()) - before)
     good.close()

@@ -17,7 +17,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, program_of, world_group
+from tests.runtime.programs import (
+    Outcome,
+    attempt,
+    executor_of,
+    inputs_of,
+    prepared,
+    program_of,
+    world_group,
+)
 from tests.runtime.test_teams import MESH
 from tests.support.pool import Died, Pool
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,9 +59,7 @@ def agree_without(victim: int, what: str) -> Outcome:
     if what == "consent":
         wishes = [(world_group(), True)]
         return attempt(lambda: consent_of_ranks(["mlp"], wishes, LIMIT_S))
-    program = program_of("get", dist.get_world_size())
-    executor = Executor(program, groups={"tp": world_group()}, options=Options(time_out_s=LIMIT_S))
-    return attempt(executor.prepare)
+    return attempt(executor_of(program_of("get", dist.get_world_size())).prepare)
 
 
 @pytest.mark.parametrize("what", ["consent", "prepare"])
@@ -122,9 +128,7 @@ def leave_in_turn(dead: int, leaves: int) -> Outcome:
         if armed and me == last:
             time.sleep(1.5)
 
-    program, x = parse(ONE.format("tp", 3)), torch.ones(4)
-    options, groups = Options(time_out_s=LIMIT_S), {"tp": world_group()}
-    executor = Executor(program, groups=groups, options=options, before_op=slow).prepare()
+    executor, x = executor_of(ONE.format("tp", 3), slow).prepare(), torch.ones(4)
     executor.run([x])
     armed = True
     if me == dead:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import inputs_of, world_group
+from tests.runtime.programs import executor_of, inputs_of
 from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 
 from interlace.ir import Op, Program, parse, parse_set
-from interlace.options import Backend, Options
+from interlace.options import Backend
 from interlace.runtime import Executor
 
 BACKENDS = ["gloo", "peer"]
@@ -69,9 +69,8 @@ def own_program(text: str) -> Program:
 
 
 def run(text: str, backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
-    options = Options(transport=backend, time_out_s=10.0)
     program = own_program(text)
-    with Executor(program, groups={"tp": world_group()}, options=options).prepare() as executor:
+    with executor_of(program, transport=backend, time_out_s=10.0).prepare() as executor:
         for turn in range(20):
             found = executor.run(inputs_of(program, dist.get_rank(), seed + turn))
         return found

@@ -11,6 +11,7 @@ from tests.runtime.programs import (
     TEXTS,
     Outcome,
     attempt,
+    executor_of,
     inputs_of,
     prepared,
     program_of,
@@ -20,14 +21,11 @@ from tests.support.pool import Pool
 
 from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, parse
-from interlace.options import Options
 from interlace.runtime import Executor
 
-QUICK = Options(time_out_s=3.0)
 
-
-def executor(program: Program, options: Options = QUICK) -> Executor:
-    return Executor(program, groups={"tp": world_group()}, options=options)
+def executor(program: Program | str, time_out_s: float = 3.0) -> Executor:
+    return executor_of(program, time_out_s=time_out_s)
 
 
 # -- order ---------------------------------------------------------------------------------------
@@ -47,7 +45,10 @@ def call_in_different_order(first: str, second: str) -> list[Outcome]:
     return found
 
 
-@pytest.mark.parametrize("pair", [("get", "put"), ("pipeline", "shift"), ("get", "pipeline")])
+PAIRS = [("get", "put"), ("pipeline", "shift"), ("get", "pipeline")]
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, *((kind, kind) for kind in TEXTS)])  # equal ones are two
 def test_ranks_that_call_in_different_order_hear_both_names(
     pool: Pool, pair: tuple[str, str]
 ) -> None:
@@ -56,6 +57,7 @@ def test_ranks_that_call_in_different_order_hear_both_names(
         error, text, seconds = first
         assert error == "AgreementError"
         assert all(repr(name) in text for name in names)
+        assert "different order" in text
         assert seconds < 5
         assert [outcome[:2] for outcome in after] == [("result", "1")] * 2
 
@@ -67,9 +69,7 @@ def prepare_but_for(absent: int) -> Outcome | None:
     dist.barrier()  # the others come within the time-out, however long a process takes to begin
     if dist.get_rank() == absent:
         return None
-    return attempt(
-        executor(program_of("get", dist.get_world_size()), Options(time_out_s=1)).prepare
-    )
+    return attempt(executor(program_of("get", dist.get_world_size()), 1.0).prepare)
 
 
 @pytest.mark.parametrize("absent", [0, 2])
@@ -153,11 +153,11 @@ def test_instantiated_programs_agree_as_a_set(pool: Pool) -> None:
 
 
 def recompile_alone() -> list[Outcome]:
-    with executor(program_of("get", 2), Options(time_out_s=20)).prepare() as first:
+    with executor(program_of("get", 2), 20.0).prepare() as first:
         inputs = inputs_of(first.program, dist.get_rank(), 1)
         found = [attempt(lambda: len(first.run(inputs)))]
         if dist.get_rank() == 0:
-            other = executor(program_of("put", 2), Options(time_out_s=20))
+            other = executor(program_of("put", 2), 20.0)
             found.append(attempt(other.prepare))
         else:
             found.append(attempt(lambda: first.run(inputs)))

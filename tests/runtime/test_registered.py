@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.runtime.programs import executor_of
 from tests.support.interpreter import LifetimeFault, run_ranks
 from tests.support.pool import Pool, RankFailure
 from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N, drawn
@@ -24,17 +25,11 @@ from interlace.runtime.prepare.registered import collect
 pytestmark = pytest.mark.timeout(120)
 
 
-def executor_of(kind: str, tensor: torch.Tensor | None, **options: Any) -> Executor:
+def registering(kind: str, tensor: torch.Tensor | None, **options: Any) -> Executor:
     """An Executor of one of the Programs, with its one tensor registered."""
     program = parse(TEXTS[kind](dist.get_world_size()))
     given = {} if tensor is None else {REGISTERED[kind]: tensor}
-    return Executor(
-        program,
-        groups={"tp": dist.group.WORLD} if dist.group.WORLD else {},
-        device=options.pop("device", "cpu"),
-        options=Options(**options),
-        registered=given,
-    )
+    return executor_of(program, registered=given, **options)
 
 
 def run_gather_matmul(seed: int, runs: int, options: dict[str, Any]) -> list[str]:
@@ -42,7 +37,7 @@ def run_gather_matmul(seed: int, runs: int, options: dict[str, Any]) -> list[str
     rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.empty(ROWS, K)
     wrong: list[str] = []
-    with executor_of("gather_matmul", x, **options).prepare() as executor:
+    with registering("gather_matmul", x, **options).prepare() as executor:
         for run in range(runs):
             x.copy_(drawn(rank, seed + run, ROWS, K))
             w = drawn(0, seed - run, K, N)
@@ -59,7 +54,7 @@ def run_gather_put(seed: int, runs: int, options: dict[str, Any]) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     y = torch.empty(world * ROWS, K)
     wrong: list[str] = []
-    with executor_of("gather_put", y, **options).prepare() as executor:
+    with registering("gather_put", y, **options).prepare() as executor:
         for run in range(runs):
             y.fill_(torch.nan)
             (found,) = executor.run([drawn(rank, seed + run, ROWS, K)], [y] if run % 2 else None)
@@ -77,7 +72,7 @@ def run_update(seed: int, runs: int, options: dict[str, Any]) -> list[str]:
     flat.copy_(drawn(99, seed, world * ROWS, K))
     wanted = flat.clone()
     wrong: list[str] = []
-    with executor_of("update", flat, **options).prepare() as executor:
+    with registering("update", flat, **options).prepare() as executor:
         for run in range(runs):
             (found,) = executor.run([flat, drawn(rank, seed + run, ROWS, K)])
             wanted += torch.cat([drawn(other, seed + run, ROWS, K) for other in range(world)])
@@ -140,8 +135,7 @@ def run_strided(seed: int) -> list[str]:
         )
     )
     x, w = drawn(rank, seed, K, ROWS).t(), drawn(0, seed + 1, K, N)
-    group = {"tp": dist.group.WORLD} if dist.group.WORLD else {}
-    with Executor(program, groups=group, registered={"x": x}).prepare() as executor:
+    with executor_of(program, registered={"x": x}).prepare() as executor:
         (y,) = executor.run([x, w])
     whole = torch.cat([drawn(other, seed, K, ROWS).t() for other in range(world)])
     return [] if torch.equal(y, whole @ w) else ["y differs"]
@@ -162,14 +156,10 @@ def refused(case: str) -> str:
         tensor = torch.empty(3, K)
     if first and case == "dtype":
         tensor = torch.empty(size, dtype=torch.float64)
-    executor = executor_of("gather_put", tensor, time_out_s=20)
+    executor = registering("gather_put", tensor, time_out_s=20)
     if first and case == "name":
-        executor = executor_of("update", tensor, time_out_s=20)
-        executor = Executor(
-            parse(TEXTS["gather_put"](dist.get_world_size())),
-            groups={"tp": dist.group.WORLD} if dist.group.WORLD else {},
-            registered={"y": torch.empty(size), "z": torch.empty(3)},
-        )
+        own = {"y": torch.empty(size), "z": torch.empty(3)}
+        executor = executor_of(TEXTS["gather_put"](dist.get_world_size()), registered=own)
     with pytest.raises(InterlaceError) as caught:
         executor.prepare()
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -225,7 +215,7 @@ def moved() -> list[str]:
     """The registered tensor itself is given other memory: peers would reach the old."""
     y = torch.empty(2 * ROWS, K)
     told: list[str] = []
-    with executor_of("gather_put", y, time_out_s=20) as executor:
+    with registering("gather_put", y, time_out_s=20) as executor:
         executor.prepare().run([torch.ones(ROWS, K)])
         dist.barrier()
         if dist.get_rank() == 0:
@@ -277,9 +267,8 @@ def apart() -> str:
     program = parse(head.format("fg"[rank]) + bodies[rank]).instantiate(rank)
     memory = torch.empty(6)
     given = {"x": memory[:4], "y": memory[2:] if rank else torch.empty(4)}
-    group = {"tp": dist.group.WORLD} if dist.group.WORLD else {}
     with pytest.raises(InterlaceError) as caught:
-        Executor(program, groups=group, registered=given, options=Options(time_out_s=20)).prepare()
+        executor_of(program, registered=given).prepare()
     return str(caught.value)
 
 
@@ -296,10 +285,8 @@ def overlapping() -> str:
         "    main: copy(x, y)"
     )
     memory = torch.empty(6)
-    group = {"tp": dist.group.WORLD} if dist.group.WORLD else {}
-    given = {"x": memory[:4], "y": memory[2:]}
     with pytest.raises(InterlaceError) as caught:
-        Executor(parse(text), groups=group, registered=given).prepare()
+        executor_of(text, registered={"x": memory[:4], "y": memory[2:]}).prepare()
     return str(caught.value)
 
 
@@ -313,7 +300,7 @@ def give_another(seed: int) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     x, w = drawn(rank, seed, ROWS, K), drawn(0, seed, K, N)
     told: list[str] = []
-    with executor_of("gather_matmul", x, time_out_s=20).prepare() as executor:
+    with registering("gather_matmul", x, time_out_s=20).prepare() as executor:
         executor.run([x, w])
         with pytest.raises(InterlaceError) as caught:
             executor.run([x.clone() if rank == 0 else x, w])
@@ -340,8 +327,8 @@ def run_beside(seed: int) -> list[str]:
     for round_ in range(3):
         x, w = drawn(rank, seed + round_, ROWS, K), drawn(0, seed, K, N)
         whole = torch.cat([drawn(other, seed + round_, ROWS, K) for other in range(world)])
-        first = executor_of("gather_matmul", x).prepare()
-        second = executor_of("gather_matmul", x, in_order=True).prepare()
+        first = registering("gather_matmul", x).prepare()
+        second = registering("gather_matmul", x, in_order=True).prepare()
         for executor in (first, second, first):
             (y,) = executor.run([x, w])
             if not torch.equal(y, whole @ w):
@@ -361,7 +348,7 @@ def test_executors_share_a_tensor_and_come_and_go(pool: Pool, seed: int) -> None
 def let_go() -> bool:
     """Whether a closed Executor holds on to what was registered with it."""
     x = torch.zeros(ROWS, K)
-    executor = executor_of("gather_matmul", x).prepare()
+    executor = registering("gather_matmul", x).prepare()
     executor.run([x, torch.zeros(K, N)])
     gc.disable()
     try:

@@ -9,13 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, program_of, world_group
+from tests.runtime.programs import (
+    Outcome,
+    attempt,
+    executor_of,
+    inputs_of,
+    prepared,
+    program_of,
+    world_group,
+)
 from tests.support.pool import Pool
 
 from interlace.comm import team_of
 from interlace.comm.resets import reset_teams
 from interlace.frontend.teams import consent_of_ranks, learn_groups
-from interlace.ir import Notify, Op, parse
+from interlace.ir import Notify, Op
 from interlace.options import Options
 from interlace.runtime import Executor
 
@@ -40,14 +48,13 @@ def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> 
     armed = False
 
     def act() -> object:
-        groups, options = {"tp": world_group()}, Options(time_out_s=TIME_OUT_S)
         if kind == "compile":
             return consent_of_ranks(["mlp"], [(world_group(), True)], TIME_OUT_S)
         if kind == "learn":
             store = dist.PrefixStore(str(seed), dist.distributed_c10d._get_default_store())
             return learn_groups([((0, 1, 2),)], me, TIME_OUT_S, store)
         if kind == "prepare":
-            return Executor(program_of("shift", 3), groups=groups, options=options).prepare()
+            return executor_of(program_of("shift", 3)).prepare()
         return executor.run(inputs)
 
     found: list[Outcome] = []
@@ -148,9 +155,7 @@ def reset_beside_a_run(slow: int, seed: int) -> list[Outcome]:
         if armed and rank == slow and isinstance(op, Notify):
             time.sleep(1.0)
 
-    armed, groups = False, {"tp": world_group()}
-    options = Options(time_out_s=TIME_OUT_S)
-    executor = Executor(parse(RING), groups=groups, options=options, before_op=wait).prepare()
+    armed, executor = False, executor_of(RING, wait).prepare()
     inputs = [torch.ones(4)]
     executor.run(inputs)
     dist.barrier()

@@ -60,10 +60,10 @@ def test_a_size_that_no_input_tells_is_given() -> None:
     with Executor(parse(TEXT)).prepare() as executor:
         x = given(12)
         assert executor.run([x])[1].shape == (3, 12)
-        assert executor.run_at({"S": 12, "T": 2}, [x])[1].shape == (2, 12)
+        assert executor.run([x], sizes={"S": 12, "T": 2})[1].shape == (2, 12)
         assert executor.run([given(8)])[1].shape == (2, 8)
         with pytest.raises(ExecutorError, match=r"is for sizes where .*T = 1"):
-            executor.run_at({"S": 12, "T": 1}, [x])
+            executor.run([x], sizes={"S": 12, "T": 1})
         assert executor.run([x])[1].shape == (2, 12)
 
 

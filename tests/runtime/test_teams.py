@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import attempt, gather_matmul_get, inputs_of, world_group
+from tests.runtime.programs import (
+    attempt,
+    executor_of,
+    gather_matmul_get,
+    inputs_of,
+    prepared,
+    world_group,
+)
 from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
@@ -172,13 +179,9 @@ def kinds(tp: Team[3], x: f32[rows[tp.rank], 2], even: f32[3, 2]):
 
 
 def run_kinds(backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
-    program = parse(KINDS)
-    group = dist.group.WORLD
-    assert group is not None
-    options = Options(transport=backend, time_out_s=10.0)
-    with Executor(program, groups={"tp": group}, options=options).prepare() as executor:
+    with executor_of(KINDS, transport=backend, time_out_s=10.0).prepare() as executor:
         for _ in range(3):
-            found = executor.run(inputs_of(program, dist.get_rank(), seed))
+            found = executor.run(inputs_of(executor.program, dist.get_rank(), seed))
         return found
 
 
@@ -202,11 +205,8 @@ def exchanged(tp: Team[3], x: f32[5, 2]):
 
 
 def run_exchanged(backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
-    program, options = parse(EXCHANGED), Options(transport=backend, time_out_s=10.0)
-    group = dist.group.WORLD
-    assert group is not None
-    with Executor(program, groups={"tp": group}, options=options).prepare() as executor:
-        return executor.run(inputs_of(program, dist.get_rank(), seed))
+    with executor_of(EXCHANGED, transport=backend, time_out_s=10.0).prepare() as executor:
+        return executor.run(inputs_of(executor.program, dist.get_rank(), seed))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "peer"])
@@ -230,13 +230,10 @@ def mixed(tp: Team[2], x: f32[2]):
 
 
 def run_mixed(first: str, second: str) -> object:
-    group = dist.group.WORLD
-    assert group is not None
     lines = MIXED.format("one", "two").splitlines()
     if dist.get_rank() == 1 and first != second:
         lines[4], lines[5] = lines[5], lines[4]
-    options = Options(time_out_s=3.0)
-    own = Executor(parse("\n".join(lines)), groups={"tp": group}, options=options)
+    own = executor_of("\n".join(lines), time_out_s=3.0)
     return attempt(lambda: [t.tolist() for t in own.prepare().run([torch.ones(2)])])
 
 
@@ -250,15 +247,12 @@ def test_a_backend_named_and_left_open_is_one_queue(pool: Pool) -> None:
 
 def release_and_start_anew(seed: int) -> tuple[str, bool]:
     """Teams give everything back; Executors made afterwards set them up again."""
-    group = dist.group.WORLD
-    assert group is not None
-    program = parse(gather_matmul_get(2))
-    inputs = inputs_of(program, dist.get_rank(), seed)
-    old = Executor(program, groups={"tp": group}, options=OPTIONS).prepare()
+    old = prepared("get")
+    inputs = inputs_of(old.program, dist.get_rank(), seed)
     (before,) = old.run(inputs)
     release_teams()
     error, text, _ = attempt(lambda: old.run(inputs))
-    with Executor(program, groups={"tp": group}, options=OPTIONS).prepare() as new:
+    with prepared("get") as new:
         return f"{error}: {text}", torch.equal(before, new.run(inputs)[0])
 
 
@@ -278,18 +272,15 @@ class Stuck:
 
 def release_with_errors(seed: int) -> tuple[str, bool, bool]:
     """A team goes whatever those who use it say, who hear of it while it is still there."""
-    group = dist.group.WORLD
-    assert group is not None
-    program = parse(gather_matmul_get(2))
-    Executor(program, groups={"tp": group}, options=OPTIONS).prepare()
-    team, stuck = team_of(group, "tp"), Stuck()
+    prepared("get")
+    team, stuck = team_of(world_group(), "tp"), Stuck()
     team.used_by(stuck)
     told = ""
     try:
         release_teams()
     except RuntimeError as error:
         told = str(error)
-    return told, team.is_set_up, team_of(group, "tp") is team
+    return told, team.is_set_up, team_of(world_group(), "tp") is team
 
 
 def test_a_team_goes_though_its_users_fail(pool: Pool, seed: int) -> None:
@@ -301,16 +292,12 @@ def test_a_team_goes_though_its_users_fail(pool: Pool, seed: int) -> None:
 
 def share_slots(seed: int) -> tuple[int, int, bool]:
     """Two Executors whose slots have one name and size: one pool, one memory."""
-    group = dist.group.WORLD
-    assert group is not None
-    program = parse(gather_matmul_get(2))
-    again = program.replace(name="again")
-    slots = team_of(group, "tp").slots
+    slots = team_of(world_group(), "tp").slots
     before = slots.nbytes
-    one = Executor(program, groups={"tp": group}, options=OPTIONS).prepare()
+    one = prepared("get")
     after_one = slots.nbytes
-    two = Executor(again, groups={"tp": group}, options=OPTIONS).prepare()
-    inputs = inputs_of(program, dist.get_rank(), seed)
+    two = executor_of(one.program.replace(name="again")).prepare()
+    inputs = inputs_of(one.program, dist.get_rank(), seed)
     results = [either.run(inputs)[0] for _ in range(3) for either in (one, two)]
     one.close()
     results.append(two.run(inputs)[0])

@@ -7,7 +7,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import attempt, inputs_of, prepared, program_of, world_group
+from tests.runtime.programs import attempt, executor_of, inputs_of, prepared, program_of
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,7 +26,7 @@ def racy(world: int) -> Program:
 def failing(program: Program) -> tuple[str, str, int, int | None, list[str]]:
     """The error's type, text, number of findings and who has the whole; the files of its frames."""
     try:
-        Executor(program, groups={"tp": world_group()}).prepare()
+        executor_of(program).prepare()
     except InterlaceError as error:
         frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         findings = len(getattr(error, "findings", ()))
@@ -112,5 +112,5 @@ def run_and_fail() -> tuple[str, list[str]]:
 def test_the_error_of_a_run_names_the_op_and_has_no_frames_of_streams(pool: Pool) -> None:
     for text, frames in pool(2).run(run_and_fail):
         assert "the planted fault" in text
-        assert not any(name.endswith(("streams.py", "binder.py")) for name in frames), frames
+        assert not any(name.endswith("host/binder.py") for name in frames), frames
         assert sum("/interlace/" in name for name in frames) <= 3, frames

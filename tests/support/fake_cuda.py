@@ -33,16 +33,17 @@ from interlace.ir import kernels as kernels_file
 from interlace.ir.sizes import number
 from interlace.kernels.gemm import support
 from interlace.options import Options
+from interlace.runtime.calling.calls import Thunk
 from interlace.runtime.cuda import binder as binder_file
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda.engine import CudaEngine
-from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.cuda.lanes import Lane
 from interlace.runtime.cuda.launches import transfers as transfers_file
 from interlace.runtime.cuda.sharing import mark_gotten, signals_of
 from interlace.runtime.engine import EngineContext, RunLabel, TeamResources
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
-from interlace.runtime.prepare.plan import Plan, make_plan
+from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.prepare.registered import written
 from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable, arena_for, nbytes
@@ -395,7 +396,7 @@ def fake_engine(
     """
     driver = FakeDriver() if beside is None else beside.driver
     device = torch.device("cpu")
-    plan = make_plan(program, program.instantiate(rank), lambda team, asked: asked or "nccl")
+    plan = Plan(program, program.instantiate(rank), lambda team, asked: asked or "nccl")
     resources, segments = alone_or_teamed(plan, driver, beside)
     held = {
         buffer: Registered(

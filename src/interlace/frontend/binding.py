@@ -106,14 +106,10 @@ class Bound:
         origin: str | None = None,
     ) -> list[Any]:
         """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, where
-        tensors do not tell them all; `origin` is as in `Executor.run_for`, None for no backward."""
+        tensors do not tell them all; `origin` is as in `Executor.run`, None for no backward."""
         given = self.imported.gather(args)
-        if values is not None:
-            results = self.executor.run_at(self._own(values), given, origin=origin or "")
-        elif origin is not None:  # else the label would be that of the run before
-            results = self.executor.run_for(origin, given)
-        else:
-            results = self.executor.run(given)
+        sizes = None if values is None else self._own(values)
+        results = self.executor.run(given, sizes=sizes, origin=origin)
         return self.imported.scatter(results, args)
 
 

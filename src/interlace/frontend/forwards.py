@@ -5,10 +5,10 @@
 
 Layers alike share one compiled graph, and autograd may go backward through them in another order on
 each rank. So the runs of a forward graph are counted, and a backward pass that communicates carries
-the number of its own (`Executor.run_for`). AOTAutograd hands nothing on but what is saved, so the
-number is kept by the storage of the last tensor that the forward made, if that is saved; or of all
-that it hands on. Where hooks pack what is saved (to offload it, say) the number is not found, on
-all ranks alike.
+the number of its own (`origin` of `Executor.run`). AOTAutograd hands nothing on but what is saved,
+so the number is kept by the storage of the last tensor that the forward made, if that is saved; or
+of all that it hands on. Where hooks pack what is saved (to offload it, say) the number is not
+found, on all ranks alike.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.resets import reset_in_turn
 from interlace.comm.teams import check_alive, check_process, check_size
 from interlace.cost import Timeline
-from interlace.errors import ExecutorError, InterlaceError, SizeError, TeamError
+from interlace.errors import ExecutorError, InterlaceError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.program import exchanged_sizes, lasting_sizes
 from interlace.ir.sizes import FIXED, settled
@@ -48,7 +48,7 @@ from interlace.runtime.engine import (
 from interlace.runtime.flight import Flight, measured
 from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measures
 from interlace.runtime.prepare.agreement import Agreement, agree, program_rank
-from interlace.runtime.prepare.plan import Plan, backends_of, make_plan, with_backends
+from interlace.runtime.prepare.plan import Plan, backends_of, with_backends
 from interlace.runtime.prepare.registered import collect
 from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable, arena_for
@@ -214,14 +214,10 @@ class Executor:
             self.agreement = agree(program, self.rank, *given)
             for team in teams:
                 team.setup(limit)
-            self._own = self.program.instantiate(self.rank)
-            self._exchanged, lasting = self._classed(self.agreement)
-            self.sizes = self.agreement.report.sizes.bucket(self._exchanged | lasting)
-            self._measures = measures(self._own, self.sizes)
-            if self._own.sizes.sizes or self.sizes.sizes:
-                self._fix(self._not_classed(self.agreement))
+            own = self._classed(self.agreement)
             try:
-                plan = self._planned()
+                with settled(self.sizes):
+                    plan = self._plan = Plan(self.program, own, self._backend_name)
                 needed = zip(self._teams, self.agreement.backends, strict=True)
                 pairs = [(team, name) for team, names in needed for name in names]
                 pairs.sort(key=lambda pair: (BACKENDS.index(pair[1]), pair[0]))
@@ -231,12 +227,7 @@ class Executor:
                 with settled(self.sizes):
                     self._shared, self._backends = self._engine_class.share(request), pairs
                     self._arena = arena_for(plan.program, self.device)
-                try:
-                    self._bind(self.sizes.values)
-                except SizeError as error:  # an op that is bound for one size alone
-                    self._fix(str(error))
-                    self._planned()
-                    self._bind(self.sizes.values)
+                self._bind(self.sizes.values)
             except BaseException:
                 self._kept.close()
                 raise
@@ -265,40 +256,26 @@ class Executor:
             asked = self.options.transport
         return self._teams[team].backend_name(asked, self.device.type)
 
-    def _classed(self, agreement: Agreement) -> tuple[frozenset[str], frozenset[str]]:
-        """Returns the sizes that any rank's exchanges, and its lasting memory, depend on: the same
-        on all ranks, whose tags and bounds are then alike."""
-        if not self._own.sizes.sizes:
-            return frozenset(), frozenset()
-        programs = agreement.programs(self.program, self.rank) if agreement.texts else (self._own,)
-        exchanged = frozenset[str]().union(*map(exchanged_sizes, programs))
-        return exchanged, frozenset[str]().union(*map(lasting_sizes, programs))
-
-    def _not_classed(self, agreement: Agreement) -> str:
-        """Why there is one size alone to run, if so."""
-        programs = agreement.programs(self.program, self.rank) if agreement.texts else (self._own,)
-        # The class is that of the set; each must know its sizes by the same names.
-        if any(program.sizes.values != self._own.sizes.values for program in programs):
-            return "the ranks' Programs differ in their sizes, as those of uneven shards do"
-        if agreement.report.single:
-            return agreement.report.single
-        if self.options.graph:
-            return "CUDA graphs are for one size"
-        return ""
-
-    def _fix(self, why: str) -> None:
-        """Leaves nothing but the sizes at hand, where there is a reason to."""
-        if not why:
-            return
-        self.single, self._exchanged = why, frozenset()
-        self.sizes = self.program.sizes.alone()
-        self._measures = measures(self.program.instantiate(self.rank), self.sizes)
-        self._own = self._own.at(self.sizes.values)
-
-    def _planned(self) -> Plan:
-        with settled(self.sizes):
-            self._plan = make_plan(self.program, self._own, self._backend_name)
-        return self._plan
+    def _classed(self, agreement: Agreement) -> Program:
+        """This rank's own Program, for the class of sizes that all ranks run, or for the sizes at
+        hand where these have no class in common. The sizes that any rank's exchanges depend on are
+        the same on all of them, whose tags and bounds are then alike."""
+        own, report = self.program.instantiate(self.rank), agreement.report
+        programs = [own] if own.sizes.sizes or report.sizes.sizes else []
+        if programs and agreement.texts:
+            programs = agreement.programs(self.program, self.rank)
+        self._exchanged = frozenset[str]().union(*map(exchanged_sizes, programs))
+        lasting = frozenset[str]().union(*map(lasting_sizes, programs))
+        self.sizes = report.sizes.bucket(self._exchanged | lasting)
+        if any(program.sizes.values != own.sizes.values for program in programs):
+            self.single = "the ranks' Programs differ in their sizes, as those of uneven shards do"
+        elif programs:
+            captured = "CUDA graphs are for one size" if self.options.graph else ""
+            self.single = report.single or captured
+        if self.single:
+            self._exchanged, self.sizes = frozenset(), self.program.sizes.alone()
+        self._measures = measures(own, self.sizes)
+        return own.at(self.sizes.values) if self.single else own
 
     def _bind(self, values: Mapping[str, int]) -> None:
         """Binds every op to the memory and the backends that are there, with these values of the
@@ -346,27 +323,40 @@ class Executor:
         )
 
     def run(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None = None,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        origin: str | None = None,
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs.
 
         `inputs` has a tensor for each input parameter, in order, on this Executor's device, of the
         Program's dtypes, shapes and strides. `out` has one for each output parameter, which the run
         writes; by default they are allocated and handed out. On GPUs the run is issued on the
-        current stream's behalf: results are ready in its order, as torch's own are.
+        current stream's behalf: results are ready in its order, as torch's own are. `sizes` has the
+        named sizes that are no dimension of an input; by default they stay as they were. `origin`
+        says what this run and the next ones belong to, and is the same on all ranks: who pairs it
+        with a run of another origin gets an AgreementError, although the Program is the same.
 
         Every rank of the Program's teams calls it, in the same order. Raises ExecutorError for
         tensors that do not fit, before anything runs, and where it is not prepared or is closed;
         CommTimeoutError, PeerError or AgreementError where a rank is late, failed or runs another
         Program: then `reset()`, called by all, lets runs go on.
         """
-        lock = self._lock
+        lock, wanted = self._lock, None
+        if sizes is not None:
+            wanted = tuple([sizes[name] for name in self.sizes.values])
         unfit = self.engine is None or self._poison is not None or self._is_gone()
         if unfit or not lock.acquire(False):
-            return self._check_and_run(inputs, out)
+            return self._check_and_run(inputs, out, wanted, origin)
         try:
             engine = self.engine  # another thread may have closed it
-            at = None if engine is None else engine.admit(inputs, out)
+            if engine is not None and origin is not None and origin != self._origin:
+                self.carry(origin)
+            same = engine is not None and wanted in (None, self._at)
+            at = engine.admit(inputs, out) if same else None
             if engine is not None and at is not None:
                 return engine.issue(inputs, out, at)
         except BaseException as error:  # what cannot be issued stops the peers too
@@ -374,10 +364,14 @@ class Executor:
             raise
         finally:
             lock.release()
-        return self._check_and_run(inputs, out)
+        return self._check_and_run(inputs, out, wanted, origin)
 
     def _check_and_run(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        wanted: tuple[int, ...] | None,
+        origin: str | None,
     ) -> tuple[Any, ...]:
         engine = self._check_ready()
         if not self._measures:
@@ -387,8 +381,10 @@ class Executor:
             if self._bound_resets != self._resets():
                 self._bind(self._values(self._at))  # a reset renewed the backends
             assert self.engine is not None
+            if origin is not None:
+                self.carry(origin)
             if self._measures:  # no other thread turns to other sizes between
-                self._turn_to(measured_sizes(self._measures, inputs, self._at))
+                self._turn_to(measured_sizes(self._measures, inputs, wanted or self._at))
                 self.engine.context.check(inputs, out)
             self._check_teams()
             try:
@@ -440,30 +436,8 @@ class Executor:
         """True if the inputs of a run tell all named sizes, as for a Program without any."""
         return all(self._measures)
 
-    def run_at(
-        self,
-        values: Mapping[str, int],
-        inputs: Sequence[torch.Tensor],
-        out: Sequence[torch.Tensor] | None = None,
-        origin: str = "",
-    ) -> tuple[Any, ...]:
-        """A run of these values of the named sizes. Only sizes that are no dimension of an input
-        need it: `run` measures the others."""
-        self._check_ready()
-        with self._locked():
-            self.carry(origin)
-            self._turn_to(tuple([values[name] for name in self.sizes.values]))
-            return self.run(inputs, out)
-
-    def run_for(self, origin: str, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """A run that belongs to `origin`, which is the same on all ranks: who pairs it with a run
-        of another origin gets an AgreementError, although the Program is the same."""
-        with self._locked():
-            self.carry(origin)
-            return self.run(inputs)
-
     def carry(self, origin: str) -> None:
-        """The next runs belong to `origin`, as in `run_for`."""
+        """The next runs belong to `origin`, as in `run`."""
         self._origin = origin
         if self.engine is not None:
             self.engine.context.label.carry(origin)

@@ -1,16 +1,25 @@
-"""The flight log: where each stream of this rank is, for the errors that say what went wrong, and
-when its ops ran, as a Timeline.
+"""The flight log: where each stream of this rank is, for the errors that say what went wrong; when
+its ops ran, as a Timeline; and the ranges that `torch.profiler` shows of a run.
 
-log = Flight(program, rank)
-log.follow(lambda run: [(12, 0.5)])  # what tells where the streams are
-print(log.text(12), log.tail())
+    log = Flight(program, rank)
+    log.follow(lambda run: [(12, 0.5)])  # what tells where the streams are
+    print(log.text(12), log.tail())
+    names = range_names(program)         # one for each op, by its Program and its site
+    if profiler._is_profiler_enabled:    # torch's own flag; a run without a profiler reads it
+        step = in_range(names[op.site], step)
+
+Ranges of streams that have a thread of their own, as all but the first have on the CPU, are shown
+with `_ExperimentalConfig(profile_all_threads=True)`.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch.autograd import profiler
 
 from interlace.cost import Span, Timeline, op_kind, op_name
 from interlace.ir import Fused, Program
@@ -101,3 +110,23 @@ def measured(program: Program, rank: int, spans: Sequence[tuple[int, float, floa
         name=program.name,
         source="measured",
     )
+
+
+def range_names(program: Program) -> defaultdict[int | None, str]:
+    """Name of the ranges of each site's ops; all other ops have that of the Program."""
+    own = f"interlace {program.name}"
+    names: defaultdict[int | None, str] = defaultdict(lambda: own)
+    for site in program.sites:
+        place = f"{site.module} " if site.module else ""
+        names[site.id] = f"{own}: {place}{site.kind} ({site.strategy})"
+    return names
+
+
+def in_range(name: str, run: Callable[[], object]) -> Callable[[], None]:
+    """`run`, in a range of this name."""
+
+    def ranged() -> None:
+        with profiler.record_function(name):
+            run()
+
+    return ranged

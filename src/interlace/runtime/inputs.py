@@ -61,43 +61,6 @@ def look(tensors):
 """
 
 
-def look(
-    then: str,
-    boxes: Sequence[Box],
-    device: torch.device,
-    may_be_on_cpu: Sequence[bool],
-    run_sizes: RunSizes,
-) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Returns a function that gives `then`, of tensors `t0`, `t1` and so on, where they are on the
-    device and fit the boxes, and else False. Every run calls it: one expression, since a loop takes
-    half as long again. (TorchDynamo's `TensorGuards` would end the process for a nested tensor.)"""
-    tests = [f"len(tensors) == {len(boxes)}"]
-    known: dict[str, Any] = {"Tensor": torch.Tensor, "device": device, "cpu": torch.device("cpu")}
-    there = "{0}.device == device"
-    if device.type == "cuda" and device.index is not None:  # half the time
-        there = f"{{0}}.get_device() == {device.index}"
-    for index, (box, on_cpu) in enumerate(zip(boxes, may_be_on_cpu, strict=True)):
-        tensor, dtype = f"t{index}", f"dtype{index}"
-        known[dtype] = DTYPES[box.dtype]
-        facts = {f"sizes{index}": box.sizes, f"strides{index}": box.strides}
-        texts = {name: repr(numbers) for name, numbers in facts.items()}
-        for name in facts if box.is_sized else ():
-            texts[name] = name
-            run_sizes.follow(facts[name], functools.partial(known.__setitem__, name))
-        sizes, strides = texts.values()
-        tests += [
-            f"isinstance({tensor} := tensors[{index}], Tensor)",
-            f"{tensor}.dtype is {dtype}",
-            f"{tensor}.shape == {sizes}",
-            f"({there} or {{0}}.device == cpu)".format(tensor) if on_cpu else there.format(tensor),
-            _strided(tensor, box, strides),
-        ]
-        if may_be_lazy(box):
-            tests += [f"not {tensor}.is_conj()", f"not {tensor}.is_neg()"]
-    exec(LOOK.format(" and ".join((*tests, then))), known)
-    return known["look"]
-
-
 @dataclass(frozen=True, slots=True)
 class Measure:
     """Where a named size is found: a dimension of an input is `(size * scale + shift) / over`."""
@@ -175,9 +138,38 @@ class Parameters:
             self._makers[index] = maker(box, self._device)
 
     def _looking(self, then: str) -> Callable[[Sequence[torch.Tensor]], Any]:
-        boxes = zip(self.names, self._asked, strict=True)
-        on_cpu = [name in self._host or not box.sizes for name, box in boxes]
-        return look(then, self._asked, self._device, on_cpu, self._run_sizes)
+        """Returns a function that gives `then`, of tensors `t0`, `t1` and so on, where they are on
+        the device and fit, and else False. Every run calls it: one expression, since a loop takes
+        half as long again. (TorchDynamo's `TensorGuards` would end the process for a nested
+        tensor.)"""
+        device = self._device
+        tests = [f"len(tensors) == {len(self.names)}"]
+        known: dict[str, Any] = {"Tensor": torch.Tensor, "device": device}
+        known["cpu"] = torch.device("cpu")
+        there = "{0}.device == device"
+        if device.type == "cuda" and device.index is not None:  # half the time
+            there = f"{{0}}.get_device() == {device.index}"
+        for index, (name, box) in enumerate(zip(self.names, self._asked, strict=True)):
+            tensor, dtype = f"t{index}", f"dtype{index}"
+            known[dtype] = DTYPES[box.dtype]
+            facts = {f"sizes{index}": box.sizes, f"strides{index}": box.strides}
+            texts = {fact: repr(numbers) for fact, numbers in facts.items()}
+            for fact in facts if box.is_sized else ():
+                texts[fact] = fact
+                self._run_sizes.follow(facts[fact], functools.partial(known.__setitem__, fact))
+            sizes, strides = texts.values()
+            on_cpu = name in self._host or not box.sizes
+            tests += [
+                f"isinstance({tensor} := tensors[{index}], Tensor)",
+                f"{tensor}.dtype is {dtype}",
+                f"{tensor}.shape == {sizes}",
+                (f"({there} or {{0}}.device == cpu)" if on_cpu else there).format(tensor),
+                _strided(tensor, box, strides),
+            ]
+            if may_be_lazy(box):
+                tests += [f"not {tensor}.is_conj()", f"not {tensor}.is_neg()"]
+        exec(LOOK.format(" and ".join((*tests, then))), known)
+        return known["look"]
 
     @functools.cached_property
     def fit(self) -> Callable[[Sequence[torch.Tensor]], bool]:

@@ -22,13 +22,26 @@ from interlace.ir import Arg, Box, Buffer, Call, Region, View
 from interlace.ir.sizes import Size, numbers
 from interlace.kernels import KERNELS
 from interlace.runtime.calling import regions as region_calls
-from interlace.runtime.calling.effects import confirm, copy_of, fills_list, may_share, shares
+from interlace.runtime.calling.effects import apart, confirm, fills_list, may_share
 from interlace.runtime.calling.operators import decode, resolve
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.values import DTYPES, ValueTable, alike, derive, whole
 
 Thunk = Callable[[], Any]
 Read = Callable[[], Sequence[Any]]
+
+
+def in_turn(runs: Sequence[Thunk]) -> Thunk:
+    """One function that calls these."""
+    if len(runs) == 1:
+        return runs[0]
+
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run
+
 
 QUICK: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -100,22 +113,25 @@ def bind_call(
 ) -> Thunk:
     region = regions.get(op.fn)
     confirm(op, region)
-    fn = resolve(op.fn) if region is None else _region(op, region, values, device, compile_regions)
+    if region is None:
+        fn = resolve(op.fn)
+        shares = may_share(fn)
+    else:
+        fn, shares = _region(op, region, values, device, compile_regions)
     call = _invoke(QUICK.get(op.fn, fn), op, values, device)
     if op.fresh:
-        return _fresh(op, fn, call, values)
+        return _fresh(op, shares, call, values)
     if op.mutates or not op.outs:
         return call
     out_names = _out_names(fn)
     if op.fn in QUICK and not op.kwargs and all(isinstance(arg, View) for arg in op.args):
         return quick_call(op, QUICK[op.fn], values)
     if out_names:
-        if fills_list(fn):
-            return _into_list(op, call, out_names[0], values)
-        if len(out_names) != len(op.outs):
+        listed = fills_list(fn)
+        if not listed and len(out_names) != len(op.outs):
             raise ProgramError(f"{op.fn} fills {len(out_names)} outputs, not {len(op.outs)}")
-        return _into(op, call, out_names, values)
-    return _copied(op, call, [values.own(view) for view in op.outs], values)
+        return _into(op, call, out_names, listed, values)
+    return _copied(op, region is not None and shares, call, values)
 
 
 def _invoke(
@@ -134,7 +150,7 @@ def _invoke(
 
 def _region(
     op: Call, region: Region, values: ValueTable, device: torch.device, compile_regions: bool
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], bool]:
     decoded = partial(decode, device=device)
     views = op.views()
     touched = {view.buffer for view in views} | {buffer.name for buffer in op.fresh}
@@ -155,16 +171,16 @@ def _out_names(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _into(
-    op: Call, call: Callable[..., None], out_names: tuple[str, ...], values: ValueTable
+    op: Call, call: Callable[..., None], names: Sequence[str], listed: bool, values: ValueTable
 ) -> Thunk:
-    """A call that fills its outputs; one that would resize them is an error, not a surprise."""
-    items = values.items
-    outs = [(name, values.own(view)) for name, view in zip(out_names, op.outs, strict=True)]
-    wanted: list[tuple[int, ...]] = [() for _ in outs]
+    """A call that fills its outputs, by keyword or (`listed`) as one list; one that would resize
+    them is an error, not a surprise."""
+    items, places = values.items, [values.own(view) for view in op.outs]
+    wanted: list[tuple[int, ...]] = [() for _ in places]
     for index, view in enumerate(op.outs):
         values.sizes.follow(values.box(view).sizes, partial(wanted.__setitem__, index))
-    if len(outs) == 1:
-        ((name, place),) = outs
+    if len(places) == 1 and not listed:
+        (name,), (place,) = names, places
 
         def run_one() -> None:
             out = items[place]
@@ -175,23 +191,8 @@ def _into(
         return run_one
 
     def run() -> None:
-        into = {name: items[place] for name, place in outs}
-        call(**into)
-        for out, size in zip(into.values(), wanted, strict=True):
-            if out.shape != size:
-                raise resized(op, out.shape, size)
-
-    return run
-
-
-def _into_list(op: Call, call: Callable[..., None], name: str, values: ValueTable) -> Thunk:
-    """A call that fills one list of outputs, which it would resize as `_into` says."""
-    items, places = values.items, [values.own(view) for view in op.outs]
-
-    def run() -> None:
         outs = [items[place] for place in places]
-        wanted = [out.shape for out in outs]
-        call(**{name: outs})
+        call(**({names[0]: outs} if listed else dict(zip(names, outs, strict=True))))
         for out, size in zip(outs, wanted, strict=True):
             if out.shape != size:
                 raise resized(op, out.shape, size)
@@ -199,11 +200,14 @@ def _into_list(op: Call, call: Callable[..., None], name: str, values: ValueTabl
     return run
 
 
-def _copied(op: Call, call: Callable[[], Any], outs: list[int], values: ValueTable) -> Thunk:
-    items = values.items
+def _copied(op: Call, shares: bool, call: Callable[[], Any], values: ValueTable) -> Thunk:
+    items, outs = values.items, [values.own(view) for view in op.outs]
+    places = dict.fromkeys(map(values.own, op.views())) if shares else {}
 
     def run() -> None:
         results = _flat(call())
+        if shares:
+            results = apart(results, [items[place] for place in places])
         if len(results) != len(outs):
             raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(outs)}")
         for place, result in zip(outs, results, strict=True):
@@ -223,10 +227,10 @@ def _flat(result: Any) -> list[torch.Tensor]:
     return []
 
 
-def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: ValueTable) -> Thunk:
+def _fresh(op: Call, shares: bool, call: Callable[[], Any], values: ValueTable) -> Thunk:
     """A call that makes its own outputs; they never share memory with its arguments."""
     made = [_Made(buffer, values) for buffer in op.fresh]
-    if len(made) == 1 and not may_share(fn):
+    if len(made) == 1 and not shares:
         (one,) = made
         dtype, bind = one.dtype, one.bind
 
@@ -246,12 +250,10 @@ def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Va
         results: Sequence[torch.Tensor | None] = _flat(given)
         if len(results) != len(made):
             results = _filled(op, made, given, results)
-        seen = [items[place] for place in places]
+        results = apart(results, [items[place] for place in places])
         for each, result in zip(made, results, strict=True):
             if result is not None:
-                own = copy_of(result) if shares(result, seen) else result
-                seen.append(own)
-                each.bind(each.as_declared(op, own))
+                each.bind(each.as_declared(op, result))
 
     return run
 

@@ -12,9 +12,9 @@ seen when it is made (calls.py); `may_share` says of which operators that has to
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -105,15 +105,21 @@ def may_share(fn: Any) -> bool:
     return any(has(name, key) for key in composed)
 
 
-def shares(result: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """True if a result lies in the memory of one of the others."""
-    storage = result.untyped_storage()._cdata
-    return any(other.untyped_storage()._cdata == storage for other in others)
+T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 
-def copy_of(result: torch.Tensor) -> torch.Tensor:
-    """A result in memory of its own, without marks that it is yet to be conjugated or negated."""
-    return result.clone().resolve_conj().resolve_neg()
+def apart(results: Sequence[T], given: Iterable[torch.Tensor]) -> list[T]:
+    """The results in memory of their own: copies, without marks that they are yet to be conjugated
+    or negated, of those that lie in the memory of one that was given or came before."""
+    seen = {tensor.untyped_storage()._cdata for tensor in given}
+    found: list[T] = []
+    for result in results:
+        if result is not None and result.untyped_storage()._cdata in seen:
+            result = result.clone().resolve_conj().resolve_neg()
+        if result is not None:
+            seen.add(result.untyped_storage()._cdata)
+        found.append(result)
+    return found
 
 
 def fills_list(fn: Any) -> bool:

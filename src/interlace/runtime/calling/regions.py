@@ -1,6 +1,6 @@
 """Regions: a group of aten calls that runs as one, eager or compiled by Inductor at bind time.
 
-run = eager(region, resolve)
+run, shares = eager(region, resolve, decode)
 run(x, y)                         # a tuple, one tensor for each of the region's outputs
 """
 
@@ -15,50 +15,19 @@ from typing import Any
 import torch
 
 from interlace.errors import BackendError, ProgramError, UnsupportedError
-from interlace.ir import Arg, Name, Region, names_in
-from interlace.runtime.calling.effects import copy_of, may_share, shares
+from interlace.ir import Arg, Name, Region
+from interlace.runtime.calling.effects import apart, may_share
 
 Resolve = Callable[[str], Callable[..., Any]]
 Decode = Callable[[Arg], Any]
+Run = Callable[..., tuple[Any, ...]]
 
 
-def eager(region: Region, resolve: Resolve, decode: Decode) -> Callable[..., tuple[Any, ...]]:
-    """The region as a function that runs its calls one after another, freeing as it goes."""
-    return _apart(graph_module(region, resolve, decode).forward, _aliased(region, resolve))
-
-
-def _aliased(region: Region, resolve: Resolve) -> frozenset[int]:
-    """The outputs that may share memory with an input or with an output before them."""
-    roots = {name: {name} for name in region.inputs}
-    for node in region.body:
-        views = may_share(resolve(node.fn))
-        names = names_in((*node.args, *dict(node.kwargs).values())) if views else ()
-        shared = {root for name in names for root in roots[name]}
-        roots |= {name: shared or {name} for name in node.outs}
-    seen, aliased = {*region.inputs}, set[int]()
-    for index, name in enumerate(region.outputs):
-        if roots[name] & seen:
-            aliased.add(index)
-        seen |= roots[name]
-    return frozenset(aliased)
-
-
-def _apart(
-    call: Callable[..., tuple[Any, ...]], aliased: frozenset[int]
-) -> Callable[..., tuple[Any, ...]]:
-    """The call with copies of those results, by number, that share memory with something else."""
-    if not aliased:
-        return call
-
-    def run(*args: Any) -> tuple[Any, ...]:
-        seen, results = [arg for arg in args if isinstance(arg, torch.Tensor)], list(call(*args))
-        for index, result in enumerate(results):
-            if index in aliased and shares(result, seen):
-                results[index] = copy_of(result)
-            seen.append(results[index])
-        return tuple(results)
-
-    return run
+def eager(region: Region, resolve: Resolve, decode: Decode) -> tuple[Run, bool]:
+    """The region as a function that runs its calls one after another, freeing as it goes; True if
+    an output may share memory with an input or another output."""
+    shares = any(may_share(resolve(node.fn)) for node in region.body)
+    return graph_module(region, resolve, decode).forward, shares
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -80,8 +49,8 @@ def inductor(
     decode: Decode,
     layouts: tuple[Layout, ...],
     device: torch.device,
-) -> Callable[..., tuple[Any, ...]]:
-    """The region compiled by Inductor for arguments of these layouts.
+) -> tuple[Run, bool]:
+    """The region compiled by Inductor for arguments of these layouts, as `eager` gives it.
 
     Note [One compilation for all layers]: the result depends on the body, the layouts, the device
     and Inductor's settings alone, and takes about a second; the layers of a model and its Programs
@@ -101,13 +70,13 @@ def forget() -> None:
 @lru_cache(maxsize=512)
 def _compiled(
     task: _Task, layouts: tuple[Layout, ...], device: torch.device, settings: tuple[Any, ...]
-) -> Callable[..., tuple[Any, ...]]:
+) -> tuple[Run, bool]:
     region = task.region
     module = graph_module(region, task.resolve, task.decode)
     try:
         call = compile_graph(module, layouts, device)
         divides = any(word in task.key for word in ("div", "remainder", "fmod"))
-        doubled = _doubled(call, layouts, device, divides)
+        shares = _shares(call, layouts, device, divides)
     except Exception as error:
         if _lacks_compiler(error):
             raise BackendError(
@@ -119,7 +88,7 @@ def _compiled(
             "set the option regions='eager'"
         ) from error
 
-    return _apart(lambda *args: tuple(call(list(args))), doubled)
+    return lambda *args: tuple(call(list(args))), shares
 
 
 def compile_graph(
@@ -183,25 +152,18 @@ def _compiled_by_inductor(
         return compile_fx_inner(graph, list(given), **facts)
 
 
-def _doubled(
+def _shares(
     call: Callable[[list[Any]], Sequence[torch.Tensor]],
     layouts: Sequence[Layout],
     device: torch.device,
     divides: bool,
-) -> frozenset[int]:
-    """The outputs that share memory with another tensor; the run also tunes and loads kernels."""
+) -> bool:
+    """True if an output shares memory with another tensor; the run also tunes and loads kernels."""
     given = [_harmless(layout, device, divides) for layout in layouts]
     results = call(list(given))
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    seen = {tensor.untyped_storage()._cdata for tensor in given}
-    doubled: set[int] = set()
-    for index, result in enumerate(results):
-        storage = result.untyped_storage()._cdata
-        if result.numel() and storage in seen:
-            doubled.add(index)
-        seen.add(storage)
-    return frozenset(doubled)
+    return any(one is not other for one, other in zip(results, apart(results, given), strict=True))
 
 
 def _harmless(layout: Layout, device: torch.device, divides: bool) -> torch.Tensor:

@@ -36,13 +36,12 @@ from interlace.comm import TeamComm, Use
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import Alloc, Call, Copy, Free, views_in
-from interlace.runtime.cuda.binding import Binding
+from interlace.runtime.cuda.binder import Binding
 from interlace.runtime.cuda.graphs.graphs import Graphs
 from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.runtime.cuda.lanes import OpTimer
 from interlace.runtime.cuda.sharing import hears_all, share
-from interlace.runtime.cuda.waits.marks import Marks
-from interlace.runtime.cuda.waits.watchdog import Watched, watchdog
+from interlace.runtime.cuda.waits.watchdog import Marks, Watched, watchdog
 from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import homes
 

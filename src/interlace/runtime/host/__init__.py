@@ -1,6 +1,5 @@
 """The CPU: a thread for each stream, real concurrency, every wait bounded.
 
-engine.py    binds a Program, and runs it: one path for all Programs
-streams.py   streams: their steps, their threads, the points that they await
+engine.py    binds a Program, and runs it: streams, their threads, the points that they await
 binder.py    events, copies, collectives, messages and signals, bound for threads
 """

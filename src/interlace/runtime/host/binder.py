@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from interlace import ir
 from interlace.comm import (
@@ -28,7 +29,9 @@ from interlace.comm.collectives import Run
 from interlace.options import BACKENDS
 from interlace.runtime.calling.calls import Thunk
 from interlace.runtime.engine import EngineContext, unbound
-from interlace.runtime.host.streams import StreamOrder
+
+if TYPE_CHECKING:
+    from interlace.runtime.host.engine import StreamOrder
 
 
 class HostBinder:

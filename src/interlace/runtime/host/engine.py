@@ -7,6 +7,12 @@ The first stream runs on the thread that calls `issue`; each other one has a thr
 which lives as long as the engine. Each stream is a flat list of bound functions. Where each stream
 is, it writes into cells (`progress_of`): a team's shared memory, which peers read too, or a list of
 the engine's own. A Program of one stream and no team waits for nobody, and has no cells.
+
+Note [Threads and arithmetic]
+    How MKL and OpenMP split a matrix multiplication depends on the number of threads, which is set
+    per calling thread. A stream's thread takes the caller's number before each run, so that a Call
+    gives the same bits on whatever stream it runs. It takes the caller's inference mode too: what
+    the caller allocates in that mode may not be written out of it.
 """
 
 from __future__ import annotations
@@ -14,29 +20,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import length_hint
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch.autograd import profiler
 
-from interlace.comm import Registered, Slot, Workspace, share_on_host
+from interlace.comm import BoundedWait, Registered, Slot, Workspace, share_on_host
 from interlace.comm.between_hosts import ASK_S
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
-from interlace.ir import VALUE_BITS, Call, Collective, Group, Op, Recv, Send, in_order
-from interlace.runtime.calling.calls import Thunk, bind_call
+from interlace.ir import VALUE_BITS, Call, Collective, Group, Op, Recv, Send
+from interlace.runtime.calling.calls import Thunk, bind_call, in_turn
 from interlace.runtime.engine import Engine, EngineContext, ShareRequest, TeamResources
+from interlace.runtime.flight import Flight, in_range, range_names
 from interlace.runtime.host.binder import HostBinder
-from interlace.runtime.host.streams import LocalProgress, Stream, StreamOrder, StreamThread
-from interlace.runtime.prepare.plan import releases
+from interlace.runtime.prepare.plan import listed
 from interlace.runtime.prepare.registered import written
-from interlace.runtime.ranges import in_range, range_names
 
 GRACE_S = 1.0
 """Seconds in which a failed transfer looks for the peer whose end explains it."""
+SLICE_S = 0.05
 
 
 class Stopped(BaseException):
@@ -107,15 +115,17 @@ class CpuEngine(Engine):
         regions = {region.name: region for region in plan.program.regions}
         binder = HostBinder(context, self._order, self.check)
         streams: dict[str, Stream] = {}
-        leaving = releases(plan.program)
         lanes = {stream: lane for lane, stream in enumerate(plan.program.streams())}
-        for index, op, members, last in _listed(plan.program.ops, context.options.in_order):
-            name = "" if context.options.in_order else op.stream
+        alone = context.options.in_order
+        for index, op, single, released in listed(plan.program, alone):
+            name = "" if alone else op.stream
             stream = streams.setdefault(name, Stream(name))
             for point in plan.syncs.get(index, ()):
                 stream.steps.append((0, index, binder.pass_by((point, 0), index)))
             runs: list[Thunk] = []
-            for number, member in members:
+            for number, member in enumerate(op.steps):
+                if single not in (None, number):
+                    continue
                 if isinstance(member, Call):
                     run = bind_call(member, context.values, regions, context.device, compiled)
                 else:
@@ -124,11 +134,11 @@ class CpuEngine(Engine):
                     runs.append(run)
             if runs:
                 stream.last = PROGRESS + 2 * lanes[op.stream] if self._entered else 0
-                run = runs[0] if len(runs) == 1 else _in_turn(runs)
-                run = self._told(lanes[op.stream], index, self._watched(index, op, run))
+                run = self._watched(index, op, in_turn(runs))
+                run = self._told(lanes[op.stream], index, run)
                 stream.steps.append((stream.last, index, run))
-            for name in leaving.get(index, ()) if last else ():
-                release = binder.free(name)
+            for buffer in released:
+                release = binder.free(buffer)
                 assert release is not None
                 stream.steps.append((0, index, release))
         for stream in streams.values():
@@ -406,20 +416,144 @@ class CpuEngine(Engine):
             stream.steps, stream.runs = [], []
 
 
-def _listed(
-    ops: Sequence[Op], one_by_one: bool
-) -> Iterator[tuple[int, Op, list[tuple[int, Op]], bool]]:
-    """The ops with their members, and whether these are the op's last; a Fused's, one by one."""
-    for index, number in in_order(ops) if one_by_one else ((i, -1) for i in range(len(ops))):
-        op = ops[index]
-        members = list(enumerate(op.steps))
-        last = number in (-1, len(members) - 1)
-        yield index, op, members if number < 0 else [members[number]], last
+Step = tuple[int, int, Thunk]
+"""The cell that tells of it (0: none, as of what only comes along with an op), the op, the call."""
+
+Bell = SimpleQueue[None]
 
 
-def _in_turn(runs: Sequence[Thunk]) -> Thunk:
-    def run() -> None:
-        for each in runs:
-            each()
+@dataclass(slots=True)
+class Stream:
+    name: str
+    steps: list[Step] = field(default_factory=list[Step])
+    runs: list[Thunk] = field(default_factory=list[Thunk])
+    last: int = 0
+    """The cell that says that the stream is done; 0: none."""
 
-    return run
+
+Task = tuple[Stream, int, tuple[int, bool]]
+
+
+class StreamOrder:
+    """Points that the streams of one rank await: events, and turns in the teams' queues."""
+
+    def __init__(self, flight: Flight, grace_s: float = GRACE_S) -> None:
+        """`grace_s` is how much longer than an op that waits for peers a stream waits for it."""
+        self._flight, self._grace_s = flight, grace_s
+        self._reached: dict[object, int] = {}
+        self._waiting: dict[Bell, None] = {}
+        self.run = 0
+        """Counts runs: in a new one, every point lies ahead again."""
+
+    def next_run(self) -> None:
+        self.run += 1
+        self._waiting.clear()  # an interrupt may have left one
+
+    def reach(self, point: object) -> None:
+        self._reached[point] = self.run
+        if self._waiting:
+            self.wake()
+
+    def wake(self) -> None:
+        """Lets every waiting stream look whether it should still wait."""
+        for bell in tuple(self._waiting):
+            bell.put(None)
+
+    def pass_by(self, point: object, wait: BoundedWait) -> None:
+        """Returns when the run has got to this point. The waits of the other stream know more of
+        the cause, so this one gives up only when no stream has begun an op for longer than the
+        time-out."""
+        reached, run = self._reached, self.run
+        if reached.get(point) == run:
+            return
+        patience, stood = Patience(wait.time_out_s + self._grace_s), list[int]()
+        bell = Bell()
+        try:
+            self._waiting[bell] = None
+            while reached.get(point) != run:
+                wait.check()
+                if (stands := [op for op, _ in self._flight.stands.values()]) != stood:
+                    stood = stands
+                    patience.restart()
+                if patience.is_over():
+                    raise wait.late()
+                rung(bell, SLICE_S)
+        finally:
+            self._waiting.pop(bell, None)
+
+
+class LocalProgress:
+    """Cells like a team's control block, where no team has them for these streams."""
+
+    def __init__(self, num_streams: int) -> None:
+        self.cells = [0] * (PROGRESS + 2 * num_streams)
+
+    def enter(self, *_: object) -> int:
+        """The number of the run that begins."""
+        self.cells[ENTERED] += 1
+        return self.cells[ENTERED]
+
+    def leave(self) -> None:
+        """Nobody waits for the end."""
+
+
+class StreamThread:
+    """The thread of a stream. `_task` is what it has to do, and None when that is done; the bells
+    only say that there is something to look at (Note [Interrupts] in patience.py)."""
+
+    def __init__(self, name: str, drive: Callable[[Stream, int], None]) -> None:
+        self.name = name
+        self.lost = False
+        self._task: Task | None = None
+        self._stops = False
+        self._go, self._done = Bell(), Bell()
+        self._drive = drive
+        self._thread = threading.Thread(
+            target=self._live, name=f"interlace stream {name}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def usable(self) -> bool:
+        """True if the thread is alive: it is not in a process that was forked since."""
+        return self._thread.is_alive()
+
+    def start_run(self, stream: Stream, mark: int, mode: tuple[int, bool]) -> None:
+        """Runs this stream, in the caller's `mode` (number of threads, inference mode)."""
+        self._task = stream, mark, mode
+        self._go.put(None)
+
+    def is_done(self, within_s: float) -> bool:
+        """True if the run has ended; waits for it up to `within_s` seconds."""
+        if not rung(self._done, within_s):
+            self._go.put(None)  # an interrupt may have come before it was told to go
+        return self._task is None
+
+    def _live(self) -> None:
+        num_threads = 0
+        while not self._stops:
+            self._go.get()
+            if (task := self._task) is None:
+                continue
+            stream, mark, (wanted, inference) = task  # see Note [Threads and arithmetic]
+            if wanted != num_threads:
+                torch.set_num_threads(num_threads := wanted)
+            with torch.inference_mode(inference), torch.no_grad():
+                self._drive(stream, mark)
+            self._task = task = stream = None
+            self._done.put(None)
+
+    def stop(self) -> None:
+        """Ends the thread, unless it hangs."""
+        self._stops = True
+        self._go.put(None)
+        if not self.lost and threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+
+def rung(bell: Bell, within_s: float) -> bool:
+    try:
+        bell.get(timeout=within_s)
+    except Empty:
+        return False
+    return True

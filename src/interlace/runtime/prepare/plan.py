@@ -3,7 +3,7 @@
 Which Record a Wait means, which ops follow a HostSync, the number of each collective and message,
 and what the rank needs of its teams: found once, in list order, by every kind of executor alike.
 
-    plan = make_plan(program, program.instantiate(rank), backend_of)
+    plan = Plan(program, program.instantiate(rank), backend_of)
     plan.waits[7, 0]         # the spot of the Record that op 7 waits for
 
 Note [Whose memory]
@@ -15,7 +15,7 @@ Note [Whose memory]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from interlace import ir
@@ -37,30 +37,54 @@ class Turn:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
     """The static facts of one rank's Program, by the index of its ops. What is set aside for a run
     is as much as any sizes of its class need."""
 
-    program: ir.Program
-    buffers: Mapping[str, ir.Buffer]
-    rank: int
-    where: ir.Where
-    box: Callable[[ir.View], ir.Box]
-    waits: Mapping[ir.Spot, ir.Spot]
-    syncs: Mapping[int, tuple[int, ...]]
-    """The HostSyncs that an op of another stream has to wait for."""
-    specs: Mapping[int, Spec]
-    turns: Mapping[int, Turn]
-    messages: Mapping[tuple[int, int], Message]
-    """Messages by op and by member of a Group (0 outside of one)."""
-    takes: Mapping[str, str]
-    """The symmetric buffers in the order in which they take their slots, with their teams."""
-    demands: Mapping[str, Demand]
-    slots: Mapping[str, Mapping[str, int]]
-    """Bytes of each slot, by team."""
-    alike: bool
-    """True if all ranks have this list; False if each has its own."""
+    def __init__(self, source: ir.Program, program: ir.Program, backend_of: BackendOf) -> None:
+        """`program` was instantiated from `source` for its rank."""
+        assert program.rank is not None
+        self.program, self.rank = program, program.rank
+        self.buffers: Mapping[str, ir.Buffer] = program.buffers()
+        self.where = program.where(self.rank)
+        self.box = program.boxes(self.rank)
+        self.alike = source.rank is None
+        """True if all ranks have this list; False if each has its own."""
+        self.waits = ir.bindings(program.ops)
+        self.syncs: dict[int, tuple[int, ...]] = {}
+        """The HostSyncs that an op of another stream has to wait for."""
+        self.specs: dict[int, Spec] = {}
+        self.turns: dict[int, Turn] = {}
+        self.messages: dict[tuple[int, int], Message] = {}
+        """Messages by op and by member of a Group (0 outside of one)."""
+        self.takes: dict[str, str] = {}
+        """The symmetric buffers in the order in which they take their slots, with their teams."""
+        self.slots: dict[str, dict[str, int]] = {}
+        """Bytes of each slot, by team."""
+        self._merging = merging(source)
+        self._host_syncs: list[tuple[int, str]] = []
+        self._seen: dict[str, int] = {}
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._signals: dict[str, dict[str, None]] = {}
+        self._sends: dict[str, list[Message]] = {}
+        self._recvs: dict[str, list[Message]] = {}
+        self._stages: dict[str, int] = {}
+        for index, op in enumerate(program.ops):
+            self._add(index, op, backend_of)
+        for spot, op in ir.spots(program.ops):
+            event = op.ordering().waits
+            if event is not None and spot not in self.waits:
+                raise ProgramError(f"op {spot[0]} waits for event {event!r}, never recorded")
+        self.demands: Mapping[str, Demand] = {
+            team.name: Demand(
+                tuple(self._signals.get(team.name, ())),
+                tuple(self._sends.get(team.name, ())),
+                tuple(self._recvs.get(team.name, ())),
+                self._stages.get(team.name, 0),
+            )
+            for team in program.teams
+            if team.name in self.where.members
+        }
 
     def members(self, team: str, peer: ir.Index | ir.Others) -> tuple[int, ...]:
         member = self.where.member(team)
@@ -97,36 +121,66 @@ class Plan:
     def slot_of(self, buffer: str) -> str:
         return self.buffers[buffer].storage or buffer
 
+    def _add(self, index: int, op: ir.Op, backend_of: BackendOf) -> None:
+        order = op.ordering()
+        self._sync(index, op.stream, order.holds_host)
+        for member in op.steps:
+            if (expects := member.ordering().expects) is not None:
+                self._signals.setdefault(expects.team, {})[expects.signal] = None
+        if order.takes is not None and order.takes.team is not None:
+            self._take(order.takes, order.takes.team)
+        if isinstance(op, ir.Collective):
+            self._collective(index, op, backend_of(op.team, op.backend))
+        elif isinstance(op, ir.Send | ir.Recv | ir.Group):
+            for part, item in enumerate(op.ops if isinstance(op, ir.Group) else (op,)):
+                self._message(index, part, item, backend_of(item.team, item.backend))
+        elif order.meets is not None or order.messages:
+            raise UnsupportedError(
+                f"op {index} ({type(op).__name__}) meets peers, and nothing says how: add a case "
+                "to the plan and to the devices' binders"
+            )
 
-def make_plan(source: ir.Program, program: ir.Program, backend_of: BackendOf) -> Plan:
-    """The plan of a Program that was instantiated from `source` for its rank."""
-    rank = program.rank
-    assert rank is not None
-    where = program.where(rank)
-    planner = _Planner(program, where, program.boxes(rank), backend_of, merging(source))
-    for index, op in enumerate(program.ops):
-        planner.add(index, op)
-    waits = ir.bindings(program.ops)
-    for spot, op in ir.spots(program.ops):
-        event = op.ordering().waits
-        if event is not None and spot not in waits:
-            raise ProgramError(f"op {spot[0]} waits for event {event!r}, never recorded")
-    return Plan(
-        program=program,
-        buffers=program.buffers(),
-        rank=rank,
-        where=where,
-        box=planner.box,
-        waits=waits,
-        syncs=planner.syncs,
-        specs=planner.specs,
-        turns=planner.turns,
-        messages=planner.messages,
-        takes=planner.takes,
-        demands=planner.demands(),
-        slots=planner.slots,
-        alike=source.rank is None,
-    )
+    def _sync(self, index: int, stream: str, holds_host: bool) -> None:
+        """The HostSyncs of other streams that this op is the first of its stream after."""
+        seen = self._seen.get(stream, 0)
+        due = [at for at, other in self._host_syncs[seen:] if other != stream]
+        if due:
+            self.syncs[index] = tuple(due)
+        if holds_host:
+            self._host_syncs.append((index, stream))
+        self._seen[stream] = len(self._host_syncs)
+
+    def _take(self, buffer: ir.Buffer, team: str) -> None:
+        if buffer.name in self.takes:
+            raise ProgramError(
+                f"the symmetric buffer {buffer.name!r} is allocated twice: give the second "
+                "one a name of its own (and the same storage, to share the slot)"
+            )
+        self.takes[buffer.name] = team
+        sizes = self.slots.setdefault(team, {})
+        slot, size = buffer.storage or buffer.name, buffer.offset + nbytes(buffer)
+        sizes[slot] = max(sizes.get(slot, 0), size)
+
+    def _collective(self, index: int, op: ir.Collective, backend: str) -> None:
+        number = self._numbers.get((op.team, backend), 0) + 1
+        self._numbers[op.team, backend] = number
+        self.turns[index] = Turn(op.team, backend, number)
+        spec = collective_spec(op, self.where, self.box)
+        self.specs[index] = spec = replace(spec, merges=index in self._merging)
+        if backend == "peer":
+            self._stages[op.team] = max(self._stages.get(op.team, 0), staged_nbytes(largest(spec)))
+
+    def _message(self, index: int, part: int, op: ir.Send | ir.Recv, backend: str) -> None:
+        member = self.where.index(op.peer)
+        if backend == "gloo" and member == self.where.member(op.team).index:
+            backend = "peer"  # gloo has no connection of a rank to itself
+        listed = self._sends if isinstance(op, ir.Send) else self._recvs
+        mine = listed.setdefault(op.team, [])
+        box = self.box(op.src if isinstance(op, ir.Send) else op.dst)
+        nth = sum(message.member == member for message in mine)
+        nbytes = greatest(box.nbytes) if backend == "peer" else 0
+        mine.append(Message(backend, member, nth, nbytes))
+        self.messages[index, part] = mine[-1]
 
 
 def with_backends(program: ir.Program, backend_of: BackendOf, teams: Collection[str]) -> ir.Program:
@@ -190,109 +244,6 @@ def merging(source: ir.Program) -> frozenset[int]:
     return frozenset(found)
 
 
-class _Planner:
-    def __init__(
-        self,
-        program: ir.Program,
-        where: ir.Where,
-        box: Callable[[ir.View], ir.Box],
-        backend_of: BackendOf,
-        merging: frozenset[int],
-    ) -> None:
-        self.where = where
-        self.box = box
-        self.backend_of = backend_of
-        self.merging = merging
-        self.specs: dict[int, Spec] = {}
-        self.syncs: dict[int, tuple[int, ...]] = {}
-        self.turns: dict[int, Turn] = {}
-        self.messages: dict[tuple[int, int], Message] = {}
-        self.takes: dict[str, str] = {}
-        self.slots: dict[str, dict[str, int]] = {}
-        self._teams = [team.name for team in program.teams if team.name in where.members]
-        self._host_syncs: list[tuple[int, str]] = []
-        self._seen: dict[str, int] = {}
-        self._numbers: dict[tuple[str, str], int] = {}
-        self._signals: dict[str, dict[str, None]] = {}
-        self._sends: dict[str, list[Message]] = {}
-        self._recvs: dict[str, list[Message]] = {}
-        self._stages: dict[str, int] = {}
-
-    def add(self, index: int, op: ir.Op) -> None:
-        order = op.ordering()
-        self.sync(index, op.stream, order.holds_host)
-        for member in op.steps:
-            if (expects := member.ordering().expects) is not None:
-                self._signals.setdefault(expects.team, {})[expects.signal] = None
-        if order.takes is not None and order.takes.team is not None:
-            self.take(order.takes, order.takes.team)
-        if isinstance(op, ir.Collective):
-            self.collective(index, op)
-        elif isinstance(op, ir.Send | ir.Recv | ir.Group):
-            for part, item in enumerate(op.ops if isinstance(op, ir.Group) else (op,)):
-                self.message(index, part, item)
-        elif order.meets is not None or order.messages:
-            raise UnsupportedError(
-                f"op {index} ({type(op).__name__}) meets peers, and nothing says how: add a case "
-                "to the plan and to the devices' binders"
-            )
-
-    def sync(self, index: int, stream: str, holds_host: bool) -> None:
-        """The HostSyncs of other streams that this op is the first of its stream after."""
-        seen = self._seen.get(stream, 0)
-        due = [at for at, other in self._host_syncs[seen:] if other != stream]
-        if due:
-            self.syncs[index] = tuple(due)
-        if holds_host:
-            self._host_syncs.append((index, stream))
-        self._seen[stream] = len(self._host_syncs)
-
-    def take(self, buffer: ir.Buffer, team: str) -> None:
-        if buffer.name in self.takes:
-            raise ProgramError(
-                f"the symmetric buffer {buffer.name!r} is allocated twice: give the second "
-                "one a name of its own (and the same storage, to share the slot)"
-            )
-        self.takes[buffer.name] = team
-        sizes = self.slots.setdefault(team, {})
-        slot, size = buffer.storage or buffer.name, buffer.offset + nbytes(buffer)
-        sizes[slot] = max(sizes.get(slot, 0), size)
-
-    def collective(self, index: int, op: ir.Collective) -> None:
-        backend = self.backend_of(op.team, op.backend)
-        number = self._numbers.get((op.team, backend), 0) + 1
-        self._numbers[op.team, backend] = number
-        self.turns[index] = Turn(op.team, backend, number)
-        spec = collective_spec(op, self.where, self.box)
-        self.specs[index] = spec = replace(spec, merges=index in self.merging)
-        if backend == "peer":
-            self._stages[op.team] = max(self._stages.get(op.team, 0), staged_nbytes(largest(spec)))
-
-    def message(self, index: int, part: int, op: ir.Send | ir.Recv) -> None:
-        backend = self.backend_of(op.team, op.backend)
-        member = self.where.index(op.peer)
-        if backend == "gloo" and member == self.where.member(op.team).index:
-            backend = "peer"  # gloo has no connection of a rank to itself
-        listed = self._sends if isinstance(op, ir.Send) else self._recvs
-        mine = listed.setdefault(op.team, [])
-        box = self.box(op.src if isinstance(op, ir.Send) else op.dst)
-        nth = sum(message.member == member for message in mine)
-        nbytes = greatest(box.nbytes) if backend == "peer" else 0
-        mine.append(Message(backend, member, nth, nbytes))
-        self.messages[index, part] = mine[-1]
-
-    def demands(self) -> dict[str, Demand]:
-        return {
-            team: Demand(
-                tuple(self._signals.get(team, ())),
-                tuple(self._sends.get(team, ())),
-                tuple(self._recvs.get(team, ())),
-                self._stages.get(team, 0),
-            )
-            for team in self._teams
-        }
-
-
 def collective_spec(op: ir.Collective, where: ir.Where, box: Callable[[ir.View], ir.Box]) -> Spec:
     """A collective as the transports take it: the elements of each rank's part."""
     member, kind = where.member(op.team), ir.KINDS[op.kind]
@@ -324,6 +275,20 @@ def _parts(
 def largest(spec: Spec) -> Spec:
     """A collective of the most elements for any sizes of the class."""
     return replace(spec, parts=tuple(map(greatest, spec.parts)))
+
+
+def listed(
+    program: ir.Program, one_by_one: bool
+) -> Iterator[tuple[int, ir.Op, int | None, Sequence[str]]]:
+    """The ops as an engine binds them, with the fresh buffers that are released after each; with
+    `one_by_one` (the option `in_order`) the members of a Fused by their numbers, else None."""
+    leaving = releases(program)
+    spots = ir.in_order(program.ops) if one_by_one else [(i, 0) for i in range(len(program.ops))]
+    for index, member in spots:
+        op = program.ops[index]
+        single = member if one_by_one and isinstance(op, ir.Fused) else None
+        last = single is None or member == len(op.steps) - 1
+        yield index, op, single, leaving.get(index, ()) if last else ()
 
 
 def callers(program: ir.Program) -> str:

@@ -2,6 +2,5 @@
 
 graphs.py           the graphs of an engine, one for each set of addresses
 captured.py         one pair of graphs: what is copied in and out, and where its results lie
-warm_up.py          the run before the first capture
-capture_thread.py   the thread of both
+warm_up.py          the run before the first capture, and the thread of both
 """

@@ -54,12 +54,12 @@ from interlace.comm.cuda.nccl import leave_unregistered
 from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Get, Group, Put, Recv, Send, View
-from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.graphs.capture_thread import capture_thread
+from interlace.runtime.calling.calls import Thunk
+from interlace.runtime.cuda.binder import Binding
 from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
-from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.cuda.graphs.warm_up import capture_thread
+from interlace.runtime.cuda.lanes import Lane, Words
 from interlace.runtime.cuda.sharing import reaches
-from interlace.runtime.cuda.waits.words import Words
 from interlace.runtime.engine import EngineContext
 from interlace.runtime.inputs import maker
 from interlace.runtime.prepare.plan import own_backends

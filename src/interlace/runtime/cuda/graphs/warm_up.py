@@ -1,24 +1,69 @@
-"""The run before the first capture: op by op, with zeros, on the thread that will capture, it sets
-up what cannot be in a capture.
+"""The run before the first capture, and the thread that captures.
 
-What it writes of registered parameters is put back, also where it fails, and so are the generators
-of random numbers: runs draw what they would without graphs.
+    warm_up(engine, teams)                     # all ranks together
+    capture_thread(device).run(function)       # its result, or what it raises
+
+The run goes op by op, with zeros, on the thread that will capture, and sets up what cannot be in a
+capture. What it writes of registered parameters is put back, also where it fails, and so are the
+generators of random numbers: runs draw what they would without graphs.
+
+cuBLAS, cuDNN and torch make handles, workspaces and execution plans for each thread, when the
+thread first needs them, and none can be made while it captures. Autograd runs a backward on threads
+of its own, which nothing has warmed up in a fresh process; callers may come on any thread. So
+whoever captures asks the one thread of the device and waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from interlace.comm import TeamComm
-from interlace.runtime.cuda.graphs.capture_thread import capture_thread
 from interlace.runtime.cuda.graphs.captured import may_draw
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
+
+T = TypeVar("T")
+
+
+class CaptureThread:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "interlace capture", self._begin)
+
+    def _begin(self) -> None:
+        with torch.cuda.device(self._device):  # the question gives a new thread CUDA's context
+            torch._C._cuda_isCurrentStreamCapturing()  # pyright: ignore
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Calls it with the caller's current stream and inference mode."""
+        stream = torch.cuda.current_stream(self._device)
+        inference = torch.is_inference_mode_enabled()
+
+        def as_caller() -> T:
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.stream(stream),
+                torch.inference_mode(inference),
+            ):
+                return function()
+
+        future = self._thread.submit(as_caller)
+        try:
+            return future.result()
+        finally:
+            wait([future])  # also after Ctrl-C: until then what it uses is its own
+
+
+@cache
+def capture_thread(device: torch.device) -> CaptureThread:
+    return CaptureThread(device)
 
 
 def warm_up(engine: CudaEngine, teams: Sequence[TeamComm]) -> None:

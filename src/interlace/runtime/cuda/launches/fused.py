@@ -20,8 +20,8 @@ from interlace.ir import Box, Call, Fused, Op, Record, View
 from interlace.ir.kernels import KernelMatmul, factors, kernel_matmul
 from interlace.ir.sizes import number
 from interlace.kernels.gemm import support
-from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
-from interlace.runtime.cuda.waits.words import Words
+from interlace.runtime.calling.calls import Thunk
+from interlace.runtime.cuda.lanes import CounterPoint, Lane, Words
 from interlace.runtime.values import DTYPES
 
 if TYPE_CHECKING:

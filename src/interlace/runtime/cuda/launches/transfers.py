@@ -19,7 +19,8 @@ from interlace.comm.cuda.nccl import Run, bind_messages, bind_on_stream
 from interlace.comm.cuda.side import CudaSide
 from interlace.errors import UnsupportedError
 from interlace.ir import Collective, Recv, Send
-from interlace.runtime.cuda.lanes import EventPoint, Lane, Thunk, in_turn
+from interlace.runtime.calling.calls import Thunk, in_turn
+from interlace.runtime.cuda.lanes import EventPoint, Lane
 from interlace.runtime.prepare.plan import largest
 from interlace.runtime.run_sizes import RunSizes
 
