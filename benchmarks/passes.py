@@ -1,7 +1,7 @@
 """What passes over large Programs take on the host, and a fence: rows in `results/passes.csv`.
 
-python benchmarks/passes.py                        # 10 rounds, rows beside the others
-python benchmarks/passes.py --rounds 3 --out /tmp
+python -m benchmarks.passes                        # 10 rounds, rows beside the others
+python -m benchmarks.passes --rounds 3 --out /tmp
 
 Every round takes each pass once, in another order, and the processor's time. Nothing here runs a
 Program. `--check` ends with 1 where the median of a pass is over its bar.
@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stage_text import StageText
+
 from interlace.comm.host.signals import fence
 from interlace.cost import default_machine, simulate
 from interlace.ir import Notify, Program, parse, validate
@@ -28,7 +30,6 @@ from interlace.passes.dependencies import dependencies
 from interlace.verify import check
 from interlace_bench.rows import append, facts
 from interlace_bench.transformer.models import MODELS
-from interlace_bench.transformer.stage_text import StageText
 
 HEAD = ("pass", "ranks", "ops", "rounds", "least_ms", "median_ms", "most_ms")
 BARS_MS = {

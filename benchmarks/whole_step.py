@@ -1,10 +1,10 @@
 """What a check of a whole training step on 1,024 GPUs takes: rows in `results/whole_step.csv`.
 
-python benchmarks/whole_step.py                  # llama3-70b, tp 8 x pp 4 x dp 32
-python benchmarks/whole_step.py --microbatches 4 --strategy ring --check
-python benchmarks/whole_step.py --model tiny --tp 2 --pp 2 --dp 4 --sequence 64 --out /tmp
+python -m benchmarks.whole_step                  # llama3-70b, tp 8 x pp 4 x dp 32
+python -m benchmarks.whole_step --microbatches 4 --strategy ring --check
+python -m benchmarks.whole_step --model tiny --tp 2 --pp 2 --dp 4 --sequence 64 --out /tmp
 
-The Programs of the stages are built first (bench/transformer/step.py), which takes longer than to
+The Programs of the stages are built first (step.py), which takes longer than to
 check them. The time is the processor's, of one core; the best of some rounds, since other work on
 a machine only adds to it. Nothing here runs a Program. `--check` ends with 1 where it is over its
 bar.
@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.step import LAYERS, StepSettings, step_of
+
 from interlace.strategies import StrategyName
 from interlace.verify import check
 from interlace_bench.rows import append, facts
-from interlace_bench.transformer.step import LAYERS, StepSettings, step_of
 
 BAR_S = 10.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 
 import pytest
+from benchmarks.stage_text import StageText
 from tests.cost.test_between_hosts import APART
 from tests.passes.samples import KINDS, STRATEGIES
 
@@ -18,7 +19,6 @@ from interlace.options import Options
 from interlace.passes import lower, run_pipeline
 from interlace.strategies import StrategyName
 from interlace_bench.transformer.models import MODELS
-from interlace_bench.transformer.stage_text import StageText
 
 SHARED = APART.replace(between=(("gloo", Link(latency_s=0.5, bandwidth=8.0, shared=True)),))
 STEP = """

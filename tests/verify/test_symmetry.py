@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.step import StepSettings, step_of
 from tests.fuzzing.draw import Draw
 from tests.fuzzing.sets import mutilate
 from tests.passes.samples import KINDS, STRATEGIES
@@ -28,7 +29,6 @@ from interlace.verify.accesses.regions import Regions
 from interlace.verify.happens_before.graph import HappensBefore
 from interlace.verify.happens_before.source import lower
 from interlace.verify.symmetry.automorphisms import Turns
-from interlace_bench.transformer.step import StepSettings, step_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

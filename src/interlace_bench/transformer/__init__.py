@@ -4,5 +4,4 @@ models.py      dimensions, layers with exchangeable linear maps, their DTensor p
 candidates.py  the ways to train them: opened, checked against eager, timed by stage
 work.py        settings, the race, rows
 predict.py     the same table for a machine that is not here, by the simulator
-step.py        a whole step on many ranks, as a Program a stage;  stage_text.py: its texts
 """

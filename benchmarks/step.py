@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from benchmarks.stage_text import StageText
+
 from interlace.errors import OptionError
 from interlace.ir import (
     Alloc,
@@ -41,7 +43,6 @@ from interlace.options import Options
 from interlace.passes import lower
 from interlace.strategies import StrategyName
 from interlace_bench.transformer.models import MODELS
-from interlace_bench.transformer.stage_text import StageText
 
 LAYERS = {"llama3-8b": 32, "llama3-70b": 80, "tiny": 4}
 """Numbers of layers of the whole models."""
