@@ -37,7 +37,7 @@ from torch import Tensor
 
 WORD = 0xFFFFFFFF
 NAN = 0x7FC00000
-ROW = 12
+ROW = 11
 """Numbers in a row of scalars, in the order of `Scalars`."""
 
 
@@ -73,7 +73,7 @@ class Scalars(NamedTuple):
     """Scalar inputs of a step, in double precision; each is rounded to fp32 once."""
 
     gain: float
-    """Factor of the gradient: its sign and the inverse of the loss scale."""
+    """Factor of the gradient: its sign."""
     l2: float
     from_g: float
     """1 if the first moment is worked out from the gradient's end, as torch.lerp does past 0.5."""
@@ -88,7 +88,6 @@ class Scalars(NamedTuple):
     """lr / (1 - beta1^step)."""
     decay: float
     step: float
-    skip: float
 
 
 class FlatParam(NamedTuple):
@@ -104,7 +103,7 @@ class FlatParam(NamedTuple):
 
 
 def power(base: float, exponent: int) -> float:
-    """Returns `base ** exponent` by repeated squaring, so that device and host round alike."""
+    """Returns `base ** exponent` by repeated squaring, which rounds alike on every host."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -114,12 +113,12 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
-    """The scalars of that step, counted from 1; gradients come multiplied by `scale`."""
+def scalars(hyper: Hyper, step: int) -> Scalars:
+    """The scalars of that step, counted from 1."""
     beta1, beta2 = hyper.betas
     near = 1 - beta1 < 0.5
     return Scalars(
-        gain=(-1.0 if hyper.maximize else 1.0) / scale,
+        gain=-1.0 if hyper.maximize else 1.0,
         l2=hyper.weight_decay if hyper.coupled else 0.0,
         from_g=0.0 if near else 1.0,
         slope=1 - beta1 if near else 0.0 - beta1,
@@ -130,7 +129,6 @@ def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
         size=hyper.lr / (1 - power(beta1, step)),
         decay=1.0 if hyper.coupled else 1 - hyper.lr * hyper.weight_decay,
         step=float(step),
-        skip=0.0,
     )
 
 
