@@ -41,7 +41,6 @@ RECIPES = {
     "none": None,
     "shard": Recipe(),
     "team": Recipe(scale="team"),
-    "kept": Recipe(keep_transposes=True),
     "rows": ROW_WISE,
 }
 OPTIONS: Any = {"time_out_s": 30.0}
@@ -114,10 +113,8 @@ def traced(kind: str, seed: int) -> list[str]:
             if site and site not in kinds and not (name == "rows" and kind == "reduce_scatter"):
                 wrong.append(f"{name}: {bound.program.name} has {kinds}")
         made = calls(forward, "interlace.float8_across"), calls(backward, "interlace.float8_across")
-        if recipe is not None and (made[0] or not made[1]) and name != "kept":
+        if recipe is not None and (made[0] or not made[1]):
             wrong.append(f"{name}: transposes of weights are made in forward and backward: {made}")
-        if name == "kept" and made[1]:
-            wrong.append(f"{name}: kept transposes are made again")
     return wrong
 
 

@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from interlace.errors import UnsupportedError
 from interlace.float8.linear import weight_across, weight_rows
 from interlace.float8.quantization import amax_size, check_device
-from interlace.float8.recipe import Recipe
+from interlace.float8.recipe import Recipe, keeps_transposes
 from interlace.frontend.importing.types import dtype_of
 from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.groups import size_of
@@ -160,7 +160,7 @@ def _forward(
     with without_autocast(x.device.type):
         if recipe is not None:
             check_device(x)
-            keep = recipe.keeps_transposes(len(x), sum(layer.outer), for_x, any(for_w))
+            keep = keeps_transposes(len(x), sum(layer.outer), for_x, any(for_w))
             forms = [weight_rows(w, recipe, keep) for w in weights]
             saved = [None] * len(forms) if keep else saved
             weights = [packed for packed, _ in forms]
@@ -220,7 +220,7 @@ def _gradients(
 
 def _local(via: Communication, like: Tensor) -> TorchOperations:
     """The operators of a pass that communicates nothing."""
-    return TorchOperations(via.collective, ("", 1), via.recipe, like.dtype, packs_weights=False)
+    return TorchOperations(via.collective, ("", 1), via.recipe, like.dtype)
 
 
 def _dense(tensor: Tensor) -> Tensor:
