@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.reducing import is_reduced
+from tests.optim.reducing import is_reduced, main_grads
 from tests.support.pool import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,7 @@ from interlace.float8 import E4M3, ROW_WISE, quantize
 from interlace.nn import GroupedLinear
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import Groups
-from interlace.optim import GradAccumulator, GradReducer
+from interlace.optim import GradAccumulator, LayerWise
 from interlace.options import Options
 
 pytestmark = [
@@ -391,25 +391,29 @@ def wanted_of(model: Mixture, numbers: range) -> list[torch.Tensor]:
     return total
 
 
+def layer_wise(model: nn.Module, **facts: Any) -> LayerWise:
+    """Buckets of one layer each, and an optimizer that leaves weights alone."""
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    facts = {"bucket_bytes": 1 << 16, "options": Options(time_out_s=30), **facts}
+    return LayerWise(sgd, model, mesh, **facts)
+
+
 def by_reducer(seed: int) -> list[str]:
     """Steps of three micro-batches; what differs."""
     model, wrong = Mixture(seed), []
-    with GradReducer(
-        model, bucket_bytes=1 << 17, op="sum", options=Options(time_out_s=30)
-    ) as reducer:
-        assert len(reducer.buckets) == 2
+    with layer_wise(model, op="sum") as made:
         for step in range(4):
             numbers = range(3 * step, 3 * step + 3)
             for number in numbers:
-                with nullcontext() if number == numbers[-1] else reducer.no_sync():
+                with nullcontext() if number == numbers[-1] else made.no_sync():
                     model(*given(number, dist.get_rank())).sum().backward()
-            reducer.finish()
+            found = main_grads(made)
             wanted = wanted_of(model, numbers)
-            for (name, param), total in zip(model.named_parameters(), wanted, strict=True):
-                found = reducer.main_grad(param)
-                if not torch.equal(found, total):
-                    wrong.append(f"step {step}, {name}: off by {(found - total).abs().max():g}")
-            reducer.zero()
+            for (name, _), total in zip(model.named_parameters(), wanted, strict=True):
+                if off := (found[name].to(total.device) - total).abs().max().item():
+                    wrong.append(f"step {step}, {name}: off by {off:g}")
+            made.zero_grad()
     return wrong
 
 
@@ -450,26 +454,25 @@ def test_under_ddp_over_nccl(gpus: Ranks, seed: int) -> None:
 def overlaps(seed: int) -> list[bool]:
     """By step: whether the first bucket was over while the backward's stream was still busy."""
     model, seen = Mixture(seed), []
-    with GradReducer(model, bucket_bytes=1 << 17, options=Options(time_out_s=30)) as reducer:
+    with layer_wise(model) as made:
         for step in range(3):
             x, sizes = given(step, dist.get_rank())
-            made = model.up(x, sizes)
+            hidden = model.up(x, sizes)
             busy = torch.cuda.Event()
 
             def look(_: object, step: int = step, busy: torch.cuda.Event = busy) -> None:
                 torch.cuda._sleep(3_000_000_000)  # more than a second, behind the second layer
                 busy.record()
                 deadline = time.monotonic() + 20
-                while step and not is_reduced(reducer, 0) and time.monotonic() < deadline:
+                while step and not is_reduced(made, 0) and time.monotonic() < deadline:
                     time.sleep(0.0005)
-                seen.append(is_reduced(reducer, 0) and not busy.query())
+                seen.append(is_reduced(made, 0) and not busy.query())
 
-            made.register_hook(look)
-            model.down(made, sizes).sum().backward()
-            reducer.finish()
+            hidden.register_hook(look)
+            model.down(hidden, sizes).sum().backward()
             torch.cuda.synchronize()
-            assert reducer.main_grad(model.up.weight).isfinite().all()
-            reducer.zero()
+            assert main_grads(made)["up.weight"].isfinite().all()
+            made.zero_grad()
     return seen
 
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from interlace.optim import (
     Adam,
     AdamW,
-    GradReducer,
     LayerWise,
     Muon,
     clip_grad_norm_,
@@ -93,19 +92,10 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
         made: Any = LayerWise(Muon(muon_groups(module), lr=0.02), module, mesh)
-    elif how == "GradReducer":
-        made = GradReducer(module)
     else:
         made = layer_wise(run, "ours")
-    own = AdamW(module.parameters(), lr=0.01)
 
     def step() -> None:
-        if isinstance(made, GradReducer):
-            made.finish()
-            with made.as_grads():
-                own.step()
-            made.zero()
-            return
         if isinstance(made, LayerWise):
             made.clip_grad_norm_(1.0)
             clip_grad_norm_([made], 0.5)
@@ -114,8 +104,7 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
         if how == "LayerWise":
             made.synchronize()
 
-    chosen = {"step": step, "alone": made.finish if how == "GradReducer" else made.step}
-    called = chosen["alone" if kind == "alone" else "step"]
+    called = made.step if kind == "alone" else step
     if kind != "eager":
         called = torch.compile(called, backend="aot_eager")
     with made:
@@ -123,11 +112,7 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
             draw = torch.Generator().manual_seed(seed + number)
             run(torch.randn(6, DIM, generator=draw)).square().mean().backward()
             called()
-            if kind == "alone" and how == "GradReducer":
-                with made.as_grads():
-                    own.step()
-                made.zero()
-            elif kind == "alone":
+            if kind == "alone":
                 made.zero_grad()
         found = weights(module)
     return {n: getattr(value, "_local_tensor", value) for n, value in found.items()}
@@ -142,6 +127,6 @@ def off(how: str, seed: int) -> list[str]:
     return step
 
 
-@pytest.mark.parametrize("how", ["LayerWise", "LayerWise under DDP", "fully_shard", "GradReducer"])
+@pytest.mark.parametrize("how", ["LayerWise", "LayerWise under DDP", "fully_shard"])
 def test_compiled_steps_of_several_ranks(pool: Pool, how: str, seed: int) -> None:
     assert pool(2).run(off, how, seed) == [[], []]

@@ -68,7 +68,7 @@ class GradAccumulator:
         if accumulator_of(param) is not None:
             raise GradientError(
                 f"a Parameter of shape {list(param.shape)} has an accumulator: close() that one, "
-                "or the GradReducer that made it, first"
+                "or the LayerWise that made it, first"
             )
         if buffer is not None and (
             buffer.shape != local(param).shape
@@ -207,7 +207,7 @@ class GradAccumulator:
             raise GradientError(
                 f"the type or the device of a Parameter {list(self.param.shape)} (now "
                 f"{self.param.dtype} on {self.param.device}) was changed after its GradAccumulator "
-                "or GradReducer was made, which no longer hears of its gradients: close() that, "
+                "or LayerWise was made, which no longer hears of its gradients: close() that, "
                 "and make another"
             )
         if self.buffer is not None and self.param.grad is not None:

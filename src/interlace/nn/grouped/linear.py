@@ -13,7 +13,7 @@ torch.compile a layer in bf16 is that GEMM on the CPU too, in one graph with its
 The gradient of the weight can go straight into a buffer, with no temporary of its size:
 
     experts.accumulate_into(GradAccumulator(experts.weight))     # under DDP: into `.grad`
-    GradReducer(model)                                           # into its buckets, fp32 if asked
+    LayerWise(optimizer, model, mesh)                            # into its buckets, in fp32
 
 With `recipe=interlace.float8.ROW_WISE` y and the gradient of x are multiplied in FP8: see
 docs/how-to/fp8.md.

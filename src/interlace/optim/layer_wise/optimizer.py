@@ -112,12 +112,12 @@ class LayerWise:
     least as many matrices as there are ranks; `overlap_param_gather=False` waits for each exchange.
 
     Under `DistributedDataParallel` or `fully_shard` gradients are reduced already: `.grad` is taken
-    as it is. Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op`
-    "mean" or "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used
-    has the gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same
-    bits. `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones
-    have less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that,
-    else by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`.
+    as it is. Else they are summed in place, by layers such as `GroupedLinear` too, and reduced
+    (`main_grad_dtype`, and `op` "mean" or "sum"; `no_sync`), and `.grad` is None between steps; a
+    Parameter that was not used has the gradient 0. `overlap_param_gather=False` has `step` wait for
+    the gathers, with the same bits. `bucket_bytes` bounds the weights of a bucket of more than one
+    parameter (the first ones have less). Owners are balanced by the optimizer's
+    `update_cost(parameter)` where it has that, else by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`.
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`. On GPUs of one host weights are copied from their owners' memory by
     copy engines, and gradients reduced by NCCL; `transport="nccl"` has NCCL do both, which needs
@@ -193,7 +193,7 @@ class LayerWise:
             def runs_by(copies: bool) -> BucketRuns:
                 runs = runs_of(plan, weights, grads, op, chosen.transport, copies, self._shared)
                 runs = [*(self._pipeline.programs if self._pipeline else ()), *runs]
-                return BucketRuns(runs, group, chosen, apart=True, before=before, then=then)
+                return BucketRuns(runs, group, chosen, before=before, then=then)
 
             self._runs = by_copies_if_possible(runs_by, chosen.transport, device)
             made.callback(self._runs.close)
@@ -201,9 +201,8 @@ class LayerWise:
                 self._pipeline.runs = self._runs
             self._reducer = None
             if reduces:
-                self._reducer = GradReducer.over(grads[::-1], self._runs, chosen)
+                self._reducer = GradReducer(grads[::-1], self._runs, chosen, module)
                 made.callback(self._reducer.close)
-                self._reducer.attach(module)
             self._weights = FlatWeights(module, weights, self._runs, len(grads), self._names)
             made.callback(self._weights.close)
             for param in set(optimizer.state) - set(self._owned):
@@ -298,7 +297,7 @@ class LayerWise:
     def relearn(self) -> None:
         """Forgets how often Parameters were ready.
 
-        Call it on every rank, between steps, before one whose backwards differ (see GradReducer).
+        Call it on every rank, between steps, before one whose backwards differ.
         """
         if self._reducer is not None:
             self._reducer.relearn()

@@ -1,7 +1,7 @@
 """Muon over the parameters of FSDP2: each matrix has one rank that makes its update orthogonal.
 
     pipeline = ShardPipeline(optimizer, params, mesh, bucket_bytes=1 << 26, overlap=True)
-    pipeline.runs = BucketRuns(pipeline.programs, group, options, apart=True)
+    pipeline.runs = BucketRuns(pipeline.programs, group, options)
     pipeline.step()
 
 Note [A step of shards]
