@@ -166,7 +166,7 @@ def compared(
         return ours(kind, *given, options=options_of(strategy))
 
     def twin(*given: Any) -> Tensors:
-        return ours(kind, *given, options=options_of(strategy), overlap=False)
+        return ours(kind, *given, options={**options_of(strategy), "overlap": False})
 
     def rival(*given: Any) -> Tensors:
         return plain(kind, *given)

@@ -91,7 +91,9 @@ def traced(kind: str, seed: int) -> list[str]:
         if recipe is not None and kind == "copy" and name == "team":
             continue
         want = results(
-            lambda g, r=recipe: layer(kind, g, recipe=r, overlap=False), drawn(kind, seed), seed
+            lambda g, r=recipe: layer(kind, g, recipe=r, options={"overlap": False}),
+            drawn(kind, seed),
+            seed,
         )
         torch.compiler.reset()
         with capture() as captured:
