@@ -12,7 +12,6 @@ from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from interlace.optim import (
     Adam,
@@ -83,9 +82,6 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
     """What `how` trains on several ranks, where each call of it is compiled if `kind` says so."""
     torch._dynamo.reset()
     module = model(seed, lambda: nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3))))
-    run: nn.Module = module
-    if how == "LayerWise under DDP":
-        run = DistributedDataParallel(module)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     if how == "fully_shard":
         for layer in module:
@@ -93,7 +89,7 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
         fully_shard(module, mesh=mesh)
         made: Any = LayerWise(Muon(muon_groups(module), lr=0.02), module, mesh)
     else:
-        made = layer_wise(run, "ours")
+        made = layer_wise(module, "ours")
 
     def step() -> None:
         if isinstance(made, LayerWise):
@@ -110,7 +106,7 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
     with made:
         for number in range(5):
             draw = torch.Generator().manual_seed(seed + number)
-            run(torch.randn(6, DIM, generator=draw)).square().mean().backward()
+            module(torch.randn(6, DIM, generator=draw)).square().mean().backward()
             called()
             if kind == "alone":
                 made.zero_grad()
@@ -127,6 +123,6 @@ def off(how: str, seed: int) -> list[str]:
     return step
 
 
-@pytest.mark.parametrize("how", ["LayerWise", "LayerWise under DDP", "fully_shard"])
+@pytest.mark.parametrize("how", ["LayerWise", "fully_shard"])
 def test_compiled_steps_of_several_ranks(pool: Pool, how: str, seed: int) -> None:
     assert pool(2).run(off, how, seed) == [[], []]
