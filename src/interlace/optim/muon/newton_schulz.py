@@ -156,30 +156,25 @@ def _gram_steps(x: Tensor, steps: Sequence[Triple], kernel: bool) -> Tensor:
 
 def gram_pays(rows: int, columns: int, steps: int, symmetric: bool) -> bool:
     """True if the Gram variant takes fewer operations for matrices of that size."""
-    rows, columns = sorted((rows, columns))
-    return _gram_cost(rows, columns, steps, symmetric) < _cost(rows, columns, steps, symmetric)
+    size = rows, columns, steps
+    plain, gram = (flops(*size, gram_variant=g, symmetric=symmetric) for g in (False, True))
+    return gram < plain
 
 
 def flops(rows: int, columns: int, steps: int, *, gram_variant: bool, symmetric: bool) -> float:
-    """Floating-point operations of one matrix; a symmetric product takes half, if `symmetric`."""
+    """Floating-point operations of one matrix; a symmetric product takes half, if `symmetric`. The
+    Gram variant stands for the plain steps where it takes more.
+    """
     rows, columns = sorted((rows, columns))
-    if gram_variant and gram_pays(rows, columns, steps, symmetric):
-        return _gram_cost(rows, columns, steps, symmetric)
-    return _cost(rows, columns, steps, symmetric)
-
-
-def _cost(rows: int, columns: int, steps: int, symmetric: bool) -> float:
     share = 0.5 if symmetric else 1.0
-    return steps * 2.0 * rows**2 * (columns + share * (columns + rows))
-
-
-def _gram_cost(rows: int, columns: int, steps: int, symmetric: bool) -> float:
-    share = 0.5 if symmetric else 1.0
-    total = 0.0
-    for first in range(0, steps, RESTART):
-        count = min(RESTART, steps - first)
-        total += columns + share * (columns + rows * (count + 3 * (count - 1)))
-    return 2.0 * rows**2 * total
+    total = steps * 2.0 * rows**2 * (columns + share * (columns + rows))
+    if gram_variant:
+        gram = 0.0
+        for first in range(0, steps, RESTART):
+            count = min(RESTART, steps - first)
+            gram += columns + share * (columns + rows * (count + 3 * (count - 1)))
+        total = min(total, 2.0 * rows**2 * gram)
+    return total
 
 
 # -- products -------------------------------------------------------------------------------------
