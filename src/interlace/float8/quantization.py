@@ -1,8 +1,8 @@
 """Quantises a tensor: checks it, then the kernels on CUDA and the twin elsewhere.
 
-    x8 = quantize(x, E4M3, recipe, transpose=True, group=tp)
+    x8 = quantize(x, E4M3, recipe, transpose=True)
 
-A team's maximum can be reduced apart from the cast, under other work:
+A team's maximum is reduced apart from the cast, under other work:
 
     amax = amax_of(x)
     work = dist.all_reduce(amax, dist.ReduceOp.MAX, group=tp, async_op=True)
@@ -27,7 +27,6 @@ import functools
 from importlib.util import find_spec
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from interlace.errors import InputError, UnsupportedError
@@ -47,15 +46,13 @@ def quantize(
     recipe: Recipe = DEFAULT,
     *,
     transpose: bool = False,
-    group: dist.ProcessGroup | None = None,
     amax: Tensor | None = None,
 ) -> Float8Data:
     """`x` (..., K) as a matrix of FP8 [M, K], with its scales; no gradient flows.
 
     x is bf16, fp16 or fp32, of any strides; `kind` is E4M3 or E5M2. `transpose` adds the copy
-    [K, M] that a product over M needs. `group` has the other shards of x: where the recipe says
-    `scale="team"`, the maximum of all is taken, by one all-reduce on the current stream. `amax`,
-    fp32 numbers of which the largest counts, stands for the maximum of x where one is known.
+    [K, M] that a product over M needs. `amax`, fp32 numbers of which the largest counts, stands
+    for the maximum of x where one is known, such as that of all shards of x.
 
     Raises InputError for another dtype, format, or number of dimensions, or an `amax` that does
     not fit; UnsupportedError on a device without FP8.
@@ -68,15 +65,11 @@ def quantize(
             raise InputError("amax is given with scaling='row': each row has its own; leave it out")
     elif amax is None:
         amax = _amax(matrix)
-        if group is not None and recipe.scale == "team":
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     elif amax.dtype != torch.float32 or amax.device != x.device or not amax.numel():
         raise InputError(
             f"amax is {amax.dtype} {tuple(amax.shape)} on {amax.device}: take one or more numbers "
             f"of torch.float32 on {x.device}"
         )
-    elif group is not None:
-        raise InputError("amax and group are given: reduce amax over the group, or leave it out")
     rows, columns = matrix.shape
     packed = torch.empty(rows, width(columns), dtype=kind, device=x.device)
     across = None

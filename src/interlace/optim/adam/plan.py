@@ -45,6 +45,7 @@ from interlace.optim.adam.arithmetic import (
     update_twin,
 )
 from interlace.optim.adam.state import KEPT, PARAM_DTYPES, check_param, local, master_of, ready
+from interlace.optim.grad_accumulator import placed_grad
 
 if TYPE_CHECKING:
     from interlace.optim.adam.table import Launch
@@ -334,7 +335,6 @@ def arrived(params: Sequence[Tensor]) -> list[Tensor | None]:
     if set(map(type, grads)) <= {Tensor, NoneType}:
         return grads
     for i, (grad, param) in enumerate(zip(grads, params, strict=True)):
-        if isinstance(grad, DTensor) and isinstance(param, DTensor):
-            if grad.placements != param.placements:
-                grads[i] = grad.redistribute(param.device_mesh, param.placements)
+        if isinstance(grad, DTensor):
+            grads[i] = placed_grad(param)
     return [None if grad is None else local(grad) for grad in grads]
