@@ -21,7 +21,6 @@ from tests.support.pool import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from interlace.float8 import E4M3, ROW_WISE, quantize
 from interlace.nn import GroupedLinear
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import Groups
@@ -48,7 +47,6 @@ CASES = {
     "many groups": ([3] * 64, 200, 128, 128),
     "large": ([1000, 0, 3000, 96], 4096, 1024, 2048),
 }
-FLOAT8 = [case for case, (*_, outer) in CASES.items() if outer % 16 == 0]
 
 
 def whole(*shape: int) -> torch.Tensor:
@@ -108,55 +106,6 @@ def test_exact_sums_have_the_bits_of_a_loop_of_linears(case: str, bias: bool, ki
         assert torch.equal(layer.weight.grad[group], weight.grad), group
         if offset is not None:
             assert torch.equal(layer.bias.grad[group], offset.grad), group
-        start += size
-
-
-@pytest.mark.parametrize("kind", ["list", "device"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("case", FLOAT8)
-def test_float8_has_the_exact_sums_of_bf16(case: str, bias: bool, kind: str) -> None:
-    """-1, 0 and 1 times a power of two are exact in FP8, and few of them in Hopper's sums."""
-    sizes, tokens, inner, outer = CASES[case]
-    plain = layer_of(sizes, inner, outer, bias)
-    plain.weight.data.copy_(sparse(*plain.weight.shape))
-    shape = len(sizes), inner, outer, bias
-    layer: Any = GroupedLinear(*shape, device="cuda", dtype=BF16, recipe=ROW_WISE)
-    layer.load_state_dict(plain.state_dict())
-    x, dy = sparse(tokens, inner), sparse(tokens, outer)
-    x[sum(sizes) :], dy[sum(sizes) :] = float("nan"), float("nan")
-    made: list[Any] = []
-    for each in (layer, plain):
-        rows = x.clone().requires_grad_()
-        assert each.explain(rows) == "by kernel"
-        y = each(rows, sizes_on(sizes, kind))
-        y.backward(dy)
-        made.append([y, rows.grad, *(p.grad for p in each.parameters())])
-    assert all(map(torch.equal, *made))
-
-
-@pytest.mark.parametrize("case", ["mixed", "many groups", "large"])
-def test_float8_multiplies_what_the_rows_stand_for(case: str, seed: int) -> None:
-    torch.manual_seed(seed)
-    sizes, tokens, inner, outer = CASES[case]
-    shape = len(sizes), inner, outer, False
-    layer: Any = GroupedLinear(*shape, device="cuda", dtype=BF16, recipe=ROW_WISE)
-    x = torch.randn(tokens, inner, device="cuda") * 10.0 ** torch.randint(-3, 4, (tokens, 1)).cuda()
-    x, dy = x.to(BF16).requires_grad_(), torch.randn(tokens, outer, device="cuda").to(BF16)
-    y = layer(x, sizes)
-    (dx,) = torch.autograd.grad(y, x, dy)
-
-    def far(made: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether a product is further off than bf16 rounds, and sums of 13 bits and 32 terms."""
-        a, b = (quantize(each, E4M3, ROW_WISE).dequantize(torch.float64) for each in (a, b))
-        wanted, most = a @ b.t(), a.abs() @ b.abs().t()
-        off = (made.double() - wanted).abs()
-        return bool((off > ROUND * wanted.abs() + (a.shape[1] / 32 + 1) * 2.0**-12 * most).any())
-
-    start = 0
-    for group, size in enumerate(sizes):
-        part, weight = slice(start, start + size), layer.weight.detach()[group]
-        assert not far(y.detach()[part], x.detach()[part], weight), group
-        assert not far(dx[part], dy[part], weight.t()), group
         start += size
 
 
