@@ -128,7 +128,7 @@ def test_is_within_the_rounding_of_its_types(case: str, seed: int) -> None:
     layer = layer_of(sizes, inner, outer)
     x: Any = torch.randn(tokens, inner, device="cuda", dtype=BF16, requires_grad=True)
     main = torch.zeros(layer.weight.shape, device="cuda")
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    _held = GradAccumulator(layer.weight, main)
     y = layer(x, sizes_on(sizes, "device"))
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -185,7 +185,7 @@ def test_the_host_waits_for_nothing_and_nothing_is_in_between() -> None:
     sizes = torch.tensor([64, 0, 128, 32, 0, 0, 16, 16], device="cuda")
     layer = GroupedLinear(8, 2048, 2048, device="cuda", dtype=BF16)
     main = torch.zeros(layer.weight.shape, device="cuda")
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    _held = GradAccumulator(layer.weight, main)
     x = torch.randn(256, 2048, device="cuda", dtype=BF16, requires_grad=True)
     for _ in range(2):  # the first one compiles
         torch.cuda.synchronize()
@@ -205,7 +205,7 @@ def test_a_layer_on_another_stream_is_waited_for() -> None:
     """The weight's node runs on the first stream, and the layer's backward on a slow one."""
     layer = GroupedLinear(2, 256, 256, False, device="cuda", dtype=BF16)
     main = torch.zeros(layer.weight.shape, device="cuda")
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    _held = GradAccumulator(layer.weight, main)
     x = whole(64, 256)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -223,8 +223,7 @@ def test_who_is_told_that_the_sum_is_ready_sees_a_slow_stream() -> None:
     """The weight's node belongs to the current stream, its only layer's backward to a slow one."""
     layer = GroupedLinear(2, 256, 256, False, device="cuda", dtype=BF16)
     main, seen = torch.zeros(layer.weight.shape, device="cuda"), []
-    accumulator = GradAccumulator(layer.weight, main, on_ready=lambda _: seen.append(main.clone()))
-    layer.accumulate_into(accumulator)
+    _held = GradAccumulator(layer.weight, main, on_ready=lambda _: seen.append(main.clone()))
     x = whole(64, 256)
     layer(x, [32, 32]).sum().backward()  # compiles
     torch.cuda.synchronize()
@@ -374,8 +373,7 @@ def test_main_gradients_over_nccl_are_exact(gpus: Ranks, seed: int) -> None:
 def by_ddp(seed: int) -> list[str]:
     """The same under torch's DDP, into its buckets, with sums that bfloat16 holds."""
     model, wrong = Mixture(seed), []
-    for layer in (model.up, model.down):
-        layer.accumulate_into(GradAccumulator(layer.weight))
+    _held = [GradAccumulator(layer.weight) for layer in (model.up, model.down)]
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     world = dist.get_world_size()
     for step in range(3):

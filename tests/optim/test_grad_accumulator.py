@@ -123,7 +123,6 @@ def test_once_closed_it_leaves_a_layers_gradient_to_autograd(buffer: bool) -> No
     layer, x, sizes = GroupedLinear(2, 4, 4, bias=False), torch.ones(2, 4), [1, 1]
     main = torch.zeros(2, 4, 4) if buffer else None
     accumulator = GradAccumulator(layer.weight, main)
-    layer.accumulate_into(accumulator)
     y = layer(x, sizes)
     accumulator.close()
     y.sum().backward()
@@ -153,7 +152,7 @@ def test_a_parameter_has_one_at_a_time() -> None:
 def test_other_hooks_of_the_parameter_are_called() -> None:
     """An optimizer that steps inside backward hooks in where nothing is returned, too."""
     layer, calls = GroupedLinear(2, 4, 4, bias=False), []
-    layer.accumulate_into(GradAccumulator(layer.weight))
+    _held = GradAccumulator(layer.weight)
     layer.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.sum().item()))
     for _ in range(3):
         layer(torch.ones(2, 4), [1, 1]).sum().backward()

@@ -1,7 +1,6 @@
-"""Where one Parameter's gradient is summed: an object that layers are given, and nothing else.
+"""Where one Parameter's gradient is summed: an object that layers find, as long as it is held.
 
     weight = GradAccumulator(layer.weight)                       # sums in `.grad` itself
-    layer.accumulate_into(weight)
     weight = GradAccumulator(p, torch.zeros_like(p, dtype=torch.float32), on_ready=reduce_it)
 
 A layer that can add to a gradient in place asks `destination()` in its backward, adds there and

@@ -1,14 +1,14 @@
 """Sums gradients in flat buffers and reduces them over data parallelism, under the backward.
 
-    reducer = GradReducer(buckets, runs, options, module)
+    reducer = GradReducer(buckets, runs, options)
     with reducer.no_sync():
         loss(model, first).backward()
     loss(model, last).backward()          # buckets are reduced once complete
     reducer.finish()                      # main gradients are reduced from here on
     reducer.zero()
 
-Each bucket has a flat buffer of *main gradients*, which a Program reduces in place. Layers with
-`accumulate_into`, such as `GroupedLinear`, add to it in place; other gradients move there as they
+Each bucket has a flat buffer of *main gradients*, which a Program reduces in place. Layers that
+know accumulators, such as `GroupedLinear`, add to it in place; other gradients move there as they
 come, and `.grad` is None again.
 
 Note [When a bucket is reduced]
@@ -28,11 +28,9 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from interlace.errors import GradientError, OptionError
 from interlace.optim.adam.state import local
@@ -69,14 +67,11 @@ class GradReducer:
     """Main gradients of the Parameters of some buckets: bucket number i is reduced by run number i.
 
     Between the first bucket that goes and the return of `finish()` nothing else may use the runs'
-    group, for buckets go when they are complete. Frozen Parameters may be unfrozen later. Layers of
-    `module` add to their weights' main gradients in place. With the option `overlap=False` all are
-    reduced in `finish()`, with the same bits.
+    group, for buckets go when they are complete. Frozen Parameters may be unfrozen later. With the
+    option `overlap=False` all are reduced in `finish()`, with the same bits.
     """
 
-    def __init__(
-        self, buckets: list[Bucket], runs: BucketRuns, options: Options, module: nn.Module
-    ) -> None:
+    def __init__(self, buckets: list[Bucket], runs: BucketRuns, options: Options) -> None:
         self.buckets = buckets
         """The buckets in the order in which they are reduced."""
         self._options, self._runs = options, runs
@@ -92,14 +87,6 @@ class GradReducer:
         self._finished = self._closed = False
         self._wanted: dict[torch.Tensor, int] | None = None
         self._begin()
-        self._attached: list[Any] = []
-        for layer in module.modules():
-            attach: Any = getattr(layer, "accumulate_into", None)
-            if attach is None or isinstance(layer.weight, DTensor):
-                continue
-            if layer.weight in self._accumulators:
-                attach(self._accumulators[cast("torch.Tensor", layer.weight)])
-                self._attached.append(layer)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -214,8 +201,6 @@ class GradReducer:
         if self._closed:
             return
         self._closed = True
-        for layer in self._attached:
-            layer.accumulate_into(None)
         for accumulator in self._accumulators.values():
             accumulator.close()
         self._runs.close()

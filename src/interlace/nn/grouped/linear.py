@@ -12,8 +12,8 @@ torch.compile a layer in bf16 is that GEMM on the CPU too, in one graph with its
 
 The gradient of the weight can go straight into a buffer, with no temporary of its size:
 
-    experts.accumulate_into(GradAccumulator(experts.weight))     # under DDP: into `.grad`
-    LayerWise(optimizer, model, mesh)                            # into its buckets, in fp32
+    accumulator = GradAccumulator(experts.weight)     # as long as it is held; under DDP: `.grad`
+    LayerWise(optimizer, model, mesh)                 # into its buckets, in fp32
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.errors import GradientError, GroupError
+from interlace.errors import GroupError
 from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import ALIGNMENT, Groups
-from interlace.optim.grad_accumulator import GradAccumulator
+from interlace.nn.groups import is_dtensor
+from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
 
 
 class GroupedLinear(nn.Module):
@@ -61,7 +62,6 @@ class GroupedLinear(nn.Module):
         self.bias = (
             nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None
         )
-        self._accumulator: GradAccumulator | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -72,15 +72,9 @@ class GroupedLinear(nn.Module):
             if self.bias is not None:
                 nn.init.uniform_(self.bias[group], -bound, bound)
 
-    def accumulate_into(self, weight: GradAccumulator | None) -> None:
-        """From now on backward adds the weight's gradient to this accumulator; None ends that.
-
-        The accumulator must be this weight's own: `GradientError` otherwise. It takes what autograd
-        brings as well, until its `close()`. Copies of the module are not attached.
-        """
-        if weight is not None and weight.param is not self.weight:
-            raise GradientError("the accumulator is another Parameter's: make it of this weight")
-        self._accumulator = weight
+    def _accumulator(self) -> GradAccumulator | None:
+        """The weight's accumulator, to whose sum backward adds."""
+        return None if is_dtensor(self.weight) else accumulator_of(self.weight)
 
     def forward(self, x: torch.Tensor, group_sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """x [tokens, in_features], sorted by group, to [tokens, out_features].
@@ -91,7 +85,7 @@ class GroupedLinear(nn.Module):
         are cut off at `tokens`.
         Under autocast x, weight and bias are cast to its type, and gradients are the originals'.
         """
-        if torch.compiler.is_compiling() and self._accumulator is None:
+        if torch.compiler.is_compiling() and self._accumulator() is None:
             if _traceable(self, x, group_sizes):
                 assert isinstance(group_sizes, torch.Tensor)
                 grouped.check_sizes(group_sizes, self.num_groups, x.device)
@@ -109,11 +103,7 @@ class GroupedLinear(nn.Module):
             device=x.device,
             by_kernel=grouped.refuse(x, self.weight, dtype) is None,
         )
-        if self._accumulator is not None and self._accumulator.param is not self.weight:
-            raise GradientError(
-                "the weight was replaced after accumulate_into(): make another accumulator"
-            )
-        facts = groups, dtype, self._accumulator
+        facts = groups, dtype, self._accumulator()
         return GroupedProduct.apply(x, self.weight, self.bias, *facts)
 
     def explain(self, x: torch.Tensor) -> str:
@@ -127,10 +117,6 @@ class GroupedLinear(nn.Module):
             f"num_groups={self.num_groups}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has Parameters of its own, and no accumulator yet."""
-        return {**self.__dict__, "_accumulator": None}
 
 
 def _check(layer: GroupedLinear, x: torch.Tensor) -> torch.dtype:

@@ -196,7 +196,7 @@ class LayerWise:
                 self._pipeline.runs = self._runs
             self._reducer = None
             if grads:
-                self._reducer = GradReducer(grads[::-1], self._runs, chosen, module)
+                self._reducer = GradReducer(grads[::-1], self._runs, chosen)
                 made.callback(self._reducer.close)
             self._weights = FlatWeights(module, weights, self._runs, len(grads), self._names)
             made.callback(self._weights.close)
