@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -97,11 +98,18 @@ def amax_size(device: torch.device) -> int:
     return launch.PARTS
 
 
+def kernels(x: Tensor) -> ModuleType | None:
+    """The launches of Triton's kernels, where these serve a matrix."""
+    if not has_kernels(x.device) or not x.numel():
+        return None
+    from interlace.float8 import launch
+
+    return launch
+
+
 def amax_into(found: Tensor, x: Tensor) -> None:
     """Fills what `amax_of` gives of a matrix whose rows are dense."""
-    if has_kernels(x.device):
-        from interlace.float8 import launch
-
+    if launch := kernels(x):
         launch.amax_into(found, x)
     else:
         found.copy_(amax_twin(x))
@@ -114,23 +122,8 @@ def quantize_into(
 
     `amax` has the maximum; without it each row has its scale.
     """
-    if has_kernels(x.device) and x.numel():
-        from interlace.float8 import launch
-
-        launch.quantize(x, recipe, amax, packed, across)
-    else:
-        quantize_twin(x, recipe, amax, packed, across)
-
-
-def quantize_near(
-    x: Tensor, recipe: Recipe, place: object, packed: Tensor | None, across: Tensor | None
-) -> None:
-    """`quantize_into` on CUDA by a matrix's own maximum, guessed by that of what was quantised at
-    the same place before; see Note [Scales are guessed] in kernel.py.
-    """
-    from interlace.float8 import launch
-
-    launch.quantize_near(x, recipe, hash((place, recipe)) % launch.SLOTS, packed, across)
+    launch = kernels(x)
+    (launch.quantize if launch else quantize_twin)(x, recipe, amax, packed, across)
 
 
 def quantize_twin(
@@ -151,9 +144,7 @@ def turn_into(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) ->
     """Fills the packed rows of the transpose [K, width(M)] from packed rows [M, width(K)] of equal
     `blocks` with one scale each. See Note [One scale for a sum over shards].
     """
-    if has_kernels(packed.device) and packed.numel():
-        from interlace.float8 import launch
-
+    if launch := kernels(packed):
         launch.turn(packed, by, blocks, across)
     else:
         turn_twin(across, packed, by, blocks)
