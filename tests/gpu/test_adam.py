@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interlace.errors import OptimizerError
 from interlace.optim import Adam, AdamW
-from interlace.optim.adam.arithmetic import AdamSpec, FlatParam, Hyper, key_of, scalars, update_twin
+from interlace.optim.adam.arithmetic import AdamSpec, FlatParam, key_of, scalars, update_twin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -227,7 +227,7 @@ def test_more_than_2_to_the_31_elements(seed: int) -> None:
     optimizer = AdamW([param], lr=0.01, seed=seed, **MOMENTS)
     optimizer.step()
     spec = AdamSpec(p=BF16, g=BF16, m=BF16, v=BF16, stochastic=True)
-    row = scalars(Hyper(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01), 1)
+    row = scalars(1, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     for start in (0, (1 << 31) - 500, (1 << 32) - 500, count - 1000):
         flat = FlatParam(
             *(torch.full((1000,), x, dtype=BF16, device="cuda") for x in (1.0, 0.3, 0.0, 0.0))

@@ -24,7 +24,7 @@ from interlace.kernels import launch as launcher
 from interlace.optim import Adam, AdamW
 from interlace.optim.adam import plan as adam_plan
 from interlace.optim.adam import table as adam_table
-from interlace.optim.adam.arithmetic import AdamSpec, Hyper, key_of, scalars, update_twin
+from interlace.optim.adam.arithmetic import AdamSpec, key_of, scalars, update_twin
 
 warnings.filterwarnings("ignore", message="overflow encountered")
 patch_tensor = interpreter._patch_lang_tensor
@@ -165,8 +165,8 @@ def check_far(draw: random.Random) -> None:
     made = [torch.randn(count).abs().bfloat16() for _ in range(4)]
     flat = adam_plan.FlatParam(*(t.clone() for t in made))
     key = key_of(draw.randrange(1 << 64), 5)
-    hyper = Hyper(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-    row = scalars(hyper, draw.randrange(1, 10**6))
+    hyper: Any = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    row = scalars(draw.randrange(1, 10**6), **hyper)
     update_twin(spec, flat, row, key=key, base=base, chunk=draw.choice([None, 100]))
     p, g, m, v = made
     work = adam_table.TableRow(

@@ -110,22 +110,6 @@ class GradAccumulator:
         """The sum so far."""
         return self.param.grad if self.buffer is None else self.buffer
 
-    @torch.no_grad()
-    def accumulate(self, dw: torch.Tensor) -> None:
-        """Adds `dw`, of the Parameter's shape and any floating type, to the sum.
-
-        `GradientError` if the shape differs, or the sum is being reduced already.
-        """
-        if dw.shape != self.param.shape:
-            raise GradientError(
-                f"a gradient of shape {list(dw.shape)} for a Parameter of {list(self.param.shape)}"
-            )
-        self._settle()
-        if self.grad is not None:
-            self.grad.add_(dw)
-        else:
-            self.param.grad = dw.to(self.param.dtype, copy=True)
-
     def destination(self) -> torch.Tensor | None:
         """The tensor that a layer may add this gradient to, in its backward; None: return it.
 
@@ -153,7 +137,6 @@ class GradAccumulator:
 
     def close(self) -> None:
         """Takes the hooks away: from now on gradients go to `.grad` as ever, a layer's too."""
-        self.refuse("its accumulator was closed")
         self._finalizer()
 
     def __deepcopy__(self, memo: object) -> NoReturn:

@@ -38,7 +38,6 @@ from interlace.errors import OptimizerError
 from interlace.optim.adam.arithmetic import (
     AdamSpec,
     FlatParam,
-    Hyper,
     Scalars,
     key_of,
     scalars,
@@ -304,7 +303,8 @@ class StepPlan:
 
         def row(group: Mapping[str, Any], step: float) -> Scalars:
             beta1, beta2 = group["betas"]
-            hyper = Hyper(
+            return scalars(
+                int(step),
                 lr=float(group["lr"]),
                 betas=(float(beta1), float(beta2)),
                 eps=float(group["eps"]),
@@ -312,7 +312,6 @@ class StepPlan:
                 maximize=bool(group["maximize"]),
                 coupled=self._coupled,
             )
-            return scalars(hyper, int(step))
 
         self._bank.add_(1)
         steps = self._bank.tolist()
