@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from interlace.errors import GradientError, GroupError
+from interlace.errors import GradientError, GroupError, OptionError
+from interlace.float8 import Recipe
 from interlace.nn import GroupedLinear
 from interlace.nn.grouped.linear import dense_rows, grouped_linear_ops
 from interlace.optim import GradAccumulator
@@ -146,6 +147,8 @@ def test_says_what_does_not_fit(x: torch.Tensor, sizes: object, told: str) -> No
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(GroupError, match="from 1 up"):
         GroupedLinear(0, 4, 4)
+    with pytest.raises(OptionError, match=r"recipe.*fix: leave it out"):
+        GroupedLinear(2, 16, 16, recipe=Recipe())  # type: ignore[arg-type]
 
 
 def test_says_how_it_multiplies() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.errors import GroupError
+from interlace.errors import GroupError, OptionError
 from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import ALIGNMENT, Groups
@@ -48,7 +48,13 @@ class GroupedLinear(nn.Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        recipe: None = None,
     ) -> None:
+        if recipe is not None:
+            raise OptionError(
+                "GroupedLinear takes no `recipe` any more: experts are multiplied in the type of "
+                "their rows. fix: leave it out"
+            )
         super().__init__()
         if min(num_groups, in_features, out_features) < 1:
             raise GroupError(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.errors import OptionError
 from interlace.float8.operators import run
 from interlace.float8.recipe import Recipe
 from interlace.frontend.backend import compiles_here
@@ -36,6 +37,8 @@ def graph_or_eager(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "overlap" in kwargs:
+            raise OptionError('`overlap` is an option. fix: options={"overlap": False}')
         if torch.compiler.is_compiling() and (
             not torch.compiler.is_dynamo_compiling() or compiles_here()
         ):
