@@ -162,7 +162,7 @@ assert first == "Muon: 2 parameters, 24,576 elements, AdamW: 2 parameters, 64,19
 assert any(line.startswith("Muon, 12 of 16x64  1.weight") for line in lines)
 assert len(optimizer.state) == 4
 """,
-    "GradReducer(experts)": """
+    "LayerWise(adamw, experts": """
 mine = torch.cat([p.detach().float().flatten() for p in experts.parameters()])
 others = [torch.empty_like(mine) for _ in range(2)]
 dist.all_gather(others, mine)
@@ -211,7 +211,6 @@ assert model[0].weight.grad.any()
 for found, wanted in ((y, x @ w.T), (dx, dy @ w), (dw, dy.T @ x)):
     assert (found - wanted).norm() < 0.1 * wanted.norm()
 """,
-    "recipe=ROW_WISE)": "assert x.grad.any() and experts.weight.grad.any()",
     "parallelize(expand": """
 from torch.distributed.nn.functional import all_gather
 rows = torch.cat(all_gather(x.detach()), 1).requires_grad_()

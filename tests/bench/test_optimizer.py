@@ -101,7 +101,7 @@ def all_reduced() -> float:
         return bucket_runs.all_reduced("sums", flat, "sum", ranks, rank)
 
     with slow_link(5e4):
-        runs = bucket_runs.BucketRuns([(write, flat)], None, bucket_runs.Options(), apart=True)
+        runs = bucket_runs.BucketRuns([(write, flat)], None, bucket_runs.Options())
     begun = time.perf_counter()
     runs.start(0)
     runs.wait()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +17,10 @@ from interlace.float8 import (
     Float8Linear,
     Recipe,
     convert_to_float8,
-    kept_weights,
     linear,
     matmul,
     quantize,
 )
-from interlace.optim import AdamW
 
 float8_linear = sys.modules["interlace.float8.linear"]  # a function has its name
 RECIPES = [Recipe(), Recipe(scale="team", gradient=E4M3), ROW_WISE]
@@ -138,34 +134,6 @@ def test_layers_of_their_own_kind_are_named() -> None:
     assert [type(m) is Float8Linear for m in model.values()] == [False, False, False, True]
 
 
-def test_weights_are_kept_for_micro_batches(seed: int) -> None:
-    """By a fused optimizer too, which tells nobody that it changed them."""
-    torch.manual_seed(seed)
-    plain = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
-    kept: Any = convert_to_float8(copy.deepcopy(plain))
-    fresh = convert_to_float8(copy.deepcopy(plain))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (kept, fresh)]
-    for _ in range(3):
-        with kept_weights(kept):
-            packed = None
-            for _ in range(2):
-                x = torch.randn(16, 32)
-                with torch.autocast("cpu", torch.bfloat16):
-                    outputs = [model(x) for model in (kept, fresh)]
-                for y in outputs:
-                    y.float().square().sum().backward()
-                assert torch.equal(*outputs)
-                held = (kept[0]._kept or {})[torch.bfloat16, False][-1]
-                assert packed is None or held is packed
-                packed = held
-        assert kept[0]._kept is None
-        for one, other in zip(kept.parameters(), fresh.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def test_torch_compile_traces_it(seed: int) -> None:
     """As one graph, with the gradients of eager."""
     torch.manual_seed(seed)
@@ -202,16 +170,16 @@ def test_what_it_refuses() -> None:
         dx.square().sum().backward()
 
 
-@pytest.mark.parametrize("keep", [None, False, True])
-def test_what_is_kept_until_backward(keep: bool | None, seed: int) -> None:
+def test_what_is_kept_until_backward(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Bytes; and the gradients are the same, whether the weight's transpose is kept or made."""
     torch.manual_seed(seed)
-    recipe = Recipe(keep_transposes=keep)
+    recipe, rule = Recipe(), float8_linear.keeps_transposes
     for rows, wanted, kept_bytes in (
-        (256, (True, True), {None: 2, False: 1, True: 2}),  # x as FP8, and the weight
-        (64, (True, True), {None: 1, False: 1, True: 2}),
-        (256, (True, False), {None: 0, False: 0, True: 1}),  # a frozen weight
+        (256, (True, True), 2),  # x as FP8, and the weight
+        (64, (True, True), 1),
+        (256, (True, False), 0),  # a frozen weight
     ):
+        monkeypatch.setattr(float8_linear, "keeps_transposes", rule)
         x, w = torch.randn(rows, 128).bfloat16(), torch.randn(128, 128).bfloat16()
         given = [t.clone().requires_grad_(want) for t, want in zip((x, w), wanted, strict=True)]
         saved: list[Tensor] = []
@@ -223,12 +191,11 @@ def test_what_is_kept_until_backward(keep: bool | None, seed: int) -> None:
         with torch.autograd.graph.saved_tensors_hooks(hook, lambda tensor: tensor):
             y = linear(given[0], given[1], None, recipe)
         eight = [t for t in saved if t.dtype == E4M3]
-        assert len(eight) == kept_bytes[keep]
+        assert len(eight) == kept_bytes
         y.float().square().sum().backward()
         plain = [t.clone().requires_grad_(want) for t, want in zip((x, w), wanted, strict=True)]
-        linear(
-            plain[0], plain[1], None, Recipe(keep_transposes=False)
-        ).float().square().sum().backward()
+        monkeypatch.setattr(float8_linear, "keeps_transposes", lambda *_: False)
+        linear(plain[0], plain[1], None, recipe).float().square().sum().backward()
         for one, other in zip(given, plain, strict=True):
             mine, twins = one.grad, other.grad
             assert (mine is None) == (twins is None)
@@ -245,102 +212,9 @@ def test_autocast_leaves_what_torch_leaves() -> None:
             convert_to_float8(torch.nn.Linear(32, 16))(torch.ones(4, 32).long())
 
 
-def _swapped(layer: nn.Linear, value: Tensor) -> None:
-    torch.utils.swap_tensors(layer.weight, nn.Parameter(value))
-
-
-def _set(layer: nn.Linear, value: Tensor) -> None:
-    with torch.no_grad():
-        layer.weight.set_(value)  # type: ignore[call-overload]
-
-
-def _written(layer: nn.Linear, value: Tensor) -> None:
-    with torch.inference_mode():
-        layer.weight.copy_(value)
-
-
-def _stepped(layer: nn.Linear, value: Tensor) -> None:
-    layer.weight.grad = layer.weight.detach() - value
-    torch.optim.SGD([layer.weight], lr=1.0).step()
-
-
-def _turned(layer: nn.Linear, value: Tensor) -> None:
-    """The same memory with other strides."""
-    layer.weight.data = layer.weight.data.t()
-
-
-CHANGES: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
-    "a write": _written,
-    "a step": _stepped,
-    "a step of Adam": lambda layer, _: _adam(layer),
-    "load_state_dict": lambda layer, value: layer.load_state_dict({"weight": value}),
-    "assigned": lambda layer, value: layer.load_state_dict({"weight": value}, assign=True),
-    "another Parameter": lambda layer, value: setattr(layer, "weight", nn.Parameter(value)),
-    "data": lambda layer, value: setattr(layer.weight, "data", value),
-    "set_": _set,
-    "swap_tensors": _swapped,
-    "strides": _turned,
-}
-
-
-def _adam(layer: nn.Linear) -> None:
-    layer.weight.grad = torch.ones_like(layer.weight)
-    AdamW([layer.weight], lr=0.1).step()
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_kept_weights_that_change_are_quantised_anew(
-    change: Callable[[nn.Linear, Tensor], Any], autocast: bool, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    layer, x = convert_to_float8(nn.Linear(32, 32, bias=False)), torch.randn(16, 32)
-    assert isinstance(layer, nn.Linear)
-    with kept_weights(layer), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        before = layer(x)
-        for _ in range(2):  # the second time in memory that the first one freed
-            change(layer, 2 * layer.weight.detach())
-            fresh = linear(x, layer.weight, None, Recipe())
-            assert torch.equal(layer(x), fresh)
-            assert torch.equal(layer(x), fresh)
-            assert not torch.equal(fresh, before)
-            before = fresh
-
-
-def test_a_weight_that_is_computed_is_not_kept() -> None:
-    """It is another tensor in each call, maybe where the last one lay."""
-    layer: Any = convert_to_float8(nn.Linear(32, 32, bias=False))
-    nn.utils.parametrizations.weight_norm(layer)
-    x = torch.randn(16, 32)
-    with kept_weights(layer), torch.no_grad():
-        layer(x)
-        layer.parametrizations.weight.original0.mul_(2)
-        assert torch.equal(layer(x), linear(x, layer.weight, None, Recipe()))
-
-
-def test_kept_weights_of_inference_do_not_reach_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mode has its own, once for all its calls."""
-    layer, forms, real = convert_to_float8(nn.Linear(32, 16)), list[str](), float8_linear.pack
-    x = torch.randn(4, 32)
-
-    def counted(*args: Any, **facts: Any) -> Any:
-        forms.append(args[3])
-        return real(*args, **facts)
-
-    monkeypatch.setattr(float8_linear, "pack", counted)
-    with kept_weights(layer):
-        with torch.inference_mode():
-            layer(x)
-            layer(x)
-            assert forms == ["pair", "rows", "rows"]  # the weight, and x twice
-        layer(x).sum().backward()
-    assert isinstance(layer.weight, Tensor)
-    assert layer.weight.grad is not None
-
-
 def test_recipes_compile_one_after_another() -> None:
     torch.compiler.reset()  # TorchDynamo makes a symbol of a number that it meets anew
-    recipes = [Recipe(), Recipe(eps=1e-12), ROW_WISE, Recipe(keep_transposes=True, eps=0.5)]
+    recipes = [Recipe(), Recipe(eps=1e-12), ROW_WISE, Recipe(eps=0.5)]
     for recipe in recipes:
         torch.manual_seed(0)
         models = [convert_to_float8(nn.Linear(32, 16), recipe) for _ in range(2)]

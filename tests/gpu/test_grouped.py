@@ -16,16 +16,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.reducing import is_reduced
+from tests.optim.reducing import is_reduced, main_grads
 from tests.support.pool import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from interlace.float8 import E4M3, ROW_WISE, quantize
 from interlace.nn import GroupedLinear
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import Groups
-from interlace.optim import GradAccumulator, GradReducer
+from interlace.optim import GradAccumulator, LayerWise
 from interlace.options import Options
 
 pytestmark = [
@@ -48,7 +47,6 @@ CASES = {
     "many groups": ([3] * 64, 200, 128, 128),
     "large": ([1000, 0, 3000, 96], 4096, 1024, 2048),
 }
-FLOAT8 = [case for case, (*_, outer) in CASES.items() if outer % 16 == 0]
 
 
 def whole(*shape: int) -> torch.Tensor:
@@ -111,55 +109,6 @@ def test_exact_sums_have_the_bits_of_a_loop_of_linears(case: str, bias: bool, ki
         start += size
 
 
-@pytest.mark.parametrize("kind", ["list", "device"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("case", FLOAT8)
-def test_float8_has_the_exact_sums_of_bf16(case: str, bias: bool, kind: str) -> None:
-    """-1, 0 and 1 times a power of two are exact in FP8, and few of them in Hopper's sums."""
-    sizes, tokens, inner, outer = CASES[case]
-    plain = layer_of(sizes, inner, outer, bias)
-    plain.weight.data.copy_(sparse(*plain.weight.shape))
-    shape = len(sizes), inner, outer, bias
-    layer: Any = GroupedLinear(*shape, device="cuda", dtype=BF16, recipe=ROW_WISE)
-    layer.load_state_dict(plain.state_dict())
-    x, dy = sparse(tokens, inner), sparse(tokens, outer)
-    x[sum(sizes) :], dy[sum(sizes) :] = float("nan"), float("nan")
-    made: list[Any] = []
-    for each in (layer, plain):
-        rows = x.clone().requires_grad_()
-        assert each.explain(rows) == "by kernel"
-        y = each(rows, sizes_on(sizes, kind))
-        y.backward(dy)
-        made.append([y, rows.grad, *(p.grad for p in each.parameters())])
-    assert all(map(torch.equal, *made))
-
-
-@pytest.mark.parametrize("case", ["mixed", "many groups", "large"])
-def test_float8_multiplies_what_the_rows_stand_for(case: str, seed: int) -> None:
-    torch.manual_seed(seed)
-    sizes, tokens, inner, outer = CASES[case]
-    shape = len(sizes), inner, outer, False
-    layer: Any = GroupedLinear(*shape, device="cuda", dtype=BF16, recipe=ROW_WISE)
-    x = torch.randn(tokens, inner, device="cuda") * 10.0 ** torch.randint(-3, 4, (tokens, 1)).cuda()
-    x, dy = x.to(BF16).requires_grad_(), torch.randn(tokens, outer, device="cuda").to(BF16)
-    y = layer(x, sizes)
-    (dx,) = torch.autograd.grad(y, x, dy)
-
-    def far(made: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether a product is further off than bf16 rounds, and sums of 13 bits and 32 terms."""
-        a, b = (quantize(each, E4M3, ROW_WISE).dequantize(torch.float64) for each in (a, b))
-        wanted, most = a @ b.t(), a.abs() @ b.abs().t()
-        off = (made.double() - wanted).abs()
-        return bool((off > ROUND * wanted.abs() + (a.shape[1] / 32 + 1) * 2.0**-12 * most).any())
-
-    start = 0
-    for group, size in enumerate(sizes):
-        part, weight = slice(start, start + size), layer.weight.detach()[group]
-        assert not far(y.detach()[part], x.detach()[part], weight), group
-        assert not far(dx[part], dy[part], weight.t()), group
-        start += size
-
-
 def test_a_bias_is_read_as_it_lies() -> None:
     sizes, tokens, inner, outer = CASES["mixed"]
     layer = layer_of(sizes, inner, outer)
@@ -179,7 +128,7 @@ def test_is_within_the_rounding_of_its_types(case: str, seed: int) -> None:
     layer = layer_of(sizes, inner, outer)
     x: Any = torch.randn(tokens, inner, device="cuda", dtype=BF16, requires_grad=True)
     main = torch.zeros(layer.weight.shape, device="cuda")
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    _held = GradAccumulator(layer.weight, main)
     y = layer(x, sizes_on(sizes, "device"))
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -236,7 +185,7 @@ def test_the_host_waits_for_nothing_and_nothing_is_in_between() -> None:
     sizes = torch.tensor([64, 0, 128, 32, 0, 0, 16, 16], device="cuda")
     layer = GroupedLinear(8, 2048, 2048, device="cuda", dtype=BF16)
     main = torch.zeros(layer.weight.shape, device="cuda")
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    _held = GradAccumulator(layer.weight, main)
     x = torch.randn(256, 2048, device="cuda", dtype=BF16, requires_grad=True)
     for _ in range(2):  # the first one compiles
         torch.cuda.synchronize()
@@ -256,7 +205,7 @@ def test_a_layer_on_another_stream_is_waited_for() -> None:
     """The weight's node runs on the first stream, and the layer's backward on a slow one."""
     layer = GroupedLinear(2, 256, 256, False, device="cuda", dtype=BF16)
     main = torch.zeros(layer.weight.shape, device="cuda")
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    _held = GradAccumulator(layer.weight, main)
     x = whole(64, 256)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -274,8 +223,7 @@ def test_who_is_told_that_the_sum_is_ready_sees_a_slow_stream() -> None:
     """The weight's node belongs to the current stream, its only layer's backward to a slow one."""
     layer = GroupedLinear(2, 256, 256, False, device="cuda", dtype=BF16)
     main, seen = torch.zeros(layer.weight.shape, device="cuda"), []
-    accumulator = GradAccumulator(layer.weight, main, on_ready=lambda _: seen.append(main.clone()))
-    layer.accumulate_into(accumulator)
+    _held = GradAccumulator(layer.weight, main, on_ready=lambda _: seen.append(main.clone()))
     x = whole(64, 256)
     layer(x, [32, 32]).sum().backward()  # compiles
     torch.cuda.synchronize()
@@ -391,25 +339,29 @@ def wanted_of(model: Mixture, numbers: range) -> list[torch.Tensor]:
     return total
 
 
+def layer_wise(model: nn.Module, **facts: Any) -> LayerWise:
+    """Buckets of one layer each, and an optimizer that leaves weights alone."""
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    facts = {"bucket_bytes": 1 << 16, "options": Options(time_out_s=30), **facts}
+    return LayerWise(sgd, model, mesh, **facts)
+
+
 def by_reducer(seed: int) -> list[str]:
     """Steps of three micro-batches; what differs."""
     model, wrong = Mixture(seed), []
-    with GradReducer(
-        model, bucket_bytes=1 << 17, op="sum", options=Options(time_out_s=30)
-    ) as reducer:
-        assert len(reducer.buckets) == 2
+    with layer_wise(model, op="sum") as made:
         for step in range(4):
             numbers = range(3 * step, 3 * step + 3)
             for number in numbers:
-                with nullcontext() if number == numbers[-1] else reducer.no_sync():
+                with nullcontext() if number == numbers[-1] else made.no_sync():
                     model(*given(number, dist.get_rank())).sum().backward()
-            reducer.finish()
+            found = main_grads(made)
             wanted = wanted_of(model, numbers)
-            for (name, param), total in zip(model.named_parameters(), wanted, strict=True):
-                found = reducer.main_grad(param)
-                if not torch.equal(found, total):
-                    wrong.append(f"step {step}, {name}: off by {(found - total).abs().max():g}")
-            reducer.zero()
+            for (name, _), total in zip(model.named_parameters(), wanted, strict=True):
+                if off := (found[name].to(total.device) - total).abs().max().item():
+                    wrong.append(f"step {step}, {name}: off by {off:g}")
+            made.zero_grad()
     return wrong
 
 
@@ -421,8 +373,7 @@ def test_main_gradients_over_nccl_are_exact(gpus: Ranks, seed: int) -> None:
 def by_ddp(seed: int) -> list[str]:
     """The same under torch's DDP, into its buckets, with sums that bfloat16 holds."""
     model, wrong = Mixture(seed), []
-    for layer in (model.up, model.down):
-        layer.accumulate_into(GradAccumulator(layer.weight))
+    _held = [GradAccumulator(layer.weight) for layer in (model.up, model.down)]
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     world = dist.get_world_size()
     for step in range(3):
@@ -450,26 +401,25 @@ def test_under_ddp_over_nccl(gpus: Ranks, seed: int) -> None:
 def overlaps(seed: int) -> list[bool]:
     """By step: whether the first bucket was over while the backward's stream was still busy."""
     model, seen = Mixture(seed), []
-    with GradReducer(model, bucket_bytes=1 << 17, options=Options(time_out_s=30)) as reducer:
+    with layer_wise(model) as made:
         for step in range(3):
             x, sizes = given(step, dist.get_rank())
-            made = model.up(x, sizes)
+            hidden = model.up(x, sizes)
             busy = torch.cuda.Event()
 
             def look(_: object, step: int = step, busy: torch.cuda.Event = busy) -> None:
                 torch.cuda._sleep(3_000_000_000)  # more than a second, behind the second layer
                 busy.record()
                 deadline = time.monotonic() + 20
-                while step and not is_reduced(reducer, 0) and time.monotonic() < deadline:
+                while step and not is_reduced(made, 0) and time.monotonic() < deadline:
                     time.sleep(0.0005)
-                seen.append(is_reduced(reducer, 0) and not busy.query())
+                seen.append(is_reduced(made, 0) and not busy.query())
 
-            made.register_hook(look)
-            model.down(made, sizes).sum().backward()
-            reducer.finish()
+            hidden.register_hook(look)
+            model.down(hidden, sizes).sum().backward()
             torch.cuda.synchronize()
-            assert reducer.main_grad(model.up.weight).isfinite().all()
-            reducer.zero()
+            assert main_grads(made)["up.weight"].isfinite().all()
+            made.zero_grad()
     return seen
 
 

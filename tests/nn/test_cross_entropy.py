@@ -291,6 +291,7 @@ def test_module() -> None:
     given = cross_entropy(x, y, weight, denominator=5.0, **options)
     assert torch.equal(loss(x, y, denominator=5.0), given)
     assert "weight" in loss.state_dict()
-    assert "z_loss=0.01" in repr(loss)
+    assert repr(loss).endswith("(ignore_index=3, label_smoothing=0.1, z_loss=0.01)")
+    assert loss.options["reduction"] == "mean", "options have their defaults"
     with pytest.raises(TypeError, match="'chunk_size'"):
         CrossEntropyLoss(**{"chunk_size": 3})  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def attach(model: nn.Module) -> list[GroupedLinear]:
     layers = [layer for layer in model.modules() if isinstance(layer, GroupedLinear)]
     for layer in layers:
         if layer.weight.requires_grad:
-            layer.accumulate_into(GradAccumulator(layer.weight))
+            layer.held = GradAccumulator(layer.weight)  # type: ignore[assignment]
     return layers
 
 

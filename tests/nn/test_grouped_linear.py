@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from interlace.errors import GradientError, GroupError
+from interlace.errors import GradientError, GroupError, OptionError
+from interlace.float8 import Recipe
 from interlace.nn import GroupedLinear
 from interlace.nn.grouped.linear import dense_rows, grouped_linear_ops
 from interlace.optim import GradAccumulator
@@ -146,6 +147,8 @@ def test_says_what_does_not_fit(x: torch.Tensor, sizes: object, told: str) -> No
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(GroupError, match="from 1 up"):
         GroupedLinear(0, 4, 4)
+    with pytest.raises(OptionError, match=r"recipe.*fix: leave it out"):
+        GroupedLinear(2, 16, 16, recipe=Recipe())  # type: ignore[arg-type]
 
 
 def test_says_how_it_multiplies() -> None:
@@ -161,7 +164,7 @@ def test_sum_of_micro_batches_is_exact_and_in_place(seed: int) -> None:
     layer, _ = pair(seed, torch.bfloat16, bias=False)
     main = torch.randn(layer.weight.shape)
     wanted, address = main.clone(), main.data_ptr()
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    _held = GradAccumulator(layer.weight, main)
     for sizes in ([4, 3, 0, 9], [0, 0, 16, 0], [1, 2, 3, 4]):
         x = rows(16, torch.bfloat16)
         y = layer(x, sizes)
@@ -180,7 +183,7 @@ def test_sum_of_micro_batches_is_exact_and_in_place(seed: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_in_grad_has_the_bits_of_autograd(dtype: torch.dtype, seed: int) -> None:
     layer, loop = pair(seed, dtype)
-    layer.accumulate_into(GradAccumulator(layer.weight))
+    _held = GradAccumulator(layer.weight)
     addresses = set()
     for sizes in ([4, 3, 0, 9], [0, 0, 16, 0], [1, 2, 3, 4]):
         x = rows(16, dtype)
@@ -247,7 +250,6 @@ def test_every_course_of_backward(kind: str, where: str, seed: int) -> None:
     buffer = torch.zeros_like(wanted) if where == "buffer" else None
     ready = []
     accumulator = GradAccumulator(layer.weight, buffer, on_ready=ready.append)
-    layer.accumulate_into(accumulator)
     backward(kind, layer, x)
     assert equal(accumulator.grad, wanted)
     assert 1 <= len(ready) <= 2
@@ -259,7 +261,7 @@ def test_autograd_grad_gives_it_and_sums_nothing(attached: bool, seed: int) -> N
     layer, loop = pair(seed)
     main = torch.zeros_like(layer.weight)
     if attached:
-        layer.accumulate_into(GradAccumulator(layer.weight, main))
+        _held = GradAccumulator(layer.weight, main)
     x, sizes = rows(16).requires_grad_(), [4, 3, 0, 9]
     dw, dx = torch.autograd.grad(layer(x, sizes).sum(), [layer.weight, x])
     loop(x, sizes).sum().backward()
@@ -276,7 +278,7 @@ def test_autograd_grad_gives_it_and_sums_nothing(attached: bool, seed: int) -> N
 def test_a_hook_on_the_parameter_still_sees_its_gradient(seed: int) -> None:
     layer, _ = pair(seed)
     main, seen = torch.zeros_like(layer.weight), []
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    _held = GradAccumulator(layer.weight, main)
     handle = layer.weight.register_hook(lambda grad: seen.append(grad.clone()))
     layer(rows(4), [4, 0, 0, 0]).sum().backward()
     assert len(seen) == 1
@@ -292,7 +294,6 @@ def test_autocast_leaves_the_gradient_with_the_original(inside: bool, seed: int)
     layer, _ = pair(seed)
     main = torch.zeros_like(layer.weight)
     accumulator = GradAccumulator(layer.weight, main)
-    layer.accumulate_into(accumulator)
     x = rows(9).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x, [0, 9, 0, 0])
@@ -304,7 +305,6 @@ def test_autocast_leaves_the_gradient_with_the_original(inside: bool, seed: int)
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
     assert layer.bias.grad.dtype == torch.float32
-    layer.accumulate_into(None)
     accumulator.close()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(x, [0, 9, 0, 0]).backward(dy)
@@ -352,21 +352,10 @@ def test_a_weight_may_change_if_no_gradient_needs_it(seed: int) -> None:
     assert equal(layer.weight.grad, loop.grads("weight"))
 
 
-def test_only_its_own_accumulator_is_taken(seed: int) -> None:
-    layer, _ = pair(seed)
-    other, _ = pair(seed)
-    with pytest.raises(GradientError, match="another Parameter's"):
-        layer.accumulate_into(GradAccumulator(other.weight))
-    layer.accumulate_into(GradAccumulator(layer.weight))
-    layer.weight = nn.Parameter(layer.weight.detach().clone())
-    with pytest.raises(GradientError, match="the weight was replaced"):
-        layer(rows(4), [4, 0, 0, 0])
-
-
 def test_a_copy_is_not_attached_and_keeps_no_state_of_it(seed: int) -> None:
     layer, _ = pair(seed)
     main = torch.zeros_like(layer.weight)
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
+    _held = GradAccumulator(layer.weight, main)
     twin = copy.deepcopy(layer)
     assert sorted(twin.state_dict()) == ["bias", "weight"]
     twin(rows(4), [4, 0, 0, 0]).sum().backward()
@@ -378,7 +367,7 @@ def test_a_copy_is_not_attached_and_keeps_no_state_of_it(seed: int) -> None:
 def test_runs_inside_a_compiled_model(attached: bool, seed: int) -> None:
     layer, loop = pair(seed)
     if attached:
-        layer.accumulate_into(GradAccumulator(layer.weight))
+        _held = GradAccumulator(layer.weight)
     model = torch.compile(nn.Sequential(nn.Linear(24, 24)), backend="aot_eager")
     run = torch.compile(lambda x, sizes: layer(x * 2, sizes) + 1, backend="aot_eager")
     x = model(rows(16))

@@ -36,8 +36,7 @@ def test_a_gradient_penalty_is_refused(of: str, seed: int) -> None:
 def test_a_penalty_of_an_accumulated_gradient_is_refused(seed: int) -> None:
     layer, x = made(seed)
     layer.weight.grad = torch.zeros_like(layer.weight)
-    accumulator = GradAccumulator(layer.weight)
-    layer.accumulate_into(accumulator)
+    _held = GradAccumulator(layer.weight)
     y = layer(x, SIZES).square().mean()
     (grad,) = torch.autograd.grad(y, layer.weight, retain_graph=True)
     y.backward(create_graph=True)

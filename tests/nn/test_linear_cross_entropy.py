@@ -413,25 +413,3 @@ def test_cut(pool: Pool, sizes: tuple[int, ...], dtype: torch.dtype, seed: int) 
         found = pool(len(sizes)).run(cut, seed, sizes, dtype, told)
         assert not any(wrong for wrong, _ in found), found
         assert all(bits == found[0][1] for _, bits in found), "loss and hidden's gradient"
-
-
-def by_dtensor() -> None:
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    hidden, weight, _, target, _ = drawn(7, 9, 8, 11, torch.float32)
-    plain = leaves(hidden, weight)
-    wanted = linear_cross_entropy(plain[0], plain[1], target)
-    wanted.backward()
-    own = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-    (whole,) = leaves(hidden)
-    loss = linear_cross_entropy(whole, own, target)
-    torch.testing.assert_close(loss, wanted)
-    loss.backward()
-    assert isinstance(own.grad, DTensor)
-    torch.testing.assert_close(own.grad.full_tensor(), plain[1].grad)
-    torch.testing.assert_close(whole.grad, plain[0].grad)
-
-
-def test_a_dtensor_as_weight(pool: Pool) -> None:
-    pool(3).run(by_dtensor)

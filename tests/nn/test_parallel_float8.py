@@ -123,9 +123,8 @@ def ours(kind: str, given: Any, recipe: Recipe, strategy: str | None) -> list[Te
     rest = iter(leaves)
     others: Any = [t if t is None else next(rest) for t in (x, *ws, *bs)]
     x, ws, bs = others[0], others[1 : 1 + len(ws)], others[1 + len(ws) :]
-    options = {"time_out_s": 30, **({} if strategy is None else {"strategy": strategy})}
+    options = {"time_out_s": 30, **({"strategy": strategy} if strategy else {"overlap": False})}
     facts: Any = {"group": dist.group.WORLD, "recipe": recipe, "options": options}
-    facts["overlap"] = strategy is not None
     if kind in MANY:
         call = all_gather_linear if kind == "all_gather" else replicated_linear
         ys = list(call(x, ws, bs, **facts))

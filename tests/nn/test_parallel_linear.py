@@ -23,7 +23,13 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace.errors import ExecutorError, InputError, InterlaceError, UnsupportedError
+from interlace.errors import (
+    ExecutorError,
+    InputError,
+    InterlaceError,
+    OptionError,
+    UnsupportedError,
+)
 from interlace.nn.functional import (
     all_gather_linear,
     linear_all_reduce,
@@ -166,7 +172,7 @@ def compared(
         return ours(kind, *given, options=options_of(strategy))
 
     def twin(*given: Any) -> Tensors:
-        return ours(kind, *given, options=options_of(strategy), overlap=False)
+        return ours(kind, *given, options={**options_of(strategy), "overlap": False})
 
     def rival(*given: Any) -> Tensors:
         return plain(kind, *given)
@@ -376,6 +382,8 @@ def refused() -> None:
         (lambda: scatter(x, w, group=group), "`x` has size 5 in dimension 0, .* multiple of 2"),
         (lambda: scatter(x, w, b[:2], group=group), "`bias` has shape"),
     ]
+    with pytest.raises(OptionError, match="fix: options="):
+        call(x, w, overlap=False)
     for attempt, told in attempts:
         with pytest.raises(InputError, match=told):
             attempt()

@@ -41,7 +41,6 @@ RECIPES = {
     "none": None,
     "shard": Recipe(),
     "team": Recipe(scale="team"),
-    "kept": Recipe(keep_transposes=True),
     "rows": ROW_WISE,
 }
 OPTIONS: Any = {"time_out_s": 30.0}
@@ -92,7 +91,9 @@ def traced(kind: str, seed: int) -> list[str]:
         if recipe is not None and kind == "copy" and name == "team":
             continue
         want = results(
-            lambda g, r=recipe: layer(kind, g, recipe=r, overlap=False), drawn(kind, seed), seed
+            lambda g, r=recipe: layer(kind, g, recipe=r, options={"overlap": False}),
+            drawn(kind, seed),
+            seed,
         )
         torch.compiler.reset()
         with capture() as captured:
@@ -114,10 +115,8 @@ def traced(kind: str, seed: int) -> list[str]:
             if site and site not in kinds and not (name == "rows" and kind == "reduce_scatter"):
                 wrong.append(f"{name}: {bound.program.name} has {kinds}")
         made = calls(forward, "interlace.float8_across"), calls(backward, "interlace.float8_across")
-        if recipe is not None and (made[0] or not made[1]) and name != "kept":
+        if recipe is not None and (made[0] or not made[1]):
             wrong.append(f"{name}: transposes of weights are made in forward and backward: {made}")
-        if name == "kept" and made[1]:
-            wrong.append(f"{name}: kept transposes are made again")
     return wrong
 
 

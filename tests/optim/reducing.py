@@ -1,4 +1,4 @@
-"""What the tests of the reducer run on each rank: a small mixture of experts, and its data."""
+"""What the tests of main gradients run on each rank: a small mixture of experts, and its data."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.nn import GroupedLinear
-from interlace.optim import GradReducer
+from interlace.optim import LayerWise
+from interlace.options import Options
 
 DIM, HIDDEN, GROUPS, TOKENS = 16, 24, 4, 24
+SMALL = 1 << 11
+"""Bytes of a bucket: the mixture then has several."""
 
 
 class Mixture(nn.Module):
@@ -93,10 +96,27 @@ def loss_of(model: nn.Module, x: torch.Tensor, sizes: torch.Tensor) -> torch.Ten
     return model(x, sizes).float().square().mean()
 
 
-def is_reduced(reducer: GradReducer, index: int) -> bool:
+def optimizing(model: nn.Module, lr: float = 0.0, **facts: Any) -> LayerWise:
+    """A LayerWise of SGD; at the rate 0 weights stay."""
+    facts = {"bucket_bytes": SMALL, "options": Options(time_out_s=20), **facts}
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+    return LayerWise(sgd, model, mesh, **facts)
+
+
+def main_grads(made: LayerWise) -> dict[str, torch.Tensor]:
+    """The main gradients of all Parameters once they are reduced: each from its owner."""
+    made._finish()
+    own = {made._names[param]: grad.cpu().clone() for param, grad in made._main_grads.items()}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return {name: grad for each in found for name, grad in each.items()}
+
+
+def is_reduced(made: LayerWise, index: int) -> bool:
     """Whether a bucket's reduction has ended in this step."""
-    runs: Any = reducer._runs
-    worker = runs._worker
+    reducer: Any = made._reducer
+    worker = reducer._runs._worker
     return index < reducer._gone and (
-        runs._ends[index].query() if worker is None else index in worker._done
+        reducer._runs._ends[index].query() if worker is None else index in worker._done
     )

@@ -139,25 +139,19 @@ def strided(kind: str, seed: int) -> tuple[Tensor, Tensor]:
         return base.to(memory_format=torch.channels_last), grad
     if kind == "transposed":
         return base.permute(3, 1, 0, 2), grad.permute(3, 1, 0, 2).contiguous()
-    if kind == "sliced":
-        return base[1::2, :, 1:4], grad[1::2, :, 1:4].contiguous()
     if kind == "gradient_expanded":
         return base, grad[:1, :1].expand(6, 4, 5, 3)
     return base, grad.to(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(
-    "kind", ["channels_last", "transposed", "sliced", "gradient_expanded", "gradient_strided"]
+    "kind", ["channels_last", "transposed", "gradient_expanded", "gradient_strided"]
 )
 @pytest.mark.parametrize("master", [None, "remainder"])
 def test_strides_do_not_matter(kind: str, master: str | None, seed: int) -> None:
     """The same values in a contiguous parameter give the same values."""
     param, grad = strided(kind, seed)
-    outside = param._base if param._base is not None else param
-    outside = outside.clone()
     whole = param.detach() if master is None else param.detach().bfloat16()
-    if kind == "sliced" and master is not None:
-        whole = torch.zeros(6, 4, 5, 3).bfloat16()[1::2, :, 1:4].copy_(param.detach())
     whole.requires_grad_()
     plain = whole.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     options = {"lr": 0.1, "master_weights": master, "stochastic_rounding": False}
@@ -169,10 +163,6 @@ def test_strides_do_not_matter(kind: str, master: str | None, seed: int) -> None
     assert torch.equal(whole, plain)
     assert torch.equal(ours.state[whole]["exp_avg"], other.state[plain]["exp_avg"])
     assert whole.stride() != plain.stride() or "gradient" in kind
-    if kind == "sliced" and master is None:
-        base = param._base
-        assert base is not None
-        assert torch.equal(base[::2], outside[::2]), "what lies between its elements is left alone"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -181,6 +171,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "eps": {"eps": -1e-8},
     "weight_decay": {"weight_decay": -0.1},
     "foreach": {"foreach": True},
+    "capturable": {"capturable": True},
     "differentiable": {"differentiable": True},
     "exp_avg_dtype": {"exp_avg_dtype": torch.float16},
     "exp_avg_sq_dtype": {"exp_avg_sq_dtype": torch.float64},
@@ -207,7 +198,8 @@ def test_a_parameter_that_cannot_be_served_is_refused() -> None:
     for param, told in (
         (torch.zeros(3, dtype=torch.float64), "float64"),
         (torch.zeros(3, dtype=torch.complex64), "complex64"),
-        (torch.zeros(1).expand(4), "share memory"),
+        (torch.zeros(1).expand(4), "from end to end"),
+        (torch.zeros(4, 6)[:, ::2], "from end to end"),
     ):
         with pytest.raises(OptimizerError, match=told):
             AdamW([param.requires_grad_()])
@@ -342,7 +334,6 @@ def test_grad_scaler(fused: bool | None, seed: int) -> None:
             plain.step()
     assert torch.equal(params[0], others[0])
     assert float(ours.state[params[0]]["step"]) == 3
-    assert ours._step_supports_amp_scaling is (fused is True)
 
 
 @pytest.mark.kernels

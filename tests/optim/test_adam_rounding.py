@@ -13,7 +13,6 @@ from interlace.optim import AdamW
 from interlace.optim.adam.arithmetic import (
     AdamSpec,
     FlatParam,
-    Hyper,
     key_of,
     random_words,
     scalars,
@@ -138,7 +137,7 @@ def test_bits_hang_on_the_elements_number_alone(seed: int) -> None:
     spec = AdamSpec(p=BF16, g=BF16, m=BF16, v=BF16, stochastic=True)
     whole = [torch.randn(count).abs().bfloat16() for _ in range(4)]
     cut = [t.clone() for t in whole]
-    row = scalars(Hyper(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1), 77)
+    row = scalars(77, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     key = key_of(seed, 1)
     update_twin(spec, FlatParam(*whole), row, key=key, base=base)
     for start, stop in itertools.pairwise((0, 3, 1777, 1778, 4000, count)):

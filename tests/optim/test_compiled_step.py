@@ -12,12 +12,10 @@ from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from interlace.optim import (
     Adam,
     AdamW,
-    GradReducer,
     LayerWise,
     Muon,
     clip_grad_norm_,
@@ -84,28 +82,16 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
     """What `how` trains on several ranks, where each call of it is compiled if `kind` says so."""
     torch._dynamo.reset()
     module = model(seed, lambda: nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3))))
-    run: nn.Module = module
-    if how == "LayerWise under DDP":
-        run = DistributedDataParallel(module)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     if how == "fully_shard":
         for layer in module:
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
         made: Any = LayerWise(Muon(muon_groups(module), lr=0.02), module, mesh)
-    elif how == "GradReducer":
-        made = GradReducer(module)
     else:
-        made = layer_wise(run, "ours")
-    own = AdamW(module.parameters(), lr=0.01)
+        made = layer_wise(module, "ours")
 
     def step() -> None:
-        if isinstance(made, GradReducer):
-            made.finish()
-            with made.as_grads():
-                own.step()
-            made.zero()
-            return
         if isinstance(made, LayerWise):
             made.clip_grad_norm_(1.0)
             clip_grad_norm_([made], 0.5)
@@ -114,20 +100,15 @@ def compiled(how: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
         if how == "LayerWise":
             made.synchronize()
 
-    chosen = {"step": step, "alone": made.finish if how == "GradReducer" else made.step}
-    called = chosen["alone" if kind == "alone" else "step"]
+    called = made.step if kind == "alone" else step
     if kind != "eager":
         called = torch.compile(called, backend="aot_eager")
     with made:
         for number in range(5):
             draw = torch.Generator().manual_seed(seed + number)
-            run(torch.randn(6, DIM, generator=draw)).square().mean().backward()
+            module(torch.randn(6, DIM, generator=draw)).square().mean().backward()
             called()
-            if kind == "alone" and how == "GradReducer":
-                with made.as_grads():
-                    own.step()
-                made.zero()
-            elif kind == "alone":
+            if kind == "alone":
                 made.zero_grad()
         found = weights(module)
     return {n: getattr(value, "_local_tensor", value) for n, value in found.items()}
@@ -142,6 +123,6 @@ def off(how: str, seed: int) -> list[str]:
     return step
 
 
-@pytest.mark.parametrize("how", ["LayerWise", "LayerWise under DDP", "fully_shard", "GradReducer"])
+@pytest.mark.parametrize("how", ["LayerWise", "fully_shard"])
 def test_compiled_steps_of_several_ranks(pool: Pool, how: str, seed: int) -> None:
     assert pool(2).run(off, how, seed) == [[], []]

@@ -1,4 +1,4 @@
-"""GradReducer on real processes: exact main gradients, reduced while backward goes on.
+"""Main gradients on real processes: exact, and reduced while backward goes on.
 
 What goes wrong is in test_grad_faults.py.
 """
@@ -15,7 +15,17 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.reducing import Looped, Mixture, batch, grads_alike, is_reduced, loss_of, mixture
+from tests.optim.reducing import (
+    Looped,
+    Mixture,
+    batch,
+    grads_alike,
+    is_reduced,
+    loss_of,
+    main_grads,
+    mixture,
+    optimizing,
+)
 from tests.support.pool import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,20 +33,19 @@ from torch.utils.checkpoint import checkpoint
 
 from interlace.ir import parse
 from interlace.nn import GroupedLinear
-from interlace.optim import GradReducer
+from interlace.optim import LayerWise
 from interlace.optim.bucket_runs import all_reduced
+from interlace.optim.grad_reducer import laid_out
 from interlace.options import Backend, Options
 
 MICRO, STEPS = 3, 4
-SMALL = 1 << 11
-"""Bytes of a bucket: the mixture then has several."""
 
 
-def backward(reducer: GradReducer, model: nn.Module, seed: int, step: int) -> None:
+def backward(made: LayerWise, model: nn.Module, seed: int, step: int) -> None:
     """A step's micro-batches."""
     dtype = next(model.parameters()).dtype
     for micro in range(MICRO):
-        with nullcontext() if micro == MICRO - 1 else reducer.no_sync():
+        with nullcontext() if micro == MICRO - 1 else made.no_sync():
             loss_of(model, *batch(seed, step * MICRO + micro, dtype)).backward()
 
 
@@ -45,27 +54,24 @@ def train_beside_ddp(seed: int, overlap: bool) -> list[str]:
     model = mixture(seed)
     looped = Looped(model)
     parallel = DistributedDataParallel(looped, gradient_as_bucket_view=True)
-    optimizers = [
-        torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in (model, looped)
-    ]
+    plain = torch.optim.SGD(looped.parameters(), lr=0.5, momentum=0.5)
     wrong: list[str] = []
     options = Options(overlap=overlap, time_out_s=20)
-    with GradReducer(model, bucket_bytes=SMALL, options=options) as reducer:
-        assert len(reducer.buckets) > 3
+    with optimizing(model, lr=0.5, options=options) as made:
+        assert made._reducer is not None
+        assert len(made._reducer.buckets) > 3
         for step in range(STEPS):
-            backward(reducer, model, seed, step)
-            reducer.finish()
-            optimizers[1].zero_grad(set_to_none=False)
+            backward(made, model, seed, step)
+            plain.zero_grad(set_to_none=False)
             for micro in range(MICRO):
                 with nullcontext() if micro == MICRO - 1 else parallel.no_sync():
                     loss_of(parallel, *batch(seed, step * MICRO + micro)).backward()
-            found = {n: reducer.main_grad(p) for n, p in model.named_parameters()}
-            wrong += [f"step {step}: {each}" for each in grads_alike(model, looped, found)]
-            with reducer.as_grads():
-                optimizers[0].step()
-            optimizers[1].step()
+            found = grads_alike(model, looped, main_grads(made))
+            wrong += [f"step {step}: {each}" for each in found]
+            made.step()
+            plain.step()
             wrong += [n for n, p in model.named_parameters() if p.grad is not None]
-            reducer.zero()
+            made.zero_grad()
     return wrong
 
 
@@ -117,19 +123,17 @@ def void(_: object) -> None:
     return
 
 
-def main_grads(
+def reduced(
     seed: int, dtype: torch.dtype, transport: Backend, op: Literal["mean", "sum"]
 ) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
     """Steps' main gradients, and this rank's own part of them."""
     model = mixture(seed, dtype)
     found, own = [], []
-    options = Options(transport=transport, time_out_s=20)
-    with GradReducer(model, bucket_bytes=SMALL, op=op, options=options) as reducer:
+    with optimizing(model, op=op, options=Options(transport=transport, time_out_s=20)) as made:
         for step in range(2):
-            backward(reducer, model, seed, step)
-            reducer.finish()
-            found.append({n: reducer.main_grad(p).clone() for n, p in model.named_parameters()})
-            reducer.zero()
+            backward(made, model, seed, step)
+            found.append(main_grads(made))
+            made.zero_grad()
     for step in range(2):
         own.append(local_sum(model, seed, step))
     return found, own
@@ -144,7 +148,7 @@ def test_main_gradients_are_exact(
     pool: Pool, world: int, transport: str, op: str, dtype: torch.dtype, seed: int
 ) -> None:
     """The fp32 sum of micro-batches in order, then over ranks in order, then divided."""
-    ranks = pool(world).run(main_grads, seed, dtype, transport, op)
+    ranks = pool(world).run(reduced, seed, dtype, transport, op)
     for step in range(2):
         for name in ranks[0][0][step]:
             wanted = ranks[0][1][step][name].clone()
@@ -167,26 +171,28 @@ def waits_inside(seed: int, overlap: bool) -> list[bool]:
     """
     model, seen = mixture(seed), []
     options = Options(overlap=overlap, time_out_s=20, trace=True)
-    with GradReducer(model, bucket_bytes=SMALL, options=options) as reducer:
+    with optimizing(model, options=options) as made:
 
         def look(_: object) -> None:
             expected = overlap and step > 0
             deadline = time.monotonic() + (15 if expected else 0.1)
-            while not is_reduced(reducer, 0) and time.monotonic() < deadline:
+            while not is_reduced(made, 0) and time.monotonic() < deadline:
                 time.sleep(0.001)
-            seen.append(is_reduced(reducer, 0))
+            seen.append(is_reduced(made, 0))
 
         for step in range(3):
             x, sizes = batch(seed, step)
-            made = model.inner(x)
-            made.register_hook(look)
-            model.outer(model.down(torch.relu(model.up(made, sizes)), sizes)).sum().backward()
+            hidden = model.inner(x)
+            hidden.register_hook(look)
+            model.outer(model.down(torch.relu(model.up(hidden, sizes)), sizes)).sum().backward()
             left = time.perf_counter()
-            reducer.finish()
-            first, last = reducer.timelines()[0].spans[0], reducer.timelines()[-1].spans[-1]
+            main_grads(made)
+            assert made._reducer is not None
+            timelines = made.timelines()[: len(made._reducer.buckets)]
+            first, last = timelines[0].spans[0], timelines[-1].spans[-1]
             assert (first.end_s < left) == (overlap and step > 0)
             assert last.start_s >= first.end_s
-            reducer.zero()
+            made.zero_grad()
     return seen
 
 
@@ -207,19 +213,15 @@ def other_ways_round(seed: int) -> list[str]:
         layer.weight.data.copy_(torch.randint(-2, 3, (8, 8)))
     rank, wrong = dist.get_rank(), []
     order = list(layers) if rank else list(layers)[::-1]
-    with GradReducer(layers, bucket_bytes=1, options=Options(time_out_s=20)) as reducer:
+    with optimizing(layers, bucket_bytes=1) as made:
         for step in range(3):
             x = torch.full((2, 8), float(rank + step + 1))
             for layer in order:  # one backward each: the order is this one
                 layer(x).sum().backward()
-            reducer.finish()
             wanted = torch.full((8, 8), 2.0 * (1.5 + step))
-            wrong += [
-                f"step {step}, layer {index}"
-                for index, layer in enumerate(layers)
-                if not torch.equal(reducer.main_grad(layer.weight), wanted)
-            ]
-            reducer.zero()
+            found = main_grads(made).items()
+            wrong += [f"step {step}, {n}" for n, grad in found if not torch.equal(grad, wanted)]
+            made.zero_grad()
     return wrong
 
 
@@ -278,7 +280,7 @@ def run_course(kind: str, seed: int, micro: int, no_sync: bool) -> list[str]:
         twin.rest.requires_grad_(False)
     world, wrong = dist.get_world_size(), []
     draw = torch.Generator().manual_seed(seed)
-    with GradReducer(model, bucket_bytes=SMALL, options=Options(time_out_s=20)) as reducer:
+    with optimizing(model) as made:
         for step in range(3):
             twin.zero_grad()
             for number in range(micro):
@@ -286,18 +288,18 @@ def run_course(kind: str, seed: int, micro: int, no_sync: bool) -> list[str]:
                 for rank in range(world):
                     course(kind, twin, xs[rank].clone().requires_grad_(), rank)
                 last = number == micro - 1
-                with reducer.no_sync() if no_sync and not last else nullcontext():
+                with made.no_sync() if no_sync and not last else nullcontext():
                     rank = dist.get_rank()
                     course(kind, model, xs[rank].clone().requires_grad_(), rank)
-            reducer.finish()
+            found = main_grads(made)
             for (name, param), other in zip(
                 model.named_parameters(), twin.parameters(), strict=True
             ):
                 if param.requires_grad:
                     wanted = torch.zeros_like(other) if other.grad is None else other.grad / world
-                    if not torch.equal(reducer.main_grad(param), wanted):
+                    if not torch.equal(found[name], wanted):
                         wrong.append(f"step {step}, {name}")
-            reducer.zero()
+            made.zero_grad()
     return wrong
 
 
@@ -321,68 +323,46 @@ def test_four_ranks(pool: Pool, seed: int) -> None:
 # -- what it is made of ---------------------------------------------------------------------------
 
 
-def shape_of_it(seed: int) -> None:
-    """Buckets and views on one rank; the thread and hooks go."""
+def test_views_lie_as_their_parameters_do() -> None:
+    plain = nn.Conv2d(4, 8, 3, dtype=torch.bfloat16)
+    params = [*plain.to(memory_format=torch.channels_last).parameters()]  # type: ignore[call-overload]
+    bucket = laid_out(params, [0, 512], 576, torch.float32)
+    for param, view, start in zip(params, bucket.views, (0, 512), strict=True):
+        assert (view.dtype, view.shape, view.stride()) == (
+            torch.float32,
+            param.shape,
+            param.stride(),
+        )
+        assert view.data_ptr() == bucket.flat[start:].data_ptr()
+        assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+
+
+def seen_by_an_optimizer(seed: int) -> None:
+    """fp32 gradients of bf16 Parameters, within a step alone; hooks and threads go."""
     before = {thread.ident for thread in threading.enumerate()}
     model = mixture(seed, torch.bfloat16)
-    model.inner.bias.requires_grad_(False)
-    convolution: Any = nn.Conv2d(4, 8, 3)
-    channels = convolution.to(memory_format=torch.channels_last)
-    params = [*model.parameters(), *model.parameters(), *channels.parameters()]
-    with GradReducer(params, bucket_bytes=SMALL, main_grad_dtype=None) as reducer:
-        reducer.attach(model)
-        listed = [param for bucket in reducer.buckets for param in bucket.params]
-        assert len({*listed}) == len(listed) == len([*model.parameters()]) - 1 + 2
-        for bucket in reducer.buckets:
-            size = bucket.flat.numel() * bucket.flat.dtype.itemsize
-            assert size <= SMALL or len(bucket.params) == 1
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                assert view.dtype == bucket.flat.dtype == param.dtype
-                assert view.shape == param.shape
-                assert view.stride() == param.stride()
-                assert view.data_ptr() % 64 == 0
-                assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
-                assert reducer.main_grad(param).data_ptr() == view.data_ptr()
-        with pytest.raises(Exception, match="was not given, or was frozen"):
-            reducer.main_grad(model.inner.bias)
-        backward(reducer, model, seed, 0)
-        reducer.finish()
-        assert reducer.main_grad(model.up.weight).any()
+    seen: list[torch.dtype] = []
+    with optimizing(model) as made:
+        made.optimizer.register_step_pre_hook(
+            lambda *_: seen.extend(p.grad.dtype for p in model.parameters() if p.grad is not None)
+        )
+        for step in range(2):
+            backward(made, model, seed, step)
+            made.clip_grad_norm_(1e-3)
+            norm = torch.cat([grad.flatten() for grad in main_grads(made).values()]).norm()
+            assert norm == pytest.approx(1e-3, rel=1e-3)
+            made.step()
+            made.zero_grad()
+            assert all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
+    assert {*seen} == {torch.float32}
     assert {thread.ident for thread in threading.enumerate()} <= before | {None}
-    backward(reducer, model, seed, 1)
+    backward(made, model, seed, 2)
     assert model.up.weight.grad is not None
     assert model.outer.weight.grad is not None
-    reducer.close()
-
-
-def test_buckets_are_flat_and_views_are_the_buffer(pool: Pool, seed: int) -> None:
-    pool(1).run(shape_of_it, seed)
-
-
-def as_grads(seed: int) -> None:
-    """fp32 gradients of bf16 Parameters, for as long as they are asked for."""
-    model = mixture(seed, torch.bfloat16)
-    with GradReducer(model) as reducer:
-        backward(reducer, model, seed, 0)
-        reducer.finish()
-        with reducer.as_grads():
-            for param in model.parameters():
-                assert param.grad is not None
-                assert param.grad.dtype == torch.float32
-                assert param.grad.data_ptr() == reducer.main_grad(param).data_ptr()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            assert norm > 1e-3
-        main = torch.cat([reducer.main_grad(p).flatten() for p in model.parameters()])
-        assert main.norm() == pytest.approx(1e-3, rel=1e-3)
-        assert all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
-        reducer.zero()
-        backward(reducer, model, seed, 1)
-        reducer.finish()
-        assert reducer.main_grad(model.inner.weight).any()
 
 
 def test_an_optimizer_sees_main_gradients(pool: Pool, seed: int) -> None:
-    pool(1).run(as_grads, seed)
+    pool(1).run(seen_by_an_optimizer, seed)
 
 
 def test_a_bucket_is_a_program_with_a_text() -> None:

@@ -29,12 +29,14 @@ from tests.optim.layerwise import (
 from tests.support.pool import Died, Pool
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from interlace.errors import (
     InterlaceError,
     OptimizerError,
     ReplicaError,
+    UnsupportedError,
 )
 from interlace.ir import Collective, Notify
 from interlace.optim import LayerWise, bucket_runs
@@ -314,6 +316,8 @@ def wrongs(seed: int) -> list[str]:
         expect(ReplicaError, optimizing.step)
         module.to(torch.float64)
         expect(OptimizerError, optimizing.step)
+    wrapped = DistributedDataParallel(model(seed))
+    expect(UnsupportedError, lambda: layer_wise(wrapped, "sgd"))
     sharded: Any = parallelize_module(nn.Linear(8, 8), layerwise.mesh(), ColwiseParallel())
     expect(OptimizerError, lambda: layer_wise(sharded, "sgd"))
     apart = [*model(seed).parameters(), *nn.Linear(2, 2).parameters()]
@@ -325,7 +329,8 @@ def wrongs(seed: int) -> list[str]:
 
 
 def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
-    for replicas, replaced, sharded, apart in pool(2).run(wrongs, seed):
+    for replicas, replaced, wrapped, sharded, apart in pool(2).run(wrongs, seed):
+        assert "fix: give LayerWise the module without it" in wrapped
         assert "ranks hold different weights in head.weight" in replicas
         assert "was replaced after its LayerWise was made" in replaced
         assert "SGD is neither interlace.optim.Muon nor torch.optim.Muon" in sharded

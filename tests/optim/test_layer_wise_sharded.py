@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.optim import Optimizer
 
-from interlace.errors import OptimizerError, ReplicaError, UnsupportedError
+from interlace.errors import ReplicaError, UnsupportedError
 from interlace.optim import LayerWise, Muon, clip_grad_norm_
 from interlace.options import Backend, Options
 
@@ -412,21 +412,19 @@ class Experts(nn.Module):
         self.experts = nn.Parameter(torch.randn(4, DIM, DIM) / DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mine = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        mine: Any = self.experts
+        mine = mine.to_local() if isinstance(mine, DTensor) else mine
         return torch.relu(self.dense(x)) @ mine.sum(0)
 
 
-def expert_parallel(seed: int, plain: bool) -> tuple[list[str], list[torch.Tensor], Tensors]:
+def expert_parallel(seed: int) -> tuple[list[str], list[torch.Tensor], Tensors]:
     """Experts are sharded over pairs of ranks, and the other Parameters over none."""
     replicas, ep = grid(2)
     module, told, norms = model(seed, Experts), [], []
-    part = distribute_tensor(module.experts.detach(), ep, [Shard(0)])
-    module.experts = nn.Parameter(part.to_local().clone() if plain else part)
+    module.experts = nn.Parameter(distribute_tensor(module.experts.detach(), ep, [Shard(0)]))
     facts: Any = {"bucket_bytes": layerwise.SMALL, "options": Options(time_out_s=20)}
     optimizing = [
-        LayerWise(Muon([module.experts], lr=0.02), module, replicas, **facts)
-        if not plain
-        else LayerWise(Muon([module.experts], lr=0.02), module, replicas, shards=ep, **facts),
+        LayerWise(Muon([module.experts], lr=0.02), module, replicas, **facts),
         LayerWise(
             Muon(layerwise.by_dimensions(module.dense.parameters()), lr=0.02),
             module,
@@ -444,21 +442,17 @@ def expert_parallel(seed: int, plain: bool) -> tuple[list[str], list[torch.Tenso
     for each in optimizing:
         each.synchronize()
         each.close()
-    made = dict(module.state_dict())
-    if plain:
-        made["experts"] = DTensor.from_local(made["experts"], ep, [Shard(0)])
-    return told, norms, {name: whole(value) for name, value in made.items()}
+    return told, norms, {name: whole(value) for name, value in module.state_dict().items()}
 
 
 def test_experts_beside_dense_parameters(pool: Pool, seed: int) -> None:
     """Shards of whole matrices stay where they are, and one norm clips all gradients."""
-    sharded, plain = (pool(4).run(expert_parallel, seed, each) for each in (False, True))
+    sharded = pool(4).run(expert_parallel, seed)
     for told, norms, found in sharded:
         assert "experts, of rank" in told[0]
         assert "home" not in told[0]
-        assert norms == sharded[0][1] == plain[0][1]
+        assert norms == sharded[0][1]
         assert differing(found, sharded[0][2]) == []
-    assert differing(plain[0][2], sharded[0][2]) == []
     _, norms, _ = sharded[0]
     module = model(seed, Experts)
     # the first norm, of the mean gradients: dense over 4 ranks, experts over 2
@@ -543,15 +537,11 @@ def told_of(seed: int) -> list[str]:
     both.other = wide
     params = [*both.parameters()]
     expect(UnsupportedError, lambda: LayerWise(torch.optim.SGD(params), both, mesh.dp))
-    expect(
-        OptimizerError,
-        lambda: LayerWise(torch.optim.SGD([both.one]), both, mesh.dp, shards=mesh.dp),
-    )
     return told
 
 
 def test_explains_homes_and_refuses_other_meshes(pool: Pool, seed: int) -> None:
-    for shown, whole_mesh, replicated, strided, shards in pool(4).run(told_of, seed):
+    for shown, whole_mesh, replicated, strided in pool(4).run(told_of, seed):
         assert "rank 1, shard 1: cost" in shown
         assert "blocks.0.up.weight, of rank" in shown
         assert "40x24, home" in shown
@@ -559,4 +549,3 @@ def test_explains_homes_and_refuses_other_meshes(pool: Pool, seed: int) -> None:
         assert "is a DTensor on ranks of the data-parallel mesh" in whole_mesh
         assert "is a DTensor on ranks of the data-parallel mesh" in replicated
         assert "make the Parameter contiguous" in strided
-        assert "others over" in shards

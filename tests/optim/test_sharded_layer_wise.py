@@ -44,7 +44,7 @@ from interlace.runtime import Executor
 Weights = dict[str, torch.Tensor]
 CUT: dict[str, dict[str, Any]] = {
     "up.weight": {"split_sizes": (HIDDEN - 16, 16), "adjust_lr_fn": "match_rms_adamw"},
-    "down.weight": {"split_dim": 1, "head_dim": 8, "nesterov": False},
+    "down.weight": {"head_dim": 8, "nesterov": False},
 }
 """Options of the matrices whose names end so."""
 

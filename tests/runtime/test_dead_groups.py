@@ -18,7 +18,7 @@ import interlace
 from interlace.errors import BackendError, TeamError
 from interlace.ir import parse
 from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
-from interlace.optim import AdamW, GradReducer, LayerWise
+from interlace.optim import AdamW, LayerWise
 from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.tensor_parallel import parallelize
@@ -108,21 +108,11 @@ def compiled(by_torch: bool) -> None:
 
 
 def optimizers() -> None:
-    """The reducer of main gradients, and new ones."""
+    """New ones: one that is there has a group of its own."""
     group: Any = dist.new_group([0, 1])
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
-    model, x = mlp(), torch.ones(4, 16)
-    reducer = GradReducer(model, group, options=OPTIONS)
-    model(x).sum().backward()
-    reducer.finish()
-    reducer.zero()
     dist.barrier()
     dist.destroy_process_group(group)
-    model(x).sum().backward()
-    dead(reducer.finish)
-    dead(reducer.reset)
-    reducer.close()
-    dead(lambda: GradReducer(mlp(), group))
     other = mlp()
     dead(lambda: LayerWise(AdamW(other.parameters()), other, mesh))
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from interlace.errors import GradientError, InputError
-from interlace.float8 import Recipe, convert_to_float8, kept_weights
+from interlace.float8 import Recipe
 from interlace.nn.functional import all_gather_linear
 from interlace.optim import GradAccumulator
 from interlace.tensor_parallel import OverlapColwise, OverlapColwiseGroup, OverlapRowwise
@@ -255,32 +255,3 @@ def changed_between(seed: int) -> list[str]:
 
 def test_parameters_that_change_between_layers_of_a_group(pool: Pool, seed: int) -> None:
     assert pool(2).run(changed_between, seed) == [[]] * 2
-
-
-def kept_and_sharded(seed: int) -> list[bool]:
-    """Whether outputs within `kept_weights` are those of the weights of now, with FSDP2."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    torch.manual_seed(seed)
-    models: list[Any] = []
-    for plain in [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))] * 2:
-        model: Any = convert_to_float8(copy.deepcopy(plain))
-        for part in (model[0], model):  # the root's layers stay whole until its backward
-            fully_shard(part, mesh=mesh)
-        models.append(model)
-    x, found = torch.randn(16, 32), []
-    kept, fresh = models
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
-    kept(x)  # enters with the root's layers whole
-    with kept_weights(kept):
-        for _ in range(3):
-            outputs = [model(x) for model in (kept, fresh)]
-            found.append(torch.equal(*outputs))
-            for y, optimizer in zip(outputs, optimizers, strict=True):
-                y.square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return found
-
-
-def test_kept_weights_of_fsdp2_are_those_of_now(pool: Pool, seed: int) -> None:
-    assert pool(2).run(kept_and_sharded, seed) == [[True] * 3] * 2

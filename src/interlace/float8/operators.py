@@ -26,9 +26,8 @@ from interlace.float8.products import multiply_into
 from interlace.float8.quantization import (
     amax_into,
     amax_size,
-    has_kernels,
+    kernels,
     quantize_into,
-    quantize_near,
     turn_into,
 )
 from interlace.float8.recipe import Recipe
@@ -60,13 +59,15 @@ def again(
     """`rows`, `across` or a `pair` by x's own maximum, where the kernels guess its scale by that of
     the last x at this place; None where they do not.
     """
-    if not (recipe.power_of_two and has_kernels(x.device) and x.numel() and unseen(x)):
+    launch = kernels(x) if recipe.power_of_two and unseen(x) else None
+    if launch is None:
         return None
     made = _BLANKS[form](x, None, True, recipe.eps, kind)
     packed, across = made if form == "pair" else (made[0], None)
     if form == "across":
         packed, across = None, made[0]
-    quantize_near(_dense(x), recipe, (place, kind), packed, across)
+    slot = hash((place, kind, recipe)) % launch.SLOTS
+    launch.quantize_near(_dense(x), recipe, slot, packed, across)
     return made
 
 

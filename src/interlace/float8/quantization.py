@@ -1,8 +1,8 @@
 """Quantises a tensor: checks it, then the kernels on CUDA and the twin elsewhere.
 
-    x8 = quantize(x, E4M3, recipe, transpose=True, group=tp)
+    x8 = quantize(x, E4M3, recipe, transpose=True)
 
-A team's maximum can be reduced apart from the cast, under other work:
+A team's maximum is reduced apart from the cast, under other work:
 
     amax = amax_of(x)
     work = dist.all_reduce(amax, dist.ReduceOp.MAX, group=tp, async_op=True)
@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from interlace.errors import InputError, UnsupportedError
@@ -47,15 +47,13 @@ def quantize(
     recipe: Recipe = DEFAULT,
     *,
     transpose: bool = False,
-    group: dist.ProcessGroup | None = None,
     amax: Tensor | None = None,
 ) -> Float8Data:
     """`x` (..., K) as a matrix of FP8 [M, K], with its scales; no gradient flows.
 
     x is bf16, fp16 or fp32, of any strides; `kind` is E4M3 or E5M2. `transpose` adds the copy
-    [K, M] that a product over M needs. `group` has the other shards of x: where the recipe says
-    `scale="team"`, the maximum of all is taken, by one all-reduce on the current stream. `amax`,
-    fp32 numbers of which the largest counts, stands for the maximum of x where one is known.
+    [K, M] that a product over M needs. `amax`, fp32 numbers of which the largest counts, stands
+    for the maximum of x where one is known, such as that of all shards of x.
 
     Raises InputError for another dtype, format, or number of dimensions, or an `amax` that does
     not fit; UnsupportedError on a device without FP8.
@@ -68,15 +66,11 @@ def quantize(
             raise InputError("amax is given with scaling='row': each row has its own; leave it out")
     elif amax is None:
         amax = _amax(matrix)
-        if group is not None and recipe.scale == "team":
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     elif amax.dtype != torch.float32 or amax.device != x.device or not amax.numel():
         raise InputError(
             f"amax is {amax.dtype} {tuple(amax.shape)} on {amax.device}: take one or more numbers "
             f"of torch.float32 on {x.device}"
         )
-    elif group is not None:
-        raise InputError("amax and group are given: reduce amax over the group, or leave it out")
     rows, columns = matrix.shape
     packed = torch.empty(rows, width(columns), dtype=kind, device=x.device)
     across = None
@@ -104,11 +98,18 @@ def amax_size(device: torch.device) -> int:
     return launch.PARTS
 
 
+def kernels(x: Tensor) -> ModuleType | None:
+    """The launches of Triton's kernels, where these serve a matrix."""
+    if not has_kernels(x.device) or not x.numel():
+        return None
+    from interlace.float8 import launch
+
+    return launch
+
+
 def amax_into(found: Tensor, x: Tensor) -> None:
     """Fills what `amax_of` gives of a matrix whose rows are dense."""
-    if has_kernels(x.device):
-        from interlace.float8 import launch
-
+    if launch := kernels(x):
         launch.amax_into(found, x)
     else:
         found.copy_(amax_twin(x))
@@ -121,23 +122,8 @@ def quantize_into(
 
     `amax` has the maximum; without it each row has its scale.
     """
-    if has_kernels(x.device) and x.numel():
-        from interlace.float8 import launch
-
-        launch.quantize(x, recipe, amax, packed, across)
-    else:
-        quantize_twin(x, recipe, amax, packed, across)
-
-
-def quantize_near(
-    x: Tensor, recipe: Recipe, place: object, packed: Tensor | None, across: Tensor | None
-) -> None:
-    """`quantize_into` on CUDA by a matrix's own maximum, guessed by that of what was quantised at
-    the same place before; see Note [Scales are guessed] in kernel.py.
-    """
-    from interlace.float8 import launch
-
-    launch.quantize_near(x, recipe, hash((place, recipe)) % launch.SLOTS, packed, across)
+    launch = kernels(x)
+    (launch.quantize if launch else quantize_twin)(x, recipe, amax, packed, across)
 
 
 def quantize_twin(
@@ -158,9 +144,7 @@ def turn_into(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) ->
     """Fills the packed rows of the transpose [K, width(M)] from packed rows [M, width(K)] of equal
     `blocks` with one scale each. See Note [One scale for a sum over shards].
     """
-    if has_kernels(packed.device) and packed.numel():
-        from interlace.float8 import launch
-
+    if launch := kernels(packed):
         launch.turn(packed, by, blocks, across)
     else:
         turn_twin(across, packed, by, blocks)

@@ -8,7 +8,7 @@ ROW_WISE                                     # a scale for each row
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -50,11 +50,8 @@ class Recipe:
     eps: float = 0.0
     """A maximum below it counts as this (fp32); where tensors' shards have scales of their own, at
     least TINY, so that a shard of zeros has the greatest scale, and not 1."""
-    keep_transposes: bool | None = None
-    """Makes the transpose of a weight in forward, with its rows, and keeps it until backward: the
-    weight is read once less, and it takes a byte a number meanwhile, as in TransformerEngine. False
-    makes it in backward. None: keeps it where x is kept too, and has no fewer rows than the call's
-    weights have together: x and they then take no more memory than x does in bf16."""
+    keep_transposes: InitVar[None] = None
+    """An option of a former release: OptionError for any value."""
 
     _eps: str = field(init=False, repr=False, compare=False)
 
@@ -64,14 +61,18 @@ class Recipe:
         which an operator of a `Function` cannot take, and of a string a constant."""
         return float(self._eps)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, keep_transposes: object) -> None:
+        if keep_transposes is not None:
+            raise OptionError(
+                "keep_transposes is no option of a Recipe any more. fix: leave it out, and the "
+                "transpose of a weight is kept where it takes no more memory than x in bf16"
+            )
         _one_of("gradient", self.gradient, FORMATS)
         _one_of("scaling", self.scaling, get_args(Scaling))
         _one_of("scale", self.scale, get_args(Scale))
         if self.power_of_two is None:
             object.__setattr__(self, "power_of_two", self.scale == "shard")
         _one_of("power_of_two", self.power_of_two, (False, True))
-        _one_of("keep_transposes", self.keep_transposes, (None, False, True))
         if isinstance(self.eps, bool) or not isinstance(self.eps, int | float):
             raise OptionError(f"eps is {self.eps!r}: take a number")
         if not 0 <= self.eps <= torch.finfo(torch.float32).max or math.isnan(self.eps):
@@ -90,18 +91,20 @@ class Recipe:
                 "take scale='shard'"
             )
 
-    def keeps_transposes(self, rows: int, columns: int, for_x: bool, for_w: bool) -> bool:
-        """Returns true where forward makes the transposes of weights [N, K], for x [rows, K],
-        where N sums up to `columns` and gradients of x, or of weights, are wanted.
-        """
-        if not for_x or self.keep_transposes is not None:
-            return for_x and bool(self.keep_transposes)
-        return for_w and not torch.compiler.is_compiling() and rows >= columns
-
     @property
     def forward(self) -> torch.dtype:
         """The format of inputs and weights."""
         return E4M3
+
+
+def keeps_transposes(rows: int, columns: int, for_x: bool, for_w: bool) -> bool:
+    """Returns true where forward makes the transposes of weights [N, K] with their rows, and keeps
+    them until backward, so that a weight is read once less.
+
+    That is where x [rows, K] is kept too, for gradients of both, and has no fewer rows than the N
+    of all weights sum up to: x and they then take no more memory than x does in bf16.
+    """
+    return for_x and for_w and not torch.compiler.is_compiling() and rows >= columns
 
 
 ROW_WISE = Recipe(scaling="row", gradient=E4M3, power_of_two=True)

@@ -6,59 +6,45 @@ loss = LinearCrossEntropyLoss(z_loss=1e-4)(hidden, head.weight, target)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from interlace.nn.cross_entropy.loss import Reduction
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
 
 
-class LossOptions(TypedDict, total=False):
-    """Options of `interlace.nn.functional.cross_entropy`."""
-
-    ignore_index: int
-    reduction: Reduction
-    label_smoothing: float
-    group: Any
-    z_loss: float
-    softcap: float | None
-    denominator: torch.Tensor | float | None
-    check_targets: bool
-    shard_sizes: Sequence[int] | None
-
-
-class LinearLossOptions(LossOptions, total=False):
-    """Options of `interlace.nn.functional.linear_cross_entropy`."""
-
-    chunk_size: int | None
-    accumulate_dtype: torch.dtype | None
-    overlap: bool
-
-
 class Loss(nn.Module):
-    """A loss whose options are set."""
+    """A loss whose options are set: those keyword arguments of `function` that are no tensors."""
 
-    def __init__(self, kind: type[LossOptions], options: Mapping[str, Any]) -> None:
+    function: ClassVar[Callable[..., torch.Tensor]]
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
-        known = kind.__optional_keys__
-        if unknown := sorted(options.keys() - known):
+        params = inspect.signature(self.function).parameters
+        tensors = ("weight", "bias", "class_weight")
+        self.defaults = {
+            name: param.default
+            for name, param in params.items()
+            if param.default is not param.empty and name not in tensors
+        }
+        if unknown := sorted(options.keys() - self.defaults.keys()):
             raise TypeError(
                 f"{type(self).__name__} has no option {unknown[0]!r}: fix: take one of "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(self.defaults))}"
             )
-        self.options = dict(options)
+        self.options = {**self.defaults, **options}
 
     def with_denominator(self, denominator: torch.Tensor | float | None) -> dict[str, Any]:
         """The options, with this denominator if one is given."""
         return self.options if denominator is None else {**self.options, "denominator": denominator}
 
     def extra_repr(self) -> str:
-        """The options that are not off."""
-        on = (item for item in self.options.items() if item[1] is not None and item[1] is not False)
-        return ", ".join(f"{name}={value}" for name, value in on)
+        """The options that are not the defaults."""
+        items = self.options.items()
+        return ", ".join(f"{n}={value}" for n, value in items if value is not self.defaults[n])
 
 
 class CrossEntropyLoss(Loss):
@@ -71,10 +57,11 @@ class CrossEntropyLoss(Loss):
     `check_targets=True` raises at once, and has the host wait for the device.
     """
 
+    function = staticmethod(cross_entropy)
     weight: torch.Tensor | None
 
-    def __init__(self, weight: torch.Tensor | None = None, **options: Unpack[LossOptions]) -> None:
-        super().__init__(LossOptions, options)
+    def __init__(self, weight: torch.Tensor | None = None, **options: Any) -> None:
+        super().__init__(options)
         self.register_buffer("weight", weight)
 
     def forward(
@@ -84,7 +71,7 @@ class CrossEntropyLoss(Loss):
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         """The loss; a `denominator` replaces the option in this call."""
-        return cross_entropy(logits, target, self.weight, **self.with_denominator(denominator))
+        return self.function(logits, target, self.weight, **self.with_denominator(denominator))
 
 
 class LinearCrossEntropyLoss(Loss):
@@ -94,12 +81,11 @@ class LinearCrossEntropyLoss(Loss):
     `class_weight` is a buffer. Invalid targets are handled as in `CrossEntropyLoss`.
     """
 
+    function = staticmethod(linear_cross_entropy)
     class_weight: torch.Tensor | None
 
-    def __init__(
-        self, class_weight: torch.Tensor | None = None, **options: Unpack[LinearLossOptions]
-    ) -> None:
-        super().__init__(LinearLossOptions, options)
+    def __init__(self, class_weight: torch.Tensor | None = None, **options: Any) -> None:
+        super().__init__(options)
         self.register_buffer("class_weight", class_weight)
 
     def forward(
@@ -112,4 +98,4 @@ class LinearCrossEntropyLoss(Loss):
     ) -> torch.Tensor:
         """The loss; a `denominator` replaces the option in this call."""
         options = {"class_weight": self.class_weight, **self.with_denominator(denominator)}
-        return linear_cross_entropy(hidden, weight, target, bias, **options)
+        return self.function(hidden, weight, target, bias, **options)

@@ -35,9 +35,8 @@ class Adam(KeepsStates):
     """Adam (Kingma and Ba, arXiv:1412.6980), its weight decay an L2 penalty on the gradient.
 
     The arguments up to `fused` are torch.optim.Adam's, without `decoupled_weight_decay`: that is
-    `AdamW`, and a group or a checkpoint that asks for it here is an error. `foreach` and
-    `differentiable` cannot be asked for; `fused=True` is allowed, and like `capturable` puts `step`
-    on the device. Then:
+    `AdamW`, and a group or a checkpoint that asks for it here is an error. `foreach`, `capturable`
+    and `differentiable` cannot be asked for; `fused=True` is allowed and changes nothing. Then:
 
     - `exp_avg_dtype`, `exp_avg_sq_dtype`: float32 or bfloat16, what the moments are stored in
       (`max_exp_avg_sq` as `exp_avg_sq`). All arithmetic is fp32.
@@ -53,15 +52,13 @@ class Adam(KeepsStates):
       groups, on its step and on the element, so replicas round alike and a resumed run goes on bit
       for bit, also on another number of ranks if parameters are sharded by rows.
 
-    All may be set per group. Parameters are float32, bfloat16 or float16, dense or strided, on any
-    device; without a gradient they are left alone. Loading keeps this optimizer's own storage
-    (dtypes, masters, rounding) and takes everything else from the checkpoint; tensors that fit are
-    taken as they are. Errors are OptimizerError (a ValueError).
+    All may be set per group. Parameters are float32, bfloat16 or float16, dense, on any device;
+    without a gradient they are left alone. Loading keeps this optimizer's own storage (dtypes,
+    masters, rounding) and takes everything else from the checkpoint; tensors that fit are taken as
+    they are. Errors are OptimizerError (a ValueError).
 
-    With `capturable=True` steps and learning rate stay on the device, and a step can be captured in
-    a CUDA graph once one has run outside. With that or `fused=True` a GradScaler's scale and
-    overflow are handled on the device as well; gradients stay scaled. A learning rate given as a
-    CUDA tensor without either makes each step wait for the device.
+    The host counts steps, so no step can be captured in a CUDA graph; a learning rate that is a
+    CUDA tensor makes each step wait for the device.
     """
 
     kept = KEPT
@@ -92,11 +89,6 @@ class Adam(KeepsStates):
         defaults = own_options(locals())
         check_group(defaults)
         super().__init__(params, defaults)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler asks: then it gives scale and overflow to `step` and does not wait."""
-        return all(group["capturable"] or group["fused"] for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch.optim does; raises OptimizerError for what Adam cannot serve."""
@@ -129,9 +121,7 @@ class Adam(KeepsStates):
         if self._plan is None or not self._plan.holds(self, params, grads):
             self._forget()
             self._plan = StepPlan(self, params, grads)
-        self._plan.run(
-            scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None)
-        )
+        self._plan.run()
         return loss
 
     def _check_loaded(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> None:
@@ -149,10 +139,7 @@ class Adam(KeepsStates):
         return fit(name, value, param, group)
 
     def _forget(self) -> None:
-        """Nothing is known of where tensors lie; but what captured graphs read is kept."""
-        plan: StepPlan | None = self.__dict__.get("_plan")
-        baked = [launch for launch, _ in plan.launches if launch.baked] if plan else []
-        self._baked: list[Any] = [*self.__dict__.get("_baked", ()), *baked]
+        """Nothing is known of where tensors lie."""
         self._plan: StepPlan | None = None
 
 
@@ -204,10 +191,11 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise OptimizerError(f"{name}={value}: it cannot be negative")
     if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
         raise OptimizerError(f"betas={group['betas']}: two numbers from 0 up to, but not, 1")
-    if group["foreach"] or group["differentiable"]:
+    if group["foreach"] or group["capturable"] or group["differentiable"]:
         raise OptimizerError(
-            "foreach=True and differentiable=True are torch.optim's own ways to run: there is one "
-            "implementation here, which needs no foreach and is not differentiated through"
+            "foreach=True, capturable=True and differentiable=True are torch.optim's own ways to "
+            "run: there is one implementation here, which needs no foreach, counts steps on the "
+            "host and is not differentiated through. fix: leave them out, or use torch.optim's"
         )
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if group[name] not in STATE_DTYPES:

@@ -1,7 +1,7 @@
 """Runs the Programs of flat buffers, one for each, beside other work.
 
     write = partial(all_reduced, "bucket_0", flat, "mean")
-    runs = BucketRuns([(write, flat)], group, Options(), apart=True)
+    runs = BucketRuns([(write, flat)], group, Options())
     runs.start(0)                # returns at once; every rank starts the same ones, in one order
     runs.wait()                  # or raises what made one fail
 
@@ -152,9 +152,9 @@ def _move(source: int, target: int, start: int, stop: int) -> Move:
 
 
 class BucketRuns:
-    """The Executors of some flat buffers.
+    """The Executors of some flat buffers; on the CPU, by a group of its own.
 
-    `apart`: on the CPU, by a group of its own; then every rank of the job makes one together.
+    Every rank of the job makes one together.
     `before`, `then`: for some runs, what precedes or follows each, on its thread or stream.
     """
 
@@ -164,7 +164,6 @@ class BucketRuns:
         group: dist.ProcessGroup | None,
         options: Options,
         *,
-        apart: bool,
         before: Mapping[int, Callable[[], None]] | None = None,
         then: Mapping[int, Callable[[], None]] | None = None,
     ) -> None:
@@ -173,7 +172,7 @@ class BucketRuns:
         self._stream: Any = None
         with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
             given: Any = group or dist.group.WORLD
-            if apart and self._device.type == "cpu":
+            if self._device.type == "cpu":
                 given = made.enter_context(
                     beside(dist.get_process_group_ranks(given), self._device)
                 )

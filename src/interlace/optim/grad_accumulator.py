@@ -1,7 +1,6 @@
-"""Where one Parameter's gradient is summed: an object that layers are given, and nothing else.
+"""Where one Parameter's gradient is summed: an object that layers find, as long as it is held.
 
     weight = GradAccumulator(layer.weight)                       # sums in `.grad` itself
-    layer.accumulate_into(weight)
     weight = GradAccumulator(p, torch.zeros_like(p, dtype=torch.float32), on_ready=reduce_it)
 
 A layer that can add to a gradient in place asks `destination()` in its backward, adds there and
@@ -68,7 +67,7 @@ class GradAccumulator:
         if accumulator_of(param) is not None:
             raise GradientError(
                 f"a Parameter of shape {list(param.shape)} has an accumulator: close() that one, "
-                "or the GradReducer that made it, first"
+                "or the LayerWise that made it, first"
             )
         if buffer is not None and (
             buffer.shape != local(param).shape
@@ -111,22 +110,6 @@ class GradAccumulator:
         """The sum so far."""
         return self.param.grad if self.buffer is None else self.buffer
 
-    @torch.no_grad()
-    def accumulate(self, dw: torch.Tensor) -> None:
-        """Adds `dw`, of the Parameter's shape and any floating type, to the sum.
-
-        `GradientError` if the shape differs, or the sum is being reduced already.
-        """
-        if dw.shape != self.param.shape:
-            raise GradientError(
-                f"a gradient of shape {list(dw.shape)} for a Parameter of {list(self.param.shape)}"
-            )
-        self._settle()
-        if self.grad is not None:
-            self.grad.add_(dw)
-        else:
-            self.param.grad = dw.to(self.param.dtype, copy=True)
-
     def destination(self) -> torch.Tensor | None:
         """The tensor that a layer may add this gradient to, in its backward; None: return it.
 
@@ -154,7 +137,6 @@ class GradAccumulator:
 
     def close(self) -> None:
         """Takes the hooks away: from now on gradients go to `.grad` as ever, a layer's too."""
-        self.refuse("its accumulator was closed")
         self._finalizer()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -207,7 +189,7 @@ class GradAccumulator:
             raise GradientError(
                 f"the type or the device of a Parameter {list(self.param.shape)} (now "
                 f"{self.param.dtype} on {self.param.device}) was changed after its GradAccumulator "
-                "or GradReducer was made, which no longer hears of its gradients: close() that, "
+                "or LayerWise was made, which no longer hears of its gradients: close() that, "
                 "and make another"
             )
         if self.buffer is not None and self.param.grad is not None:

@@ -1,6 +1,6 @@
 """Loading states of an optimizer without torch's cast to the dtypes of parameters.
 
-class Adam(KeepsStates):
+class Own(KeepsStates):
     def _fit(self, name, value, param, group): ...       # a loaded value as this class keeps it
 """
 

@@ -43,7 +43,7 @@ class OverlapColwiseGroup(Checked):
         input_layouts: of the module's first argument. `Shard(dim)`, `dim` not the last: the rows
             are gathered once; the module is given a DTensor, of the whole shape. `Replicate()`: the
             module is given what it was given.
-        use_local_output, options, overlap, recipe: as of `OverlapColwise`.
+        use_local_output, options, recipe: as of `OverlapColwise`.
 
     The layers' outputs are cut in their last dimension. The layer that is called first computes the
     outputs of all; the others give theirs when they are called with the same tensor (of an
@@ -61,7 +61,6 @@ class OverlapColwiseGroup(Checked):
         input_layouts: Placement | None = None,
         use_local_output: bool = True,
         options: Given = None,
-        overlap: bool = True,
         recipe: Recipe | None = None,
     ) -> None:
         if isinstance(names, str) or not names or len({*names}) < len(names):
@@ -71,7 +70,6 @@ class OverlapColwiseGroup(Checked):
             input_layouts=input_layouts,
             use_local_output=use_local_output,
             options=options,
-            overlap=overlap,
             recipe=recipe,
         )
         self.prepare: PrepareModuleInput | None = None

@@ -71,7 +71,6 @@ def parallelize(
     plan: Mapping[str, str] | Mapping[str, ParallelStyle] | None = None,
     *,
     options: Given = None,
-    overlap: bool = True,
     recipe: Recipe | None = None,
 ) -> Parallelized:
     """Distributes a model, or a block of one, in place, from the first rank's Parameters.
@@ -91,7 +90,7 @@ def parallelize(
             "embedding_colwise", "replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", and
             "moe_tp_experts" with its Parameters' "packed_colwise", "packed_rowwise", "colwise" and
             "rowwise".
-        options, overlap, recipe: as of `OverlapColwise` and `OverlapRowwise`, for the layers that
+        options, recipe: as of `OverlapColwise` and `OverlapRowwise`, for the layers that
             overlap; of words, for row-parallel ones.
 
     A module whose input is left in parts (see Note [What a plan becomes]) is given a DTensor of the
@@ -117,7 +116,7 @@ def parallelize(
         )
     words = {name: word for name, word in found.items() if not isinstance(word, ParallelStyle)}
     theirs = {name: style for name, style in found.items() if name not in words}
-    how = {"options": options, "overlap": overlap}
+    how: dict[str, Any] = {"options": options}
     styles = styles_of_words(model, words, mesh, how, recipe)
     kept = _rewrite(theirs, modules, styles, how, recipe)
     plain = {n: kept.get(n) or _why(styles[n], modules[n]) for n in found if n in styles}

@@ -83,7 +83,6 @@ class _Overlap(Checked):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         options: Given = None,
-        overlap: bool = True,
         recipe: Recipe | None = None,
     ) -> None:
         layouts = {"input_layouts": input_layouts, "output_layouts": output_layouts}
@@ -94,7 +93,7 @@ class _Overlap(Checked):
             raise InputError(f"`recipe` is {recipe!r}: give an interlace.float8.Recipe, or None")
         base: Any = super()
         base.__init__(use_local_output=use_local_output, **layouts)
-        self.how = {"options": options_from(options), "overlap": overlap, "recipe": recipe}
+        self.how = {"options": options_from(options), "recipe": recipe}
         (layout,) = getattr(self, self._side)
         self.dim = layout.dim if isinstance(layout, Shard) and layout.dim != -1 else None
         """The dimension of rows that is gathered or scattered, if one is."""
@@ -177,7 +176,7 @@ class OverlapColwise(_Overlap, ColwiseParallel):
         input_layouts, output_layouts, use_local_output: as of torch's. A linear layer whose input
             is `Shard(dim)` with `dim` not the last is an `all_gather_linear`: ranks have equal
             parts. Features are the dimension -1.
-        options, overlap, recipe: as of `interlace.nn.functional.all_gather_linear`. A recipe is for
+        options, recipe: as of `interlace.nn.functional.all_gather_linear`. A recipe is for
             layers that gather.
 
     `InputError` names an argument, module or mesh that is not taken, in forward an input of another
@@ -211,7 +210,7 @@ class OverlapRowwise(_Overlap, RowwiseParallel):
             is `Shard(dim)` with `dim` not the last is a `linear_reduce_scatter`, and takes sizes of
             that dimension that are multiples of the mesh's; one whose output is `Replicate()` is a
             `linear_all_reduce`.
-        options, overlap, recipe: as of `interlace.nn.functional.linear_reduce_scatter`. A recipe is
+        options, recipe: as of `interlace.nn.functional.linear_reduce_scatter`. A recipe is
             for those two.
 
     `InputError` as of `OverlapColwise`.

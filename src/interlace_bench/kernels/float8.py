@@ -114,14 +114,13 @@ def linear_case(
         layer.weight = plain.weight
         return torch.compile(convert(nn.Sequential(layer)))
 
-    def ours(keep: bool | None = None) -> Any:
+    def ours() -> Any:
         layer = nn.Linear(inner, outer, bias=False, device=device, dtype=dtype)
         layer.weight = plain.weight
-        return convert_to_float8(layer, Recipe(keep_transposes=keep))
+        return convert_to_float8(layer, Recipe())
 
     ways = [
         Way(OURS, lambda: opened(ours)),
-        Way(f"{OURS} kept", lambda: opened(lambda: ours(True))),
         Way("torchao", lambda: opened(torchao)),
         Way("torch", lambda: opened(lambda: plain)),
     ]

@@ -105,8 +105,13 @@ def grouped_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:
     groups, outer, inner = weight.shape
     layer = GroupedLinear(groups, inner, outer, bias=False, device="meta", dtype=weight.dtype)
     layer.weight = nn.Parameter(weight)
-    layer.accumulate_into(GradAccumulator(layer.weight, main))
-    return lambda x: layer(x, sizes), lambda: None
+    held = GradAccumulator(layer.weight, main)
+
+    def multiply(x: Tensor) -> Tensor:
+        assert held.param is layer.weight
+        return layer(x, sizes)
+
+    return multiply, lambda: None
 
 
 def torch_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:

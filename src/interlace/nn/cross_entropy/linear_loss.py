@@ -16,7 +16,7 @@ from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.cross_entropy.chunks import Chunks, Operands
 from interlace.nn.cross_entropy.loss import LOGITS, LossSetup, Reduction, terms_of
 from interlace.nn.cross_entropy.steps import steps_for
-from interlace.nn.cross_entropy.vocabulary import beside, cut_of, full_of, is_dtensor
+from interlace.nn.cross_entropy.vocabulary import refuse_dtensors
 from interlace.optim.untraced import eager
 
 
@@ -53,12 +53,10 @@ def linear_cross_entropy(
     Args:
         hidden: (..., in), bfloat16, float16, float32 or float64; the same on all ranks of the
             group, among which its gradient is added up (do not do so again).
-        weight: (classes, in), of the same type; with `group`, this rank's classes. A DTensor may be
-            cut over its classes, which then gives the group: its ranks are taken to have the same
-            rows. A head that FSDP2 cut over data parallelism looks alike, and its ranks have not:
-            `unshard()` its module before (as within its forward), or the loss is wrong.
+        weight: (classes, in), of the same type; with `group`, this rank's classes. (Of a DTensor
+            give `to_local()`; `unshard()` the module of a head that FSDP2 cut.)
         target: (...), int64 or int32.
-        bias: (classes,), as the weight; beside a DTensor, one too or that of all classes.
+        bias: (classes,), as the weight.
         class_weight, ignore_index, reduction, label_smoothing, group: see `cross_entropy`.
         z_loss, softcap, denominator, check_targets, shard_sizes: see `cross_entropy`.
         chunk_size: rows at a time, as many on all ranks. By default a seventh of them, at most as
@@ -78,15 +76,8 @@ def linear_cross_entropy(
     Raises:
         TargetError, InputError: as `cross_entropy`.
     """
-    if is_dtensor(weight):
-        if group is not None:
-            raise InputError("weight is a DTensor, whose mesh says the group: leave out `group`")
-        whole = weight
-        weight, group, shard_sizes = cut_of(weight, 0, "weight")
-        bias = beside(bias, whole, 0, "bias")
-        class_weight = beside(class_weight, whole, 0, "class_weight")
-    denominator = full_of(denominator, "denominator")
-    hidden, target = full_of(hidden, "hidden"), full_of(target, "target")
+    refuse_dtensors(hidden=hidden, weight=weight, target=target, bias=bias)
+    refuse_dtensors(class_weight=class_weight, denominator=denominator)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)

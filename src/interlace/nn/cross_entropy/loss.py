@@ -28,15 +28,8 @@ import torch
 from interlace.errors import InputError, TargetError
 from interlace.nn.autograd import first_order
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word, steps_for
-from interlace.nn.cross_entropy.vocabulary import (
-    Waiting,
-    beside,
-    cut_of,
-    find_shards,
-    full_of,
-    gather,
-)
-from interlace.nn.groups import group_of, is_dtensor
+from interlace.nn.cross_entropy.vocabulary import Waiting, find_shards, gather, refuse_dtensors
+from interlace.nn.groups import group_of
 from interlace.optim.untraced import eager
 
 Reduction = Literal["none", "mean", "sum"]
@@ -70,11 +63,10 @@ def cross_entropy(
         logits: (..., classes), bfloat16, float16, float32 or float64; they are never written to,
             and on CUDA copied where the classes do not lie side by side, or two strides do not say
             where rows begin. No kernel takes float64: on CUDA, the host then waits for the device.
-            With `group`, this rank's classes: those of rank 0 come first. A DTensor may be cut over
-            its classes, which then gives the group.
+            With `group`, this rank's classes: those of rank 0 come first. (Of a DTensor give
+            `to_local()`, here and below.)
         target: (...), int64 or int32, of any strides; the same on all ranks of the group.
-        weight: (classes,), the weight of each class; with `group`, of this rank's classes (for
-            DTensor logits: a DTensor, or the weights of all classes).
+        weight: (classes,), the weight of each class; with `group`, of this rank's classes.
         ignore_index: rows with this target have loss and gradient 0, and are not counted.
         reduction: "none": a loss for each row; "sum"; "mean": the sum, divided by the sum of the
             weights of the targets that count (their number, without weights; NaN if none does).
@@ -85,16 +77,14 @@ def cross_entropy(
             arXiv:2202.08906); class weights do not scale it.
         softcap: logits are softcap * tanh(logits / softcap) ("Gemma 2", arXiv:2408.00118).
         denominator: replaces the divisor of "mean" and "sum": a number, or a tensor of one element
-            (no gradient flows to it; a DTensor, if it is replicated). Under
-            data parallelism, the number of tokens of all ranks over the number of ranks makes the
-            averaged gradients exact.
+            (no gradient flows to it). Under data parallelism, the number of tokens of all ranks
+            over the number of ranks makes the averaged gradients exact.
         check_targets: raise `TargetError` at once. The host waits for the device.
         shard_sizes: the number of classes of each rank of the group. Without it each call gathers
             them on the device, besides the one small collective that the loss needs.
 
     Returns:
-        The loss in float32 (float64 for float64 logits): a scalar, or (...) for "none". For logits
-        that are a DTensor it is a replicated DTensor.
+        The loss in float32 (float64 for float64 logits): a scalar, or (...) for "none".
 
     Raises:
         TargetError: a target is not a class. The loss and the gradient of its row are NaN, and
@@ -102,28 +92,13 @@ def cross_entropy(
             this one; with `check_targets`, this call raises.
         InputError: shapes, dtypes or options do not fit.
     """
-    mesh: Any = None
-    if is_dtensor(logits):
-        mesh = getattr(logits, "device_mesh")  # noqa: B009
-        if group is not None:
-            raise InputError("logits are a DTensor, whose mesh says the group: leave out `group`")
-        whole = logits
-        logits, group, shard_sizes = cut_of(logits, -1, "logits")
-        weight = beside(weight, whole, -1, "weight")
-    target, denominator = full_of(target, "target"), full_of(denominator, "denominator")
-    if weight is not None and is_dtensor(weight):
-        weight = cut_of(weight, 0, "weight")[0]
+    refuse_dtensors(logits=logits, target=target, weight=weight, denominator=denominator)
     check_inputs(logits, target, weight)
     terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, softcap, denominator)
     setup = LossSetup.of(
         target, logits.device, logits.shape[-1], terms, group, shard_sizes, check_targets
     )
-    loss = CrossEntropy.apply(logits, target.contiguous(), weight, setup, reduction, denominator)
-    if mesh is None:
-        return loss
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return CrossEntropy.apply(logits, target.contiguous(), weight, setup, reduction, denominator)
 
 
 @dataclass(frozen=True, slots=True)

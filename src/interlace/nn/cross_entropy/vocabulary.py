@@ -8,13 +8,11 @@ another might have forgotten, and the host never waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from interlace.comm.teams import group_of_mesh
-from interlace.errors import InputError, UnsupportedError
+from interlace.errors import InputError
 from interlace.nn.cross_entropy.steps import Shards
 from interlace.nn.groups import is_dtensor
 
@@ -68,66 +66,11 @@ def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Waiting:
     return group.allreduce([tensor]).wait
 
 
-def cut_of(tensor: Any, dim: int, what: str) -> tuple[torch.Tensor, Any, list[int] | None]:
-    """A DTensor's local part, the group that dimension `dim` is cut over, and its sizes there."""
-    from torch.distributed.tensor import Shard
-
-    dim %= tensor.dim()
-    mesh, cut = tensor.device_mesh, None
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        if type(placement) is not Shard or placement.dim != dim or cut is not None:
-            raise UnsupportedError(
-                f"{what} is placed {tuple(tensor.placements)}: it can be replicated or, on one "
-                f"axis of the mesh, be Shard({dim}) (its classes); for what is cut over other "
-                "dimensions give the loss `to_local()`, and a `denominator` of all ranks"
+def refuse_dtensors(**tensors: object) -> None:
+    """Raises InputError for a DTensor among the arguments of these names."""
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise InputError(
+                f"`{name}` is a DTensor: a loss takes what this rank holds. fix: give "
+                f"{name}.to_local(), and as `group` the mesh that the classes are cut over"
             )
-        cut = axis
-    local = tensor.to_local()
-    if cut is None:
-        return local, None, None
-    group = group_of_mesh(mesh, cut)
-    world, total = mesh.size(cut), tensor.shape[dim]
-    each = -(-total // world)
-    sizes = [max(0, min(each, total - rank * each)) for rank in range(world)]
-    if local.shape[dim] != sizes[mesh.get_local_rank(cut)]:
-        raise UnsupportedError(
-            f"{what} has {local.shape[dim]} classes here, where DTensor would have put "
-            f"{sizes[mesh.get_local_rank(cut)]} of {total}; give `to_local()` and the group"
-        )
-    return local, group, sizes
-
-
-def beside(vector: Any, cut: Any, dim: int, what: str) -> torch.Tensor | None:
-    """This rank's part of one number for each class, beside a DTensor with classes along `dim`.
-
-    The vector is a DTensor that is cut alike or replicated, or all classes' on every rank, and gets
-    all of a gradient (collective, if it was not cut). One of another length is left as it is.
-    """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    if vector is None or vector.shape != cut.shape[dim:][:1]:
-        return vector
-    mesh, whole = cut.device_mesh, [Replicate()] * cut.device_mesh.ndim
-    if not is_dtensor(vector):
-        vector = DTensor.from_local(vector, mesh, whole, run_check=False)
-    placements = [p if p.is_replicate() else Shard(0) for p in cut.placements]
-    if vector.device_mesh != mesh or list(vector.placements) not in (placements, whole):
-        raise UnsupportedError(
-            f"{what} is placed {tuple(vector.placements)} on {vector.device_mesh}: beside classes "
-            f"that are placed {tuple(cut.placements)} on {mesh} it can be replicated or cut alike"
-        )
-    return vector.redistribute(placements=placements).to_local()
-
-
-def full_of(tensor: Any, what: str) -> torch.Tensor:
-    """A tensor that every rank has whole: a plain one, or a replicated DTensor's local part."""
-    if not is_dtensor(tensor):
-        return tensor
-    if not all(placement.is_replicate() for placement in tensor.placements):
-        raise UnsupportedError(
-            f"{what} is placed {tuple(tensor.placements)}: every rank of the vocabulary needs it "
-            "whole; redistribute it to Replicate()"
-        )
-    return tensor.to_local()

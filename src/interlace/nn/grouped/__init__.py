@@ -2,5 +2,4 @@
 
 linear.py     the layer, and its place in autograd
 products.py   the products, and their twins;  kernel.py: the kernels;  launch.py: their launches
-float8.py     the products of a layer that has a recipe
 """

@@ -12,11 +12,8 @@ torch.compile a layer in bf16 is that GEMM on the CPU too, in one graph with its
 
 The gradient of the weight can go straight into a buffer, with no temporary of its size:
 
-    experts.accumulate_into(GradAccumulator(experts.weight))     # under DDP: into `.grad`
-    GradReducer(model)                                           # into its buckets, fp32 if asked
-
-With `recipe=interlace.float8.ROW_WISE` y and the gradient of x are multiplied in FP8: see
-docs/how-to/fp8.md.
+    accumulator = GradAccumulator(experts.weight)     # as long as it is held; under DDP: `.grad`
+    LayerWise(optimizer, model, mesh)                 # into its buckets, in fp32
 """
 
 from __future__ import annotations
@@ -28,13 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.errors import GradientError, GroupError
-from interlace.float8.recipe import Recipe
+from interlace.errors import GroupError, OptionError
 from interlace.nn.autograd import first_order, without_autocast
-from interlace.nn.grouped import float8
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import ALIGNMENT, Groups
-from interlace.optim.grad_accumulator import GradAccumulator
+from interlace.nn.groups import is_dtensor
+from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
 
 
 class GroupedLinear(nn.Module):
@@ -42,8 +38,6 @@ class GroupedLinear(nn.Module):
 
     `weight` is [num_groups, out_features, in_features] and `bias` [num_groups, out_features], each
     one Parameter, initialised as that many `torch.nn.Linear` made one after another would be.
-    `recipe`, of a scale for each row, multiplies in FP8: in_features and out_features are multiples
-    of 16, else `InputError`. `weight.grad` is then still computed in the type of x.
     """
 
     def __init__(
@@ -54,17 +48,18 @@ class GroupedLinear(nn.Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        recipe: Recipe | None = None,
+        recipe: None = None,
     ) -> None:
+        if recipe is not None:
+            raise OptionError(
+                "GroupedLinear takes no `recipe` any more: experts are multiplied in the type of "
+                "their rows. fix: leave it out"
+            )
         super().__init__()
         if min(num_groups, in_features, out_features) < 1:
             raise GroupError(
                 f"GroupedLinear({num_groups}, {in_features}, {out_features}): give sizes from 1 up"
             )
-        if recipe is not None:
-            float8.check(recipe, in_features, out_features)
-        self.recipe = recipe
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
@@ -73,7 +68,6 @@ class GroupedLinear(nn.Module):
         self.bias = (
             nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None
         )
-        self._accumulator: GradAccumulator | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -84,15 +78,9 @@ class GroupedLinear(nn.Module):
             if self.bias is not None:
                 nn.init.uniform_(self.bias[group], -bound, bound)
 
-    def accumulate_into(self, weight: GradAccumulator | None) -> None:
-        """From now on backward adds the weight's gradient to this accumulator; None ends that.
-
-        The accumulator must be this weight's own: `GradientError` otherwise. It takes what autograd
-        brings as well, until its `close()`. Copies of the module are not attached.
-        """
-        if weight is not None and weight.param is not self.weight:
-            raise GradientError("the accumulator is another Parameter's: make it of this weight")
-        self._accumulator = weight
+    def _accumulator(self) -> GradAccumulator | None:
+        """The weight's accumulator, to whose sum backward adds."""
+        return None if is_dtensor(self.weight) else accumulator_of(self.weight)
 
     def forward(self, x: torch.Tensor, group_sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """x [tokens, in_features], sorted by group, to [tokens, out_features].
@@ -103,7 +91,7 @@ class GroupedLinear(nn.Module):
         are cut off at `tokens`.
         Under autocast x, weight and bias are cast to its type, and gradients are the originals'.
         """
-        if torch.compiler.is_compiling() and self._accumulator is None and self.recipe is None:
+        if torch.compiler.is_compiling() and self._accumulator() is None:
             if _traceable(self, x, group_sizes):
                 assert isinstance(group_sizes, torch.Tensor)
                 grouped.check_sizes(group_sizes, self.num_groups, x.device)
@@ -119,35 +107,22 @@ class GroupedLinear(nn.Module):
             num_groups=self.num_groups,
             tokens=x.shape[0],
             device=x.device,
-            by_kernel=self._refuse(x, dtype) is None,
+            by_kernel=grouped.refuse(x, self.weight, dtype) is None,
         )
-        if self._accumulator is not None and self._accumulator.param is not self.weight:
-            raise GradientError(
-                "the weight was replaced after accumulate_into(): make another accumulator"
-            )
-        facts = groups, dtype, self._accumulator, self.recipe
+        facts = groups, dtype, self._accumulator()
         return GroupedProduct.apply(x, self.weight, self.bias, *facts)
-
-    def _refuse(self, x: torch.Tensor, dtype: torch.dtype) -> str | None:
-        serves = grouped if self.recipe is None else float8
-        return serves.refuse(x, self.weight, dtype)
 
     def explain(self, x: torch.Tensor) -> str:
         """The way that x would be multiplied: "by kernel", or "by loop: " and why."""
-        why = self._refuse(x, _check(self, x))
+        why = grouped.refuse(x, self.weight, _check(self, x))
         return "by kernel" if why is None else f"by loop: {why}"
 
     def extra_repr(self) -> str:
         """The sizes."""
-        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.bias is not None}{recipe}"
+            f"out_features={self.out_features}, bias={self.bias is not None}"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has Parameters of its own, and no accumulator yet."""
-        return {**self.__dict__, "_accumulator": None}
 
 
 def _check(layer: GroupedLinear, x: torch.Tensor) -> torch.dtype:
@@ -193,20 +168,16 @@ class GroupedProduct(torch.autograd.Function):
         groups: Groups,
         dtype: torch.dtype,
         accumulator: GradAccumulator | None,
-        recipe: Recipe | None,
     ) -> torch.Tensor:
         rows = dense_rows(x, dtype)
         for_x, for_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(rows if for_weight else None, weight if for_x else None)
-        ctx.groups, ctx.dtype, ctx.accumulator, ctx.recipe = groups, dtype, accumulator, recipe
+        ctx.groups, ctx.dtype, ctx.accumulator = groups, dtype, accumulator
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         cast = None if bias is None else _cast(bias, dtype)
-        given = rows, _cast(weight, dtype), cast, groups
         with without_autocast(x.device.type):
-            if recipe is not None:
-                return float8.multiply(*given, recipe)
-            return grouped.multiply(*given)
+            return grouped.multiply(rows, _cast(weight, dtype), cast, groups)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -218,11 +189,7 @@ class GroupedProduct(torch.autograd.Function):
         with torch.no_grad(), without_autocast(dy.device.type):  # a backward may be under both
             dy = dense_rows(dy, ctx.dtype)
             if ctx.needs_input_grad[0]:
-                given = dy, _cast(weight, ctx.dtype), groups
-                if ctx.recipe is None:
-                    dx = grouped.input_gradient(*given)
-                else:
-                    dx = float8.input_gradient(*given, ctx.recipe)
+                dx = grouped.input_gradient(dy, _cast(weight, ctx.dtype), groups)
                 dx = _cast(dx, ctx.x_dtype)
             if ctx.needs_input_grad[1]:
                 into = None if accumulator is None else accumulator.destination()
@@ -234,7 +201,7 @@ class GroupedProduct(torch.autograd.Function):
                     dw = _cast(made, ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
                 db = _cast(grouped.bias_gradient(dy, groups), ctx.bias_dtype)
-        return first_order(dx), first_order(dw), first_order(db), *[None] * 4
+        return first_order(dx), first_order(dw), first_order(db), *[None] * 3
 
 
 def _traceable(layer: GroupedLinear, x: torch.Tensor, group_sizes: object) -> bool:

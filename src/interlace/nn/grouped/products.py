@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 import torch
 
@@ -169,15 +168,19 @@ def weight_gradient(
 
     dy [tokens, out] and x [tokens, in], both contiguous; out [groups, out, in]. An empty group
     gives zeros, or adds nothing. No temporary is larger than one group's gradient; by kernel there
-    is none. If `out` is not contiguous it is done by loop, and the host waits for the sizes.
+    is none, but where `out` is not contiguous.
     """
-    if groups.ends is not None and out.is_contiguous():
+    if groups.ends is not None:
         from interlace.nn.grouped.launch import weight_gradient as launch
 
-        launch(dy, x, groups.ends, out, accumulate)
+        if out.is_contiguous():
+            launch(dy, x, groups.ends, out, accumulate)
+        else:
+            made = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            launch(dy, x, groups.ends, made, False)
+            out.add_(made) if accumulate else out.copy_(made)
         return out
     wide = torch.promote_types(dy.dtype, out.dtype)
-    groups = _host(groups)
     if not accumulate:
         out.zero_()
     for group, start, end in groups.spans():
@@ -200,16 +203,6 @@ def bias_gradient(dy: torch.Tensor, groups: Groups) -> torch.Tensor:
     for group, start, end in groups.spans():
         torch.sum(dy[start:end], 0, out=out[group])
     return out
-
-
-def _host(groups: Groups) -> Groups:
-    """The same groups with their sizes on the host, for which it waits."""
-    if groups.sizes is not None:
-        return groups
-    assert groups.ends is not None
-    ends = [0, *groups.ends.tolist()]
-    sizes = tuple(max(0, b - a) for a, b in pairwise(ends))
-    return Groups(groups.num, groups.tokens, sizes, groups.ends, groups.padded)
 
 
 def finish(y: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch.Tensor:

@@ -25,14 +25,14 @@ import torch
 from interlace.float8.recipe import Recipe
 
 
-class Value(Protocol):
+class Matrix(Protocol):
     """A matrix or a vector: a tensor, or a handle of a Program's buffer."""
 
     def t(self) -> Any:
         """The transpose of a matrix, which costs nothing."""
 
 
-T = TypeVar("T", bound=Value)
+T = TypeVar("T", bound=Matrix)
 
 
 class Operations(Protocol[T]):

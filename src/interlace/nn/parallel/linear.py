@@ -13,7 +13,6 @@ so autograd casts the gradients back; the Programs hold one dtype, and run witho
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,6 @@ def all_gather_linear(
     *,
     group: Any,
     dim: int = 0,
-    overlap: bool = True,
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Any:
@@ -61,8 +59,7 @@ def all_gather_linear(
         group: a process group of this rank, or a DeviceMesh of one dimension.
         dim: the dimension of x that is gathered: any but the last. Unless it is the first, x is
             copied, and the output is a view that is not contiguous.
-        overlap: False runs the serial twin.
-        options: `interlace.Options`, or a mapping of them.
+        options: `interlace.Options`, or a mapping of them; `overlap=False` runs the serial twin.
         recipe: multiplies in FP8, and x travels in FP8 (docs/how-to/fp8.md). K, N are multiples
             of 16. Of a scale for each tensor, x is saved in FP8 too.
 
@@ -71,7 +68,7 @@ def all_gather_linear(
     gradient there. Floating tensors are of one dtype, or cast alike by autocast. `InputError` names
     the argument that does not fit the others.
     """
-    return _columns("all_gather", x, weights, biases, group, dim, overlap, options, recipe)
+    return _columns("all_gather", x, weights, biases, group, dim, options, recipe)
 
 
 @graph_or_eager
@@ -81,7 +78,6 @@ def replicated_linear(
     biases: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: Any,
-    overlap: bool = True,
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Any:
@@ -89,12 +85,12 @@ def replicated_linear(
 
     Args:
         x: [..., K], the same on all ranks.
-        weights, biases, group, overlap, options, recipe: as in `all_gather_linear`.
+        weights, biases, group, options, recipe: as in `all_gather_linear`.
 
     Gives [..., N]. Forward communicates nothing. Backward sums the gradients of x that the weights
     give, and all-reduces that sum once, under the gradients of the weights.
     """
-    return _columns("copy", x, weights, biases, group, None, overlap, options, recipe)
+    return _columns("copy", x, weights, biases, group, None, options, recipe)
 
 
 def _columns(
@@ -104,7 +100,6 @@ def _columns(
     biases: Tensor | Sequence[Tensor | None] | None,
     group: Any,
     dim: int | None,
-    overlap: bool,
     options: Given,
     recipe: Recipe | None,
 ) -> Any:
@@ -112,7 +107,7 @@ def _columns(
     many = not isinstance(weights, Tensor)
     each: Any = weights if many else [weights]
     bias: Any = [None] * len(each) if biases is None else biases if many else [biases]
-    via = _communication(collective, group, options, overlap, recipe, each)
+    via = _communication(collective, group, options, recipe, each)
     dim = 0 if dim is None else _rows_dim(x, dim)
     x, tensors, accumulators = _checked(x, each, bias, recipe)
     if via is None:
@@ -134,7 +129,6 @@ def linear_reduce_scatter(
     *,
     group: Any,
     dim: int = 0,
-    overlap: bool = True,
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Tensor:
@@ -145,13 +139,13 @@ def linear_reduce_scatter(
             of the group.
         weight: this rank's columns [N, K] of a weight.
         bias: [N], the same on all ranks.
-        group, dim, overlap, options: as in `all_gather_linear`; `dim` is scattered.
+        group, dim, options: as in `all_gather_linear`; `dim` is scattered.
         recipe: as there. The sums are of the dtype of x; the upstream gradient travels in FP8.
 
     Gives [..., N] with this rank's part of the rows. Backward gathers the upstream gradient for all
     that needs it; that of the bias is of all rows, and the same on all ranks.
     """
-    via = _communication("reduce_scatter", group, options, overlap, recipe, [weight])
+    via = _communication("reduce_scatter", group, options, recipe, [weight])
     dim = _rows_dim(x, dim)
     x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
@@ -173,7 +167,6 @@ def linear_all_reduce(
     bias: Tensor | None = None,
     *,
     group: Any,
-    overlap: bool = True,
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Tensor:
@@ -183,12 +176,12 @@ def linear_all_reduce(
         x: [..., K], all rows, of this rank's columns.
         weight: this rank's columns [N, K] of a weight.
         bias: [N], the same on all ranks.
-        group, overlap, options, recipe: as in `all_gather_linear`. The sums are of the dtype of x.
+        group, options, recipe: as in `all_gather_linear`. The sums are of the dtype of x.
 
     Gives [..., N]. The upstream gradient is the same on all ranks, and backward communicates
     nothing.
     """
-    via = _communication("all_reduce", group, options, overlap, recipe, [weight])
+    via = _communication("all_reduce", group, options, recipe, [weight])
     x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
     if via is None:
         return _alone(x, tensors[0], tensors[1], recipe)
@@ -203,13 +196,12 @@ def _communication(
     collective: str,
     group: Any,
     options: Given,
-    overlap: bool,
     recipe: Recipe | None,
     weights: Sequence[Tensor],
 ) -> Communication | None:
     """The communication of a call; None where one rank has all."""
     in_graph = torch.compiler.is_compiling()  # Note [In our own graphs] in traced.py
-    chosen = DEFAULT if in_graph else _options(options, overlap)
+    chosen = DEFAULT if in_graph else _options(options)
     if group is None:
         raise InputError("`group` is None: give a process group or a mesh of one dimension")
     if not isinstance(recipe, Recipe | None):
@@ -229,21 +221,21 @@ def _alone(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe | None
 DEFAULT = Options()
 
 
-def _options(given: Given, overlap: bool) -> Options:
+def _options(given: Given) -> Options:
     """The options of a call; a mapping of the same items is read once."""
-    items: Any = given
-    if isinstance(given, Mapping):
-        items = tuple([(name, type(value), value) for name, value in given.items()])
+    if given is None:
+        return DEFAULT
+    if not isinstance(given, Mapping):
+        return options_from(given)
     try:
-        return _read(items, overlap)
+        return _read(tuple([(name, type(value), value) for name, value in given.items()]))
     except TypeError:  # a value that cannot be a key is none that an option takes
-        return dataclasses.replace(options_from(given), overlap=overlap)
+        return options_from(given)
 
 
 @functools.lru_cache
-def _read(items: Any, overlap: bool) -> Options:
-    given = {name: value for name, _, value in items} if isinstance(items, tuple) else items
-    return dataclasses.replace(options_from(given), overlap=overlap)
+def _read(items: tuple[tuple[str, type, Any], ...]) -> Options:
+    return options_from({name: value for name, _, value in items})
 
 
 def _rows_dim(x: Tensor, dim: int) -> int:

@@ -101,7 +101,7 @@ class Programs:
         return bound
 
 
-class Known(NamedTuple):
+class KnownWeight(NamedTuple):
     """The facts of a weight that all ranks know."""
 
     digests: tuple[int, ...]
@@ -118,8 +118,8 @@ class OfGroup:
     resets: int
     """The team's resets when the weights were asked for."""
     programs: dict[Any, Programs] = dataclasses.field(default_factory=dict[Any, Programs])
-    known: dict[Any, tuple[StorageWeakRef, Known]] = dataclasses.field(
-        default_factory=dict[Any, tuple[StorageWeakRef, Known]]
+    known: dict[Any, tuple[StorageWeakRef, KnownWeight]] = dataclasses.field(
+        default_factory=dict[Any, tuple[StorageWeakRef, KnownWeight]]
     )
     """Known weights, by storage and layer."""
     run: int = 0
@@ -134,7 +134,7 @@ _programs: weakref.WeakKeyDictionary[dist.ProcessGroup, OfGroup] = weakref.WeakK
 
 def known(
     group: dist.ProcessGroup, layer: LinearLayer, options: Options, weight: torch.Tensor
-) -> Known:
+) -> KnownWeight:
     """Facts of a weight that all ranks know; the first time, all ask: Note [Found by all or by
     none]."""
     own = _of(group)
@@ -148,7 +148,7 @@ def known(
     what = f"{name_of(layer)} with {given or 'no bias'}"
     asked = team.exchange(_digest(layer, options), what, limit)
     name = f"of weight {team.control.asked}" if team.is_set_up else "of the first weight"
-    now = Known(asked if len({*asked}) > 1 else (), name)
+    now = KnownWeight(asked if len({*asked}) > 1 else (), name)
     if len(own.known) >= own.room:
         own.known = {key: item for key, item in own.known.items() if not item[0].expired()}
         own.room = max(1024, 2 * len(own.known))

@@ -20,12 +20,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from interlace.errors import UnsupportedError
 from interlace.float8.linear import weight_across, weight_rows
 from interlace.float8.quantization import amax_size, check_device
-from interlace.float8.recipe import Recipe
+from interlace.float8.recipe import Recipe, keeps_transposes
 from interlace.frontend.importing.types import dtype_of
 from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.groups import size_of
 from interlace.nn.parallel.layer import backward, forward
-from interlace.nn.parallel.programs import Known, call_of, known, programs
+from interlace.nn.parallel.programs import KnownWeight, call_of, known, programs
 from interlace.nn.parallel.serial import LinearLayer
 from interlace.nn.parallel.traced import TorchOperations, traced
 from interlace.optim.grad_accumulator import GradAccumulator
@@ -50,11 +50,11 @@ class Communication:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ForwardPass:
     """A forward pass, as its backward must know it."""
 
     weight: Tensor
-    known: Known | None
+    known: KnownWeight | None
     """None: it communicates nothing, and so asked nobody."""
     name: str
     """Name of its run: the same on all ranks."""
@@ -136,7 +136,7 @@ def _refuse_transforms(tensors: Sequence[Any]) -> None:
 
 def _forward(
     via: Communication, wanted: tuple[bool, ...], x: Tensor, tensors: Sequence[Tensor | None]
-) -> tuple[LinearLayer, Call, list[Tensor], list[Tensor | None]]:
+) -> tuple[LinearLayer, ForwardPass, list[Tensor], list[Tensor | None]]:
     """The layer and its call, its outputs, and what is saved for the `wanted` gradients of x and of
     weights."""
     (for_x, *for_w), recipe = wanted, via.recipe
@@ -160,14 +160,14 @@ def _forward(
     with without_autocast(x.device.type):
         if recipe is not None:
             check_device(x)
-            keep = recipe.keeps_transposes(len(x), sum(layer.outer), for_x, any(for_w))
+            keep = keeps_transposes(len(x), sum(layer.outer), for_x, any(for_w))
             forms = [weight_rows(w, recipe, keep) for w in weights]
             saved = [None] * len(forms) if keep else saved
             weights = [packed for packed, _ in forms]
             saved += [kept for _, kept in forms]
         if via.collective == "copy":
             outputs = forward(_local(via, x), x, weights, biases, layer.keeps)
-            call = Call(first, None, call_of(via.group))
+            call = ForwardPass(first, None, call_of(via.group))
         else:
             ranks = via.size if via.collective == "reduce_scatter" else 1
             pairs = zip(weights, biases, strict=True)
@@ -175,7 +175,7 @@ def _forward(
             told = known(via.group, layer, via.options, first)
             run = programs(via.group, layer, via.options, x.device, told.digests)
             outputs = run(x.shape[0] // ranks, [x, *given], told.name)
-            call = Call(first, told, call_of(via.group))
+            call = ForwardPass(first, told, call_of(via.group))
     if layer.returns_x:
         x = outputs.pop()
     return layer, call, outputs, [x if any(for_w) else None, *(saved if for_x else ())]
@@ -200,7 +200,7 @@ def _layer(
 def _gradients(
     via: Communication,
     layer: LinearLayer,
-    call: Call,
+    call: ForwardPass,
     wanted: tuple[bool, ...],
     dys: list[Tensor],
     x: Tensor | None,
@@ -220,7 +220,7 @@ def _gradients(
 
 def _local(via: Communication, like: Tensor) -> TorchOperations:
     """The operators of a pass that communicates nothing."""
-    return TorchOperations(via.collective, ("", 1), via.recipe, like.dtype, packs_weights=False)
+    return TorchOperations(via.collective, ("", 1), via.recipe, like.dtype)
 
 
 def _dense(tensor: Tensor) -> Tensor:

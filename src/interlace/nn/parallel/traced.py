@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.errors import OptionError
 from interlace.float8.operators import run
 from interlace.float8.recipe import Recipe
 from interlace.frontend.backend import compiles_here
@@ -36,6 +37,8 @@ def graph_or_eager(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "overlap" in kwargs:
+            raise OptionError('`overlap` is an option. fix: options={"overlap": False}')
         if torch.compiler.is_compiling() and (
             not torch.compiler.is_dynamo_compiling() or compiles_here()
         ):
@@ -60,17 +63,10 @@ class TorchOperations:
     """`Operations` on tensors, whose results and packed products are of `dtype`."""
 
     def __init__(
-        self,
-        collective: str,
-        team: Team,
-        recipe: Recipe | None,
-        dtype: torch.dtype,
-        packs_weights: bool,
+        self, collective: str, team: Team, recipe: Recipe | None, dtype: torch.dtype
     ) -> None:
         self.collective, self.recipe, self.dtype = collective, recipe, dtype
         self.group, self.ranks = team
-        self.packs_weights = packs_weights
-        """True where backward has the weights themselves, and not their transposes in FP8."""
 
     def mm(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         return a.mm(b) if bias is None else torch.addmm(bias, a, b)
@@ -100,7 +96,7 @@ class TorchOperations:
         return run(form, x, amax, recipe.power_of_two, recipe.traced_eps, kind)
 
     def pack_across(self, weight: Tensor) -> Tensor:
-        if self.recipe is None or not self.packs_weights:
+        if self.recipe is None or weight.dtype == self.recipe.forward:  # packed before
             return weight
         return packed(self, weight.contiguous(), self.recipe, self.recipe.forward, "across")
 
@@ -132,27 +128,23 @@ class Traced(torch.autograd.Function):
         """
         x, *tensors = given
         weights, biases = list(tensors[:count]), tensors[count:]
-        for_x, for_w = ctx.needs_input_grad[4], any(ctx.needs_input_grad[5 : 5 + count])
-        keeps = recipe is not None and bool(recipe.keep_transposes) and for_x
-        ops = TorchOperations(collective, team, recipe, x.dtype, not keeps)
-        saved, rows = list(weights), weights
+        for_w = any(ctx.needs_input_grad[5 : 5 + count])
+        ops = TorchOperations(collective, team, recipe, x.dtype)
+        rows = weights
         if recipe is not None:
-            form = "pair" if keeps else "rows"
-            rows = [packed(ops, w.contiguous(), recipe, recipe.forward, form) for w in weights]
-            if keeps:
-                rows, saved = [pair[0] for pair in rows], [pair[1] for pair in rows]
+            rows = [packed(ops, w.contiguous(), recipe, recipe.forward, "rows") for w in weights]
         outputs = forward(ops, x.contiguous(), rows, biases, for_w)
         kept = outputs[count] if len(outputs) > count else x.contiguous()
-        ctx.facts = collective, team, recipe, keeps
-        ctx.save_for_backward(kept if for_w else None, *saved)
+        ctx.facts = collective, team, recipe
+        ctx.save_for_backward(kept if for_w else None, *weights)
         return tuple(outputs[:count])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         """Gradients of x, of weights and of biases."""
-        collective, team, recipe, keeps = ctx.facts
+        collective, team, recipe = ctx.facts
         x, *weights = ctx.saved_tensors
-        ops = TorchOperations(collective, team, recipe, upstream[0].dtype, not keeps)
+        ops = TorchOperations(collective, team, recipe, upstream[0].dtype)
         dys = [dy.contiguous() for dy in upstream]
         grads = backward(ops, ctx.needs_input_grad[4:], dys, x, weights)
         return None, None, None, None, *map(first_order, grads)

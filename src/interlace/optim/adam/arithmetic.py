@@ -1,7 +1,7 @@
 """Adam's arithmetic on one tensor, in plain torch: the twin of adam/kernel.py, and the CPU's path.
 
     spec = AdamSpec(p=torch.bfloat16, g=torch.bfloat16, m=torch.bfloat16, v=torch.bfloat16)
-    row = scalars(Hyper(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01), step=1)
+    row = scalars(1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     update_twin(spec, FlatParam(p, g, m, v), row, key=key_of(seed=0, index=0))
 
 All arithmetic is fp32, one IEEE operation after another and none contracted, so the twin and the
@@ -37,7 +37,7 @@ from torch import Tensor
 
 WORD = 0xFFFFFFFF
 NAN = 0x7FC00000
-ROW = 12
+ROW = 11
 """Numbers in a row of scalars, in the order of `Scalars`."""
 
 
@@ -57,23 +57,11 @@ class AdamSpec:
     stochastic: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hyper:
-    """The hyperparameters of a step."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    maximize: bool = False
-    coupled: bool = False
-
-
 class Scalars(NamedTuple):
     """Scalar inputs of a step, in double precision; each is rounded to fp32 once."""
 
     gain: float
-    """Factor of the gradient: its sign and the inverse of the loss scale."""
+    """Factor of the gradient: its sign."""
     l2: float
     from_g: float
     """1 if the first moment is worked out from the gradient's end, as torch.lerp does past 0.5."""
@@ -88,7 +76,6 @@ class Scalars(NamedTuple):
     """lr / (1 - beta1^step)."""
     decay: float
     step: float
-    skip: float
 
 
 class FlatParam(NamedTuple):
@@ -104,7 +91,7 @@ class FlatParam(NamedTuple):
 
 
 def power(base: float, exponent: int) -> float:
-    """Returns `base ** exponent` by repeated squaring, so that device and host round alike."""
+    """Returns `base ** exponent` by repeated squaring, which rounds alike on every host."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -114,23 +101,31 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
-    """The scalars of that step, counted from 1; gradients come multiplied by `scale`."""
-    beta1, beta2 = hyper.betas
+def scalars(
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    coupled: bool = False,
+) -> Scalars:
+    """The scalars of that step, counted from 1."""
+    beta1, beta2 = betas
     near = 1 - beta1 < 0.5
     return Scalars(
-        gain=(-1.0 if hyper.maximize else 1.0) / scale,
-        l2=hyper.weight_decay if hyper.coupled else 0.0,
+        gain=-1.0 if maximize else 1.0,
+        l2=weight_decay if coupled else 0.0,
         from_g=0.0 if near else 1.0,
         slope=1 - beta1 if near else 0.0 - beta1,
         beta2=beta2,
         rest2=1 - beta2,
         correction=1 / math.sqrt(1 - power(beta2, step)),
-        eps=hyper.eps,
-        size=hyper.lr / (1 - power(beta1, step)),
-        decay=1.0 if hyper.coupled else 1 - hyper.lr * hyper.weight_decay,
+        eps=eps,
+        size=lr / (1 - power(beta1, step)),
+        decay=1.0 if coupled else 1 - lr * weight_decay,
         step=float(step),
-        skip=0.0,
     )
 
 

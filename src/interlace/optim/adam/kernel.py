@@ -21,17 +21,15 @@ import triton.language as tl
 from interlace.kernels.launch import TYPES, KernelSource
 from interlace.optim.adam.arithmetic import NAN, ROW, AdamSpec
 
-FIELDS = 10
+FIELDS = 9
 """Words of a tensor in the table: addresses of parameter, moments, greatest second moment and
-master or remainder; length; number of its first element; key; its first block; address of step."""
-P, M, V, VMAX, W, LENGTH, BASE, KEY, FIRST, STEP = (tl.constexpr(i) for i in range(FIELDS))
+master or remainder; length; number of its first element; key; its first block."""
+P, M, V, VMAX, W, LENGTH, BASE, KEY, FIRST = (tl.constexpr(i) for i in range(FIELDS))
 CHUNK = 16384
 """Elements that a block takes."""
 WARPS = 4
 ROWS = tl.constexpr(ROW)
 QUIET = tl.constexpr(NAN)
-PREPARE = 128
-"""Tensors whose scalars one block of `prepare_kernel` works out."""
 
 
 @triton.jit
@@ -147,18 +145,14 @@ def adam_kernel(
     table, owners, dynamic, count, rows,
     P_KIND: tl.constexpr, G_KIND: tl.constexpr, M_KIND: tl.constexpr, V_KIND: tl.constexpr,
     MASTER: tl.constexpr, AMSGRAD: tl.constexpr, COUPLED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr, COUNTED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     owner = tl.load(owners.to(tl.pointer_type(tl.int32)) + block)
     own = table.to(tl.pointer_type(tl.int64)) + owner * FIELDS
     changing = dynamic.to(tl.pointer_type(tl.int64)) + owner
     row = rows.to(tl.pointer_type(tl.float64))
-    if COUNTED:
-        row += owner * ROWS
-    else:
-        row += tl.load(changing + count) * ROWS
+    row += tl.load(changing + count) * ROWS
     start = (block - tl.load(own + FIRST)) * CHUNK
     left = tl.minimum(tl.load(own + LENGTH) - start, CHUNK).to(tl.int32)
     gain = tl.load(row).to(tl.float32)
@@ -172,7 +166,6 @@ def adam_kernel(
     size = tl.load(row + 8).to(tl.float32)
     decay = tl.load(row + 9).to(tl.float32)
     step = tl.load(row + 10).to(tl.int32).to(tl.uint32)
-    left = tl.where(tl.load(row + 11) != 0, 0, left)
 
     p = place(tl.load(own + P), start, P_KIND, ALIGNED)
     g = place(tl.load(changing), start, G_KIND, ALIGNED)
@@ -210,62 +203,6 @@ def adam_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def prepare_kernel(
-    table, dynamic, count, hypers, rows, scale, found_inf,
-    FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Counts the steps of all tensors, on the device, and works out a row of scalars for each.
-
-    `hypers` holds rows of (lr, its address or 0, beta1, beta2, eps, weight decay, sign, coupled).
-    """
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    changing = dynamic.to(tl.pointer_type(tl.int64))
-    hyper = hypers.to(tl.pointer_type(tl.float64))
-    hyper += tl.load(changing + count + at, mask=inside, other=0) * ROWS
-    lr = tl.load(hyper)
-    where = tl.load(hyper.to(tl.pointer_type(tl.int64)) + 1)
-    given = tl.load(where.to(tl.pointer_type(tl.float32)), mask=where != 0, other=0.0)
-    lr = tl.where(where != 0, given.to(tl.float64), lr)
-    beta1, beta2 = tl.load(hyper + 2), tl.load(hyper + 3)
-    decay, sign, coupled = tl.load(hyper + 5), tl.load(hyper + 6), tl.load(hyper + 7)
-    scale_at = scale.to(tl.int64).to(tl.pointer_type(tl.float32))
-    sign /= tl.load(scale_at, mask=scale != 0, other=1.0).to(tl.float64)
-    skip_at = found_inf.to(tl.int64).to(tl.pointer_type(tl.float32))
-    skips = tl.zeros([BLOCK], tl.float32) + tl.load(skip_at, mask=found_inf != 0, other=0.0)
-
-    steps = tl.load(table.to(tl.pointer_type(tl.int64)) + at * FIELDS + STEP, mask=inside, other=0)
-    steps = steps.to(tl.pointer_type(tl.float32))
-    step = tl.load(steps, mask=inside, other=0.0) + 1.0
-    tl.store(steps, step, mask=inside & (skips == 0.0))
-    left = step.to(tl.int32)
-    power1 = tl.full([BLOCK], 1.0, tl.float64)
-    power2 = power1
-    square1, square2 = beta1, beta2
-    for _ in range(25):  # a step counted in fp32 is below 2^25
-        power1 = tl.where((left & 1) != 0, power1 * square1, power1)
-        power2 = tl.where((left & 1) != 0, power2 * square2, power2)
-        square1 *= square1
-        square2 *= square2
-        left >>= 1
-    row = rows.to(tl.pointer_type(tl.float64)) + at * ROWS
-    near = 1.0 - beta1 < 0.5
-    one = tl.full([BLOCK], 1.0, tl.float64)
-    tl.store(row, sign, mask=inside)
-    tl.store(row + 1, tl.where(coupled != 0, decay, 0.0), mask=inside)
-    tl.store(row + 2, tl.where(near, 0.0, one), mask=inside)
-    tl.store(row + 3, tl.where(near, 1.0 - beta1, 0.0 - beta1), mask=inside)
-    tl.store(row + 4, beta2, mask=inside)
-    tl.store(row + 5, 1.0 - beta2, mask=inside)
-    tl.store(row + 6, 1.0 / tl.sqrt(1.0 - power2), mask=inside)
-    tl.store(row + 7, tl.load(hyper + 4), mask=inside)
-    tl.store(row + 8, lr / (1.0 - power1), mask=inside)
-    tl.store(row + 9, tl.where(coupled != 0, 1.0, 1.0 - lr * decay), mask=inside)
-    tl.store(row + 10, step.to(tl.float64), mask=inside)
-    tl.store(row + 11, skips.to(tl.float64), mask=inside)
-
-
 def tile_of(spec: AdamSpec) -> int:
     """Elements of a tile; see Note [Wide accesses]."""
     stored = {spec.p.itemsize, spec.m.itemsize, spec.v.itemsize}
@@ -273,8 +210,8 @@ def tile_of(spec: AdamSpec) -> int:
     return WARPS * 32 * (4 if len(stored) > 1 else 8)
 
 
-def adam_source(spec: AdamSpec, *, aligned: bool, counted: bool = False) -> KernelSource:
-    """`aligned`: all start at a multiple of 16 bytes. `counted`: rows come of `prepare_kernel`."""
+def adam_source(spec: AdamSpec, *, aligned: bool) -> KernelSource:
+    """`aligned`: all start at a multiple of 16 bytes."""
     return KernelSource(
         kernel=adam_kernel,
         types=dict.fromkeys(("table", "owners", "dynamic", "count", "rows"), "i64"),
@@ -288,23 +225,10 @@ def adam_source(spec: AdamSpec, *, aligned: bool, counted: bool = False) -> Kern
             "COUPLED": spec.coupled,
             "STOCHASTIC": spec.stochastic,
             "ALIGNED": aligned,
-            "COUNTED": counted,
             "CHUNK": CHUNK,
             "TILE": tile_of(spec),
             "FIELDS": FIELDS,
         },
         num_warps=WARPS,
-        options={"enable_fp_fusion": False},
-    )
-
-
-def prepare_source() -> KernelSource:
-    """The kernel that counts steps on the device."""
-    names = ("table", "dynamic", "count", "hypers", "rows", "scale", "found_inf")
-    return KernelSource(
-        kernel=prepare_kernel,
-        types=dict.fromkeys(names, "i64"),
-        constants={"FIELDS": FIELDS, "BLOCK": PREPARE},
-        num_warps=4,
         options={"enable_fp_fusion": False},
     )

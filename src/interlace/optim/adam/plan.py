@@ -4,10 +4,9 @@ Parameters of one kind on one GPU go in one launch (table.py). Others, which is 
 one after another through the twin.
 
 Note [Steps]
-    Every parameter has a step of its own, as in torch.optim. Counting hundreds of tensors one by
-    one takes longer than all else here, so the steps that the host counts are views of one tensor,
-    the bank. Where the device counts (capturable or fused) they stay separate tensors, since a
-    captured graph has their addresses.
+    Every parameter has a step of its own, as in torch.optim, which the host counts. Counting
+    hundreds of tensors one by one takes longer than all else here, so all steps are views of one
+    tensor, the bank.
 
 Note [What is looked at]
     Anything may have moved since the last step: gradients do, states are offloaded, parameters are
@@ -39,13 +38,13 @@ from interlace.errors import OptimizerError
 from interlace.optim.adam.arithmetic import (
     AdamSpec,
     FlatParam,
-    Hyper,
     Scalars,
     key_of,
     scalars,
     update_twin,
 )
-from interlace.optim.adam.state import KEPT, PARAM_DTYPES, is_dense, local, master_of, ready
+from interlace.optim.adam.state import KEPT, PARAM_DTYPES, check_param, local, master_of, ready
+from interlace.optim.grad_accumulator import placed_grad
 
 if TYPE_CHECKING:
     from interlace.optim.adam.table import Launch
@@ -66,10 +65,7 @@ class ParamEntry:
     key: int
     base: int
     """The number, in the whole parameter, of this rank's first element."""
-    dense: bool
     by_kernel: bool
-    counted_there: bool
-    """True if its steps are counted on the device."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """This rank's moments, greatest second moment, and master or remainder."""
@@ -91,6 +87,7 @@ def make_entry(
     if grad is None:
         return None
     group, state, part = optimizer.param_groups[at], optimizer.state[param], local(param)
+    check_param(param)
     check_grad(grad, param)
     ready(param, group, state)
     master = master_of(param, group)
@@ -106,14 +103,8 @@ def make_entry(
         coupled=optimizer.coupled,
         stochastic=lossy and bool(group["stochastic_rounding"]),
     )
-    dense = is_dense(part)
-    by_kernel = dense and served(part.device)
-    there = by_kernel and bool(group["capturable"] or group["fused"])
-    if there:
-        step = torch.as_tensor(state.get("step", 0), dtype=torch.float32, device=part.device)
-        state["step"] = step.view(())
     key = key_of(group["seed"], number)
-    return ParamEntry(param, state, at, spec, key, first_element(param), dense, by_kernel, there)
+    return ParamEntry(param, state, at, spec, key, first_element(param), served(part.device))
 
 
 def check_grad(grad: Tensor, param: Tensor) -> None:
@@ -144,16 +135,12 @@ def first_element(param: Tensor) -> int:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Dense memory as one dimension; a copy of what is not dense."""
-    if is_dense(tensor):
-        return tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.contiguous().view(-1)
+    """Dense memory as one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def laid_out(grad: Tensor, param: Tensor) -> Tensor:
     """The gradient in the memory order of the parameter's states: itself, or a copy."""
-    if not is_dense(param):
-        return grad.contiguous()
     same = all(
         g == p or size == 1
         for g, p, size in zip(grad.stride(), param.stride(), param.shape, strict=True)
@@ -163,17 +150,13 @@ def laid_out(grad: Tensor, param: Tensor) -> Tensor:
 
 def update_singly(entry: ParamEntry, grad: Tensor, row: Scalars) -> None:
     """One step of one parameter; the gradient is laid out as its states."""
-    param = local(entry.param).detach()
     m, v, vmax, w = (None if t is None else flatten(t) for t in entry.tensors())
     assert m is not None
     assert v is not None
     if w is not None and entry.spec.master == "remainder":
         w = w.view(torch.int16)
-    p = flatten(param)
-    flat = FlatParam(p, flatten(grad), m, v, vmax, w)
+    flat = FlatParam(flatten(local(entry.param).detach()), flatten(grad), m, v, vmax, w)
     update_twin(entry.spec, flat, row, key=entry.key, base=entry.base)
-    if not entry.dense:
-        param.copy_(p.view(param.shape))
 
 
 def refuse_overlap(entries: Sequence[ParamEntry]) -> None:
@@ -181,7 +164,7 @@ def refuse_overlap(entries: Sequence[ParamEntry]) -> None:
     spans = sorted(
         (str(part.device), part.data_ptr(), part.data_ptr() + part.nbytes, i)
         for i, part in ((i, local(entry.param)) for i, entry in enumerate(entries))
-        if entries[i].dense and part.numel()
+        if part.numel()
     )
     for before, after in pairwise(spans):
         if before[0] == after[0] and after[1] < before[2]:
@@ -197,11 +180,7 @@ class StepPlan:
 
     def __init__(self, optimizer: Any, params: Sequence[Tensor], grads: Sequence[Any]) -> None:
         self._on_gpu = any(p.is_cuda for p in params)
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            raise OptimizerError(
-                "this optimizer step is captured in a CUDA graph, but no step has run before with "
-                "the same parameters, gradients and options: run one, on a side stream, first"
-            )
+        self._refuse_capture()
         self._groups, self._coupled = optimizer.param_groups, optimizer.coupled
         self._present = [grad is not None for grad in grads]
         group_of = [i for i, group in enumerate(self._groups) for _ in group["params"]]
@@ -235,74 +214,57 @@ class StepPlan:
         self._take(grads)
         return self._kinds == self._kinds_of_grads()
 
-    def run(self, *, scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(self) -> None:
         """Updates every parameter by the gradients that were taken last, and lets go of them."""
-        self._check_capture()
-        rows, row_of = self._count(scale, found_inf)
+        self._refuse_capture()
+        if not self.entries:
+            return
+        rows, row_of = self._count()
         for launch, members in self.launches:
-            there = self.entries[members[0]].counted_there
             with torch.cuda.device(launch.device) if launch.pins else nullcontext():
                 addresses = list(map(self._addresses.__getitem__, members))
-                if there:
-                    hypers = [self._hyper_there(group, launch.device) for group in self._groups]
-                    groups = [self._group_of[i] for i in members]
-                    flags = (
-                        None if flag is None else flag.to(launch.device, torch.float32)
-                        for flag in (scale, found_inf)
-                    )
-                    launch.run_counting(addresses, hypers, groups, *flags)
-                elif rows:
-                    launch.run(addresses, rows, [row_of[i] for i in members])
+                launch.run(addresses, rows, [row_of[i] for i in members])
         increment_version(self._written)  # autograd does not see what is written by address
-        if rows:
-            for i in self.singly:
-                update_singly(self.entries[i], self._grads[i], rows[row_of[i]])
+        for i in self.singly:
+            update_singly(self.entries[i], self._grads[i], rows[row_of[i]])
         self._grads = []
 
-    def _check_capture(self) -> None:
-        """Raises OptimizerError where a step would be captured that cannot be replayed."""
-        for launch, _ in self.launches:
-            launch.check()
-        if self.singly and self._on_gpu and torch.cuda.is_current_stream_capturing():
-            entry = self.entries[self.singly[0]]
+    def _refuse_capture(self) -> None:
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
-                f"an optimizer step is captured in a CUDA graph, but the steps of a parameter of "
-                f"shape {tuple(entry.param.shape)}, strides {entry.param.stride()} on "
-                f"{entry.param.device} are counted on the host, which no replay does: only dense "
-                "parameters on NVIDIA GPUs, with Triton installed, can be stepped in a graph"
+                "an optimizer step is captured in a CUDA graph, but its steps are counted on the "
+                "host, which no replay does. fix: step outside of the graph, or capture "
+                "torch.optim's with capturable=True"
             )
 
     def _bank_steps(self) -> None:
         """See Note [Steps]."""
-        self._by_host = [i for i, entry in enumerate(self.entries) if not entry.counted_there]
-        states = [self.entries[i].state for i in self._by_host]
-        counts = [float(state.get("step", 0)) for state in states]
+        counts = [float(entry.state.get("step", 0)) for entry in self.entries]
         self._bank = torch.tensor(counts, dtype=torch.float32, device="cpu")
-        for state, view in zip(states, self._bank.unbind(), strict=True):
-            state["step"] = view
+        for entry, view in zip(self.entries, self._bank.unbind(), strict=True):
+            entry.state["step"] = view
 
     def _launches(self) -> list[tuple[Launch, list[int]]]:
-        alike: defaultdict[tuple[torch.device, AdamSpec, bool, bool], list[int]] = defaultdict(list)
+        alike: defaultdict[tuple[torch.device, AdamSpec, bool], list[int]] = defaultdict(list)
         works: dict[int, tuple[int, ...]] = {}
         for i, entry in enumerate(self.entries):
             if entry.by_kernel:
                 part = local(entry.param)
                 works[i] = tuple(0 if t is None else t.data_ptr() for t in (part, *entry.tensors()))
                 aligned = not any(a % 16 for a in (*works[i], self._addresses[i]))
-                alike[part.device, entry.spec, aligned, entry.counted_there].append(i)
+                alike[part.device, entry.spec, aligned].append(i)
         if not alike:
             return []
         from interlace.optim.adam.table import Launch, TableRow
 
         def work(i: int) -> TableRow:
             entry = self.entries[i]
-            step = entry.state["step"].data_ptr() if entry.counted_there else 0
             count = local(entry.param).numel()
-            return TableRow(*works[i], count=count, base=entry.base, key=entry.key, step=step)
+            return TableRow(*works[i], count=count, base=entry.base, key=entry.key)
 
         return [
-            (Launch(device, spec, list(map(work, members)), aligned=aligned, counts=there), members)
-            for (device, spec, aligned, there), members in alike.items()
+            (Launch(device, spec, list(map(work, members)), aligned=aligned), members)
+            for (device, spec, aligned), members in alike.items()
         ]
 
     def _observe(self, optimizer: Any, params: Sequence[Tensor]) -> Iterator[object]:
@@ -336,16 +298,20 @@ class StepPlan:
         places = [i for i, at in enumerate(self._addresses) if at & 15] if odd else []
         return [grad.dtype for grad in self._grads], places
 
-    def _count(
-        self, scale: Tensor | None, found_inf: Tensor | None
-    ) -> tuple[list[Scalars], list[int]]:
-        """Counts the host's steps; rows of scalars, and which each entry has. No rows: skipped."""
-        if not self._by_host or (found_inf is not None and float(found_inf)):
-            return [], []
-        factor = 1.0 if scale is None else float(scale)
+    def _count(self) -> tuple[list[Scalars], list[int]]:
+        """Counts the steps; rows of scalars, and which each entry has."""
 
         def row(group: Mapping[str, Any], step: float) -> Scalars:
-            return scalars(self._hyper(group, float(group["lr"])), int(step), factor)
+            beta1, beta2 = group["betas"]
+            return scalars(
+                int(step),
+                lr=float(group["lr"]),
+                betas=(float(beta1), float(beta2)),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                maximize=bool(group["maximize"]),
+                coupled=self._coupled,
+            )
 
         self._bank.add_(1)
         steps = self._bank.tolist()
@@ -356,30 +322,8 @@ class StepPlan:
                 for i, group in enumerate(self._groups)
             ]
             return rows, self._group_of
-        row_of, rows = [0] * len(self.entries), []
-        for i, step in zip(self._by_host, steps, strict=True):
-            row_of[i] = len(rows)
-            rows.append(row(self._groups[self._group_of[i]], step))
-        return rows, row_of
-
-    def _hyper(self, group: Mapping[str, Any], lr: float) -> Hyper:
-        beta1, beta2 = group["betas"]
-        return Hyper(
-            lr=lr,
-            betas=(float(beta1), float(beta2)),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            maximize=bool(group["maximize"]),
-            coupled=self._coupled,
-        )
-
-    def _hyper_there(
-        self, group: Mapping[str, Any], device: torch.device
-    ) -> tuple[float | Tensor, Hyper]:
-        """For steps counted on the device: a learning rate that lies there is read there."""
-        lr = group["lr"]
-        there = isinstance(lr, Tensor) and lr.device.type == device.type
-        return lr.to(device, torch.float32) if there else float(lr), self._hyper(group, 0.0)
+        pairs = zip(self._group_of, steps, strict=True)
+        return [row(self._groups[at], step) for at, step in pairs], list(range(len(steps)))
 
 
 def arrived(params: Sequence[Tensor]) -> list[Tensor | None]:
@@ -390,7 +334,6 @@ def arrived(params: Sequence[Tensor]) -> list[Tensor | None]:
     if set(map(type, grads)) <= {Tensor, NoneType}:
         return grads
     for i, (grad, param) in enumerate(zip(grads, params, strict=True)):
-        if isinstance(grad, DTensor) and isinstance(param, DTensor):
-            if grad.placements != param.placements:
-                grads[i] = grad.redistribute(param.device_mesh, param.placements)
+        if isinstance(grad, DTensor):
+            grads[i] = placed_grad(param)
     return [None if grad is None else local(grad) for grad in grads]

@@ -66,10 +66,11 @@ def check_param(param: Tensor) -> None:
             f"a parameter is a {type(part).__name__}, which has no memory of its own that Adam "
             "could write: use torch.optim for it, in an optimizer of its own"
         )
-    if any(stride == 0 < size - 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
+    if not is_dense(part):
         raise OptimizerError(
-            f"a parameter of shape {tuple(part.shape)} has strides {part.stride()}: elements that "
-            "share memory cannot be updated apart; give the tensor that it was expanded from"
+            f"a parameter of shape {tuple(part.shape)} has strides {part.stride()}: Adam takes "
+            "memory from end to end. fix: make the Parameter of a contiguous tensor, or of the one "
+            "that it was expanded from"
         )
 
 
@@ -103,8 +104,7 @@ def moments_of(group: Mapping[str, Any]) -> dict[str, torch.dtype]:
 
 def empty_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Uninitialised, laid out as a state of that parameter is."""
-    keep = torch.preserve_format if is_dense(local(param)) else torch.contiguous_format
-    return torch.empty_like(param.detach(), dtype=dtype, memory_format=keep)
+    return torch.empty_like(param.detach(), dtype=dtype)
 
 
 def conform(name: str, value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,10 +126,9 @@ def conform(name: str, value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
             f"the state 'remainder' is {its.dtype}: its 16 bits are kept as {REMAINDER} and have "
             "been lost in a cast; load the checkpoint without it, and masters start anew"
         )
-    if its.dtype == dtype and its.device == mine.device and its.shape == mine.shape:
-        want = mine.stride() if is_dense(mine) else its.contiguous().stride()
-        if its.stride() == want:
-            return value
+    layouts = [(t.dtype, t.device, t.shape, t.stride()) for t in (its, mine)]
+    if layouts[0] == (dtype, *layouts[1][1:]):
+        return value
     return empty_like(param, dtype).copy_(value)
 
 

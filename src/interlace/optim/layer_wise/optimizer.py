@@ -74,6 +74,7 @@ log = logging.getLogger(__name__)
 Calls = dict[int, Callable[[], None]]
 """Functions by the number of a run."""
 REMOVED = {
+    "shards": "make Parameters that differ from rank to rank DTensors, by DTensor.from_local",
     "split_parts": "owners have whole Parameters: make experts Parameters of their own, or shard "
     "them over tensor or expert parallelism",
     "update_under_backward": "step() updates, and gathers run under that and the next forward, "
@@ -100,8 +101,7 @@ class LayerWise:
     Those that the optimizer updates whole have a home among the ranks of their owner: see
     Note [Homes]. In `param_groups` a Parameter of the whole shape stands in their place, until
     `close()`. Which these are the optimizer's `needs_whole(parameter)` says; without it, all but
-    those of torch's elementwise optimizers and of `interlace.optim.AdamW`. `shards`: a mesh whose
-    ranks have other parts in plain Parameters, such as experts, which the norm of gradients counts.
+    those of torch's elementwise optimizers and of `interlace.optim.AdamW`.
 
     Or Parameters are those of `fully_shard`, sharded by rows over the ranks of `mesh`, and maybe
     replicated over others (HSDP). `optimizer` is then `interlace.optim.Muon` or `torch.optim.Muon`,
@@ -111,8 +111,8 @@ class LayerWise:
     `batched=False`. `bucket_bytes` bounds a rank's shards of a bucket, in bfloat16, which has at
     least as many matrices as there are ranks; `overlap_param_gather=False` waits for each exchange.
 
-    Under `DistributedDataParallel` or `fully_shard` gradients are reduced already: `.grad` is taken
-    as it is. Else they are summed and reduced by a `GradReducer` (`main_grad_dtype`, and `op`
+    Under `fully_shard` gradients are reduced already: `.grad` is taken as it is. Else they are
+    summed in place, by layers such as `GroupedLinear` too, and reduced (`main_grad_dtype`, and `op`
     "mean" or "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used
     has the gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same
     bits. `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones
@@ -134,7 +134,6 @@ class LayerWise:
         module: nn.Module,
         mesh: DeviceMesh,
         *,
-        shards: DeviceMesh | None = None,
         overlap_param_gather: bool = True,
         bucket_bytes: int = 64 << 20,
         main_grad_dtype: torch.dtype | None = torch.float32,
@@ -153,29 +152,25 @@ class LayerWise:
         self.optimizer, self.module = optimizer, module
         chosen = options or Options()
         params = parameters_of(optimizer, module)
-        self._plain_shards = shards is not None
         self._overlap, self._check_every = overlap_param_gather, check_replicas_every
         self._steps = 0
-        ddp = isinstance(uncompiled(module), DistributedDataParallel)
-        if ddp and any(map(is_sharded, params.values())):
+        if isinstance(uncompiled(module), DistributedDataParallel):
             raise UnsupportedError(
-                "under DistributedDataParallel no sharded DTensors are served: give LayerWise the "
-                "module without it, and it reduces gradients itself"
+                "the module is wrapped in DistributedDataParallel, whose sums all ranks have. fix: "
+                "give LayerWise the module without it: it reduces gradients to their owners"
             )
-        plan = planned(optimizer, params, mesh, shards=shards, bucket_bytes=bucket_bytes)
+        plan = planned(optimizer, params, mesh, bucket_bytes)
         self._plan, self._pipeline = plan, None
         self._other_shards = other_shards(plan.params, mesh) if plan.in_place else {}
         self._apart = [
-            lies_over(param, mesh) if plan.in_place and is_sharded(param) else self._differs(param)
+            is_sharded(param) and (not plan.in_place or lies_over(param, mesh))
             for param in plan.params
         ]
         """True for each Parameter of which the ranks of `norms` hold different parts."""
         if plan.in_place:
             overlap = chosen.overlap and overlap_param_gather
             self._pipeline = ShardPipeline(optimizer, params, mesh, bucket_bytes, overlap)
-        reduces = not ddp and not plan.in_place
-        weights = buckets_of(plan, None)
-        grads = buckets_of(plan, main_grad_dtype) if reduces else []
+        weights, grads = buckets_of(plan, None), buckets_of(plan, main_grad_dtype)
         places, device = len(params) * plan.shards, plan.params[0].device
         self._shared = {
             "norms": torch.zeros(places, dtype=torch.float64, device=device),
@@ -193,17 +188,16 @@ class LayerWise:
             def runs_by(copies: bool) -> BucketRuns:
                 runs = runs_of(plan, weights, grads, op, chosen.transport, copies, self._shared)
                 runs = [*(self._pipeline.programs if self._pipeline else ()), *runs]
-                return BucketRuns(runs, group, chosen, apart=True, before=before, then=then)
+                return BucketRuns(runs, group, chosen, before=before, then=then)
 
             self._runs = by_copies_if_possible(runs_by, chosen.transport, device)
             made.callback(self._runs.close)
             if self._pipeline is not None:
                 self._pipeline.runs = self._runs
             self._reducer = None
-            if reduces:
-                self._reducer = GradReducer.over(grads[::-1], self._runs, chosen)
+            if grads:
+                self._reducer = GradReducer(grads[::-1], self._runs, chosen)
                 made.callback(self._reducer.close)
-                self._reducer.attach(module)
             self._weights = FlatWeights(module, weights, self._runs, len(grads), self._names)
             made.callback(self._weights.close)
             for param in set(optimizer.state) - set(self._owned):
@@ -290,15 +284,15 @@ class LayerWise:
         """Backwards inside only add to the gradients: for all micro-batches but the last."""
         if self._reducer is None:
             raise GradientError(
-                "LayerWise does not reduce these gradients: use no_sync() of "
-                "DistributedDataParallel, or set_requires_gradient_sync() of fully_shard"
+                "LayerWise does not reduce these gradients: use set_requires_gradient_sync() of "
+                "fully_shard"
             )
         return self._reducer.no_sync()
 
     def relearn(self) -> None:
         """Forgets how often Parameters were ready.
 
-        Call it on every rank, between steps, before one whose backwards differ (see GradReducer).
+        Call it on every rank, between steps, before one whose backwards differ.
         """
         if self._reducer is not None:
             self._reducer.relearn()
@@ -386,7 +380,7 @@ class LayerWise:
         hashes = self._shared["hashes"].view(2, len(names), shards)
         hashes.fill_(torch.iinfo(torch.int64).min)
         for number, param in enumerate(self._plan.params):
-            own, held = hash_of(param), [shard] if self._differs(param) else range(shards)
+            own, held = hash_of(param), [shard] if is_sharded(param) else range(shards)
             for place in held:  # a hash, and what has its least for its greatest
                 hashes[0, number, place], hashes[1, number, place] = own, ~own
         self._share("hashes")
@@ -397,10 +391,6 @@ class LayerWise:
                 f"{shown([names[number] for number in wrong])} (this is rank {self._plan.rank}): "
                 "did a rank write Parameters by itself, or read them while they were gathered?"
             )
-
-    def _differs(self, param: nn.Parameter) -> bool:
-        """True if the ranks that hold shards hold different parts of the Parameter."""
-        return self._plain_shards or is_sharded(param)
 
     def explain(self) -> str:
         """Who owns what, each bucket, and the Programs of this rank."""

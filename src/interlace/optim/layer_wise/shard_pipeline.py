@@ -1,7 +1,7 @@
 """Muon over the parameters of FSDP2: each matrix has one rank that makes its update orthogonal.
 
     pipeline = ShardPipeline(optimizer, params, mesh, bucket_bytes=1 << 26, overlap=True)
-    pipeline.runs = BucketRuns(pipeline.programs, group, options, apart=True)
+    pipeline.runs = BucketRuns(pipeline.programs, group, options)
     pipeline.step()
 
 Note [A step of shards]
@@ -63,7 +63,7 @@ from interlace.optim.muon.update import (
 SLOTS = 3
 """Buckets on the way at once: one goes to its owners, one is theirs, and one comes back."""
 PLAIN: Mapping[str, Any] = {
-    "split_sizes": None, "head_dim": None, "split_dim": 0,
+    "split_sizes": None, "head_dim": None,
     "batched": False, "symmetric": False, "gram_variant": False,
 }  # fmt: skip
 """The options of Muon with which it is torch.optim.Muon."""
@@ -145,13 +145,10 @@ class ShardedMatrix:
 
     def subtract(self, group: Mapping[str, Any]) -> None:
         """Subtracts this rank's part from the weights, each matrix inside by its learning rate."""
-        dim, own, shape, at = group["split_dim"], local(self.param), self.param.shape, 0
-        first = 0 if dim else self.first
-        for size in cuts(shape[dim], group):
-            begin, end = (min(max(x - first, 0), own.shape[dim]) for x in (at, at + size))
-            target, made = (x.narrow(dim, begin, end - begin) for x in (own, self.shard))
-            rows, columns = (shape[0], size) if dim else (size, shape[1])
-            target.add_(made, alpha=-adjusted_lr(group, rows, columns))
+        own, (rows, columns), at = local(self.param), self.param.shape, 0
+        for size in cuts(rows, group):
+            begin, end = (min(max(x - self.first, 0), len(own)) for x in (at, at + size))
+            own[begin:end].add_(self.shard[begin:end], alpha=-adjusted_lr(group, size, columns))
             at += size
 
 

@@ -1,7 +1,7 @@
 """Who updates what: Parameters as they lie, the costs of their updates, and an owner for each.
 
 params = parameters_of(optimizer, module)         # by name
-plan = planned(optimizer, params, mesh["dp"], shards=None, bucket_bytes=1 << 26)
+plan = planned(optimizer, params, mesh["dp"], bucket_bytes=1 << 26)
 plan.is_mine(0)                                   # whether this rank updates the first Parameter
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from interlace.comm.teams import group_of_mesh
@@ -77,8 +76,6 @@ def planned(
     optimizer: Optimizer,
     params: Mapping[str, nn.Parameter],
     mesh: DeviceMesh,
-    *,
-    shards: DeviceMesh | None,
     bucket_bytes: int,
 ) -> UpdatePlan:
     """The plan of all ranks; without owners for Parameters that are sharded over `mesh`.
@@ -89,7 +86,7 @@ def planned(
     if any(lies_over(param, mesh) for param in params.values()):
         costs, ownership, over, count, shard = (), empty, None, mesh.size(), rank
     else:
-        over = shard_mesh(params, mesh, shards)
+        over = shard_mesh(params, mesh)
         count, shard = (1, 0) if over is None else (over.size(), over.get_local_rank())
         cost: Any = getattr(optimizer, "update_cost", Tensor.numel)
         whole = needs_whole(optimizer)
@@ -132,16 +129,13 @@ def parameters_of(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Param
 
 
 def named(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names that torch's states have: without what DDP, torch.compile and
+    """Parameters by the names that torch's states have: without what torch.compile and
     checkpoint_wrapper wrap around.
     """
-    wrapped = uncompiled(module)
-    inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-    return {_unwrapped(name): param for name, param in inner.named_parameters()}
-
-
-def _unwrapped(name: str) -> str:
-    return name.replace("_orig_mod.", "").replace(_CHECKPOINT_PREFIX, "")
+    return {
+        name.replace("_orig_mod.", "").replace(_CHECKPOINT_PREFIX, ""): param
+        for name, param in module.named_parameters()
+    }
 
 
 def rounds_at_random(group: dict[str, Any]) -> bool:
@@ -164,11 +158,10 @@ def hash_of(param: Tensor) -> Tensor:
     return (bits.to(torch.int64) * places).sum()
 
 
-def shard_mesh(
-    params: Mapping[str, nn.Parameter], data: DeviceMesh, given: DeviceMesh | None
-) -> DeviceMesh | None:
-    """The mesh of one dimension that DTensors lie on, or `given`; raises for others."""
-    replicas, found = set(_ranks(data)), given
+def shard_mesh(params: Mapping[str, nn.Parameter], data: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of one dimension that DTensors lie on; raises for others."""
+    replicas: set[int] = {*_ranks(data)}
+    found: DeviceMesh | None = None
     for name, param in params.items():
         if not isinstance(param, DTensor):
             continue
@@ -198,11 +191,6 @@ def shard_mesh(
                 "together by interlace.optim.clip_grad_norm_"
             )
         found = mesh
-    if found is not None and (found.ndim != 1 or len(replicas & set(_ranks(found))) > 1):
-        raise OptimizerError(
-            f"shards over ranks {_ranks(found)}: give a mesh of one dimension whose ranks are of "
-            "different data-parallel groups, such as mesh['ep']"
-        )
     return found
 
 

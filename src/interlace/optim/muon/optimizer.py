@@ -50,10 +50,9 @@ class Muon(KeepsStates):
     - `ns_coefficients`: also a sequence of three numbers for each step, the last for all further.
     - `eps`: of the norm that an update is divided by. torch's 1e-7 stops updates whose norm is
       below it, which gradient clipping can bring about; 0 makes updates independent of the scale.
-    - `split_sizes`, `head_dim`, `split_dim`: a parameter is cut along dimension `split_dim` (0,
-      rows, or 1, columns) of its matrices into parts, such as Q, K and V, and those into heads of
-      `head_dim`; each is a matrix of its own, also for `adjust_lr_fn`. Parameters of 3 and more
-      dimensions, such as experts, are stacks of matrices.
+    - `split_sizes`, `head_dim`: the rows of a parameter's matrices are cut into parts, such as Q, K
+      and V, and those into heads of `head_dim`; each is a matrix of its own, also for
+      `adjust_lr_fn`. Parameters of 3 and more dimensions, such as experts, are stacks of matrices.
     - `batched`: matrices of equal shapes go through the iteration together.
     - `symmetric`: on NVIDIA GPUs from 9.0, a kernel computes half of each symmetric product.
     - `gram_variant`: iterates on rows x rows matrices where that takes fewer operations. Equal in
@@ -89,7 +88,6 @@ class Muon(KeepsStates):
         *,
         split_sizes: tuple[int, ...] | None = None,
         head_dim: int | None = None,
-        split_dim: int = 0,
         batched: bool = True,
         symmetric: bool = True,
         gram_variant: bool = False,
@@ -236,5 +234,8 @@ def check_muon(group: Mapping[str, Any]) -> None:
     coefficients(group["ns_coefficients"], group["ns_steps"])
     if group["adjust_lr_fn"] not in ADJUSTMENTS:
         raise OptimizerError(f"adjust_lr_fn={group['adjust_lr_fn']!r}: one of {ADJUSTMENTS}")
-    if group["split_dim"] not in (0, 1):
-        raise OptimizerError(f"split_dim={group['split_dim']}: 0 cuts rows and 1 columns")
+    if group.get("split_dim"):
+        raise OptimizerError(
+            f"split_dim={group['split_dim']}: columns are not cut any more. fix: leave it out, and "
+            "the matrix is made orthogonal whole"
+        )

@@ -53,7 +53,7 @@ def adjusted_lr(group: Mapping[str, Any], rows: int, columns: int) -> float:
 
 
 def cuts(size: int, group: Mapping[str, Any]) -> list[int]:
-    """The rows or columns of each matrix that so many of them are cut into."""
+    """The rows of each matrix that so many rows are cut into."""
     if group["head_dim"]:
         return [group["head_dim"]] * (size // group["head_dim"])
     return list(group["split_sizes"] or (size,))
@@ -61,12 +61,11 @@ def cuts(size: int, group: Mapping[str, Any]) -> list[int]:
 
 def matrices(tensor: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
     """Views of the matrices that a parameter, or what is shaped as it, is cut into."""
-    dim = group["split_dim"] - 2
-    parts = cuts(tensor.shape[dim], group)
+    parts = cuts(tensor.shape[-2], group)
     whole = [tensor]
     while whole[0].ndim > 2:  # views, whatever the strides
         whole = [each for several in whole for each in several.unbind()]
-    return [part for each in whole for part in (each.split(parts, dim) if parts[1:] else (each,))]
+    return [part for each in whole for part in (each.split(parts) if parts[1:] else (each,))]
 
 
 def check_cut(shape: torch.Size, group: Mapping[str, Any]) -> None:
@@ -76,17 +75,17 @@ def check_cut(shape: torch.Size, group: Mapping[str, Any]) -> None:
             f"a parameter of shape {tuple(shape)} in a group of Muon, which updates matrices: put "
             "it in a group with use_muon=False (interlace.optim.muon_groups(model) makes groups)"
         )
-    size, sizes, head = shape[group["split_dim"] - 2], group["split_sizes"], group["head_dim"]
+    size, sizes, head = shape[-2], group["split_sizes"], group["head_dim"]
     for part in sizes or (size,):
         if part < 1 or (head and part % head):
             raise OptimizerError(
-                f"{part} rows or columns of a parameter of shape {tuple(shape)} are not heads of "
+                f"{part} rows of a parameter of shape {tuple(shape)} are not heads of "
                 f"head_dim={head}: give such parameters a group of their own"
             )
     if sizes and sum(sizes) != size:
         raise OptimizerError(
-            f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, and dimension "
-            f"{group['split_dim']} of the matrices of a parameter of shape {tuple(shape)} is {size}"
+            f"split_sizes={tuple(sizes)} add up to {sum(sizes)}, and the matrices of a parameter "
+            f"of shape {tuple(shape)} have {size} rows"
         )
 
 
@@ -164,7 +163,7 @@ def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
         if type(placement) is not Shard:
             return False
         dim, parts = placement.dim % param.ndim, param.device_mesh.size(axis)
-        cut = head and dim == rows + group["split_dim"] and param.placements.count(placement) == 1
+        cut = head and dim == rows and param.placements.count(placement) == 1
         if dim >= rows and not (cut and -(-param.shape[dim] // parts) % head == 0):
             return False
     return True
