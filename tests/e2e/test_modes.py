@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -158,8 +159,8 @@ def use_compiled() -> dict[str, Any]:
     mesh = mesh_of()
     args = arguments(mesh)
     options = {"strategy": "peer", "time_out_s": 20.0}
-    call = interlace.compile(feed_forward, *args, mesh=mesh, options=options)
-    plain = interlace.compile(feed_forward, *args, mesh=mesh, overlap=False)
+    call = interlace.compile(Function(feed_forward), *args, mesh=mesh, options=options)
+    plain = interlace.compile(Function(feed_forward), *args, options={"overlap": False})
     outcomes: list[list[Tensor]] = []
     for fn in (feed_forward, call, plain):
         y = fn(*args)
@@ -224,7 +225,7 @@ def many_sizes(how: str, cache_size: int, sizes: int) -> tuple[int, int, bool]:
     held, equal = [0], True
     with capture() as captured:
         if how == "interlace.compile":
-            call: Any = interlace.compile(fn, mesh=mesh, options=options)
+            call: Any = interlace.compile(Function(fn), mesh=mesh, options=options)
         else:
             call = torch.compile(fn, backend="interlace", options=options, dynamic=True)
         for rows in [*range(2, 2 + sizes), 2, 2 + sizes - 1]:
@@ -246,7 +247,7 @@ def recompile_alone() -> tuple[str, str]:
     """Rank 0 comes with another size; rank 1 goes on with the one that both compiled."""
     mesh = mesh_of()
     args = {rows: arguments(mesh, rows, grad=False) for rows in (8, 12)}
-    call = interlace.compile(feed_forward, *args[8], options={"time_out_s": 2.0})
+    call = interlace.compile(Function(feed_forward), *args[8], options={"time_out_s": 2.0})
     call(*args[8])
     try:
         call(*args[12 if dist.get_rank() == 0 else 8])
@@ -270,7 +271,7 @@ def with_options(**options: Any) -> tuple[bool, str, list[str]]:
     """The feed-forward with options: equal to eager?, the Program's text, its sites' strategies."""
     mesh = mesh_of()
     args = arguments(mesh)
-    call = interlace.compile(feed_forward, *args, options={"time_out_s": 20.0, **options})
+    call = interlace.compile(Function(feed_forward), *args, options={"time_out_s": 20.0, **options})
     equal = torch.equal(whole(call(*args)), whole(feed_forward(*args)))
     text, taken = str(call.program), [site.strategy for site in call.program.sites]
     call.close()
@@ -310,9 +311,8 @@ def resharded() -> dict[str, tuple[bool, list[str]]]:
     given = (x, w.to(torch.bfloat16))
     wanted = whole(fn(*given))
     for position in ("auto", "before", "after"):
-        call = interlace.compile(
-            fn, *given, options={"resharding": position, "strategy": "serial", "time_out_s": 20.0}
-        )
+        options = {"resharding": position, "strategy": "serial", "time_out_s": 20.0}
+        call = interlace.compile(Function(fn), *given, options=options)
         gathers = [op for op in call.program.ops if isinstance(op, Collective)]
         boxes = call.program.boxes(dist.get_rank())
         types = [str(boxes(op.src).dtype) for op in gathers if op.src]
@@ -333,7 +333,7 @@ def graph_on_cpu() -> str:
     """What asking for a CUDA graph on the CPU gives."""
     mesh = mesh_of()
     try:
-        interlace.compile(feed_forward, *arguments(mesh), options={"graph": True})
+        interlace.compile(Function(feed_forward), *arguments(mesh), options={"graph": True})
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -356,9 +356,8 @@ def regather(choice: bool | str) -> dict[str, Any]:
     """Gradients, the sizes that forward leaves for backward, and backward's communications."""
     mesh = mesh_of()
     args = arguments(mesh, rows=16)
-    call = interlace.compile(
-        feed_forward, *args, options={"regather": choice, "strategy": "peer", "time_out_s": 20.0}
-    )
+    options = {"regather": choice, "strategy": "peer", "time_out_s": 20.0}
+    call = interlace.compile(Function(feed_forward), *args, options=options)
     y = call(*args)
     (y.to_local() ** 2).sum().backward()
     grads = [whole(arg.grad) for arg in args]

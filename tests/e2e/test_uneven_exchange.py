@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -65,7 +66,7 @@ def told(splits: list[list[int]]) -> tuple[str, str, list[float]]:
     with capture() as captured:
         torch.compile(exchanged, backend="interlace")(x, w).sum().backward()
     by_torch = captured.explain()
-    compiled = interlace.compile(exchanged, x, w, mesh=mesh)
+    compiled = interlace.compile(Function(exchanged), x, w, mesh=mesh)
     times = [compiled.simulate(kind).makespan_s for kind in ("forward", "backward")]
     by_us = compiled.explain()
     compiled.close()

@@ -178,10 +178,9 @@ def test_what_was_not_compiled_by_interlace() -> None:
         assert "TorchDynamo is off" in interlace.explain(off)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_of_what_interlace_compile_gave(dynamic: bool, tmp_path: Path) -> None:
+def test_of_what_interlace_compile_gave(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    compiled = interlace.compile(net, dynamic=dynamic)
+    compiled = interlace.compile(net)
     assert "Sequential: nothing is compiled yet" in interlace.explain(compiled)
     compiled(torch.randn(3, 4)).sum().backward()
     assert interlace.explain(compiled).startswith("forward: 0 communications, sound")

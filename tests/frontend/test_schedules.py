@@ -322,7 +322,7 @@ def test_export_keeps_what_was_edited(tmp_path: Path) -> None:
 
 def test_nothing_to_export() -> None:
     with pytest.raises(ExecutorError, match="no schedule to export: call the compiled model"):
-        interlace.export(interlace.compile(torch.relu), "nowhere")
+        interlace.export(interlace.compile(nn.ReLU()), "nowhere")
 
 
 def sizes_that_change(folder: Path) -> list[bool]:
@@ -333,18 +333,16 @@ def sizes_that_change(folder: Path) -> list[bool]:
     def rows(x: Any) -> Any:
         return all_gather_tensor(x, 0, mesh["tp"]) @ w
 
-    call = interlace.compile(rows, mesh=mesh, dynamic=True)
+    call = torch.compile(rows, backend="interlace", dynamic=True)
     xs = [torch.randn(count, 8) for count in (24, 20, 30)]
     with torch.no_grad():
         wanted = [call(x) for x in xs]
         interlace.export(call, folder / str(dist.get_rank()))
-        call.close()
         torch.compiler.reset()
         given = Options(schedules=str(folder / str(dist.get_rank())))
-        again = interlace.compile(rows, mesh=mesh, dynamic=True, options=given)
+        again = torch.compile(rows, backend="interlace", dynamic=True, options=given)
         found = [torch.equal(again(x), y) for x, y in zip(xs, wanted, strict=True)]
-    assert again.explain().count("a file of the option") == len(again.graphs[0].bound)
-    again.close()
+    assert interlace.explain(again).count("a file of the option") == 1
     return found
 
 

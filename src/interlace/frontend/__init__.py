@@ -1,9 +1,7 @@
 """From PyTorch to Programs: the torch.compile backend, `interlace.compile`, import of FX graphs.
 
 backend.py         torch.compile(model, backend="interlace")
-compile.py         interlace.compile(fn, *examples): the same without TorchDynamo
-as_module.py       what that gives for a module: a module itself
-dynamic.py         interlace.compile(fn, dynamic=True), by TorchDynamo
+compile.py         interlace.compile(module, *examples): the same without TorchDynamo
 compiled_graph.py  a compiled graph, with a bound Program for each signature
 binding.py         serial Program -> overlapped, agreed on, bound
 choosing.py        what ranks agree on before they lower a graph, and choose once

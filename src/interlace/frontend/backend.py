@@ -270,9 +270,9 @@ def torchs_errors(gm: fx.GraphModule, traced: Sequence[Any]) -> Iterator[None]:
         raise UnsupportedError(
             f"torch cannot trace these DTensors with sizes that change ({type(error).__name__}: "
             f'{told[0]}); this is not of Interlace, and backend="aot_eager" fails alike. Use '
-            "torch.compile(..., dynamic=False), or interlace.compile without dynamic=True, which "
-            "compile for each size; or dynamic=None with torch._dynamo.mark_dynamic for the batch "
-            "alone, and lengths padded to a few"
+            "torch.compile(..., dynamic=False) or interlace.compile, which compile for each size; "
+            "or dynamic=None with torch._dynamo.mark_dynamic for the batch alone, and lengths "
+            "padded to a few"
         ) from error
 
 

@@ -100,8 +100,8 @@ class Dropped:
         warnings.warn(
             f"{self._name} met about {known} sizes (or layouts, dtypes, plain values) and keeps "
             f"{size}: one that was dropped comes again, and is compiled anew each time. Give "
-            f'options={{"cache_size": {known}}} or more, compile with dynamic=True, or pad to '
-            "fewer lengths",
+            f'options={{"cache_size": {known}}} or more, use torch.compile(..., dynamic=True), or '
+            "pad to fewer lengths",
             CacheWarning,
             stacklevel=2,
         )
