@@ -48,9 +48,7 @@ class Bound:
     profiled: list[Timeline] = field(default_factory=list[Timeline])
     """The last timeline that `Compiled.profile` measured of it, if any."""
     about_sizes: list[str] = field(default_factory=list[str])
-    """Why it was bound although others of its graph were, and why for one size alone."""
-    at: dict[str, int] = field(default_factory=dict[str, int])
-    """TorchDynamo's symbols as it was bound, where the graph has some."""
+    """Why it was bound although others of its graph were."""
     kept: list[int] = field(default_factory=list[int])
     """Places of results by which `Forwards.note` keeps a pass's number; empty before the first."""
 
@@ -88,13 +86,8 @@ class Bound:
         return self.executor.agreement
 
     def fits(self, values: Mapping[str, int]) -> bool:
-        """Returns True if these values of TorchDynamo's symbols are in its class of sizes.
-
-        A Program for one size alone fits where all symbols are unchanged: its peers' Programs may
-        name others of them, such as a global size, and all ranks must find theirs, or none.
-        """
-        sizes = self.executor.sizes
-        return dict(values) == self.at if sizes == sizes.alone() else sizes.holds(self._own(values))
+        """Returns True if these values of TorchDynamo's symbols are in its class of sizes."""
+        return self.executor.sizes.holds(self._own(values))
 
     def _own(self, values: Mapping[str, int]) -> dict[str, int]:
         return {name: values[symbol] for name, symbol in self.imported.symbols.items()}

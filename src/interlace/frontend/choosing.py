@@ -49,6 +49,7 @@ from interlace.runtime.prepare.agreement import (
 )
 from interlace.verify import check
 
+STEP = "choose how to overlap"
 OWN = frozenset(("time_out_s", "trace", "static_outputs", "calibration"))
 """Options that concern one rank, or (the calibration) are compared by what they stand for."""
 DIFFER = "the ranks' graphs differ, and overlapped they do not fit together: all run serially"
@@ -83,7 +84,7 @@ def facts_of_all(
     rank, plain = program_rank(graph, groups), essence(graph)
     text = print_program(plain)
     mine: Note = {
-        "step": "choose how to overlap",
+        "step": STEP,
         "rank": rank,
         "name": graph.name,
         "hash": digest(text),
@@ -112,6 +113,17 @@ def facts_of_all(
     board, me = ordered[0].board, ordered[0].rank
     texts = texts_of(board, entries, me, text, limit)
     return AgreedFacts(machine, texts, {key: ranks_of(entries, key) for key in sorted(texts)})
+
+
+def tell(
+    name: str, groups: Mapping[str, ProcessGroup], error: InterlaceError, time_out_s: float | None
+) -> None:
+    """Tells an error to the ranks that gather the facts of the graph of this name."""
+    limit = limit_s(time_out_s, groups.values())
+    teams = {team_of(group, team, limit) for team, group in groups.items()}
+    if teams:
+        ordered = sorted(teams, key=lambda team: team.key)
+        gather({"step": STEP, "name": name, **failure(error)}, ordered, limit)
 
 
 def chosen(graph: Program, agreed: AgreedFacts, options: Options) -> tuple[Program, list[Remark]]:

@@ -12,13 +12,14 @@ which sizes are data has none: see Note [Sizes that are data] in importing/excha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,10 +39,11 @@ from interlace.frontend.calling.specialise import (
     recorded_signature,
     signature,
 )
+from interlace.frontend.choosing import tell
 from interlace.frontend.forwards import Forwards
 from interlace.frontend.importing.exchanges import Exchange, communications
 from interlace.frontend.importing.importer import Imported, import_graph
-from interlace.frontend.importing.nodes import draws_random_numbers, location
+from interlace.frontend.importing.nodes import draws_random_numbers, group_of, location
 from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.teams import Teams
@@ -55,6 +57,7 @@ DATA = "runs as traced: the sizes of an exchange are data, and no rank knows tho
 MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
+"""Without overlap and proof; the sentence goes on with the reason."""
 INDUCTOR = "compiled by Inductor as a whole: its sizes change, and it communicates nothing"
 
 
@@ -167,19 +170,13 @@ class Shelf:
             item.executor.close()
 
 
-def _about_sizes(bound: Bound, before: Sequence[Bound], why: str) -> list[str]:
-    """Remarks on a new Program's sizes: why earlier ones do not serve, why it serves no others."""
-    told: list[str] = []
-    if before:
-        known = dict.fromkeys(
-            str(each.executor.sizes) or ", ".join(f"{n} == {v}" for n, v in each.at.items())
-            for each in before[-3:]
-        )
-        classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
-        told.append(f"number {len(before) + 1} of its graph, as those before are for {classes}")
-    if why := why or bound.executor.single:
-        told.append(f"for these sizes alone: {why}")
-    return told
+def _about_sizes(before: Sequence[Bound]) -> list[str]:
+    """Remarks on a new Program's sizes: why earlier ones of its graph do not serve."""
+    if not before:
+        return []
+    known = dict.fromkeys(str(each.executor.sizes) for each in before[-3:])
+    classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
+    return [f"number {len(before) + 1} of its graph, as those before are for {classes}"]
 
 
 def _mark(key: Hashable, bound: Bound) -> Hashable:
@@ -201,8 +198,6 @@ class CompiledGraph:
             places = gm.graph.find_nodes(op="placeholder")
             setting.forwards.saved = sum("tangents" not in str(node.target) for node in places)
         self._unscheduled, self._captured = "", 0
-        self._single = ""
-        """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
         self._run: Callable[[list[Any]], Any] | None = None
         """Callable that runs the graph without a Program; None until that is needed."""
         self._traced = recorded_signature(gm)
@@ -277,7 +272,7 @@ class CompiledGraph:
             self._run, self._unscheduled = compile_symbolic(self._gm, inference), INDUCTOR
         if self._traced is not None and self._shelf.get(self._traced) is None:
             with torch._C._DisableAutocast():  # Note [Autocast is in the graph]
-                self._bind(self._traced, None)
+                self._bind(self._traced, self._imported())
 
     @property
     def serial(self) -> Program:
@@ -313,54 +308,39 @@ class CompiledGraph:
         self, key: Hashable, args: Sequence[Any]
     ) -> tuple[Bound, Mapping[str, int] | None] | None:
         """The bound Program for arguments of this signature, with what the symbols are: of a class
-        of sizes, if there can be one, else of these very sizes where the graph communicates. None:
-        there is to be none."""
+        of sizes, else of these very sizes for a CUDA graph. None: there is to be none."""
         found = self._shelf.get(key)
         if found is not None or self._traced is not None:
-            return found or self._bind(key, args), None
+            return found or self._bind(key, self._imported(args)), None
         if self.setting.options.graph and self._captured < MOST_CAPTURED:
             self._captured += 1
-            return self._bind(key, args, why="CUDA graphs are for one size"), None
-        found, sizes, why = None, None, self._single
+            return self._bind(key, self._imported(args)), None
         try:
-            sizes = self._symbols.values(args)
+            sizes = self._sizes(args)
             found = self._shelf.fitting(sizes)
-            if found is None and not why:
-                found = self._bind(("class", key), args, sizes)
-                why = self._single = found.executor.single
+            if found is None:
+                found = self._bind(("class", key), self._imported(sizes=sizes))
         except SizeError as error:
-            why = str(error)
-            if sizes is not None:  # else it is of this call
-                self._single = why
-        if found is None or found.executor.sizes == found.executor.sizes.alone():
-            self._unscheduled = "" if any(communications(self.graph)) else UNCLASSED
-        if self._unscheduled:
-            log.info("%s %s: %s", self.kind, self._unscheduled, why or f"it was for {sizes}")
+            self._unscheduled = f"{UNCLASSED}: {error}"
+            log.info("%s %s", self.kind, self._unscheduled)
             return None
-        return found or self._bind(key, args, sizes, why), sizes
+        return found, sizes
 
-    def _bind(
-        self,
-        key: Hashable,
-        args: Sequence[Any] | None,
-        sizes: Mapping[str, int] | None = None,
-        why: str = "",
-    ) -> Bound:
-        """Binds for the class of these sizes, or for them alone where there is a reason `why`."""
-        values = None
-        if args is not None and key != self._traced and (why or sizes is None):
-            values = propagate(self._gm, args)
+    def _bind(self, key: Hashable, given: tuple[Imported, Teams]) -> Bound:
+        """Binds an imported Program with the other ranks, and keeps it under this key."""
         began = time.perf_counter()
-        imported, teams = self._imported(values=values, sizes=None if why else sizes)
-        groups = teams.process_groups()
+        imported, groups = given[0], given[1].process_groups()
         bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
-        bound.at.update(sizes or {})
-        bound.about_sizes[:] = _about_sizes(bound, self.bound, why)
+        named = bound.executor.sizes
+        if imported.symbols and named == named.alone():
+            bound.executor.close()
+            raise SizeError(bound.executor.single)
+        bound.about_sizes[:] = _about_sizes(self.bound)
         sites, took = bound.program.sites, time.perf_counter() - began
         log.info(
             "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s%s",
             self.kind,
-            f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else "",
+            f" where {named}" if named.sizes else "",
             sum(site.strategy != "serial" for site in sites),
             len(sites),
             len(bound.program.ops),
@@ -370,9 +350,37 @@ class CompiledGraph:
         self._shelf.put(key, bound, list(groups.values()))
         return bound
 
-    def _imported(self, **given: Any) -> tuple[Imported, Teams]:
-        """The serial Program with its calling convention, and the teams that it names."""
-        setting = self.setting
-        teams = Teams.of_torch(setting.meshes, setting.options.time_out_s)
-        labels = setting.labels
-        return import_graph(self._gm, name=self.kind, teams=teams, labels=labels, **given), teams
+    def _sizes(self, args: Sequence[Any]) -> dict[str, int]:
+        """The values of TorchDynamo's symbols in a call."""
+        with self._told():
+            return self._symbols.values(args)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tells the other ranks of a SizeError, which may be of this rank's graph alone."""
+        try:
+            yield
+        except SizeError as error:
+            teams = self._teams()
+            for node in communications(self.graph):
+                teams.team(group_of(node))
+            tell(self.kind, teams.process_groups(), error, self.setting.options.time_out_s)
+            raise
+
+    def _teams(self) -> Teams:
+        return Teams.of_torch(self.setting.meshes, self.setting.options.time_out_s)
+
+    def _imported(
+        self, args: Sequence[Any] | None = None, sizes: Mapping[str, int] | None = None
+    ) -> tuple[Imported, Teams]:
+        """The serial Program with its calling convention, and the teams that it names: for these
+        arguments' sizes, for the class of these sizes, or for the sizes that were traced."""
+        teams, labels = self._teams(), self.setting.labels
+        values = (
+            None if args is None or signature(args) == self._traced else propagate(self._gm, args)
+        )
+        with self._told():
+            found = import_graph(
+                self._gm, name=self.kind, teams=teams, labels=labels, values=values, sizes=sizes
+            )
+        return found, teams
