@@ -28,7 +28,7 @@ from interlace.demo.model import Transformer, parallelize
 from interlace.demo.plan import ModelConfig
 from interlace.errors import BackendError, InterlaceError, UnsupportedError
 from interlace.frontend import capture
-from interlace.frontend.explain import explain
+from interlace.frontend.explain import explain_bound
 from interlace.ir import Collective, Program, View
 
 
@@ -412,7 +412,7 @@ def collectives_of_the_demo() -> list[tuple[int, int, list[tuple[str, str, str]]
             count = sum(isinstance(op, Collective) for op in bound.serial.ops)
             lost = sum(isinstance(op, Collective) and op.site is None for op in bound.program.ops)
             sites = [(site.kind, site.strategy, site.reason) for site in bound.program.sites]
-            found.append((count, lost, sites, explain([bound])))
+            found.append((count, lost, sites, explain_bound([bound])))
     return found
 
 

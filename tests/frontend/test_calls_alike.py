@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import interlace
 from interlace.comm import team_of
 from interlace.frontend import backend
-from interlace.frontend.calling.specialise import signature
+from interlace.frontend.calling.arguments import signature
 
 
 def write_then_read(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,8 @@ compile.py         interlace.compile(module, *examples): the same without TorchD
 compiled_graph.py  a compiled graph, with a bound Program for each signature
 binding.py         serial Program -> overlapped, agreed on, bound
 choosing.py        what ranks agree on before they lower a graph, and choose once
-forwards.py        which forward pass a backward pass belongs to
 schedules.py       the Programs as files, and files run in place of generated Programs
-explain.py         the Programs behind a compiled model, and what became of each site
-insight.py         interlace.explain and interlace.report, for what torch.compile made too
+explain.py         interlace.explain and interlace.report: what became of each site, and why
 origin.py          whose graph it is, and what broke it off
 partition.py       what is saved between forward and backward, and what is gathered again
 teams.py           process groups as teams; what ranks tell each other while they compile
@@ -17,11 +15,11 @@ importing/         an FX graph as a serial Program
 calling/           from the arguments of a call to a run
 """
 
-from interlace.frontend.backend import backend
+from interlace.frontend.backend import Captured, backend, capture
 from interlace.frontend.binding import Bound
+from interlace.frontend.calling.arguments import Imported, Opaque
 from interlace.frontend.compiled_graph import CompiledGraph
-from interlace.frontend.explain import Captured, capture
-from interlace.frontend.importing.importer import Imported, Opaque, import_graph
+from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.teams import Teams
 
 __all__ = [

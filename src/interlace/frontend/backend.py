@@ -17,7 +17,8 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,22 +36,66 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import CalibrationError, InterlaceError, OptionError, UnsupportedError
+from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
-from interlace.frontend.calling.symbolic import symbolic_sizes
+from interlace.frontend.calling.tracing import symbolic_sizes
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
-from interlace.frontend.explain import notice
-from interlace.frontend.importing.exchanges import forget
+from interlace.frontend.importing.exchanges import KnownExchanges
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.lost_interrupts import look_for_lost_interrupts
 from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.partition import Partition
+from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
 
 log = logging.getLogger(__name__)
 """Off by default: `TORCH_LOGS=interlace.frontend`, or `logging` itself, shows what is compiled."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """The compiled graphs, in the order in which they were compiled."""
+
+    graphs: list[CompiledGraph] = field(default_factory=list)
+
+    @property
+    def bound(self) -> list[Bound]:
+        """Every bound Program with its proof and its Executor. What runs as traced has none."""
+        return [bound for graph in self.graphs for bound in graph.bound]
+
+    @property
+    def programs(self) -> list[Program]:
+        """The overlapped Programs: forward and backward of each graph."""
+        return [bound.program for bound in self.bound]
+
+    def explain(self) -> str:
+        """Each communication with its strategy, the reason and what is predicted and measured."""
+        from interlace.frontend.explain import explain_graphs
+
+        return explain_graphs(self.graphs)
+
+
+_CAPTURING: ContextVar[tuple[Captured, ...]] = ContextVar("interlace_capturing", default=())
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[Captured]:
+    """Collects what the `interlace` backend compiles inside the block; graphs that torch keeps from
+    before are not seen (`torch.compiler.reset()` drops them).
+
+        with interlace.frontend.capture() as captured:
+            model(x).sum().backward()
+        print(captured.programs[0])
+    """
+    captured = Captured()
+    token = _CAPTURING.set((*_CAPTURING.get(), captured))
+    try:
+        yield captured
+    finally:
+        _CAPTURING.reset(token)
 
 
 class Compilation:
@@ -68,7 +113,8 @@ class Compilation:
             machine = elsewhere or shared_machine(options, self.setting.device)
         except CalibrationError:  # all ranks are told as they bind
             machine = None
-        cut = Partition(options.regather, machine, options.time_out_s, alone=elsewhere is not None)
+        alone, exchanges = elsewhere is not None, self.setting.exchanges
+        cut = Partition(options.regather, machine, options.time_out_s, alone, exchanges)
         return {
             "fw_compiler": lambda gm, _: self._compile("forward", gm),
             "bw_compiler": lambda gm, _: self._compile("backward", gm),
@@ -107,7 +153,8 @@ class Compilation:
         meshes = tuple(dict.fromkeys((*self.setting.meshes, *found)))
         graph = CompiledGraph(kind, gm, replace(self.setting, meshes=meshes))
         self.graphs.append(graph)
-        notice(graph)
+        for captured in _CAPTURING.get():
+            captured.graphs.append(graph)
         return graph
 
 
@@ -136,6 +183,7 @@ class Backend:
     def __init__(self) -> None:
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph]
         self._graphs = weakref.WeakValueDictionary()
+        self._exchanges = KnownExchanges()
         self._count = itertools.count()
         self._first = 0
         """The number of the first graph since the last reset."""
@@ -171,7 +219,7 @@ class Backend:
 
     def reset(self) -> None:
         """Frees every Executor; `torch.compiler.reset()` calls it."""
-        forget()
+        self._exchanges.clear()
         self._first = next(self._count)
         for graph in list(self._graphs.values()):
             graph.close()
@@ -196,6 +244,7 @@ class Backend:
             device_of(example_inputs),
             takes_numbers(),
             origin=origin,
+            exchanges=self._exchanges,
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)

@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from interlace.comm import team_of
 from interlace.cost import Machine, Timeline
 from interlace.errors import InterlaceError, SoundnessError
+from interlace.frontend.calling.arguments import Imported
 from interlace.frontend.choosing import chosen, facts_of_all
-from interlace.frontend.importing.importer import Imported
 from interlace.frontend.schedules import path_of, scheduled, unsound
 from interlace.ir import Program, Remark
 from interlace.ir.call_names import others

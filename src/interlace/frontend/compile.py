@@ -38,7 +38,6 @@ from interlace.frontend.calling.direct import Direct, observed
 from interlace.frontend.calling.leftovers import none_left
 from interlace.frontend.calling.tracing import Watch, lent, refuse_sharded, tracing
 from interlace.frontend.compiled_graph import CompiledGraph, Dropped, Setting
-from interlace.frontend.explain import explain
 from interlace.frontend.importing.nodes import unwrapped
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.origin import name_of
@@ -212,7 +211,9 @@ class Compiled(AsModule):
 
     def explain(self) -> str:
         """Each communication with its strategy, the reason and what is predicted and measured."""
-        return explain(self.bound)
+        from interlace.frontend.explain import explain_bound
+
+        return explain_bound(self.bound)
 
     def simulate(self, kind: str | None = None) -> Timeline:
         """The predicted timeline of all ranks; `kind` asks for `backward`."""

@@ -32,18 +32,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from interlace.cost import Machine
 from interlace.errors import CacheWarning, SizeError
 from interlace.frontend.binding import Bound, bind, placed, with_regions
-from interlace.frontend.calling.specialise import (
-    complete,
-    has_signature,
-    propagate,
-    recorded_signature,
-    signature,
-)
+from interlace.frontend.calling.arguments import Imported, has_signature, signature
+from interlace.frontend.calling.forwards import Forwards
 from interlace.frontend.choosing import tell
-from interlace.frontend.forwards import Forwards
-from interlace.frontend.importing.exchanges import Exchange, communications
-from interlace.frontend.importing.importer import Imported, import_graph
-from interlace.frontend.importing.nodes import draws_random_numbers, group_of, location
+from interlace.frontend.importing.exchanges import Exchange, KnownExchanges, communications
+from interlace.frontend.importing.importer import import_graph
+from interlace.frontend.importing.nodes import (
+    complete,
+    draws_random_numbers,
+    group_of,
+    location,
+    propagate,
+)
 from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.teams import Teams
@@ -77,6 +77,7 @@ class Setting:
     origin: GraphOrigin | None = None
     """Where TorchDynamo met it, if that traced it."""
     forwards: Forwards = field(default_factory=Forwards, compare=False)
+    exchanges: KnownExchanges = field(default_factory=KnownExchanges, compare=False)
 
 
 class Dropped:
@@ -184,6 +185,20 @@ def _mark(key: Hashable, bound: Bound) -> Hashable:
     return str(bound.executor.sizes) if bound.executor.sizes.sizes else key
 
 
+def recorded_signature(gm: fx.GraphModule) -> Hashable | None:
+    """The signature that a graph was traced with; None where it is symbolic."""
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    numbers: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return None
+        if isinstance(value, torch.Tensor):
+            numbers += [*value.shape, *value.stride()]
+    if any(isinstance(number, torch.SymInt) for number in numbers):
+        return None
+    return signature(values)
+
+
 class CompiledGraph:
     """One graph of a compilation, called with boxed arguments."""
 
@@ -193,7 +208,7 @@ class CompiledGraph:
         self.setting = setting
         self.graph = gm.graph
         self._gm = gm
-        self._exchange = Exchange(gm.graph)
+        self._exchange = Exchange(gm.graph, setting.exchanges)
         if kind == "backward" and any(communications(gm.graph)):
             places = gm.graph.find_nodes(op="placeholder")
             setting.forwards.saved = sum("tangents" not in str(node.target) for node in places)

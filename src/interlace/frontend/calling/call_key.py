@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from interlace.frontend.calling.specialise import strides_of
+from interlace.frontend.calling.arguments import strides_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _VALUES = {int, float, bool, str, type(None)}

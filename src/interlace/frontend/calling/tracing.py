@@ -18,12 +18,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -33,6 +36,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
@@ -78,6 +82,42 @@ def patched(module: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+# -- sizes that are symbols ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def symbolic_sizes() -> Iterator[None]:
+    """Around a trace in which DTensor computes with symbolic sizes.
+
+    Fixes two errors of torch:
+
+    - DTensor asks for `sym_max(s0, 1)`. Where that is `s0`, torch takes it for the source of every
+      other `s0`, its own argument among them, and follows sources until Python's stack overflows.
+      Here the earlier source stays. (Not every version of torch has the function that records it.)
+    - A product of three sizes is written as `operator.mul` of three, which takes two.
+    """
+    register: Any = getattr(proxy_tensor, "_sym_register", None)
+    handlers: Any = {**proxy_tensor._sympy_handlers(), sympy.Mul: _product}
+
+    def registered(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        sources = tracer.sympy_expr_tracker
+        expr = out.node.expr if isinstance(out, torch.SymInt) else None
+        before = sources.get(expr)
+        register(tracer, func, args, out)
+        if before is not None:
+            sources[expr] = before
+
+    mended: dict[str, Any] = {"_sympy_handlers": lambda: handlers}
+    if register is not None:
+        mended["_sym_register"] = registered
+    with patched(proxy_tensor, **mended):
+        yield
+
+
+def _product(*sizes: Any) -> Any:
+    return functools.reduce(operator.mul, sizes)
 
 
 # -- the module's tensors as arguments -------------------------------------------------------------

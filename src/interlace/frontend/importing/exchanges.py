@@ -21,6 +21,7 @@ meets the very same again in the next call, where others do not, is told that th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -28,24 +29,44 @@ from torch import fx
 from interlace.frontend.importing.nodes import group_of, location
 from interlace.frontend.teams import consent_of_ranks
 
-_DATA: set[str] = set()
-"""Where the exchanges are of which ranks found that their sizes are data."""
-_DECIDED: dict[tuple[str, ...], list[bool]] = {}
-"""Joint decisions of the ranks on a graph with exchanges, by where it communicates."""
+
+@dataclass(slots=True)
+class KnownExchanges:
+    """Facts of exchanges that the ranks agreed on as they compiled; all drop them together, and
+    graphs remember their own."""
+
+    data: set[str] = field(default_factory=set[str])
+    """Where the exchanges are of which ranks found that their sizes are data."""
+    decisions: dict[tuple[str, ...], list[bool]] = field(
+        default_factory=dict[tuple[str, ...], list[bool]]
+    )
+    """Joint decisions of the ranks on a graph with exchanges, by where it communicates."""
+
+    def decided(self, graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
+        """The ranks' answers, new or of their first compilation: Note [Sizes that are data]."""
+        exchange, key = Exchange(graph, self), tuple(map(_place, communications(graph)))
+        if not exchange.sizes_are_data or key not in self.decisions:
+            self.decisions[key] = ask()
+        return self.decisions[key]
+
+    def clear(self) -> None:
+        """Forgets them all."""
+        self.data.clear()
+        self.decisions.clear()
 
 
 class Exchange:
     """The exchanges of one graph, and whether their sizes are data."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, known: KnownExchanges) -> None:
+        self.graph, self._known = graph, known
         self._places = [_place(node) for node in exchanges(graph)]
         self._data = False
 
     @property
     def sizes_are_data(self) -> bool:
         """True if the sizes are known to be data, from this graph or another of the same code."""
-        if not self._data and not _DATA.isdisjoint(self._places):
+        if not self._data and not self._known.data.isdisjoint(self._places):
             self._data = True
         return self._data
 
@@ -64,21 +85,7 @@ class Exchange:
             told = consent_of_ranks(places, wishes, time_out_s, "whether sizes are data")
             data = not told[0]
         if data:
-            _DATA.update(self._places)
-
-
-def decided(graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
-    """Returns the ranks' answers, new or of their first compilation: Note [Sizes that are data]."""
-    exchange, key = Exchange(graph), tuple(map(_place, communications(graph)))
-    if not exchange.sizes_are_data or key not in _DECIDED:
-        _DECIDED[key] = ask()
-    return _DECIDED[key]
-
-
-def forget() -> None:
-    """Drops what is known of exchanges, on all ranks together; graphs remember their own."""
-    _DATA.clear()
-    _DECIDED.clear()
+            self._known.data.update(self._places)
 
 
 def exchanges(graph: fx.Graph) -> list[fx.Node]:
