@@ -158,7 +158,7 @@ def use_compiled() -> dict[str, Any]:
     """Everything that the object offers."""
     mesh = mesh_of()
     args = arguments(mesh)
-    options = {"strategy": "peer", "time_out_s": 20.0}
+    options = {"strategy": "peer", "time_out_s": 20.0, "trace": True}
     call = interlace.compile(Function(feed_forward), *args, mesh=mesh, options=options)
     plain = interlace.compile(Function(feed_forward), *args, options={"overlap": False})
     outcomes: list[list[Tensor]] = []
@@ -168,8 +168,7 @@ def use_compiled() -> dict[str, Any]:
         outcomes.append([whole(y), *(whole(arg.grad) for arg in args)])
         for arg in args:
             arg.grad = None
-    predicted, measured = call.simulate(), call.profile(*args)
-    backward = call.profile(*args, kind="backward")
+    predicted, measured = interlace.simulate(call.program), [b.measured for b in call.bound]
     ops = call.program.ops
     found = {
         "equal": [all(map(torch.equal, outcomes[0], other)) for other in outcomes[1:]],
@@ -179,11 +178,8 @@ def use_compiled() -> dict[str, Any]:
         "explained": call.explain(),
         "sites": [site.strategy for site in call.program.sites],
         "predicted": (predicted.makespan_s, sorted({span.rank for span in predicted.spans})),
-        "measured": (measured.makespan_s, sorted({span.rank for span in measured.spans})),
-        "matmuls": [
-            sum("aten.mm" in span.name for span in timeline.spans)
-            for timeline in (measured, backward)
-        ],
+        "measured": [sorted({span.rank for span in each.spans}) for each in measured if each],
+        "matmuls": [sum("aten.mm" in s.name for s in each.spans) for each in measured if each],
         "ops": sum("aten.mm" in str(getattr(op, "fn", "")) for op in ops),
     }
     call.close()
@@ -203,8 +199,7 @@ def test_a_compiled_function_tells_what_it_does(pool: Pool) -> None:
         assert "forward: 2 communications, sound" in found["explained"]
         assert found["predicted"][0] > 0
         assert found["predicted"][1] == [0, 1]
-        assert found["measured"][0] > 0
-        assert found["measured"][1] == [rank]
+        assert found["measured"] == [[rank], [rank]]
         assert found["matmuls"][0] == found["ops"] >= 4
         assert found["matmuls"][1] >= 4
 

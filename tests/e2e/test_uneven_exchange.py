@@ -12,6 +12,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 import interlace
+from interlace.cost import simulate
 from interlace.frontend import capture
 
 SPLITS = {
@@ -67,7 +68,7 @@ def told(splits: list[list[int]]) -> tuple[str, str, list[float]]:
         torch.compile(exchanged, backend="interlace")(x, w).sum().backward()
     by_torch = captured.explain()
     compiled = interlace.compile(Function(exchanged), x, w, mesh=mesh)
-    times = [compiled.simulate(kind).makespan_s for kind in ("forward", "backward")]
+    times = [simulate(bound.programs, bound.machine).makespan_s for bound in compiled.bound]
     by_us = compiled.explain()
     compiled.close()
     interlace.reset()

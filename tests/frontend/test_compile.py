@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace.cost import Timeline, default_machine
+from interlace.cost import default_machine
 from interlace.errors import ExecutorError, OptionError, UnsupportedError
 from interlace.frontend import backend
+from interlace.frontend.binding import Bound
 from interlace.frontend.compile import Compiled
-from interlace.ir import Call, Collective, Get, Op, Program
+from interlace.ir import Call, Collective, Get, Op
 from interlace.passes import lower
 
 
@@ -34,9 +35,8 @@ def module_against_eager() -> dict[str, Any]:
     tokens = torch.randint(0, 32, (2, 8))
     model(tokens).square().sum().backward()
     eager = gradients(model)
-    compiled = interlace.compile(
-        model, tokens, mesh=mesh, options=interlace.Options(strategy="peer")
-    )
+    options = interlace.Options(strategy="peer", trace=True)
+    compiled = interlace.compile(model, tokens, mesh=mesh, options=options)
     out = compiled(tokens)
     out.square().sum().backward()
     mine = gradients(model)
@@ -44,25 +44,24 @@ def module_against_eager() -> dict[str, Any]:
     assert mine.keys() == eager.keys()
     for name, theirs in eager.items():
         torch.testing.assert_close(mine[name], theirs, rtol=1e-4, atol=1e-5)
-    predicted, measured = compiled.simulate(), compiled.profile(runs=2)
-    backward = compiled.profile(kind="backward", runs=2)
+    predicted = interlace.simulate(compiled.program)
     names = [p.name for p in compiled.program.params]
     told = {
         "explain": compiled.explain(),
         "modules": [site.module for site in compiled.program.sites],
         "predicted": len({span.rank for span in predicted.spans}),
-        "measured": _without_span(measured, compiled.program),
-        "backward": _without_span(backward, compiled.programs[1]),
+        "unmeasured": [_without_span(bound) for bound in compiled.bound],
         "parameters": [name for name in names if name.startswith("layers_0_mlp")],
     }
     compiled.close()
     return told
 
 
-def _without_span(timeline: Timeline, program: Program) -> list[Op]:
-    """The ops that compute or communicate and that no span of the timeline shows."""
-    shown = {span.op_index for span in timeline.spans}
-    ops = enumerate(program.ops)
+def _without_span(bound: Bound) -> list[Op]:
+    """The ops that compute or communicate and that no span of the measured timeline shows."""
+    assert bound.measured is not None
+    shown = {span.op_index for span in bound.measured.spans}
+    ops = enumerate(bound.program.ops)
     return [op for i, op in ops if isinstance(op, Call | Collective | Get) and i not in shown]
 
 
@@ -72,7 +71,7 @@ def test_module(pool: Pool) -> None:
         assert "layers.0.attn.wo" in told["explain"]
         assert "forward: 7 communications, sound" in told["explain"]
         assert told["predicted"] == 2
-        assert told["measured"] == told["backward"] == []
+        assert told["unmeasured"] == [[], []]
         assert told["parameters"] == [f"layers_0_mlp_{name}_weight" for name in ("w1", "w3", "w2")]
 
 
@@ -168,8 +167,6 @@ def test_nothing_compiled_yet_is_a_typed_error() -> None:
     with pytest.raises(ExecutorError, match="nothing is compiled yet"):
         compiled.explain()
     compiled(torch.ones(2))
-    with pytest.raises(ExecutorError, match="no 'backward' graph"):
-        compiled.simulate("backward")
 
 
 def test_unknown_option_is_a_typed_error() -> None:

@@ -3,11 +3,10 @@
 backend.py         torch.compile(model, backend="interlace")
 compile.py         interlace.compile(module, *examples): the same without TorchDynamo
 compiled_graph.py  a compiled graph, with a bound Program for each signature
-binding.py         serial Program -> overlapped, agreed on, bound
-choosing.py        what ranks agree on before they lower a graph, and choose once
+binding.py         serial Program -> agreed on, overlapped by one choice of all ranks, bound
 schedules.py       the Programs as files, and files run in place of generated Programs
 explain.py         interlace.explain and interlace.report: what became of each site, and why
-origin.py          whose graph it is, and what broke it off
+dynamo.py          TorchDynamo: whose graph it is, what broke it off, guards, lost interrupts
 partition.py       what is saved between forward and backward, and what is gathered again
 teams.py           process groups as teams; what ranks tell each other while they compile
 

@@ -26,11 +26,9 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
-from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
-from torch._guards import ChainedSource, TracingContext, tracing
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -40,12 +38,17 @@ from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.tracing import symbolic_sizes
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
-from interlace.frontend.importing.exchanges import KnownExchanges
+from interlace.frontend.dynamo import (
+    GraphOrigin,
+    guard_sizes,
+    look_for_lost_interrupts,
+    source_name,
+    takes_numbers,
+)
+from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import is_state, label
+from interlace.frontend.importing.nodes import label
 from interlace.frontend.importing.types import device_of
-from interlace.frontend.lost_interrupts import look_for_lost_interrupts
-from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.partition import Partition
 from interlace.ir import Program
 from interlace.options import Options
@@ -113,8 +116,8 @@ class Compilation:
             machine = elsewhere or shared_machine(options, self.setting.device)
         except CalibrationError:  # all ranks are told as they bind
             machine = None
-        alone, exchanges = elsewhere is not None, self.setting.exchanges
-        cut = Partition(options.regather, machine, options.time_out_s, alone, exchanges)
+        alone, known = elsewhere is not None, self.setting.places
+        cut = Partition(options.regather, machine, options.time_out_s, alone, known)
         return {
             "fw_compiler": lambda gm, _: self._compile("forward", gm),
             "bw_compiler": lambda gm, _: self._compile("backward", gm),
@@ -183,7 +186,7 @@ class Backend:
     def __init__(self) -> None:
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph]
         self._graphs = weakref.WeakValueDictionary()
-        self._exchanges = KnownExchanges()
+        self._places = KnownPlaces()
         self._count = itertools.count()
         self._first = 0
         """The number of the first graph since the last reset."""
@@ -219,7 +222,7 @@ class Backend:
 
     def reset(self) -> None:
         """Frees every Executor; `torch.compiler.reset()` calls it."""
-        self._exchanges.clear()
+        self._places.clear()
         self._first = next(self._count)
         for graph in list(self._graphs.values()):
             graph.close()
@@ -229,22 +232,21 @@ class Backend:
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
         options: Options,
-        mesh: DeviceMesh | None = None,
     ) -> Callable[..., Any]:
-        """Returns the callable that runs one graph; `mesh` names teams that no argument names."""
+        """Returns the callable that runs one graph."""
         look_for_lost_interrupts()
         places = gm.graph.find_nodes(op="placeholder")
-        sources = list(map(_source, places))
+        sources = list(map(source_name, places))
         guard_sizes(places)
         origin = GraphOrigin.of(gm)
         setting = Setting(
             options,
-            meshes_in((*example_inputs, mesh)),
+            meshes_in(example_inputs),
             tuple(label(source) if source else "" for source in sources),
             device_of(example_inputs),
             takes_numbers(),
             origin=origin,
-            exchanges=self._exchanges,
+            places=self._places,
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
@@ -325,23 +327,6 @@ def torchs_errors(gm: fx.GraphModule, traced: Sequence[Any]) -> Iterator[None]:
         ) from error
 
 
-def guard_sizes(places: Sequence[fx.Node]) -> None:
-    """Has TorchDynamo guard the sizes of whole DTensors, too. By itself it guards what this rank
-    holds: where 8 rows become 7, a rank with 4 of either would not compile anew as its peers do."""
-    context = TracingContext.try_get()
-    if context is None:  # TorchDynamo does not call
-        return
-    for node in places:
-        value, source = node.meta.get("example_value"), _source_of(node)
-        if source is None or is_state(_source(node)) or not isinstance(value, DTensor):
-            continue
-        for dim, size in enumerate(value.shape):
-            if type(size) is int:
-                known = TensorPropertySource(source, TensorProperty.SIZE, dim)
-                guard = known.make_guard(GuardBuilder.EQUALS_MATCH)
-                context.guards_context.dynamo_guards.add(guard)
-
-
 def keep_saved() -> None:
     """Tells AOTAutograd that backward reuses no memory of what was saved, and so may run again.
 
@@ -351,22 +336,6 @@ def keep_saved() -> None:
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
     if donated := getattr(metadata, "bw_donated_idxs", None):
         donated.clear()
-
-
-def takes_numbers() -> bool:
-    """Returns True if TorchDynamo specialised the traced function on numbers in its arguments.
-
-    Numbers that a closure or an attribute holds do not count; those of a list of numbers do.
-    """
-    context = TracingContext.try_get()
-    for guard in context.guards_context.dynamo_guards if context is not None else ():
-        source = guard.originating_source
-        while isinstance(source, ChainedSource) and not isinstance(source, AttrSource):
-            source = source.base
-        argument = isinstance(source, LocalSource) and source.is_input
-        if argument and guard.create_fn_name() == "CONSTANT_MATCH":
-            return True
-    return False
 
 
 def options_from(options: Options | Mapping[str, Any] | None) -> Options:
@@ -383,15 +352,3 @@ def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
     found = [getattr(value, "device_mesh", value) for value in values]
     real = [getattr(value, "real_obj", value) for value in found]
     return tuple(dict.fromkeys(mesh for mesh in real if isinstance(mesh, DeviceMesh)))
-
-
-def _source_of(node: fx.Node) -> Any:
-    return getattr(node.meta.get("grapharg"), "source", None)
-
-
-def _source(node: fx.Node) -> str:
-    """The tracer's name of where an argument comes from."""
-    source = _source_of(node)
-    if source is None:
-        return ""
-    return source.name if isinstance(source.name, str) else source.name()

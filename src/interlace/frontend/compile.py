@@ -3,8 +3,7 @@
     compiled = interlace.compile(block, x, mesh=mesh)
     y = compiled(x)                      # differentiable, like block(x)
     print(compiled.explain())            # every communication, how it is overlapped, and why
-    compiled.simulate().makespan_s       # the predicted timeline
-    compiled.profile(x)                  # the measured one
+    interlace.simulate(compiled.program)      # the predicted timeline; measured: the option `trace`
 
 Where `torch.compile` reads bytecode and guards it, this runs the module once on fake tensors.
 What depends on more than the arguments' sizes, layouts and plain values is fixed by that run. A
@@ -14,7 +13,6 @@ new combination of those is compiled anew; the least recently used is dropped be
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,20 +25,20 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from interlace.cost import Machine, Timeline, simulate
+from interlace.cost import Machine
 from interlace.errors import ExecutorError, OptionError
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.as_module import AsModule
-from interlace.frontend.calling.call_key import CallKeys, ModuleCall, tensors_of
+from interlace.frontend.calling.call_key import CallKeys, ModuleCall
 from interlace.frontend.calling.direct import Direct, observed
 from interlace.frontend.calling.leftovers import none_left
 from interlace.frontend.calling.tracing import Watch, lent, refuse_sharded, tracing
 from interlace.frontend.compiled_graph import CompiledGraph, Dropped, Setting
+from interlace.frontend.dynamo import name_of
 from interlace.frontend.importing.nodes import unwrapped
 from interlace.frontend.importing.types import device_of
-from interlace.frontend.origin import name_of
 from interlace.ir import Program
 from interlace.options import Options
 
@@ -156,8 +154,6 @@ class Compiled(AsModule):
         self._mesh = mesh
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._dropped = Dropped(name_of(fn), options.cache_size)
-        self._given: list[tuple[tuple[Any, ...], dict[str, Any]] | None] = [None]
-        """The arguments of the last call, if any."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's result for these arguments."""
@@ -167,7 +163,6 @@ class Compiled(AsModule):
             entry = self._add(call, args, kwargs)
         elif len(entries) > 1:
             entries.move_to_end(call.key)
-        self._given[0] = args, kwargs
         direct = entry.direct
         if direct is not None and direct.executor.engine is not None:
             return direct(call.tensors)
@@ -175,7 +170,6 @@ class Compiled(AsModule):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
-        self._given[0] = args, kwargs
         call = self._keys.of(args, kwargs)
         if call.key in self._entries:
             self._entries.move_to_end(call.key)
@@ -215,11 +209,6 @@ class Compiled(AsModule):
 
         return explain_bound(self.bound)
 
-    def simulate(self, kind: str | None = None) -> Timeline:
-        """The predicted timeline of all ranks; `kind` asks for `backward`."""
-        bound = self._of_kind(kind)
-        return simulate(bound.programs, bound.machine)
-
     def trace(self, *args: Any, machine: Machine, **kwargs: Any) -> tuple[Program, ...]:
         """The serial Programs of a call, forward before backward, for a machine that is not here.
 
@@ -228,35 +217,6 @@ class Compiled(AsModule):
         trace: Any = torch.compiler.disable(self._trace)
         entry = trace(self._keys.of(args, kwargs), args, kwargs, machine)
         return tuple(graph.serial for graph in entry.compilation.graphs)
-
-    def profile(
-        self, *args: Any, kind: str | None = None, runs: int = 3, **kwargs: Any
-    ) -> Timeline:
-        """The measured timeline of this rank, of the last of some runs. All ranks call it together.
-
-        Without arguments it takes those that were given as examples.
-        """
-        if not args and not kwargs:
-            if self._given[0] is None:
-                raise ExecutorError("give the arguments of a call: there were no examples to take")
-            args, kwargs = self._given[0]
-        traced = type(self)(self.fn, self._mesh, dataclasses.replace(self.options, trace=True))
-        for _ in range(runs):
-            wanted = _differentiable(traced(*args, **kwargs))
-            if kind == "backward" and wanted:
-                inputs = _differentiable((tensors_of(self.fn), args, kwargs))
-                ones = [torch.ones_like(x) for x in wanted]
-                torch.autograd.grad(wanted, inputs, ones, allow_unused=True)
-        try:
-            mine = [bound for graph in self.graphs for bound in graph.bound]
-            for theirs in traced.bound:
-                found = theirs.measured
-                for bound in mine:
-                    if found is not None and bound.program == theirs.program:
-                        bound.profiled[:] = [found]
-            return traced._of_kind(kind).executor.timeline()
-        finally:
-            traced.close()
 
     def close(self) -> None:
         """Frees everything; a later call compiles anew."""
@@ -271,18 +231,6 @@ class Compiled(AsModule):
 
     def __reduce__(self) -> Any:
         return type(self), (self.fn, self._mesh, self.options)
-
-    def _of_kind(self, kind: str | None) -> Bound:
-        bound = self.bound
-        if kind is None:
-            return bound[0]
-        for item in bound:
-            if item.kind == kind:
-                return item
-        raise ExecutorError(
-            f"there is no {kind!r} graph here, only {[item.kind for item in bound]}: compile with "
-            "arguments or parameters that need gradients"
-        )
 
     def _add(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         compile: Any = torch.compiler.disable(self._compile)  # within what it compiles too
@@ -333,11 +281,6 @@ class Compiled(AsModule):
                 **compilation.compilers(),
             )
         return _Entry(wrap(compiled), compilation, found[-1])
-
-
-def _differentiable(nested: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(nested)
-    return [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
 class _Function(nn.Module):

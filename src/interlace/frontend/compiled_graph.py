@@ -6,8 +6,8 @@
 
 Bound Programs are kept by signature (sizes, strides, element types, numbers); the least recently
 used goes when there are more than `Options.cache_size`. They are freed with the graph (as
-`torch.compiler.reset()` drops it), and when one of their process groups is destroyed. A graph of
-which sizes are data has none: see Note [Sizes that are data] in importing/exchanges.py.
+`torch.compiler.reset()` drops it), and when one of their process groups is destroyed. A graph may
+have none: see Note [As traced] in importing/exchanges.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.cost import Machine
 from interlace.errors import CacheWarning, SizeError
-from interlace.frontend.binding import Bound, bind, placed, with_regions
+from interlace.frontend.binding import Bound, bind, placed, tell, with_regions
 from interlace.frontend.calling.arguments import Imported, has_signature, signature
 from interlace.frontend.calling.forwards import Forwards
-from interlace.frontend.choosing import tell
-from interlace.frontend.importing.exchanges import Exchange, KnownExchanges, communications
+from interlace.frontend.dynamo import GraphOrigin
+from interlace.frontend.importing.exchanges import Communication, KnownPlaces, communications
 from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.importing.nodes import (
     complete,
@@ -45,7 +45,6 @@ from interlace.frontend.importing.nodes import (
     propagate,
 )
 from interlace.frontend.importing.symbols import Symbols, pin
-from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.teams import Teams
 from interlace.ir import Program
 from interlace.options import Options
@@ -53,7 +52,6 @@ from interlace.runtime.calling.regions import compile_symbolic
 
 log = logging.getLogger(__name__)
 
-DATA = "runs as traced: the sizes of an exchange are data, and no rank knows those of its peers"
 MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
@@ -77,7 +75,7 @@ class Setting:
     origin: GraphOrigin | None = None
     """Where TorchDynamo met it, if that traced it."""
     forwards: Forwards = field(default_factory=Forwards, compare=False)
-    exchanges: KnownExchanges = field(default_factory=KnownExchanges, compare=False)
+    places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
 
 
 class Dropped:
@@ -171,13 +169,15 @@ class Shelf:
             item.executor.close()
 
 
-def _about_sizes(before: Sequence[Bound]) -> list[str]:
-    """Remarks on a new Program's sizes: why earlier ones of its graph do not serve."""
-    if not before:
-        return []
-    known = dict.fromkeys(str(each.executor.sizes) for each in before[-3:])
-    classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
-    return [f"number {len(before) + 1} of its graph, as those before are for {classes}"]
+def _about_sizes(before: Sequence[Bound], why: str) -> list[str]:
+    """Remarks on a new Program's sizes: why earlier ones of its graph do not serve, and `why` a
+    class of them is not overlapped."""
+    told = [f"not overlapped, which is for these sizes alone: {why}"] if why else []
+    if before:
+        known = dict.fromkeys(str(each.executor.sizes) for each in before[-3:])
+        classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
+        told.append(f"number {len(before) + 1} of its graph, as those before are for {classes}")
+    return told
 
 
 def _mark(key: Hashable, bound: Bound) -> Hashable:
@@ -208,7 +208,7 @@ class CompiledGraph:
         self.setting = setting
         self.graph = gm.graph
         self._gm = gm
-        self._exchange = Exchange(gm.graph, setting.exchanges)
+        self._communication = Communication(gm.graph, setting.places, kind)
         if kind == "backward" and any(communications(gm.graph)):
             places = gm.graph.find_nodes(op="placeholder")
             setting.forwards.saved = sum("tangents" not in str(node.target) for node in places)
@@ -274,12 +274,12 @@ class CompiledGraph:
     @property
     def unscheduled(self) -> str:
         """Why it has no Program, and what runs it instead; empty: it has."""
-        return DATA if self._exchange.sizes_are_data else self._unscheduled
+        return self._unscheduled or self._communication.traced
 
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
         if self.setting.numbers is not None:
-            self._exchange.ask(self.kind, self.setting.numbers, self.setting.options.time_out_s)
+            self._communication.ask(self.setting.numbers, self.setting.options.time_out_s)
         if self.unscheduled:
             return
         if self._traced is None and self._suits_inductor():
@@ -336,21 +336,26 @@ class CompiledGraph:
             if found is None:
                 found = self._bind(("class", key), self._imported(sizes=sizes))
         except SizeError as error:
-            self._unscheduled = f"{UNCLASSED}: {error}"
-            log.info("%s %s", self.kind, self._unscheduled)
+            self._communication.run_as_traced(f"{UNCLASSED}: {error}")
+            log.info("%s %s", self.kind, self.unscheduled)
             return None
         return found, sizes
 
     def _bind(self, key: Hashable, given: tuple[Imported, Teams]) -> Bound:
         """Binds an imported Program with the other ranks, and keeps it under this key."""
-        began = time.perf_counter()
-        imported, groups = given[0], given[1].process_groups()
-        bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
-        named = bound.executor.sizes
-        if imported.symbols and named == named.alone():
+        began, before = time.perf_counter(), self.bound
+        (imported, teams), options, device = given, self.setting.options, self.setting.device
+        groups = teams.process_groups()
+        bound = bind(self.kind, imported, groups, options, device)
+        why = bound.executor.single if imported.symbols else ""
+        if why and options.overlap:  # the proof of a class may ask less of a serial schedule
+            bound.executor.close()
+            bound = bind(self.kind, imported, groups, replace(options, overlap=False), device)
+        if imported.symbols and bound.executor.single:
             bound.executor.close()
             raise SizeError(bound.executor.single)
-        bound.about_sizes[:] = _about_sizes(self.bound)
+        named = bound.executor.sizes
+        bound.about_sizes[:] = _about_sizes(before, why)
         sites, took = bound.program.sites, time.perf_counter() - began
         log.info(
             "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s%s",

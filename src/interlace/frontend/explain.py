@@ -38,9 +38,9 @@ from interlace.frontend.backend import backend
 from interlace.frontend.binding import Bound
 from interlace.frontend.compile import Compiled
 from interlace.frontend.compiled_graph import CompiledGraph
+from interlace.frontend.dynamo import name_of
 from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.importing.nodes import location
-from interlace.frontend.origin import name_of
 from interlace.ir import Program, Site, communication
 from interlace.passes import lower
 from interlace.passes.strategies.candidates import candidates
