@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 import interlace
 from interlace.demo.model import Transformer, parallelize
 from interlace.demo.plan import ModelConfig
-from interlace.errors import BackendError, InterlaceError, UnsupportedError
+from interlace.errors import BackendError, UnsupportedError
 from interlace.frontend import capture
 from interlace.frontend.explain import explain_bound
 from interlace.ir import Collective, Program, View
@@ -154,56 +154,6 @@ def arguments(mesh: DeviceMesh, rows: int = 8, grad: bool = True) -> list[Any]:
     ]  # fmt: skip
 
 
-def use_compiled() -> dict[str, Any]:
-    """Everything that the object offers."""
-    mesh = mesh_of()
-    args = arguments(mesh)
-    options = {"strategy": "peer", "time_out_s": 20.0, "trace": True}
-    call = interlace.compile(Function(feed_forward), *args, mesh=mesh, options=options)
-    plain = interlace.compile(Function(feed_forward), *args, options={"overlap": False})
-    outcomes: list[list[Tensor]] = []
-    for fn in (feed_forward, call, plain):
-        y = fn(*args)
-        (y.to_local() ** 2).sum().backward()
-        outcomes.append([whole(y), *(whole(arg.grad) for arg in args)])
-        for arg in args:
-            arg.grad = None
-    predicted, measured = interlace.simulate(call.program), [b.measured for b in call.bound]
-    ops = call.program.ops
-    found = {
-        "equal": [all(map(torch.equal, outcomes[0], other)) for other in outcomes[1:]],
-        "streams": len(call.program.streams()),
-        "serial streams": len(plain.program.streams()),
-        "names": [program.name for program in call.programs],
-        "explained": call.explain(),
-        "sites": [site.strategy for site in call.program.sites],
-        "predicted": (predicted.makespan_s, sorted({span.rank for span in predicted.spans})),
-        "measured": [sorted({span.rank for span in each.spans}) for each in measured if each],
-        "matmuls": [sum("aten.mm" in s.name for s in each.spans) for each in measured if each],
-        "ops": sum("aten.mm" in str(getattr(op, "fn", "")) for op in ops),
-    }
-    call.close()
-    plain.close()
-    return found
-
-
-def test_a_compiled_function_tells_what_it_does(pool: Pool) -> None:
-    for rank, found in enumerate(pool(2).run(use_compiled, time_out_s=90)):
-        assert found["equal"] == [True, True]
-        assert found["streams"] > 1
-        assert found["serial streams"] == 1
-        assert found["names"] == ["forward", "backward"]
-        assert found["sites"] == ["peer", "peer"]
-        assert "all_gather_matmul" in found["explained"]
-        assert "matmul_reduce_scatter" in found["explained"]
-        assert "forward: 2 communications, sound" in found["explained"]
-        assert found["predicted"][0] > 0
-        assert found["predicted"][1] == [0, 1]
-        assert found["measured"] == [[rank], [rank]]
-        assert found["matmuls"][0] == found["ops"] >= 4
-        assert found["matmuls"][1] >= 4
-
-
 # -- bounds --------------------------------------------------------------------------------------
 
 
@@ -236,27 +186,6 @@ def test_executors_of_many_sizes_are_bounded(pool: Pool, how: str) -> None:
         assert equal
         assert most <= 3, "more than the two that the option allows (and one not yet dropped)"
         assert last == 2
-
-
-def recompile_alone() -> tuple[str, str]:
-    """Rank 0 comes with another size; rank 1 goes on with the one that both compiled."""
-    mesh = mesh_of()
-    args = {rows: arguments(mesh, rows, grad=False) for rows in (8, 12)}
-    call = interlace.compile(Function(feed_forward), *args[8], options={"time_out_s": 2.0})
-    call(*args[8])
-    try:
-        call(*args[12 if dist.get_rank() == 0 else 8])
-    except InterlaceError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-@pytest.mark.timeout(90)
-def test_a_rank_that_recompiles_alone_is_a_typed_error_on_both(pool: Pool) -> None:
-    (mine, text), (theirs, other) = pool(2).run(recompile_alone, time_out_s=60, replace=True)
-    assert mine == "AgreementError"
-    assert "rank 1 did not come" in text
-    assert theirs in ("AgreementError", "CommTimeoutError", "PeerError"), other
 
 
 # -- options -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -169,15 +169,13 @@ class Shelf:
             item.executor.close()
 
 
-def _about_sizes(before: Sequence[Bound], why: str) -> list[str]:
-    """Remarks on a new Program's sizes: why earlier ones of its graph do not serve, and `why` a
-    class of them is not overlapped."""
-    told = [f"not overlapped, which is for these sizes alone: {why}"] if why else []
-    if before:
-        known = dict.fromkeys(str(each.executor.sizes) for each in before[-3:])
-        classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
-        told.append(f"number {len(before) + 1} of its graph, as those before are for {classes}")
-    return told
+def _about_sizes(before: Sequence[Bound]) -> list[str]:
+    """Remarks on a new Program's sizes: why earlier ones of its graph do not serve."""
+    if not before:
+        return []
+    known = dict.fromkeys(str(each.executor.sizes) for each in before[-3:])
+    classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
+    return [f"number {len(before) + 1} of its graph, as those before are for {classes}"]
 
 
 def _mark(key: Hashable, bound: Bound) -> Hashable:
@@ -343,19 +341,14 @@ class CompiledGraph:
 
     def _bind(self, key: Hashable, given: tuple[Imported, Teams]) -> Bound:
         """Binds an imported Program with the other ranks, and keeps it under this key."""
-        began, before = time.perf_counter(), self.bound
-        (imported, teams), options, device = given, self.setting.options, self.setting.device
+        began, (imported, teams) = time.perf_counter(), given
         groups = teams.process_groups()
-        bound = bind(self.kind, imported, groups, options, device)
-        why = bound.executor.single if imported.symbols else ""
-        if why and options.overlap:  # the proof of a class may ask less of a serial schedule
-            bound.executor.close()
-            bound = bind(self.kind, imported, groups, replace(options, overlap=False), device)
+        bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
         if imported.symbols and bound.executor.single:
             bound.executor.close()
             raise SizeError(bound.executor.single)
         named = bound.executor.sizes
-        bound.about_sizes[:] = _about_sizes(before, why)
+        bound.about_sizes[:] = _about_sizes(self.bound)
         sites, took = bound.program.sites, time.perf_counter() - began
         log.info(
             "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s%s",
