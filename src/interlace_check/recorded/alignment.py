@@ -12,10 +12,11 @@ say, and what was taken for granted instead, stands in `Aligned.assumed`.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from interlace.errors import RecordingError
 from interlace_check.recorded.entries import (
     Dump,
     Entry,
@@ -27,12 +28,6 @@ from interlace_check.recorded.entries import (
 
 MAX_OPEN = 1024
 """Groups, and pairs of ranks with messages, whose open ops are looked at."""
-MAX_SHIFT = 8
-"""Calls that a rank may have left out, or made too many of, for that to be recognised."""
-MAX_COMPARED = 256
-"""Calls that are looked at for that."""
-NUM_ALIKE = 3
-"""Calls that must agree with those of the peers, moved by so many."""
 
 Channel = tuple[GroupKey, int, int]
 """Messages of a group from one global rank to another."""
@@ -57,8 +52,6 @@ class Open:
     """Property that the members disagree on: kind, size or element type."""
     num_behind: int = 0
     """Further numbers of the group that some rank has issued."""
-    shifts: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Calls by which a rank is ahead of (or, negative, behind) its peers there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +72,6 @@ class Aligned:
     world: tuple[int, ...]
     open: list[Open] = field(default_factory=list[Open])
     channels: list[OpenChannel] = field(default_factory=list[OpenChannel])
-    lone: list[Entry] = field(default_factory=list[Entry])
-    """Last op of a rank in a group whose ranks no dump says, and that no other rank knows."""
     assumed: list[str] = field(default_factory=list[str])
 
     @property
@@ -134,39 +125,26 @@ def _resolve(dumps: Sequence[Dump], aligned: Aligned) -> dict[GroupKey, tuple[in
             if (group.name, group.ranks) not in keys:
                 keys[group.name, group.ranks] = group
                 configured[group.name].append(group)
-    inferred: dict[str, set[int]] = defaultdict(set)
-    unknown: list[Entry] = []
+    whole = tuple(range(max((dump.rank for dump in dumps), default=-1) + 1))
     for dump in dumps:
         for entry in dump.entries:
             group = entry.group
-            if group.ranks is not None:
-                entry.group = keys[group.name, group.ranks]
-                continue
-            known = [one for one in configured[group.name] if dump.rank in (one.ranks or ())]
-            if len(known) == 1:
-                entry.group = known[0]
-                continue
-            unknown.append(entry)
-            inferred[group.name].add(dump.rank)
-            if entry.peer is not None:
-                inferred[group.name].add(entry.peer)
-            keys.setdefault((group.name, None), group)
-    whole = max((dump.rank for dump in dumps), default=-1) + 1
-    made: dict[str, GroupKey] = {}
-    for name, ranks in inferred.items():
-        group = keys.pop((name, None))
-        if group.desc == "default_pg":
-            ranks = set(range(whole))
-        made[name] = keys[name, None] = GroupKey(name, group.desc, tuple(sorted(ranks)))
-        aligned.assumed.append(
-            f"group {group}: the dumps do not say which ranks it has; taken to be "
-            f"{ranks_in_words(sorted(ranks))}"
-        )
-    last = {id(dump.last) for dump in dumps}
-    for entry in unknown:
-        entry.group = made[entry.group.name]
-        if len(entry.group.ranks or ()) == 1 and id(entry) in last:
-            aligned.lone.append(entry)
+            if group.ranks is None:
+                known = [one for one in configured[group.name] if dump.rank in (one.ranks or ())]
+                if not known and group.desc == "default_pg":
+                    known = [GroupKey(group.name, group.desc, whole)]
+                    configured[group.name] += known
+                    aligned.assumed.append(
+                        f"group {group}: the dumps do not say which ranks it has; taken to be "
+                        f"{ranks_in_words(whole)}"
+                    )
+                if len(known) != 1:
+                    raise RecordingError(
+                        f"no dump says which ranks group {group} has (gloo does not record them). "
+                        "fix: dump with interlace.save_recording(folder), which does"
+                    )
+                (group,) = known
+            entry.group = keys.setdefault((group.name, group.ranks), group)
     return {group: group.ranks or () for group in keys.values()}
 
 
@@ -284,7 +262,6 @@ class _Numbers:
 
     def opened(self, start: int, seq: int, numbers: Sequence[int]) -> Open:
         met, missing = self.at(seq)
-        differs = self.differs(met, missing)
         return Open(
             group=self.group,
             start=start,
@@ -292,9 +269,8 @@ class _Numbers:
             calls=met,
             missing=missing,
             silent=tuple(self.silent),
-            differs=differs,
+            differs=self.differs(met, missing),
             num_behind=len(numbers) - numbers.index(seq) - 1,
-            shifts=self.shifts(numbers, seq, met) if differs else {},
         )
 
     def differs(self, met: Mapping[int, IssuedCall], missing: Sequence[int]) -> str:
@@ -307,29 +283,6 @@ class _Numbers:
             return ""
         sent, received = (sum(one[side] for one in moved if one) for side in (0, 1))
         return "size" if sent != received else ""
-
-    def shifts(
-        self, numbers: Sequence[int], seq: int, met: Mapping[int, IssuedCall]
-    ) -> dict[int, int]:
-        """Ranks whose calls from here on are those of their peers, moved by a few."""
-        usual, _ = Counter(call.contents for call in met.values()).most_common(1)[0]
-        whose = {rank for rank, call in met.items() if call.contents == usual}
-        sample = self.calls[min(whose)]
-        found: dict[int, int] = {}
-        first = numbers.index(seq)
-        numbers = numbers[first : first + MAX_COMPARED]
-        for rank in met.keys() - whose:
-            mine = self.calls[rank]
-            for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
-                pairs = [
-                    (mine[at].contents, sample[at + shift].contents)
-                    for at in numbers
-                    if shift and at in mine and at + shift >= seq and at + shift in sample
-                ]
-                if len(pairs) >= NUM_ALIKE and all(not unlike(set(pair)) for pair in pairs):
-                    found[rank] = shift
-                    break
-        return found
 
 
 def unlike(contents: Iterable[tuple[EntryContent, ...]]) -> str:

@@ -236,8 +236,3 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     if len(said) > 12:
         said = [*said[:12], "..."]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(said)}"
-
-
-def times(count: int, what: str) -> str:
-    """A number of things."""
-    return f"{count} {what}{'s' if count != 1 else ''}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from interlace.verify.report import Finding
 from interlace_check.recorded.alignment import Aligned, Open, OpenChannel
-from interlace_check.recorded.entries import Entry, IssuedCall, ranks_in_words, times
+from interlace_check.recorded.entries import Entry, IssuedCall, ranks_in_words
 from interlace_check.recorded.programs import RankProgram, Step
 from interlace_check.recorded.report import RecordedFinding, RecordedOp, fault, unrecorded
 
@@ -33,15 +33,9 @@ CROSSED = (
     "let one rank receive first, or issue the messages together (torch.distributed."
     "batch_isend_irecv)"
 )
-
-
 MATCHED = (
     "messages between two ranks are matched in order, whatever their tags: issue them in one order "
     "at both ends, with one size and element type"
-)
-RANKS = (
-    "dump with interlace.save_recording(folder), which keeps the ranks of each group (gloo does "
-    "not record them)"
 )
 GONE = (
     "find out whether it ended, raised or was blocked before it could write one (its log, its exit "
@@ -78,7 +72,6 @@ class RecordedExplainer:
             *(self.missing(one) for one in alike if one.missing),
             *(self.unmatched(one) for one in here if _lacks(one)),
             *self.no_dump(alike),
-            *map(self.lone, self.aligned.lone),
             *(self.launch_order() if not cycles else ()),
         ]
         explained = bool(findings)
@@ -116,18 +109,6 @@ class RecordedExplainer:
         if others:
             message += f": {ranks_in_words(others)} against {ranks_in_words(most)}"
         fix = f"issue the same {found.differs} on all ranks, in one order"
-        for rank, shift in found.shifts.items():
-            what = "left out" if shift > 0 else "made"
-            more = "" if shift > 0 else " more than its peers"
-            later = f"{abs(shift)} {'later' if shift > 0 else 'earlier'}"
-            message += (
-                f"; rank {rank} {what} {times(abs(shift), 'call')}{more}: from there on its "
-                f"calls are those that its peers issue {later}"
-            )
-            here, there = f"rank {rank}", "its peers issue"
-            if shift < 0:
-                here, there = "its peers", f"rank {rank} issues"
-            fix = f"issue on {here} what {there} at number {found.seq}, or on no rank"
         shown = [*most[:1], *others[:NUM_SHOWN]] if others else list(found.calls)[:NUM_SHOWN]
         ops = [_called(found.calls[rank], "issued") for rank in shown]
         waiting = [rank for rank in found.calls if found.calls[rank].first.may_wait]
@@ -179,9 +160,8 @@ class RecordedExplainer:
             f"{ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} there"
         )
         if found.num_behind:
-            message += (
-                f" ({times(found.num_behind, 'further number')} of the group issued behind it)"
-            )
+            plural = "s" if found.num_behind > 1 else ""
+            message += f" ({found.num_behind} further number{plural} of the group issued behind it)"
         if found.silent:
             message += f"; of {ranks_in_words(found.silent)} it is not known"
         calls = [found.calls[rank] for rank in waiting]
@@ -208,15 +188,6 @@ class RecordedExplainer:
         fix = ELSEWHERE.format(ranks=ranks_in_words(free)) if free else ""
         waiting = [call.first.rank for call in calls]
         return fault("missing", message, ops, fix, waiting, missing, not free)
-
-    def lone(self, entry: Entry) -> RecordedFinding:
-        message = (
-            f"rank {entry.rank} alone recorded {entry.text}, and nothing after it; no dump says "
-            "which ranks the group has: if it has others, they did not issue it"
-        )
-        return fault(
-            "unknown-group", message, [_issued(entry, "may wait here")], RANKS, [entry.rank]
-        )
 
     def awaited_absent(self, found: Open) -> set[int]:
         """Ranks without a dump that an op may wait for."""
