@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.schedules import ROOT, SERIAL, SOUND, STAGES, command
-from typer.testing import CliRunner
+from tests.cli.schedules import ROOT, SERIAL, SOUND, STAGES, command, invoke
 
-from interlace.cli import app
 from interlace.cost import Timeline, default_machine
 from interlace.ir import parse, parse_set
 
@@ -24,10 +22,9 @@ def sound(tmp_path: Path) -> str:
 
 
 def run(*args: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, list(args))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    assert done.exit_code == code, done.stderr
-    return done.stdout if code == 0 else done.stderr
+    ended, out, error = invoke(*args)
+    assert ended == code, error
+    return out if code == 0 else error
 
 
 def test_show_prints_the_canonical_text(sound: str) -> None:
@@ -147,6 +144,9 @@ def test_worlds_and_hosts_that_cannot_be(tmp_path: Path, given: list[str], words
     path.write_text(STEP.replace("dp: Team[1]", "dp: Team[2].on([0], [1])"))
     told = run("simulate", str(path), "--scale-to", "1024", code=2)
     assert "say how many ranks each" in " ".join(told.split())
+    path.write_text(STAGES)
+    told = run("simulate", str(path), "--scale-to", "4", code=2)
+    assert "write this text for 4 ranks" in told
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"schema": 99}'], ids=["none", "cut", "schema"])
@@ -323,9 +323,7 @@ def test_the_command_line_is_light_to_import() -> None:
 
 @pytest.mark.parametrize("line", ["fuzz", "demo --in-order", "explain f.ilc --html=page.html"])
 def test_an_option_that_went_names_its_replacement(line: str) -> None:
-    done = CliRunner().invoke(app, line.split())
-    assert done.exit_code == 2
-    assert " went: " in done.output
+    assert " went: " in run(*line.split(), code=2)
 
 
 def test_version_and_help() -> None:

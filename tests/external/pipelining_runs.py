@@ -22,7 +22,6 @@ WIDTH = 8
 REFUSED = 7
 """Exit code of a rank whose runtime raised."""
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-SINGLE = ("GPipe", "1F1B")
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ def make_schedule(configuration: Configuration, stages: Any) -> Any:
     """The schedule object of one rank, from its stages."""
     kind = schedules.get_schedule_class(configuration.name)
     loss = torch.nn.functional.mse_loss
-    if configuration.name in SINGLE:
-        return kind(stages[0], configuration.microbatches, loss_fn=loss)
     if not configuration.csv:
         return kind(
             stages, configuration.microbatches, loss_fn=loss, defer_pp_recv=configuration.defer
@@ -56,10 +53,8 @@ def make_schedule(configuration: Configuration, stages: Any) -> Any:
 
 
 def stage_indices(configuration: Configuration, rank: int) -> list[int]:
-    """The stages of a rank: one, two in a loop, or two in a V."""
+    """The stages of a rank: two in a loop, or two in a V."""
     ranks = configuration.ranks
-    if configuration.name in SINGLE:
-        return [rank]
     return [rank, 2 * ranks - 1 - rank if configuration.name in V_SHAPED else rank + ranks]
 
 

@@ -11,18 +11,14 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 MULTI = (*LOOPED, *V_SHAPED)
 
 
-def make(
-    name: str, ranks: int, microbatches: int, defer: bool = False, per_rank: int | None = None
-) -> Any:
+def make(name: str, ranks: int, microbatches: int, defer: bool = False, per_rank: int = 2) -> Any:
     """A schedule object of rank 0; every rank's object knows the actions of all ranks."""
     kind = schedules.get_schedule_class(name)
-    per_rank = per_rank or (1 if name in SINGLE else 2)
     stages = [
         SimpleNamespace(
             stage_index=k * ranks,
@@ -30,13 +26,9 @@ def make(
             group_size=ranks,
             group_rank=0,
             submod=None,
-            is_first=k == 0,
-            is_last=False,
         )
         for k in range(per_rank)
     ]
-    if name in SINGLE:
-        return kind(stages[0], microbatches)
     options = {"defer_pp_recv": True} if defer else {}  # torch 2.11 has no such option
     return kind(stages, microbatches, **options)
 

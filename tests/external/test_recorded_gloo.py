@@ -17,6 +17,7 @@ from tests.support.pool import Pool
 from torch.distributed import distributed_c10d as c10d
 
 import interlace
+from interlace.errors import RecordingError
 
 Case = Callable[[int, list[dist.ProcessGroup]], None]
 TIME_OUT_S = 0.5
@@ -75,6 +76,12 @@ def another_kind(rank: int, groups: list[dist.ProcessGroup]) -> None:
         reduces(groups[0], 5)
 
 
+def default_group(rank: int, groups: list[dist.ProcessGroup]) -> None:
+    about_to_hang([*groups, c10d._get_default_group()])
+    if rank == 0:
+        dist.all_reduce(torch.ones(4))
+
+
 def sound(rank: int, groups: list[dist.ProcessGroup]) -> None:
     del rank
     x = torch.ones(4)
@@ -111,7 +118,7 @@ def record(name: str, folder: str) -> None:
 
 CASES: dict[str, Case] = {
     case.__name__: case
-    for case in (left_behind, opposite_order, another_dtype, another_kind, sound)
+    for case in (left_behind, opposite_order, another_dtype, another_kind, default_group, sound)
 }
 VERDICTS = {
     "left_behind": (3, "missing", "rank 1 did not issue broadcast [3] Float, number 2 of group 1"),
@@ -119,27 +126,33 @@ VERDICTS = {
     "another_dtype": (2, "mismatch", "disagree on the element type of number 2"),
     "another_kind": (4, "mismatch", "disagree on the kind of number 2: rank 2 against"),
 }
-RAW = {"opposite_order": ("unknown-group", "rank 0 alone recorded all_reduce [16] Float")}
-"""What torch's own dump lets one say, where that is less: gloo does not record a group's ranks."""
 
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_verdict_on_a_real_hang(name: str, fresh: Pool, tmp_path: Path) -> None:
     world, kind, says = VERDICTS[name]
     fresh(world).run(record, name, str(tmp_path), replace=True)
-    for folder, expected in ("saved", (kind, says)), ("raw", RAW.get(name, (kind, says))):
-        report = interlace.check_recorded(tmp_path / folder)
-        assert report.kinds() == {expected[0]}, report
-        assert any(expected[1] in one.message for one in report.findings), report
-        assert (folder == "raw") == any("do not say which ranks" in one for one in report.assumed)
+    report = interlace.check_recorded(tmp_path / "saved")
+    assert report.kinds() == {kind}, report
+    assert any(says in one.message for one in report.findings), report
+    assert not report.assumed
+    with pytest.raises(RecordingError, match=r"which ranks group [12] .* has .*save_recording"):
+        interlace.check_recorded(tmp_path / "raw")
 
 
 def test_a_real_run_that_ends(fresh: Pool, tmp_path: Path) -> None:
     fresh(3).run(record, "sound", str(tmp_path), replace=True)
-    for folder in ("saved", "raw"):
-        report = interlace.check_recorded(tmp_path / folder)
-        assert report.sound, report
-        assert (report.num_ops, report.num_ranks) == (3 * 2 * 7, 3)
+    report = interlace.check_recorded(tmp_path / "saved")
+    assert report.sound, report
+    assert (report.num_ops, report.num_ranks) == (3 * 2 * 7, 3)
+
+
+def test_torch_s_own_dump_of_the_default_group(fresh: Pool, tmp_path: Path) -> None:
+    """gloo does not record a group's ranks; those of the default group are all ranks."""
+    fresh(2).run(record, "default_group", str(tmp_path), replace=True)
+    report = interlace.check_recorded(tmp_path / "raw")
+    assert report.kinds() == {"missing"}, report
+    assert any("do not say which ranks" in one for one in report.assumed)
 
 
 def watch(folder: str) -> None:

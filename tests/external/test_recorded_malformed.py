@@ -15,7 +15,6 @@ import pytest
 from tests.external.recorded_runs import Run
 
 from interlace.errors import InterlaceError, RecordingError
-from interlace.ir.text.parser import parse
 from interlace_check.recorded import reading
 from interlace_check.recorded.alignment import align
 from interlace_check.recorded.check import explained
@@ -29,16 +28,6 @@ VALUES: list[Any] = [
     *("[0]", "[[", "[0,0]", "[-1]", "nccl:_coalesced", "Float", "completed", "\x1b[31m", "\ud800"),
     *([], {}, [[]], [[[]]], [{}], {"": {}}, [0] * 100, [[1 << 61] * 3], "x" * 5000, float("nan")),
 ]
-
-
-EDITS = [("[2]", "[3]"), ("0", "1"), ("main", "comm"), ("x", "y"), ("(s", "(t"), (":", "")]
-"""Of the text of a Program."""
-PROGRAM = """
-def own(tp: Team[2], x: f32[4]):
-    main: barrier(team=tp)
-    main: notify(s, to=tp.others)
-    comm: expect(s, tp.rank + 1)
-"""
 
 
 def sample() -> list[dict[str, Any]]:
@@ -58,10 +47,6 @@ def sample() -> list[dict[str, Any]]:
     run.settle()
     dumps = [run.dump(rank) for rank in range(3)]
     dumps[1]["host"] = [{"name": "load", "filename": "data.py", "line": 8}]
-    for rank in range(2):
-        streams = {"main": [rank, 2.5], "comm": [-1 - rank, 0]}
-        text = str(parse(PROGRAM).instantiate(rank))
-        dumps[rank]["interlace"] = [{"rank": rank, "program": text, "streams": streams}]
     return dumps
 
 
@@ -72,9 +57,6 @@ def damaged(rng: random.Random, dumps: list[dict[str, Any]]) -> list[bytes]:
     plain = json.loads(texts[victim])
     for _ in range(rng.randint(1, 4)):
         holder, key = somewhere(rng, plain)
-        if key == "program" and isinstance(holder[key], str):
-            holder[key] = holder[key].replace(*rng.choice(EDITS))
-            continue
         rng.choice((replace, replace, remove, repeat, swap))(rng, holder, key)
     text = json.dumps(plain).encode()
     if rng.random() < 0.2:
@@ -142,29 +124,13 @@ def survive(count: int, seed: int) -> tuple[int, int]:
     return refused, reported
 
 
-def test_damaged_dumps(seed: int) -> None:
-    refused, reported = survive(1_500, seed)
-    assert refused > 300
-    assert reported > 300
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_very_many_damaged_dumps(seed: int) -> None:
-    refused, reported = survive(100_000, seed)
-    assert refused > 20_000
-    assert reported > 20_000
-
-
 @pytest.mark.parametrize(
-    "stands", ["[0, 1e999]", f"[0, {10**400}]", "[-1.0, 1]", "[0, NaN]", "[0]"]
+    "count", [1_500, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
-def test_a_stream_of_a_flight_log_that_is_nowhere(stands: str) -> None:
-    (dump, *_) = sample()
-    text = json.dumps(dump).replace('"main": [0, 2.5]', f'"main": {stands}')
-    assert stands in text
-    with pytest.raises(RecordingError, match="a flight log"):
-        parse_dump(text.encode(), "trace_0", 0)
+def test_damaged_dumps(seed: int, count: int) -> None:
+    refused, reported = survive(count, seed)
+    assert refused > count // 5
+    assert reported > count // 5
 
 
 LARGE: dict[str, Callable[[], str]] = {

@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch.autograd import profiler
 
@@ -52,11 +51,6 @@ class Flight:
     @property
     def stands(self) -> Mapping[str, tuple[int, float]]:
         return dict(zip(self._order, self._progress(self.run), strict=True))
-
-    def to_json(self) -> dict[str, Any]:
-        """Where the streams are, as plain data: `interlace check --recorded` reads it."""
-        streams = {name: [op, round(held, 3)] for name, (op, held) in self.stands.items()}
-        return {"rank": self._rank, "program": str(self._program), "streams": streams}
 
     def text(self, index: int, member: int | None = None) -> str:
         """An op (or a member of a Fused), with its number, its module and its source line."""

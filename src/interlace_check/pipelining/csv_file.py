@@ -4,9 +4,7 @@
     (Action(kind='RECV_F', ...), Action(kind='F', ...))
 
 Accepted as torch accepts it: rows of different lengths, blank cells (a step in which a rank waits),
-spaces around a token, either end of line. Also accepted, with a remark, is what torch's loader
-refuses and a spreadsheet writes: a byte order mark, blank lines at the end, and blank cells in a
-schedule with communication.
+spaces around a token, either end of line.
 """
 
 from __future__ import annotations
@@ -47,24 +45,10 @@ def parse_csv(text: str, file: str = "schedule.csv") -> PipelineOrder:
             f"{file} holds more than {MAX_CHARACTERS:,} characters: check a schedule "
             "of fewer microbatches"
         )
-    remarks: list[str] = []
-    if text.startswith("\ufeff"):
-        text = text[1:]
-        remarks.append("the file begins with a byte order mark, which torch's loader refuses")
     rows = _rows(text, file)
-    last = len(rows)
-    while last and not any(rows[last - 1]):
-        last -= 1
-    if last < len(rows):
-        del rows[last:]
-        remarks.append("blank lines at the end, which torch's loader counts as ranks")
-    if not rows:
+    if not any(map(any, rows)):
         raise ParseError(f"{file} holds no action; fix: dump the schedule with `_dump_csv`")
-    order = PipelineOrder(tuple(rows), tuple(remarks))
-    if order.has_messages and any(action is None for row in rows for action in row):
-        remark = "blank cells, which torch's loader refuses in a schedule with communication"
-        return PipelineOrder(order.cells, (*order.remarks, remark))
-    return order
+    return PipelineOrder(tuple(rows))
 
 
 def _rows(text: str, file: str) -> list[tuple[Action | None, ...]]:

@@ -3,9 +3,8 @@
     schedule = ScheduleInterleaved1F1B(stages, n_microbatches=8, defer_pp_recv=True)
     order = take(schedule)          # of all ranks: each rank's object knows the others' actions
 
-Of schedules with several stages a rank this is what torch made of them, with receives deferred if
-that was asked for (`pipeline_order_with_comms`). Of GPipe and 1F1B, whose order is code, it is what
-that code does. Nothing runs, and stages are not touched.
+It is what torch made of a schedule with several stages a rank, with receives deferred if that was
+asked for (`pipeline_order_with_comms`). Nothing runs, and stages are not touched.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ from typing import Any, cast
 
 from interlace.errors import UnsupportedError
 from interlace_check.pipelining.schedule import PipelineOrder
-from interlace_check.pipelining.single import SINGLE
 
 
 def take(schedule: object) -> PipelineOrder:
     """The order of a schedule object, or of the actions of a mapping or sequence by rank.
 
-    Raises UnsupportedError for a schedule whose order is in code that is not known here.
+    Raises UnsupportedError for a schedule that has no such order.
     """
     if isinstance(schedule, Mapping):
         by_rank = cast("Mapping[int, Iterable[object]]", schedule)
@@ -38,22 +36,8 @@ def take(schedule: object) -> PipelineOrder:
             num_stages=live._num_stages,
             num_microbatches=live._n_microbatches,
         )
-    for name in (kind.__name__ for kind in type(schedule).__mro__):
-        if name in SINGLE and _is_torch_code(schedule, name):
-            stages, microbatches = live._num_stages, live._n_microbatches
-            plans = [SINGLE[name](rank, stages, microbatches) for rank in range(stages)]
-            return PipelineOrder.of_plans(plans, name.removeprefix("Schedule"))
     raise UnsupportedError(
         f"{type(schedule).__name__} is no schedule of torch.distributed.pipelining that has its "
         "messages: give a _PipelineScheduleRuntime after `_prepare_schedule_with_comms` or "
-        "`_load_csv`, a ScheduleGPipe, a Schedule1F1B, or the actions by rank"
-    )
-
-
-def _is_torch_code(schedule: object, name: str) -> bool:
-    """Returns True if a schedule's step is that of torch's class, and not a subclass's own."""
-    kinds = type(schedule).__mro__
-    base = next(kind for kind in kinds if kind.__name__ == name)
-    return getattr(type(schedule), "_step_microbatches", None) is getattr(
-        base, "_step_microbatches", None
+        "`_load_csv`, or the actions by rank (of GPipe and 1F1B torch has none)"
     )

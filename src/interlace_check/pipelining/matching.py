@@ -1,6 +1,6 @@
 """Pairs the n-th send between two ranks with the n-th receive: NCCL has no tags, gloo's are 0.
 
-    >>> list(exchanges(plans, layout, "pair"))
+    >>> list(exchanges(sequences, layout))
     [PipeliningFinding(kind='exchanged', message='rank 1 to rank 0, message 3: ...')]
 
 The receive gets whatever comes next on its communicator: shapes of microbatches are alike, so that
@@ -13,47 +13,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from interlace_check.pipelining.actions import SENDS
+from interlace_check.pipelining.actions import RECEIVES, SENDS
 from interlace_check.pipelining.report import PipeliningFinding, fault
-from interlace_check.pipelining.schedule import Key, Layout, Placed, Step, messages
+from interlace_check.pipelining.schedule import Key, Layout, Placed
 
-Channel = tuple[str, int, int]
-"""A communicator, and the ranks that send and receive."""
 Ends = tuple[list[Placed], list[Placed]]
+"""Sends and receives, in the order in which the two ranks issue them."""
 
 
-def communicator(step: Step, model: str) -> str:
-    """Communicator of a step's messages: NCCL has one of its own for mixed batches, beside those
-    of pairs. Elsewhere all messages share one."""
-    return "batched" if model == "pair" and is_mixed(step) else "pp"
-
-
-def is_mixed(step: Step) -> bool:
-    """Returns True if sends and receives are issued together: NCCL takes them as one batch."""
-    return len({placed.action.kind in SENDS for placed in step.actions}) > 1
-
-
-def channels(plans: Sequence[Sequence[Step]], layout: Layout, model: str) -> dict[Channel, Ends]:
-    """The sends and the receives of each communicator, in the order in which ranks issue them."""
-    found: dict[Channel, Ends] = {}
-    for rank, plan in enumerate(plans):
-        for step in messages(plan):
-            name = communicator(step, model)
-            for placed in step.actions:
-                peer = layout.peer(placed.action)
-                if peer is None or peer == rank:
-                    continue
-                sends = placed.action.kind in SENDS
-                channel = (name, rank, peer) if sends else (name, peer, rank)
+def _channels(sequences: Sequence[Sequence[Placed]], layout: Layout) -> dict[tuple[int, int], Ends]:
+    """The messages by the ranks that send and receive them."""
+    found: dict[tuple[int, int], Ends] = {}
+    for rank, sequence in enumerate(sequences):
+        for placed in sequence:
+            sends = placed.action.kind in SENDS
+            if not sends and placed.action.kind not in RECEIVES:
+                continue
+            peer = layout.peer(placed.action)
+            if peer is not None and peer != rank:
+                channel = (rank, peer) if sends else (peer, rank)
                 found.setdefault(channel, ([], []))[0 if sends else 1].append(placed)
     return found
 
 
-def exchanges(
-    plans: Sequence[Sequence[Step]], layout: Layout, model: str
-) -> Iterator[PipeliningFinding]:
+def exchanges(sequences: Sequence[Sequence[Placed]], layout: Layout) -> Iterator[PipeliningFinding]:
     """The messages that go to the wrong receive, and those without another end."""
-    for (_, sender, receiver), (sends, receives) in sorted(channels(plans, layout, model).items()):
+    for (sender, receiver), (sends, receives) in sorted(_channels(sequences, layout).items()):
         expected = [_received_as(send, layout) for send in sends]
         given = [receive.key for receive in receives]
         way = f"rank {sender} to rank {receiver}"
@@ -65,12 +50,12 @@ def exchanges(
                 other = layout.other_end(placed.action)
                 message = f"{way}: {placed} has no `{other}` on rank {rank}"
                 fix = f"add `{other}` to rank {rank}"
-                yield fault("unmatched", message, fix, placed, models=(model,))
-        yield from _crossed(way, sends, receives, layout, model)
+                yield fault("unmatched", message, fix, placed)
+        yield from _crossed(way, sends, receives, layout)
 
 
 def _crossed(
-    way: str, sends: list[Placed], receives: list[Placed], layout: Layout, model: str
+    way: str, sends: list[Placed], receives: list[Placed], layout: Layout
 ) -> Iterator[PipeliningFinding]:
     """The first message that a receive for another takes; the others follow from it."""
     wrong = [
@@ -93,7 +78,7 @@ def _crossed(
     fix = "issue the receives in the order of the sends: " + ", ".join(
         f"`{layout.other_end(each.action)}`" for each in sends[wrong[0] : wrong[0] + 3]
     )
-    yield fault("exchanged", message, fix, send, receive, models=(model,))
+    yield fault("exchanged", message, fix, send, receive)
 
 
 def _received_as(send: Placed, layout: Layout) -> Key:

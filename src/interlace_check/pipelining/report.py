@@ -29,11 +29,7 @@ KINDS = {
     "duplicate": "an action that stands in the schedule twice",
     "placement": "an action on a rank that does not have the stage, or a message to nobody",
     "unused": "a receive that no computation takes",
-    "send-wait": "a send that is never awaited, or awaited before it is issued",
     "loss-order": "forwards of the last stage out of order: torch takes losses by position",
-    "reduce-grad": "a reduction of gradients that is missing, too early or done twice",
-    "unshard": "UNSHARD and RESHARD that an FSDP module refuses",
-    "format": "what torch's own loader refuses (a remark)",
 }
 """The kinds of finding and what each means."""
 
@@ -41,7 +37,7 @@ KINDS = {
 @dataclass(frozen=True, slots=True)
 class PipeliningFinding(Finding):
     """Fault of a pipeline schedule. Its ops are actions: `line` is the cell in the rank's row,
-    counted from 0, or -1 for a message that torch adds; `text` is the token."""
+    counted from 0; `text` is the token."""
 
     models: tuple[str, ...] = tuple(MODELS)
     """The models of communication in which it happens."""
@@ -60,15 +56,11 @@ def fault(
     message: str,
     fix: str,
     *places: Placed,
-    level: str = "error",
     models: tuple[str, ...] = tuple(MODELS),
 ) -> PipeliningFinding:
     """Finding about actions at their places."""
-    ops = [
-        OpRef(place.rank, -1 if place.index is None else place.index, "", str(place.action))
-        for place in places
-    ]
-    return PipeliningFinding(kind, message, tuple(ops), fix, level, models=models)
+    ops = tuple([OpRef(place.rank, place.index, "", str(place.action)) for place in places])
+    return PipeliningFinding(kind, message, ops, fix, models=models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +69,14 @@ class PipeliningReport(Report):
 
     findings: tuple[PipeliningFinding, ...]
     form: str = ""
-    """`compute_only`, `compute_comms`, or the name of a schedule of one stage a rank."""
+    """`compute_only` or `compute_comms`, the formats of torch's loader."""
     num_stages: int = 0
     num_microbatches: int = 0
 
     @property
     def verdicts(self) -> dict[str, bool]:
         """True for each model under which the schedule is right; it is sound if all are True."""
-        unsound = {name for one in self.findings if one.level == "error" for name in one.models}
+        unsound = {name for one in self.findings for name in one.models}
         return {name: name not in unsound for name in MODELS}
 
     def to_json(self) -> dict[str, Any]:

@@ -5,8 +5,7 @@
     ['order']
 
 These are what torch's runtime asserts while a step runs, on the rank that comes to it, and what it
-does not look at: two losses of the last stage taken for each other, a gradient that is never
-reduced, a send whose memory is used again.
+does not look at: two losses of the last stage taken for each other, a receive for nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from interlace_check.pipelining.actions import BACKWARD, COMPUTE, RECEIVES, SENDS, WAITS, Action
+from interlace_check.pipelining.actions import BACKWARD, COMPUTE, RECEIVES, SENDS, Action
 from interlace_check.pipelining.report import PipeliningFinding, fault
 from interlace_check.pipelining.schedule import NEEDS, Key, Layout, PipelineOrder, Placed
 
@@ -23,21 +22,12 @@ AFTER = {"B": ("F",), "I": ("F",), "W": ("I",), "SEND_F": ("F",), "SEND_B": BACK
 """Kinds of which one comes before, at the same stage and microbatch, where it is there at all."""
 
 
-def faults(
-    order: PipelineOrder, layout: Layout, sequences: Sequence[Sequence[Placed]], lowered: bool
-) -> Findings:
-    """The faults of a schedule; `sequences` is what each rank does, with its messages.
-
-    `lowered` says that torch added the messages: then their order cannot be wrong.
-    """
+def faults(order: PipelineOrder, layout: Layout, sequences: Sequence[Sequence[Placed]]) -> Findings:
+    """The faults of a schedule; `sequences` is what each rank does."""
     yield from _placement(order, layout)
     yield from _coverage(order, layout)
-    waits = any(placed.action.kind in WAITS for sequence in sequences for placed in sequence)
     for sequence in sequences:
-        yield from _RankRules(layout, sequence, lowered, waits).findings()
-    if not lowered:
-        yield from _reductions(order, layout)
-        yield from _unshards(order)
+        yield from _RankRules(layout, sequence, order.is_lowered).findings()
 
 
 def _placement(order: PipelineOrder, layout: Layout) -> Findings:
@@ -129,10 +119,8 @@ def _doubled(first: Placed, again: Placed) -> PipeliningFinding:
 class _RankRules:
     """One walk along what a rank does, with what is there at each place."""
 
-    def __init__(
-        self, layout: Layout, sequence: Sequence[Placed], lowered: bool, waits: bool
-    ) -> None:
-        self.layout, self.sequence, self.lowered, self.waits = layout, sequence, lowered, waits
+    def __init__(self, layout: Layout, sequence: Sequence[Placed], has_messages: bool) -> None:
+        self.layout, self.sequence, self.has_messages = layout, sequence, has_messages
         self.places: dict[Key, Placed] = {}
         """The first place of each action of this rank, for what comes too late."""
         for placed in sequence:
@@ -140,8 +128,6 @@ class _RankRules:
         self.done: set[Key] = set()
         self.received: dict[Key, Placed] = {}
         """Receives that no computation has taken yet."""
-        self.sent: dict[Key, Placed] = {}
-        """Sends that are not awaited yet."""
         self.losses = -1
 
     def findings(self) -> Findings:
@@ -152,17 +138,11 @@ class _RankRules:
                 yield from self.compute(placed)
             elif kind in SENDS or kind in RECEIVES:
                 yield from self.message(placed)
-            elif kind in WAITS:
-                yield from self.wait(placed)
             self.done.add(placed.key)
-        for placed in self.received.values() if not self.lowered else ():
+        for placed in self.received.values():
             message = f"{placed}: no computation after it takes what it receives"
             fix = "remove it with its send, or put it before the computation that needs it"
             yield fault("unused", message, fix, placed)
-        for placed in self.sent.values() if self.waits else ():
-            wait = f"{placed.action.stage}WAIT_{placed.action.kind}{placed.action.microbatch}"
-            message = f"{placed} is never awaited, and other sends are"
-            yield fault("send-wait", message, f"add `{wait}` behind it", placed)
 
     def compute(self, placed: Placed) -> Findings:
         kind, stage, microbatch = placed.key
@@ -187,8 +167,10 @@ class _RankRules:
             yield from self.after(placed, source[1], AFTER[source[0]])
             return
         needed = (NEEDS[kind], stage, microbatch)
-        if self.received.pop(needed, None) is not None or needed in self.done or self.lowered:
-            return  # if messages were added, lowering.py says which inputs never come
+        if not self.has_messages:
+            return  # progress.py says which inputs never come
+        if self.received.pop(needed, None) is not None or needed in self.done:
+            return
         if needed in self.places:
             yield from self.after(placed, stage, (NEEDS[kind],))
         else:
@@ -223,85 +205,5 @@ class _RankRules:
             yield _doubled(self.places[placed.key], placed)
         if kind in SENDS:
             yield from self.after(placed, stage, AFTER[kind])
-            self.sent[placed.key] = placed
         elif placed.key not in self.done:
             self.received[placed.key] = placed
-
-    def wait(self, placed: Placed) -> Findings:
-        kind, stage, microbatch = placed.key
-        send = (kind.removeprefix("WAIT_"), stage, microbatch)
-        if self.sent.pop(send, None) is None:
-            token = Action(*send)
-            again = " again" if placed.key in self.done else ""
-            message = f"{placed} awaits `{token}`{again}, which is not pending"
-            yield fault("send-wait", message, f"put it once, behind `{token}`", placed)
-
-
-def _reductions(order: PipelineOrder, layout: Layout) -> Findings:
-    """REDUCE_GRAD: once a stage, behind its last backward; WAIT_REDUCE_GRAD behind it."""
-    reduced: dict[int, Placed] = {}
-    awaited: set[int] = set()
-    waits = False
-    for rank in range(layout.num_ranks):
-        for placed in order.placed(rank):
-            kind, stage, _ = placed.key
-            first = reduced.get(stage)
-            if kind == "REDUCE_GRAD":
-                if first is not None:
-                    message = f"{placed} stands also at {first}: gradients are scaled twice"
-                    yield fault("reduce-grad", message, "reduce once a stage", first, placed)
-                reduced.setdefault(stage, placed)
-            elif kind == "WAIT_REDUCE_GRAD":
-                waits = True
-                if first is None or stage in awaited:
-                    message = f"{placed} awaits no pending reduction"
-                    fix = f"put it once, behind `{stage}REDUCE_GRAD`"
-                    yield fault("reduce-grad", message, fix, placed)
-                awaited.add(stage)
-            elif kind in ("B", "I", "W") and first is not None:
-                message = f"{placed} stands behind {first}: its gradient is not reduced"
-                fix = "reduce behind the stage's last backward"
-                yield fault("reduce-grad", message, fix, first, placed)
-    for stage in sorted(layout.rank_of) if reduced else ():
-        if stage not in reduced:
-            message = (
-                f"stage {stage} has no REDUCE_GRAD, and other stages have: its gradients are "
-                "neither scaled nor reduced"
-            )
-            fix = f"add `{stage}REDUCE_GRAD` behind its last backward"
-            yield fault("reduce-grad", message, fix)
-        elif waits and stage not in awaited:
-            message = f"{reduced[stage]} is never awaited, and others are"
-            fix = f"add `{stage}WAIT_REDUCE_GRAD` behind it"
-            yield fault("reduce-grad", message, fix, reduced[stage])
-
-
-def _unshards(order: PipelineOrder) -> Findings:
-    """UNSHARD, computations and RESHARD of a stage alternate, where the schedule has any."""
-    for rank in range(len(order.cells)):
-        kinds = {placed.action.kind for placed in order.placed(rank)}
-        if "UNSHARD" not in kinds and "RESHARD" not in kinds:
-            continue
-        state: dict[int, str] = {}  # "pending" until a computation has used it, then "used"
-        held: dict[int, Placed] = {}
-        for placed in order.placed(rank):
-            kind, stage, _ = placed.key
-            if kind == "UNSHARD":
-                if stage in state:
-                    yield _unshard(placed, "the stage is unsharded already", "reshard it before")
-                state[stage], held[stage] = "pending", placed
-            elif kind == "RESHARD":
-                if state.pop(stage, "") != "used":
-                    why = "no computation has used the stage since it was unsharded"
-                    yield _unshard(placed, why, "put it behind the stage's computations")
-            elif kind in COMPUTE:
-                if stage not in state:
-                    yield _unshard(placed, "the stage is not unsharded", "unshard it before")
-                state[stage] = "used"
-        for stage in state:
-            if stage in held:
-                yield _unshard(held[stage], "the stage is never resharded", "reshard it at the end")
-
-
-def _unshard(placed: Placed, why: str, fix: str) -> PipeliningFinding:
-    return fault("unshard", f"{placed}: {why}", fix, placed)

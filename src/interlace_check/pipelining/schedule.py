@@ -1,11 +1,10 @@
-"""A pipeline schedule as data: the order of each rank, where stages live, and what a rank issues.
+"""A pipeline schedule as data: the order of each rank, and where stages live.
 
     >>> order = PipelineOrder.of([["0F0", "0SEND_F0"], ["1RECV_F0", "1F0"]])
-    >>> order.has_messages
+    >>> order.is_lowered
     True
 
-Three forms, one after another: the cells of a file (`PipelineOrder`), the place of each stage
-(`Layout`), and the steps that torch's runtime takes (`Step`): compute, issue messages, await them.
+`PipelineOrder` has the cells of a file, `Layout` the rank of each stage.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from dataclasses import dataclass
 from interlace.errors import ParseError
 from interlace_check.pipelining.actions import (
     COMPUTE,
+    OVERLAP,
     RECEIVES,
     SENDS,
-    WAITS,
     Action,
     parse_action,
 )
@@ -32,18 +31,14 @@ Key = tuple[str, int, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An action and where it stands: `index` counts a rank's cells from 0, as torch's logs do.
-
-    `index` is None for a message that is not in the schedule as given, but that torch adds to it.
-    """
+    """An action and where it stands: `index` counts a rank's cells from 0, as torch's logs do."""
 
     rank: int
-    index: int | None
+    index: int
     action: Action
 
     def __str__(self) -> str:
-        where = "" if self.index is None else f" action {self.index}"
-        return f"rank {self.rank}{where} `{self.action}`{' (added)' if self.index is None else ''}"
+        return f"rank {self.rank} action {self.index} `{self.action}`"
 
     @property
     def key(self) -> Key:
@@ -56,24 +51,9 @@ class PipelineOrder:
     """The cells of each rank, in order; None is a step in which the rank waits."""
 
     cells: tuple[tuple[Action | None, ...], ...]
-    remarks: tuple[str, ...] = ()
     num_stages: int | None = None
     """Stages that there must be, where known."""
     num_microbatches: int | None = None
-    plans: tuple[tuple[Step, ...], ...] = ()
-    """The steps of each rank, where they do not follow from the cells; `form` names what they are
-    of."""
-    form: str = ""
-
-    @classmethod
-    def of_plans(cls, plans: Iterable[Iterable[Step]], form: str) -> PipelineOrder:
-        """The order of ranks whose steps are known."""
-        steps = tuple([tuple(plan) for plan in plans])
-        cells = [
-            tuple([p.action for step in plan if step.what != "await" for p in step.actions])
-            for plan in steps
-        ]
-        return cls(tuple(cells), plans=steps, form=form)
 
     @classmethod
     def of(cls, rows: Iterable[Iterable[object]], **known: int | None) -> PipelineOrder:
@@ -92,18 +72,12 @@ class PipelineOrder:
         return cls(tuple(cells), **known)  # type: ignore[arg-type]
 
     @property
-    def has_messages(self) -> bool:
-        """True if any rank sends or receives."""
-        kinds = {*SENDS, *RECEIVES}
-        return any(cell is not None and cell.kind in kinds for row in self.cells for cell in row)
-
-    @property
     def is_lowered(self) -> bool:
         """True if torch has added its messages or, on a single rank, other actions."""
+        kinds = {cell.kind for row in self.cells for cell in row if cell is not None}
         if len(self.cells) > 1:
-            return self.has_messages
-        every = (placed for rank in range(len(self.cells)) for placed in self.placed(rank))
-        return any(placed.action.kind not in COMPUTE for placed in every)
+            return not kinds.isdisjoint((*SENDS, *RECEIVES))
+        return not kinds <= {*COMPUTE, OVERLAP}
 
     def placed(self, rank: int) -> Iterator[Placed]:
         """Yields the actions of a rank, with the parts of an `OVERLAP_F_B` one after another."""
@@ -162,43 +136,3 @@ class Layout:
         step = 1 if (way == "SEND") == (direction == "F") else -1
         kind = f"{'RECV' if way == 'SEND' else 'SEND'}_{direction}"
         return Action(kind, action.stage + step, action.microbatch)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of torch's runtime on a rank: `compute`, `issue` messages, or `await` them.
-
-    Messages that are issued together, with sends and receives among them, are one batch.
-    """
-
-    what: str
-    actions: tuple[Placed, ...]
-
-
-def plan_of(sequences: Iterable[Iterable[Placed]]) -> list[list[Step]]:
-    """The steps of `_PipelineScheduleRuntime`: each message is issued by itself; a computation
-    awaits its receive; a WAIT_SEND its send; what is left is awaited at the end of the step."""
-    return [list(_steps(sequence)) for sequence in sequences]
-
-
-def _steps(sequence: Iterable[Placed]) -> Iterator[Step]:
-    pending: dict[Key, Placed] = {}
-    for placed in sequence:
-        kind, stage, microbatch = placed.key
-        if kind in SENDS or kind in RECEIVES:
-            pending[placed.key] = placed
-            yield Step("issue", (placed,))
-        elif kind in WAITS:
-            send = pending.pop((kind.removeprefix("WAIT_"), stage, microbatch), None)
-            if send is not None:
-                yield Step("await", (send,))
-        elif kind in COMPUTE:
-            receive = pending.pop((NEEDS.get(kind, ""), stage, microbatch), None)
-            if receive is not None:
-                yield Step("await", (receive,))
-            yield Step("compute", (placed,))
-
-
-def messages(plan: Iterable[Step]) -> Iterator[Step]:
-    """The steps that issue messages."""
-    return (step for step in plan if step.what == "issue")

@@ -4,8 +4,8 @@
     print(report)
 
 Reading order: entries.py (what a rank records), reading.py (the files), alignment.py (the ranks
-side by side), programs.py (what is open, for the verifier), flights.py (Interlace's own flight
-logs), explain.py and report.py (the verdict in the run's words), check.py; saving.py writes files.
+side by side), programs.py (what is open, for the verifier), explain.py and report.py (the verdict
+in the run's words), check.py; saving.py writes files.
 """
 
 from interlace_check.recorded.check import check_recorded

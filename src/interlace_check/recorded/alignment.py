@@ -1,9 +1,9 @@
 """Lays the records of all ranks side by side: number by number in each process group, and message
 by message between each two ranks.
 
-Up to a point all members have issued the same, and it has ended. From there on each group and
-each channel is `Open`, and the ranks' Programs are made of what is open. What the dumps cannot
-say, and what was taken for granted instead, stands in `Aligned.assumed`.
+Up to a point all members have issued the same, and it has ended. From there on each group, and
+each channel of messages, is `Open`, and the ranks' Programs are made of what is open. What the
+dumps cannot say, and what was taken for granted instead, stands in `Aligned.assumed`.
 
 >>> aligned = align(dumps)
 >>> aligned.open[0].missing     # ranks that did not issue number `aligned.open[0].seq`
@@ -12,10 +12,11 @@ say, and what was taken for granted instead, stands in `Aligned.assumed`.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from interlace.errors import RecordingError
 from interlace_check.recorded.entries import (
     Dump,
     Entry,
@@ -26,13 +27,7 @@ from interlace_check.recorded.entries import (
 )
 
 MAX_OPEN = 1024
-"""Groups, and pairs of ranks with messages, whose open ops are looked at."""
-MAX_SHIFT = 8
-"""Calls that a rank may have left out, or made too many of, for that to be recognised."""
-MAX_COMPARED = 256
-"""Calls that are looked at for that."""
-NUM_ALIKE = 3
-"""Calls that must agree with those of the peers, moved by so many."""
+"""Groups and channels whose open ops are looked at."""
 
 Channel = tuple[GroupKey, int, int]
 """Messages of a group from one global rank to another."""
@@ -40,7 +35,7 @@ Channel = tuple[GroupKey, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A group that is not settled from a number on."""
+    """A group that is not settled from a number on, or a channel that is not from a message on."""
 
     group: GroupKey
     start: int
@@ -57,18 +52,13 @@ class Open:
     """Property that the members disagree on: kind, size or element type."""
     num_behind: int = 0
     """Further numbers of the group that some rank has issued."""
-    shifts: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Calls by which a rank is ahead of (or, negative, behind) its peers there."""
+    messages: tuple[tuple[Entry, ...], tuple[Entry, ...]] | None = None
+    """Sends and receives of a channel, from the first that is not settled; None for a group."""
 
-
-@dataclass(frozen=True, slots=True)
-class OpenChannel:
-    """Messages between two ranks, from the first that is not settled."""
-
-    channel: Channel
-    sends: tuple[Entry, ...]
-    recvs: tuple[Entry, ...]
-    differs: str = ""
+    @property
+    def what(self) -> str:
+        """The op at number `seq`."""
+        return f"number {self.seq}" if self.messages is None else f"message {self.seq}"
 
 
 @dataclass(slots=True)
@@ -78,9 +68,6 @@ class Aligned:
     dumps: Mapping[int, Dump]
     world: tuple[int, ...]
     open: list[Open] = field(default_factory=list[Open])
-    channels: list[OpenChannel] = field(default_factory=list[OpenChannel])
-    lone: list[Entry] = field(default_factory=list[Entry])
-    """Last op of a rank in a group whose ranks no dump says, and that no other rank knows."""
     assumed: list[str] = field(default_factory=list[str])
 
     @property
@@ -109,16 +96,15 @@ def align(dumps: Sequence[Dump]) -> Aligned:
             )
     calls, channels = _sorted_out(dumps)
     for group in members:
-        _Numbers(group, members[group], calls.get(group, {}), aligned).find()
+        _GroupNumbers(group, members[group], calls.get(group, {}), aligned).find()
     for channel, (sends, recvs) in channels.items():
         _match(channel, sends, recvs, aligned)
-    for what, found in ("groups", aligned.open), ("pairs of ranks", aligned.channels):
-        if len(found) > MAX_OPEN:
-            aligned.assumed.append(
-                f"{len(found) - MAX_OPEN:,} further {what} have ops that are open, and were left "
-                "out"
-            )
-            del found[MAX_OPEN:]
+    if len(aligned.open) > MAX_OPEN:
+        aligned.assumed.append(
+            f"{len(aligned.open) - MAX_OPEN:,} further groups, or pairs of ranks, have ops that "
+            "are open, and were left out"
+        )
+        del aligned.open[MAX_OPEN:]
     return aligned
 
 
@@ -134,39 +120,26 @@ def _resolve(dumps: Sequence[Dump], aligned: Aligned) -> dict[GroupKey, tuple[in
             if (group.name, group.ranks) not in keys:
                 keys[group.name, group.ranks] = group
                 configured[group.name].append(group)
-    inferred: dict[str, set[int]] = defaultdict(set)
-    unknown: list[Entry] = []
+    whole = tuple(range(max((dump.rank for dump in dumps), default=-1) + 1))
     for dump in dumps:
         for entry in dump.entries:
             group = entry.group
-            if group.ranks is not None:
-                entry.group = keys[group.name, group.ranks]
-                continue
-            known = [one for one in configured[group.name] if dump.rank in (one.ranks or ())]
-            if len(known) == 1:
-                entry.group = known[0]
-                continue
-            unknown.append(entry)
-            inferred[group.name].add(dump.rank)
-            if entry.peer is not None:
-                inferred[group.name].add(entry.peer)
-            keys.setdefault((group.name, None), group)
-    whole = max((dump.rank for dump in dumps), default=-1) + 1
-    made: dict[str, GroupKey] = {}
-    for name, ranks in inferred.items():
-        group = keys.pop((name, None))
-        if group.desc == "default_pg":
-            ranks = set(range(whole))
-        made[name] = keys[name, None] = GroupKey(name, group.desc, tuple(sorted(ranks)))
-        aligned.assumed.append(
-            f"group {group}: the dumps do not say which ranks it has; taken to be "
-            f"{ranks_in_words(sorted(ranks))}"
-        )
-    last = {id(dump.last) for dump in dumps}
-    for entry in unknown:
-        entry.group = made[entry.group.name]
-        if len(entry.group.ranks or ()) == 1 and id(entry) in last:
-            aligned.lone.append(entry)
+            if group.ranks is None:
+                known = [one for one in configured[group.name] if dump.rank in (one.ranks or ())]
+                if not known and group.desc == "default_pg":
+                    known = [GroupKey(group.name, group.desc, whole)]
+                    configured[group.name] += known
+                    aligned.assumed.append(
+                        f"group {group}: the dumps do not say which ranks it has; taken to be "
+                        f"{ranks_in_words(whole)}"
+                    )
+                if len(known) != 1:
+                    raise RecordingError(
+                        f"no dump says which ranks group {group} has (gloo does not record them). "
+                        "fix: dump with interlace.save_recording(folder), which does"
+                    )
+                (group,) = known
+            entry.group = keys.setdefault((group.name, group.ranks), group)
     return {group: group.ranks or () for group in keys.values()}
 
 
@@ -223,7 +196,7 @@ def _latest(entries: Sequence[Entry]) -> list[Entry]:
 # Collectives
 
 
-class _Numbers:
+class _GroupNumbers:
     """One group: finds the first number that is not settled."""
 
     def __init__(
@@ -284,7 +257,6 @@ class _Numbers:
 
     def opened(self, start: int, seq: int, numbers: Sequence[int]) -> Open:
         met, missing = self.at(seq)
-        differs = self.differs(met, missing)
         return Open(
             group=self.group,
             start=start,
@@ -292,9 +264,8 @@ class _Numbers:
             calls=met,
             missing=missing,
             silent=tuple(self.silent),
-            differs=differs,
+            differs=self.differs(met, missing),
             num_behind=len(numbers) - numbers.index(seq) - 1,
-            shifts=self.shifts(numbers, seq, met) if differs else {},
         )
 
     def differs(self, met: Mapping[int, IssuedCall], missing: Sequence[int]) -> str:
@@ -307,29 +278,6 @@ class _Numbers:
             return ""
         sent, received = (sum(one[side] for one in moved if one) for side in (0, 1))
         return "size" if sent != received else ""
-
-    def shifts(
-        self, numbers: Sequence[int], seq: int, met: Mapping[int, IssuedCall]
-    ) -> dict[int, int]:
-        """Ranks whose calls from here on are those of their peers, moved by a few."""
-        usual, _ = Counter(call.contents for call in met.values()).most_common(1)[0]
-        whose = {rank for rank, call in met.items() if call.contents == usual}
-        sample = self.calls[min(whose)]
-        found: dict[int, int] = {}
-        first = numbers.index(seq)
-        numbers = numbers[first : first + MAX_COMPARED]
-        for rank in met.keys() - whose:
-            mine = self.calls[rank]
-            for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
-                pairs = [
-                    (mine[at].contents, sample[at + shift].contents)
-                    for at in numbers
-                    if shift and at in mine and at + shift >= seq and at + shift in sample
-                ]
-                if len(pairs) >= NUM_ALIKE and all(not unlike(set(pair)) for pair in pairs):
-                    found[rank] = shift
-                    break
-        return found
 
 
 def unlike(contents: Iterable[tuple[EntryContent, ...]]) -> str:
@@ -354,19 +302,9 @@ def _match(
 ) -> None:
     """The n-th send of a channel is the n-th receive. Where the begin of a dump is lost, those are
     matched of which neither end has ended."""
-    _, source, target = channel
+    group, source, target = channel
     ends = [aligned.dumps.get(rank) for rank in (source, target)]
-    if None in ends:
-        either = [one for one in (*sends, *recvs) if one.may_wait]
-        if either:
-            aligned.channels.append(
-                OpenChannel(
-                    channel,
-                    tuple(one for one in sends if one.may_wait),
-                    tuple(one for one in recvs if one.may_wait),
-                )
-            )
-        return
+    absent = tuple(rank for rank in (source, target) if rank not in aligned.dumps)
     if not all(dump is not None and dump.begins and not dump.gaps for dump in ends):
         sends = [one for one in sends if one.may_wait]
         recvs = [one for one in recvs if one.may_wait]
@@ -374,16 +312,34 @@ def _match(
             f"messages from rank {source} to rank {target}: the begin of a dump is lost, so those "
             "that had not ended were matched in order"
         )
-        if said not in aligned.assumed:
+        if not absent and said not in aligned.assumed:
             aligned.assumed.append(said)
     for place in range(max(len(sends), len(recvs))):
         pair = [*sends[place : place + 1], *recvs[place : place + 1]]
-        differs = unlike([_message(one) for one in pair]) if len(pair) == 2 else ""
+        differs = unlike([_message(one) for one in pair]) if len(pair) == 2 and not absent else ""
         waits = not all(one.ended for one in pair) if len(pair) == 2 else pair[0].may_wait
-        if differs or waits:
-            left = OpenChannel(channel, tuple(sends[place:]), tuple(recvs[place:]), differs)
-            aligned.channels.append(left)
+        if differs or waits or absent:
+            both = min(len(sends), len(recvs))
+            left = [*sends[both:], *recvs[both:]]
+            lacks = not differs and not absent and bool(left) and left[0].may_wait
+            calls = left[:1] if lacks else pair
+            aligned.open.append(
+                Open(
+                    group=group,
+                    start=pair[0].seq,
+                    seq=calls[0].seq,
+                    calls={one.rank: IssuedCall((one,)) for one in sorted(calls, key=_rank)},
+                    missing=(target if left[0].is_send else source,) if lacks else (),
+                    silent=absent,
+                    differs=differs,
+                    messages=(tuple(sends[place:]), tuple(recvs[place:])),
+                )
+            )
             return
+
+
+def _rank(entry: Entry) -> int:
+    return entry.rank
 
 
 def _message(entry: Entry) -> tuple[EntryContent, ...]:

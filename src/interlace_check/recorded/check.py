@@ -15,7 +15,6 @@ from interlace.verify import check
 from interlace.verify.report import MAX_FINDINGS
 from interlace_check.recorded.alignment import Aligned, align
 from interlace_check.recorded.explain import RecordedExplainer
-from interlace_check.recorded.flights import stalled
 from interlace_check.recorded.programs import programs_of
 from interlace_check.recorded.reading import read_folder
 from interlace_check.recorded.report import RecordedReport, in_order
@@ -32,7 +31,7 @@ def check_recorded(folder: str | os.PathLike[str]) -> RecordedReport:
     aligned = align(dumps)
     if left_out:
         aligned.assumed.append(f"not named after a rank, so not read: {', '.join(left_out)}")
-    if not any(dump.entries or dump.flights for dump in dumps):
+    if not any(dump.entries for dump in dumps):
         aligned.assumed.append(
             "no dump holds a record: nothing was issued, or the recorder was off "
             "(TORCH_FR_BUFFER_SIZE=0)"
@@ -45,15 +44,13 @@ def explained(aligned: Aligned, began: float) -> RecordedReport:
     ranks = programs_of(aligned)
     programs = tuple(rank.program for rank in ranks)
     verdict = check(programs, runs=1).findings if programs else ()
-    logs = [log for dump in aligned.dumps.values() for log in dump.flights]
-    own, assumed = stalled(logs, aligned.absent)
-    findings = in_order([*own, *RecordedExplainer(aligned, ranks, verdict).findings()])
+    findings = in_order(RecordedExplainer(aligned, ranks, verdict).findings())
     return RecordedReport(
         findings=tuple(findings[:MAX_FINDINGS]),
         num_ops=sum(len(dump.entries) for dump in aligned.dumps.values()),
         num_ranks=len(aligned.world),
         seconds=time.perf_counter() - began,
         num_left_out=max(0, len(findings) - MAX_FINDINGS),
-        assumed=(*aligned.assumed, *assumed),
+        assumed=tuple(aligned.assumed),
         programs=programs,
     )

@@ -13,12 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from interlace.ir.ops import Loc
-
-if TYPE_CHECKING:
-    from interlace_check.recorded.flights import FlightLog
 
 LABELS = {
     **dict.fromkeys(("_all_gather_base", "all_gather_single", "all_gather"), "all_gather"),
@@ -198,7 +195,7 @@ def is_marker(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Dump:
-    """Dump of one rank: its records, and where its host and Executors were."""
+    """Dump of one rank: its records, and where its host was."""
 
     rank: int
     file: str
@@ -210,8 +207,6 @@ class Dump:
     """True if records are missing in between: the dump was asked for active ops alone."""
     host: Loc = NOWHERE
     """Where the rank's main thread was, if the dump says so."""
-    flights: tuple[FlightLog, ...] = ()
-    """Where the rank's Executors were."""
 
     @cached_property
     def last(self) -> Entry | None:
@@ -241,8 +236,3 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     if len(said) > 12:
         said = [*said[:12], "..."]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(said)}"
-
-
-def times(count: int, what: str) -> str:
-    """A number of things."""
-    return f"{count} {what}{'s' if count != 1 else ''}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from interlace.ir.build import Handle
 from interlace.ir.types import Team
-from interlace_check.recorded.alignment import Aligned, Open, OpenChannel
+from interlace_check.recorded.alignment import Aligned, Open
 from interlace_check.recorded.entries import Entry, GroupKey
 from interlace_check.tracing import NOWHERE, OriginBuilder
 
@@ -28,7 +28,7 @@ MAX_OPEN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """Record or expectation that an op of a Program stands for."""
 
     text: str
@@ -38,31 +38,31 @@ class Step:
     """True if the rank has not issued it, and peers wait for it."""
 
 
-def programs_of(aligned: Aligned) -> list[RankProgram]:
+def programs_of(aligned: Aligned) -> list[RecordedProgram]:
     """The Program of each rank that takes part in anything open."""
-    groups = [found.group for found in aligned.open]
-    groups += [found.channel[0] for found in aligned.channels]
     names: dict[GroupKey, str] = {}
     taken: Counter[str] = Counter()
     teams: dict[int, list[Team]] = defaultdict(list)
-    for group in dict.fromkeys(groups):  # groups that were split apart may share a name
+    for group in dict.fromkeys([found.group for found in aligned.open]):
+        # Groups that were split apart may share a name.
         name, ranks = str(group), group.ranks or ()
         taken[name] += 1
         names[group] = name if taken[name] == 1 else f"{name} no. {taken[name]}"
         for rank in ranks:
             teams[rank].append(Team(names[group], len(ranks), (ranks,)))
-    programs = {rank: RankProgram(rank, teams[rank]) for rank in sorted(teams)}
+    programs = {rank: RecordedProgram(rank, teams[rank]) for rank in sorted(teams)}
     for found in aligned.open:
-        _collectives(found, names[found.group], aligned, programs)
-    for channel in aligned.channels:
-        _messages(channel, names[channel.channel[0]], programs)
+        if found.messages is None:
+            _collectives(found, names[found.group], aligned, programs)
+        else:
+            _messages(*found.messages, names[found.group], programs)
     for program in programs.values():
         program.write()
     return list(programs.values())
 
 
 def _collectives(
-    found: Open, team: str, aligned: Aligned, programs: dict[int, RankProgram]
+    found: Open, team: str, aligned: Aligned, programs: dict[int, RecordedProgram]
 ) -> None:
     """The group's open collectives, on every member; coalesced ones are one op, the first."""
     issued: dict[int, dict[int, Entry]] = defaultdict(dict)
@@ -94,12 +94,17 @@ def _usual(issued: Iterable[Entry]) -> Entry:
     return next(entry for entry in entries if entry.content == content)
 
 
-def _messages(found: OpenChannel, team: str, programs: dict[int, RankProgram]) -> None:
+def _messages(
+    sends: Sequence[Entry],
+    recvs: Sequence[Entry],
+    team: str,
+    programs: dict[int, RecordedProgram],
+) -> None:
     """The channel's open messages, and the first that one side lacks."""
-    both = min(len(found.sends), len(found.recvs), MAX_OPEN)
-    for entry in (*found.sends[: both + 1], *found.recvs[: both + 1]):
+    both = min(len(sends), len(recvs), MAX_OPEN)
+    for entry in (*sends[: both + 1], *recvs[: both + 1]):
         programs[entry.rank].recorded.append((entry, team))
-    for ends in (found.sends, found.recvs) if both < MAX_OPEN else ():
+    for ends in (sends, recvs) if both < MAX_OPEN else ():
         for entry in ends[both : both + 1]:
             assert entry.peer is not None, "a message has a peer"
             way = "recv" if entry.is_send else "send"
@@ -110,11 +115,11 @@ def _messages(found: OpenChannel, team: str, programs: dict[int, RankProgram]) -
             programs[entry.peer].expected.append((other, team))
 
 
-class RankProgram(OriginBuilder[Step]):
+class RecordedProgram(OriginBuilder[RecordedStep]):
     """The Program of one rank."""
 
     def __init__(self, rank: int, teams: Sequence[Team]) -> None:
-        super().__init__(f"rank {rank}", teams, (rank,), nothing=Step(""))
+        super().__init__(f"rank {rank}", teams, (rank,), nothing=RecordedStep(""))
         self.rank = rank
         self.groups = {team.name: team.groups for team in teams}
         self.recorded: list[tuple[Entry, str]] = []
@@ -127,7 +132,7 @@ class RankProgram(OriginBuilder[Step]):
     def write(self) -> None:
         """All ops of the rank."""
         for entry, team in self.assumed:
-            self.issue(entry, team, team, Step(f"{entry.text} (not recorded)"))
+            self.issue(entry, team, team, RecordedStep(f"{entry.text} (not recorded)"))
         batches: dict[tuple[str, int], list[Entry]] = {}
         order: list[tuple[list[Entry], str]] = []
         for entry, team in sorted(self.recorded, key=lambda one: one[0].record):
@@ -147,16 +152,16 @@ class RankProgram(OriginBuilder[Step]):
                 if step.entry is not None and step.entry.may_wait
             }
             for stream, step in waiting.items():
-                self.at(stream, Step(f"its host may wait for {step.text}"))
+                self.at(stream, RecordedStep(f"its host may wait for {step.text}"))
                 self.host_sync()
         for number, (entry, team) in enumerate(self.expected):
             text = f"{entry.text}, which rank {self.rank} has not issued"
-            self.issue(entry, team, f"not issued {number}", Step(text, None, True))
+            self.issue(entry, team, f"not issued {number}", RecordedStep(text, None, True))
 
     def record_of(self, entries: Sequence[Entry], team: str) -> None:
         """One record, or the messages of one batch."""
         first = entries[0]
-        step = Step(first.text, first)
+        step = RecordedStep(first.text, first)
         if first.peer is None:
             self.issue(first, team, team, step)
         elif first.batch is None:
@@ -168,7 +173,7 @@ class RankProgram(OriginBuilder[Step]):
                 for entry in entries:
                     self.message(entry, team)
 
-    def issue(self, entry: Entry, team: str, stream: str, step: Step) -> None:
+    def issue(self, entry: Entry, team: str, stream: str, step: RecordedStep) -> None:
         self.at(stream, step, entry.loc)
         if entry.peer is None:
             self.barrier(team=team, backend=entry.backend)

@@ -32,7 +32,6 @@ from interlace_check.recorded.entries import (
     is_marker,
     shown,
 )
-from interlace_check.recorded.flights import DONE, FlightLog, flight_log
 
 MAX_FILE_BYTES = 1 << 26
 """Bytes of one file: some 100,000 records."""
@@ -44,9 +43,7 @@ MAX_RANK = 1 << 16
 MAX_DIMS = 64
 MAX_COUNT = 1 << 62
 """Sizes, numbers and records are counted with 64 bits."""
-MAX_FLIGHTS = 1 << 12
 MAX_FRAMES = 1 << 16
-MAX_SECONDS = 1e9
 MAX_TENSORS = 1 << 16
 """Tensors of one op: lists of a gather hold one for each rank."""
 NUMBER = re.compile(r"(\d{1,9})$")
@@ -138,7 +135,7 @@ def parse_dump(data: bytes, file: str, rank: int | None = None) -> Dump:
         raise RecordingError(
             f"{file} is not JSON ({error}). {TO_JSON}. If it is no dump, move it elsewhere"
         ) from None
-    return _Reader(file).dump(plain, rank)
+    return _DumpReader(file).dump(plain, rank)
 
 
 def _rank_of(path: Path) -> int | None:
@@ -147,7 +144,7 @@ def _rank_of(path: Path) -> int | None:
     return int(number[1]) if number else None
 
 
-class _Reader:
+class _DumpReader:
     """Reads one file; errors say where in it they are."""
 
     def __init__(self, file: str) -> None:
@@ -180,7 +177,6 @@ class _Reader:
             self.entry(self.mapping(record, "it"), rank, groups, numbers, batches)
         self.at = "host"
         host = self.loc(plain.get("host") or [])
-        logs = self.items(plain.get("interlace") or [], "interlace", MAX_FLIGHTS)
         self.at = "pg_status"
         idle = self.idle(plain.get("pg_status") or {})
         return Dump(
@@ -191,26 +187,7 @@ class _Reader:
             begins=numbers[0] == 0 if numbers else idle,
             gaps=bool(numbers) and numbers[-1] - numbers[0] + 1 > len(numbers),
             host=host,
-            flights=tuple(self.flight(log, rank) for log in logs),
         )
-
-    def flight(self, log: object, rank: int) -> FlightLog:
-        """Where the streams of an Executor are."""
-        self.at = "a flight log"
-        plain = self.mapping(log, "it")
-        streams: dict[str, tuple[int, float]] = {}
-        for name, stands in self.mapping(plain.get("streams"), "streams").items():
-            pair = self.items(stands, "a stream", 2)
-            at, held = pair if len(pair) == 2 else (None, None)
-            if not isinstance(held, int | float) or not 0 <= held < MAX_SECONDS:
-                self.refuse("a stream does not say where it is and for how long")
-            at = self.number(at, "an op", least=DONE)
-            streams[name] = at, float(held)
-        text = self.text(self.get(plain, "program"), "program")
-        try:
-            return flight_log(rank, text, streams)
-        except RecordingError as error:
-            self.refuse(str(error))
 
     def groups(self, config: object) -> dict[str, GroupKey]:
         """The process groups by name. A rank of gloo has none."""
@@ -382,9 +359,9 @@ class _Reader:
             self.refuse(f"{what} holds more than {most} items")
         return found
 
-    def number(self, plain: object, what: str, below: int = MAX_COUNT, least: int = 0) -> int:
-        if not isinstance(plain, int) or isinstance(plain, bool) or not least <= plain < below:
-            self.refuse(f"{what} is not a number from {least} to {below - 1}")
+    def number(self, plain: object, what: str, below: int = MAX_COUNT) -> int:
+        if not isinstance(plain, int) or isinstance(plain, bool) or not 0 <= plain < below:
+            self.refuse(f"{what} is not a number from 0 to {below - 1}")
         return plain
 
     def text(self, plain: object, what: str) -> str:

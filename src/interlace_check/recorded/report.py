@@ -22,10 +22,8 @@ KINDS: dict[str, str] = {
     "mismatch": "members of a collective, or the two ends of a message, that disagree",
     "cycle": "ranks that wait for each other",
     "launch-order": "collectives of two groups that ranks launched in opposite order",
-    "stalled": "Interlace's own Programs, under way on some ranks and held up on others",
     "missing": "an op that ranks wait for, and that another rank did not issue",
     "no-dump": "a rank that left no dump",
-    "unknown-group": "an op of which it is not known who should have issued it",
     "unfinished": "an op that all ranks issued alike, and that had not ended",
 }
 """The kinds of finding, the likeliest causes first, and what each means."""

@@ -3,12 +3,11 @@
     threading.Timer(600, save_recording, ["dumps"]).start()    # on every rank
 
 It holds torch's flight recorder, with the ranks of each process group (gloo does not record them),
-the flight logs of the Executors of this process, and where Python's main thread is.
+and where Python's main thread is.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -41,7 +40,6 @@ def save_recording(folder: str | os.PathLike[str]) -> Path:
         "rank": rank,
         "pg_config": config,
         "entries": entries,
-        "interlace": _flights(),
         "host": _stack(),
     }
     path = Path(folder) / f"trace_rank_{rank}.json"
@@ -90,16 +88,6 @@ def _entries(config: Plain) -> list[Plain]:
     for number, entry in enumerate(merged):
         entry["record_id"] = first + number
     return merged
-
-
-def _flights() -> list[Plain]:
-    """The flight logs of this process's Executors, found without a registry that would outlive
-    them: a run that hangs has time."""
-    executor = sys.modules.get("interlace.runtime.executor")
-    if executor is None:
-        return []
-    live = [one for one in gc.get_objects() if type(one) is executor.Executor and one.engine]
-    return [one.engine.context.flight.to_json() for one in live]
 
 
 def _stack() -> list[Plain]:
