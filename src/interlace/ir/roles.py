@@ -673,7 +673,7 @@ class Keywords(Role):
         return tuple([(key, ARG.build(builder, each)) for key, each in value])
 
     def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
-        taken = {*form_of(type(thing)).signature.known} - {"outs"}  # which only a Node has
+        taken = {*form_of(thing.__class__).signature.known} - {"outs"}  # which only a Node has
         kwargs: Sequence[tuple[str, Arg]] = thing.kwargs
         names = [key for key, _ in kwargs]
         if len(set(names)) == len(names) and all(

@@ -67,7 +67,7 @@ class GraphWords:
 
     def _groups_named(self, message: str) -> str:
         """A message of the verifier with the groups' own names."""
-        for group, team in self.programs[0].teams.items():
+        for group, team in self.programs[0].team_of_group.items():
             message = message.replace(f"team {team.name}", f"group {group!r}")
         return message
 
