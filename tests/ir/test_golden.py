@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from interlace.ir import KINDS, Op, parse_set, print_set, validate
-from interlace.ir.text.parser import op_words
+from interlace.ir.roles import op_words
 
 GOLDEN = {path.stem: path for path in sorted((Path(__file__).parents[1] / "golden").glob("*.ilc"))}
 

@@ -59,7 +59,7 @@ from interlace.ir import (
 from interlace.ir.kernels import TAIL
 from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention, matmul_of
 from interlace.ir.ops import UNORDERED
-from interlace.ir.roles import form_of
+from interlace.ir.roles import NAME, form_of
 from interlace.ir.sizes import Int, number, numbers
 
 Boxes = Callable[[View], Box]
@@ -114,7 +114,7 @@ def op_name(op: Op) -> str:
             detail = next((member.fn for member in op.members if isinstance(member, Call)), "")
         case _:
             fields = form_of(type(op)).fields
-            detail = next((getattr(op, field.name) for field in fields if field.role == "name"), "")
+            detail = next((getattr(op, field.name) for field in fields if field.role is NAME), "")
     return f"{form_of(type(op)).word} {detail}".strip()
 
 

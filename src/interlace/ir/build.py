@@ -36,7 +36,6 @@ from interlace.ir.ops import (
     Alloc,
     Arg,
     Call,
-    Collective,
     Free,
     Fused,
     FusedKernel,
@@ -580,16 +579,6 @@ class Builder:
         self.add(Record, event=event)
         return event
 
-    def collective(
-        self,
-        kind: CollectiveName,
-        src: Viewed | None = None,
-        dst: Viewed | None = None,
-        **how: Unpack[CollectiveOptions],
-    ) -> None:
-        """A collective of any kind; `team` may be left out where there is only one."""
-        self.add(Collective, kind=kind, src=src, dst=dst, **how)
-
     # Note [Generated methods]: of these the signatures and docstrings alone
 
     def copy(self, src: Viewed, dst: Viewed) -> None:
@@ -624,6 +613,15 @@ class Builder:
         self, signal: str, peer: Index | Others, *, value: int = 1, team: TeamOrName = None
     ) -> None:
         """The stream waits for a signal of a peer."""
+
+    def collective(
+        self,
+        kind: CollectiveName,
+        src: Viewed | None = None,
+        dst: Viewed | None = None,
+        **how: Unpack[CollectiveOptions],
+    ) -> None:
+        """A collective of any kind; `team` may be left out where there is only one."""
 
     def all_gather(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
         """Every rank's `src`, in order of ranks, into every rank's `dst`."""
@@ -745,7 +743,7 @@ def _emitter(word: str, form: Form) -> Callable[..., None]:
 
 _IN_PLACE = ("all_reduce", "broadcast")
 """Collectives whose result is where their operand was, if no other place is given."""
-_BY_HAND = ("call", "collective", "free", "fused", "group", "record")
+_BY_HAND = ("call", "free", "fused", "group", "record")
 """Words whose methods take more, or other things, than the fields of the op."""
 
 

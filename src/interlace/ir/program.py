@@ -24,13 +24,14 @@ from interlace.ir.types import (
     Buffer,
     RankIndex,
     Table,
+    TableEntry,
     Team,
     TeamLayout,
     Where,
     spanned,
     written,
 )
-from interlace.ir.view import Box, Chunk, Slice, Step, View
+from interlace.ir.view import Box, Step, View
 
 Sized = TypeVar("Sized", Buffer, Table, Step)
 
@@ -201,7 +202,7 @@ class Program:
             if self.rank != rank:
                 raise ProgramError(f"{self.name} is already instantiated for rank {self.rank}")
             return self
-        resolve = functools.partial(_resolved, self.where(rank))
+        resolve = functools.partial(_changed, functools.partial(_resolved, self.where(rank)))
         return dataclasses.replace(
             self,
             params=_mapped(self.params, resolve),
@@ -251,24 +252,14 @@ def together(programs: Program | Sequence[Program], caller: str) -> list[Program
 
 def _resized(program: Program, change: Callable[[Size], Int]) -> Program:
     """The Program with every size that is symbolic changed."""
-
-    def resolve(value: object) -> object:
-        match value:
-            case Size():
-                return change(value)
-            case View() if value.steps:
-                return View(value.buffer, tuple([_sized(step, change) for step in value.steps]))
-            case Buffer():
-                return _sized(value, change)
-            case _:
-                return value
-
+    each: Callable[[object], object] = lambda v: change(v) if isinstance(v, Size) else v  # noqa: E731
+    inside = functools.partial(_changed, each)
     return dataclasses.replace(
         program,
-        tables=tuple([_sized(table, change) for table in program.tables]),
-        params=_mapped(program.params, resolve),
-        ops=_mapped(program.ops, resolve),
-        results=None if program.results is None else _mapped(program.results, resolve),
+        tables=tuple([_with_fields(each, table) for table in program.tables]),
+        params=_mapped(program.params, inside),
+        ops=_mapped(program.ops, inside),
+        results=None if program.results is None else _mapped(program.results, inside),
     )
 
 
@@ -312,40 +303,31 @@ def _mapped(value: Any, change: Callable[[object], object]) -> Any:
 
 def _resolved(where: Where, value: object) -> object:
     """The value on one rank: what depends on the rank is an integer."""
-    match value:
-        case View():
-            return View(value.buffer, tuple([_resolved_step(where, step) for step in value.steps]))
-        case Buffer():
-            return dataclasses.replace(value, shape=tuple(map(where.dim, value.shape)))
-        case RankIndex():
-            return where.index(value)
-        case _:
-            return value
+    return where.value(value) if isinstance(value, RankIndex | TableEntry) else value
 
 
-def _sized(thing: Sized, change: Callable[[Size], Int]) -> Sized:
-    """A buffer, table or step with the sizes in it that are symbolic changed."""
+def _changed(change: Callable[[object], object], value: object) -> object:
+    """The value, or the numbers within a view or a buffer, changed."""
+    if isinstance(value, View):
+        return View(value.buffer, tuple([_with_fields(change, step) for step in value.steps]))
+    return _with_fields(change, value) if isinstance(value, Buffer) else change(value)
+
+
+def _with_fields(change: Callable[[object], object], thing: Sized) -> Sized:
+    """A buffer, table or step with the numbers of its fields changed."""
     changes: dict[str, Any] = {}
-    for each in [each for each in dataclasses.fields(thing) if each.init]:
-        value = getattr(thing, each.name)
-        if isinstance(value, Size):
-            changes[each.name] = change(value)
-        elif isinstance(value, tuple):
-            sizes = cast("tuple[Any, ...]", value)
-            if any(isinstance(size, Size) for size in sizes):
-                made = [change(size) if isinstance(size, Size) else size for size in sizes]
-                changes[each.name] = tuple(made)
+    for name in _names_of_fields(type(thing)):
+        value = getattr(thing, name)
+        parts = cast("tuple[object, ...]", value if isinstance(value, tuple) else (value,))
+        new = tuple([change(part) for part in parts])
+        if any(one is not other for one, other in zip(new, parts, strict=True)):
+            changes[name] = new if isinstance(value, tuple) else new[0]
     return dataclasses.replace(thing, **changes) if changes else thing
 
 
-def _resolved_step(where: Where, step: Step) -> Step:
-    match step:
-        case Chunk(index, parts, dim):
-            return Chunk(where.index(index), parts, dim)
-        case Slice(dim, start, stop):
-            return Slice(dim, where.dim(start), where.dim(stop))
-        case _:
-            return step
+@functools.cache
+def _names_of_fields(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(each.name for each in dataclasses.fields(kind) if each.init)
 
 
 # Communication

@@ -68,10 +68,6 @@ if TYPE_CHECKING:
 DTYPES = {dtype.value: dtype for dtype in DType}
 FAMILIES = ("buffer", "value", "stream", "team", "table")
 """Words of `buffer["odd name"]` and its like."""
-CALL_KEYWORDS = frozenset({"fn", "out", "mutates", "rng", "kwargs", "site", "loc", "stream"})
-"""Keywords of a Call itself; keyword arguments of these names stand in `kwargs=`."""
-NODE_KEYWORDS = frozenset({"fn", "kwargs"})
-"""The same for the calls of a region."""
 SLICED_DIMS = 4
 """Slices of dimensions below this are written in brackets, others with `.slice(...)`."""
 
@@ -668,13 +664,16 @@ class Argument(Role):
 
 
 class Keywords(Role):
-    """Keyword arguments, all in one `kwargs=` where one could not stand as a keyword."""
+    """Keyword arguments, all in one `kwargs=` where one could not stand as a keyword.
+
+    So it is with names that Python has no identifier for, and with those of the call's own fields.
+    """
 
     def build(self, builder: Builder, value: Any, peer: object = None) -> Any:
         return tuple([(key, ARG.build(builder, each)) for key, each in value])
 
     def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
-        taken = CALL_KEYWORDS if isinstance(thing, Call) else NODE_KEYWORDS
+        taken = {*form_of(thing.__class__).signature.known} - {"outs"}  # which only a Node has
         kwargs: Sequence[tuple[str, Arg]] = thing.kwargs
         names = [key for key, _ in kwargs]
         if len(set(names)) == len(names) and all(

@@ -11,16 +11,17 @@ counted modulo the team) or a `TableEntry` (`rows[tp.rank]`); `Where` resolves b
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 from types import UnionType
-from typing import TypedDict, Unpack
+from typing import ParamSpec
 
 from interlace.errors import ProgramError, TeamError
 from interlace.ir.sizes import Int, Size
 
+P = ParamSpec("P")
 MAX_RANKS = 1 << 16
 """Ranks of a world: what is checked is checked for each of them."""
 MAX_DIMS = 64
@@ -380,24 +381,12 @@ class Written:
     """The same in words, for errors."""
 
 
-class Details(TypedDict, total=False):
-    """The details, as `written` takes them."""
-
-    keyword: str
-    positional: bool
-    named: bool
-    always: bool
-    rest: bool
-    words: Collection[str]
-    holds: UnionType
-    holding: str
+def _metadata(details: Callable[P, Written]) -> Callable[P, dict[str, Written]]:
+    return lambda *args, **kwargs: {"written": details(*args, **kwargs)}
 
 
-def written(role: str = "", **how: Unpack[Details]) -> dict[str, Written]:
-    """Metadata for a field: see `Written`."""
-    return {"written": Written(role, **how)}
-
-
+written = _metadata(Written)
+"""Metadata for a field, from the details of a `Written`."""
 NAME = written("name")
 """A name: of an event, a signal, a buffer."""
 TEAM = written("team")
