@@ -5,9 +5,6 @@
 
 - AOTAutograd sees what it is given: a parameter that is no argument would be a constant. So the
   module is lent its arguments in place of its parameters and buffers while its code runs.
-
-- TorchDynamo makes `dist.all_reduce(x)` a functional collective and a copy into `x`. So does this,
-  with torch's own table of replacements: no `c10d.allreduce_` is left in the graph.
 - `torch.utils.checkpoint` saves nothing and runs its function again in backward. Traced as it is,
   both runs land in one joint graph, where equal nodes are merged and the second run with them. So a
   checkpoint only marks its nodes (`CHECKPOINT_KEY`), and `mark_checkpoints` has the partitioner
@@ -19,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import operator
 import sys
@@ -28,9 +24,7 @@ from typing import Any
 
 import sympy
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-from torch import autograd, fx, nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -60,7 +54,6 @@ def tracing(name: str) -> Iterator[None]:
     with (
         fx_traceback.preserve_node_meta(),  # else inference notes no modules
         checkpoints_marked(),
-        functional_collectives(),
         own_errors(name),
         # What torch.compile was given runs as it was written, and is traced with all else.
         torch.compiler.set_stance("force_eager"),
@@ -72,7 +65,7 @@ def tracing(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def patched(module: Any, **values: Any) -> Iterator[None]:
+def patched(module: object, **values: object) -> Iterator[None]:
     """A module with other values of some names."""
     before = {name: getattr(module, name) for name in values}
     try:
@@ -172,86 +165,6 @@ def _named_modules(module: nn.Module) -> Iterator[None]:
         yield
 
 
-# -- collectives that write into a tensor ----------------------------------------------------------
-
-
-@contextlib.contextmanager
-def functional_collectives() -> Iterator[None]:
-    """Has collectives that write into a tensor be functional ones, in forward and backward.
-
-    torch leaves a mode while it handles `torch.autograd.grad`, so backward enters it again.
-    """
-    mode, run_backward = _Mode(), autograd._engine_run_backward
-
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return run_backward(*args, **kwargs)
-
-    with patched(autograd, _engine_run_backward=within), mode:
-        yield
-
-
-class _Mode(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[Any],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        found = funcol.traceable_collective_remaps.get(func)
-        if func is dist.broadcast:
-            found = _broadcast
-        if found is None:
-            return func(*args, **(kwargs or {}))
-        return _rewritten(func, found, args, kwargs or {})
-
-
-class Done(dist.Work):
-    """Stands for the handle of a collective that is complete where it was begun."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Nothing is left to wait for: a Program runs communication under computation by itself."""
-        return True
-
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
-
-
-def _rewritten(
-    func: Callable[..., Any],
-    found: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    given = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
-    handle = given.pop("async_op", False)
-    if "op" in given:
-        if given["op"] not in funcol.REDUCE_OP_TO_STR:
-            raise UnsupportedError(
-                f"{func.__name__} with {given['op']} has no functional form: use one of "
-                f"{sorted(funcol.REDUCE_OP_TO_STR.values())}, or "
-                'torch.compile(..., backend="interlace"), which leaves it to Python'
-            )
-        given["op"] = funcol.REDUCE_OP_TO_STR[given["op"]]
-    found(**given)  # returns the tensor in some releases of torch
-    return Done() if handle else None
-
-
-def _broadcast(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    group_src: int | None = None,
-) -> None:
-    """torch's table has no broadcast. The functional one counts the root in its group."""
-    group = group or dist.group.WORLD
-    assert group is not None
-    root = dist.get_group_rank(group, src or 0) if group_src is None else group_src
-    tensor.copy_(funcol.broadcast(tensor, root, group))
-
-
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -260,7 +173,7 @@ def checkpoints_marked() -> Iterator[None]:
     """Has `torch.utils.checkpoint(use_reentrant=False)` mark nodes instead of running twice."""
     numbers = itertools.count(1)
 
-    def marking(function: Callable[..., Any], *_: Any, **__: Any) -> Iterator[None]:
+    def marking(function: Callable[..., Any], *_: object, **__: object) -> Iterator[None]:
         with fx_traceback.annotate({CHECKPOINT_KEY: next(numbers)}):
             yield
 
@@ -310,7 +223,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_real(value: Any) -> bool:
+def _is_real(value: object) -> bool:
     return type(getattr(value, "_local_tensor", value)) in (torch.Tensor, nn.Parameter)
 
 
