@@ -105,8 +105,8 @@ class Bound:
         values: Mapping[str, int] | None = None,
         origin: str | None = None,
     ) -> list[Any]:
-        """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, where
-        tensors do not tell them all; `origin` is as in `Executor.run`, None for no backward."""
+        """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, if
+        there are any; `origin` is as in `Executor.run`, None for no backward."""
         given = self.imported.gather(args)
         sizes = None if values is None else self._own(values)
         results = self.executor.run(given, sizes=sizes, origin=origin)

@@ -245,11 +245,10 @@ class CompiledGraph:
         args.clear()
         tell = self.listener(given) if self.listener is not None else None
         _, bound, sizes = last
-        told = bound.executor.measured  # else numbers beside the tensors tell sizes
         forwards = self.setting.forwards
         counted = forwards.saved is not None
         origin = forwards.origin(given) if counted and self.kind == "backward" else None
-        results = bound.run(given, None if told else sizes, origin)
+        results = bound.run(given, sizes, origin)
         if counted and self.kind == "forward":
             forwards.note(results, given, bound.kept)
         if tell is not None:

@@ -21,7 +21,7 @@ import torch
 from interlace import ir
 from interlace.comm import Registered, Slot, Use
 from interlace.errors import ExecutorError, ProgramError
-from interlace.ir.sizes import Int, greatest, numbers
+from interlace.ir.sizes import Int, greatest
 from interlace.runtime.run_sizes import RunSizes
 
 DTYPES: Mapping[ir.DType, torch.dtype] = {
@@ -302,8 +302,8 @@ class ValueTable:
         return (family.place, *family.views)
 
     def _new(self, box: ir.Box) -> torch.Tensor:
-        facts = numbers(box.sizes), numbers(box.strides)
-        return torch.empty_strided(*facts, dtype=DTYPES[box.dtype], device=self.device)
+        facts: dict[str, Any] = {"dtype": DTYPES[box.dtype], "device": self.device}
+        return torch.empty_strided(box.sizes, box.strides, **facts)  # pyright: ignore
 
     def new(self) -> dict[str, torch.Tensor]:
         """Makes the tensors that `begin` allocates where they are not given."""
