@@ -95,9 +95,7 @@ class CpuEngine(Engine):
         slots, spaces = dict[str, Slot](), dict[str, Workspace]()
         registered: dict[str, Registered] = {}
         inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
-        for name, team in request.ordered():  # of all, before some wait for ranks that were refused
-            if why := plan.shares(name):
-                team.refuse_memory(f"{plan.program.name} {why}")
+        request.refuse_memory()
         for name, team in request.ordered():
             topic = f"{team.num_prepared}/{name}"
             found = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
