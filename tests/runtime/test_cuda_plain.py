@@ -120,6 +120,8 @@ def test_a_step_that_fails_ends_the_run_and_no_other(plain: Fake) -> None:
         plain.run(given())
     assert torch.is_grad_enabled()
     assert shape_of(plain) == [("call", MAIN), ("record", MAIN)], "what was issued ends there"
+    assert plain.engine.watched.idle
+    assert plain.engine.issued == 2
     plain.engine.binding.steps[:] = [first, second]
     assert plain.engine.admit(given(), None)
     plain.engine.synchronize()
@@ -278,12 +280,3 @@ def test_a_run_that_begins_amid_the_end_is_an_error(plain: Fake) -> None:
         plain.engine.close()
     assert heard
     assert plain.engine.watched.idle
-
-
-def test_a_run_that_fails_is_over(plain: Fake) -> None:
-    plain.run(given())
-    plain.engine.binding.steps[1] = mock.Mock(side_effect=RuntimeError("out of memory"))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        plain.run(given())
-    assert plain.engine.watched.idle
-    assert plain.engine.issued == 2

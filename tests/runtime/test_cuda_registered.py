@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from tests.runtime.cuda_sites import runs_of
 from tests.support.fake_cuda import MAIN, Fake, fake_engine
 from tests.support.fake_device import Entry, simulate
 from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N
@@ -45,17 +47,12 @@ def engines(
     tensors = tensors or [torch.zeros(SHAPES[kind]) for _ in range(WORLD)]
     program = parse(TEXTS[kind](WORLD))
     with contextlib.ExitStack() as stack:
-        fakes = [
-            stack.enter_context(
-                fake_engine(
-                    program,
-                    rank,
-                    Options(in_order=in_order),
-                    registered={REGISTERED[kind]: tensors},
-                )
-            )
-            for rank in range(WORLD)
-        ]
+        facts: Any = {
+            "options": Options(in_order=in_order),
+            "registered": {REGISTERED[kind]: tensors},
+        }
+        made = [fake_engine(program, rank, **facts) for rank in range(WORLD)]
+        fakes = [stack.enter_context(each) for each in made]
         yield fakes, tensors
 
 
@@ -98,13 +95,8 @@ def test_peers_touch_it_only_in_its_ranks_own_run(kind: str, in_order: bool, see
     """Simulated, with ranks and streams far apart: what rank r does in run n to memory of rank p
     comes after p has ended run n - 1, and before it has ended run n."""
     with engines(kind, in_order=in_order) as (fakes, tensors):
-        logs: list[list[list[Entry]]] = []
-        for fake, mine in zip(fakes, tensors, strict=True):
-            runs: list[list[Entry]] = []
-            for _ in range(5):
-                fake.run(*given_to(kind, mine))
-                runs.append(list(fake.log))
-            logs.append(runs)
+        pairs = zip(fakes, tensors, strict=True)
+        logs = [runs_of(fake, *given_to(kind, mine), 5) for fake, mine in pairs]
         seen: list[int] = []
 
         def look(rank: int, run: int, entry: Entry, over: Callable[[int], int]) -> None:

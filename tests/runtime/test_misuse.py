@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,27 +61,6 @@ def test_ranks_that_call_in_different_order_hear_both_names(
 
 
 # -- agreement -----------------------------------------------------------------------------------
-
-
-def prepare_but_for(absent: int) -> Outcome | None:
-    dist.barrier()  # the others come within the time-out, however long a process takes to begin
-    if dist.get_rank() == absent:
-        return None
-    return attempt(executor(program_of("get", dist.get_world_size()), 1.0).prepare)
-
-
-@pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_does_not_come_to_prepare_is_named(pool: Pool, absent: int) -> None:
-    outcomes = [one for one in pool(3).run(prepare_but_for, absent, replace=True) if one]
-    assert len(outcomes) == 2
-    for error, text, seconds in outcomes:
-        assert error == "AgreementError"
-        assert f"rank {absent} did not come" in text
-        assert "gather_matmul_get" in text
-        assert seconds < 4
-    assert max(seconds for *_, seconds in outcomes) > 0.9, (
-        "the other may hear that this one is gone"
-    )
 
 
 def prepare_different(first: str, second: str) -> Outcome:
@@ -171,17 +148,6 @@ def test_a_rank_that_recompiles_alone_is_an_error_on_both(pool: Pool) -> None:
     assert other[0] == "AgreementError"
     assert "rank 0 recompiled alone" in other[1]
     assert max(alone[2], other[2]) < 5, "nobody waits for the time-out"
-
-
-def prepare_unsound() -> Outcome:
-    text = TEXTS["get"](dist.get_world_size()).replace("    main: wait(came1)\n", "")
-    return attempt(executor(parse(text)).prepare)
-
-
-def test_an_unsound_program_is_refused(pool: Pool) -> None:
-    for error, text, _ in pool(2).run(prepare_unsound):
-        assert error == "SoundnessError"
-        assert "race" in text
 
 
 # -- what is missing -----------------------------------------------------------------------------
@@ -322,19 +288,3 @@ def test_groups_that_do_not_fit_the_teams_are_refused(pool: Pool) -> None:
         assert "rank 0 of 2" in small or "rank 1 of 2" in small
         assert "groups={'tp'" in none
         assert "no team named 'dp'" in stray
-
-
-def collide() -> tuple[str, float]:
-    """Two ranks in one run of one Program after a long pause of one: no error, just a wait."""
-    with prepared("get", time_out_s=10) as own:
-        if dist.get_rank() == 0:
-            time.sleep(0.5)
-        start = time.monotonic()
-        own.run(inputs_of(own.program, dist.get_rank(), 1))
-        return "done", time.monotonic() - start
-
-
-def test_a_late_rank_is_awaited(pool: Pool) -> None:
-    results = pool(2).run(collide)
-    assert [word for word, _ in results] == ["done", "done"]
-    assert results[1][1] > 0.3

@@ -274,25 +274,8 @@ def apart() -> str:
 
 def test_what_a_peer_writes_overlaps_nothing(pool: Pool) -> None:
     first, second = pool(2).run(apart)
-    assert "rank 1: the registered parameters 'x' and 'y' of f overlap" in first
+    assert "rank 1: the registered parameters 'x' and 'y' of g overlap" in first
     assert "the registered parameters 'x' and 'y' of g overlap" in second
-
-
-def overlapping() -> str:
-    """Two parameters in one memory, of which one is written."""
-    text = (
-        "def f(tp: Team[2], x: f32[4].registered(tp), y: out[f32[4].registered(tp)]):\n"
-        "    main: copy(x, y)"
-    )
-    memory = torch.empty(6)
-    with pytest.raises(InterlaceError) as caught:
-        executor_of(text, registered={"x": memory[:4], "y": memory[2:]}).prepare()
-    return str(caught.value)
-
-
-def test_what_is_written_overlaps_nothing(pool: Pool) -> None:
-    for told in pool(2).run(overlapping):
-        assert "'x' and 'y' of f overlap" in told
 
 
 def give_another(seed: int) -> list[str]:

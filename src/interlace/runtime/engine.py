@@ -79,6 +79,13 @@ class ShareRequest:
         """The teams by name, in an order that all ranks share."""
         return sorted(self.teams.items(), key=lambda item: (item[1].topic, item[0]))
 
+    def refuse_memory(self) -> None:
+        """Raises on all ranks of a team that cannot share the memory that the Program shares there:
+        of all teams, before some wait for ranks that were refused."""
+        for name, team in self.ordered():
+            if why := self.plan.shares(name):
+                team.refuse_memory(f"{self.plan.program.name} {why}")
+
 
 MIXER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 """Multiplier that spreads 32 bits over the 64 of a tag, and the mask of 64 bits."""

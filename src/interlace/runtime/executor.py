@@ -267,11 +267,10 @@ class Executor:
         self._exchanged = frozenset[str]().union(*map(exchanged_sizes, programs))
         lasting = frozenset[str]().union(*map(lasting_sizes, programs))
         self.sizes = report.sizes.bucket(self._exchanged | lasting)
+        captured = "CUDA graphs are for one size" if programs and self.options.graph else ""
+        self.single = report.single or captured
         if any(program.sizes.values != own.sizes.values for program in programs):
             self.single = "the ranks' Programs differ in their sizes, as those of uneven shards do"
-        elif programs:
-            captured = "CUDA graphs are for one size" if self.options.graph else ""
-            self.single = report.single or captured
         if self.single:
             self._exchanged, self.sizes = frozenset(), self.program.sizes.alone()
         self._measures = measures(own, self.sizes)
@@ -353,12 +352,11 @@ class Executor:
             return self._check_and_run(inputs, out, wanted, origin)
         try:
             engine = self.engine  # another thread may have closed it
-            if engine is not None and origin is not None and origin != self._origin:
-                self.carry(origin)
-            same = engine is not None and wanted in (None, self._at)
-            at = engine.admit(inputs, out) if same else None
-            if engine is not None and at is not None:
-                return engine.issue(inputs, out, at)
+            if engine is not None and wanted in (None, self._at):
+                if origin is not None and origin != self._origin:
+                    self.carry(origin)
+                if (at := engine.admit(inputs, out)) is not None:
+                    return engine.issue(inputs, out, at)
         except BaseException as error:  # what cannot be issued stops the peers too
             self._fail(error)
             raise
@@ -430,11 +428,6 @@ class Executor:
             check_process()
         if self._closed:
             raise ExecutorError(f"the Executor of {self.program.name} is closed: make another")
-
-    @property
-    def measured(self) -> bool:
-        """True if the inputs of a run tell all named sizes, as for a Program without any."""
-        return all(self._measures)
 
     def carry(self, origin: str) -> None:
         """The next runs belong to `origin`, as in `run`."""

@@ -21,7 +21,7 @@ import torch
 from interlace import ir
 from interlace.comm import Registered, Slot, Use
 from interlace.errors import ExecutorError, ProgramError
-from interlace.ir.sizes import Int, greatest, numbers
+from interlace.ir.sizes import Int, greatest
 from interlace.runtime.run_sizes import RunSizes
 
 DTYPES: Mapping[ir.DType, torch.dtype] = {
@@ -84,20 +84,10 @@ def derive(base: torch.Tensor, box: ir.Box) -> torch.Tensor:
     return at(base.untyped_storage(), start, box)
 
 
-@dataclass(frozen=True, slots=True)
-class Arena:
-    """The memory of a Program's local buffers, for the largest sizes that it runs."""
-
-    memory: torch.UntypedStorage
-    starts: Mapping[str, int]
-    """First byte of the storage that each buffer lies in, at its `offset`."""
-
-
-def arena_for(program: ir.Program, device: torch.device) -> Arena:
-    """Memory for the local buffers of one rank's Program."""
-    starts, total = laid_out(program.buffers())
-    memory = torch.empty(total, dtype=torch.uint8, device=device).untyped_storage()
-    return Arena(memory, starts)
+def arena_for(program: ir.Program, device: torch.device) -> torch.UntypedStorage:
+    """The memory of one rank's local buffers, for the largest sizes that its Program runs."""
+    _, total = laid_out(program.buffers())
+    return torch.empty(total, dtype=torch.uint8, device=device).untyped_storage()
 
 
 def laid_out(buffers: Mapping[str, ir.Buffer]) -> tuple[dict[str, int], int]:
@@ -140,7 +130,7 @@ class ValueTable:
         program: ir.Program,
         box: Callable[[ir.View], ir.Box],
         slots: Mapping[str, Slot],
-        arena: Arena,
+        arena: torch.UntypedStorage,
         sizes: RunSizes,
         host: frozenset[str] = frozenset(),
         registered: Mapping[str, Registered] | None = None,
@@ -155,7 +145,7 @@ class ValueTable:
         """Values that calls read; places stay the same, contents of some change from run to run."""
         self._program = program
         self.box = box
-        self.device = arena.memory.device
+        self.device = arena.device
         self._buffers = program.buffers()
         returned = (view.buffer for arg in program.returned() for view in ir.views_in(arg))
         self.used = frozenset((*returned, *_touched(program)))
@@ -168,7 +158,7 @@ class ValueTable:
         """Which copy of its slot each symmetric buffer has in this run."""
         self._template: list[Any] = []
         self._constant: set[int] = set()
-        self.arena, self._starts = arena.memory, arena.starts
+        self.arena, (self._starts, _) = arena, laid_out(self._buffers)
         self.allocated: dict[str, ir.Box] = {}
         """The buffers that a run allocates before its ops, and what is wanted of each."""
         for op in program.ops:
@@ -302,8 +292,8 @@ class ValueTable:
         return (family.place, *family.views)
 
     def _new(self, box: ir.Box) -> torch.Tensor:
-        facts = numbers(box.sizes), numbers(box.strides)
-        return torch.empty_strided(*facts, dtype=DTYPES[box.dtype], device=self.device)
+        facts: dict[str, Any] = {"dtype": DTYPES[box.dtype], "device": self.device}
+        return torch.empty_strided(box.sizes, box.strides, **facts)  # pyright: ignore
 
     def new(self) -> dict[str, torch.Tensor]:
         """Makes the tensors that `begin` allocates where they are not given."""

@@ -307,8 +307,6 @@ class CudaEngine:
             for owner in self._owners:
                 owner.last = last
         self.issued += 1
-        if self.watches and self.issued >= self.marks.next:
-            self.marks.probe(stream, self.issued)
 
     def _tell_peers(self, stream: int, over: Event) -> None:
         """Has a stream aside tell the peers that this run has ended."""

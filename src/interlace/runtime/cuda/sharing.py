@@ -42,9 +42,7 @@ def _share(request: ShareRequest) -> TeamResources:
     keys = slot_keys(plan.takes, plan.buffers, lambda: shared_places(request.programs()))
     signals, span = signals_of(plan.program)
     raises = reaches(plan, Notify)
-    for name, team in request.ordered():  # of all, before some wait for ranks that were refused
-        if why := plan.shares(name):
-            team.refuse_memory(f"{plan.program.name} {why}")
+    request.refuse_memory()
     for name, team in request.ordered():
         side = team.cuda(device, limit)
         topic = f"{team.num_prepared}/{name}"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import length_hint
 from queue import Empty, SimpleQueue
@@ -37,7 +37,7 @@ from interlace.errors import ExecutorError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS, Call, Collective, Group, Op, Recv, Send
 from interlace.runtime.calling.calls import Thunk, bind_call, in_turn
 from interlace.runtime.engine import Engine, EngineContext, ShareRequest, TeamResources
-from interlace.runtime.flight import Flight, in_range, range_names
+from interlace.runtime.flight import in_range, range_names
 from interlace.runtime.host.binder import HostBinder
 from interlace.runtime.prepare.plan import listed
 from interlace.runtime.prepare.registered import written
@@ -45,6 +45,9 @@ from interlace.runtime.prepare.registered import written
 GRACE_S = 1.0
 """Seconds in which a failed transfer looks for the peer whose end explains it."""
 SLICE_S = 0.05
+Progress = Callable[[int], Sequence[tuple[int, float]]]
+"""For a run: the op that each stream began last, and how many seconds ago."""
+NOWHERE: Progress = lambda _: ()  # noqa: E731
 
 
 class Stopped(BaseException):
@@ -67,16 +70,17 @@ class CpuEngine(Engine):
         self._failing = threading.Lock()
         self._workers: list[StreamThread] = []
         self._grace_s = GRACE_S + (ASK_S if self._apart else 0.0)
-        self._order = StreamOrder(self._flight, self._grace_s)
         streams = context.plan.program.streams()
         self._entered: list[Any] = [control for _, _, control in self._teams]
-        """Objects that every run enters; the cells of the last tell where the streams are."""
+        """Objects that every run enters; the cells of the last tell where all the streams are."""
         own = len(streams) > (STREAMS if self._teams else 1) or context.options.trace
         if own:
             self._entered.append(LocalProgress(len(streams)))
-        self._cells: Any = self._entered[-1].cells if self._entered else []
+        flight, progress = self._flight, NOWHERE
         if self._entered:
-            self._flight.follow(partial(progress_of, self._cells, len(streams)))
+            progress = partial(progress_of, self._entered[-1].cells, len(streams))
+            flight.follow(progress)
+        self._order = StreamOrder(lambda: [op for op, _ in progress(flight.run)], self._grace_s)
         self._first, *self._others = self._bind(context) or [Stream("")]
         self._uses, self._end = resources.uses, context.values.end
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
@@ -91,9 +95,7 @@ class CpuEngine(Engine):
         slots, spaces = dict[str, Slot](), dict[str, Workspace]()
         registered: dict[str, Registered] = {}
         inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
-        for name, team in request.ordered():  # of all, before some wait for ranks that were refused
-            if why := plan.shares(name):
-                team.refuse_memory(f"{plan.program.name} {why}")
+        request.refuse_memory()
         for name, team in request.ordered():
             topic = f"{team.num_prepared}/{name}"
             found = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
@@ -116,12 +118,13 @@ class CpuEngine(Engine):
         binder = HostBinder(context, self._order, self.check)
         streams: dict[str, Stream] = {}
         lanes = {stream: lane for lane, stream in enumerate(plan.program.streams())}
+        told = [entered.cells for entered in self._entered]
         alone = context.options.in_order
         for index, op, single, released in listed(plan.program, alone):
             name = "" if alone else op.stream
             stream = streams.setdefault(name, Stream(name))
             for point in plan.syncs.get(index, ()):
-                stream.steps.append((0, index, binder.pass_by((point, 0), index)))
+                stream.steps.append(((), 0, index, binder.pass_by((point, 0), index)))
             runs: list[Thunk] = []
             for number, member in enumerate(op.steps):
                 if single not in (None, number):
@@ -133,49 +136,18 @@ class CpuEngine(Engine):
                 if run is not None:
                     runs.append(run)
             if runs:
-                stream.last = PROGRESS + 2 * lanes[op.stream] if self._entered else 0
+                lane = lanes[op.stream]
+                stream.told = told if lane < STREAMS else told[-1:]
+                stream.last = PROGRESS + 2 * lane
                 run = self._watched(index, op, in_turn(runs))
-                run = self._told(lanes[op.stream], index, run)
-                stream.steps.append((stream.last, index, run))
+                stream.steps.append((stream.told, stream.last, index, run))
             for buffer in released:
                 release = binder.free(buffer)
                 assert release is not None
-                stream.steps.append((0, index, release))
+                stream.steps.append(((), 0, index, release))
         for stream in streams.values():
-            if len(self._entered) > 1 and stream.last:
-                lane = stream.last - PROGRESS >> 1
-                stream.steps.append((0, stream.steps[-1][1], self._told(lane, DONE, lambda: None)))
-            if len(streams) > 1:
-                stream.steps = [
-                    (cell, op, self._unless_failed(run)) for cell, op, run in stream.steps
-                ]
-            stream.runs = [run for _, _, run in stream.steps]
+            stream.runs = [run for *_, run in stream.steps]
         return list(streams.values())
-
-    def _unless_failed(self, run: Thunk) -> Thunk:
-        """A step of one of several streams: they all stop where one failed."""
-
-        def step() -> None:
-            if self._failure is not None:
-                raise Stopped
-            run()
-
-        return step
-
-    def _told(self, lane: int, op: int, run: Thunk) -> Thunk:
-        """A step that also tells the teams whose cells `_drive` does not write."""
-        others = [entered.cells for entered in self._entered[:-1]]
-        if not others or lane >= STREAMS:
-            return run
-        at, clock = PROGRESS + 2 * lane, time.monotonic_ns
-
-        def tell() -> None:
-            for cells in others:
-                cells[at] = cells[ENTERED] << VALUE_BITS | op
-                cells[at + 1] = clock()
-            run()
-
-        return tell
 
     def _watched(self, index: int, op: Op, run: Thunk) -> Thunk:
         """A step with what tests and traces want around it."""
@@ -213,7 +185,7 @@ class CpuEngine(Engine):
         """Enters the teams, fills the table, drives the streams and reads the results."""
         self._refuse_nested()
         entry = self._label.entry
-        had_grad, mark = torch.is_grad_enabled(), 0
+        had_grad = torch.is_grad_enabled()
         try:
             self._under_way = True
             if had_grad:
@@ -221,7 +193,6 @@ class CpuEngine(Engine):
             if self._entered:
                 for entered in self._entered:
                     self._flight.run = entered.enter(*entry)
-                mark = self._flight.run << VALUE_BITS
                 for control, contacts in self._apart:
                     control.begin(contacts)
                 for buffer, slot in self._takes:
@@ -238,9 +209,9 @@ class CpuEngine(Engine):
                     each.enter()
             self._start((*inputs, *out), self._uses)
             if self._others:
-                self._drive_all(mark)
+                self._drive_all()
             else:
-                self._drive(self._first, mark)
+                self._drive(self._first)
             if (failure := self._failure) is not None:
                 try:
                     if isinstance(failure, InterlaceError):
@@ -286,7 +257,7 @@ class CpuEngine(Engine):
         for _, _, control in self._teams:
             control.check()
 
-    def _drive_all(self, mark: int) -> None:
+    def _drive_all(self) -> None:
         """Runs every stream to its end, each on its thread; an interrupt stops the streams before
         it is raised."""
         lost = [worker.name for worker in self._workers if worker.lost]
@@ -297,8 +268,8 @@ class CpuEngine(Engine):
         mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
         try:
             for worker, stream in zip(self._workers, self._others, strict=True):
-                worker.start_run(stream, mark, mode)
-            self._drive(self._first, mark)
+                worker.start_run(stream, mode)
+            self._drive(self._first)
         except BaseException as error:
             self._fail(error, -1)
         while not self._joined():
@@ -330,37 +301,41 @@ class CpuEngine(Engine):
                         "cannot be used again"
                     ) from self._failure
 
-    def _drive(self, stream: Stream, mark: int) -> None:
+    def _drive(self, stream: Stream) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
         left: Iterator[object] = iter(stream.steps)
         try:
             if profiler._is_profiler_enabled:
                 stream = self._ranged(stream)
-            if not stream.last:
+            if not stream.told:
                 left = iter(stream.runs)
                 for run in left:
                     run()
                 return
-            left, cells, clock = iter(stream.steps), self._cells, time.monotonic_ns
-            for at, index, run in left:
-                if at:
-                    cells[at] = mark | index
+            left, clock = iter(stream.steps), time.monotonic_ns
+            for told, at, index, run in left:
+                if self._failure is not None:  # of another stream
+                    raise Stopped
+                for cells in told:
+                    cells[at] = cells[ENTERED] << VALUE_BITS | index
                     cells[at + 1] = clock()
                 run()
-            cells[stream.last] = mark | DONE
+            for cells in stream.told:
+                cells[stream.last] = cells[ENTERED] << VALUE_BITS | DONE
         except Stopped:
             pass
         except BaseException as error:
             done = len(stream.steps) - length_hint(left)
-            self._fail(error, stream.steps[done - 1][1] if done else -1)
+            self._fail(error, stream.steps[done - 1][2] if done else -1)
 
     def _ranged(self, stream: Stream) -> Stream:
         """The stream with each step in a range for the profiler."""
         ops, names = self._program.ops, range_names(self._program)
         steps = [
-            (at, index, in_range(names[ops[index].site], run)) for at, index, run in stream.steps
+            (*step, index, in_range(names[ops[index].site], run))
+            for *step, index, run in stream.steps
         ]
-        return Stream(stream.name, steps, [run for _, _, run in steps], stream.last)
+        return replace(stream, steps=steps, runs=[run for *_, run in steps])
 
     def _fail(self, error: BaseException, index: int) -> None:
         """Keeps the error of op `index` (-1: of none), and tells peers and the other streams. An
@@ -416,8 +391,9 @@ class CpuEngine(Engine):
             stream.steps, stream.runs = [], []
 
 
-Step = tuple[int, int, Thunk]
-"""The cell that tells of it (0: none, as of what only comes along with an op), the op, the call."""
+Step = tuple[Sequence[Any], int, int, Thunk]
+"""The cells that tell of it (none, as of what only comes along with an op), its place in them, the
+op, the call."""
 
 Bell = SimpleQueue[None]
 
@@ -427,19 +403,21 @@ class Stream:
     name: str
     steps: list[Step] = field(default_factory=list[Step])
     runs: list[Thunk] = field(default_factory=list[Thunk])
+    told: Sequence[Any] = ()
     last: int = 0
-    """The cell that says that the stream is done; 0: none."""
+    """The cells, and the place in them, that say that the stream is done."""
 
 
-Task = tuple[Stream, int, tuple[int, bool]]
+Task = tuple[Stream, tuple[int, bool]]
 
 
 class StreamOrder:
     """Points that the streams of one rank await: events, and turns in the teams' queues."""
 
-    def __init__(self, flight: Flight, grace_s: float = GRACE_S) -> None:
-        """`grace_s` is how much longer than an op that waits for peers a stream waits for it."""
-        self._flight, self._grace_s = flight, grace_s
+    def __init__(self, stands: Callable[[], list[int]], grace_s: float) -> None:
+        """`stands` tells the op that each stream began last; `grace_s` is how much longer than an
+        op that waits for peers a stream waits for it."""
+        self._stands, self._grace_s = stands, grace_s
         self._reached: dict[object, int] = {}
         self._waiting: dict[Bell, None] = {}
         self.run = 0
@@ -472,7 +450,7 @@ class StreamOrder:
             self._waiting[bell] = None
             while reached.get(point) != run:
                 wait.check()
-                if (stands := [op for op, _ in self._flight.stands.values()]) != stood:
+                if (stands := self._stands()) != stood:
                     stood = stands
                     patience.restart()
                 if patience.is_over():
@@ -501,7 +479,7 @@ class StreamThread:
     """The thread of a stream. `_task` is what it has to do, and None when that is done; the bells
     only say that there is something to look at (Note [Interrupts] in patience.py)."""
 
-    def __init__(self, name: str, drive: Callable[[Stream, int], None]) -> None:
+    def __init__(self, name: str, drive: Callable[[Stream], None]) -> None:
         self.name = name
         self.lost = False
         self._task: Task | None = None
@@ -518,9 +496,9 @@ class StreamThread:
         """True if the thread is alive: it is not in a process that was forked since."""
         return self._thread.is_alive()
 
-    def start_run(self, stream: Stream, mark: int, mode: tuple[int, bool]) -> None:
+    def start_run(self, stream: Stream, mode: tuple[int, bool]) -> None:
         """Runs this stream, in the caller's `mode` (number of threads, inference mode)."""
-        self._task = stream, mark, mode
+        self._task = stream, mode
         self._go.put(None)
 
     def is_done(self, within_s: float) -> bool:
@@ -535,11 +513,11 @@ class StreamThread:
             self._go.get()
             if (task := self._task) is None:
                 continue
-            stream, mark, (wanted, inference) = task  # see Note [Threads and arithmetic]
+            stream, (wanted, inference) = task  # see Note [Threads and arithmetic]
             if wanted != num_threads:
                 torch.set_num_threads(num_threads := wanted)
             with torch.inference_mode(inference), torch.no_grad():
-                self._drive(stream, mark)
+                self._drive(stream)
             self._task = task = stream = None
             self._done.put(None)
 

@@ -131,19 +131,18 @@ def agree(
         "hash": digest(text),
         "skeleton": digest(print_program(skeleton(plain))),
         "backends": {},
-        "registered": found.note,
         "in_order": in_order,
     }
     if found.problem is not None:
         mine |= failure(found.problem)
     if not teams:
-        judge(program.name, {0: mine}, 0, found.problem)
+        judge({}, found.problem)
         return Agreement(int(mine["hash"][:16], 16), _proof(program, in_order))
     for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
         mine["backends"][team.key] = list(needs)
     board, me = teams[0].board, teams[0].rank
     entries = gather(mine, teams, time_out_s)
-    judge(program.name, entries, me, found.problem)
+    judge(entries, found.problem)
     _check_options(entries)
     place = _places(entries.values())[0]  # the same on all ranks, whose own teams differ
     with _told_once(board, f"{place}/fault", me, min(entries)):

@@ -6,12 +6,12 @@ found.problem                    # what is wrong: told to all ranks that agree o
 
 Note [Verdicts that all share]
     What is wrong on one rank must stop all, and before anything is allocated. So each tells what it
-    found while the ranks agree on the Program, with what its Program writes and which of its
-    tensors overlap; everybody then judges the same.
+    found while the ranks agree on the Program.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -30,8 +30,6 @@ Wanted = dict[str, dict[str, tuple[torch.Tensor, int]]]
 @dataclass(frozen=True, slots=True)
 class Registration:
     wanted: Wanted = field(default_factory=dict[str, dict[str, tuple[torch.Tensor, int]]])
-    note: Note = field(default_factory=dict[str, object])
-    """Facts that the other ranks judge by: names that are written, pairs that overlap."""
     problem: InterlaceError | None = None
 
 
@@ -51,36 +49,16 @@ def collect(
     for buffer in buffers:
         assert buffer.team is not None
         wanted.setdefault(buffer.team, {})[buffer.name] = given[buffer.name], nbytes(buffer)
-    overlaps = _overlaps([(given[b.name].data_ptr(), nbytes(b), b.name) for b in buffers])
-    return Registration(wanted, {"writes": sorted(written(program)), "overlaps": overlaps})
+    return Registration(wanted)
 
 
-def judge(program: str, entries: Mapping[int, Note], me: int, mine: InterlaceError | None) -> None:
+def judge(entries: Mapping[int, Note], mine: InterlaceError | None) -> None:
     """Raises what any rank found wrong, of the entries of all; a rank's own error as it is."""
     if mine is not None:
         raise mine
     for rank, entry in sorted(entries.items()):
         if "error" in entry:
             raise as_told(rank, entry["error"])
-    notes = {rank: entry.get("registered", {}) for rank, entry in sorted(entries.items())}
-    changed = {name for note in notes.values() for name in note.get("writes", ())}
-    for rank, note in notes.items():
-        for one, other in note.get("overlaps", ()):
-            if {one, other} & changed:
-                raise ExecutorError(
-                    f"{'' if rank == me else f'rank {rank}: '}the registered parameters {one!r} "
-                    f"and {other!r} of {program} overlap, and one of them is written: give each "
-                    "memory of its own"
-                )
-
-
-def _overlaps(extents: list[tuple[int, int, str]]) -> list[list[str]]:
-    return [
-        [name, other]
-        for start, size, name in extents
-        for at, length, other in extents
-        if name < other and start < at + length and at < start + size
-    ]
 
 
 def written(program: Program) -> frozenset[str]:
@@ -110,6 +88,13 @@ def _check(
     Parameters(program.name, "registered parameter", buffers, device).check(
         [given[n] for n in names]
     )
+    extents = sorted((given[b.name].data_ptr(), nbytes(b), b.name) for b in buffers if nbytes(b))
+    for (start, size, one), (after, _, other) in itertools.pairwise(extents):
+        if start + size > after:
+            raise ExecutorError(
+                f"the registered parameters {one!r} and {other!r} of {program.name} overlap: give "
+                "each memory of its own"
+            )
 
 
 def _check_memory(

@@ -14,8 +14,7 @@ find.
 
 `Marks` holds the events. A run's two events are those of the run `num` before it: once so many are
 issued on top, they tell nothing of it any more, so `num` is more than a device lets a host be
-ahead, as a rule. And one run in `APART` leaves an event besides, which is used again only when it
-was seen to be done: progress is seen however far that is.
+ahead.
 
 Note [Events that are asked for as they go]
     The driver crashes where an event is asked for that is destroyed, and the watchdog may be asking
@@ -32,7 +31,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -58,46 +57,21 @@ HELD_UP_S = 3.0
 EXIT_CODE = 70
 PATIENCE_S = 1.0
 """Seconds that a thread gets to finish issuing a run, before communicators are aborted."""
-APART = 8
 
 
 class Marks:
-    """Events of the last `num` runs, and probes. One thread records, others look."""
+    """Events of the begin and the end of the last `num` runs. One thread records, others look."""
 
     def __init__(self, driver: Driver, num: int) -> None:
         self.num = num
         self._driver = driver
         self.events = [(driver.event(), driver.event()) for _ in range(num)]
-        """Events of the begin and the end of runs; run r has number r % num."""
-        self._probes: deque[tuple[int, Event]] = deque()
-        """Runs and events that were not seen to be done, in order."""
-        self.probes = [driver.event(), driver.event()]
-        self._free = deque(self.probes)
-        self.next = 0
-        """The run that leaves the next one."""
+        """Run r has number r % num."""
         self._turn = threading.RLock()  # Note [Events that are asked for as they go]
         self._asking = self._closed = False
 
     def of(self, run: int) -> tuple[Event, Event]:
         return self.events[run % self.num]
-
-    def probe(self, stream: int, run: int) -> None:
-        """After the end of a run, from `next` on: leaves an event behind it."""
-        if not self._free:  # further ahead than ever before
-            self.probes.append(self._driver.event())
-            self._free.append(self.probes[-1])
-        event = self._free.popleft()
-        self._driver.record(stream, event)
-        self._probes.append((run, event))
-        self.next = run + min(APART, self.num)
-
-    def passed(self) -> int:
-        """The last run whose probe is done; 0: none since the last call. One thread at a time."""
-        last = 0
-        while self._probes and self._done(self._probes[0][1]):
-            last, event = self._probes.popleft()
-            self._free.append(event)
-        return last
 
     def begun(self, run: int) -> bool:
         return self._done(self.of(run)[0])
@@ -128,8 +102,9 @@ class Marks:
                 self._destroy()
 
     def _destroy(self) -> None:
-        for event in (*self.probes, *(event for pair in self.events for event in pair)):
-            self._driver.destroy_event(event)
+        for pair in self.events:
+            for event in pair:
+                self._driver.destroy_event(event)
 
 
 class Watched:
@@ -183,16 +158,15 @@ class Watched:
         if not self._counting.acquire(timeout=0.1):  # the garbage collector came, amid this count
             return self._ended
         try:
-            issued, marks = engine.issued, engine.marks
-            ended = max(self._ended, marks.passed())
-            if ended < issued and engine.ended(issued):
-                ended = issued
-            while ended < issued < ended + marks.num and engine.ended(ended + 1):
-                ended += 1
-            self._ended = ended
+            issued = engine.issued
+            runs = range(max(self._ended, issued - engine.marks.num) + 1, issued + 1)
+            if runs and engine.ended(issued):
+                self._ended = issued
+            elif ended := bisect_left(runs, True, key=lambda run: not engine.ended(run)):
+                self._ended = runs[ended - 1]
         finally:
             self._counting.release()
-        return ended
+        return self._ended
 
     def look(self) -> None:
         """One look: notes progress, finds failures, lets go what is stuck."""
