@@ -28,8 +28,8 @@ from interlace.options import Options
 from interlace.passes import lower, run_pipeline
 from interlace.passes.dependencies import dependencies
 from interlace.verify import check
+from interlace_bench.layers.models import MODELS
 from interlace_bench.rows import append, facts
-from interlace_bench.transformer.models import MODELS
 
 HEAD = ("pass", "ranks", "ops", "rounds", "least_ms", "median_ms", "most_ms")
 BARS_MS = {

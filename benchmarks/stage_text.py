@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interlace_bench.transformer.models import LayerDims
+from interlace_bench.layers.models import LayerDims
 
 NORM, NORM_BACK = "aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"
 ATTENTION = "aten._scaled_dot_product_flash_attention.default"

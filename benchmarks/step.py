@@ -42,7 +42,7 @@ from interlace.ir.program import map_values
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.strategies import StrategyName
-from interlace_bench.transformer.models import MODELS
+from interlace_bench.layers.models import MODELS
 
 LAYERS = {"llama3-8b": 32, "llama3-70b": 80, "tiny": 4}
 """Numbers of layers of the whole models."""

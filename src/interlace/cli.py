@@ -55,6 +55,12 @@ GONE = {
         f"bench layer --{option}": "`--small` and `--large` choose the sizes"
         for option in ("dim", "hidden", "heads", "prefill", "decode", "cached", "dtype")
     },
+    "calibrate --measure": "leave it out: all is measured",
+    "calibrate --preset": "`--shapes` chooses the sites",
+    **{
+        f"bench {name} --name": "the file has the benchmark's name; `--out` chooses its folder"
+        for name in ("interconnect", "overlap", "layer", "transformer", "kernels", "optimizer")
+    },
     **{
         f"bench optimizer --{option}": "`--model` chooses the sizes"
         for option in ("layers", "batch", "bucket", "dtype", "sequence")

@@ -1,21 +1,21 @@
 """Benchmarks: what the links do, what overlap gains, and the roof of both, measured alike.
 
+settings.py      settings of every benchmark, which are its command's options
+commands/        `interlace run`, `calibrate` and `bench`, a row of one table for each benchmark
 ranks.py         the ranks of a benchmark: starting, joining, meeting; progress
-timing.py        bursts of back-to-back launches, in rounds that interleave the candidates
-race/            ways to compute one thing, ours and others': opened, checked, timed in turn
+race.py          variants of one computation: opened, checked, timed in turn by bursts, memory
 rows.py          rows of CSV, and what a row says of the machine: commit, versions
 bars.py          the bars that rows must clear
-transfers.py     copies between ranks, messages, collectives
+links.py         copies between ranks, messages, collectives
 device.py        what calibration wants to know of one device alone
 interconnect.py  `interlace bench interconnect`, and what `interlace calibrate` measures
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
+candidates.py    the variants that compute a site: ours, and what both are compared with
 overlap.py       `interlace bench overlap`
 schedule.py      what `interlace run` does on each rank
-layer.py         `interlace bench layer`
-transformer/     `interlace bench transformer`
+layers/          `interlace bench layer` and `bench transformer`
 kernels/         `interlace bench kernels`
-plots.py         pictures of rows (extra `bench`)
-commands/        `interlace run`, `calibrate` and `bench`
+optimizer/       `interlace bench optimizer`
 
 $ torchrun --nproc-per-node 4 -m interlace bench overlap --preset bars
 """

@@ -3,10 +3,10 @@
     for verdict in judge_overlap(rows):
         print(verdict.bar, verdict.figure, verdict.passed)
 
-Of `bench overlap` every bar is judged four times: for `auto` and for the best of our strategies,
-eager against eager and graph against graph. R compares with the roof, which has no mode. Of `bench
-kernels` what is judged is what a user gets by default; variants of ours are shown beside it, and no
-bar is cleared by one of them. Of `bench transformer` each of our ways has to clear every bar.
+Of `bench overlap` `auto` is judged, eager against eager and graph against graph. R compares with
+the roof, which has no mode. Of `bench kernels` what is judged is what a user gets by default;
+variants of ours are shown beside it, and no bar is cleared by one of them. Of `bench transformer`
+each of our variants has to clear every bar.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from interlace_bench.kernels.case import OURS as OUR_WAY
-from interlace_bench.kernels.float8 import CAST, WGRAD
+from interlace_bench.kernels.case import BOTH
+from interlace_bench.kernels.case import OURS as OUR_VARIANT
+from interlace_bench.kernels.float8 import CAST
 from interlace_bench.kernels.host import LAYERS as HOST_LAYERS
-from interlace_bench.kernels.losses import BOTH
-from interlace_bench.kernels.muon import GRAM, LAYERS, SMALL_ONES, STEP
-from interlace_bench.race.candidates import OURS
+from interlace_bench.kernels.muon import LAYERS, SMALL_ONES
 from interlace_bench.rows import Row, number
+from interlace_bench.settings import STRATEGIES
 from interlace_bench.sites import FLOAT8, SMALL_ROWS
 
 HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
+Variants = dict[str, Row]
+"""The rows of one case, by variant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class BarVerdict:
     """Such as `<= 1.05`."""
     figure: float
     of: dict[str, Any] = field(default_factory=dict)
-    """Facts about the figure (who, mode, case and so on), by column of a table."""
+    """Facts about the figure (mode, case and so on), by column of a table."""
 
     @property
     def passed(self) -> bool:
@@ -55,13 +58,17 @@ class BarVerdict:
 
 
 def missed(verdicts: Sequence[BarVerdict]) -> list[str]:
-    """The bars that are cleared in no mode, each with its case; of `overlap` those of `auto`."""
+    """The bars that are cleared in no mode, each with its case."""
     passed: dict[str, bool] = {}
     for verdict in verdicts:
-        if verdict.of.get("who", "auto") == "auto":
-            bar = ": ".join(filter(None, (verdict.of.get("case"), verdict.bar)))
-            passed[bar] = passed.get(bar, False) or verdict.passed
+        bar = ": ".join(filter(None, (verdict.of.get("case"), verdict.bar)))
+        passed[bar] = passed.get(bar, False) or verdict.passed
     return [bar for bar, good in passed.items() if not good]
+
+
+def _told(verdicts: Iterable[BarVerdict]) -> list[BarVerdict]:
+    """The verdicts that rows tell something of."""
+    return [verdict for verdict in verdicts if not math.isnan(verdict.figure)]
 
 
 # -- overlap -------------------------------------------------------------------------------------
@@ -71,20 +78,10 @@ MANY = 1000
 less, and stand in only where there are no others."""
 MODES = {"eager": "<= 40", "graph": "<= 10"}
 """With the microseconds that the host may take for an AG+GEMM call."""
-READINGS = [(mode, who) for mode in MODES for who in ("auto", "best")]
 Shape = tuple[str, int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeTimes:
-    """One shape's times in microseconds: ours, and what it is compared with."""
-
-    ours: float
-    sequential: float
-    async_tp: float
-    limit: float
-    best: float
-    """The best of our fixed strategies."""
+Times = dict[str, float]
+"""One shape's times in microseconds: by strategy and rival, the `best` of our fixed strategies, and
+the `roof`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ class OverlapBar:
     text: str
     limit: str
     wants: Callable[[Shape], bool]
-    figure: Callable[[ShapeTimes], float]
+    figure: Callable[[Times], float]
     joined: Callable[[Sequence[float]], float]
 
 
@@ -113,39 +110,39 @@ def _big(op: str) -> Callable[[Shape], bool]:
     return lambda shape: shape[0] == op and not _small(shape)
 
 
-def _over_roof(point: ShapeTimes) -> float:
-    return point.ours / point.limit
+def _over(name: str, other: str) -> Callable[[Times], float]:
+    """One time over another; NaN where one is not there."""
+    return lambda times: times.get(name, math.nan) / times.get(other, math.nan)
 
 
-def _over_sequential(point: ShapeTimes) -> float:
-    return point.sequential / point.ours
-
-
-def _excess(point: ShapeTimes) -> float:
+def _excess(times: Times) -> float:
     """Microseconds by which a small case is slower than allowed."""
-    return point.ours - point.sequential - max(0.02 * point.sequential, 1.0)
+    ours, sequential = (times.get(name, math.nan) for name in ("auto", "sequential"))
+    return ours - sequential - max(0.02 * sequential, 1.0)
 
 
 AG, RS, AR = _big("ag_gemm"), _big("gemm_rs"), _big("gemm_ar")
-BEST_FIXED = "over the best fixed strategy, worst"
+R, GAIN = _over("auto", "roof"), _over("sequential", "auto")
 OVERLAP_BARS = (
-    OverlapBar("AG+GEMM R, geomean", "<= 1.05", AG, _over_roof, geomean),
-    OverlapBar("AG+GEMM R, worst", "<= 1.1", AG, _over_roof, max),
-    OverlapBar("AG+GEMM over sequential, geomean", ">= 1.25", AG, _over_sequential, geomean),
-    OverlapBar("GEMM+RS R, geomean", "<= 1.08", RS, _over_roof, geomean),
-    OverlapBar("GEMM+RS R, worst", "<= 1.15", RS, _over_roof, max),
-    OverlapBar("GEMM+RS over sequential, geomean", ">= 1.3", RS, _over_sequential, geomean),
-    OverlapBar(
-        "AG+GEMM over async-TP, geomean", ">= 1.4", AG, lambda p: p.async_tp / p.ours, geomean
-    ),
-    OverlapBar("GEMM+AR over sequential, geomean", ">= 1.2", AR, _over_sequential, geomean),
-    OverlapBar("GEMM+AR over sequential, worst", ">= 1", AR, _over_sequential, min),
+    OverlapBar("AG+GEMM R, geomean", "<= 1.05", AG, R, geomean),
+    OverlapBar("AG+GEMM R, worst", "<= 1.1", AG, R, max),
+    OverlapBar("AG+GEMM over sequential, geomean", ">= 1.25", AG, GAIN, geomean),
+    OverlapBar("GEMM+RS R, geomean", "<= 1.08", RS, R, geomean),
+    OverlapBar("GEMM+RS R, worst", "<= 1.15", RS, R, max),
+    OverlapBar("GEMM+RS over sequential, geomean", ">= 1.3", RS, GAIN, geomean),
+    OverlapBar("AG+GEMM over async-TP, geomean", ">= 1.4", AG, _over("async-tp", "auto"), geomean),
+    OverlapBar("GEMM+AR over sequential, geomean", ">= 1.2", AR, GAIN, geomean),
+    OverlapBar("GEMM+AR over sequential, worst", ">= 1", AR, GAIN, min),
     OverlapBar("small: us slower than max(2 %, 1 us) allows, worst", "<= 0", _small, _excess, max),
-    OverlapBar(BEST_FIXED, "<= 1.03", lambda shape: True, lambda p: p.ours / p.best, max),
+    OverlapBar(
+        "over the best fixed strategy, worst",
+        "<= 1.03",
+        lambda shape: True,
+        _over("auto", "best"),
+        max,
+    ),
 )
-
-
-FLOAT8_BARS = (OverlapBar("FP8 AG+GEMM R, geomean", "<= 1.08", AG, _over_roof, geomean),)
+FLOAT8_BARS = (OverlapBar("FP8 AG+GEMM R, geomean", "<= 1.08", AG, R, geomean),)
 
 
 def judge_overlap(rows: Sequence[Row]) -> list[BarVerdict]:
@@ -153,212 +150,149 @@ def judge_overlap(rows: Sequence[Row]) -> list[BarVerdict]:
     float8 = [row for row in rows if row.get("dtype") == FLOAT8]
     plain = [row for row in rows if row.get("dtype") != FLOAT8]
     plain = [row for row in plain if row.get("dtype") == "bf16"] or plain
-    hosts = [verdict for mode, who in READINGS for verdict in _host(plain, who, mode)]
+    hosts = [verdict for mode in MODES for verdict in _host(plain, mode)]
     return [*_judge_sites(plain, OVERLAP_BARS), *hosts, *_judge_sites(float8, FLOAT8_BARS)]
 
 
 def _judge_sites(rows: Sequence[Row], bars: Sequence[OverlapBar]) -> list[BarVerdict]:
-    points = {(mode, who): _points(rows, who, mode) for mode, who in READINGS}
-    return [
-        _verdict(bar, who, mode, known)
-        for bar in bars
-        for mode, who in READINGS
-        if not (who == "best" and bar.text == BEST_FIXED)
-        and (known := _figures(bar, points[mode, who]))
-    ]
-
-
-def _shape(row: Row) -> Shape:
-    return row["op"], int(row["m"]), int(row["k"]), int(row["n"])
-
-
-def _points(rows: Sequence[Row], who: str, mode: str) -> dict[Shape, ShapeTimes]:
-    """Times by shape, where `auto` or any fixed strategy of ours was timed."""
-    times: dict[Shape, dict[str, float]] = {}
-    limits: dict[Shape, float] = {}
-    for row in rows:
-        mine = times.setdefault(_shape(row), {})
-        if not row["error"]:
-            limits[_shape(row)] = max(number(row["gemm_us"]), number(row["link_us"]))
-            if row["mode"] == mode:
-                mine[row["strategy"]] = number(row["median_us"])
-    found: dict[Shape, ShapeTimes] = {}
-    for shape, known in times.items():
-        best = min((known[name] for name in OURS if name != "auto" and name in known), default=None)
-        ours = known.get("auto") if who == "auto" else best
-        if ours is not None:
-            found[shape] = ShapeTimes(
-                ours=ours,
-                sequential=known.get("sequential", math.nan),
-                async_tp=known.get("async-tp", math.nan),
-                limit=limits[shape],
-                best=math.nan if best is None else best,
-            )
+    times = {mode: _times(rows, mode) for mode in MODES}
+    found: list[BarVerdict] = []
+    for bar in bars:
+        for mode in MODES:
+            shapes = {s: bar.figure(t) for s, t in times[mode].items() if bar.wants(s)}
+            known = {shape: figure for shape, figure in shapes.items() if not math.isnan(figure)}
+            if not known:
+                continue
+            extreme = (min if bar.limit.startswith(">") else max)(known, key=lambda s: known[s])
+            worst = f"{extreme[0]} {','.join(map(str, extreme[1:]))}: {known[extreme]:.3f}"
+            of = {"mode": mode, "count": len(known), "worst": worst}
+            found.append(BarVerdict(bar.text, bar.limit, bar.joined(list(known.values())), of))
     return found
 
 
-def _figures(bar: OverlapBar, points: dict[Shape, ShapeTimes]) -> dict[Shape, float]:
-    figures = {shape: bar.figure(point) for shape, point in points.items() if bar.wants(shape)}
-    return {shape: figure for shape, figure in figures.items() if not math.isnan(figure)}
+def _times(rows: Sequence[Row], mode: str) -> dict[Shape, Times]:
+    """Times by shape, of the rows without an error."""
+    found: dict[Shape, Times] = {}
+    for row in rows:
+        if row["error"]:
+            continue
+        times = found.setdefault((row["op"], int(row["m"]), int(row["k"]), int(row["n"])), {})
+        times["roof"] = max(number(row["gemm_us"]), number(row["link_us"]))
+        if row["mode"] == mode:
+            times[row["strategy"]] = number(row["median_us"])
+    for times in found.values():
+        fixed = [times[name] for name in STRATEGIES if name != "auto" and name in times]
+        times["best"] = min(fixed, default=math.nan)
+    return found
 
 
-def _verdict(bar: OverlapBar, who: str, mode: str, known: dict[Shape, float]) -> BarVerdict:
-    pick = min if bar.limit.startswith(">") else max
-    extreme = pick(known, key=lambda shape: known[shape])
-    worst = f"{extreme[0]} {','.join(map(str, extreme[1:]))}: {known[extreme]:.3f}"
-    of = {"who": who, "mode": mode, "count": len(known), "worst": worst}
-    return BarVerdict(bar.text, bar.limit, bar.joined(list(known.values())), of)
-
-
-def _host(rows: Sequence[Row], who: str, mode: str) -> list[BarVerdict]:
-    """The host time of an AG+GEMM call: of `auto`, and of the slowest fixed strategy.
-
-    Of each strategy the median over the shapes at which many calls were timed.
-    """
-    hosts: dict[str, list[float]] = {}
-    for row in [row for row in rows if number(row["host_runs"]) >= MANY] or rows:
-        if row["op"] == "ag_gemm" and row["mode"] == mode and not row["error"]:
-            hosts.setdefault(row["strategy"], []).append(number(row["host_us"]))
-    names = ("auto",) if who == "auto" else [n for n in OURS if n not in ("auto", "pipeline")]
-    known = {name: statistics.median(hosts[name]) for name in names if name in hosts}
+def _host(rows: Sequence[Row], mode: str) -> list[BarVerdict]:
+    """The host time of an AG+GEMM call by `auto`: the median over the shapes at which many calls
+    were timed."""
+    known = [
+        number(row["host_us"])
+        for row in [row for row in rows if number(row["host_runs"]) >= MANY] or rows
+        if (row["op"], row["strategy"], row["mode"]) == ("ag_gemm", "auto", mode)
+        if not row["error"]
+    ]
     if not known:
         return []
-    slowest = max(known, key=lambda name: known[name])
-    of = {"who": "auto" if who == "auto" else "all", "mode": mode, "count": len(hosts[slowest])}
-    of["worst"] = f"{slowest}: {known[slowest]:.1f}"
-    return [BarVerdict("host time of an AG+GEMM call, us", MODES[mode], known[slowest], of)]
+    of = {"mode": mode, "count": len(known), "worst": f"{max(known):.1f}"}
+    figure = statistics.median(known)
+    return [BarVerdict("host time of an AG+GEMM call, us", MODES[mode], figure, of)]
 
 
 # -- kernels -------------------------------------------------------------------------------------
 
-Ways = dict[str, Row]
-"""The rows of one case, by way."""
-
 
 @dataclass(frozen=True, slots=True)
 class KernelBar:
-    """A bar for the cases that `wants` accepts; the figure is NaN where the rows lack it."""
+    """A bar for the cases whose columns match; the figure is NaN where the rows lack it."""
 
     text: str
     limit: str
-    wants: Callable[[Row], bool]
-    figure: Callable[[Row, Ways], float]
+    op: str
+    figure: Callable[[Row, Variants], float]
+    does: str = ".*"
+    shape: str = ".*"
+    dtype: str = ".*"
+    device: str = "cuda"
+
+    def wants(self, row: Row) -> bool:
+        """True if the bar is for this row."""
+        columns = ("op", "does", "shape", "dtype", "device")
+        return all(re.fullmatch(getattr(self, name), row[name]) for name in columns)
 
 
-def _ratio(column: str, rival: str) -> Callable[[Row, Ways], float]:
+def _ratio(column: str, rival: str) -> Callable[[Row, Variants], float]:
     """Ours over a rival's."""
 
-    def figure(row: Row, ways: Ways) -> float:
-        its = number(ways[rival][column]) if rival in ways else math.nan
+    def figure(row: Row, variants: Variants) -> float:
+        its = number(variants[rival][column]) if rival in variants else math.nan
         return number(row[column]) / its if its else math.nan
 
     return figure
 
 
-def _extra(rival: str) -> Callable[[Row, Ways], float]:
+def _extra(rival: str) -> Callable[[Row, Variants], float]:
     """Memory that is needed beside what is handed out, over a rival's."""
 
     def extra(row: Row) -> float:
         return number(row["peak_bytes"]) - number(row["kept_bytes"])
 
-    return lambda row, ways: extra(row) / extra(ways[rival]) if rival in ways else math.nan
+    return lambda row, others: extra(row) / extra(others[rival]) if rival in others else math.nan
 
 
-def _share(row: Row, ways: Ways) -> float:
+def _share(row: Row, variants: Variants) -> float:
     return number(row["share"])
 
 
-def _main_loss(row: Row) -> bool:
-    whole = row["does"] == "forward+backward" and row["dtype"] == "bf16"
-    return row["op"] == "cross-entropy" and row["shape"] == "8192x128256" and whole
-
-
-def _on_gpu(op: str, row: Row) -> bool:
-    return row["op"] == op and row["device"] == "cuda"
-
-
-def _layer(row: Row) -> bool:
-    return _on_gpu("host", row) and row["shape"].split(" ")[0] in HOST_LAYERS
-
-
-def _executor(row: Row) -> bool:
-    return row["op"] == "host" and row["shape"].startswith("Executor.run")
-
-
-def _float8(does: str, row: Row) -> bool:
-    return _on_gpu("float8", row) and row["does"] == does
-
-
-def _speedup(row: Row, ways: Ways) -> float:
+def _speedup(row: Row, variants: Variants) -> float:
     return number(row["speedup_torch"])
 
 
-def _muon(does: str, shape: str, row: Row) -> bool:
-    return _on_gpu("muon", row) and row["does"] == does and row["shape"] == shape
-
-
-LINEAR = functools.partial(_on_gpu, "linear-cross-entropy")
-ADAM = functools.partial(_on_gpu, "adam")
-COMPILED = _ratio("peak_bytes", "torch.compile")
+SHARE, LINEAR, OVER_TORCH = "share of copy bandwidth", "linear-cross-entropy", "over torch"
+OVER_COMPILED = "peak memory over torch.compile's"
+LOSS: dict[str, str] = {"does": re.escape(BOTH), "shape": "8192x128256", "dtype": "bf16"}
+PEAK_OVER, TIME_OVER = (functools.partial(_ratio, name) for name in ("peak_bytes", "median_us"))
+CALLS = {"shape": f"({'|'.join(HOST_LAYERS)}) .*"}
+RUNS = {"shape": r"Executor\.run.*", "device": ".*"}
 KERNEL_BARS = (
-    KernelBar("share of copy bandwidth", ">= 0.85", _main_loss, _share),
-    KernelBar("peak memory over torch.compile's", "<= 1", _main_loss, COMPILED),
+    KernelBar(SHARE, ">= 0.85", "cross-entropy", _share, **LOSS),
+    KernelBar(OVER_COMPILED, "<= 1", "cross-entropy", PEAK_OVER("torch.compile"), **LOSS),
     KernelBar("extra memory over unfused", "<= 0.1", LINEAR, _extra("unfused")),
     KernelBar("extra memory over torch's", "<= 0.1", LINEAR, _extra("torch")),
-    KernelBar("time over unfused", "<= 1.1", LINEAR, _ratio("median_us", "unfused")),
-    KernelBar("share of copy bandwidth", ">= 0.9", ADAM, _share),
-    KernelBar("run over plain calls", "<= 1.3", _executor, _ratio("median_us", "torch")),
-    KernelBar("call over F.linear and NCCL", "<= 1.3", _layer, _ratio("median_us", "torch")),
-    KernelBar("time over torch fused", "< 1", ADAM, _ratio("median_us", "torch")),
-    KernelBar("over torch", ">= 1.7", functools.partial(_muon, GRAM, "4096x4096"), _speedup),
-    KernelBar("over torch", ">= 1.5", functools.partial(_muon, STEP, LAYERS), _speedup),
-    KernelBar("over torch", ">= 6", functools.partial(_muon, STEP, SMALL_ONES), _speedup),
-    KernelBar("share of copy bandwidth", ">= 0.88", functools.partial(_float8, CAST), _share),
-    KernelBar(
-        "time over torchao's",
-        "<= 0.926",
-        functools.partial(_float8, BOTH),
-        _ratio("median_us", "torchao"),
-    ),
-    KernelBar(
-        "time over one _scaled_mm",
-        "<= 1.053",
-        functools.partial(_float8, WGRAD),
-        _ratio("median_us", "_scaled_mm"),
-    ),
+    KernelBar("time over unfused", "<= 1.1", LINEAR, TIME_OVER("unfused")),
+    KernelBar(SHARE, ">= 0.9", "adam", _share),
+    KernelBar("run over plain calls", "<= 1.3", "host", TIME_OVER("torch"), **RUNS),
+    KernelBar("call over F.linear and NCCL", "<= 1.3", "host", TIME_OVER("torch"), **CALLS),
+    KernelBar("time over torch fused", "< 1", "adam", TIME_OVER("torch")),
+    KernelBar(OVER_TORCH, ">= 1.5", "muon", _speedup, shape=LAYERS),
+    KernelBar(OVER_TORCH, ">= 6", "muon", _speedup, shape=SMALL_ONES),
+    KernelBar(SHARE, ">= 0.88", "float8", _share, re.escape(CAST)),
+    KernelBar("time over torchao's", "<= 0.926", "float8", TIME_OVER("torchao"), re.escape(BOTH)),
 )
 
 
 def judge_kernels(rows: Sequence[Row]) -> list[BarVerdict]:
     """Every bar that the rows tell something of."""
-    cases: dict[tuple[str, ...], Ways] = {}
+    cases: dict[tuple[str, ...], Variants] = {}
     for row in rows:
         if not row["error"]:
             key = tuple(row[name] for name in ("op", "shape", "dtype", "does"))
             cases.setdefault(key, {})[row["way"]] = row
-    ours = {key: ways[OUR_WAY] for key, ways in cases.items() if OUR_WAY in ways}
-    found = [
-        BarVerdict(bar.text, bar.limit, bar.figure(row, cases[key]), _kernel(key))
+    ours = {key: known[OUR_VARIANT] for key, known in cases.items() if OUR_VARIANT in known}
+    return _told(
+        BarVerdict(
+            bar.text,
+            bar.limit,
+            bar.figure(row, cases[key]),
+            {"case": " ".join(key), "way": OUR_VARIANT},
+        )
         for bar in KERNEL_BARS
         for key, row in ours.items()
         if bar.wants(row)
-    ]
-    return [verdict for verdict in (*found, *_halved(ours)) if not math.isnan(verdict.figure)]
-
-
-def _kernel(key: tuple[str, ...]) -> dict[str, Any]:
-    return {"case": " ".join(key), "way": OUR_WAY}
-
-
-def _halved(ours: dict[tuple[str, ...], Row]) -> list[BarVerdict]:
-    """Bytes of states: bf16 moments over the fp32 moments of the same parameters."""
-    kept = {key[1].split(" ", 1)[1]: key for key, row in ours.items() if ADAM(row)}
-    if not {"all f32", "all bf16"} <= set(kept):
-        return []
-    wide, narrow = kept["all f32"], kept["all bf16"]
-    figure = number(ours[narrow]["state_bytes"]) / number(ours[wide]["state_bytes"])
-    bar = "bytes of states over those of fp32 moments"
-    return [BarVerdict(bar, "<= 0.501", figure, _kernel(narrow))]
+    )
 
 
 # -- transformer ---------------------------------------------------------------------------------
@@ -387,11 +321,10 @@ def judge_transformer(rows: Sequence[Row]) -> list[BarVerdict]:
             BarVerdict("time over the ideal", near, share, of),
             BarVerdict("peak memory over compiled with NCCL", "<= 1", peak, of),
         ]
-    found += _float8_layers(ways)
-    return [verdict for verdict in found if not math.isnan(verdict.figure)]
+    return _told([*found, *_float8_layers(ways)])
 
 
-def _float8_layers(ways: Ways) -> list[BarVerdict]:
+def _float8_layers(ways: Variants) -> list[BarVerdict]:
     """The fastest of our ways in FP8 beside the fastest in bf16, for a layer of 70B."""
     times = {
         way: number(row["forward_ms"]) + number(row["backward_ms"])
@@ -427,4 +360,4 @@ def judge_optimizer(rows: Sequence[Row]) -> list[BarVerdict]:
     if row["device"] == "cuda":
         ratio = number(row["over_no_gather"])
         found.append(BarVerdict("step over one without a gather", "<= 1.03", ratio, of))
-    return [verdict for verdict in found if not math.isnan(verdict.figure)]
+    return _told(found)

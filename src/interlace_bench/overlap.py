@@ -1,6 +1,6 @@
 """`interlace bench overlap`: sites computed by our strategies and by others, against the roof.
 
-    report = work(settings, ranks, tell)       # on every rank; rank 0 gets the report
+    report = work(OverlapSettings(preset="tiny"), ranks, tell)     # on every rank; rank 0 reports
 
 Of every case: inputs, candidates opened and checked against wide arithmetic, then all of them timed
 in turn; so are whole matmuls, which with the best copy make the roof max(gemm, bytes / bandwidth).
@@ -11,76 +11,51 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
 from interlace.launch import Tell
 from interlace.options import Options
 from interlace.runtime.machine import machine_for
-from interlace_bench.race.candidates import (
-    OURS,
-    Candidate,
-    WholeGemm,
-    ours,
-    rivals,
-    whole_gemms,
-)
-from interlace_bench.race.ways import (
+from interlace_bench.candidates import Candidate, ours, rivals, whole_gemms
+from interlace_bench.links import ROOF_SIZES, best_copy
+from interlace_bench.race import (
     Opened,
     Racer,
-    RaceSettings,
-    Way,
+    Variant,
     also,
     close,
     free,
-    prepare,
-    time_ways,
+    host_times,
+    race,
+    run_race,
     worst,
 )
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
-from interlace_bench.sites import SiteCase, deviation, make_inputs, whole_check
-from interlace_bench.timing import host_times, race
-from interlace_bench.transfers import ROOF_SIZES, Roof, best_copy
+from interlace_bench.settings import OverlapSettings, whole, words
+from interlace_bench.sites import Inputs, SiteCase, cases_of, deviation, make_inputs, whole_check
 
-RIVALS = ("sequential", "async-tp")
-HOST_RUNS = 1000
 BRIEF_S = 150e-6
 """A longer launch hides its host's time, which is then taken from the bursts."""
 MARGIN_S = 0.25
 """Part of a case's share of the time that timing gets at least, however long set-up took."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapSettings(RaceSettings):
-    """Sites, and their share of the time."""
-
-    known = (*OURS, *RIVALS)
-    cases: tuple[SiteCase, ...]
-    only: tuple[str, ...] = (*(name for name in OURS if name != "ring"), *RIVALS)
-    """Beside `ring`, which gains only between hosts."""
-    seconds: float = 90.0
-    """All of it, set-up included; what does not fit is left out and said."""
-    host_runs: int = HOST_RUNS
-    calibration: str | None = None
-    seed: int = 0
-
-
 @torch.no_grad()
 def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
-    """Measures every case; rank 0 gets the report."""
+    """Measures every case, within the time, set-up included; rank 0 gets the report."""
     begun = time.monotonic()
-    cases = settings.cases
+    cases = cases_of(settings.preset, settings.shapes, words(settings.dtype))
     for case in cases:
         case.check(ranks.size)
-    tell({"event": "total", "total": len(cases), "doing": "links"})
     common = facts(ranks.device.type, settings.commit)
-    machine = machine_for(Options(calibration=settings.calibration), ranks.device.type)
+    machine = machine_for(Options(calibration=whole(settings.calibration)), ranks.device.type)
     common["calibrated"] = "yes" if machine.host or settings.calibration else "no"
     roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
+    bandwidth = math.nan if roof is None else roof.bandwidth
     smallest = {case.op: min(c.m * c.k * c.n for c in cases if c.op == case.op) for case in cases}
     measured: dict[int, list[Row]] = {}
     skipped: list[str] = []
@@ -94,63 +69,75 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
             skipped.append(str(case))
             continue
         small = case.m * case.k * case.n == smallest[case.op]
-        racers = _case(case, settings, ranks, share, small, tell)
-        measured[index] = [row | common for row in _rows(case, racers, roof, ranks)]
-        del racers
+        timed = _case(case, settings, ranks, share, small, tell)
+        measured[index] = [row | common for row in _rows(case, timed, bandwidth, ranks)]
+        del timed
         free(ranks)
         tell({"event": "rows", "rows": measured[index]})
     rows = [row for index in sorted(measured) for row in measured[index]]
     if ranks.me:
         return None
-    return {"rows": rows, "skipped": skipped, "roof": asdict(roof), "facts": common}
+    said = f", roof of a copy {bandwidth / 1e9:.1f} GB/s"
+    if roof is not None:
+        said += f" ({roof.kind} {roof.protocol} {roof.pattern} {roof.nbytes >> 20}M)"
+    return {"rows": rows, "skipped": skipped, "facts": common, "headline": said}
 
 
-Racers = dict[Candidate, Racer]
+Timed = dict[Candidate, Racer]
 
 
 def _case(
     case: SiteCase, settings: OverlapSettings, ranks: Ranks, share: float, small: bool, tell: Tell
-) -> Racers:
+) -> Timed:
     """Every candidate, timed and closed; whole matmuls come first."""
     begun = time.monotonic()
-    inputs = make_inputs(case, ranks, settings.seed)
-    sites = (
-        *rivals(case, ranks, settings.only, inputs.sets),
-        *ours(case, ranks, settings.only, settings.calibration),
-    )
-    racers: Racers = {}
-    for candidate in (*whole_gemms(case, ranks), *sites):
-        whole = isinstance(candidate, WholeGemm)
-        sets = inputs.whole if whole else inputs.of(candidate.mode)
-        checks = [whole_check(case, inputs)] if whole else 2 * inputs.checks[candidate.mode]
-        way = _way(candidate, checks)
-        tell({"event": "doing", "doing": f"{case}: {way.name}"})
-        racers[candidate] = prepare(ranks, way, sets, candidate.loose)
-    twins = _twins([one for one, racer in racers.items() if racer.opened is not None])
-    spent = max(ranks.maximum([time.monotonic() - begun]))
-    left = max(share - spent, MARGIN_S * share)
-    running = {one: racer for one, racer in racers.items() if one not in twins}
-    time_ways(running.values(), lambda runs, sets: race(ranks, runs, sets, left, ahead=True))
-    found = [running[one].timed for one in sites if one in running]
-    fastest = min((timed.median for timed in found if timed.rounds), default=math.inf)
-    if small or max(ranks.maximum([fastest])) <= BRIEF_S:
-        for one in sites:
-            if one in running:
-                also(ranks, running[one], _hosts(ranks, running[one], settings.host_runs))
-    for one, twin in twins.items():
-        racers[one].timed, racers[one].problem = racers[twin].timed, racers[twin].problem
+    inputs = make_inputs(case, ranks)
+    candidates = [
+        *whole_gemms(case, ranks),
+        *rivals(case, ranks, settings.names, inputs.sets),
+        *ours(case, ranks, settings.names, whole(settings.calibration)),
+    ]
+    variants = {one: _variant(one, case, inputs) for one in candidates}
+    sites = [item.name for one, item in variants.items() if not one.whole]
+
+    def timer(ready: list[Racer]) -> None:
+        known = {racer.variant.name: racer for racer in ready}
+        twins = _twins([one for one, item in variants.items() if item.name in known])
+        spent = max(ranks.maximum([time.monotonic() - begun]))
+        running = {n: known[n] for n in known if n not in {variants[one].name for one in twins}}
+        race(ranks, [*running.values()], max(share - spent, MARGIN_S * share), ahead=True)
+        timed = [running[name] for name in sites if name in running]
+        fastest = min((racer.median for racer in timed if racer.timed), default=math.inf)
+        if small or max(ranks.maximum([fastest])) <= BRIEF_S:
+            for racer in timed:
+                also(ranks, racer, many_calls)
+        for one, twin in twins.items():
+            here, there = (known[variants[each].name] for each in (one, twin))
+            here.rounds, here.host, here.clocks = there.rounds, there.host, there.clocks
+            here.problem = there.problem
+
+    def many_calls(racer: Racer) -> None:
+        """Times calls of this rank's host, in place of the bursts' calls."""
+        racer.host = host_times(ranks, racer.run, racer.variant.sets, settings.host_runs)
+
+    def doing(event: Row) -> None:
+        tell(event | {"event": "doing"})  # a case is a step
+
+    racers = run_race(ranks, variants.values(), timer, doing, f"{case}: ")
     close(racers.values())
-    return racers
+    return {one: racers[item.name] for one, item in variants.items()}
 
 
-def _way(candidate: Candidate, checks: Sequence[tuple[Any, Any]]) -> Way:
-    """A candidate as a way, which is right where all `checks` come out."""
+def _variant(one: Candidate, case: SiteCase, inputs: Inputs) -> Variant:
+    """A candidate as a variant, which is right where all checks come out."""
+    checks = [whole_check(case, inputs)] if one.whole else 2 * inputs.checks[one.mode]
 
     def make() -> Opened:
-        launch = candidate.open()
+        launch = one.open()
         return Opened(launch, lambda: worst(deviation(launch(*at), want) for at, want in checks))
 
-    return Way(f"{candidate.name}/{candidate.mode}", make, candidate.close)
+    sets = inputs.whole if one.whole else inputs.of(one.mode)
+    return Variant(f"{one.name}/{one.mode}", make, one.close, sets, one.loose)
 
 
 def _twins(candidates: Sequence[Candidate]) -> dict[Candidate, Candidate]:
@@ -166,49 +153,29 @@ def _twins(candidates: Sequence[Candidate]) -> dict[Candidate, Candidate]:
     return found
 
 
-def _hosts(ranks: Ranks, racer: Racer, calls: int) -> Callable[[Opened], None]:
-    """Returns a step that times many calls of this rank's host, in place of the bursts' calls."""
+def _rows(case: SiteCase, timed: Timed, bandwidth: float, ranks: Ranks) -> list[Row]:
+    """The rows of a case."""
 
-    def measure(opened: Opened) -> None:
-        racer.timed.host = host_times(ranks, opened.run, racer.sets, calls)
-
-    return measure
-
-
-def _rows(case: SiteCase, racers: Racers, roof: Roof, ranks: Ranks) -> list[Row]:
-    """The rows of a case; of host times and deviations the greatest of all ranks'."""
-    hosts = ranks.maximum([racer.timed.host_median for racer in racers.values()])
-    offs = ranks.maximum([racer.off for racer in racers.values()])
-    base = {
-        one.mode: racer.timed.median
-        for one, racer in racers.items()
-        if one.name == "sequential" and racer.timed.rounds
-    }
-    gemms = [racer.timed for one, racer in racers.items() if isinstance(one, WholeGemm)]
-    gemm_s = min((timed.median for timed in gemms if timed.rounds), default=math.nan)
-    link_s = case.link_bytes(ranks.size) / roof.bandwidth
-    rows: list[Row] = []
-    for (one, racer), host_s, off in zip(racers.items(), hosts, offs, strict=True):
-        median = racer.median
-        rows.append(
-            {
-                **asdict(case),
-                "world": ranks.size,
-                "strategy": one.name,
-                "mode": one.mode,
-                "chosen": one.chosen if one.name in ("auto", "sequential") else "",
-                **racer.columns("median_us", "p90_us", "least_us"),
-                "host_us": host_s * 1e6,
-                **racer.columns("host_runs"),
-                "speedup_eager": base.get("eager", math.nan) / median,
-                "speedup_graph": base.get("graph", math.nan) / median,
-                "r": median / max(gemm_s, link_s),
-                "gemm_us": gemm_s * 1e6,
-                "link_us": link_s * 1e6,
-                "bandwidth_gbs": roof.bandwidth / 1e9,
-                "predicted_us": one.predicted_s * 1e6,
-                "deviation": off,
-                **racer.columns("rounds", "sm_mhz", "error"),
-            }
-        )
-    return rows
+    base = {one.mode: racer.median for one, racer in timed.items() if one.name == "sequential"}
+    gemms = [racer for one, racer in timed.items() if one.whole]
+    gemm_s = min((racer.median for racer in gemms if racer.timed), default=math.nan)
+    link_s = case.link_bytes(ranks.size) / bandwidth
+    return [
+        {
+            **asdict(case),
+            "world": ranks.size,
+            "strategy": one.name,
+            "mode": one.mode,
+            "chosen": one.chosen if one.name in ("auto", "sequential") else "",
+            **racer.columns("median_us", "p90_us", "least_us", "host_us", "host_runs"),
+            "speedup_eager": base.get("eager", math.nan) / racer.median,
+            "speedup_graph": base.get("graph", math.nan) / racer.median,
+            "r": racer.median / max(gemm_s, link_s),
+            "gemm_us": gemm_s * 1e6,
+            "link_us": link_s * 1e6,
+            "bandwidth_gbs": bandwidth / 1e9,
+            "predicted_us": one.predicted_s * 1e6,
+            **racer.columns("deviation", "rounds", "sm_mhz", "error"),
+        }
+        for one, racer in timed.items()
+    ]

@@ -1,18 +1,19 @@
 """The ranks of a benchmark: processes of our own or torchrun's, on gloo, on GPUs also on NCCL.
 
-    report = run("overlap", overlap.work, settings, BenchOptions(device="cpu"), world=4)
+    report = run(overlap.work, OverlapSettings(device="cpu"), world=4)
 
     def work(settings, ranks, tell):        # on every rank; rank 0's result is the report
         x = torch.ones(8, device=ranks.device)
         slowest = max(note["s"] for note in ranks.exchange({"s": 0.01}))
 
 Alone, `run` starts a rank for each GPU (two on a CPU) and ends them all, whatever happens. Under
-torchrun this process is a rank already. A rank that hangs ends by itself: after `time_out_s` it
+torchrun this process is a rank already. A rank that hangs ends by itself: after its time-out it
 prints the stacks of its threads and ends.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import sys
@@ -32,7 +33,7 @@ from interlace.launch import Report, Tell, joined, launch
 from interlace_bench.rows import append
 
 if TYPE_CHECKING:
-    from interlace_bench.commands.options import BenchOptions
+    from interlace_bench.settings import BenchSettings
 
 WAIT_S = 60.0
 """Seconds that ranks wait for one another before they give up."""
@@ -129,37 +130,41 @@ Work = Callable[[Any, Ranks, Tell], Report | None]
 """A benchmark, on one rank: its settings, the ranks, and who hears of progress and rows."""
 
 
-def run(
-    name: str, work: Work, settings: Any, given: BenchOptions, world: int | None = None
-) -> Report | None:
+def run(work: Work, settings: BenchSettings, world: int | None = None) -> Report | None:
     """Rank 0's report; None on other ranks of torchrun. By default a rank for each GPU, or two."""
-    device, limit_s = pick_device(given.device), given.time_out
+    device = pick_device(settings.device)
     if os.environ.get("RANK", "0") != "0":
-        return on_rank(name, work, device, limit_s, settings, lambda event: None)
-    hear = progress(given)
+        return on_rank(work, device, settings, lambda event: None)
+    hear = progress(settings)
     if "WORLD_SIZE" in os.environ:
-        return on_rank(name, work, device, limit_s, settings, hear)
+        return on_rank(work, device, settings, hear)
     size = world or (torch.cuda.device_count() if device == "cuda" else 2)
     if size < 2:
         raise TeamError(f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere")
-    return start(name, work, settings, device, size, limit_s, hear)
+    return start(work, settings, device, size, hear)
 
 
-def start(
-    name: str, work: Work, settings: Any, device: str, size: int, time_out_s: float, hear: Tell
-) -> Report:
+def run_alone(measure: Callable[[Any, Tell], Report], settings: BenchSettings) -> Report:
+    """The report of what is measured in this process, which ends where it takes too long."""
+    out = sys.__stderr__ or sys.stderr
+    faulthandler.dump_traceback_later(settings.time_out, exit=True, file=out)
+    try:
+        return measure(settings, progress(settings))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def start(work: Work, settings: BenchSettings, device: str, size: int, hear: Tell) -> Report:
     """Rank 0's report of ranks that are processes of this one."""
-    each = functools.partial(on_rank, name, work, device, time_out_s)
-    return launch(each, settings, size, hear, time_out_s, f"bench {name}")
+    each = functools.partial(on_rank, work, device)
+    return launch(each, settings, size, hear, settings.time_out, f"bench {settings.name}")
 
 
-def on_rank(
-    name: str, work: Work, device: str, time_out_s: float, settings: Any, tell: Tell
-) -> Report | None:
+def on_rank(work: Work, device: str, settings: BenchSettings, tell: Tell) -> Report | None:
     """Runs a benchmark as one rank, in the default process group of torchrun or `launch`."""
-    if name in ("overlap", "layer", "transformer"):  # not where `auto` learns what users' runs take
+    if settings.as_rivals:  # not where `auto` learns what users' runs take
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL's default, which rivals have
-    with joined(device, timedelta(seconds=2 * WAIT_S), time_out_s) as where:
+    with joined(device, timedelta(seconds=2 * WAIT_S), settings.time_out) as where:
         return work(settings, here(where), tell)
 
 
@@ -178,15 +183,15 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"
     return device
 
 
-def progress(given: BenchOptions) -> Tell:
+def progress(settings: BenchSettings) -> Tell:
     """Appends the rows that a benchmark tells to a file, as they come, and shows its steps where it
     is to be `verbose`."""
     begun = time.monotonic()
 
     def hear(event: dict[str, Any]) -> None:
-        if event["event"] == "rows" and given.path is not None:
-            append(given.path, event["rows"])  # what was measured stays, whatever comes next
-        if "doing" in event and given.verbose:
+        if event["event"] == "rows" and settings.path is not None:
+            append(settings.path, event["rows"])  # what was measured stays, whatever comes next
+        if "doing" in event and settings.verbose:
             since = time.monotonic() - begun
             print(f"[{since:6.1f} s] {event['doing']}", file=sys.stderr, flush=True)
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from interlace.cli import app
 from interlace.cost import default_machine, fingerprint
-from interlace_bench.commands.commands import nbytes
-from interlace_bench.commands.interconnect import by_backend, size
+from interlace_bench.interconnect import ends
 from interlace_bench.rows import read
+from interlace_bench.settings import nbytes
 
 pytestmark = pytest.mark.timeout(300)
 TINY = ("--device", "cpu", "--preset", "tiny", "--dtype", "f32", "--host-runs", "5")
@@ -103,34 +103,22 @@ def test_interconnect(tmp_path: Path) -> None:
     assert not [row["error"] for row in report["rows"] if row["error"]]
     assert all(row["us"] > 0 for row in report["rows"])
     assert {"nccl", "ucc"} >= set(report["absent"])
-    assert report["files"] == [str(tmp_path / "interconnect.csv")]
     assert len(read(tmp_path / "interconnect.csv")) == len(report["rows"])
 
 
 def test_backends_side_by_side() -> None:
-    usual = {"pattern": "team", "error": "", "gbs": float("nan")}
+    """The table has the smallest and the largest size, one after another by backend."""
+    series = (("gloo", (1, 4, 16)), ("peer", (1, 4, 16)), ("gloo", (0,)))
+    kinds = ("all_gather", "all_gather", "barrier")
     rows = [
-        {**usual, "kind": "all_gather", "backend": backend, "nbytes": nbytes, "us": us, **more}
-        for backend, nbytes, us, more in (
-            ("gloo", 1024, 90.4, {"gbs": 0.0123}),
-            ("gloo", 4096, 95.0, {"gbs": 0.04}),
-            ("gloo", 16384, 120.0, {"gbs": 1.5}),
-            ("peer", 1024, float("nan"), {"error": "rank 1: gone"}),
-        )
+        {"kind": kind, "backend": backend, "pattern": "team", "nbytes": size}
+        for kind, (backend, sizes) in zip(kinds, series, strict=True)
+        for size in sizes
     ]
-    report = {"rows": rows, "absent": {"nccl": "no GPU", "ucc": "not built"}}
-    assert by_backend(report) == [
-        (
-            "all_gather",
-            "team",
-            "1 KiB",
-            "90 us, 0.0123 GB/s",
-            "absent",
-            "absent",
-            "-",
-            "peer: rank 1: gone",
-        ),
-        ("all_gather", "team", "16 KiB", "120 us, 1.5 GB/s", "absent", "absent", "-", ""),
+    assert [(row["kind"], row["nbytes"], row["backend"]) for row in ends(rows)] == [
+        *(("all_gather", 1, "gloo"), ("all_gather", 1, "peer")),
+        *(("all_gather", 16, "gloo"), ("all_gather", 16, "peer")),
+        ("barrier", 0, "gloo"),
     ]
 
 
@@ -188,4 +176,3 @@ def test_sizes_as_text() -> None:
     assert [nbytes(text) for text in ("4096", "1KiB", "64MiB", "1G")] == [
         *(4096, 1024, 64 << 20, 1 << 30),
     ]
-    assert [size(n) for n in (512, 1536, 1 << 30)] == ["512 B", "1.5 KiB", "1 GiB"]

@@ -15,17 +15,16 @@ from interlace.ir import parse
 from interlace.optim import bucket_runs
 from interlace_bench.bars import judge_optimizer, missed
 from interlace_bench.optimizer.link import moved_bytes, slow_link
-from interlace_bench.optimizer.model import SIZES, Llama
-from interlace_bench.optimizer.ways import WAYS
-from interlace_bench.optimizer.work import OptimizerSettings, work
+from interlace_bench.optimizer.work import SIZES, Llama, work
 from interlace_bench.ranks import here
+from interlace_bench.settings import OPTIMIZERS, OptimizerSettings
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def raced() -> Any:
     """The report, and the rows that were told meanwhile."""
-    settings = OptimizerSettings(model="tiny", bandwidth=1e8, seconds=0.5, commit="abc")
+    settings = OptimizerSettings(model="tiny", link=0.1, seconds=0.5, commit="abc")
     events: list[dict[str, Any]] = []
     report = work(settings, here(torch.device("cpu")), events.append)
     return report, [row for event in events if event["event"] == "rows" for row in event["rows"]]
@@ -35,7 +34,7 @@ def test_ways_train_alike_and_rows_tell_what_is_exposed(pool: Pool) -> None:
     (report, told), (nothing, _) = pool(2).run(raced, replace=True, time_out_s=110)
     assert nothing is None
     rows = {row["way"]: row for row in report["rows"]}
-    assert [row["way"] for row in told] == list(rows) == list(WAYS)
+    assert [row["way"] for row in told] == list(rows) == list(OPTIMIZERS)
     assert "torchtitan is not installed" in rows.pop("torchtitan")["error"]
     assert "'nccl' is not there for tensors of the CPU" in rows.pop("overlap-nccl")["error"]
     assert rows["torch-ddp"]["off"] <= 1, "of the change of weights that torch's Muon makes"

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks.plot import OURS, draw_overlap, kernels_over_roof, layers_over_ideal
 
-from interlace_bench.plots import OURS, draw_overlap, kernels_over_roof, layers_over_ideal
 from interlace_bench.rows import Row, read
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
 
-from interlace_bench import overlap, timing
+from interlace_bench import overlap
+from interlace_bench.candidates import Candidate
+from interlace_bench.race import LEAD_CYCLES, Opened, Racer, Variant, burst, percentile, race
 from interlace_bench.ranks import here
-from interlace_bench.sites import SiteCase
-from interlace_bench.timing import Timing, percentile, race
+from interlace_bench.settings import OverlapSettings
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,17 @@ CPU = torch.device("cpu")
 def test_percentiles() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile([float(i) for i in range(1, 11)], 0.9) == 9.0
-    assert Timing(rounds=[4.0, 1.0]).median == 2.5
+    racer = Racer(Variant("one", lambda: Opened(int, lambda: 0.0)), rounds=[4.0, 1.0])
+    assert racer.median == 2.5
+
+
+def racers_of(runs: dict[str, Any], sets: Any) -> dict[str, Racer]:
+    """Variants that are open, by name."""
+    found: dict[str, Racer] = {}
+    for name, run in runs.items():
+        opened = Opened(run, lambda: 0.0)
+        found[name] = Racer(Variant(name, lambda opened=opened: opened, sets=sets), opened)
+    return found
 
 
 def raced() -> dict[str, Any]:
@@ -44,8 +55,8 @@ def raced() -> dict[str, Any]:
             raise ValueError("this rank alone")
 
     runs = {"quick": quick, "uneven": uneven, "broken": broken}
-    sets = {name: [(0,), (1,), (2,)] for name in runs}
-    timed = race(ranks, runs, sets, seconds=0.1, rounds=(3, 3), ahead=True)
+    timed = racers_of(runs, [(0,), (1,), (2,)])
+    race(ranks, [*timed.values()], seconds=0.1, rounds=(3, 3), ahead=True)
     firsts = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     return {
         "rounds": {name: one.rounds for name, one in timed.items()},
@@ -71,6 +82,8 @@ def test_a_race(pool: Pool) -> None:
 
 
 class FakeEvent:
+    def __init__(self, **_: bool) -> None: ...
+
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -82,7 +95,7 @@ class FakeEvent:
 class FakeRanks:
     """This rank's host is quick; the slowest asks its device to wait for 7,000,000 cycles."""
 
-    cuda = True
+    cuda, device = True, CPU
 
     def synchronize(self) -> None: ...
 
@@ -95,19 +108,18 @@ class FakeRanks:
 def test_every_device_waits_for_the_slowest_host(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", waited.append)
-    monkeypatch.setattr(timing, "_marks", lambda _: (FakeEvent(), FakeEvent()))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     ranks: Any = FakeRanks()
-    timing.burst(ranks, lambda: None, [()], 3, ahead=True)
-    timing.burst(ranks, lambda: None, [()], 3)
-    assert waited == [7_000_000, timing.LEAD_CYCLES]
+    burst(ranks, lambda: None, [()], 3, ahead=True)
+    burst(ranks, lambda: None, [()], 3)
+    assert waited == [7_000_000, LEAD_CYCLES]
 
 
 def ordered() -> list[str]:
     """The candidates of several rounds, in the order in which they ran."""
     order: list[str] = []
     runs = {name: lambda number, name=name: order.append(name) for name in "abc"}
-    sets = {name: [(0,)] for name in runs}
-    race(here(CPU), runs, sets, seconds=0.1, rounds=(8, 8))
+    race(here(CPU), [*racers_of(runs, [(0,)]).values()], seconds=0.1, rounds=(8, 8))
     return [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
 
 
@@ -118,33 +130,27 @@ def test_every_candidate_follows_every_other(pool: Pool) -> None:
     assert set(pairwise(first)) == set(permutations("abc", 2))
 
 
-class Odd:
+class Odd(Candidate):
     """A candidate that computes what it is told to."""
 
-    mode = "eager"
-    loose = 1
-    chosen = text = ""
-    predicted_s = float("nan")
-
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name, lambda _: self.launch)
         self.closed = 0
+
+    def launch(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        dist.all_reduce(y)
+        if self.name == "wrong" and dist.get_rank() == 1:
+            y[3, 2] += 100
+        if self.name == "raises":
+            raise RuntimeError("in the middle")
+        return y
 
     def open(self) -> Any:
         """A function that is right, wrong, or raises; or nothing at all."""
         if self.name == "unfit":
             raise RuntimeError("cannot serve this")
-
-        def launch(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            y = x @ w
-            dist.all_reduce(y)
-            if self.name == "wrong" and dist.get_rank() == 1:
-                y[3, 2] += 100
-            if self.name == "raises":
-                raise RuntimeError("in the middle")
-            return y
-
-        return launch
+        return super().open()
 
     def close(self) -> None:
         """Counts."""
@@ -156,9 +162,10 @@ def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.
     overlap.BRIEF_S = brief_s
     odd = [Odd(name) for name in names]
     overlap.ours = lambda *args: odd  # type: ignore[assignment]
-    settings = overlap.OverlapSettings(
-        cases=tuple(SiteCase("gemm_ar", m, 4, 6, "f32") for m in rows),
-        only=("sequential",),
+    settings = OverlapSettings(
+        shapes=" ".join(f"gemm_ar:{m},4,6" for m in rows),
+        dtype="f32",
+        only="sequential",
         seconds=20,  # more than they take, beside other tests too
         host_runs=7,
     )

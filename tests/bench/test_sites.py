@@ -9,6 +9,7 @@ from tests.support.pool import Pool
 from interlace.errors import OptionError
 from interlace.float8.data import TAIL
 from interlace.verify import check
+from interlace_bench.links import sizes_between
 from interlace_bench.ranks import here
 from interlace_bench.sites import (
     CACHE,
@@ -20,7 +21,6 @@ from interlace_bench.sites import (
     deviation,
     make_inputs,
 )
-from interlace_bench.transfers import sizes_between
 
 CPU = torch.device("cpu")
 

@@ -18,11 +18,7 @@ from typer.testing import CliRunner
 from interlace.cli import app
 from interlace.float8 import Recipe
 from interlace_bench.bars import judge_transformer, missed
-from interlace_bench.race.ways import prepare
-from interlace_bench.ranks import here
-from interlace_bench.rows import read
-from interlace_bench.transformer.candidates import LIMIT, Candidates, limit
-from interlace_bench.transformer.models import (
+from interlace_bench.layers.models import (
     MODELS,
     Gathered,
     Layers,
@@ -30,7 +26,11 @@ from interlace_bench.transformer.models import (
     Plain,
     flops,
 )
-from interlace_bench.transformer.work import Stages, TransformerSettings, rows_of, work
+from interlace_bench.layers.training import LIMIT, Candidates, Stages, limit, rows_of, work
+from interlace_bench.race import prepare
+from interlace_bench.ranks import here
+from interlace_bench.rows import read
+from interlace_bench.settings import TransformerSettings
 
 pytestmark = pytest.mark.timeout(300)
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ WAYS = ("eager", "compile", "layers", "layers-fp8", "compile-fp8", "async-tp")
 def raced() -> Any:
     """The report of a run of tiny layers, and the rows that were told meanwhile."""
     given: Any = {"model": "tiny", "sequence": 32, "dtype": "f32", "seconds": 0.5}
-    settings = TransformerSettings(**given, only=WAYS)
+    settings = TransformerSettings(**given, only=",".join(WAYS))
     events: list[dict[str, Any]] = []
     report = work(settings, here(CPU), events.append)
     return report, [row for event in events if event["event"] == "rows" for row in event["rows"]]
@@ -69,26 +69,19 @@ def test_ways_train_alike_and_rows_tell_what_overlap_gains(pool: Pool) -> None:
         assert row["commit"]
 
 
-def checked(model: str, ways: tuple[str, ...], broken: bool) -> dict[str, str | None]:
-    """What is wrong with ways; `layers` may have forgotten to sum the gradients of norms."""
-    settings = TransformerSettings(model=model, sequence=32, batch=2, dtype="f32")
+def checked() -> str | None:
+    """The problem of `layers` that have forgotten to sum the gradients of norms."""
+    settings = TransformerSettings(model="tiny", sequence=32, batch=2, dtype="f32")
     trained = Candidates(settings, here(CPU))
-    if broken:
-        trained._sum = lambda copied: None  # type: ignore[method-assign]
-    racers = {way: prepare(trained.ranks, trained.way(way), trained.sets, LIMIT) for way in ways}
+    trained._sum = lambda copied: None  # type: ignore[method-assign]
+    racer = prepare(trained.ranks, trained.variant("layers"))
     torch.compiler.reset()
-    return {way: racer.problem for way, racer in racers.items()}
-
-
-@pytest.mark.slow
-def test_gpts_layers_train_alike_too(pool: Pool) -> None:
-    ways = "compile", "layers"
-    assert pool(2).run(checked, "tiny-gpt", ways, False)[0] == dict.fromkeys(ways)
+    return racer.problem
 
 
 def test_a_wrong_gradient_is_not_timed(pool: Pool) -> None:
-    for problems in pool(2).run(checked, "tiny", ("layers",), True):
-        assert "wrong: off by" in str(problems["layers"])
+    for problem in pool(2).run(checked):
+        assert "wrong: off by" in str(problem)
 
 
 def float8_offs() -> tuple[float, float, float]:
@@ -130,19 +123,18 @@ def test_a_large_layer_is_predicted_without_gpus(tmp_path: Path) -> None:
     assert len(read(tmp_path / "transformer.csv")) == 4
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-gpt"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_ideal_computes_a_ranks_part_of_what_torch_counts(model: str, ranks: int) -> None:
+def test_the_ideal_computes_a_ranks_part_of_what_torch_counts(ranks: int) -> None:
     """torch counts the half of attention that the causal mask leaves out."""
     maps = NoCommunication(torch.randn(3, 32, 64), 32 // ranks) if ranks > 1 else Plain()
-    module = Layers(MODELS[model], 2, None, ranks, maps)
+    module = Layers(MODELS["tiny"], 2, None, ranks, maps)
     x = torch.randn(3, 32 // ranks, 64, requires_grad=True)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         y = module(x)
         attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
         forward = counter.get_total_flops()
         y.backward(torch.randn(3, 32 // ranks, 64))
-    whole = flops(MODELS[model], layers=2, batch=3, sequence=32)
+    whole = flops(MODELS["tiny"], layers=2, batch=3, sequence=32)
     assert whole == ranks * (forward - attention // 2)
     assert counter.get_total_flops() == 3 * forward
     assert x.grad is not None

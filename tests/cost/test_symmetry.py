@@ -18,7 +18,7 @@ from interlace.ir import Program, parse, parse_set
 from interlace.options import Options
 from interlace.passes import lower, run_pipeline
 from interlace.strategies import StrategyName
-from interlace_bench.transformer.models import MODELS
+from interlace_bench.layers.models import MODELS
 
 SHARED = APART.replace(between=(("gloo", Link(latency_s=0.5, bandwidth=8.0, shared=True)),))
 STEP = """

@@ -11,9 +11,10 @@ import torch
 from tests.support.hosts import Hosts, HostsPool, NoHosts
 
 from interlace.cost import Machine, default_machine
-from interlace_bench import transfers
-from interlace_bench.interconnect import calibrate_work, calibration_settings
+from interlace_bench import links
+from interlace_bench.interconnect import calibrate_work
 from interlace_bench.ranks import here
+from interlace_bench.settings import CalibrationSettings, InterconnectSettings
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -36,21 +37,20 @@ def measured(
     """The ranks by host, and the file that this rank's host calibrates by."""
     ranks = here(torch.device("cpu"))
     path = f"{folder}/{ranks.me}.json"
-    settings = calibration_settings(
-        calibration=path, dtypes=("f32",), most=most, cases=(), seconds=1
-    )
-    with mock.patch.dict(transfers.ARGUMENTS):
-        for kind in transfers.ARGUMENTS.keys() - {*kinds}:
-            del transfers.ARGUMENTS[kind]
+    sizes = InterconnectSettings(most=str(most))
+    settings = CalibrationSettings(links=sizes, file=path, dtypes=("f32",))
+    with mock.patch.dict(links.ARGUMENTS):
+        for kind in links.ARGUMENTS.keys() - {*kinds}:
+            del links.ARGUMENTS[kind]
         report = calibrate_work(settings, ranks, lambda event: None)
-    return ranks.hosts, report["calibration"] if report else ""
+    return ranks.hosts, path if report else ""
 
 
 @pytest.mark.parametrize(
     ("world", "most", "kinds"),
     [
         (3, 1 << 10, ("all_gather",)),
-        pytest.param(4, 1 << 16, (*transfers.ARGUMENTS,), marks=pytest.mark.slow),
+        pytest.param(4, 1 << 16, (*links.ARGUMENTS,), marks=pytest.mark.slow),
     ],
     ids=["2-and-1", "2-and-2"],
 )

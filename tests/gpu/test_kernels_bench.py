@@ -10,10 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.runtime import Executor
-from interlace_bench.kernels.case import COPY, OURS, peak
+from interlace_bench.kernels.case import COPY, OURS, peak_and_kept
 from interlace_bench.kernels.host import WIDTH, chain, program
-from interlace_bench.kernels.work import OPS, KernelSettings, work
+from interlace_bench.kernels.work import measure
 from interlace_bench.ranks import Alone
+from interlace_bench.settings import KERNELS, KernelSettings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,10 +25,10 @@ DEVICE = torch.device("cuda")
 
 
 def test_every_case_runs_in_our_way_at_small_sizes() -> None:
-    report = work(KernelSettings(small=True, seconds=200), DEVICE)
+    report = measure(KernelSettings(small=True, seconds=200, device="cuda"), lambda event: None)
     assert report["skipped"] == []
     rows = report["rows"]
-    assert {row["op"] for row in rows} == set(OPS)
+    assert {row["op"] for row in rows} == set(KERNELS)
     ours = [row for row in rows if row["way"].startswith(OURS) or row["way"] == COPY]
     assert [row["error"] for row in ours] == [""] * len(ours)
     assert all(row["median_us"] > 0 for row in ours)
@@ -41,7 +42,7 @@ def test_peak_and_kept_bytes() -> None:
         del scratch
         return torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
 
-    assert peak(run, (), Alone(DEVICE)) == (3 << 20, 1 << 20)
+    assert peak_and_kept(run, (), Alone(DEVICE)) == (3 << 20, 1 << 20)
 
 
 class Count(TorchDispatchMode):

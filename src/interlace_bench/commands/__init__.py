@@ -2,7 +2,5 @@
 
 run.py           a schedule, run on this machine
 calibrate.py     links, matmuls and sites of this machine, measured
-commands.py      a command for each benchmark
-interconnect.py  the tables of links and of backends
-report.py        the tables of all others, and whether bars are met
+commands.py      a command for each benchmark: the table of them, their rows, whether bars are met
 """

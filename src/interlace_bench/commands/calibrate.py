@@ -24,26 +24,32 @@ from interlace.commands.files import count_gpus
 from interlace.commands.options import Device, Json, TimeOut
 from interlace.commands.output import command, print_json, say, table
 from interlace.commands.pages import check_places
-from interlace.errors import CalibrationError, OptionError
-from interlace_bench.commands.options import BenchOptions, Shapes, Verbose, World, nbytes, words
+from interlace.errors import CalibrationError
+from interlace_bench.settings import (
+    STRATEGIES,
+    CalibrationSettings,
+    InterconnectSettings,
+    OverlapSettings,
+    Shapes,
+    Verbose,
+    World,
+    words,
+)
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
     from interlace.cost.machine import Link
 
-PARTS = ("interconnect", "overlap")
+HOST_RUNS = 20
+"""Calls of the host of a site: nothing is calibrated by them."""
 
 
 @command
 def calibrate(
-    measure: Annotated[
-        str, typer.Option(help="What to measure, with commas: interconnect, overlap (sites).")
-    ] = "",
     given: Annotated[
         list[Path] | None,
         typer.Option("--from", help="CSV of `bench overlap`, or of samples; measures nothing."),
     ] = None,
-    preset: Annotated[str, typer.Option(help="Sites: bars, others, tiny, cpu; or several.")] = "",
     shapes: Shapes = "",
     dtype: Annotated[str, typer.Option(help="Element types; default: bf16, on CPUs f32.")] = "",
     most: Annotated[
@@ -64,53 +70,48 @@ def calibrate(
     Under torchrun on several hosts it measures the links inside a host and between hosts, and no
     sites.
     """
-    from interlace_bench.ranks import several_hosts
-
-    spans = several_hosts()
-    parts = words(measure) or ([] if given else list(PARTS[:1] if spans else PARTS))
-    for part in parts:
-        if part not in PARTS:
-            raise OptionError(f"--measure {part}: choose from {', '.join(PARTS)}")
-    if seconds < 0:
-        raise OptionError(f"--seconds {seconds:g}: give 0 or more")
-    if parts:
+    if not given:
         check_places(out)
-    if spans and "overlap" in parts:
-        raise OptionError("--measure overlap: sites are measured with all ranks on one host")
     texts = [(path, _read(path)) for path in given or ()]
     place = _Place(device, [row for _, rows in texts for row in rows], out)
     machine = _from_samples(place.start(), texts, place.host)
     rows: list[Mapping[str, Any]] = [row for _, rows in texts for row in rows if "op" in row]
     skipped: list[str] = []
     first = True
-    if parts:
+    if not given:
         from interlace.cost import Machine, default_machine
-        from interlace_bench.interconnect import calibrate_work, calibration_settings
-        from interlace_bench.ranks import run
-        from interlace_bench.sites import cases_of
+        from interlace_bench.interconnect import calibrate_work
+        from interlace_bench.ranks import run, several_hosts
 
-        wanted = preset or ("bars" if place.cuda else "cpu")
         dtypes = words(dtype or ("bf16" if place.cuda else "f32"))
-        options = BenchOptions(device=place.device, time_out=time_out, verbose=verbose)
+        links = InterconnectSettings(most=most or ("256MiB" if place.cuda else "4MiB"))
+        sites = OverlapSettings(
+            preset="bars" if place.cuda else "cpu",
+            shapes=shapes,
+            dtype=",".join(dtypes),
+            only=",".join(name for name in STRATEGIES if name != "auto"),
+            seconds=seconds,
+            host_runs=HOST_RUNS,
+        )
         with tempfile.TemporaryDirectory() as folder:
-            settings = calibration_settings(
-                calibration=f"{folder}/machine.json" if "interconnect" in parts else "",
-                dtypes=dtypes,
-                most=nbytes(most or ("256MiB" if place.cuda else "4MiB")),
-                cases=cases_of(wanted, shapes, dtypes) if "overlap" in parts else (),
-                seconds=seconds,
+            settings = CalibrationSettings(
+                device=place.device,
+                time_out=time_out,
+                verbose=verbose,
+                links=links,
+                sites=None if several_hosts() else sites,
+                file=f"{folder}/machine.json",
+                dtypes=tuple(dtypes),
             )
-            report = run("calibrate", calibrate_work, settings, options, world)
+            report = run(calibrate_work, settings, world)
             if report is None:
                 return  # no first rank of a host, of torchrun
-            if report["calibration"]:
-                found = Machine.load(report["calibration"], any_host=True)
-                base = default_machine(place.device)
-                machine = found.replace(
-                    sites=machine.sites,
-                    links=_measured(found.links, base.links, machine.links),
-                    between=_measured(found.between, base.between, machine.between),
-                )
+            found, base = Machine.load(settings.file, any_host=True), default_machine(place.device)
+        machine = found.replace(
+            sites=machine.sites,
+            links=_measured(found.links, base.links, machine.links),
+            between=_measured(found.between, base.between, machine.between),
+        )
         rows += report["rows"]
         skipped, first = report["skipped"], report["first"]
     saved = _save(machine, rows, place)

@@ -10,327 +10,220 @@ $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
 $ interlace bench optimizer --device cpu --link 0.2 --check
 
 Alone, a command starts its ranks as processes and ends them all, whatever happens; under torchrun
-each process is a rank already, and rank 0 alone prints and writes.
+each process is a rank already, and rank 0 alone prints and writes. All benchmarks are rows of one
+table: each has settings (its options), a module that measures, and columns.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import sys
-from pathlib import Path
-from typing import Annotated, Literal
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
-from interlace.commands.files import read_machine
-from interlace.commands.options import Calibration, Strategy
-from interlace.commands.output import print_json, say
-from interlace.errors import OptionError
-from interlace_bench.commands.interconnect import show_interconnect
-from interlace_bench.commands.options import (
-    Bars,
-    BenchOptions,
-    RaceOptions,
-    Shapes,
-    Small,
-    World,
-    benchmark,
-    nbytes,
-    words,
+from interlace.commands.output import UNSOUND, command, print_json, say, table
+from interlace.commands.pages import check_places
+from interlace_bench import settings as of
+
+if TYPE_CHECKING:
+    from interlace.launch import Report
+    from interlace_bench.bars import BarVerdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A benchmark: its module has `work(settings, ranks, tell)`, or `measure(settings, tell)` where
+    the settings take one process alone."""
+
+    settings: type[of.BenchSettings]
+    module: str
+    help: str
+    columns: str
+    """Headings, each with the format of a row's cell."""
+    place: str
+    """Format that names a row."""
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """The format of a row's cell by heading."""
+        return dict(cell.strip().split(": ", 1) for cell in self.columns.split("|"))
+
+
+BENCHMARKS = (
+    Benchmark(
+        settings=of.InterconnectSettings,
+        module="interconnect",
+        help="Measure copies between ranks, and every collective of every backend, by size.",
+        columns="""
+        kind: {kind} | who: {pattern} | bytes: {nbytes} | backend: {backend} |
+        by: {protocol} | us: {us:.1f} | GB/s: {gbs:.3g}""",
+        place="{kind} {backend} {pattern} {nbytes}",
+    ),
+    Benchmark(
+        settings=of.OverlapSettings,
+        module="overlap",
+        help="Time AG+GEMM, GEMM+RS and GEMM+AR by every strategy and rival, and append rows of "
+        "CSV.",
+        columns="""
+        site: {op} {m},{k},{n} {dtype} | strategy: {strategy} | mode: {mode} |
+        chosen: {chosen} | median us: {median_us:.1f} | p90 us: {p90_us:.1f} |
+        host us: {host_us:.1f} | x eager: {speedup_eager:.2f} |
+        x graph: {speedup_graph:.2f} | R: {r:.3f} | MHz: {sm_mhz:.0f}""",
+        place="{op} {m},{k},{n} {strategy} {mode}",
+    ),
+    Benchmark(
+        settings=of.LayerSettings,
+        module="layers.inference",
+        help="Time a layer compiled by Interlace against torch.compile with NCCL, without "
+        "gradients.",
+        columns="""
+        step: {step} | way: {way} | rows: {rows} | median us: {median_us:.1f} |
+        p90 us: {p90_us:.1f} | host us: {host_us:.1f} | device us: {device_us:.1f} |
+        x inductor: {speedup:.2f} | MHz: {sm_mhz:.0f}""",
+        place="{step} {way}",
+    ),
+    Benchmark(
+        settings=of.TransformerSettings,
+        module="layers.training",
+        help="""Time forward, backward and step of transformer layers, ours against torch's ways.
+
+        Tensor parallel, with sequence parallelism, on all ranks. The ways, in turn on equal
+        weights: eager DTensor; inductor and inductor-graph (torch.compile with NCCL, and in CUDA
+        graphs); async-tp; compile, compile-graph and layers (ours: the backend of torch.compile,
+        the same in CUDA graphs, and interlace.nn.functional); layers-fp8, compile-fp8 and
+        compile-fp8-graph (interlace.nn.functional with a recipe, and that compiled by our
+        backend); ideal (no communication).
+        """,
+        columns="""
+        way: {way} | fwd: {forward_ms:.3f} | bwd: {backward_ms:.3f} |
+        step: {step_ms:.3f} | tok/s: {tokens_s:.0f} | TFLOP/s: {tflops:.3g} |
+        exposed: {exposed_ms:.3f} | share: {exposed_share:.1%} |
+        x nccl: {speedup:.3f} | GiB: {peak_bytes_gib:.2f}""",
+        place="{way}",
+    ),
+    Benchmark(
+        settings=of.KernelSettings,
+        module="kernels.work",
+        help="Time losses, optimizers, layers and the host against torch and others; append rows "
+        "of CSV.",
+        columns="""
+        case: {op} {shape} {dtype} {does} | way: {way} |
+        median us: {median_us:.1f} | p90 us: {p90_us:.1f} | host us: {host_us:.1f} |
+        GB/s: {gbs:.0f} | of copy: {share:.3f} | TFLOP/s: {tflops:.0f} |
+        x torch: {speedup_torch:.2f} | peak GiB: {peak_bytes_gib:.2f} |
+        state GiB: {state_bytes_gib:.2f} | off: {deviation:.2f} |
+        MHz: {sm_mhz:.0f}""",
+        place="{op} {shape} {dtype} {way}",
+    ),
+    Benchmark(
+        settings=of.OptimizerSettings,
+        module="optimizer.work",
+        help="""Time training steps with Muon over data parallelism, LayerWise against others.
+
+        The ways, in turn: overlap (LayerWise), overlap-nccl (by NCCL alone), its twins synchronous
+        and no-gather (without any gather: wrong, and the ideal); torch-ddp (torch.optim.Muon under
+        DistributedDataParallel); torchtitan (DistMuon on FSDP2), on GPUs where it is installed.
+        """,
+        columns="""
+        way: {way} | step ms: {step_ms:.2f} | p90: {p90_ms:.2f} |
+        exposed: {exposed_ms:.2f} | of all gathers: {exposed_share:.1%} |
+        x no gather: {over_no_gather:.3f} | peak GiB: {peak_bytes_gib:.3f}""",
+        place="{way}",
+    ),
 )
-from interlace_bench.commands.report import conclude
 
 
-@benchmark
-def interconnect(
-    most: Annotated[str, typer.Option(help="Largest; default: 1GiB on GPUs, 16MiB on CPUs.")] = "",
-    world: World = None,
-    *,
-    given: BenchOptions,
-) -> None:
-    """Measure copies between ranks, and every collective of every backend, by size."""
-    from interlace_bench.interconnect import InterconnectSettings, work
-    from interlace_bench.ranks import pick_device, run
+def command_of(benchmark: Benchmark) -> Callable[..., None]:
+    """The command, whose options are the fields of the benchmark's settings."""
+
+    def run(**given: Any) -> None:
+        conclude(benchmark, benchmark.settings(**given))
+
+    hints = get_type_hints(benchmark.settings, include_extras=True)
+    defaults = {item.name: item.default for item in fields(benchmark.settings)}
+    own_first = [
+        name for each in benchmark.settings.__mro__ for name in inspect.get_annotations(each)
+    ]
+    run.__name__, run.__doc__ = benchmark.settings.name, inspect.cleandoc(benchmark.help)
+    made: Any = command(run)
+    made.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name]
+            )
+            for name in dict.fromkeys(own_first)
+            if name in defaults
+        ]
+    )
+    made.__annotations__ = {}
+    return made
+
+
+def measured(benchmark: Benchmark, settings: of.BenchSettings) -> Report | None:
+    """The report; None on other ranks of torchrun than the first."""
+    from interlace_bench import ranks
+
+    check_places(settings.path)
+    module: Any = importlib.import_module(f"interlace_bench.{benchmark.module}")
+    if settings.alone:
+        return ranks.run_alone(module.measure, settings)
+    return ranks.run(module.work, settings, getattr(settings, "world", None))
+
+
+def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
+    """Measures, and shows the rows to scripts or people: a table, what was not timed, the bars;
+    code 1 where one is missed."""
+    report = measured(benchmark, settings)
+    if report is None:
+        return
+    from interlace_bench import bars
     from interlace_bench.rows import plain
 
-    usual = "16MiB" if pick_device(given.device) == "cpu" else "1GiB"
-    settings = InterconnectSettings(most=nbytes(most or usual), commit=given.commit)
-    report = run("interconnect", work, settings, given, world)
-    if report is None:
-        return
-    if given.json:
-        print_json({"schema": 1, **plain(report), "files": [str(given.path)]})
-        return
-    show_interconnect(report)
-    say(f"\nwrote {given.path}")
-
-
-@benchmark
-def overlap(
-    preset: Annotated[
-        str, typer.Option(help="Shapes: bars, others, tiny, or several with commas.")
-    ] = "bars",
-    shapes: Shapes = "",
-    dtype: Annotated[str, typer.Option(help="Element types, with commas; FP8: f8e4m3.")] = "bf16",
-    host_runs: Annotated[int, typer.Option(help="Calls by which host time is measured.")] = 1000,
-    check: Bars = False,
-    world: World = None,
-    calibration: Calibration = None,
-    *,
-    given: RaceOptions,
-) -> None:
-    """Time AG+GEMM, GEMM+RS and GEMM+AR by every strategy and rival, and append rows of CSV."""
-    from interlace_bench.bars import judge_overlap
-    from interlace_bench.overlap import OverlapSettings, work
-    from interlace_bench.ranks import run
-    from interlace_bench.sites import cases_of
-
-    cases = cases_of(preset, shapes, words(dtype))
-    if not cases:
-        raise OptionError("nothing to measure: give shapes or a preset")
-    settings = OverlapSettings(
-        cases=tuple(cases),
-        host_runs=host_runs,
-        calibration=_place(calibration),
-        **given.settings,
-    )
-    report = run("overlap", work, settings, given, world)
-    if report is None:
-        return
-    roof = report["roof"]
-    conclude(
-        report,
-        f"roof of a copy {roof['bandwidth'] / 1e9:.1f} GB/s ({roof['how']})",
-        {
-            "site": "{op} {m},{k},{n} {dtype}",
-            "strategy": "{strategy}",
-            "mode": "{mode}",
-            "chosen": "{chosen}",
-            "median us": "{median_us:.1f}",
-            "p90 us": "{p90_us:.1f}",
-            "host us": "{host_us:.1f}",
-            "x eager": "{speedup_eager:.2f}",
-            "x graph": "{speedup_graph:.2f}",
-            "R": "{r:.3f}",
-            "MHz": "{sm_mhz:.0f}",
-        },
-        "{op} {m},{k},{n} {strategy} {mode}",
-        given,
-        judge_overlap(report["rows"]) if check else [],
-    )
-
-
-@benchmark
-def layer(
-    small: Small = None,
-    strategy: Strategy = "auto",
-    calibration: Calibration = None,
-    world: World = None,
-    *,
-    given: RaceOptions,
-) -> None:
-    """Time a layer compiled by Interlace against torch.compile with NCCL, without gradients."""
-    from interlace_bench.layer import SMALL, LayerSettings, work
-    from interlace_bench.ranks import pick_device, run
-
-    small = pick_device(given.device) == "cpu" if small is None else small
-    settings = LayerSettings(
-        **(SMALL if small else {}),
-        strategy=strategy,
-        calibration=_place(calibration),
-        **given.settings,
-    )
-    report = run("layer", work, settings, given, world)
-    if report is None:
-        return
-    columns = {
-        "step": "{step}",
-        "way": "{way}",
-        "rows": "{rows}",
-        "median us": "{median_us:.1f}",
-        "p90 us": "{p90_us:.1f}",
-        "host us": "{host_us:.1f}",
-        "device us": "{device_us:.1f}",
-        "x inductor": "{speedup:.2f}",
-        "MHz": "{sm_mhz:.0f}",
-    }
-    conclude(report, "one layer", columns, "{step} {way}", given)
-
-
-@benchmark
-def transformer(
-    model: Annotated[
-        Literal["llama3-8b", "llama3-70b", "gpt3-175b", "tiny", "tiny-gpt"],
-        typer.Option(metavar="NAME", help="llama3-8b, llama3-70b, gpt3-175b, tiny or tiny-gpt."),
-    ] = "llama3-8b",
-    layers: Annotated[int, typer.Option(help="Layers, one after another.")] = 1,
-    sequence: Annotated[int, typer.Option(help="Tokens of a sequence, over all ranks.")] = 8192,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16",
-    strategy: Strategy = "auto",
-    simulate: Annotated[
-        str,
-        typer.Option(help="Run nothing, predict: a calibration file, or the model h200 or cpu."),
-    ] = "",
-    check: Bars = False,
-    calibration: Calibration = None,
-    world: World = None,
-    *,
-    given: RaceOptions,
-) -> None:
-    """Time forward, backward and step of transformer layers, ours against torch's ways.
-
-    Tensor parallel, with sequence parallelism, on all ranks. The ways, in turn on equal weights:
-    eager DTensor; inductor and inductor-graph (torch.compile with NCCL, and in CUDA graphs);
-    async-tp; compile, compile-graph and layers (ours: the backend of torch.compile, the same in
-    CUDA graphs, and interlace.nn.functional); layers-fp8, compile-fp8 and compile-fp8-graph
-    (interlace.nn.functional with a recipe, and that compiled by our backend); ideal (no
-    communication).
-    """
-    from interlace_bench.bars import judge_transformer
-    from interlace_bench.ranks import run
-    from interlace_bench.rows import append
-    from interlace_bench.transformer.work import TransformerSettings, work
-
-    settings = TransformerSettings(
-        model=model,
-        layers=layers,
-        sequence=sequence,
-        batch=batch,
-        dtype=dtype,
-        strategy=strategy,
-        calibration=_place(calibration),
-        **given.settings,
-    )
-    if simulate:
-        from interlace.cost import default_machine
-        from interlace_bench.transformer.predict import predict
-
-        built_in = simulate in ("cpu", "cuda", "h200")
-        machine = default_machine(simulate) if built_in else read_machine(Path(simulate))
-        report = predict(settings, machine, world or 4)
-        if given.path is not None:
-            append(given.path, report["rows"])
+    rows, headline = report["rows"], report.pop("headline", "")
+    shown = [row for row in report.pop("shown", rows) if not row["error"]]
+    judge = getattr(bars, f"judge_{settings.name}", None)
+    verdicts = judge(rows) if judge is not None and getattr(settings, "check", False) else []
+    if settings.json:
+        print_json({"schema": 1, **plain(report), "bars": [item.to_json() for item in verdicts]})
     else:
-        report = run("transformer", work, settings, given, world)
-    if report is None:
-        return
-    ranks, what = report["rows"][0]["world"], f"{model} x {layers}"
-    headline = f"{ranks} ranks, {what}, {batch} x {sequence} tokens in {dtype}; in ms"
-    columns = {
-        "way": "{way}",
-        "fwd": "{forward_ms:.3f}",
-        "bwd": "{backward_ms:.3f}",
-        "step": "{step_ms:.3f}",
-        "tok/s": "{tokens_s:.0f}",
-        "TFLOP/s": "{tflops:.3g}",
-        "exposed": "{exposed_ms:.3f}",
-        "share": "{exposed_share:.1%}",
-        "x nccl": "{speedup:.3f}",
-        "GiB": "{peak_bytes_gib:.2f}",
-    }
-    verdicts = judge_transformer(report["rows"]) if check else []
-    conclude(report, headline, columns, "{way}", given, verdicts)
+        facts = report["facts"]
+        say(f"{facts['gpu']}, torch {facts['torch']}{headline}\n")
+        cells = [[_cell(form, row) for form in benchmark.cells.values()] for row in shown]
+        table(tuple(benchmark.cells), cells)
+        failed = [row for row in rows if row["error"]]
+        if failed:
+            say("\nnot timed:")
+        for row in failed:
+            say(f"  {benchmark.place.format_map(row)}: {row['error']}")
+        if report.get("skipped"):
+            say(f"no time left for: {'; '.join(report['skipped'])}")
+        for name, why in report.get("absent", {}).items():
+            say(f"{name} is absent: {why}")
+        if verdicts:
+            _show_bars(verdicts)
+        say(f"\nwrote {settings.path}")
+    if bars.missed(verdicts):
+        raise typer.Exit(UNSOUND)
 
 
-@benchmark
-def kernels(
-    small: Small = None,
-    check: Bars = False,
-    *,
-    given: RaceOptions,
-) -> None:
-    """Time losses, optimizers, layers and the host against torch and others; append rows of CSV."""
-    import torch
-
-    from interlace_bench.bars import judge_kernels
-    from interlace_bench.kernels.work import KernelSettings, work
-    from interlace_bench.ranks import pick_device, progress
-
-    settings = KernelSettings(small=small, **given.settings)
-    where = torch.device(pick_device(given.device))
-    faulthandler.dump_traceback_later(given.time_out, exit=True, file=sys.__stderr__ or sys.stderr)
-    try:
-        report = work(settings, where, progress(given))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    conclude(
-        report,
-        f"Triton {report['facts']['triton'] or 'absent'}",
-        {
-            "case": "{op} {shape} {dtype} {does}",
-            "way": "{way}",
-            "median us": "{median_us:.1f}",
-            "p90 us": "{p90_us:.1f}",
-            "host us": "{host_us:.1f}",
-            "GB/s": "{gbs:.0f}",
-            "of copy": "{share:.3f}",
-            "TFLOP/s": "{tflops:.0f}",
-            "x torch": "{speedup_torch:.2f}",
-            "peak GiB": "{peak_bytes_gib:.2f}",
-            "state GiB": "{state_bytes_gib:.2f}",
-            "off": "{deviation:.2f}",
-            "MHz": "{sm_mhz:.0f}",
-        },
-        "{op} {shape} {dtype} {way}",
-        given,
-        judge_kernels(report["rows"]) if check else [],
-    )
+def _cell(form: str, row: Mapping[str, Any]) -> str:
+    """One cell; what a row has in bytes is there in GiB as well."""
+    gib = {f"{name}_gib": row[name] / 2**30 for name in row if name.endswith("_bytes")}
+    text = form.format_map({**row, **gib})
+    return "-" if text.startswith("nan") else text
 
 
-@benchmark
-def optimizer(
-    model: Annotated[
-        Literal["llama3-8b", "small", "tiny"] | None,
-        typer.Option(help="Default: small on CPUs, llama3-8b on GPUs."),
-    ] = None,
-    link: Annotated[
-        float, typer.Option(help="GB/s of the link that CPU ranks shall have; 0: as it is.")
-    ] = 0.0,
-    check: Bars = False,
-    world: World = None,
-    *,
-    given: RaceOptions,
-) -> None:
-    """Time training steps with Muon over data parallelism, LayerWise against others.
-
-    The ways, in turn: overlap (LayerWise), its twins synchronous and no-gather (without any
-    gather: wrong, and the ideal); torch-ddp (torch.optim.Muon under DistributedDataParallel);
-    torchtitan (DistMuon on FSDP2), on GPUs where it is installed.
-    """
-    from interlace_bench.bars import judge_optimizer
-    from interlace_bench.optimizer.work import OptimizerSettings, work
-    from interlace_bench.ranks import pick_device, run
-
-    usual = "small" if pick_device(given.device) == "cpu" else "llama3-8b"
-    settings = OptimizerSettings(
-        model=model or usual,
-        bandwidth=link * 1e9,
-        **given.settings,
-    )
-    report = run("optimizer", work, settings, given, world)
-    if report is None:
-        return
-    size, ranks = settings.size, report["rows"][0]["world"]
-    headline = (
-        f"{ranks} ranks, {settings.model} x {size.layers}, {size.batch} x {size.sequence} tokens "
-        f"in {size.dtype}; in ms"
-    )
-    columns = {
-        "way": "{way}",
-        "step": "{step_ms:.2f}",
-        "p90": "{p90_ms:.2f}",
-        "exposed": "{exposed_ms:.2f}",
-        "of all gathers": "{exposed_share:.1%}",
-        "x no gather": "{over_no_gather:.3f}",
-        "peak GiB": "{peak_bytes_gib:.3f}",
-    }
-    verdicts = judge_optimizer(report["rows"]) if check else []
-    conclude(report, headline, columns, "{way}", given, verdicts)
-
-
-def _place(calibration: Path | None) -> str | None:
-    return None if calibration is None else str(calibration.resolve())
+def _show_bars(verdicts: Sequence[BarVerdict]) -> None:
+    cells = [
+        [v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED"]
+        + [str(value) for value in v.of.values()]
+        for v in verdicts
+    ]
+    say("")
+    table(("bar", "limit", "figure", "", *verdicts[0].of), cells, title="bars")
 
 
 bench = typer.Typer(
@@ -338,5 +231,5 @@ bench = typer.Typer(
     no_args_is_help=True,
     help="Measure links, overlapped sites, layers, kernels and optimizers, here and now.",
 )
-for function in (interconnect, overlap, layer, transformer, kernels, optimizer):
-    bench.command(no_args_is_help=False)(function)
+for each in BENCHMARKS:
+    bench.command(no_args_is_help=False)(command_of(each))

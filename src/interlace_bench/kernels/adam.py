@@ -3,9 +3,9 @@
     cases = adam_cases(small=False)
 
 Bytes that must move, an element: parameter, moments and master read and written, gradient read; of
-a parameter beside an fp32 master only the write. All ways of a case share parameters and gradients,
-and each has its own states. Before, each does some steps on a small tensor that are compared with
-Adam in fp64.
+a parameter beside an fp32 master only the write. All variants of a case share parameters and
+gradients, and each has its own states. Before, each does some steps on a small tensor that are
+compared with Adam in fp64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from interlace.optim import AdamW
 from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase, needed
-from interlace_bench.race.ways import Opened, Way
+from interlace_bench.race import Opened, Variant
 from interlace_bench.sites import DTYPES
 
 WIDTH, HIDDEN, KEYS, CLASSES, LAYERS = 4096, 14336, 1024, 128256, 4
@@ -88,7 +88,7 @@ def layer_shapes() -> list[tuple[int, ...]]:
 
 
 def adam_case(kind: Format, shapes: list[tuple[int, ...]], device: torch.device) -> BuiltCase:
-    params = _params(shapes, DTYPES[kind.dtype], device)
+    params = filled(shapes, DTYPES[kind.dtype], device)
     makers: dict[str, Make] = {
         OURS: lambda given: AdamW(given, lr=LR, **kind.options),
         "torch": lambda given: torch.optim.AdamW(given, lr=LR, fused=True),
@@ -96,16 +96,18 @@ def adam_case(kind: Format, shapes: list[tuple[int, ...]], device: torch.device)
         "torch masters": Masters,
         "torchao": functools.partial(_torchao, device),
     }
-    ways = [
-        Way(name, functools.partial(_open, makers[name], params)) for name in (OURS, *kind.rivals)
+    variants = [
+        Variant(name, functools.partial(opened_optimizer, makers[name], params, _off))
+        for name in (OURS, *kind.rivals)
     ]
     count = sum(param.numel() for param in params)
-    return BuiltCase(ways=ways, nbytes=kind.moved * count, limit=LOOSE)
+    return BuiltCase(variants=variants, nbytes=kind.moved * count, limit=LOOSE)
 
 
-def _params(
+def filled(
     shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, device: torch.device, width: float = 0.02
 ) -> list[nn.Parameter]:
+    """Parameters with gradients, both random."""
     empty = functools.partial(torch.empty, dtype=dtype, device=device)
     params = [nn.Parameter(empty(shape).normal_(0, width)) for shape in shapes]
     for param in params:
@@ -113,9 +115,11 @@ def _params(
     return params
 
 
-def _open(make: Make, params: list[nn.Parameter]) -> Opened:
-    off = functools.partial(_off, make, params[0].dtype, params[0].device)
-    far = off()  # before the big states are made
+def opened_optimizer(
+    make: Make, params: list[nn.Parameter], off: Callable[[Make, nn.Parameter], float]
+) -> Opened:
+    """An optimizer of these parameters, whose first steps on small ones are not far `off`."""
+    far = off(make, params[0])  # before the big states are made
     optimizer = make(params)
     return Opened(optimizer.step, lambda: far, lambda: state_bytes(optimizer))
 
@@ -128,12 +132,13 @@ def state_bytes(optimizer: Any) -> int:
     return sum(storages.values())
 
 
-def _off(make: Make, dtype: torch.dtype, device: torch.device) -> float:
+def _off(make: Make, like: nn.Parameter) -> float:
     """Some steps against fp64, in units of the rounding of the greatest parameter in each step.
 
     Parameters are small beside a step, so that a step that is wrong shows.
     """
-    (param,) = _params([(64, 64)], dtype, device, width=1e-4)
+    dtype = like.dtype
+    (param,) = filled([(64, 64)], dtype, like.device, width=1e-4)
     assert param.grad is not None
     x, g = param.detach().double(), param.grad.double()
     m, v = torch.zeros_like(x), torch.zeros_like(x)

@@ -1,48 +1,60 @@
-"""One op at one size, computed in several ways that are timed in turn.
+"""One op at one size, computed by several variants that are timed in turn.
 
     case = KernelCase(op="adam", shape="1.40e9 all f32", dtype="f32", does="step", build=build)
     rows = time_case(case, ranks, seconds=3.0)
 
-A way that is not installed, cannot serve or computes something wrong becomes a row with the reason
-and no time. Where bytes bound the op, a copy from device to device takes turns with the ways: its
-rate, in the same minute on the same warm device, is what theirs is a share of.
+A variant that is not installed, cannot serve or computes something wrong becomes a row with the
+reason and no time. Where bytes bound the op, a copy from device to device takes turns with them:
+its rate, in the same minute on the same warm device, is what theirs is a share of.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interlace.errors import UnsupportedError
 from interlace.launch import Tell
-from interlace_bench.race.ways import Opened, Racer, Sets, Way, also, close, prepare, run_race
+from interlace_bench.race import (
+    LAUNCHES,
+    Opened,
+    Racer,
+    Run,
+    Sets,
+    Variant,
+    close,
+    race,
+    run_race,
+    time_in_turn,
+)
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row
-from interlace_bench.timing import LAUNCHES, Run, Timing, race, time_in_turn
 
 OURS = "interlace"
-"""The name of our way; variants of it begin with it."""
+"""The name of our variant; others of ours begin with it."""
 COPY = "copy"
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 """Size of what is copied: twice as many bytes move."""
+BOTH, FORWARD = "forward+backward", "forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltCase:
     """A case with its tensors."""
 
-    ways: Sequence[Way]
-    sets: Sets = ((),)
+    variants: Sequence[Variant]
     nbytes: int = 0
     """Bytes that must move, where they bound the op."""
     flops: int = 0
     limit: float = 1.0
-    """Largest deviation that a way may have."""
+    """Largest deviation that a variant may have."""
     launches: tuple[int, int] = (3, LAUNCHES[1])
     ahead: bool = False
     """The device waits until the host is a launch ahead."""
@@ -66,6 +78,20 @@ class KernelCase:
         return f"{self.op} {self.shape} {self.dtype} {self.does}"
 
 
+def checked(
+    makers: Mapping[str, Callable[[], Run]], off: Callable[[Any], float], sets: Sets = ((),)
+) -> list[Variant]:
+    """Variants by name, each right where its first result, of the first inputs, is not far `off`. A
+    maker returns what launches, or raises."""
+
+    def opened(make: Callable[[], Run]) -> Opened:
+        run = make()
+        return Opened(run, lambda: off(run(*sets[0])))
+
+    made = {name: functools.partial(opened, make) for name, make in makers.items()}
+    return [Variant(name, each, sets=sets) for name, each in made.items()]
+
+
 def needed(module: str, package: str, device: torch.device) -> Any:
     """A rival's module; raises `UnsupportedError` where it is not installed or there is no GPU."""
     try:
@@ -78,48 +104,49 @@ def needed(module: str, package: str, device: torch.device) -> Any:
     return found
 
 
+def unit(dtype: torch.dtype) -> float:
+    """Unit of `deviation`: one rounding of a 16-bit type, or 128 of a 32-bit type (sums differ)."""
+    return torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 128)
+
+
+def relative(found: Tensor, known: Tensor) -> float:
+    """Deviation by root mean square, relative to the reference."""
+    return float((found.to(known.dtype) - known).norm() / known.norm().clamp_min(1e-30))
+
+
 def time_case(
     case: KernelCase, ranks: Ranks, seconds: float, tell: Tell = lambda event: None
 ) -> list[Row]:
-    """Builds, checks and times all ways of a case; a row for each."""
+    """Builds, checks and times all variants of a case; a row for each."""
     work = case.build(ranks.device)
-    memory: dict[str, Row] = {}
-    ways = {way.name: way for way in (*work.ways, *([_copy(ranks.device)] if work.nbytes else []))}
+    variants = [replace(variant, limit=work.limit) for variant in work.variants]
+    variants += [_copy(ranks.device)] if work.nbytes else []
 
-    def prepared(name: str) -> Racer:
-        sets = [()] if name == COPY else work.sets
-        racer = prepare(ranks, ways[name], sets, work.limit)
-        memory[name] = _memory(ranks, racer)
-        return racer
-
-    def timer(runs: Mapping[str, Run], sets: Mapping[str, Sets]) -> dict[str, Timing]:
+    def timer(ready: list[Racer]) -> None:
         if work.host:
-            return time_in_turn(ranks, runs, work.sets, seconds)
-        return race(ranks, runs, sets, seconds, launches=work.launches, ahead=work.ahead)
+            time_in_turn(ranks, ready, seconds)
+        else:
+            race(ranks, ready, seconds, launches=work.launches, ahead=work.ahead)
 
-    def told(event: Row) -> None:
+    def measure(racer: Racer) -> None:
+        """Measures what a call allocates beyond what was there, of that what it returns, and what
+        is kept from call to call."""
+        given, opened = racer.variant.sets[0], racer.opened
+        racer.run(*given)
+        most, kept = peak_and_kept(racer.run, given, ranks)
+        state = opened.state() if opened is not None else 0
+        racer.figures.update(peak_bytes=most, kept_bytes=kept, state_bytes=state)
+
+    def doing(event: Row) -> None:
         tell(event | {"event": "doing"})  # a case is a step
 
-    racers = [*run_race(ways, prepared, timer, told, f"{case}: ").values()]
-    rows = _rows(case, work, racers, memory, ranks)
-    close(racers)
+    racers = run_race(ranks, variants, timer, doing, f"{case}: ", measure)
+    rows = _rows(case, work, racers, ranks)
+    close(racers.values())
     return rows
 
 
-def _memory(ranks: Ranks, racer: Racer) -> Row:
-    """Memory that a call takes, as columns."""
-    found: Row = {"peak_bytes": math.nan, "kept_bytes": math.nan, "state_bytes": 0}
-
-    def measure(opened: Opened) -> None:
-        opened.run(*racer.sets[0])
-        most, kept = peak(opened.run, racer.sets[0], ranks)
-        found.update(peak_bytes=most, kept_bytes=kept, state_bytes=opened.state())
-
-    also(ranks, racer, measure)
-    return found
-
-
-def peak(run: Run, inputs: Sequence[Any], ranks: Ranks) -> tuple[float, float]:
+def peak_and_kept(run: Run, inputs: Sequence[Any], ranks: Ranks) -> tuple[float, float]:
     """Bytes of one call beyond those allocated before: at most, and in what it returns."""
     if not ranks.cuda:
         return math.nan, math.nan
@@ -133,7 +160,7 @@ def peak(run: Run, inputs: Sequence[Any], ranks: Ranks) -> tuple[float, float]:
     return most - before, after - before
 
 
-def _copy(device: torch.device) -> Way:
+def _copy(device: torch.device) -> Variant:
     def make() -> Opened:
         source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device).random_()
         target = torch.empty_like(source)
@@ -144,42 +171,33 @@ def _copy(device: torch.device) -> Way:
 
         return Opened(lambda: target.copy_(source), off)
 
-    return Way(COPY, make)
+    return Variant(COPY, make)
 
 
 def _rows(
-    case: KernelCase,
-    work: BuiltCase,
-    racers: Sequence[Racer],
-    memory: Mapping[str, Row],
-    ranks: Ranks,
+    case: KernelCase, work: BuiltCase, racers: Mapping[str, Racer], ranks: Ranks
 ) -> list[Row]:
     copied = 2 * COPY_BYTES[ranks.device.type]
-    times = {racer.way.name: racer.median for racer in racers}
-    copy_rate = copied / times.get(COPY, math.nan)
+    copy_rate = copied / (racers[COPY].median if COPY in racers else math.nan)
+    torch_s = racers["torch"].median if "torch" in racers else math.nan
     rows: list[Row] = []
-    for racer in racers:
-        name, median = racer.way.name, racer.median
+    for name, racer in racers.items():
         nbytes = copied if name == COPY else work.nbytes or math.nan
         rows.append(
             {
-                "op": case.op,
-                "shape": case.shape,
-                "dtype": case.dtype,
-                "does": case.does,
+                **{"op": case.op, "shape": case.shape, "dtype": case.dtype, "does": case.does},
                 "device": ranks.device.type,
                 "way": name,
                 **racer.columns("median_us", "p90_us", "least_us", "host_us"),
                 "bytes": nbytes,
-                "gbs": nbytes / median / 1e9,
+                "gbs": nbytes / racer.median / 1e9,
                 "copy_gbs": copy_rate / 1e9,
-                "share": nbytes / median / copy_rate,
-                "tflops": (work.flops or math.nan) / median / 1e12,
-                "speedup_torch": times.get("torch", math.nan) / median,
-                **memory[name],
+                "share": nbytes / racer.median / copy_rate,
+                "tflops": (work.flops or math.nan) / racer.median / 1e12,
+                "speedup_torch": torch_s / racer.median,
+                **racer.columns("peak_bytes", "kept_bytes", "state_bytes"),
                 "calls": work.calls or math.nan,
-                "deviation": racer.off,
-                **racer.columns("rounds", "sm_mhz", "error"),
+                **racer.columns("deviation", "rounds", "sm_mhz", "error"),
             }
         )
     return rows

@@ -2,9 +2,9 @@
 
     cases = grouped_cases(small=False)
 
-Others make the gradient first and then add it: torch's grouped GEMM, or a linear for each group (of
-which the host knows the sizes). Rows of the result, of the gradient of x and the main gradient are
-compared with products in wide arithmetic, for the first group that has rows and the last.
+torch's grouped GEMM makes the gradient first, and then it is added. Rows of the result, of the
+gradient of x and the main gradient are compared with products in wide arithmetic, for the first
+group that has rows and the last.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interlace.nn import GroupedLinear
 from interlace.optim import GradAccumulator
-from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase
-from interlace_bench.kernels.losses import BOTH, relative, unit
-from interlace_bench.race.ways import Opened, Way, worst
+from interlace_bench.kernels.case import (
+    BOTH,
+    OURS,
+    BuiltCase,
+    KernelCase,
+    checked,
+    relative,
+    unit,
+)
+from interlace_bench.race import Run, worst
 from interlace_bench.sites import DTYPES
 
 LOOSE = 4.0
@@ -75,8 +80,9 @@ def grouped_case(
     main = torch.zeros(groups, outer, inner, device=device)
     on_device = torch.tensor(sizes, device=device, dtype=torch.int32)
 
-    def opened(make: Callable[..., Layer], given: Any) -> Opened:
-        layer, add = make(weight, main, given)
+    def of(make: Callable[[Tensor, Tensor, Tensor], Layer]) -> Run:
+        main.zero_()  # what other variants added does not count
+        layer, add = make(weight, main, on_device)
 
         def run(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
             x = x.detach().requires_grad_()
@@ -85,19 +91,15 @@ def grouped_case(
             add()
             return y.detach(), x.grad
 
-        def off() -> float:
-            main.zero_()
-            return _off(run(x, dy), main, (x, weight, dy), sizes)
+        return run
 
-        return Opened(run, off)
+    makers = {OURS: lambda: of(grouped_layer), "torch": lambda: of(torch_layer)}
 
-    ways = (
-        Way(OURS, lambda: opened(grouped_layer, on_device)),
-        Way("torch", lambda: opened(torch_layer, on_device)),
-        Way("loop", lambda: opened(_loop, sizes)),
-    )
+    def off(found: tuple[Tensor, Tensor | None]) -> float:
+        return _off(found, main, (x, weight, dy), sizes)
+
     flops = 3 * 2 * tokens * inner * outer
-    return BuiltCase(ways=ways, sets=[(x, dy)], flops=flops, limit=LOOSE)
+    return BuiltCase(variants=checked(makers, off, [(x, dy)]), flops=flops, limit=LOOSE)
 
 
 def grouped_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:
@@ -124,22 +126,6 @@ def torch_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:
         param.grad = None
 
     return lambda x: torch._grouped_mm(x, param.transpose(1, 2), offs=ends), add
-
-
-def _loop(weight: Tensor, main: Tensor, sizes: Sequence[int]) -> Layer:
-    params = [nn.Parameter(part) for part in weight]
-
-    def layer(x: Tensor) -> Tensor:
-        parts = zip(x.split(list(sizes)), params, strict=True)
-        return torch.cat([F.linear(rows, param) for rows, param in parts if len(rows)])
-
-    def add() -> None:
-        for param, part in zip(params, main, strict=True):
-            if param.grad is not None:
-                part.add_(param.grad)
-                param.grad = None
-
-    return layer, add
 
 
 def _off(

@@ -3,7 +3,7 @@
     cases = host_cases(torch.device("cpu"))
 
 Tensors are so small that the host is what takes the time; each figure is the median of 1,000 calls,
-a hundred of each way in turn (of fewer where a call takes milliseconds). For an Executor, a
+a hundred of each variant in turn (of fewer where a call takes milliseconds). For an Executor, a
 run of a Program of 1, 8 or 32 calls on one stream is compared with the same calls of torch, one by
 one, with the same operators and outputs; the others are cases of the other ops.
 """
@@ -26,12 +26,13 @@ from interlace.launch import Report, Tell
 from interlace.nn import functional
 from interlace.runtime import Executor
 from interlace_bench.kernels.adam import FORMATS, adam_case
-from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase, time_case
+from interlace_bench.kernels.case import BOTH, OURS, BuiltCase, KernelCase, checked, time_case
 from interlace_bench.kernels.grouped import grouped_case
-from interlace_bench.kernels.losses import BOTH, cross_entropy_case, linear_case
-from interlace_bench.race.ways import Opened, Way
+from interlace_bench.kernels.losses import cross_entropy_case, linear_case
+from interlace_bench.race import Run
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
+from interlace_bench.settings import KernelSettings
 
 COUNTS = (1, 8, 32)
 WIDTH = 64
@@ -54,7 +55,7 @@ def host_cases(device: torch.device) -> list[KernelCase]:
         ("GroupedLinear 4x64x64x64", dtype, partial(grouped_case, 4, 64, 64, 64, "even", dtype)),
     ]
     return [
-        *(_case(f"Executor.run, {n} calls", partial(_executor, n)) for n in reversed(COUNTS)),
+        *(_case(f"Executor.run, {n} calls", partial(executor_case, n)) for n in reversed(COUNTS)),
         *(_case(shape, partial(_host, build), dtype) for shape, dtype, build in small),
     ]
 
@@ -62,8 +63,9 @@ def host_cases(device: torch.device) -> list[KernelCase]:
 def _host(build: Callable[[torch.device], BuiltCase], device: torch.device) -> BuiltCase:
     """The case of another op, of which the host's time counts: ours against torch alone."""
     case = build(device)
-    ways = [way for way in case.ways if way.name in (OURS, "torch", "torch foreach")]
-    return replace(case, ways=ways, nbytes=0, flops=0, host=True)
+    names = (OURS, "torch", "torch foreach")
+    variants = [variant for variant in case.variants if variant.name in names]
+    return replace(case, variants=variants, nbytes=0, flops=0, host=True)
 
 
 def _case(shape: str, build: Callable[[torch.device], BuiltCase], dtype: str = "f32") -> KernelCase:
@@ -103,55 +105,57 @@ def chain(calls: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor
     return run
 
 
-def executor_ways(
+def executor_case(
     calls: int, device: torch.device, groups: Mapping[str, Any] | None = None, team: int = 1
-) -> tuple[tuple[Way, ...], list[tuple[Tensor, ...]]]:
-    """The ways, and their inputs."""
+) -> BuiltCase:
+    """A run of a Program of so many calls, beside the same calls."""
     x = torch.randn(WIDTH, WIDTH, device=device)
     w = torch.randn(WIDTH, WIDTH, device=device) / WIDTH
     plain = chain(calls, device)
+    wanted = plain(x, w)
 
-    def same(run: Callable[..., Tensor]) -> Opened:
-        def off() -> float:
-            return 0.0 if torch.equal(run(x, w), plain(x, w)) else math.inf
+    def off(found: Tensor) -> float:
+        return 0.0 if torch.equal(found, wanted) else math.inf
 
-        return Opened(run, off)
-
-    def ours() -> Opened:
+    def ours() -> Run:
         executor = Executor(program(calls, team), groups=groups, device=device).prepare()
-        return same(lambda x, w: executor.run([x, w])[0])
+        return lambda x, w: executor.run([x, w])[0]
 
-    return (Way(OURS, ours), Way("torch", lambda: same(plain))), [(x, w)]
+    variants = checked({OURS: ours, "torch": lambda: plain}, off, [(x, w)])
+    return BuiltCase(variants=variants, calls=calls, host=True)
 
 
-def team_work(commit: str, ranks: Ranks, tell: Tell) -> Report:
+def team_work(settings: KernelSettings, ranks: Ranks, tell: Tell) -> Report:
     """On every rank of a team: a run of a Program of that team, which talks to nobody in it: what
     being in a team costs, entering a run and telling the others where one is. And calls of layers.
     """
+    team, groups = f"a team of {ranks.size}", {"tp": ranks.group}
+    dtype, sizes = "bf16" if ranks.cuda else "f32", "x".join(map(str, LAYER[ranks.cuda]))
+    cases = [
+        _case(
+            f"Executor.run, {calls} calls, {team}",
+            partial(executor_case, calls, groups=groups, team=ranks.size),
+        )
+        for calls in reversed(COUNTS)
+    ]
+    cases += [
+        _case(f"{kind} {sizes}, {team}", partial(layer_case, kind, ranks), dtype) for kind in LAYERS
+    ]
+    common = facts(ranks.device.type, settings.commit)
     rows: list[Row] = []
-    common = facts(ranks.device.type, commit)
-    for calls in reversed(COUNTS):
-        ways, sets = executor_ways(calls, ranks.device, {"tp": ranks.group}, ranks.size)
-        work = BuiltCase(ways=ways, sets=sets, calls=calls, host=True)
-        shape = f"Executor.run, {calls} calls, a team of {ranks.size}"
-        case = _case(shape, lambda device, work=work: work)
-        rows += [{**row, **common} for row in time_case(case, ranks, math.inf)]
-    for kind in LAYERS:
-        work = layer_case(kind, ranks)
-        shape = f"{kind} {'x'.join(map(str, LAYER[ranks.cuda]))}, a team of {ranks.size}"
-        case = _case(shape, lambda device, work=work: work, "bf16" if ranks.cuda else "f32")
-        rows += [{**row, **common} for row in time_case(case, ranks, math.inf)]
+    for case in cases:
+        rows += [row | common for row in time_case(case, ranks, math.inf)]
     return {"rows": rows}
 
 
-def layer_case(kind: str, ranks: Ranks) -> BuiltCase:
+def layer_case(kind: str, ranks: Ranks, device: torch.device) -> BuiltCase:
     """A call of a tensor-parallel layer, beside `F.linear` and one collective; on CUDA ours is with
     CUDA graphs: at sizes where the host counts, a user asks for them.
     """
     rows, inner, outer = LAYER[ranks.cuda]
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
     shape = (rows if kind == LAYERS[0] else rows * ranks.size, inner)
-    x, w = (torch.randn(size, device=ranks.device).to(dtype) for size in (shape, (outer, inner)))
+    x, w = (torch.randn(size, device=device).to(dtype) for size in (shape, (outer, inner)))
 
     def plain(x: Tensor, w: Tensor) -> Tensor:
         if kind == LAYERS[0]:
@@ -162,32 +166,12 @@ def layer_case(kind: str, ranks: Ranks) -> BuiltCase:
         dist.reduce_scatter_tensor(out, F.linear(x, w), group=ranks.group)
         return out
 
-    def ours(graph: bool, **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
-        call = getattr(functional, kind)
-        facts = {"group": ranks.group, "options": {**options, **({"graph": True} if graph else {})}}
-        return lambda x, w: call(x, w, **facts)
+    def off(found: Tensor) -> float:
+        wanted = plain(x, w)
+        far = (found - wanted).abs().max() / wanted.abs().max()
+        return float(far) / (16 * torch.finfo(dtype).eps)
 
-    def trained(run: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """With gradients wanted of x and w, which no other way asks for."""
-        leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
-        return lambda *_: run(*leaves).detach()
-
-    def opened(run: Callable[[Tensor, Tensor], Tensor]) -> Opened:
-        def off() -> float:
-            wanted = plain(x, w)
-            far = (run(x, w) - wanted).abs().max() / wanted.abs().max()
-            return float(far) / (16 * torch.finfo(dtype).eps)
-
-        return Opened(run, off)
-
-    made = {OURS: ours(ranks.cuda), "torch": plain, f"{OURS}, gradients": trained(ours(ranks.cuda))}
-    if ranks.cuda:
-        made[f"{OURS}, no graph"] = ours(False)
-        made |= {f"{OURS} {name}": ours(False, strategy=name) for name in ("pipeline", "peer")}
-    ways = [Way(name, lambda run=run: opened(run)) for name, run in made.items()]
-    return BuiltCase(ways=ways, sets=[(x, w)], host=True)
-
-
-def _executor(calls: int, device: torch.device) -> BuiltCase:
-    ways, sets = executor_ways(calls, device)
-    return BuiltCase(ways=ways, sets=sets, calls=calls, host=True)
+    call, options = getattr(functional, kind), {"graph": True} if ranks.cuda else {}
+    ours = partial(call, group=ranks.group, options=options)
+    makers: dict[str, Callable[[], Run]] = {OURS: lambda: ours, "torch": lambda: plain}
+    return BuiltCase(variants=checked(makers, off, [(x, w)]), host=True)

@@ -3,30 +3,38 @@
     cases = loss_cases(torch.device("cuda"), small=False)
 
 Bytes that must move: the logits, read forward and again backward, and their gradient, written.
-Each way's loss, and its gradient of the first rows, are compared with wide arithmetic.
+Each variant's loss, and its gradient of the first rows, are compared with wide arithmetic.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
-from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase, needed
-from interlace_bench.race.ways import Opened, Way, worst
+from interlace_bench.kernels.case import (
+    BOTH,
+    FORWARD,
+    OURS,
+    BuiltCase,
+    KernelCase,
+    checked,
+    needed,
+    relative,
+    unit,
+)
+from interlace_bench.race import Run, worst
 from interlace_bench.sites import CACHE, DTYPES
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
-BOTH, FORWARD = "forward+backward", "forward"
 CHECKED = 16
 """Rows whose gradients are compared."""
 LOOSE = 16.0
-"""Largest deviation of a way, in units of `unit`: torch rounds log-probabilities of -12 to 16 bits,
+"""Largest deviation, in units of `unit`: torch rounds log-probabilities of -12 to 16 bits,
 which puts its gradients off by some per cent."""
 SHAPES = (
     # rows, classes, dtype, label smoothing, z-loss, what is computed
@@ -70,11 +78,6 @@ def linear_cases(small: bool) -> list[KernelCase]:
     ]
 
 
-def unit(dtype: torch.dtype) -> float:
-    """Unit of `deviation`: one rounding of a 16-bit type, or 128 of a 32-bit type (sums differ)."""
-    return torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 128)
-
-
 # -- cross-entropy -------------------------------------------------------------------------------
 
 
@@ -95,41 +98,31 @@ def cross_entropy_case(
         x.requires_grad_(does == BOTH)
     known = _reference(*sets[0], smoothing, z_loss)
 
-    def opened(loss: LossOf, keeps: bool = True) -> Opened:
-        run = functools.partial(_run, loss, does == BOTH)
+    def of(loss: LossOf) -> Run:
+        return functools.partial(_run, loss, does == BOTH)
 
-        def off() -> float:
-            x, y = sets[0]
-            if not keeps:
-                x = x.detach().clone().requires_grad_(x.requires_grad)
-            return _off(run(x, y), known, x.dtype)
-
-        if keeps:
-            return Opened(run, off)
-        own = [x.detach().clone() for x, _ in sets[:1]]
-
-        def destroy(x: Tensor, y: Tensor) -> Any:
-            return run(own[0].detach().requires_grad_(x.requires_grad), y)
-
-        return Opened(destroy, off)
-
-    def liger(keeps: bool) -> Opened:
+    def liger(copies: bool) -> Run:
         rival = needed("liger_kernel.transformers.cross_entropy", "liger_kernel", device)
         module = rival.LigerCrossEntropyLoss(label_smoothing=smoothing, lse_square_scale=z_loss)
-        return opened((lambda x, y: module(x.clone(), y)) if keeps else module, keeps)
+        if copies:
+            return of(lambda x, y: module(x.clone(), y))
+        own, run = sets[0][0].detach().clone(), of(module)
+        return lambda x, y: run(own.detach().requires_grad_(x.requires_grad), y)  # overwrites it
 
-    passes = 3 if does == BOTH else 1
-    compiled = classes in COMPILED and not (smoothing or z_loss)  # it takes seconds each time
     options = {"label_smoothing": smoothing, "z_loss": z_loss}
     plain = functools.partial(_torch_loss, smoothing=smoothing, z_loss=z_loss)
-    ways = (
-        Way(OURS, lambda: opened(functools.partial(cross_entropy, **options))),
-        Way("torch", lambda: opened(plain)),
-        *([Way("torch.compile", lambda: opened(torch.compile(plain, dynamic=False)))] * compiled),
-        Way("liger", lambda: liger(keeps=True)),
-        Way("liger in place", lambda: liger(keeps=False)),
+    makers: dict[str, Callable[[], Run]] = {
+        OURS: lambda: of(functools.partial(cross_entropy, **options)),
+        "torch": lambda: of(plain),
+    }
+    if classes in COMPILED and not (smoothing or z_loss):  # it takes seconds each time
+        makers["torch.compile"] = lambda: of(torch.compile(plain, dynamic=False))
+    makers |= {"liger": lambda: liger(True), "liger in place": lambda: liger(False)}
+    return BuiltCase(
+        variants=checked(makers, lambda found: _off(found, known, DTYPES[dtype]), sets),
+        nbytes=(3 if does == BOTH else 1) * size,
+        limit=LOOSE,
     )
-    return BuiltCase(ways=ways, sets=sets, nbytes=passes * size, limit=LOOSE)
 
 
 def _torch_loss(x: Tensor, y: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
@@ -176,11 +169,6 @@ def _off(found: tuple[Tensor, Tensor | None], known: tuple[Tensor, Tensor], dtyp
     return worst(far) / unit(dtype)
 
 
-def relative(found: Tensor, known: Tensor) -> float:
-    """Deviation by root mean square, relative to the reference."""
-    return float((found.to(known.dtype) - known).norm() / known.norm().clamp_min(1e-30))
-
-
 # -- of a linear layer's output ------------------------------------------------------------------
 
 
@@ -191,41 +179,42 @@ def linear_case(rows: int, width: int, classes: int, dtype: str, device: torch.d
     y = torch.randint(classes, (rows,), device=device)
     known = _linear_reference(h, w, y)
 
-    def opened(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Opened:
+    def of(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
         def run(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
             made = loss(h, w, y)
             return made.detach(), *torch.autograd.grad(made, (h, w))
 
-        def off() -> float:
-            found = run(h, w, y)
-            pairs = zip((found[1][:CHECKED], found[2]), known[1:], strict=True)
-            far = [relative(a[: len(b)], b) for a, b in pairs]
-            far.append(abs(float(found[0]) - float(known[0])) / abs(float(known[0])))
-            return worst(far) / unit(kind)
+        return run
 
-        return Opened(run, off)
+    def off(found: tuple[Tensor, ...]) -> float:
+        pairs = zip((found[1][:CHECKED], found[2]), known[1:], strict=True)
+        far = [relative(a[: len(b)], b) for a, b in pairs]
+        far.append(abs(float(found[0]) - float(known[0])) / abs(float(known[0])))
+        return worst(far) / unit(kind)
 
-    def liger() -> Opened:
-        rival = needed(
-            "liger_kernel.transformers.fused_linear_cross_entropy", "liger_kernel", device
-        )
-        module = rival.LigerFusedLinearCrossEntropyLoss()
-        return opened(lambda h, w, y: module(w, h, y))
+    def liger() -> Run:
+        module = "liger_kernel.transformers.fused_linear_cross_entropy"
+        rival = needed(module, "liger_kernel", device).LigerFusedLinearCrossEntropyLoss()
+        return of(lambda h, w, y: rival(w, h, y))
 
-    def unfused(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    def plain(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(h, w), y)
 
     sums = functools.partial(linear_cross_entropy, accumulate_dtype=torch.float32)
-    ways = (
-        Way(OURS, lambda: opened(linear_cross_entropy)),
-        Way(f"{OURS} f32 sums", lambda: opened(sums)),
-        Way("unfused", lambda: opened(lambda h, w, y: cross_entropy(F.linear(h, w), y))),
-        Way("torch", lambda: opened(unfused)),
-        Way("torch.compile", lambda: opened(torch.compile(unfused, dynamic=False))),
-        Way("liger", liger),
+    makers: dict[str, Callable[[], Run]] = {
+        OURS: lambda: of(linear_cross_entropy),
+        f"{OURS} f32 sums": lambda: of(sums),
+        "unfused": lambda: of(lambda h, w, y: cross_entropy(F.linear(h, w), y)),
+        "torch": lambda: of(plain),
+        "torch.compile": lambda: of(torch.compile(plain, dynamic=False)),
+        "liger": liger,
+    }
+    return BuiltCase(
+        variants=checked(makers, off, [(h, w, y)]),
+        flops=3 * 2 * rows * width * classes,
+        limit=LOOSE,
+        launches=(2, 60),
     )
-    flops = 3 * 2 * rows * width * classes
-    return BuiltCase(ways=ways, sets=[(h, w, y)], flops=flops, limit=LOOSE, launches=(2, 60))
 
 
 @torch.no_grad()

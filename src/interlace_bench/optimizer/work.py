@@ -1,43 +1,73 @@
-"""`interlace bench optimizer`: settings, the race, and what its rows tell.
+"""`interlace bench optimizer`: training steps with Muon over data parallelism, ours and others.
 
     report = work(OptimizerSettings(model="tiny"), ranks, tell)     # on every rank; rank 0 reports
 
-All ways train in turn, in one process group (ways.py). On a CPU what is exposed of the gathers is
-the time for which modules waited for them; on GPUs, where nobody waits, what a step takes beyond
-one without any gather. The synchronous way hides nothing, so its figure is that of all gathers.
+A launch is the optimizer's step and then a forward and a backward, so that the gathers of a launch
+end in it. All variants train in turn, in one process group, from the same weights; of ours each has
+a bit-equal twin. On a CPU what is exposed of the gathers is the time for which modules waited for
+them; on GPUs, where nobody waits, what a step takes beyond one without any gather. The synchronous
+variant hides nothing, so its figure is that of all gathers.
+
+Note [Repeatable gradients]
+    Bits are compared with attention by torch's plain operators: the backward of the fused kernels
+    adds up the gradient of q in any order.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import math
-import re
-import statistics
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
 from interlace.errors import OptionError
-from interlace.launch import Tell
-from interlace_bench.optimizer.model import SIZES, ModelSize
-from interlace_bench.optimizer.ways import NO_GATHER, SYNCHRONOUS, WAYS, OptimizerWays
-from interlace_bench.race.ways import (
+from interlace.launch import Report, Tell
+from interlace.optim import LayerWise, Muon, muon_groups
+from interlace.options import Options
+from interlace_bench.kernels.case import needed, relative
+from interlace_bench.layers.models import LayerDims, Plain, TransformerLayer
+from interlace_bench.optimizer.link import slow_all_reduce, slow_link
+from interlace_bench.race import (
     Opened,
     Racer,
-    RaceSettings,
-    Sets,
+    Variant,
     also,
     close,
     free,
+    held,
+    median,
+    peak,
     prepare,
+    race,
     run_race,
+    worst,
 )
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
-from interlace_bench.timing import Run, Timing, race
+from interlace_bench.settings import OptimizerSettings
+from interlace_bench.sites import DTYPES
 
+OURS: dict[str, dict[str, Any]] = {
+    "synchronous": {"overlap_param_gather": False},
+    "overlap": {},
+    "overlap-nccl": {"options": Options(transport="nccl")},
+    "no-gather": {},
+}
+"""Arguments of LayerWise; without a gather, weights stay where they were updated."""
+RATE = 1e-3
+NUM_INPUTS, NUM_CHECKED = 3, 2
+FAR = 0.1
+"""Largest deviation of a change of weights by torch's Muon, relative, in the norm: gradients are
+summed in another order, which the iteration in bfloat16 amplifies."""
 LAUNCHES = (2, 4)
 """Steps of a burst."""
 ROUNDS = (3, 25)
@@ -46,114 +76,295 @@ M_MMAP_THRESHOLD, SMALL, LARGE = -3, 1 << 16, 1 << 25
 freed; two values. Unless it is set, glibc raises it as it likes, and freed memory may stay."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings(RaceSettings):
-    """A model, and the link that moves its buckets."""
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Dimensions, and what goes with them."""
 
-    known = WAYS
-    model: str = "llama3-8b"
-    bandwidth: float = 0.0
-    """Bytes a second of the link that CPU ranks shall have; 0: the link as it is."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        RaceSettings.__post_init__(self)
-        if self.bandwidth < 0:
-            raise OptionError("--link must be >= 0")
-
-    @property
-    def size(self) -> ModelSize:
-        """The model's dimensions."""
-        return SIZES[self.model]
+    dims: LayerDims
+    vocabulary: int
+    layers: int
+    batch: int
+    sequence: int
+    dtype: str
+    bucket_bytes: int
 
 
-def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Row | None:
-    """Races the ways; rank 0 gets the report."""
-    if settings.bandwidth and ranks.cuda:
-        raise OptionError("--link is for ranks on CPUs: GPUs have the link that they have")
-    tell({"event": "total", "total": len(settings.only) + 1, "doing": "weights"})
-    trained = OptimizerWays(settings, ranks)
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
-    close([_prepared(trained, settings.only[0])])  # what stays from a first one is nobody's
+SIZES = {
+    "tiny": ModelSize(LayerDims(32, 2, 1, 64), 96, 2, 2, 16, "f32", 1 << 14),
+    "small": ModelSize(LayerDims(256, 4, 2, 768), 2048, 12, 4, 128, "f32", 4 << 20),
+    "llama3-8b": ModelSize(LayerDims(4096, 32, 8, 14336), 32768, 4, 1, 4096, "bf16", 64 << 20),
+}
 
-    def timer(runs: Mapping[str, Run], sets: Mapping[str, Sets]) -> dict[str, Timing]:
+
+class Llama(nn.Module):
+    """An embedding, layers (without positions), a norm and a head; layers' matrices are Muon's."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        dim = size.dims.dim
+        self.embedding = nn.Embedding(size.vocabulary, dim)
+        self.layers = nn.ModuleList(
+            TransformerLayer(size.dims, 1, Plain()) for _ in range(size.layers)
+        )
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of each token."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model that a variant trains."""
+
+    module: nn.Module
+    step: Callable[[], Any]
+    zero: Callable[[], Any]
+    end: Callable[[], Any] = lambda: None
+    """Completes what is in flight."""
+    close: Callable[[], Any] = lambda: None
+    waited: Callable[[], float] = lambda: math.nan
+    """Seconds for which modules have waited for gathers."""
+
+    def run(self, tokens: Tensor, target: Tensor) -> None:
+        """A launch; there are gradients before it."""
+        self.step()
+        self.zero()
+        self.backward(tokens, target)
+
+    def backward(self, tokens: Tensor, target: Tensor) -> None:
+        """Forward and backward."""
+        F.cross_entropy(self.module(tokens).flatten(0, 1), target.flatten()).backward()
+
+
+class Candidates:
+    """The inputs of a run, which differ by rank, and the variants."""
+
+    def __init__(self, settings: OptimizerSettings, ranks: Ranks) -> None:
+        self.settings, self.ranks = settings, ranks
+        draw = torch.Generator().manual_seed(1 + ranks.me)
+        self.model = settings.model or ("llama3-8b" if ranks.cuda else "small")
+        self.size, self.bandwidth = SIZES[self.model], settings.link * 1e9
+        shape = (NUM_INPUTS, 2, self.size.batch, self.size.sequence)
+        tokens = torch.randint(self.size.vocabulary, shape, generator=draw).to(ranks.device)
+        self.sets = [(each[0], each[1]) for each in tokens]
+        self.waits: dict[str, list[float]] = {}
+        self._trained: dict[str, Trained] = {}
+        self._before = math.nan
+        self._first: dict[str, Tensor] = {}
+        """The weights that the first variant of ours trained, by which others are judged."""
+
+    def variant(self, name: str) -> Variant:
+        """A way to train."""
+        how = lambda: self._opened(name), lambda: self._closed(name)
+        return Variant(name, *how, self.sets)
+
+    def measure(self, racer: Racer) -> None:
+        """Most bytes that it holds in a launch, beyond those before it was opened."""
+
+        def launches() -> None:
+            for given in self.sets:
+                racer.run(*given)
+
+        racer.figures["peak_bytes"] = peak(self.ranks, launches) - self._before
+        # Where the next variant fails, the teams are reset, and peers that are still in this one
+        # would hear of that.
+        self._trained[racer.variant.name].end()
+        self.waits[racer.variant.name].clear()
+
+    def time(self, ready: list[Racer]) -> None:
+        """Times the variants, and notes what their launches waited for."""
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
-        return race(ranks, runs, sets, settings.seconds, ROUNDS, LAUNCHES)
+        race(self.ranks, ready, self.settings.seconds, ROUNDS, LAUNCHES)
+        for racer in ready:
+            racer.figures["waited_s"] = median(self.waits[racer.variant.name])
 
-    racers = run_race(settings.only, lambda name: _prepared(trained, name), timer, tell)
+    @sdpa_kernel(SDPBackend.MATH)  # see Note [Repeatable gradients]
+    def _opened(self, name: str) -> Opened:
+        self._before = held(self.ranks)
+        model = self._model()
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        others = {"torch-ddp": self._ddp, "torchtitan": self._titan}
+        trained = others[name](model) if name in others else self._ours(name, model)
+        self._trained[name] = trained
+        waits = self.waits[name] = []
+        trained.backward(*self.sets[0])
+
+        def run(tokens: Tensor, target: Tensor) -> None:
+            start = trained.waited()
+            trained.run(tokens, target)
+            waits.append(trained.waited() - start)
+
+        @sdpa_kernel(SDPBackend.MATH)
+        def off() -> float:
+            for _ in range(NUM_CHECKED):
+                trained.run(*self.sets[0])
+            trained.step()
+            trained.end()
+            found = self._off(name, model, before)
+            trained.zero()
+            trained.backward(*self.sets[0])
+            return found
+
+        return Opened(run, off)
+
+    def _off(self, name: str, model: Llama, before: dict[str, Tensor]) -> float:
+        """0 where a variant of ours has the bits of the first; how far off torch's is, in FAR. Of
+        the others nothing is known: they have arithmetic of their own."""
+        if name in ("no-gather", "torchtitan"):
+            return 0.0
+        after = {n: p.detach() for n, p in model.named_parameters()}
+        if name == "torch-ddp":
+            names = [n for n in self._first if "layers" in n and after[n].ndim == 2]
+            eps = torch.finfo(DTYPES[self.size.dtype]).eps
+            return worst(
+                relative(after[n] - before[n], change)
+                / (FAR + eps * float(after[n].norm() / change.norm()))  # each weight is rounded
+                for n, change in ((n, self._first[n] - before[n]) for n in names)
+            )
+        self._first = self._first or {n: value.clone() for n, value in after.items()}
+        same = all(torch.equal(value, self._first[n]) for n, value in after.items())
+        return 0.0 if same else math.inf
+
+    def _closed(self, name: str) -> None:
+        trained = self._trained.pop(name, None)
+        if trained is not None:
+            trained.close()
+
+    def _model(self) -> Llama:
+        """The same on all ranks, and for all variants."""
+        torch.manual_seed(0)
+        with self.ranks.device:
+            return Llama(self.size).to(DTYPES[self.size.dtype])
+
+    def _mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("dp",))
+
+    def _ours(self, name: str, model: Llama) -> Trained:
+        adamw = {"lr": RATE, "stochastic_rounding": False}  # the same bits in any buckets
+        muon = Muon(muon_groups(model), lr=RATE, adamw=adamw)
+        with slow_link(self.bandwidth):
+            optimizer = LayerWise(
+                muon,
+                model,
+                self._mesh(),
+                bucket_bytes=self.size.bucket_bytes,
+                main_grad_dtype=None,
+                **OURS[name],
+            )
+        if name == "no-gather":
+            weights: Any = optimizer._weights
+            weights.start = lambda *_, **__: None
+
+        def end() -> None:
+            reducer = optimizer._reducer
+            if reducer is not None and reducer.going:
+                reducer.finish()
+            optimizer.synchronize()
+
+        return Trained(
+            model,
+            optimizer.step,
+            optimizer.zero_grad,
+            end,
+            optimizer.close,
+            lambda: optimizer.waited_s,
+        )
+
+    def _ddp(self, model: Llama) -> Trained:
+        matrices, others = _parted(model)
+        ddp: Any = DistributedDataParallel(
+            model, device_ids=[self.ranks.device] if self.ranks.cuda else None
+        )
+        if self.bandwidth:
+            ddp.register_comm_hook(None, slow_all_reduce(self.bandwidth))
+        muon = torch.optim.Muon(matrices, lr=RATE)
+        return _stepped(ddp, muon, torch.optim.AdamW(others, lr=RATE, weight_decay=0.0))
+
+    def _titan(self, model: Llama) -> Trained:
+        """Shards of FSDP2, which gathers weights itself: DistMuon moves momentum and updates."""
+        flex = needed("torchtitan.distributed.flex_shard", "torchtitan", self.ranks.device)
+        fsdp: Any = importlib.import_module("torch.distributed.fsdp")
+        mesh = self._mesh()
+        for part in (*model.layers, model):
+            fsdp.fully_shard(part, mesh=mesh)
+        matrices, others = _parted(model)
+        names = [n for n, p in model.named_parameters() if any(p is m for m in matrices)]
+        owned = flex.ComputeLayout(shardings_by_mesh_axis={"dp": flex.Owned()})
+        muon = flex.build_dist_muon(
+            [{"params": matrices, "param_names": names}],
+            compute_sharding_by_fqn=dict.fromkeys(names, owned),
+            bucket_configs=[
+                flex.BucketConfig(patterns=(f"layers.{i}.*",)) for i in range(len(model.layers))
+            ],
+            lr=RATE,
+        )
+        return _stepped(model, muon, torch.optim.AdamW(others, lr=RATE, weight_decay=0.0))
+
+
+def _parted(model: Llama) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices of layers, and the rest, which is for AdamW."""
+    matrices = [param for param in model.layers.parameters() if param.ndim == 2]
+    inside = {id(param) for param in matrices}
+    return matrices, [param for param in model.parameters() if id(param) not in inside]
+
+
+def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> Trained:
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def zero() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    return Trained(module, step, zero)
+
+
+def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Report | None:
+    """Races the variants; rank 0 gets the report."""
+    if settings.link and ranks.cuda:
+        raise OptionError("--link is for ranks on CPUs: GPUs have the link that they have")
+    trained = Candidates(settings, ranks)
+    variants = [trained.variant(name) for name in settings.names]
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
+    first = prepare(ranks, variants[0])
+    also(ranks, first, trained.measure)
+    close([first])  # what stays from a first one is nobody's
+    racers = run_race(ranks, variants, trained.time, tell, measure=trained.measure)
     rows = _rows(trained, racers)
     tell({"event": "rows", "rows": rows})
     close(racers.values())
     free(ranks)
-    return None if ranks.me else {"rows": rows, "facts": facts(ranks.device.type, settings.commit)}
+    size = trained.size
+    said = f"{trained.model} x {size.layers}, {size.batch} x {size.sequence} tokens in {size.dtype}"
+    found = {"rows": rows, "facts": facts(ranks.device.type, settings.commit)}
+    return None if ranks.me else {**found, "headline": f", {ranks.size} ranks, {said}; in ms"}
 
 
-def _prepared(trained: OptimizerWays, name: str) -> Racer:
-    """A way, opened, with the most bytes that it holds in a step."""
-    ranks = trained.ranks
-    before = _held(ranks)
-    racer = prepare(ranks, trained.way(name), trained.sets)
-
-    def measure(opened: Opened) -> None:
-        _held(ranks)
-        _forget_peak(ranks)
-        for given in trained.sets:
-            opened.run(*given)
-        racer.peak_bytes = _peak(ranks) - before
-        trained.settle(name)
-
-    also(ranks, racer, measure)
-    trained.waits.get(name, []).clear()
-    return racer
-
-
-def _held(ranks: Ranks) -> float:
-    """Bytes that are in use: of torch's allocator on GPUs, on CPUs of the whole process."""
-    free(ranks)
-    if ranks.cuda:
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-    ctypes.CDLL(None).malloc_trim(0)
-    return _status("VmRSS")
-
-
-def _forget_peak(ranks: Ranks) -> None:
-    if ranks.cuda:
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak(ranks: Ranks) -> float:
-    ranks.synchronize()
-    return torch.cuda.max_memory_allocated() if ranks.cuda else _status("VmHWM")
-
-
-def _status(name: str) -> float:
-    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return float(found[1]) * 1024 if found else math.nan
-
-
-def _rows(trained: OptimizerWays, racers: dict[str, Racer]) -> list[Row]:
+def _rows(trained: Candidates, racers: dict[str, Racer]) -> list[Row]:
     """The rows; of waits and memory the greatest of all ranks'."""
-    settings, ranks, size = trained.settings, trained.ranks, trained.size
-    medians = [statistics.median(trained.waits.get(name) or [math.nan]) for name in racers]
-    waits = dict(zip(racers, ranks.maximum(medians), strict=True))
-    peaks = ranks.maximum([racer.peak_bytes for racer in racers.values()])
-    memory = dict(zip(racers, peaks, strict=True))
-    steps = {name: racer.median for name, racer in racers.items()}
-    none = steps.get(NO_GATHER, math.nan)
+    ranks, size = trained.ranks, trained.size
+    common = facts(ranks.device.type, trained.settings.commit)
+    none = racers["no-gather"].median if "no-gather" in racers else math.nan
 
     def exposed(name: str) -> float:
-        return steps.get(name, math.nan) - none if ranks.cuda else waits.get(name, math.nan)
+        racer = racers.get(name)
+        if racer is None:
+            return math.nan
+        return racer.median - none if ranks.cuda else racer.figures.get("waited_s", math.nan)
 
-    gather = exposed(SYNCHRONOUS)
+    gather = exposed("synchronous")
     return [
         {
-            "model": settings.model,
+            "model": trained.model,
             **{each: getattr(size, each) for each in ("layers", "batch", "sequence", "dtype")},
             "bucket_bytes": size.bucket_bytes,
-            "link_gbs": settings.bandwidth / 1e9 or math.nan,
+            "link_gbs": trained.settings.link or math.nan,
             "world": ranks.size,
             "device": ranks.device.type,
             "way": name,
@@ -162,11 +373,9 @@ def _rows(trained: OptimizerWays, racers: dict[str, Racer]) -> list[Row]:
             "exposed_ms": exposed(name) * 1e3,
             "gather_ms": gather * 1e3,
             "exposed_share": exposed(name) / gather,
-            "over_no_gather": steps[name] / none,
-            "peak_bytes": memory[name],
-            "off": racer.off,
-            **racer.columns("rounds", "sm_mhz", "error"),
-            **facts(ranks.device.type, settings.commit),
+            "over_no_gather": racer.median / none,
+            **racer.columns("peak_bytes", "off", "rounds", "sm_mhz", "error"),
+            **common,
         }
         for name, racer in racers.items()
     ]

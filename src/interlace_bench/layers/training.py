@@ -1,11 +1,11 @@
-"""The ways to train layers: all on the same weights, checked against eager DTensor before timing.
+"""`interlace bench transformer`: layers trained on the same weights, in turn, and what rows tell.
 
-    trained = Candidates(settings, ranks)
-    racer = prepare(ranks, trained.way("compile"), trained.sets, limit("compile"))
-    trained.laps["compile"].medians()          # seconds of forward, backward and step
+    report = work(TransformerSettings(model="tiny"), ranks, tell)   # on every rank; rank 0 reports
 
 A launch is a training step: forward with a loss, backward, the optimizer's step. The learning rate
-is 0, so that all ways keep the weights that they share, bit for bit, and compute what they would.
+is 0, so that all variants keep the weights that they share, bit for bit, and compute what they
+would. Each is checked against eager DTensor before it is timed. Rows tell the stages' times, tokens
+and FLOP a second of a GPU, what communication costs beyond the ideal, and memory.
 
 Note [What FP8 may be off]
     A value that is rounded otherwise in bf16 comes to lie on another number of FP8, 16 to 32 times
@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,30 +37,38 @@ from torch.distributed.tensor import DTensor
 from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
-from interlace_bench.layer import apart
-from interlace_bench.race.ways import Opened, Way, worst
-from interlace_bench.ranks import Ranks
-from interlace_bench.sites import DTYPES
-from interlace_bench.transfers import assert_no_multicast, enable_symmetric_memory
-from interlace_bench.transformer.models import (
+from interlace.launch import Report, Tell
+from interlace_bench.layers.inference import apart
+from interlace_bench.layers.models import (
     MODELS,
     Gathered,
     NoCommunication,
     Overlapped,
     Plain,
+    flops,
     on_shards,
     parallelized,
     shards_of,
 )
-
-if TYPE_CHECKING:
-    from interlace_bench.transformer.work import TransformerSettings
-
-FLOAT8 = ("layers-fp8", "compile-fp8", "compile-fp8-graph")
-WAYS = (
-    *("eager", "inductor", "inductor-graph", "async-tp"),
-    *("compile", "layers", "compile-graph", *FLOAT8, "ideal"),
+from interlace_bench.links import assert_no_multicast, enable_symmetric_memory
+from interlace_bench.race import (
+    Opened,
+    Racer,
+    Variant,
+    close,
+    free,
+    held,
+    median,
+    peak,
+    race,
+    run_race,
+    worst,
 )
+from interlace_bench.ranks import Ranks
+from interlace_bench.rows import Row, facts
+from interlace_bench.settings import FLOAT8_LAYERS, TRANSFORMERS, TransformerSettings, ours
+from interlace_bench.sites import DTYPES
+
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
 LIMIT = 8.0
@@ -74,6 +82,105 @@ ASYNC_TP = {"_micro_pipeline_tp": True}
 CUDA_GRAPHS = {"triton.cudagraphs": True}
 IN_GRAPHS: dict[str, Any] = {"graph": True, "static_outputs": True}
 """Options of ours for CUDA graphs."""
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Seconds of the stages of a training step."""
+
+    forward: float = math.nan
+    backward: float = math.nan
+    step: float = math.nan
+
+    @property
+    def both(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stages]) -> list[Row]:
+    """The columns that follow from the times of the variants."""
+    dims, none = MODELS[settings.model], Stages()
+    sizes = {"layers": settings.layers, "batch": settings.batch, "sequence": settings.sequence}
+    tokens, work = settings.batch * settings.sequence / world, 3 * flops(dims, **sizes) / world
+    ideals = {way: none if way in FLOAT8_LAYERS else times.get("ideal", none) for way in times}
+    base = [time.both for way, time in times.items() if way.startswith(("inductor", "serial"))]
+    best = min((each for each in base if not math.isnan(each)), default=math.nan)
+    return [
+        {
+            "model": settings.model,
+            **sizes,
+            "dtype": settings.dtype,
+            "way": way,
+            "forward_ms": time.forward * 1e3,
+            "backward_ms": time.backward * 1e3,
+            "step_ms": time.step * 1e3,
+            "tokens_s": tokens / (time.both + time.step),
+            "tflops": work / time.both / 1e12,
+            "exposed_ms": (time.both - ideals[way].both) * 1e3,
+            "exposed_share": (time.both - ideals[way].both) / time.both,
+            "speedup": best / time.both,
+        }
+        for way, time in times.items()
+    ]
+
+
+def headline(settings: TransformerSettings, world: int) -> str:
+    """The part of the report's first line that says what was trained."""
+    what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
+    return f", {world} ranks, {what} in {settings.dtype}; in ms"
+
+
+def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Report | None:
+    """Races the variants; rank 0 gets the report."""
+    trained = Candidates(settings, ranks)
+    racers = run_race(
+        ranks,
+        [trained.variant(name) for name in settings.names],
+        lambda ready: race(ranks, ready, settings.seconds),
+        tell,
+        measure=trained.measure if ranks.cuda else None,
+    )
+    times = {
+        name: slowest(ranks, Stages() if racer.problem else trained.laps[name].medians())
+        for name, racer in racers.items()
+    }
+    common = {"how": "measured", "world": ranks.size, **facts(ranks.device.type, settings.commit)}
+    figures = ("median_us", "p90_us", "host_us", "peak_bytes", "off", "rounds", "sm_mhz", "error")
+    known = zip(rows_of(settings, ranks.size, times), racers.values(), strict=True)
+    rows: list[Row] = [{**row, **racer.columns(*figures), **common} for row, racer in known]
+    tell({"event": "rows", "rows": rows})
+    close(racers.values())
+    torch.compiler.reset()  # while the group of its graphs is there
+    free(ranks)
+    said = headline(settings, ranks.size)
+    return None if ranks.me else {"rows": rows, "facts": common, "headline": said}
+
+
+def measure(settings: TransformerSettings, tell: Tell) -> Report:
+    """Predicts, in place of measuring."""
+    from interlace.commands.files import read_machine
+    from interlace.cost import default_machine
+    from interlace_bench.layers.predict import predict
+
+    known = settings.simulate in ("cpu", "cuda", "h200")
+    machine = default_machine if known else lambda name: read_machine(Path(name))
+    report = predict(settings, machine(settings.simulate), settings.world or 4)
+    tell({"event": "rows", "rows": report["rows"]})
+    return report
+
+
+def slowest(ranks: Ranks, mine: Stages) -> Stages:
+    """The stages of the rank whose forward and backward take longest. The others are done sooner,
+    and wait for it in the step, where the gradients of norms are summed."""
+    told = ranks.exchange({"stages": dataclasses.astuple(mine)})
+    return max((Stages(*note["stages"]) for note in told), key=lambda stages: stages.both)
+
+
+# -- training ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -91,14 +198,13 @@ class Laps:
         else:
             self.marks.append(time.perf_counter())
 
-    def medians(self) -> list[float]:
+    def medians(self) -> Stages:
         """The median seconds of each stage; NaN where nothing ran."""
         count = len(STAGES) + 1
         launches = [self.marks[at : at + count] for at in range(0, len(self.marks), count)]
-        return [
-            statistics.median([self._between(*one[i : i + 2]) for one in launches] or [math.nan])
-            for i in range(len(STAGES))
-        ]
+        return Stages(
+            *(median([self._between(*one[i : i + 2]) for one in launches]) for i in range(3))
+        )
 
     def _between(self, start: Any, end: Any) -> float:
         return start.elapsed_time(end) / 1e3 if self.cuda else end - start
@@ -133,9 +239,7 @@ class Training:
         _loss(y, target).backward()
         self.summed()
         assert x.grad is not None
-        # What is added to all keys cancels in softmax: the gradient of their bias is noise.
-        mine = [p for name, p in self.parameters.items() if not name.endswith("wk.bias")]
-        found = [y.detach(), x.grad, *map(_gradient, mine)]
+        found = [y.detach(), x.grad, *map(_gradient, self.parameters.values())]
         x.grad = None
         self.optimizer.zero_grad()
         return found
@@ -165,18 +269,18 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def limit(way: str) -> float:
-    """Largest deviation that a way may have."""
-    return FLOAT8_LIMIT if way in FLOAT8 else LIMIT
+    """Largest deviation that a variant may have."""
+    return FLOAT8_LIMIT if way in FLOAT8_LAYERS else LIMIT
 
 
 class Candidates:
-    """The layers of a run, inputs in turn, and the ways."""
+    """The layers of a run, inputs in turn, and the variants."""
 
     def __init__(self, settings: TransformerSettings, ranks: Ranks) -> None:
         self.settings, self.ranks = settings, ranks
         self.dims = MODELS[settings.model]
         self.dims.check(ranks.size, settings.sequence)
-        self.laps = {name: Laps(ranks.cuda) for name in WAYS}
+        self.laps = {name: Laps(ranks.cuda) for name in TRANSFORMERS}
         mesh = DeviceMesh(ranks.device.type, list(range(ranks.size)), mesh_dim_names=("tp",))
         self._group, dtype = mesh.get_group(), DTYPES[settings.dtype]
         with ranks.device:
@@ -188,33 +292,38 @@ class Candidates:
         self.sets = self._inputs(dtype)
         """The input and the target of a step."""
         self._known = self._eager.results(*self.sets[0])
+        self._before = math.nan
 
-    def way(self, name: str) -> Way:
+    def variant(self, name: str) -> Variant:
         """A way to train, which is right where loss and gradients are eager's."""
         laps = self.laps[name]
 
         def opened() -> Opened:
+            self._before = held(self.ranks) if self.ranks.cuda else math.nan
             training = self._training(name)
             training.results(*self.sets[0])  # compiles
-            known, units = self._float8() if name in FLOAT8 else (self._known, None)
+            known, units = self._float8() if name in FLOAT8_LAYERS else (self._known, None)
 
             def off() -> float:
                 found = training.results(*self.sets[0])
                 off = 0.0 if name == "ideal" else self._off(found, known, units)
-                if math.isfinite(off):  # else the optimizer would spoil the weights of all ways
+                if math.isfinite(off):  # else the optimizer would spoil the weights of all variants
                     training.step(laps, *self.sets[0])
                 laps.marks.clear()
                 return off
 
             return Opened(lambda x, target: training.step(laps, x, target), off)
 
-        return Way(name, opened)
+        return Variant(name, opened, sets=self.sets, limit=limit(name))
+
+    def measure(self, racer: Racer) -> None:
+        """Most bytes that opening and a step take beyond weights and moments."""
+        most = peak(self.ranks, lambda: racer.run(*self.sets[0]))
+        racer.figures["peak_bytes"] = most - self._before
 
     def _training(self, name: str) -> Training:
-        eager, settings = self._eager, self.settings
-        ours: dict[str, Any] = {"strategy": settings.strategy, "time_out_s": 60.0}
-        if settings.calibration is not None:
-            ours["calibration"] = settings.calibration
+        eager, options = self._eager, ours(self.settings)
+        in_graphs = options | (IN_GRAPHS if name.endswith("graph") else {})
         match name:
             case "inductor":
                 return self._compiled(eager)
@@ -226,15 +335,12 @@ class Candidates:
                 assert_no_multicast(self.ranks.device)
                 enable_symmetric_memory(self._group)
                 return self._compiled(eager, ASYNC_TP)
-            case "compile":
-                return self._compiled(eager, ours, backend=registered())
-            case "compile-graph":
-                return self._compiled(eager, ours | IN_GRAPHS, backend=registered())
+            case "compile" | "compile-graph":
+                return self._compiled(eager, in_graphs, backend=registered())
             case "layers" | "layers-fp8":
-                return self._layers(ours, Recipe() if name in FLOAT8 else None)
+                return self._layers(options, Recipe() if name in FLOAT8_LAYERS else None)
             case "compile-fp8" | "compile-fp8-graph":
-                how = ours | (IN_GRAPHS if name.endswith("graph") else {})
-                return self._compiled(self._layers({}, Recipe()), how, backend=registered())
+                return self._compiled(self._layers({}, Recipe()), in_graphs, backend=registered())
             case "ideal":
                 x = self.sets[0][0]
                 full = torch.cat([x.detach()] * self.ranks.size, 1)

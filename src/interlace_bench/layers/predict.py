@@ -26,9 +26,7 @@ from interlace.frontend.compile import Compiled
 from interlace.ir import Program
 from interlace.options import Options, Regions
 from interlace.passes import lower
-from interlace_bench.rows import Row, facts
-from interlace_bench.sites import DTYPES
-from interlace_bench.transformer.models import (
+from interlace_bench.layers.models import (
     MODELS,
     LayerDims,
     Overlapped,
@@ -36,7 +34,10 @@ from interlace_bench.transformer.models import (
     parallelized,
     shards_of,
 )
-from interlace_bench.transformer.work import Stages, TransformerSettings, rows_of
+from interlace_bench.layers.training import Stages, headline, rows_of
+from interlace_bench.rows import Row, facts
+from interlace_bench.settings import TransformerSettings
+from interlace_bench.sites import DTYPES
 
 MOMENTS = 2
 """Tensors of AdamW of a parameter's size, beside it and its gradient."""
@@ -69,7 +70,7 @@ def predict(settings: TransformerSettings, machine: Machine, world: int) -> Row:
     absent = dict.fromkeys(("peak_bytes", "off", "sm_mhz"), math.nan)
     told = {**absent, "error": "", "how": "predicted", "world": world, **common}
     rows = [row | told for row in rows_of(settings, world, times)]
-    return {"rows": rows, "facts": common}
+    return {"rows": rows, "facts": common, "headline": headline(settings, world)}
 
 
 def _programs(

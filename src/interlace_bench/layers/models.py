@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -43,14 +43,12 @@ from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
 
 @dataclass(frozen=True, slots=True)
 class LayerDims:
-    """The dimensions of one layer."""
+    """The dimensions of one of Llama's layers: RMSNorm, rotary positions, SwiGLU."""
 
     dim: int
     heads: int
     kv_heads: int
     hidden: int
-    llama: bool = True
-    """Llama's layer (RMSNorm, rotary positions, SwiGLU), else GPT-3's (LayerNorm, GELU, biases)."""
 
     def check(self, ranks: int, sequence: int) -> None:
         """Raises OptionError for what cannot be cut over that many ranks."""
@@ -69,15 +67,13 @@ class LayerDims:
     def matmul_parameters(self) -> int:
         """The parameters of the linear maps."""
         heads = self.heads + self.kv_heads
-        return self.dim * (2 * self.dim * heads // self.heads + (2 + self.llama) * self.hidden)
+        return self.dim * (2 * self.dim * heads // self.heads + 3 * self.hidden)
 
 
 MODELS = {
     "llama3-8b": LayerDims(4096, 32, 8, 14336),
     "llama3-70b": LayerDims(8192, 64, 8, 28672),
-    "gpt3-175b": LayerDims(12288, 96, 96, 49152, llama=False),
     "tiny": LayerDims(64, 8, 4, 192),
-    "tiny-gpt": LayerDims(64, 4, 4, 256, llama=False),
 }
 
 
@@ -210,12 +206,12 @@ class TensorParallelAttention(nn.Module):
         super().__init__()
         self.head_dim, self.maps = dims.dim // dims.heads, maps
         self.grouped = dims.kv_heads < dims.heads
-        bias, heads = not dims.llama, dims.dim // parts
+        heads = dims.dim // parts
         kv_heads = heads * dims.kv_heads // dims.heads
-        self.wq = nn.Linear(dims.dim, heads, bias=bias)
-        self.wk = nn.Linear(dims.dim, kv_heads, bias=bias)
-        self.wv = nn.Linear(dims.dim, kv_heads, bias=bias)
-        self.wo = nn.Linear(heads, dims.dim, bias=bias)
+        self.wq = nn.Linear(dims.dim, heads, bias=False)
+        self.wk = nn.Linear(dims.dim, kv_heads, bias=False)
+        self.wv = nn.Linear(dims.dim, kv_heads, bias=False)
+        self.wo = nn.Linear(heads, dims.dim, bias=False)
 
     def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
         """Attention for this rank's rows, or for all rows where the surrounding code gathers."""
@@ -230,23 +226,19 @@ class TensorParallelAttention(nn.Module):
 
 
 class TensorParallelFeedForward(nn.Module):
-    """SwiGLU, or GELU between two maps."""
+    """SwiGLU between two maps."""
 
     def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
         super().__init__()
-        self.maps, bias, hidden = maps, not dims.llama, dims.hidden // parts
-        self.up = nn.Linear(dims.dim, hidden, bias=bias)
-        self.gate = nn.Linear(dims.dim, hidden, bias=bias) if dims.llama else None
-        self.down = nn.Linear(hidden, dims.dim, bias=bias)
+        self.maps, hidden = maps, dims.hidden // parts
+        self.up = nn.Linear(dims.dim, hidden, bias=False)
+        self.gate = nn.Linear(dims.dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dims.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's second half."""
-        if self.gate is None:
-            y = F.gelu(self.maps.column(x, [self.up])[0], approximate="tanh")
-        else:
-            up, gate = self.maps.column(x, [self.up, self.gate])
-            y = F.silu(gate) * up
-        return self.maps.row(y, self.down)
+        up, gate = self.maps.column(x, [self.up, self.gate])
+        return self.maps.row(F.silu(gate) * up, self.down)
 
 
 class TransformerLayer(nn.Module):
@@ -254,13 +246,12 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
         super().__init__()
-        norm = RMSNorm if dims.llama else nn.LayerNorm
-        self.attention_norm = norm(dims.dim)
+        self.attention_norm = RMSNorm(dims.dim)
         self.attention = TensorParallelAttention(dims, parts, maps)
-        self.feed_forward_norm = norm(dims.dim)
+        self.feed_forward_norm = RMSNorm(dims.dim)
         self.feed_forward = TensorParallelFeedForward(dims, parts, maps)
 
-    def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
         """One layer."""
         x = x + self.attention(self.attention_norm(x), table)
         return x + self.feed_forward(self.feed_forward_norm(x))
@@ -288,25 +279,32 @@ def parallelized(
 ) -> Layers:
     """Layers of DTensors on a mesh of one axis, with the same weights on every call."""
     torch.manual_seed(0)
-    table = rotary_table(sequence, dims.dim // dims.heads).to(dtype) if dims.llama else None
-    with _default(dtype):
+    table = rotary_table(sequence, dims.dim // dims.heads).to(dtype)
+    with default_dtype(dtype):
         module = Layers(dims, count, table, 1, Plain())
-    rows, whole = Shard(1), Replicate()
+    for layer in module.layers:
+        parallelize_module(layer, mesh, plan(Shard(1)))
+    return module
+
+
+def plan(rows: Placement) -> dict[str, Any]:
+    """Tensor parallelism of a layer whose ranks have some of the rows, or all (`Replicate`)."""
     maps = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.up", "feed_forward.gate")
-    plan: dict[str, Any] = {
-        **{name: ColwiseParallel() for name in maps[: 5 if dims.llama else 4]},
-        "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(
-            input_layouts=(rows, None), desired_input_layouts=(whole, None)
-        ),
+    found: dict[str, Any] = {
+        **{name: ColwiseParallel() for name in maps},
         "attention.wo": RowwiseParallel(output_layouts=rows),
-        "feed_forward_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
         "feed_forward.down": RowwiseParallel(output_layouts=rows),
     }
-    for layer in module.layers:
-        parallelize_module(layer, mesh, plan)
-    return module
+    if rows == Replicate():
+        return found
+    both = {"input_layouts": (rows, None), "desired_input_layouts": (Replicate(), None)}
+    one = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
+    return found | {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(**both),
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(**one),
+    }
 
 
 def shards_of(layers: Layers) -> dict[str, nn.Parameter]:
@@ -327,7 +325,7 @@ def on_shards(
 
 
 @contextlib.contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Makes a dtype the default, which modules give their parameters, for a block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

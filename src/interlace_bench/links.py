@@ -1,6 +1,6 @@
 """Transfers between ranks: one-sided copies by engine and by kernel, messages, collectives.
 
-    best = best_copy(ranks)                     # bytes a second, all ranks copying at once
+    best = best_copy(ranks)                     # all ranks copying at once
     for figure in measure_links(ranks, sizes, step):
         print(figure.pattern, figure.protocol, figure.nbytes, figure.bandwidth)
     memory = BenchMemory(ranks, 1 << 20)
@@ -21,7 +21,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ from interlace.comm.backends import require_backend
 from interlace.comm.host.shared_memory import Segment, share
 from interlace.comm.resets import reset_teams
 from interlace.cost.fit import Sample
+from interlace.cost.machine import link_bytes
 from interlace.errors import BackendError, InterlaceError
 from interlace.ir import parse
 from interlace.options import BACKENDS, Options
 from interlace.runtime import Executor
+from interlace_bench.race import burst, describe
 from interlace_bench.ranks import WAIT_S, Ranks
-from interlace_bench.timing import burst, describe
+from interlace_bench.rows import Row
 
 ROOF_SIZES = (64 << 20, 256 << 20)
 """Bytes of the copies that make the roof."""
@@ -163,16 +165,28 @@ class Figure:
     ranks: int
     hosts: int = 1
     """On how many hosts they are."""
-    seconds: float
-    """Time of one transfer on the slowest rank; NaN where it failed."""
     moved: float
     """Bytes that went into (or out of) one rank meanwhile."""
+    seconds: float = math.nan
+    """Time of one transfer on the slowest rank; NaN where it failed."""
     error: str = ""
 
     @property
     def bandwidth(self) -> float:
         """Bytes a second into (or out of) one rank."""
         return self.moved / self.seconds if self.seconds > 0 else math.nan
+
+    @property
+    def row(self) -> Row:
+        """The same as a row; `world` is the ranks that took part: inside a host those there."""
+        shared = ("kind", "backend", "protocol", "pattern", "nbytes")
+        return {
+            **{name: getattr(self, name) for name in shared},
+            "world": self.ranks,
+            "us": self.seconds * 1e6,
+            "gbs": self.bandwidth / 1e9,
+            "error": self.error,
+        }
 
     @property
     def sample(self) -> Sample:
@@ -291,50 +305,45 @@ def _message(ranks: Ranks, nbytes: int) -> Figure:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    pattern = "hosts" if ranks.hosts else "ring"
-    fixed: dict[str, Any] = {"kind": "send", "backend": backend, "pattern": pattern}
-    fixed |= {"nbytes": nbytes, "ranks": ranks.size, "moved": float(nbytes)}
-    fixed |= {"hosts": len(ranks.hosts) or 1}
+    figure = Figure(
+        kind="send",
+        backend=backend,
+        pattern="hosts" if ranks.hosts else "ring",
+        nbytes=nbytes,
+        ranks=ranks.size,
+        hosts=len(ranks.hosts) or 1,
+        moved=float(nbytes),
+    )
     guess = (4e-5 + nbytes / 2e11) if ranks.cuda else (2e-4 + nbytes / 1e9)
-    return attempt(ranks, fixed, lambda: timed(ranks, run if len(line) > 1 else None, guess))
+    return attempt(ranks, figure, lambda: timed(ranks, run if len(line) > 1 else None, guess))
 
 
-def attempt(ranks: Ranks, fixed: dict[str, Any], measure: Callable[[], float]) -> Figure:
-    """A Figure, with the error where the measurement raised on some rank."""
+def attempt(ranks: Ranks, figure: Figure, measure: Callable[[], float]) -> Figure:
+    """The Figure with its time, or with the error where the measurement raised on some rank."""
     problem, seconds = None, math.nan
     try:
         seconds = measure()
     except Exception as error:
         problem = describe(error, ranks)
     problem = ranks.agree(problem)
-    return Figure(**fixed, seconds=math.nan if problem else seconds, error=problem or "")
+    return replace(figure, seconds=math.nan if problem else seconds, error=problem or "")
 
 
-@dataclass(frozen=True, slots=True)
-class Roof:
-    """The best rate of a long copy with all ranks copying, bytes a second."""
-
-    bandwidth: float
-    how: str
-
-
-def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Roof:
-    """The link's roof inside a host: long copies by copy engine, get and put, to the next rank and
-    to all."""
+def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Figure | None:
+    """The link's roof inside a host: the best of long copies by copy engine, get and put, to the
+    next rank and to all, all ranks copying. None where a host has one rank."""
     ranks = ranks.within()
     if ranks.size < 2:
-        return Roof(math.nan, "no other rank on this host")
+        return None
     memory = BenchMemory(ranks, max(sizes))
-    engine = engines(ranks)[0]
     found = [
-        _copy(ranks, memory, kind, engine, pattern, peers, nbytes)
+        _copy(ranks, memory, kind, engines(ranks)[0], pattern, peers, nbytes)
         for pattern, peers in patterns(ranks)
         if ">" not in pattern
         for kind in ("get", "put")
         for nbytes in sizes
     ]
-    best = max(found, key=lambda figure: figure.bandwidth)
-    return Roof(best.bandwidth, f"{best.kind} {best.protocol} {best.pattern} {best.nbytes >> 20}M")
+    return max(found, key=lambda figure: figure.bandwidth)
 
 
 # -- collectives --------------------------------------------------------------------------------
@@ -405,11 +414,16 @@ def _collective(ranks: Ranks, backend: str, kind: str, nbytes: int) -> Figure:
         return timed(ranks, lambda: executor.run(inputs), guess) / COLLECTIVES
 
     nbytes = 4 * elements if kind != "barrier" else 0
-    pattern = "hosts" if ranks.hosts else "team"
-    fixed: dict[str, Any] = {"kind": kind, "backend": backend, "pattern": pattern}
-    moved = Sample(kind=kind, seconds=1.0, nbytes=nbytes, ranks=world).link_bytes
-    fixed |= {"nbytes": nbytes, "ranks": world, "hosts": len(ranks.hosts) or 1}
-    figure = attempt(ranks, {**fixed, "moved": moved or math.nan}, measure)
+    figure = Figure(
+        kind=kind,
+        backend=backend,
+        pattern="hosts" if ranks.hosts else "team",
+        nbytes=nbytes,
+        ranks=world,
+        hosts=len(ranks.hosts) or 1,
+        moved=link_bytes(kind, nbytes, world) or math.nan,
+    )
+    figure = attempt(ranks, figure, measure)
     for executor in held:
         executor.close()
     if figure.error:

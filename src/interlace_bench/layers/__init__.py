@@ -1,0 +1,7 @@
+"""`interlace bench transformer` and `bench layer`: layers trained and run, and what overlap gains.
+
+models.py     dimensions, layers with exchangeable linear maps, their DTensor plan, FLOP
+training.py   `bench transformer`: the ways to train layers, checked against eager, timed by stage
+predict.py    the same table for a machine that is not here, by the simulator
+inference.py  `bench layer`: a prefill and a decode step without gradients
+"""

@@ -1,0 +1,513 @@
+"""Variants that compute one thing, raced: opened, checked, timed in turn, closed.
+
+    racers = run_race(ranks, variants, lambda racers: race(ranks, racers, seconds=2.0), tell)
+    racers["ours"].median, racers["ours"].problem    # seconds: of each round the slowest rank's
+    close(racers.values())
+    free(ranks)
+
+A variant that cannot be opened, computes something wrong or raises is out on all ranks, with the
+reason; the others go on.
+
+A burst is a few launches one after another, with inputs in turn so that none lies in the cache,
+between two events of the current stream; before it ranks meet, and the device waits a moment so
+that launches stand back to back from the first on. A round gives every variant a burst, each round
+in another order and after a short rest: drift (clocks, heat) and traces of the burst before affect
+all alike. The slowest rank of a burst counts, and over the rounds the median and the 90th
+percentile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.comm.resets import reset_teams
+from interlace.errors import ExecutorError, InterlaceError
+from interlace.launch import Tell
+from interlace_bench.ranks import Ranks
+
+Run = Callable[..., Any]
+"""Launches once, with the inputs of one set."""
+Sets = Sequence[Sequence[Any]]
+"""Inputs, which take turns."""
+
+BURST_S = 6e-3
+"""A burst holds launches for about that long,"""
+LAUNCHES = (8, 60)
+"""but at least and at most so many."""
+LEAD_CYCLES = 400_000
+"""Cycles that the device waits before a burst, so that the host is ahead of it: some 0.2 ms."""
+AHEAD_LAUNCHES, AHEAD_ROUNDS = 8, 7
+AHEAD_CYCLES = 4e9
+"""Cycles that the device waits for each second of the host's: twice as long as that takes."""
+MOST_CYCLES = 40_000_000
+"""Most cycles that it waits where the host shall be a launch ahead."""
+REST_S = 5e-3
+"""Seconds that the device rests before a burst."""
+HOST_BATCH = 20
+"""Calls between which the host waits for the device, so that it never waits in a call."""
+HOST_CALLS, HOST_BLOCK = 1000, 100
+"""Calls of a variant that `time_in_turn` times, and how many before it is another's turn."""
+ROUNDS = (3, 15)
+"""At least and at most so many rounds."""
+
+
+# -- variants ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A variant, ready to run."""
+
+    run: Run
+    off: Callable[[], float]
+    """Lets it compute something known: how far it is off, in units of what rounding may do."""
+    state: Callable[[], int] = lambda: 0
+    """Bytes that it keeps from call to call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to compute something; `open` raises where that is impossible."""
+
+    name: str
+    open: Callable[[], Opened]
+    close: Callable[[], None] = lambda: None
+    """Gives everything back, after a failure too."""
+    sets: Sets = ((),)
+    limit: float = 1.0
+    """Largest deviation that it may have."""
+
+
+@dataclass(slots=True)
+class Racer:
+    """A variant under way, and its measurements in seconds."""
+
+    variant: Variant
+    opened: Opened | None = None
+    """None before, after, and where there is a `problem`."""
+    problem: str | None = None
+    off: float = math.nan
+    """Deviation; of all ranks the largest, once raced."""
+    host_s: float = math.nan
+    """Median time that the host takes for a call, on the slowest rank, once raced."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Others, by column: bytes, for instance. Of all ranks the largest, once raced."""
+    rounds: list[float] = field(default_factory=list)
+    """Time of a launch in each round: the mean of its burst; the slowest rank's, once gathered."""
+    host: list[float] = field(default_factory=list)
+    """Time that this rank's host spent in each call."""
+    clocks: list[float] = field(default_factory=list)
+    """SM clock in MHz, read while the device was at it."""
+
+    @property
+    def ready(self) -> bool:
+        """True if it is open and has no problem."""
+        return self.opened is not None and self.problem is None
+
+    @property
+    def run(self) -> Run:
+        """Its launch."""
+        assert self.opened is not None
+        return self.opened.run
+
+    @property
+    def timed(self) -> Sequence[float]:
+        """The rounds that count: none where it has a problem."""
+        return () if self.problem else self.rounds
+
+    @property
+    def median(self) -> float:
+        """The median time in seconds; NaN where it has none."""
+        return median(self.timed)
+
+    def columns(self, *names: str) -> dict[str, Any]:
+        """The named columns of its row; times are in microseconds, NaN where it has none."""
+        timed = self.timed
+        known = {
+            "median_us": self.median * 1e6,
+            "p90_us": percentile(timed, 0.9) * 1e6,
+            "least_us": min(timed, default=math.nan) * 1e6,
+            "host_us": math.nan if self.problem else self.host_s * 1e6,
+            "host_runs": 0 if self.problem else len(self.host),
+            "rounds": len(timed),
+            "sm_mhz": math.nan if self.problem else median(self.clocks),
+            "off": self.off,
+            "deviation": self.off,
+            "error": self.problem or "",
+            **self.figures,
+        }
+        return {name: known.get(name, math.nan) for name in names}
+
+
+def median(values: Sequence[float]) -> float:
+    """The median; NaN of nothing."""
+    return statistics.median(values) if values else math.nan
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The smallest value that at least `part` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
+
+
+def worst(offs: Iterable[float]) -> float:
+    """The largest; infinite where one is not finite."""
+    known = list(offs)
+    return max(known) if all(map(math.isfinite, known)) else math.inf
+
+
+def run_race(
+    ranks: Ranks,
+    variants: Iterable[Variant],
+    timer: Callable[[list[Racer]], None],
+    tell: Tell,
+    title: str = "",
+    measure: Callable[[Racer], None] | None = None,
+) -> dict[str, Racer]:
+    """Opens variants, one after another, and times in turn those that have no problem; the racers
+    by name. Each that is open does the step `measure` alone before the next one is opened."""
+    racers: dict[str, Racer] = {}
+    for variant in variants:
+        tell({"event": "step", "doing": f"{title}{variant.name}"})
+        racer = racers[variant.name] = prepare(ranks, variant)
+        if measure is not None:
+            also(ranks, racer, measure)
+    tell({"event": "step", "doing": f"{title}timing"})
+    timer([racer for racer in racers.values() if racer.ready])
+    gather(ranks, racers.values())
+    return racers
+
+
+def prepare(ranks: Ranks, variant: Variant) -> Racer:
+    """Opens a variant on all ranks, and lets it compute what is known."""
+    racer = Racer(variant)
+
+    def make() -> None:
+        racer.opened = variant.open()
+
+    def check(racer: Racer) -> str | None:
+        assert racer.opened is not None
+        racer.off = racer.opened.off()
+        right = racer.off <= variant.limit
+        return None if right else f"wrong: off by {racer.off:.3g} times what rounding may change"
+
+    _attempt(ranks, racer, make)
+    also(ranks, racer, check)
+    return racer
+
+
+def also(ranks: Ranks, racer: Racer, step: Callable[[Racer], str | None]) -> None:
+    """Does one more thing with a variant that is open, on all ranks; it may return a problem."""
+    if racer.ready:
+        _attempt(ranks, racer, lambda: step(racer))
+
+
+def _attempt(ranks: Ranks, racer: Racer, step: Callable[[], str | None]) -> None:
+    """Does a step; where a rank has a problem in it, the variant is closed on all of them."""
+    try:
+        problem = step()
+    except Exception as error:
+        problem = describe(error, ranks)
+    racer.problem = ranks.agree(problem)
+    if racer.problem is None:
+        return
+    racer.opened = None
+    try:
+        racer.variant.close()
+        if ranks.size > 1:
+            reset_teams()
+    except InterlaceError as error:
+        racer.problem = f"{racer.problem} (and then {describe(error, ranks)})"
+    free(ranks)
+    ranks.agree(None)
+
+
+def gather(ranks: Ranks, racers: Iterable[Racer]) -> None:
+    """Takes host times, deviations and other figures of the rank that has the most."""
+    for racer in racers:
+        racer.host_s = median(racer.host)
+        mine = [racer.host_s, racer.off, *racer.figures.values()]
+        racer.host_s, racer.off, *others = ranks.maximum(mine)
+        racer.figures = dict(zip(racer.figures, others, strict=True))
+
+
+def close(racers: Iterable[Racer]) -> None:
+    """Closes the variants."""
+    for racer in racers:
+        racer.opened = None
+        racer.variant.close()
+
+
+def free(ranks: Ranks) -> None:
+    """Gives back the memory of variants that are closed."""
+    gc.collect()
+    if ranks.cuda:
+        torch.cuda.empty_cache()
+
+
+def describe(error: BaseException, ranks: Ranks) -> str:
+    """One line of an error; raises where the device itself is broken, since nothing works then."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    try:
+        ranks.synchronize()
+    except RuntimeError as fault:
+        raise ExecutorError(f"the GPU of rank {ranks.me} is in error, after {text}") from fault
+    return text
+
+
+# -- bursts --------------------------------------------------------------------------------------
+
+
+def burst(
+    ranks: Ranks,
+    run: Run | None,
+    inputs: Sets,
+    launches: int,
+    first: int = 0,
+    warm: int = 1,
+    lead: int = LEAD_CYCLES,
+    ahead: bool = False,
+) -> tuple[float, list[float], float]:
+    """Seconds for each launch, host seconds of each call, and the SM clock meanwhile, after `warm`
+    launches and while the device waits `lead` cycles, or `ahead`, for a launch of the host.
+
+    All ranks call it; one without `run` meets the others and does nothing (none goes `ahead` then).
+    """
+    if run is None:
+        ranks.align()
+        return 0.0, [], math.nan
+    try:
+        for number in range(first, first + warm):  # the variant before left its own traces
+            begun = time.perf_counter()
+            run(*inputs[number % len(inputs)])
+            if ahead:
+                cycles = int(AHEAD_CYCLES * (time.perf_counter() - begun))
+                lead = max(lead, min(MOST_CYCLES, cycles))
+    finally:
+        ranks.synchronize()
+        if ahead:  # by the slowest host: a device that waited less would count the others' wait
+            (slowest,) = ranks.maximum([lead])
+            lead = int(slowest)
+        time.sleep(REST_S)
+        ranks.align()
+    host: list[float] = []
+    sets = [inputs[(first + 1 + i) % len(inputs)] for i in range(launches)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if ranks.cuda else []
+    if ranks.cuda:
+        torch.cuda._sleep(lead)
+    begun = time.perf_counter()
+    if marks:
+        marks[0].record()
+    before = time.perf_counter()
+    for given in sets:
+        run(*given)
+        now = time.perf_counter()
+        host.append(now - before)
+        before = now
+    if not marks:  # a CPU needs no events: a call that returns is done
+        return (before - begun) / launches, host, math.nan
+    start, end = marks
+    end.record()
+    mhz = sm_clock(ranks.device)
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / launches, host, mhz
+
+
+def sm_clock(device: torch.device) -> float:
+    """The clock of a GPU's multiprocessors in MHz; NaN where NVML (`nvidia-ml-py`) is not there."""
+    try:
+        return float(torch.cuda.clock_rate(device))
+    except Exception:  # NVML is an extra, and raises what it likes
+        return math.nan
+
+
+def captured(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A CUDA graph of what `run` launches: what replays it, and the result, which lies in it."""
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog asks about events meanwhile, which only this mode allows it.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run()
+    return graph.replay, result
+
+
+def race(
+    ranks: Ranks,
+    racers: Sequence[Racer],
+    seconds: float,
+    rounds: tuple[int, int] = ROUNDS,
+    launches: tuple[int, int] = LAUNCHES,
+    ahead: bool = False,
+) -> None:
+    """Times the variants against one another for about `seconds`.
+
+    `launches` bounds a burst, before which the device may wait until the host is `ahead`: what
+    stands amid other work is timed so. A variant that raises is out on all ranks, with the reason;
+    a fault of the device ends it all.
+    """
+    bursts, failed = _launches(ranks, racers, launches)
+    running = _without(ranks, failed, racers)
+    number, least, most = 0, *rounds
+    begun = time.perf_counter()
+    while running and number < most:
+        failed: dict[str, str] = {}
+        for racer in random.Random(number).sample(running, len(running)):  # the same on all ranks
+            name, count = racer.variant.name, bursts[racer.variant.name]
+            try:
+                given = racer.run, racer.variant.sets, count, number * (count + 1)
+                each, host, mhz = burst(ranks, *given, ahead=ahead)
+            except Exception as error:
+                failed[name] = describe(error, ranks)
+                continue
+            racer.rounds.append(each)
+            racer.host += host
+            racer.clocks += [] if math.isnan(mhz) else [mhz]
+        number += 1
+        spent = time.perf_counter() - begun
+        running = _without(ranks, failed, running)
+        if number >= least and max(ranks.maximum([spent])) * (1 + 1 / number) > seconds:
+            break
+    for racer in running:  # host times stay this rank's
+        racer.rounds = ranks.maximum(racer.rounds)
+
+
+def _launches(
+    ranks: Ranks, racers: Sequence[Racer], bounds: tuple[int, int]
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Launches of a burst, by variant, from a first short one that is not counted; and what failed
+    in it here."""
+    quick: list[float] = []
+    failed: dict[str, str] = {}
+    for racer in racers:
+        sets = racer.variant.sets
+        try:
+            # What graphs are captured for, they are captured for here.
+            quick.append(burst(ranks, racer.run, sets, 2, warm=len(sets))[0])
+        except Exception as error:
+            failed[racer.variant.name] = describe(error, ranks)
+            quick.append(1.0)
+    low, high = bounds
+    counts = [round(BURST_S / max(seconds, 1e-9)) for seconds in ranks.maximum(quick)]
+    bursts = [min(high, max(low, count)) for count in counts]
+    names = [racer.variant.name for racer in racers]
+    return dict(zip(names, bursts, strict=True)), failed
+
+
+def _without(ranks: Ranks, failed: Mapping[str, str], racers: Sequence[Racer]) -> list[Racer]:
+    """The racers without those that failed on some rank, whose problem is noted."""
+    known = {racer.variant.name: racer for racer in racers}
+    for rank, note in enumerate(ranks.exchange({"failed": failed})):
+        for name, problem in note["failed"].items():
+            known[name].problem = known[name].problem or f"rank {rank}: {problem}"
+    return [racer for racer in racers if racer.problem is None]
+
+
+def time_device(ranks: Ranks, racers: Sequence[Racer]) -> None:
+    """Times launches where the host is ahead: the device waits for as long as the slowest host
+    takes to issue a burst, so that only the device's own time counts. Nothing without a GPU."""
+    running = [racer for racer in racers if racer.ready]
+    found: dict[str, list[float]] = {racer.variant.name: [] for racer in running}
+    for number in range(AHEAD_ROUNDS if ranks.cuda else 0):
+        for racer in random.Random(number).sample(running, len(running)):
+            lead = LEAD_CYCLES + int(AHEAD_CYCLES * AHEAD_LAUNCHES * racer.host_s)
+            given = racer.run, racer.variant.sets, AHEAD_LAUNCHES, number * (AHEAD_LAUNCHES + 1)
+            found[racer.variant.name].append(burst(ranks, *given, lead=lead)[0])
+    for racer in running:
+        racer.figures["device_us"] = median(ranks.maximum(found[racer.variant.name])) * 1e6
+
+
+# -- the host ------------------------------------------------------------------------------------
+
+
+def host_times(ranks: Ranks, run: Run, inputs: Sets, calls: int) -> list[float]:
+    """Seconds that this rank's host takes for each of many calls, one after another."""
+    spent: list[float] = []
+    ranks.align()
+    for number in range(calls):
+        given = inputs[number % len(inputs)]
+        before = time.perf_counter()
+        run(*given)
+        spent.append(time.perf_counter() - before)
+        if number % HOST_BATCH == HOST_BATCH - 1:
+            ranks.synchronize()
+    ranks.synchronize()
+    return spent
+
+
+def time_in_turn(ranks: Ranks, racers: Sequence[Racer], seconds: float) -> None:
+    """The time of each of 1,000 calls, by variant, or of fewer that take so long.
+
+    A variant that raises has the reason instead. torch computes with one thread meanwhile: others
+    would have to be woken for each call.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        until = time.monotonic() + seconds
+        number, blocks = 0, {racer.variant.name: HOST_BATCH for racer in racers}
+        while number < HOST_CALLS // HOST_BLOCK + 1 and (number < 2 or time.monotonic() < until):
+            running = [racer for racer in racers if racer.problem is None]
+            for racer in random.Random(number).sample(running, len(running)):
+                calls = blocks[racer.variant.name]
+                try:
+                    spent = host_times(ranks, racer.run, racer.variant.sets, calls)
+                except Exception as error:
+                    racer.problem = describe(error, ranks)
+                    continue
+                if number:
+                    racer.rounds += spent
+                    continue
+                # The first turn warms up, and tells how many calls a block may have.
+                share = seconds / len(racers) / 2 / (HOST_CALLS / HOST_BLOCK)
+                count = int(max(4, min(HOST_BLOCK, share / max(min(spent), 1e-6))))
+                blocks[racer.variant.name] = count
+            number += 1
+    finally:
+        torch.set_num_threads(threads)
+    for racer in racers:
+        racer.host = racer.rounds
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def held(ranks: Ranks) -> float:
+    """Bytes that are in use: on a GPU by tensors, and by others than torch's allocator (memory of
+    peers, NCCL's buffers); on a CPU by the whole process."""
+    free(ranks)
+    if not ranks.cuda:
+        ctypes.CDLL(None).malloc_trim(0)
+        return _status("VmRSS")
+    torch.cuda.synchronize()
+    unused, total = torch.cuda.mem_get_info()
+    return total - unused - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
+
+
+def peak(ranks: Ranks, launch: Callable[[], Any]) -> float:
+    """Most bytes that are in use while something is launched."""
+    before = held(ranks)
+    if not ranks.cuda:
+        Path("/proc/self/clear_refs").write_text("5")
+        launch()
+        return _status("VmHWM")
+    allocated = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    launch()
+    torch.cuda.synchronize()
+    return before + torch.cuda.max_memory_allocated() - allocated
+
+
+def _status(name: str) -> float:
+    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return float(found[1]) * 1024 if found else math.nan

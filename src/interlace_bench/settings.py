@@ -1,0 +1,261 @@
+"""Settings of every benchmark: plain data without torch, which the commands have as options.
+
+    settings = OverlapSettings(preset="tiny", dtype="f32", only="put,sequential")
+    settings.names                             # what is raced: ("put", "sequential")
+
+A field is an option: its type, its default and its help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import typer
+
+from interlace.commands.options import Calibration, Device, Json, Strategy, TimeOut
+from interlace.errors import OptionError
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+RESULTS = Path("benchmarks/results")
+"""Folder of rows that are meant to be committed."""
+
+Bars = Annotated[bool, typer.Option("--check", help="Judge the bars; code 1 if one is missed.")]
+Shapes = Annotated[
+    str, typer.Option(help="Shapes instead: 'ag_gemm:M,K,N gemm_rs:M,K,N gemm_ar:M,K,N'.")
+]
+Small = Annotated[
+    bool | None, typer.Option("--small/--large", help="Small sizes; default: on a CPU.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr what is under way.")]
+World = Annotated[int | None, typer.Option(help="Ranks; default: a rank for each GPU.")]
+
+STRATEGIES = ("serial", "pipeline", "get", "put", "fused", "exchange", "ring", "auto")
+"""Our strategies by the name that rows of overlap give them; `get` and `put` are `peer`."""
+LAYERS = (
+    *("eager", "inductor", "inductor-graph", "interlace", "interlace-graph"),
+    *("interlace.compile", "interlace.compile-graph"),
+)
+"""`inductor` and `interlace` are backends of `torch.compile`; `-graph`: in CUDA graphs."""
+FLOAT8_LAYERS = ("layers-fp8", "compile-fp8", "compile-fp8-graph")
+TRANSFORMERS = (
+    *("eager", "inductor", "inductor-graph", "async-tp"),
+    *("compile", "layers", "compile-graph", *FLOAT8_LAYERS, "ideal"),
+)
+KERNELS = ("cross-entropy", "linear-cross-entropy", "adam", "muon", "grouped", "float8", "host")
+OPTIMIZERS = ("synchronous", "overlap", "overlap-nccl", "no-gather", "torch-ddp", "torchtitan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """Settings of every benchmark."""
+
+    name: ClassVar[str]
+    as_rivals: ClassVar[bool] = False
+    """True where rivals are timed that have NCCL register what graphs touch."""
+    out: Annotated[Path, typer.Option(help="Folder of the CSV rows.")] = RESULTS
+    device: Device = "auto"
+    commit: Annotated[str, typer.Option(help="Commit, where git cannot tell.")] = ""
+    time_out: TimeOut = 580
+    verbose: Verbose = False
+    json: Json = False
+
+    @property
+    def path(self) -> Path | None:
+        """The file to which rows are appended as they come."""
+        return self.out / f"{self.name}.csv"
+
+    @property
+    def alone(self) -> bool:
+        """True if it takes this process alone, and no ranks."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceSettings(BenchSettings):
+    """Settings of a benchmark in which variants take turns."""
+
+    known: ClassVar[tuple[str, ...]]
+    """Names of all that may be raced."""
+    usual: ClassVar[tuple[str, ...]] = ()
+    """Names of what is raced where nothing is asked for; none: all."""
+    only: Annotated[
+        str, typer.Option(help="Names of what is raced, with commas; default: all.")
+    ] = ""
+    seconds: Annotated[
+        float, typer.Option(help="Time for timing; what does not fit is left out.")
+    ] = 80
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0:
+            raise OptionError("nothing to measure: give --seconds > 0")
+        for name in self.names:
+            if name not in self.known:
+                raise OptionError(f"--only {name}: choose from {', '.join(self.known)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of what is raced."""
+        return tuple(words(self.only)) or self.usual or self.known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterconnectSettings(BenchSettings):
+    """Sizes of messages."""
+
+    name = "interconnect"
+    most: Annotated[str, typer.Option(help="Largest; default: 1GiB on GPUs, 16MiB on CPUs.")] = ""
+    world: World = None
+
+    def __post_init__(self) -> None:
+        if self.most:
+            nbytes(self.most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapSettings(RaceSettings):
+    """Sites."""
+
+    name, known, as_rivals = "overlap", (*STRATEGIES, "sequential", "async-tp"), True
+    usual = tuple(name for name in known if name != "ring")
+    """Beside `ring`, which gains only between hosts."""
+    preset: Annotated[
+        str, typer.Option(help="Shapes: bars, others, tiny, or several with commas.")
+    ] = "bars"
+    shapes: Shapes = ""
+    dtype: Annotated[str, typer.Option(help="Element types, with commas; FP8: f8e4m3.")] = "bf16"
+    host_runs: Annotated[int, typer.Option(help="Calls by which host time is measured.")] = 1000
+    check: Bars = False
+    world: World = None
+    calibration: Calibration = None
+
+    def __post_init__(self) -> None:
+        from interlace_bench.sites import cases_of
+
+        RaceSettings.__post_init__(self)
+        if not cases_of(self.preset, self.shapes, words(self.dtype)):
+            raise OptionError("nothing to measure: give shapes or a preset")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSettings(RaceSettings):
+    """A layer without gradients."""
+
+    name, known, as_rivals = "layer", LAYERS, True
+    small: Small = None
+    strategy: Strategy = "auto"
+    calibration: Calibration = None
+    world: World = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerSettings(RaceSettings):
+    """Layers of a model, and the sizes of a batch."""
+
+    name, known, as_rivals = "transformer", TRANSFORMERS, True
+    model: Annotated[
+        Literal["llama3-8b", "llama3-70b", "tiny"],
+        typer.Option(metavar="NAME", help="llama3-8b, llama3-70b or tiny."),
+    ] = "llama3-8b"
+    layers: Annotated[int, typer.Option(help="Layers, one after another.")] = 1
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence, over all ranks.")] = 8192
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1
+    dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16"
+    strategy: Strategy = "auto"
+    simulate: Annotated[
+        str,
+        typer.Option(help="Run nothing, predict: a calibration file, or the model h200 or cpu."),
+    ] = ""
+    check: Bars = False
+    calibration: Calibration = None
+    world: World = None
+
+    def __post_init__(self) -> None:
+        RaceSettings.__post_init__(self)
+        if min(self.layers, self.sequence, self.batch) < 1:
+            raise OptionError("--layers, --sequence and --batch must be >= 1")
+
+    @property
+    def alone(self) -> bool:
+        """True if it predicts."""
+        return bool(self.simulate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSettings(RaceSettings):
+    """Ops, at sizes for a GPU or small ones."""
+
+    name, known = "kernels", KERNELS
+    small: Small = None
+    check: Bars = False
+
+    @property
+    def alone(self) -> bool:
+        """True: most is measured on one device."""
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings(RaceSettings):
+    """A model, and the link that moves its buckets."""
+
+    name, known = "optimizer", OPTIMIZERS
+    model: Annotated[
+        Literal["llama3-8b", "small", "tiny"] | None,
+        typer.Option(help="Default: small on CPUs, llama3-8b on GPUs."),
+    ] = None
+    link: Annotated[
+        float, typer.Option(help="GB/s of the link that CPU ranks shall have; 0: as it is.")
+    ] = 0.0
+    check: Bars = False
+    world: World = None
+
+    def __post_init__(self) -> None:
+        RaceSettings.__post_init__(self)
+        if self.link < 0:
+            raise OptionError("--link must be >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationSettings(BenchSettings):
+    """Settings of `interlace calibrate`: for links, matmuls and copies, and for sites."""
+
+    name = "calibrate"
+    links: InterconnectSettings = InterconnectSettings()
+    sites: OverlapSettings | None = None
+    file: str
+    """Path of the file that is written, on the first rank of every host."""
+    dtypes: tuple[str, ...] = ("bf16",)
+    """Dtypes of the matmuls."""
+
+    @property
+    def path(self) -> None:
+        """No file of rows: none is kept."""
+
+
+def ours(settings: LayerSettings | TransformerSettings, **more: Any) -> dict[str, Any]:
+    """Options of our compiler that the settings ask for."""
+    found: dict[str, Any] = {"strategy": settings.strategy, "time_out_s": 60.0, **more}
+    if settings.calibration is not None:
+        found["calibration"] = whole(settings.calibration)
+    return found
+
+
+def whole(path: Path | None) -> str | None:
+    """The path for processes that start in any folder."""
+    return None if path is None else str(path.resolve())
+
+
+def nbytes(text: str) -> int:
+    """Bytes of text such as 64MiB, 1K or 4096."""
+    word = text.strip().upper().removesuffix("B").removesuffix("I")
+    number, unit = (word[:-1], word[-1]) if word[-1:] in ("K", "M", "G") else (word, "")
+    if not number.isdecimal() or int(number) < 1:
+        raise OptionError(f"{text!r} is no size: write it as 4096, 64KiB or 1GiB")
+    return int(number) * UNITS[unit]
+
+
+def words(text: str) -> list[str]:
+    """The words of an option that takes several, with commas between."""
+    return [word.strip() for word in text.split(",") if word.strip()]
