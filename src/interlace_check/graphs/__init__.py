@@ -1,10 +1,9 @@
 """FX graphs as Programs: user streams and functional collectives in compiled graphs.
 
-    report = interlace.check_graph(gm)         # an SPMD graph
-    report = interlace.check_graph([gm0, gm1]) # the graphs of two ranks
+    report = interlace.check_graph(gm)
 
 Reading order: steps.py (what a graph does), reading/ (nodes to steps), programs.py (steps to a
-Program), ranks.py, findings.py and remarks.py (what is reported), check.py.
+Program), findings.py and remarks.py (what is reported), check.py.
 """
 
 from interlace_check.graphs.check import check_graph

@@ -10,41 +10,36 @@ def backend(gm, example_inputs):
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from torch import fx
 
-from interlace.errors import OptionError, ProgramError, UnsupportedError
-from interlace.ir.types import Team
+from interlace.errors import OptionError, ProgramError
 from interlace.verify import Finding, Report, check
-from interlace_check.graphs.findings import KINDS, GraphWords
+from interlace_check.graphs.findings import KINDS, GraphExplainer
 from interlace_check.graphs.programs import to_program
-from interlace_check.graphs.ranks import groups_of, mismatches, teams_of
 from interlace_check.graphs.reading.walk import walk
 from interlace_check.graphs.remarks import plain_findings
-from interlace_check.graphs.steps import Trace
 
 Order = Literal["auto", "listed", "any"]
 
 
 def check_graph(
-    graphs: fx.GraphModule | Sequence[fx.GraphModule],
+    graph: fx.GraphModule,
     *,
     order: Order = "auto",
     inputs: Literal["queued", "ready"] = "queued",
     results: Literal["joined", "later"] = "joined",
     current: Iterable[int] | None = None,
-    groups: Mapping[str, Iterable[int]] | None = None,
 ) -> Report:
     """Checks an FX graph of aten operators: its user streams and its functional collectives.
 
-    One GraphModule is what every rank runs; a sequence has the graph of rank 0, 1, ... Graphs are
-    those that AOTAutograd makes (backends of `torch.compile` get them from `aot_autograd`, or as
-    Inductor's post-grad graphs). Nothing is run.
+    Graphs are those that AOTAutograd makes (backends of `torch.compile` get them from
+    `aot_autograd`, or as Inductor's post-grad graphs). Nothing is run.
 
     Args:
-        graphs: the graph, or one for each rank.
+        graph: what every rank runs.
         order: `listed`: nodes are issued in the order of the graph. `any`: in any order that its
             dependences allow, as Inductor's scheduler may. `auto`: as listed, and in any order
             as well where a graph has `control_deps`, which are there for Inductor.
@@ -55,8 +50,6 @@ def check_graph(
             (a forward graph's saved activations, say, that a backward on that stream reads).
         current: the indices by which the graph calls the caller's stream. None: 0, and one that
             syncs name and no node is annotated with, if 0 is not used (a remark says so).
-        groups: the ranks of process groups by their names, each rank the place of its graph,
-            where the operators' `group_size` and the graphs that use a group do not say it.
 
     Returns:
         A report as `interlace.check` gives: `sound`, `findings`, `raise_if_unsound()`,
@@ -80,48 +73,27 @@ def check_graph(
     Raises:
         ProgramError: the graph is malformed.
         UnsupportedError: an operator may order others in a way that is unknown (a `streams::` or
-            `c10d::` operator without a meaning here, a Python function on tensors, messages in
-            one graph for all ranks), or the graph is too large for `any`.
-        TeamError: the ranks of a group are not the graphs given.
+            `c10d::` operator without a meaning here, a Python function on tensors), or the graph
+            is too large for `any`.
         OptionError: an option has an unknown value.
     """
     began = time.perf_counter()
     _check_options(order, inputs, results)
-    modules = [graphs] if isinstance(graphs, fx.GraphModule) else list(graphs)
-    if not modules or not all(isinstance(module, fx.GraphModule) for module in modules):
-        raise ProgramError("check_graph takes a GraphModule, or one for each rank; fix: give it")
-    mine = None if current is None else frozenset(current)
-    walked = {id(module): walk(module, mine) for module in {id(m): m for m in modules}.values()}
-    traces = [walked[id(module)] for module in modules]
-    spmd = len(traces) == 1 and groups is None
-    teams = _spmd_teams(traces[0]) if spmd else None
-    found: list[Finding] = []
-    if teams is None:
-        ranks = groups_of(traces, groups)
-        teams = teams_of(ranks)
-        found += mismatches(traces, ranks)
-    both = any(trace.has_control_deps for trace in traces)
-    orders = [False, True] if order == "auto" and both else [order == "any"]
-    for rank, trace in enumerate(traces):
-        found += plain_findings(trace, rank, True in orders, results == "joined")
-    num_ops = sum(len(trace.steps) for trace in traces)
+    if not isinstance(graph, fx.GraphModule):
+        raise ProgramError(
+            f"check_graph takes a GraphModule, not a {type(graph).__name__}; fix: give the graph "
+            "that every rank runs (where ranks differ, check_recorded says so of a run that hung)"
+        )
+    trace = walk(graph, None if current is None else frozenset(current))
+    both = order == "auto" and trace.has_control_deps
+    orders = [False, True] if both else [order == "any"]
+    found = list(plain_findings(trace, True in orders, results == "joined"))
     for any_order in orders:
-        programs = [
-            to_program(
-                trace,
-                teams,
-                None if spmd else rank,
-                any_order,
-                inputs == "ready",
-                results == "joined",
-            )
-            for rank, trace in enumerate(traces)
-        ]
-        report = check([each.program for each in programs], runs=1)
-        words = GraphWords(traces, programs, any_order)
-        found += [each for each in map(words.finding, report.findings) if each is not None]
-    kept = _distinct(found)
-    return Report(tuple(kept), num_ops, len(traces), time.perf_counter() - began)
+        program = to_program(trace, any_order, inputs == "ready", results == "joined")
+        explainer = GraphExplainer(trace, program, any_order)
+        report = check([program.program], runs=1)
+        found += map(explainer.finding, report.errors)
+    return Report(tuple(_distinct(found)), len(trace.steps), 1, time.perf_counter() - began)
 
 
 def _check_options(order: str, inputs: str, results: str) -> None:
@@ -134,37 +106,19 @@ def _check_options(order: str, inputs: str, results: str) -> None:
             raise OptionError(f"{name}={value!r}; fix: it is one of {', '.join(known)}")
 
 
-def _spmd_teams(trace: Trace) -> dict[str, Team]:
-    """Two ranks stand for all that run one graph: each does what every other does."""
-    found: dict[str, Team] = {}
-    for step in trace.steps:
-        if step.issue is None:
-            continue
-        if step.issue.peer is not None:
-            raise UnsupportedError(
-                f"{step.place.name} is a message to one rank, in a graph that all ranks run; fix: "
-                f"give the graph of each rank: check_graph([graph_of_rank_0, ...])"
-            )
-        found.setdefault(step.issue.group, Team(f"g{len(found)}", 2, ((0, 1),)))
-    return found
-
-
 def _distinct(found: list[Finding]) -> list[Finding]:
-    """Each fault once: one found as listed is not told again for other orders."""
+    """Each fault once: one found as listed is not repeated for other orders."""
     kept: dict[tuple[object, ...], Finding] = {}
     for finding in found:
-        nodes = tuple((op.rank, op.line) for op in finding.ops if op.line)
-        key = (finding.kind, finding.ranks, nodes)
-        kept.setdefault(key, finding)
+        nodes = tuple(op.line for op in finding.ops if op.line)
+        kept.setdefault((finding.kind, nodes), finding)
     unwaited = {op.text for each in kept.values() if each.kind == "unwaited" for op in each.ops}
-    listed_ones = [
+    distinct = [
         each
         for each in kept.values()
         if each.kind != "never-waited" or each.ops[0].text not in unwaited
     ]
-    mismatch = any(each.kind == "mismatch" for each in listed_ones)
-    listed_ones = [each for each in listed_ones if not (mismatch and each.kind == "deadlock")]
     ranked = {kind: number for number, kind in enumerate(KINDS)}
     return sorted(
-        listed_ones, key=lambda each: (each.level == "remark", ranked.get(each.kind, len(KINDS)))
+        distinct, key=lambda each: (each.level == "remark", ranked.get(each.kind, len(KINDS)))
     )

@@ -1,18 +1,17 @@
 """Findings of the verifier about a graph's Programs, in the graph's own words.
 
-words = GraphWords(traces, programs, any_order=False)
-[words.finding(found) for found in report.findings]
+explainer = GraphExplainer(trace, program, any_order=False)
+[explainer.finding(found) for found in report.errors]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.verify.report import Finding, OpRef
-from interlace_check.graphs.programs import GraphProgram, Origin
+from interlace_check.graphs.programs import GraphProgram, StepOrigin
 from interlace_check.graphs.reading.tensors import Storage
-from interlace_check.graphs.steps import MAIN, Place, Step, Trace
+from interlace_check.graphs.steps import MAIN, GraphStep, Place, Trace
 
 KINDS: dict[str, str] = {
     "race": "two nodes on different streams touch the same bytes, at least one writes, in no order",
@@ -23,71 +22,25 @@ KINDS: dict[str, str] = {
     "written-back": "a graph input is written, and the caller's stream does not wait for that",
     "freed-early": "a tensor's memory may be used again while another stream still touches it",
     "early-wait": "a wait for an event that the graph records only later: it orders nothing",
-    "mismatch": "ranks that do not issue the same collectives in the same order",
-    "deadlock": "collectives that wait for each other, or for a rank that never comes",
-    "launch-order": "ranks launch collectives of two groups in opposite order (a remark)",
-    "idle-wait": "a wait that orders nothing: what it waits for is on its own stream (a remark)",
     "outside-event": "a wait for an event that the graph does not record (a remark)",
     "unanchored": "a stream op that no data goes through: a scheduler may move it (a remark)",
     "current-stream": "an index that was taken for the caller's stream (a remark)",
 }
 """The kinds of finding in a graph, and what each means."""
-_PASSED_ON = {"deadlock": "error", "launch-order": "remark"}
 
 
-class GraphWords:
-    """Findings of the verifier about Programs, as findings about graphs."""
+class GraphExplainer:
+    """Findings of the verifier about a graph's Program, as findings about the graph."""
 
-    def __init__(
-        self, traces: Sequence[Trace], programs: Sequence[GraphProgram], any_order: bool
-    ) -> None:
-        self.traces, self.programs, self.any_order = traces, programs, any_order
+    def __init__(self, trace: Trace, program: GraphProgram, any_order: bool) -> None:
+        self.trace, self.program, self.any_order = trace, program, any_order
 
-    def finding(self, found: Finding) -> Finding | None:
-        """One finding; None for a remark that says nothing about a graph."""
-        if found.level == "remark" and found.kind not in _PASSED_ON:
-            return None
-        ranks = found.ranks or tuple(dict.fromkeys(op.rank for op in found.ops))
-        if len(self.traces) == 1:  # the two ranks that run one graph do the same
-            ranks = ()
-        if len(found.ops) == 2 and found.kind in ("race", "use-after-free"):
-            return self._race(found, ranks)
-        ops = tuple(op for op in map(self._any, found.ops) if op is not None)
-        message = "collectives wait for each other, or for a rank that never begins them"
-        fix = "let every rank issue its collectives, and wait for them, in one order"
-        if found.kind == "launch-order":
-            message = "ranks launch collectives of two groups in opposite order"
-            fix = "launch the collectives of different groups in one order on all ranks"
-        elif found.kind == "mismatch":  # of collectives, ranks.py tells it
-            message = f"messages do not pair up: {self._groups_named(found.message)}"
-            fix = "let each rank send what its peer receives, in the same order"
-        elif found.kind != "deadlock":
-            message, fix = found.message, found.words
-        return Finding(found.kind, message, ops, fix, found.level, ranks)
-
-    def _groups_named(self, message: str) -> str:
-        """A message of the verifier with the groups' own names."""
-        for group, team in self.programs[0].teams.items():
-            message = message.replace(f"team {team.name}", f"group {group!r}")
-        return message
-
-    def _origin(self, op: OpRef) -> tuple[Trace, Origin]:
-        program, index = op.at
-        trace, origins = self.traces[program], self.programs[program].origins
-        return trace, origins[index] if 0 <= index < len(origins) else Origin("exit")
-
-    def _any(self, op: OpRef) -> OpRef | None:
-        trace, origin = self._origin(op)
-        if origin.role != "step":
-            return None
-        step = trace.steps[origin.number]
-        role = op.role.partition(" ")[0]
-        issue = step.issue
-        if issue is not None:
-            role = f"{role}: {issue.kind} of group {issue.group!r}"
-        return reference(step, op.rank, role)
-
-    def _race(self, found: Finding, ranks: tuple[int, ...]) -> Finding:
+    def finding(self, found: Finding) -> Finding:
+        """One finding."""
+        if len(found.ops) != 2 or found.kind not in ("race", "use-after-free"):
+            sides = map(self._side, found.ops)
+            shown = tuple(side.shown for side in sides if side.shown is not None)
+            return Finding(found.kind, found.message, shown, found.words)
         one, two = sorted(map(self._side, found.ops), key=lambda side: side.place)
         shown = tuple(side.shown for side in (one, two) if side.shown is not None)
         kind, message, fix = _beside_caller(one, two) or _between_steps(one, two)
@@ -97,15 +50,15 @@ class GraphWords:
                 "Inductor's may leave it"
             )
             fix = f"{fix}, and thread what it touches through the wait (control_deps)"
-        return Finding(kind, message, shown, fix, "error", ranks)
+        return Finding(kind, message, shown, fix)
 
     def _side(self, op: OpRef) -> Side:
-        trace, origin = self._origin(op)
-        storage = None
+        index, origins, storage = op.at[1], self.program.origins, None
+        origin = origins[index] if 0 <= index < len(origins) else StepOrigin("exit")
         if op.buffer.startswith("b") and op.buffer[1:].isdigit():
-            storage = trace.storages[int(op.buffer[1:])]
-        step = trace.steps[origin.number] if origin.role == "step" else None
-        return Side(origin.role, op.role.partition(" ")[0], op.rank, step, storage)
+            storage = self.trace.storages[int(op.buffer[1:])]
+        step = self.trace.steps[origin.number] if origin.role == "step" else None
+        return Side(origin.role, op.role.partition(" ")[0], step, storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +67,7 @@ class Side:
 
     role: str
     verb: str
-    rank: int
-    step: Step | None
+    step: GraphStep | None
     """None for the caller's part, and for memory that is used again."""
     storage: Storage | None
 
@@ -151,12 +103,12 @@ class Side:
             if self.role != "free" or self.storage is None:
                 return None
             text = f"(memory of {tensor})"
-            return OpRef(self.rank, 0, self.storage.stream, text, "is used again")
+            return OpRef(0, 0, self.storage.stream, text, "is used again")
         role, issue = f"{self.verb} {tensor}".strip(), self.step.issue
         if issue is None:
-            return reference(self.step, self.rank, role)
+            return reference(self.step, role)
         role += f" (asynchronously, {issue.kind})"
-        return at_place(self.step.place, self.rank, role, f"group {issue.group!r}")
+        return at_place(self.step.place, role, f"group {issue.group!r}")
 
 
 def _beside_caller(one: Side, two: Side) -> tuple[str, str, str] | None:
@@ -217,14 +169,14 @@ def _between_steps(one: Side, two: Side) -> tuple[str, str, str]:
     return "race", message, fix
 
 
-def reference(step: Step, rank: int, role: str) -> OpRef:
+def reference(step: GraphStep, role: str) -> OpRef:
     """A step in a finding. Its `line` is the node's place in the graph, from 1."""
-    return at_place(step.place, rank, role, step.stream)
+    return at_place(step.place, role, step.stream)
 
 
-def at_place(place: Place, rank: int, role: str, stream: str = "") -> OpRef:
+def at_place(place: Place, role: str, stream: str = "") -> OpRef:
     """A node in a finding."""
-    return OpRef(rank, place.number, stream, f"{place.name} = {place.text}", role, loc=place.loc)
+    return OpRef(0, place.number, stream, f"{place.name} = {place.text}", role, loc=place.loc)
 
 
 def stream_words(stream: str) -> str:

@@ -16,23 +16,24 @@ both do.)
 Each stream is cut into lanes, chains of nodes that do follow each other (as listed: one lane), and
 events stand for the order between lanes.
 
-    to_program(trace, teams, rank=0, any_order=False, ready=False, joined=True).program
+    to_program(trace, any_order=False, ready=False, joined=True).program
+
+A collective is a call on its queue: all ranks run the graph, so each reaches it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from interlace.errors import UnsupportedError
-from interlace.ir.types import Team
 from interlace.ir.view import View
 from interlace_check.graphs.reading.sync import EVERY, HOST
 from interlace_check.graphs.reading.tensors import Storage
-from interlace_check.graphs.steps import MAIN, Issue, Step, Trace
+from interlace_check.graphs.steps import MAIN, GraphStep, Trace
 from interlace_check.tracing import OriginBuilder
 
 MAX_STEPS = 20_000
@@ -41,7 +42,7 @@ REUSE = "reuse"
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class StepOrigin:
     """Step that an op stands for, or the caller's part before or after, or a storage's end."""
 
     role: Literal["step", "entry", "exit", "free", "constant"]
@@ -60,37 +61,25 @@ class _Point:
     preds: list[int] = field(default_factory=list[int])
 
 
-def to_program(
-    trace: Trace,
-    teams: Mapping[str, Team],
-    rank: int | None,
-    any_order: bool,
-    ready: bool,
-    joined: bool,
-) -> GraphProgram:
-    """The Program of a rank; None: of each rank of a graph that all ranks run."""
+def to_program(trace: Trace, any_order: bool, ready: bool, joined: bool) -> GraphProgram:
+    """The Program of a graph, as listed or for any order of its nodes."""
     if any_order and len(trace.steps) > MAX_STEPS:
         raise UnsupportedError(
             f"the graph has {len(trace.steps)} steps, and all orders of at most {MAX_STEPS} are "
             f"checked; fix: check it with order='listed', or its parts one by one"
         )
-    program = GraphProgram(trace, teams, rank, any_order)
+    program = GraphProgram(trace, any_order)
     program.write(ready, joined)
     return program
 
 
-class GraphProgram(OriginBuilder[Origin]):
-    """The Program of one rank."""
+class GraphProgram(OriginBuilder[StepOrigin]):
+    """The Program of one graph."""
 
-    def __init__(
-        self, trace: Trace, teams: Mapping[str, Team], rank: int | None, any_order: bool
-    ) -> None:
-        distinct = tuple(dict.fromkeys(teams.values()))
-        ranks = None if rank is None and distinct else (rank or 0,)
-        super().__init__("graph", distinct, ranks, nothing=Origin("entry"))
-        self.trace, self.teams, self.any_order = trace, teams, any_order
+    def __init__(self, trace: Trace, any_order: bool) -> None:
+        super().__init__("graph", (), (0,), nothing=StepOrigin("entry"))
+        self.trace, self.any_order = trace, any_order
         self._names: dict[str, str] = {MAIN: MAIN}
-        self._num_messages = 0
         self._held: defaultdict[str, list[Storage]] = defaultdict(list)
         """Storages allocated on each stream and not given back yet."""
         self._before: list[int] = []
@@ -107,7 +96,7 @@ class GraphProgram(OriginBuilder[Origin]):
     def _is_before(self, one: int, other: int) -> bool:
         return bool(self._before[other] >> one & 1) if self.any_order else one < other
 
-    def _place(self, number: int, step: Step) -> None:
+    def _place(self, number: int, step: GraphStep) -> None:
         """The points of a step, with what each waits for."""
         if step.kind == "wait_stream":
             there = self._point(number, step.other)
@@ -213,31 +202,31 @@ class GraphProgram(OriginBuilder[Origin]):
             if point.lane not in begun:
                 begun.add(point.lane)
                 inputs = ready or point.stream == MAIN
-                self._on(point.lane, Origin("entry"))
+                self._on(point.lane, StepOrigin("entry"))
                 self.wait("inputs" if inputs else "constants")
-            self._on(point.lane, Origin("step", point.step))
+            self._on(point.lane, StepOrigin("step", point.step))
             for pred in point.preds:
                 if self._points[pred].lane != point.lane:
                     self.wait(f"p{pred}")
             self._do(point)
             if index in crossing:
                 self.record(f"p{index}")
-        self._on(MAIN, Origin("exit"))
+        self._on(MAIN, StepOrigin("exit"))
         for end in ends:
             self.wait(f"p{end}")
         if joined:
             self._exit()
         self._give_back(MAIN, MAIN, self.trace.num_nodes + 1)
 
-    def _on(self, lane: str, origin: Origin) -> None:
+    def _on(self, lane: str, origin: StepOrigin) -> None:
         """The next ops run on that lane and stand for that origin."""
         self.at(self._names.setdefault(lane, f"s{len(self._names)}"), origin)
 
     def _enter(self) -> None:
         """The caller's part before: constants are there for long, inputs come on its stream."""
         for kind, origin, event in (
-            ("constant", Origin("constant"), "constants"),
-            ("input", Origin("entry"), "inputs"),
+            ("constant", StepOrigin("constant"), "constants"),
+            ("input", StepOrigin("entry"), "inputs"),
         ):
             self._on(MAIN, origin)
             storages = [each for each in self.trace.storages if each.origin == kind]
@@ -261,14 +250,11 @@ class GraphProgram(OriginBuilder[Origin]):
         step = self.trace.steps[point.step]
         if step.makes and not point.is_queue:
             self._give_back(step.stream, point.lane, step.place.number)
-            self._on(point.lane, Origin("step", point.step))
+            self._on(point.lane, StepOrigin("step", point.step))
             self._make(step.makes)
             lent = [each for each in step.makes if not each.kept and not each.is_host]
             for storage in lent:
                 self._held[storage.stream].append(storage)
-        if point.is_queue:
-            assert step.issue is not None
-            self._communicate(step.issue)
         if point.is_queue or step.kind == "compute":
             self._touch(step.reads, (*step.writes, *_views(step.makes)))
 
@@ -291,25 +277,6 @@ class GraphProgram(OriginBuilder[Origin]):
         if own or writes:
             self.call("fx.call", *own, out=writes)
 
-    def _communicate(self, issue: Issue) -> None:
-        """A collective or a message on its queue.
-
-        A barrier stands for a collective: ranks of a graph share no memory, so that nothing but
-        the waiting for each other goes from rank to rank, and no collective waits for more.
-        """
-        team = self.teams[issue.group].name
-        if issue.peer is None:
-            self.barrier(team=team)
-            return
-        size = 1 if issue.num_bytes is None else max(issue.num_bytes, 1)
-        self._num_messages += 1
-        held = self.alloc(f"m{self._num_messages}", "u8", (size,))
-        if issue.sends:
-            self.call("fx.fill", out=held)
-            self.send(held, issue.peer, team=team)
-        else:
-            self.recv(held, issue.peer, team=team)
-
     def _give_back(self, stream: str, lane: str, number: int) -> None:
         """Gives back, as listed, what the host let go of before a node that allocates."""
         if self.any_order:
@@ -317,7 +284,7 @@ class GraphProgram(OriginBuilder[Origin]):
         gone = [each for each in self._held[stream] if each.last_use < number]
         self._held[stream] = [each for each in self._held[stream] if each not in gone]
         for storage in gone:
-            origin = Origin("free", storage.number)
+            origin = StepOrigin("free", storage.number)
             self._on(lane, origin)
             lanes = [lane] if storage.recorded else []
             for name in sorted(storage.recorded):

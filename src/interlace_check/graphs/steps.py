@@ -2,7 +2,7 @@
 
 `walk` makes them of a graph's nodes, and `to_program` a Program of them.
 
-    Step("record", place, "main", event=1)      # streams.record_event(1, <the caller's stream>)
+    GraphStep("record", place, "main", event=1)   # streams.record_event(1, <the caller's stream>)
 """
 
 from __future__ import annotations
@@ -34,26 +34,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A collective or a message, begun on a stream of its own."""
+    """A collective, begun on a stream of its own."""
 
     queue: str
     """The stream that it runs on, which no node is on."""
     kind: str
     group: str
-    signature: tuple[tuple[str, str], ...] = ()
-    """Facts that the ranks have to agree on, by name."""
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Rows that this rank sends to and receives from each rank, in an uneven all-to-all."""
-    size: int | None = None
-    """Ranks of the group, where the operator says it."""
-    peer: int | None = None
-    sends: bool = False
-    num_bytes: int | None = None
-    """Size of a message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GraphStep:
     """One thing that the graph does."""
 
     kind: Kind
@@ -76,7 +66,7 @@ class Step:
 class Trace:
     """All steps of one graph, and what it takes and gives."""
 
-    steps: list[Step] = field(default_factory=list[Step])
+    steps: list[GraphStep] = field(default_factory=list[GraphStep])
     storages: list[Storage] = field(default_factory=list[Storage])
     outputs: list[TensorRef] = field(default_factory=list[TensorRef])
     num_nodes: int = 0

@@ -9,8 +9,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from interlace_check.graphs.reading.naming import stream_index, stream_name
-from interlace_check.graphs.reading.values import Value, tensors_in
-from interlace_check.graphs.steps import Place, Step
+from interlace_check.graphs.reading.values import NodeValue, tensors_in
+from interlace_check.graphs.steps import GraphStep, Place
 
 if TYPE_CHECKING:
     from interlace_check.graphs.reading.walk import GraphCall, Walker
@@ -28,7 +28,7 @@ class Syncs:
         self.records: defaultdict[int, list[Place]] = defaultdict(list)
         self.unrecorded: list[tuple[Place, int]] = []
 
-    def lower(self, call: GraphCall, name: str, bound: dict[str, Any]) -> Value:
+    def lower(self, call: GraphCall, name: str, bound: dict[str, Any]) -> NodeValue:
         """One stream op. Its value is None."""
         walker, place, node = self.walker, call.place, call.node
         op = name.removeprefix("streams::")
@@ -45,11 +45,11 @@ class Syncs:
             case "record_stream":
                 for tensor in tensors_in(bound["tensor"]):
                     tensor.storage.recorded.add(stream("stream_index"))
-                return Value(None, call.after)
+                return NodeValue(None, call.after)
             case "record_event":
                 self.records[event("event_index")].append(place)
                 on = stream("stream_index")
-                step = Step("record", place, on, event=event("event_index"), after=call.after)
+                step = GraphStep("record", place, on, event=event("event_index"), after=call.after)
             case "wait_event":
                 step = self._wait(call, event("event_index"), stream("stream_index"))
             case "sync_dealloc":
@@ -57,22 +57,22 @@ class Syncs:
                 step = self._wait(call, event("wait_event_index"), stream("src_stream_index"))
             case "wait_stream":
                 on, other = stream("waiting_stream_index"), stream("waited_on_stream_index")
-                step = Step("wait_stream", place, on, other=other, after=call.after)
+                step = GraphStep("wait_stream", place, on, other=other, after=call.after)
             case "synchronize_event":
                 number = event("event_index")
                 self._note(place, number)
-                step = Step("host", place, HOST, event=number, after=call.after)
+                step = GraphStep("host", place, HOST, event=number, after=call.after)
             case "synchronize_stream":
                 on = stream("stream_index")
-                step = Step("host", place, HOST, other=on, after=call.after)
+                step = GraphStep("host", place, HOST, other=on, after=call.after)
             case _:
-                step = Step("host", place, HOST, other=EVERY, after=call.after)
+                step = GraphStep("host", place, HOST, other=EVERY, after=call.after)
         number = walker.add(step)
-        return Value(None, frozenset((number,)))
+        return NodeValue(None, frozenset((number,)))
 
-    def _wait(self, call: GraphCall, event: int, stream: str) -> Step:
+    def _wait(self, call: GraphCall, event: int, stream: str) -> GraphStep:
         self._note(call.place, event)
-        return Step("wait", call.place, stream, event=event, after=call.after)
+        return GraphStep("wait", call.place, stream, event=event, after=call.after)
 
     def _note(self, place: Place, event: int) -> None:
         if event not in self.records:

@@ -57,11 +57,6 @@ def _rows() -> dict[str, CollectiveRow]:
 
 COLLECTIVES = _rows()
 """The collectives, by the operator's name."""
-MESSAGES = {
-    "_c10d_functional::isend": ("tensor", "dst"),
-    "_c10d_functional::irecv": ("tensor", "src"),
-}
-"""Messages between two ranks: the arguments that give the tensor and the peer."""
 FINISHES = {
     "_c10d_functional::wait_tensor": "tensor",
     "_c10d_functional::wait_tensors": "tensors",
@@ -115,7 +110,7 @@ def operator_name(target: Any) -> str:
 
 def is_ordering(name: str) -> bool:
     """Returns True if an operator affects the order of others."""
-    rows = (COLLECTIVES, MESSAGES, FINISHES, STREAM_OPS)
+    rows = (COLLECTIVES, FINISHES, STREAM_OPS)
     return any(name in row for row in rows)
 
 

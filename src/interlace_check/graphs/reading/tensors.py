@@ -10,14 +10,13 @@ unknown or symbolic, the whole storage does. Either way no access is missed.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from interlace.ir.types import MAX_BYTES, Buffer, DType
+from interlace.ir.types import MAX_BYTES
 from interlace.ir.view import View
 
 MAX_RANK = 32
@@ -52,27 +51,17 @@ class Storage:
         """Its buffer's name."""
         return f"b{self.number}"
 
-    def buffer(self) -> Buffer:
-        """Its buffer: one byte stands for all where their number is unknown."""
-        return Buffer(self.name, DType.u8, (1 if self.num_bytes is None else self.num_bytes,))
-
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class TensorFacts:
     """The sizes of a tensor as its node's metadata gives them, all integers, in elements."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     itemsize: int
-    dtype: str
     storage_bytes: int | None
     is_host: bool
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +70,10 @@ class TensorRef:
 
     storage: Storage
     view: View
-    facts: Facts | None = None
+    facts: TensorFacts | None = None
 
 
-def facts_of(value: Any) -> Facts | None:
+def facts_of(value: Any) -> TensorFacts | None:
     """Facts of a (fake) tensor; None where it is no tensor, or its sizes are symbolic."""
     if not isinstance(value, torch.Tensor):
         return None
@@ -101,10 +90,10 @@ def facts_of(value: Any) -> Facts | None:
         return None
     known = storage_bytes if type(storage_bytes) is int and storage_bytes <= MAX_BYTES else None
     host = value.device.type == "cpu"
-    return Facts(sizes, strides, offset, value.itemsize, str(value.dtype), known, host)
+    return TensorFacts(sizes, strides, offset, value.itemsize, known, host)
 
 
-def made_bytes(facts: Facts | None) -> int | None:
+def made_bytes(facts: TensorFacts | None) -> int | None:
     """Bytes of the storage that a new tensor of these facts has."""
     if facts is None:
         return None
@@ -114,7 +103,7 @@ def made_bytes(facts: Facts | None) -> int | None:
     return number if number <= MAX_BYTES else None
 
 
-def tensor_view(storage: Storage, facts: Facts | None) -> View:
+def tensor_view(storage: Storage, facts: TensorFacts | None) -> View:
     """The view of a storage that a tensor is."""
     if facts is None or storage.num_bytes is None:
         return View(storage.name)

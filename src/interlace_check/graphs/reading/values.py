@@ -19,13 +19,13 @@ MAX_DEPTH = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class NodeValue:
     """Result of a node: a tensor, a structure of values, a subgraph, or anything opaque."""
 
     data: Any
     after: frozenset[int] = frozenset()
     """The steps that have to run before it is there (what is before these goes without saying)."""
-    parts: tuple[Value, ...] | None = None
+    parts: tuple[NodeValue, ...] | None = None
     """Items that a subgraph returns, each with the steps behind it; None for other values."""
 
 

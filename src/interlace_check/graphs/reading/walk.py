@@ -29,14 +29,14 @@ from interlace_check.graphs.reading.tensors import (
 from interlace_check.graphs.reading.values import (
     MAX_DEPTH,
     Lasting,
-    Value,
+    NodeValue,
     example,
     flatten,
     item_of,
     mapped,
     tensors_in,
 )
-from interlace_check.graphs.steps import MAIN, Place, Step, Trace
+from interlace_check.graphs.steps import MAIN, GraphStep, Place, Trace
 
 MAX_NODES = 200_000
 """Nodes of a graph, those of inlined subgraphs counted each time."""
@@ -71,18 +71,18 @@ class Walker:
     def run(
         self,
         gm: fx.GraphModule,
-        given: list[Value] | None,
+        given: list[NodeValue] | None,
         outer: str,
         stream: str,
         depth: int,
         extra: frozenset[int] = frozenset(),
-    ) -> Value:
+    ) -> NodeValue:
         """Walks one graph, with `given` for its placeholders; gives what it returns."""
         if depth > MAX_DEPTH:
             raise ProgramError(
                 f"subgraphs are nested more than {MAX_DEPTH} deep; fix: does one hold itself?"
             )
-        values: dict[fx.Node, Value] = {}
+        values: dict[fx.Node, NodeValue] = {}
         waiting = iter(given or [])
         for node in gm.graph.nodes:
             self.trace.num_nodes += 1
@@ -95,11 +95,11 @@ class Walker:
                 if given is None:
                     values[node] = self._input(node, "input")
                 else:
-                    values[node] = next(waiting, Value(None))
+                    values[node] = next(waiting, NodeValue(None))
             elif node.op == "get_attr":
                 held = naming.attribute(gm, node)
                 if isinstance(held, fx.GraphModule):
-                    values[node] = Value(held)
+                    values[node] = NodeValue(held)
                 else:
                     values[node] = self._input(node, "constant", held)
             elif node.op == "output":
@@ -130,7 +130,7 @@ class Walker:
             for storage in self.trace.storages:  # traced on a CPU, and no copies to the host
                 storage.is_host = False
 
-    def _uses(self, node: fx.Node, values: dict[fx.Node, Value], number: int) -> frozenset[int]:
+    def _uses(self, node: fx.Node, values: dict[fx.Node, NodeValue], number: int) -> frozenset[int]:
         """The steps behind a node's arguments, which stay alive up to this node."""
         after: frozenset[int] = frozenset()
         for used in node.all_input_nodes:
@@ -145,18 +145,20 @@ class Walker:
                 tensor.storage.last_use = max(tensor.storage.last_use, number)
         return after
 
-    def _input(self, node: fx.Node, origin: str, held: Any = None) -> Value:
+    def _input(self, node: fx.Node, origin: str, held: Any = None) -> NodeValue:
         """Value of a graph input, or of a constant that the module holds."""
         value = held if origin == "constant" else example(node)
         facts = facts_of(value)
         if facts is None and not isinstance(value, torch.Tensor) and value is not None:
-            return Value(None)  # a size, a script object, ...
+            return NodeValue(None)  # a size, a script object, ...
         if origin == "constant" and value is None:
-            return Value(None)
+            return NodeValue(None)
         storage = self.storage(node.name, made_bytes(facts), origin, MAIN)
-        return Value(TensorRef(storage, tensor_view(storage, facts), facts))
+        return NodeValue(TensorRef(storage, tensor_view(storage, facts), facts))
 
-    def _output(self, node: fx.Node, values: dict[fx.Node, Value], outermost: bool) -> Value:
+    def _output(
+        self, node: fx.Node, values: dict[fx.Node, NodeValue], outermost: bool
+    ) -> NodeValue:
         after = self._uses(node, values, self.trace.num_nodes)
         returned = node.args[0] if node.args else None
         data = mapped(returned, lambda used: values[used].data)
@@ -165,9 +167,11 @@ class Walker:
             for tensor in self.trace.outputs:
                 tensor.storage.kept = True
         if not isinstance(returned, tuple | list):
-            return Value(data, after)
-        parts = [values[item] if isinstance(item, fx.Node) else Value(item) for item in returned]
-        return Value(data, after, tuple(parts))
+            return NodeValue(data, after)
+        parts = [
+            values[item] if isinstance(item, fx.Node) else NodeValue(item) for item in returned
+        ]
+        return NodeValue(data, after, tuple(parts))
 
     def storage(
         self, maker: str, num_bytes: int | None, origin: str, stream: str, is_host: bool = False
@@ -179,7 +183,7 @@ class Walker:
         made.kept = origin != "made"
         return made
 
-    def add(self, step: Step) -> int:
+    def add(self, step: GraphStep) -> int:
         """Notes a step, ordered after what it conflicts with; gives its number."""
         number = len(self.trace.steps)
         after = set(step.after)
@@ -200,7 +204,7 @@ class Walker:
         self.trace.steps.append(replace(step, after=frozenset(after)))
         return number
 
-    def _call(self, call: GraphCall) -> Value:
+    def _call(self, call: GraphCall) -> NodeValue:
         """One call of a function."""
         target = call.node.target
         name = targets.operator_name(target)
@@ -217,22 +221,24 @@ class Walker:
         targets.refuse_unknown(name, call.node)
         return self.compute(call, name, op, bound)
 
-    def _python(self, call: GraphCall, name: str) -> Value:
+    def _python(self, call: GraphCall, name: str) -> NodeValue:
         """A function of Python's: it may take values apart, and compute with sizes."""
         if name == "getitem" and len(call.args) == 2:
             item = item_of(call.args[0], call.args[1], call.node)
             source = call.values.get(call.node.args[0])  # pyright: ignore[reportArgumentType]
             if source is not None and source.parts is not None and type(call.args[1]) is int:
                 return source.parts[call.args[1]]
-            return Value(item, call.after)
+            return NodeValue(item, call.after)
         if tensors_in((call.args, call.kwargs)) and name not in targets.PURE:
             raise UnsupportedError(
                 f"node {call.node.name!r} calls {name} on tensors, and what it touches is unknown; "
                 f"fix: check the graph that AOTAutograd makes, of aten operators"
             )
-        return Value(None, call.after)
+        return NodeValue(None, call.after)
 
-    def compute(self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]) -> Value:
+    def compute(
+        self, call: GraphCall, name: str, op: OpOverload, bound: dict[str, Any]
+    ) -> NodeValue:
         """An operator that touches its arguments and nothing else."""
         writes = written_arguments(op, bound)
         shared = aliases(op, bound)
@@ -241,7 +247,7 @@ class Walker:
         reads = tensors_in(list(bound.values()))
         results = op._schema.returns
         if shared and all(shared) and not writes:
-            return Value(self._views(call, shared), call.after)
+            return NodeValue(self._views(call, shared), call.after)
         makes: list[Storage] = []
         if name in targets.FILLED:
             return self.note(call, reads, writes, makes, self._views(call, shared))
@@ -265,14 +271,14 @@ class Walker:
         writes: list[TensorRef],
         makes: list[Storage],
         data: Any,
-    ) -> Value:
+    ) -> NodeValue:
         """Adds the step of a computation; gives its value."""
         if not (reads or writes or makes):
-            return Value(data, call.after)
+            return NodeValue(data, call.after)
         for tensor in writes:
             tensor.storage.written = True
         number = self.add(
-            Step(
+            GraphStep(
                 "compute",
                 call.place,
                 call.stream,
@@ -282,7 +288,7 @@ class Walker:
                 call.after,
             )
         )
-        return Value(data, frozenset((number,)))
+        return NodeValue(data, frozenset((number,)))
 
     def made(
         self, call: GraphCall, value: Any, kind: str, makes: list[Storage], depth: int = 0
@@ -322,7 +328,7 @@ class Walker:
             return tuple(found)
         return found[0] if value is not None else Lasting(found[0])
 
-    def _higher_order(self, call: GraphCall, name: str) -> Value:
+    def _higher_order(self, call: GraphCall, name: str) -> NodeValue:
         """A higher-order operator: its subgraph in its place, or a call of it all."""
         if name in _INLINED:
             return self._inlined(call, name)
@@ -343,7 +349,7 @@ class Walker:
         data = self.made(call, example(call.node), "", makes)
         return self.note(call, tensors, writes, makes, data)
 
-    def _inlined(self, call: GraphCall, name: str) -> Value:
+    def _inlined(self, call: GraphCall, name: str) -> NodeValue:
         """`control_deps(deps, subgraph, *args)`, `invoke_subgraph(subgraph, name, *args)`."""
         place = 1 if name.endswith("control_deps") else 0
         subgraph = call.args[place] if len(call.args) > place else None
@@ -353,7 +359,7 @@ class Walker:
                 f"{place} is a node that gets one"
             )
         given = [
-            call.values[arg] if isinstance(arg, fx.Node) else Value(data)
+            call.values[arg] if isinstance(arg, fx.Node) else NodeValue(data)
             for arg, data in zip(call.node.args[2:], call.args[2:], strict=True)
         ]
         depth = call.depth + 1
@@ -363,8 +369,8 @@ class Walker:
         first = len(self.trace.steps)
         value = self.run(subgraph, given, call.place.name, call.stream, depth, call.after)
         done = frozenset(range(first, len(self.trace.steps))) or call.after
-        parts = value.parts and tuple([Value(part.data, done) for part in value.parts])
-        return Value(value.data, done, parts)
+        parts = value.parts and tuple([NodeValue(part.data, done) for part in value.parts])
+        return NodeValue(value.data, done, parts)
 
     def _refuse_order_within(self, held: fx.GraphModule, call: GraphCall) -> None:
         for node in naming.all_nodes(held):
@@ -388,7 +394,7 @@ class GraphCall:
     kwargs: dict[str, Any]
     after: frozenset[int]
     depth: int
-    values: dict[fx.Node, Value]
+    values: dict[fx.Node, NodeValue]
 
 
 def _has(value: Any, index: int) -> bool:
