@@ -16,22 +16,23 @@ from interlace.ir.ops import Loc, Op
 from interlace.ir.types import Team
 
 NOWHERE = Loc()
-Origin = TypeVar("Origin")
+T = TypeVar("T")
+"""A step of the schedule."""
 
 
-class OriginBuilder(Builder, Generic[Origin]):
+class OriginBuilder(Builder, Generic[T]):
     """Builder that notes for each op which step of the schedule it stands for."""
 
     def __init__(
-        self, name: str, teams: Sequence[Team], ranks: tuple[int, ...] | None, nothing: Origin
+        self, name: str, teams: Sequence[Team], ranks: tuple[int, ...] | None, nothing: T
     ) -> None:
         super().__init__(name, tuple(teams), ranks)
-        self.origins: list[Origin] = []
+        self.origins: list[T] = []
         self.current_origin = nothing
         self.current_loc = NOWHERE
         self.returns()
 
-    def at(self, stream: str, origin: Origin, loc: Loc = NOWHERE) -> None:
+    def at(self, stream: str, origin: T, loc: Loc = NOWHERE) -> None:
         """The next ops run on that stream and stand for that step."""
         self.current_stream, self.current_origin, self.current_loc = stream, origin, loc
 

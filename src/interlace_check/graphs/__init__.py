@@ -3,7 +3,7 @@
     report = interlace.check_graph(gm)
 
 Reading order: steps.py (what a graph does), reading/ (nodes to steps), programs.py (steps to a
-Program), findings.py and remarks.py (what is reported), check.py.
+Program), findings.py (what is reported), check.py.
 """
 
 from interlace_check.graphs.check import check_graph

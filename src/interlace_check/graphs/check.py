@@ -17,10 +17,9 @@ from torch import fx
 
 from interlace.errors import OptionError, ProgramError
 from interlace.verify import Finding, Report, check
-from interlace_check.graphs.findings import KINDS, GraphExplainer
+from interlace_check.graphs.findings import KINDS, GraphExplainer, plain_findings
 from interlace_check.graphs.programs import to_program
 from interlace_check.graphs.reading.walk import walk
-from interlace_check.graphs.remarks import plain_findings
 
 Order = Literal["auto", "listed", "any"]
 

@@ -100,7 +100,7 @@ def align(dumps: Sequence[Dump]) -> Aligned:
             )
     calls, channels = _sorted_out(dumps)
     for group in members:
-        _Numbers(group, members[group], calls.get(group, {}), aligned).find()
+        _GroupNumbers(group, members[group], calls.get(group, {}), aligned).find()
     for channel, (sends, recvs) in channels.items():
         _match(channel, sends, recvs, aligned)
     for what, found in ("groups", aligned.open), ("pairs of ranks", aligned.channels):
@@ -201,7 +201,7 @@ def _latest(entries: Sequence[Entry]) -> list[Entry]:
 # Collectives
 
 
-class _Numbers:
+class _GroupNumbers:
     """One group: finds the first number that is not settled."""
 
     def __init__(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from interlace.verify.report import Finding
 from interlace_check.recorded.alignment import Aligned, Open, OpenChannel
 from interlace_check.recorded.entries import Entry, IssuedCall, ranks_in_words
-from interlace_check.recorded.programs import RankProgram, Step
+from interlace_check.recorded.programs import RecordedProgram, RecordedStep
 from interlace_check.recorded.report import RecordedFinding, RecordedOp, fault, unrecorded
 
 NUM_SHOWN = 4
@@ -47,7 +47,7 @@ class RecordedExplainer:
     """The findings of one run."""
 
     def __init__(
-        self, aligned: Aligned, ranks: Sequence[RankProgram], verdict: Sequence[Finding]
+        self, aligned: Aligned, ranks: Sequence[RecordedProgram], verdict: Sequence[Finding]
     ) -> None:
         self.aligned, self.ranks, self.verdict = aligned, ranks, verdict
         self.absent = {*aligned.absent}
@@ -125,7 +125,7 @@ class RecordedExplainer:
 
     # Waiting
 
-    def steps(self, finding: Finding) -> list[tuple[int, Step]]:
+    def steps(self, finding: Finding) -> list[tuple[int, RecordedStep]]:
         """The ranks and steps that a finding of the verifier is about."""
         return [(ref.rank, self.ranks[ref.at[0]].origins[ref.at[1]]) for ref in finding.ops]
 

@@ -28,7 +28,7 @@ MAX_OPEN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """Record or expectation that an op of a Program stands for."""
 
     text: str
@@ -38,7 +38,7 @@ class Step:
     """True if the rank has not issued it, and peers wait for it."""
 
 
-def programs_of(aligned: Aligned) -> list[RankProgram]:
+def programs_of(aligned: Aligned) -> list[RecordedProgram]:
     """The Program of each rank that takes part in anything open."""
     groups = [found.group for found in aligned.open]
     groups += [found.channel[0] for found in aligned.channels]
@@ -51,7 +51,7 @@ def programs_of(aligned: Aligned) -> list[RankProgram]:
         names[group] = name if taken[name] == 1 else f"{name} no. {taken[name]}"
         for rank in ranks:
             teams[rank].append(Team(names[group], len(ranks), (ranks,)))
-    programs = {rank: RankProgram(rank, teams[rank]) for rank in sorted(teams)}
+    programs = {rank: RecordedProgram(rank, teams[rank]) for rank in sorted(teams)}
     for found in aligned.open:
         _collectives(found, names[found.group], aligned, programs)
     for channel in aligned.channels:
@@ -62,7 +62,7 @@ def programs_of(aligned: Aligned) -> list[RankProgram]:
 
 
 def _collectives(
-    found: Open, team: str, aligned: Aligned, programs: dict[int, RankProgram]
+    found: Open, team: str, aligned: Aligned, programs: dict[int, RecordedProgram]
 ) -> None:
     """The group's open collectives, on every member; coalesced ones are one op, the first."""
     issued: dict[int, dict[int, Entry]] = defaultdict(dict)
@@ -94,7 +94,7 @@ def _usual(issued: Iterable[Entry]) -> Entry:
     return next(entry for entry in entries if entry.content == content)
 
 
-def _messages(found: OpenChannel, team: str, programs: dict[int, RankProgram]) -> None:
+def _messages(found: OpenChannel, team: str, programs: dict[int, RecordedProgram]) -> None:
     """The channel's open messages, and the first that one side lacks."""
     both = min(len(found.sends), len(found.recvs), MAX_OPEN)
     for entry in (*found.sends[: both + 1], *found.recvs[: both + 1]):
@@ -110,11 +110,11 @@ def _messages(found: OpenChannel, team: str, programs: dict[int, RankProgram]) -
             programs[entry.peer].expected.append((other, team))
 
 
-class RankProgram(OriginBuilder[Step]):
+class RecordedProgram(OriginBuilder[RecordedStep]):
     """The Program of one rank."""
 
     def __init__(self, rank: int, teams: Sequence[Team]) -> None:
-        super().__init__(f"rank {rank}", teams, (rank,), nothing=Step(""))
+        super().__init__(f"rank {rank}", teams, (rank,), nothing=RecordedStep(""))
         self.rank = rank
         self.groups = {team.name: team.groups for team in teams}
         self.recorded: list[tuple[Entry, str]] = []
@@ -127,7 +127,7 @@ class RankProgram(OriginBuilder[Step]):
     def write(self) -> None:
         """All ops of the rank."""
         for entry, team in self.assumed:
-            self.issue(entry, team, team, Step(f"{entry.text} (not recorded)"))
+            self.issue(entry, team, team, RecordedStep(f"{entry.text} (not recorded)"))
         batches: dict[tuple[str, int], list[Entry]] = {}
         order: list[tuple[list[Entry], str]] = []
         for entry, team in sorted(self.recorded, key=lambda one: one[0].record):
@@ -147,16 +147,16 @@ class RankProgram(OriginBuilder[Step]):
                 if step.entry is not None and step.entry.may_wait
             }
             for stream, step in waiting.items():
-                self.at(stream, Step(f"its host may wait for {step.text}"))
+                self.at(stream, RecordedStep(f"its host may wait for {step.text}"))
                 self.host_sync()
         for number, (entry, team) in enumerate(self.expected):
             text = f"{entry.text}, which rank {self.rank} has not issued"
-            self.issue(entry, team, f"not issued {number}", Step(text, None, True))
+            self.issue(entry, team, f"not issued {number}", RecordedStep(text, None, True))
 
     def record_of(self, entries: Sequence[Entry], team: str) -> None:
         """One record, or the messages of one batch."""
         first = entries[0]
-        step = Step(first.text, first)
+        step = RecordedStep(first.text, first)
         if first.peer is None:
             self.issue(first, team, team, step)
         elif first.batch is None:
@@ -168,7 +168,7 @@ class RankProgram(OriginBuilder[Step]):
                 for entry in entries:
                     self.message(entry, team)
 
-    def issue(self, entry: Entry, team: str, stream: str, step: Step) -> None:
+    def issue(self, entry: Entry, team: str, stream: str, step: RecordedStep) -> None:
         self.at(stream, step, entry.loc)
         if entry.peer is None:
             self.barrier(team=team, backend=entry.backend)

@@ -135,7 +135,7 @@ def parse_dump(data: bytes, file: str, rank: int | None = None) -> Dump:
         raise RecordingError(
             f"{file} is not JSON ({error}). {TO_JSON}. If it is no dump, move it elsewhere"
         ) from None
-    return _Reader(file).dump(plain, rank)
+    return _DumpReader(file).dump(plain, rank)
 
 
 def _rank_of(path: Path) -> int | None:
@@ -144,7 +144,7 @@ def _rank_of(path: Path) -> int | None:
     return int(number[1]) if number else None
 
 
-class _Reader:
+class _DumpReader:
     """Reads one file; errors say where in it they are."""
 
     def __init__(self, file: str) -> None:

@@ -17,9 +17,8 @@ from torch._ops import OpOverload
 
 from interlace.errors import ProgramError
 from interlace_check.graphs.reading import targets
-from interlace_check.graphs.reading.aliasing import aliases
 from interlace_check.graphs.reading.tensors import Storage, TensorRef
-from interlace_check.graphs.reading.values import NodeValue, example, tensors_in
+from interlace_check.graphs.reading.values import NodeValue, aliases, example, tensors_in
 from interlace_check.graphs.steps import GraphStep, Issue
 
 if TYPE_CHECKING:

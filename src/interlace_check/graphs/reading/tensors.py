@@ -97,7 +97,7 @@ def made_bytes(facts: TensorFacts | None) -> int | None:
     """Bytes of the storage that a new tensor of these facts has."""
     if facts is None:
         return None
-    end = _hull(facts.sizes, facts.strides, facts.offset)[1] * facts.itemsize
+    end = _end(facts.sizes, facts.strides, facts.offset) * facts.itemsize
     known = facts.storage_bytes
     number = end if known is None else max(end, known)
     return number if number <= MAX_BYTES else None
@@ -124,11 +124,11 @@ def box_view(
     whole = View(name)
     if 0 in sizes:
         return whole.slice(0, 0, 0)
-    low, high = _hull(sizes, strides, offset)
-    if low < 0 or high * itemsize > num_bytes:
+    end = _end(sizes, strides, offset) * itemsize
+    if end > num_bytes:
         return whole  # the metadata does not fit the storage
-    hull = whole.slice(0, low * itemsize, high * itemsize)
-    if len(sizes) > MAX_RANK or min(strides, default=0) < 0:
+    hull = whole.slice(0, offset * itemsize, end)
+    if len(sizes) > MAX_RANK:
         return hull
     dims = [
         (stride * itemsize, size)
@@ -142,13 +142,11 @@ def box_view(
     return _steps(whole, merged, num_bytes, offset * itemsize) or hull
 
 
-def _hull(sizes: Sequence[int], strides: Sequence[int], offset: int) -> tuple[int, int]:
-    """The first element, and the one after the last."""
+def _end(sizes: Sequence[int], strides: Sequence[int], offset: int) -> int:
+    """The element after the last."""
     if 0 in sizes:
-        return offset, offset
-    spans = [(size - 1) * stride for size, stride in zip(sizes, strides, strict=True)]
-    low = offset + sum(span for span in spans if span < 0)
-    return low, offset + sum(span for span in spans if span > 0) + 1
+        return offset
+    return offset + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)) + 1
 
 
 def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:

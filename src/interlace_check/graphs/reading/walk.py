@@ -16,7 +16,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from interlace.errors import ProgramError, UnsupportedError
 from interlace_check.graphs.reading import naming, targets
-from interlace_check.graphs.reading.aliasing import aliases, bind, written_arguments
 from interlace_check.graphs.reading.communication import BegunCommunication
 from interlace_check.graphs.reading.sync import Syncs
 from interlace_check.graphs.reading.tensors import (
@@ -30,11 +29,14 @@ from interlace_check.graphs.reading.values import (
     MAX_DEPTH,
     Lasting,
     NodeValue,
+    aliases,
+    bind,
     example,
     flatten,
     item_of,
     mapped,
     tensors_in,
+    written_arguments,
 )
 from interlace_check.graphs.steps import MAIN, GraphStep, Place, Trace
 
