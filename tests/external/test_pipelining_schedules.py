@@ -239,25 +239,6 @@ def test_waits_of_torch_2_15() -> None:
     assert check_pipelining([row.split() for row in WITH_WAITS]).sound
 
 
-@pytest.mark.parametrize(
-    ("remove", "row"),
-    [
-        ("0WAIT_SEND_F0", 0),
-        ("1WAIT_SEND_B1", 1),
-        ("WAIT_SEND", 1),  # all of a rank's, and the other has its own
-        ("0SEND_F0", 0),
-    ],
-)
-def test_waits_that_lack_their_other_half(remove: str, row: int) -> None:
-    rows = [row.split() for row in WITH_WAITS]
-    every = remove == "WAIT_SEND"
-    rows[row] = [
-        token for token in rows[row] if token != remove and not (every and remove in token)
-    ]
-    report = check_pipelining(rows)
-    assert "send-wait" in report.kinds(), report
-
-
 def test_a_wait_for_a_send_before_the_peer_can_receive_it() -> None:
     """Rank 0 awaits its send before it receives what rank 1 sends first."""
     rows = [

@@ -29,7 +29,6 @@ KINDS = {
     "duplicate": "an action that stands in the schedule twice",
     "placement": "an action on a rank that does not have the stage, or a message to nobody",
     "unused": "a receive that no computation takes",
-    "send-wait": "a send that is never awaited, or awaited before it is issued",
     "loss-order": "forwards of the last stage out of order: torch takes losses by position",
 }
 """The kinds of finding and what each means."""

@@ -5,8 +5,7 @@
     ['order']
 
 These are what torch's runtime asserts while a step runs, on the rank that comes to it, and what it
-does not look at: two losses of the last stage taken for each other, a send whose memory is used
-again.
+does not look at: two losses of the last stage taken for each other, a receive for nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from interlace_check.pipelining.actions import BACKWARD, COMPUTE, RECEIVES, SENDS, WAITS, Action
+from interlace_check.pipelining.actions import BACKWARD, COMPUTE, RECEIVES, SENDS, Action
 from interlace_check.pipelining.report import PipeliningFinding, fault
 from interlace_check.pipelining.schedule import NEEDS, Key, Layout, PipelineOrder, Placed
 
@@ -27,9 +26,8 @@ def faults(order: PipelineOrder, layout: Layout, sequences: Sequence[Sequence[Pl
     """The faults of a schedule; `sequences` is what each rank does."""
     yield from _placement(order, layout)
     yield from _coverage(order, layout)
-    waits = any(placed.action.kind in WAITS for sequence in sequences for placed in sequence)
     for sequence in sequences:
-        yield from _RankRules(layout, sequence, order.is_lowered, waits).findings()
+        yield from _RankRules(layout, sequence, order.is_lowered).findings()
 
 
 def _placement(order: PipelineOrder, layout: Layout) -> Findings:
@@ -121,11 +119,8 @@ def _doubled(first: Placed, again: Placed) -> PipeliningFinding:
 class _RankRules:
     """One walk along what a rank does, with what is there at each place."""
 
-    def __init__(
-        self, layout: Layout, sequence: Sequence[Placed], has_messages: bool, waits: bool
-    ) -> None:
-        self.layout, self.sequence = layout, sequence
-        self.has_messages, self.waits = has_messages, waits
+    def __init__(self, layout: Layout, sequence: Sequence[Placed], has_messages: bool) -> None:
+        self.layout, self.sequence, self.has_messages = layout, sequence, has_messages
         self.places: dict[Key, Placed] = {}
         """The first place of each action of this rank, for what comes too late."""
         for placed in sequence:
@@ -133,8 +128,6 @@ class _RankRules:
         self.done: set[Key] = set()
         self.received: dict[Key, Placed] = {}
         """Receives that no computation has taken yet."""
-        self.sent: dict[Key, Placed] = {}
-        """Sends that are not awaited yet."""
         self.losses = -1
 
     def findings(self) -> Findings:
@@ -145,17 +138,11 @@ class _RankRules:
                 yield from self.compute(placed)
             elif kind in SENDS or kind in RECEIVES:
                 yield from self.message(placed)
-            elif kind in WAITS:
-                yield from self.wait(placed)
             self.done.add(placed.key)
         for placed in self.received.values():
             message = f"{placed}: no computation after it takes what it receives"
             fix = "remove it with its send, or put it before the computation that needs it"
             yield fault("unused", message, fix, placed)
-        for placed in self.sent.values() if self.waits else ():
-            wait = f"{placed.action.stage}WAIT_{placed.action.kind}{placed.action.microbatch}"
-            message = f"{placed} is never awaited, and other sends are"
-            yield fault("send-wait", message, f"add `{wait}` behind it", placed)
 
     def compute(self, placed: Placed) -> Findings:
         kind, stage, microbatch = placed.key
@@ -218,15 +205,5 @@ class _RankRules:
             yield _doubled(self.places[placed.key], placed)
         if kind in SENDS:
             yield from self.after(placed, stage, AFTER[kind])
-            self.sent[placed.key] = placed
         elif placed.key not in self.done:
             self.received[placed.key] = placed
-
-    def wait(self, placed: Placed) -> Findings:
-        kind, stage, microbatch = placed.key
-        send = (kind.removeprefix("WAIT_"), stage, microbatch)
-        if self.sent.pop(send, None) is None:
-            token = Action(*send)
-            again = " again" if placed.key in self.done else ""
-            message = f"{placed} awaits `{token}`{again}, which is not pending"
-            yield fault("send-wait", message, f"put it once, behind `{token}`", placed)
