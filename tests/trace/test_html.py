@@ -153,23 +153,27 @@ def table(page: str, heading: str) -> list[list[str]]:
     return [re.findall("<td>(.*?)</td>", row) for row in body.split("</tr>")[:-1]]
 
 
+def head(page: str) -> str:
+    return page.split('<section id="head">')[1].split("</section>")[0]
+
+
 def test_the_head_says_what_the_table_says():
-    forward, backward = compared("forward"), compared("backward")
-    page = html_page([forward, backward])
-    head = page.split('<section id="head">')[1].split("</section>")[0]
+    page = html_page([compared("forward")])
     rows = {row[0]: row[2:] for row in table(page, "Overlap") if row[1] == "all"}
-    serial, ours = rows["all runs, serial measured"], rows["all runs, overlapped measured"]
+    serial, ours = rows["forward serial measured"], rows["forward overlapped measured"]
+    assert f"<b>{serial[3]} → {ours[3]}</b> of communication hidden, measured" in head(page)
+    assert f"<b>{serial[4]} → {ours[4]}</b> exposed, all ranks, measured" in head(page)
+    assert serial[3] == "0%" != ours[3]
+
+
+def test_the_head_sums_all_runs():
+    runs = [compared("forward"), compared("backward")]
     before, after = (
-        sum(it.makespan_s for run in (forward, backward) if (it := part(run).measured))
+        sum(it.makespan_s for run in runs if (it := part(run).measured))
         for part in (lambda run: run.before, lambda run: run)
     )
-    assert f"<b>{before / after:.2f}x</b> as fast as serial, measured" in head
     assert before > after
-    assert [serial[0], ours[0]] == [milliseconds(before), milliseconds(after)]
-    assert f"<b>{serial[3]} → {ours[3]}</b> of communication hidden, measured" in head
-    assert f"<b>{serial[4]} → {ours[4]}</b> exposed, all ranks, measured" in head
-    assert serial[3] == "0%" != ours[3]
-    assert f"<td>{ours[0]}</td>" in head
+    assert f"<b>{before / after:.2f}x</b> as fast as serial, measured" in head(html_page(runs))
 
 
 def test_a_prediction_alone_has_no_measured_columns():

@@ -53,11 +53,6 @@ def parts_of(timeline: Timeline) -> list[int | None]:
     return [*ranks, None] if len(ranks) > 1 else [*ranks]
 
 
-def rank_name(rank: int | None) -> str:
-    """The name of a row's rank; None: all together."""
-    return "all" if rank is None else str(rank)
-
-
 def figure_cells(figures: Figures) -> tuple[str, ...]:
     """The cells that `HEADINGS` names from the makespan on."""
     hidden = percent(figures.hidden) if figures.comm_s > 0 else "-"

@@ -25,16 +25,9 @@ from string import Template
 
 from interlace.ir import Program
 from interlace.ir.text.printer import print_lines
-from interlace.trace.figures import milliseconds, percent
+from interlace.trace.figures import HEADINGS, milliseconds, percent
 from interlace.trace.page_data import COLOURS, PageSite, numbered, page_data, site_groups
-from interlace.trace.summary import (
-    OVERLAP,
-    Total,
-    head_totals,
-    overlap_rows,
-    site_headings,
-    site_rows,
-)
+from interlace.trace.summary import Total, head_totals, overlap_rows, site_headings, site_rows
 from interlace.trace.tracks import Run, write_whole
 
 LINES = 500
@@ -73,7 +66,7 @@ def html_page(runs: Sequence[Run], name: str = "", facts: Sequence[tuple[str, st
         facts="".join(f"<li><b>{escape(key)}</b> {escape(value)}</li>" for key, value in facts),
         head=_head(head_totals(runs)),
         listings="".join(listed),
-        figures=_table(OVERLAP, overlap_rows(runs)),
+        figures=_table(HEADINGS, overlap_rows(runs)),
         sites=_sites(runs, shades),
         data=script_json(page_data(runs)),
         script=script,
@@ -96,7 +89,7 @@ def _hash(text: str) -> str:
 
 
 def _head(known: Sequence[Sequence[Total]]) -> str:
-    """The gain of overlap: figures, and a bar for each schedule on one scale."""
+    """The gain of overlap."""
     if not known:
         return ""
     found, source = known[0], escape(known[0][0].source)
@@ -104,13 +97,7 @@ def _head(known: Sequence[Sequence[Total]]) -> str:
     for other in known[1:]:
         listed = ", ".join(f"{value} {what}" for value, what in _gains(other))
         said += f"<li>{escape(other[0].source)}: {listed}</li>"
-    longest = max(it.figures.makespan_s for it in found)
-    bars = "".join(
-        f"<tr><th>{escape(it.label) or source}</th><td>{_bar(it, longest)}</td>"
-        f"<td>{milliseconds(it.figures.makespan_s)}</td></tr>"
-        for it in found
-    )
-    return f"<ul>{said}</ul><table>{BARS_SAID}{bars}</table>"
+    return f"<ul>{said}</ul>"
 
 
 def _gains(found: Sequence[Total]) -> Iterator[tuple[str, str]]:
@@ -122,26 +109,6 @@ def _gains(found: Sequence[Total]) -> Iterator[tuple[str, str]]:
         yield " → ".join(percent(it.figures.hidden) for it in found), "of communication hidden"
         exposed = " → ".join(milliseconds(it.figures.exposed_s) for it in found)
         yield exposed, "exposed, all ranks"
-
-
-BARS_SAID = """<caption><span><i class="key"></i>compute</span> \
-<span><i class="key exposed"></i>exposed communication</span> \
-<span><i class="key waiting"></i>waiting</span> mean over ranks</caption>"""
-
-
-def _bar(found: Total, longest_s: float) -> str:
-    """A schedule's time as a bar: what part of it ranks computed, communicated and waited."""
-    parts = {
-        "compute": found.figures.compute_s,
-        "exposed": found.figures.exposed_s,
-        "waiting": found.waiting_s,
-    }
-    scale = 1000 * found.figures.makespan_s / max(found.room_s * longest_s, 1e-30)
-    x, drawn = 0.0, ""
-    for name, seconds in parts.items():
-        drawn += f'<rect class="{name}" x="{x:.1f}" width="{seconds * scale:.1f}" height="10"/>'
-        x += seconds * scale
-    return f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none">{drawn}</svg>'
 
 
 def _listing(place: int, program: Program, shades: Mapping[PageSite, int], label: str) -> str:

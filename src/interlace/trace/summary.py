@@ -1,29 +1,19 @@
 """Figures of a page: its head, and the tables of overlap and of sites.
 
-The head and the last rows of the table of overlap are the same sums over all runs of the page
-(`totals`): forward and backward, say, on all ranks.
+The head has the sums over all runs of the page (`totals`): forward and backward, say, on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.cost.timeline import Figures, Timeline
 from interlace.ir import Program, Site
-from interlace.trace.figures import (
-    HEADINGS,
-    SiteFigures,
-    figure_cells,
-    milliseconds,
-    parts_of,
-    rank_name,
-    site_figures,
-)
+from interlace.trace.figures import SiteFigures, figures_rows, milliseconds, site_figures
 from interlace.trace.page_data import SOURCES, PageSite, first_numbers
 from interlace.trace.tracks import Run, ranks_of
 
-OVERLAP = (*HEADINGS, "waiting")
 SITES = ("", "program", "site", "module", "kind", "strategy", "serial", "predicted", "gain")
 
 
@@ -35,13 +25,6 @@ class Total:
     label: str
     source: str
     figures: Figures
-    room_s: float
-    """Time of all ranks: makespan times ranks."""
-
-    @property
-    def waiting_s(self) -> float:
-        """Time in which ranks neither computed nor communicated."""
-        return max(0.0, self.room_s - self.figures.compute_s - self.figures.exposed_s)
 
 
 def total(label: str, source: str, timelines: Sequence[Timeline]) -> Total:
@@ -53,8 +36,7 @@ def total(label: str, source: str, timelines: Sequence[Timeline]) -> Total:
         sum(figures.comm_s for figures in each),
         sum(figures.overlap_s for figures in each),
     )
-    room = sum(it.makespan_s * len(it.ranks) for it in timelines)
-    return Total(label, source, sums, room)
+    return Total(label, source, sums)
 
 
 def totals(runs: Sequence[Run], source: str) -> list[Total]:
@@ -77,31 +59,16 @@ def head_totals(runs: Sequence[Run]) -> list[list[Total]]:
 
 
 def overlap_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """A row for each rank of each timeline, for its ranks together, and for all runs together."""
+    """A row for each rank of each timeline, and for its ranks together: what `HEADINGS` names."""
     rows: list[tuple[str, ...]] = []
     for source in SOURCES:
         for run in runs:
             shown = [(part, it) for part in run.parts if (it := part.timeline(source))]
             for part, timeline in shown:
-                label = part.label if len(shown) > 1 else ""
-                rows += _rank_rows(_joined(run.name, label, source), timeline)
-        for it in totals(runs, source) if len(runs) > 1 else ():
-            rows.append(_row(_joined("all runs,", it.label, source), "all", it))
+                words = run.name, part.label if len(shown) > 1 else "", source
+                name = " ".join(filter(None, words))
+                rows += [(name, *cells) for _, *cells in figures_rows([timeline])]
     return rows
-
-
-def _rank_rows(name: str, timeline: Timeline) -> Iterator[tuple[str, ...]]:
-    for rank in parts_of(timeline):
-        part = timeline if rank is None else timeline.of(rank=rank)
-        yield _row(name, rank_name(rank), total("", "", [part]))
-
-
-def _row(name: str, rank: str, found: Total) -> tuple[str, ...]:
-    return name, rank, *figure_cells(found.figures), milliseconds(found.waiting_s)
-
-
-def _joined(*words: str) -> str:
-    return " ".join(filter(None, words))
 
 
 # -- sites --------------------------------------------------------------------------------------
