@@ -84,28 +84,24 @@ class SiteRow:
 
 def site_headings(runs: Sequence[Run]) -> tuple[str, ...]:
     """The columns of the table of sites: with measured times where there are any."""
-    source, before = _source(runs), _measured_before(runs)
+    source = _source(runs)
     measured = ("measured",) if source == "measured" else ()
-    beside = (f"measured {before}",) if before else ()
-    return (*SITES, *beside, *measured, f"exposed, {source}", "reason")
+    return (*SITES, *measured, f"exposed, {source}", "reason")
 
 
 def site_rows(runs: Sequence[Run]) -> list[SiteRow]:
     """The sites of all runs; what they took is that of the slowest rank."""
-    source, first, beside = _source(runs), first_numbers(runs), bool(_measured_before(runs))
+    source, first = _source(runs), first_numbers(runs)
     rows: list[SiteRow] = []
     for run in runs:
         took = _slowest(run, source)
-        before = _slowest(run.before, source) if run.before else {}
         for place, program in enumerate(run.programs):
             for site in program.sites:
-                key = place, site.id
-                was = before.get(key) if _same_site(run.before, place, site) else None
-                mine = took.get(key)
-                measured = (_took(was),) * beside + (_took(mine),) * (source == "measured")
+                mine = took.get((place, site.id))
+                measured = "" if mine is None else milliseconds(mine.took_s)
                 cells = (
                     *_known(program, site),
-                    *measured,
+                    *(measured,) * (source == "measured"),
                     "" if mine is None else milliseconds(mine.exposed_s),
                     site.reason,
                 )
@@ -115,17 +111,6 @@ def site_rows(runs: Sequence[Run]) -> list[SiteRow]:
 
 def _source(runs: Sequence[Run]) -> str:
     return "measured" if any(run.measured for run in runs) else "predicted"
-
-
-def _measured_before(runs: Sequence[Run]) -> str:
-    """Name of the schedules that measured runs are compared with; empty: none was measured."""
-    return next((run.before.label for run in runs if run.before and run.before.measured), "")
-
-
-def _same_site(before: Run | None, place: int, site: Site) -> bool:
-    programs = before.programs if before else ()
-    sites = programs[place].sites if place < len(programs) else ()
-    return any((other.id, other.module) == (site.id, site.module) for other in sites)
 
 
 def _slowest(run: Run, source: str) -> dict[PageSite, SiteFigures]:
@@ -151,10 +136,6 @@ def _known(program: Program, site: Site) -> tuple[str, ...]:
         " ".join(filter(None, (site.strategy, site.protocol))),
         *(_ms(site.serial_ms), _ms(site.predicted_ms), gain),
     )
-
-
-def _took(found: SiteFigures | None) -> str:
-    return "" if found is None else milliseconds(found.took_s)
 
 
 def _ms(value: float | None) -> str:
