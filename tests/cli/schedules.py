@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from interlace.cli import app
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SOUND = """\
@@ -56,6 +60,13 @@ def second(pp: Team[[0, 1]], y: out[f32[8]]):
     ranks(1)
     main: recv(y, peer=0, team=pp)
 """
+
+
+def invoke(*args: str, text: str = "") -> tuple[int, str, str]:
+    """Runs a command in this process, with `text` as standard input: code, stdout, stderr."""
+    done = CliRunner().invoke(app, list(args), input=text)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
 
 
 def command(

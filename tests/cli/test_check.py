@@ -7,10 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.cli.schedules import RACE, RING, SOUND, STAGES, STUCK, command
-from typer.testing import CliRunner
-
-from interlace.cli import app
+from tests.cli.schedules import RACE, RING, SOUND, STAGES, STUCK, command, invoke
 
 RACE_TEXT = """\
 unsound: 2 faults (2 ranks, 22 ops, _ ms)
@@ -31,9 +28,8 @@ def write(tmp_path: Path):
 
 
 def run(*args: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, list(args))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, re.sub(r"\d+ ms", "_ ms", done.stdout), done.stderr
+    code, out, error = invoke(*args)
+    return code, re.sub(r"\d+ ms", "_ ms", out), error
 
 
 def test_sound(write) -> None:

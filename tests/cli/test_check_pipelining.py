@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.cli.schedules import SOUND
-from typer.testing import CliRunner
-
-from interlace.cli import app
+from tests.cli.schedules import SOUND, invoke
 
 RIGHT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n" + (
     "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
@@ -22,10 +19,7 @@ COMPUTE_ONLY = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 def check(tmp_path: Path):
     def check(text: str, *more: str) -> tuple[int, str, str]:
         (tmp_path / "pp.csv").write_text(text)
-        options = ["check", "--pipelining", str(tmp_path / "pp.csv"), *more]
-        done = CliRunner().invoke(app, options)
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        return done.exit_code, done.stdout, done.stderr
+        return invoke("check", "--pipelining", str(tmp_path / "pp.csv"), *more)
 
     return check
 
@@ -66,8 +60,8 @@ def test_malformed(check) -> None:
 
 
 def test_standard_input() -> None:
-    done = CliRunner().invoke(app, ["check", "--pipelining", "-"], input=RIGHT)
-    assert (done.exit_code, done.stdout.startswith("sound ")) == (0, True)
+    code, out, _ = invoke("check", "--pipelining", "-", text=RIGHT)
+    assert (code, out.startswith("sound ")) == (0, True)
 
 
 def test_usage(check, tmp_path: Path) -> None:
@@ -75,5 +69,5 @@ def test_usage(check, tmp_path: Path) -> None:
     for more in ([str(tmp_path / "sound.ilc")], ["--world", "4"], ["--in-order"]):
         code, _, error = check(RIGHT, *more)
         assert (code, "no other option" in error) == (2, True)
-    done = CliRunner().invoke(app, ["check"])
-    assert (done.exit_code, "FILE is missing" in done.stderr) == (2, True)
+    code, _, error = invoke("check")
+    assert (code, "FILE is missing" in error) == (2, True)

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.schedules import RACE, SOUND, STUCK, command
-from typer.testing import CliRunner
-
-from interlace.cli import app
+from tests.cli.schedules import RACE, SOUND, STUCK, command, invoke
 
 ODD = """\
 @named("a\\x1b[31m{odd}")
@@ -23,10 +20,8 @@ def f(x: f32[4].named("x\\x1b[2J{odd}"), y: out[f32[4]]):
 """
 
 
-def run(*args: str, text: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, [args[0], "-", *args[1:]], input=text)
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
+def run(name: str, *args: str, text: str) -> tuple[int, str, str]:
+    return invoke(name, "-", *args, text=text)
 
 
 @pytest.mark.parametrize("name", ["check", "simulate", "explain"])
@@ -155,10 +150,9 @@ def test_a_benchmark_looks_first_whether_it_can_write(
     monkeypatch.setattr("interlace_bench.ranks.run", ran)
     (tmp_path / "file").write_text("")
     for line in ("bench interconnect --device cpu --out", "calibrate --device cpu --out"):
-        args = [*line.split(), str(tmp_path / "file" / "x")]
-        done = CliRunner().invoke(app, args)
-        assert done.exit_code == 2, done.output
-        assert "InterlaceError: cannot write in" in done.stderr
+        code, out, err = invoke(*line.split(), str(tmp_path / "file" / "x"))
+        assert code == 2, out
+        assert "InterlaceError: cannot write in" in err
 
 
 def test_a_terminal_without_unicode() -> None:

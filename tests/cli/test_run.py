@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cli.schedules import RACE, SOUND, STAGES, command
+from tests.cli.schedules import RACE, SOUND, STAGES, command, invoke
 from tests.support.pool import Pool
-from typer.testing import CliRunner
 
-from interlace.cli import app
 from interlace.cost import Timeline
 from interlace.errors import InputError
 from interlace.ir import parse_set
@@ -170,16 +168,10 @@ def test_how_results_differ(found: list[Any], wanted: list[Any], verdict: str, a
     assert (told.verdict, told.at) == (verdict, at)
 
 
-def run(*args: str, text: str = "") -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["run", *args], input=text)
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
-
-
 def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sound.ilc"
     path.write_text(SOUND)
-    code, _, error = run("-", text=RACE)
+    code, _, error = invoke("run", "-", text=RACE)
     assert (code, "race: nothing orders" in error) == (1, True)
     for args, told in {
         ("--check-against", "serial"): f"there is no {tmp_path / 'sound.serial.ilc'} to compare",
@@ -190,23 +182,23 @@ def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("--html", "."): ". is a directory: name a file in it",
         ("--device", "tpu"): "Invalid value for '--device'",
     }.items():
-        code, out, error = run(str(path), *args)
+        code, out, error = invoke("run", str(path), *args)
         assert (code, out) == (2, "")
         assert told in error
-    code, _, error = run("-", text=STAGES.split("\n\n\n")[1])
+    code, _, error = invoke("run", "-", text=STAGES.split("\n\n\n")[1])
     assert (code, "unsound" in error) == (1, True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, _, error = run(str(path), "--inputs", "x.safetensors")
+    code, _, error = invoke("run", str(path), "--inputs", "x.safetensors")
     assert (code, error.startswith("error: BackendError: --inputs needs the package")) == (2, True)
 
 
 def test_a_folder_stands_for_its_one_schedule(tmp_path: Path) -> None:
-    assert "holds no schedule" in run(str(tmp_path))[2]
+    assert "holds no schedule" in invoke("run", str(tmp_path))[2]
     (tmp_path / "a.serial.ilc").write_text(SERIAL)
     (tmp_path / "a.ilc").write_text(SOUND)
     assert the_one(tmp_path) == tmp_path / "a.ilc"
     (tmp_path / "b.ilc").write_text(SOUND)
-    code, _, error = run(str(tmp_path))
+    code, _, error = invoke("run", str(tmp_path))
     assert code == 2
     assert f"holds 2 schedules: name one: {tmp_path / 'a.ilc'}, {tmp_path / 'b.ilc'}" in error
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from tests.cli.schedules import ROOT, SERIAL
-from typer.testing import CliRunner
+from tests.cli.schedules import ROOT, SERIAL, invoke
 
-from interlace.cli import app
 from interlace.commands import demo
 from interlace.cost import default_machine, default_path
 from interlace.demo.plan import TrainingPlan
@@ -28,10 +26,10 @@ BENCHES = ["interconnect", "overlap", "layer", "transformer", "kernels", "optimi
 @pytest.mark.parametrize("command", [*COMMANDS, "bench", *(f"bench {name}" for name in BENCHES)])
 def test_help_fits_a_terminal(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    done = CliRunner().invoke(app, [*command.split(), "--help"])
-    assert done.exit_code == 0
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    text = re.sub(r"[│\s]+", " ", done.stdout)
+    code, out, _ = invoke(*command.split(), "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    text = re.sub(r"[│\s]+", " ", out)
     if "--device" in text:
         assert "auto|cpu|cuda" in text or "cpu|cuda" in text
     if "--strategy" in text:
@@ -65,15 +63,14 @@ def test_every_command_asks_the_calibration_of_this_host(tmp_path: Path) -> None
     file.write_text(SERIAL)
 
     def machine(*args: str) -> str:
-        done = CliRunner().invoke(app, ["simulate", str(file), "--json", *args])
-        return json.loads(done.stdout)["machine"]
+        return json.loads(invoke("simulate", str(file), "--json", *args)[1])["machine"]
 
     assert machine() == "cpu"
     path.parent.mkdir(parents=True, exist_ok=True)
     default_machine("cpu").replace(name="measured").save(path)
     try:
         assert machine() == "measured"
-        told = CliRunner().invoke(app, ["explain", str(file)]).stdout
+        told = invoke("explain", str(file))[1]
         assert "candidates, by measured" in told
     finally:
         path.unlink()

@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.schedules import ROOT, SERIAL, SOUND, STAGES, command
-from typer.testing import CliRunner
+from tests.cli.schedules import ROOT, SERIAL, SOUND, STAGES, command, invoke
 
-from interlace.cli import app
 from interlace.cost import Timeline, default_machine
 from interlace.ir import parse, parse_set
 
@@ -24,10 +22,9 @@ def sound(tmp_path: Path) -> str:
 
 
 def run(*args: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, list(args))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    assert done.exit_code == code, done.stderr
-    return done.stdout if code == 0 else done.stderr
+    ended, out, error = invoke(*args)
+    assert ended == code, error
+    return out if code == 0 else error
 
 
 def test_show_prints_the_canonical_text(sound: str) -> None:
@@ -323,9 +320,7 @@ def test_the_command_line_is_light_to_import() -> None:
 
 @pytest.mark.parametrize("line", ["fuzz", "demo --in-order", "explain f.ilc --html=page.html"])
 def test_an_option_that_went_names_its_replacement(line: str) -> None:
-    done = CliRunner().invoke(app, line.split())
-    assert done.exit_code == 2
-    assert " went: " in done.output
+    assert " went: " in run(*line.split(), code=2)
 
 
 def test_version_and_help() -> None:

@@ -171,12 +171,9 @@ def survive(seed: int, count: int) -> None:
     for number in range(count):
         gm = mutated(rng)
         began = time.process_time()
-        graphs: Any = gm
-        if rng.random() < 0.3:
-            graphs = [gm, rng.choice(MAKERS)(True)]
         error = None
         try:
-            report = check_graph(graphs, order=rng.choice(["auto", "listed", "any"]))
+            report = check_graph(gm, order=rng.choice(["auto", "listed", "any"]))
             str(report)
             report.to_json()
             outcome = "sound" if report.sound else "unsound"
@@ -190,16 +187,12 @@ def survive(seed: int, count: int) -> None:
     assert {"sound", "unsound", "ProgramError"} <= set(outcomes)
 
 
-@pytest.mark.timeout(120)
-def test_mutations_give_typed_errors(seed: int) -> None:
-    survive(seed, 300)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_many_mutations_give_typed_errors(seed: int) -> None:
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])]
+)
+def test_mutations_give_typed_errors(seed: int, count: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    survive(seed, 100_000)
+    survive(seed, count)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 

@@ -208,14 +208,11 @@ def survive(count: int, seed: int, folder: Path) -> None:
     assert min(kinds["unsound"], kinds["ParseError"]) > count // 10, kinds
 
 
-def test_malformed_files(seed: int, tmp_path: Path) -> None:
-    survive(3000, seed, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_malformed_files(seed: int, tmp_path: Path) -> None:
-    survive(100_000, seed, tmp_path)
+@pytest.mark.parametrize(
+    "count", [3_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_malformed_files(seed: int, count: int, tmp_path: Path) -> None:
+    survive(count, seed, tmp_path)
 
 
 def test_kinds_of_the_parser_are_those_of_torch() -> None:

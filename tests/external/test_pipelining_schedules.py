@@ -24,12 +24,18 @@ from interlace_check.pipelining.progress import stuck
 from interlace_check.pipelining.schedule import Layout, PipelineOrder
 
 Rows = list[list[str]]
-SIZES = [(2, 4), (3, 6), (5, 10)]
-MORE_SIZES = [(n, m) for n in range(2, 9) for m in (n, 2 * n, 3 * n)]
+SIZES: list[Any] = [(2, 4), (3, 6)]
+SIZES += [
+    pytest.param(n, m, marks=pytest.mark.slow) for n in range(2, 9) for m in (n, 2 * n, 3 * n)
+]
 
 
-def agree(name: str, ranks: int, microbatches: int) -> None:
-    """A default schedule is sound as an object and as a file of either form."""
+@pytest.mark.parametrize("name", MULTI)
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_default_schedules_are_sound(name: str, ranks: int, microbatches: int) -> None:
+    """As an object and as a file of either form."""
+    if name == "DualPipeV" and microbatches < 2 * ranks:
+        pytest.skip("torch refuses so few microbatches")
     schedule = make(name, ranks, microbatches)
     report = check_pipelining(schedule)
     assert report.sound, report
@@ -42,21 +48,6 @@ def agree(name: str, ranks: int, microbatches: int) -> None:
     assert (again.form, lowered.form) == ("compute_comms", "compute_only")
     assert lowered.num_stages == report.num_stages == 2 * ranks
     assert lowered.num_microbatches == report.num_microbatches == microbatches
-
-
-@pytest.mark.parametrize("name", MULTI)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 6)])
-def test_default_schedules_are_sound(name: str, ranks: int, microbatches: int) -> None:
-    agree(name, ranks, microbatches)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MULTI)
-@pytest.mark.parametrize(("ranks", "microbatches"), MORE_SIZES)
-def test_all_default_schedules_are_sound(name: str, ranks: int, microbatches: int) -> None:
-    if name == "DualPipeV" and microbatches < 2 * ranks:
-        pytest.skip("torch refuses so few microbatches")
-    agree(name, ranks, microbatches)
 
 
 def test_more_stages_a_rank() -> None:
@@ -364,7 +355,10 @@ def mutated(rows: Rows, rng: random.Random) -> Rows:
     return rows
 
 
-def compare(count: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    "count", [120, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_verdicts_are_those_of_the_oracle(seed: int, count: int) -> None:
     """Check and oracle give one verdict for each model."""
     rng = random.Random(seed)
     bases = [
@@ -382,13 +376,3 @@ def compare(count: int, seed: int) -> None:
             assert sound == plays_right(rows, model), (model, rows)
             verdicts.add((model, sound))
     assert len(verdicts) == 2 * len(MODELS)
-
-
-def test_verdicts_are_those_of_the_oracle(seed: int) -> None:
-    compare(120, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_verdicts_are_those_of_the_oracle(seed: int) -> None:
-    compare(20_000, seed)

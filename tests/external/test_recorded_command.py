@@ -8,15 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.cli.schedules import invoke
 from tests.external.recorded_runs import Run
-from typer.testing import CliRunner
-
-from interlace.cli import app
 
 
 def run(*args: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["check", *args])
-    return done.exit_code, done.stdout, done.stderr
+    return invoke("check", *args)
 
 
 def hung() -> Run:

@@ -124,18 +124,13 @@ def survive(count: int, seed: int) -> tuple[int, int]:
     return refused, reported
 
 
-def test_damaged_dumps(seed: int) -> None:
-    refused, reported = survive(1_500, seed)
-    assert refused > 300
-    assert reported > 300
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_very_many_damaged_dumps(seed: int) -> None:
-    refused, reported = survive(100_000, seed)
-    assert refused > 20_000
-    assert reported > 20_000
+@pytest.mark.parametrize(
+    "count", [1_500, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+def test_damaged_dumps(seed: int, count: int) -> None:
+    refused, reported = survive(count, seed)
+    assert refused > count // 5
+    assert reported > count // 5
 
 
 LARGE: dict[str, Callable[[], str]] = {
