@@ -144,6 +144,9 @@ def test_worlds_and_hosts_that_cannot_be(tmp_path: Path, given: list[str], words
     path.write_text(STEP.replace("dp: Team[1]", "dp: Team[2].on([0], [1])"))
     told = run("simulate", str(path), "--scale-to", "1024", code=2)
     assert "say how many ranks each" in " ".join(told.split())
+    path.write_text(STAGES)
+    told = run("simulate", str(path), "--scale-to", "4", code=2)
+    assert "write this text for 4 ranks" in told
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"schema": 99}'], ids=["none", "cut", "schema"])

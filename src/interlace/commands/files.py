@@ -242,9 +242,8 @@ def _resized(program: Program, team: str, old: int, new: int) -> Program:
 def scaled(programs: list[Program], world: int | None, per_host: int | None) -> list[Program]:
     """The Programs on a world of that many ranks, with so many on each host, counted from rank 0.
 
-    The outermost axis of a mesh grows to the world. Of Programs that name their ranks there are
-    copies side by side, over which the teams of one rank extend. They are validated for the first
-    and last ranks along each team: there views differ.
+    The outermost axis of a mesh grows to the world. Programs are validated for the first and last
+    ranks along each team: there views differ.
     """
     given = programs
     if world is not None:
@@ -268,51 +267,22 @@ def _grown(programs: list[Program], world: int) -> list[Program]:
     from interlace.ir.types import check_world
 
     check_world(world)
-    ranks = sorted({rank for program in programs for rank in program.world})
-    meshed = [team for team in programs[0].teams if team.groups is None]
-    named = len(programs) > 1 or programs[0].ranks is not None or not meshed
-    step = len(ranks) if named else len(ranks) // meshed[0].size
-    if world < step or world % step or ranks != [*range(len(ranks))]:
-        what = "these ranks" if named else f"the teams within {meshed[0].name}"
+    program, *others = programs
+    listed = [team for team in program.teams if team.groups is not None]
+    if others or listed or program.ranks is not None or not program.teams:
         raise TeamError(
-            f"--scale-to {world}: {what} have {step} ranks, so it is a multiple of {step}, counted "
-            "from rank 0"
+            "--scale-to enlarges the outermost team of one Program that names no ranks: write this "
+            f"text for {world} ranks"
         )
-    copies = world // step
-    if named:
-        return [_copied(program, step, copies) for program in programs]
-    (program,) = programs
-    listed = [_repeated(t, step, copies) for t in program.teams if t.groups is not None]
-    axes = {team.name: team.size for team in meshed} | {meshed[0].name: copies}
-    sized = _on_axes(program.replace(teams=tuple(meshed)), axes)
-    return [sized.replace(teams=(*sized.teams, *listed))]
-
-
-def _copied(program: Program, step: int, copies: int) -> Program:
-    """As many copies of a Program that names its ranks, each `step` ranks behind the one before."""
-    if program.rank is not None or any(team.groups is None for team in program.teams):
+    outermost = program.teams[0]
+    step = len(program.world) // outermost.size
+    if world < step or world % step:
         raise TeamError(
-            f"{program.name}: --scale-to copies Programs of several ranks whose teams list them"
+            f"--scale-to {world}: the teams within {outermost.name} have {step} ranks, so it is a "
+            f"multiple of {step}"
         )
-    teams = tuple(_repeated(team, step, copies) for team in program.teams)
-    starts = range(0, step * copies, step)
-    ranks = tuple(start + rank for start in starts for rank in program.world)
-    return program.replace(teams=teams, ranks=ranks)
-
-
-def _repeated(team: Team, step: int, copies: int) -> Team:
-    """A team of each of the copies; one of a single rank extends over them."""
-    starts = range(0, step * copies, step)
-    groups = [group for group in team.groups or () if min(group) < step]
-    if any(max(group) >= step for group in groups):
-        raise TeamError(
-            f"--scale-to cannot copy team {team.name}, which is on more than {step} ranks"
-        )
-    if team.size == 1:
-        lines = [tuple(start + rank for start in starts) for (rank,) in groups]
-        return dataclasses.replace(team, size=copies, groups=tuple(lines))
-    made = [tuple(start + rank for rank in group) for start in starts for group in groups]
-    return dataclasses.replace(team, groups=tuple(made))
+    sizes = {team.name: team.size for team in program.teams}
+    return [_on_axes(program, sizes | {outermost.name: world // step})]
 
 
 def _placed(program: Program, per_host: int) -> Program:
