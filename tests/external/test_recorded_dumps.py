@@ -231,7 +231,7 @@ PAIRS: list[tuple[Make, str, tuple[int, ...], str]] = [
     (opposite_launches, "launch-order", (0, 1), "in opposite order"),
     (crossed_messages, "cycle", (0, 1), "ranks 0 and 1 wait for each other"),
     (message_without_receiver, "missing", (2,), "rank 2 did not receive what rank 1 waits to send"),
-    (exchanged_messages, "mismatch", (), "another size at its two ends"),
+    (exchanged_messages, "mismatch", (), "disagree on the size of message"),
     (uneven_all_to_all, "mismatch", (), "disagree on the size"),
     (wrapped, "missing", (1,), "rank 1 did not issue reduce_scatter [3] Float, number 101"),
     (left_out_a_call, "mismatch", (2,), "disagree on the size of number 4: rank 2 against"),

@@ -1,9 +1,9 @@
 """Lays the records of all ranks side by side: number by number in each process group, and message
 by message between each two ranks.
 
-Up to a point all members have issued the same, and it has ended. From there on each group and
-each channel is `Open`, and the ranks' Programs are made of what is open. What the dumps cannot
-say, and what was taken for granted instead, stands in `Aligned.assumed`.
+Up to a point all members have issued the same, and it has ended. From there on each group, and
+each channel of messages, is `Open`, and the ranks' Programs are made of what is open. What the
+dumps cannot say, and what was taken for granted instead, stands in `Aligned.assumed`.
 
 >>> aligned = align(dumps)
 >>> aligned.open[0].missing     # ranks that did not issue number `aligned.open[0].seq`
@@ -27,7 +27,7 @@ from interlace_check.recorded.entries import (
 )
 
 MAX_OPEN = 1024
-"""Groups, and pairs of ranks with messages, whose open ops are looked at."""
+"""Groups and channels whose open ops are looked at."""
 
 Channel = tuple[GroupKey, int, int]
 """Messages of a group from one global rank to another."""
@@ -35,7 +35,7 @@ Channel = tuple[GroupKey, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A group that is not settled from a number on."""
+    """A group that is not settled from a number on, or a channel that is not from a message on."""
 
     group: GroupKey
     start: int
@@ -52,16 +52,13 @@ class Open:
     """Property that the members disagree on: kind, size or element type."""
     num_behind: int = 0
     """Further numbers of the group that some rank has issued."""
+    messages: tuple[tuple[Entry, ...], tuple[Entry, ...]] | None = None
+    """Sends and receives of a channel, from the first that is not settled; None for a group."""
 
-
-@dataclass(frozen=True, slots=True)
-class OpenChannel:
-    """Messages between two ranks, from the first that is not settled."""
-
-    channel: Channel
-    sends: tuple[Entry, ...]
-    recvs: tuple[Entry, ...]
-    differs: str = ""
+    @property
+    def what(self) -> str:
+        """The op at number `seq`."""
+        return f"number {self.seq}" if self.messages is None else f"message {self.seq}"
 
 
 @dataclass(slots=True)
@@ -71,7 +68,6 @@ class Aligned:
     dumps: Mapping[int, Dump]
     world: tuple[int, ...]
     open: list[Open] = field(default_factory=list[Open])
-    channels: list[OpenChannel] = field(default_factory=list[OpenChannel])
     assumed: list[str] = field(default_factory=list[str])
 
     @property
@@ -103,13 +99,12 @@ def align(dumps: Sequence[Dump]) -> Aligned:
         _GroupNumbers(group, members[group], calls.get(group, {}), aligned).find()
     for channel, (sends, recvs) in channels.items():
         _match(channel, sends, recvs, aligned)
-    for what, found in ("groups", aligned.open), ("pairs of ranks", aligned.channels):
-        if len(found) > MAX_OPEN:
-            aligned.assumed.append(
-                f"{len(found) - MAX_OPEN:,} further {what} have ops that are open, and were left "
-                "out"
-            )
-            del found[MAX_OPEN:]
+    if len(aligned.open) > MAX_OPEN:
+        aligned.assumed.append(
+            f"{len(aligned.open) - MAX_OPEN:,} further groups, or pairs of ranks, have ops that "
+            "are open, and were left out"
+        )
+        del aligned.open[MAX_OPEN:]
     return aligned
 
 
@@ -307,19 +302,9 @@ def _match(
 ) -> None:
     """The n-th send of a channel is the n-th receive. Where the begin of a dump is lost, those are
     matched of which neither end has ended."""
-    _, source, target = channel
+    group, source, target = channel
     ends = [aligned.dumps.get(rank) for rank in (source, target)]
-    if None in ends:
-        either = [one for one in (*sends, *recvs) if one.may_wait]
-        if either:
-            aligned.channels.append(
-                OpenChannel(
-                    channel,
-                    tuple(one for one in sends if one.may_wait),
-                    tuple(one for one in recvs if one.may_wait),
-                )
-            )
-        return
+    absent = tuple(rank for rank in (source, target) if rank not in aligned.dumps)
     if not all(dump is not None and dump.begins and not dump.gaps for dump in ends):
         sends = [one for one in sends if one.may_wait]
         recvs = [one for one in recvs if one.may_wait]
@@ -327,16 +312,34 @@ def _match(
             f"messages from rank {source} to rank {target}: the begin of a dump is lost, so those "
             "that had not ended were matched in order"
         )
-        if said not in aligned.assumed:
+        if not absent and said not in aligned.assumed:
             aligned.assumed.append(said)
     for place in range(max(len(sends), len(recvs))):
         pair = [*sends[place : place + 1], *recvs[place : place + 1]]
-        differs = unlike([_message(one) for one in pair]) if len(pair) == 2 else ""
+        differs = unlike([_message(one) for one in pair]) if len(pair) == 2 and not absent else ""
         waits = not all(one.ended for one in pair) if len(pair) == 2 else pair[0].may_wait
-        if differs or waits:
-            left = OpenChannel(channel, tuple(sends[place:]), tuple(recvs[place:]), differs)
-            aligned.channels.append(left)
+        if differs or waits or absent:
+            both = min(len(sends), len(recvs))
+            left = [*sends[both:], *recvs[both:]]
+            lacks = not differs and not absent and bool(left) and left[0].may_wait
+            calls = left[:1] if lacks else pair
+            aligned.open.append(
+                Open(
+                    group=group,
+                    start=pair[0].seq,
+                    seq=calls[0].seq,
+                    calls={one.rank: IssuedCall((one,)) for one in sorted(calls, key=_rank)},
+                    missing=(target if left[0].is_send else source,) if lacks else (),
+                    silent=absent,
+                    differs=differs,
+                    messages=(tuple(sends[place:]), tuple(recvs[place:])),
+                )
+            )
             return
+
+
+def _rank(entry: Entry) -> int:
+    return entry.rank
 
 
 def _message(entry: Entry) -> tuple[EntryContent, ...]:

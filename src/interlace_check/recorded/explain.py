@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from interlace.verify.report import Finding
-from interlace_check.recorded.alignment import Aligned, Open, OpenChannel
+from interlace_check.recorded.alignment import Aligned, Open
 from interlace_check.recorded.entries import Entry, IssuedCall, ranks_in_words
 from interlace_check.recorded.programs import RecordedProgram, RecordedStep
 from interlace_check.recorded.report import RecordedFinding, RecordedOp, fault, unrecorded
@@ -63,14 +63,11 @@ class RecordedExplainer:
     def findings(self) -> list[RecordedFinding]:
         """All of them."""
         alike = [one for one in self.aligned.open if not one.differs]
-        here = [one for one in self.aligned.channels if not self.absent & {*one.channel[1:]}]
         cycles = [self.cycle(one) for one in self.verdict if one.kind == "deadlock"]
         findings = [
             *(self.mismatch(one) for one in self.aligned.open if one.differs),
-            *(self.crossed(one) for one in self.aligned.channels if one.differs),
             *cycles,
             *(self.missing(one) for one in alike if one.missing),
-            *(self.unmatched(one) for one in here if _lacks(one)),
             *self.no_dump(alike),
             *(self.launch_order() if not cycles else ()),
         ]
@@ -78,9 +75,6 @@ class RecordedExplainer:
         for one in alike:
             if not one.missing and not self.awaited_absent(one):
                 findings.append(self.unfinished(one, explained))
-        for channel in here:
-            if not channel.differs and not _lacks(channel):
-                findings.append(self.undelivered(channel, explained))
         return findings
 
     def stands(self, rank: int) -> list[RecordedOp]:
@@ -103,25 +97,16 @@ class RecordedExplainer:
         usual, _ = Counter(call.contents for call in found.calls.values()).most_common(1)[0]
         most = [rank for rank, call in found.calls.items() if call.contents == usual]
         others = [rank for rank in found.calls if rank not in most]
-        message = (
-            f"members of group {found.group} disagree on the {found.differs} of number {found.seq}"
-        )
+        message = f"members of group {found.group} disagree on the {found.differs} of {found.what}"
         if others:
             message += f": {ranks_in_words(others)} against {ranks_in_words(most)}"
         fix = f"issue the same {found.differs} on all ranks, in one order"
+        if found.messages is not None:
+            fix = MATCHED
         shown = [*most[:1], *others[:NUM_SHOWN]] if others else list(found.calls)[:NUM_SHOWN]
         ops = [_called(found.calls[rank], "issued") for rank in shown]
         waiting = [rank for rank in found.calls if found.calls[rank].first.may_wait]
         return fault("mismatch", message, ops, fix, waiting, others)
-
-    def crossed(self, found: OpenChannel) -> RecordedFinding:
-        group, source, target = found.channel
-        message = (
-            f"a message from rank {source} to rank {target} of group {group} has another "
-            f"{found.differs} at its two ends"
-        )
-        ops = [_issued(found.sends[0], "sends"), _issued(found.recvs[0], "receives")]
-        return fault("mismatch", message, ops, MATCHED, sorted({source, target}))
 
     # Waiting
 
@@ -153,40 +138,31 @@ class RecordedExplainer:
         return fault("cycle", message, ops.values(), HOSTS if hosts else CROSSED, ranks, ranks)
 
     def missing(self, found: Open) -> RecordedFinding:
-        call = next(iter(found.calls.values()))
-        waiting = [rank for rank, one in found.calls.items() if one.first.may_wait]
-        message = (
-            f"{ranks_in_words(found.missing)} did not issue {call.text}; "
-            f"{ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} there"
-        )
+        """Ranks that wait in an op, and those that did not issue it and where they are."""
+        calls = [call for call in found.calls.values() if call.first.may_wait]
+        first = next(iter(found.calls.values()))
+        missing, waiting = found.missing, [call.first.rank for call in calls]
+        if found.messages is not None:
+            verbs = ("receive", "send") if first.first.is_send else ("send", "receive")
+            message = (
+                f"{ranks_in_words(missing)} did not {verbs[0]} what rank {first.first.rank} waits "
+                f"to {verbs[1]}: {first.text}"
+            )
+        else:
+            message = (
+                f"{ranks_in_words(missing)} did not issue {first.text}; "
+                f"{ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} there"
+            )
         if found.num_behind:
             plural = "s" if found.num_behind > 1 else ""
             message += f" ({found.num_behind} further number{plural} of the group issued behind it)"
         if found.silent:
             message += f"; of {ranks_in_words(found.silent)} it is not known"
-        calls = [found.calls[rank] for rank in waiting]
-        return self.left_out(message, calls, found.missing)
-
-    def unmatched(self, found: OpenChannel) -> RecordedFinding:
-        _, source, target = found.channel
-        both = min(len(found.sends), len(found.recvs))
-        sent = len(found.sends) > both
-        entry = (found.sends if sent else found.recvs)[both]
-        other, verb = (target, "receive") if sent else (source, "send")
-        message = f"rank {other} did not {verb} what rank {entry.rank} waits to "
-        message += f"{'send' if sent else 'receive'}: {entry.text}"
-        return self.left_out(message, [IssuedCall((entry,))], [other])
-
-    def left_out(
-        self, message: str, calls: Sequence[IssuedCall], missing: Sequence[int]
-    ) -> RecordedFinding:
-        """Ranks that wait in calls, and those that did not issue them and where they are."""
         ops = [_called(call, "waits here") for call in calls[:NUM_SHOWN]]
         free = [rank for rank in missing if not self.waits.get(rank)]
         for rank in (free or list(missing))[:NUM_SHOWN]:
             ops += self.stands(rank)
         fix = ELSEWHERE.format(ranks=ranks_in_words(free)) if free else ""
-        waiting = [call.first.rank for call in calls]
         return fault("missing", message, ops, fix, waiting, missing, not free)
 
     def awaited_absent(self, found: Open) -> set[int]:
@@ -199,9 +175,6 @@ class RecordedExplainer:
         for found in alike:
             for rank in self.awaited_absent(found):
                 waits[rank] += [_called(call, "waits here") for call in found.calls.values()]
-        for channel in self.aligned.channels:
-            for rank in self.absent & {*channel.channel[1:]}:
-                waits[rank].append(_issued((*channel.sends, *channel.recvs)[0], "waits here"))
         same: dict[tuple[RecordedOp, ...], list[int]] = defaultdict(list)
         for rank, ops in waits.items():
             same[tuple(ops)].append(rank)
@@ -251,13 +224,6 @@ class RecordedExplainer:
         ops = [_called(late[on[0]], "had not ended") for on in states.values()]
         return fault("unfinished", message, ops, fix, late, (), explained)
 
-    def undelivered(self, found: OpenChannel, explained: bool) -> RecordedFinding:
-        pair = [one for one in (found.sends[0], found.recvs[0]) if not one.ended]
-        message = f"both ends issued {pair[0].text}, and it had not ended"
-        ops = [_issued(one, "had not ended") for one in pair]
-        fix = "" if explained else UNEXPLAINED
-        return fault("unfinished", message, ops, fix, [op.rank for op in ops], (), explained)
-
 
 def _issued(entry: Entry, role: str, text: str = "") -> RecordedOp:
     """A record as a finding shows it."""
@@ -275,10 +241,3 @@ def _issued(entry: Entry, role: str, text: str = "") -> RecordedOp:
 
 def _called(call: IssuedCall, role: str) -> RecordedOp:
     return _issued(call.first, role, call.text)
-
-
-def _lacks(found: OpenChannel) -> bool:
-    """Returns True if one end has more messages than the other, and waits for the first of them."""
-    both = min(len(found.sends), len(found.recvs))
-    left = (*found.sends[both:], *found.recvs[both:])
-    return not found.differs and bool(left) and left[0].may_wait

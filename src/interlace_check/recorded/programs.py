@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from interlace.ir.build.ops import Handle
 from interlace.ir.types import Team
-from interlace_check.recorded.alignment import Aligned, Open, OpenChannel
+from interlace_check.recorded.alignment import Aligned, Open
 from interlace_check.recorded.entries import Entry, GroupKey
 from interlace_check.tracing import NOWHERE, OriginBuilder
 
@@ -40,12 +40,11 @@ class RecordedStep:
 
 def programs_of(aligned: Aligned) -> list[RecordedProgram]:
     """The Program of each rank that takes part in anything open."""
-    groups = [found.group for found in aligned.open]
-    groups += [found.channel[0] for found in aligned.channels]
     names: dict[GroupKey, str] = {}
     taken: Counter[str] = Counter()
     teams: dict[int, list[Team]] = defaultdict(list)
-    for group in dict.fromkeys(groups):  # groups that were split apart may share a name
+    for group in dict.fromkeys([found.group for found in aligned.open]):
+        # Groups that were split apart may share a name.
         name, ranks = str(group), group.ranks or ()
         taken[name] += 1
         names[group] = name if taken[name] == 1 else f"{name} no. {taken[name]}"
@@ -53,9 +52,10 @@ def programs_of(aligned: Aligned) -> list[RecordedProgram]:
             teams[rank].append(Team(names[group], len(ranks), (ranks,)))
     programs = {rank: RecordedProgram(rank, teams[rank]) for rank in sorted(teams)}
     for found in aligned.open:
-        _collectives(found, names[found.group], aligned, programs)
-    for channel in aligned.channels:
-        _messages(channel, names[channel.channel[0]], programs)
+        if found.messages is None:
+            _collectives(found, names[found.group], aligned, programs)
+        else:
+            _messages(*found.messages, names[found.group], programs)
     for program in programs.values():
         program.write()
     return list(programs.values())
@@ -94,12 +94,17 @@ def _usual(issued: Iterable[Entry]) -> Entry:
     return next(entry for entry in entries if entry.content == content)
 
 
-def _messages(found: OpenChannel, team: str, programs: dict[int, RecordedProgram]) -> None:
+def _messages(
+    sends: Sequence[Entry],
+    recvs: Sequence[Entry],
+    team: str,
+    programs: dict[int, RecordedProgram],
+) -> None:
     """The channel's open messages, and the first that one side lacks."""
-    both = min(len(found.sends), len(found.recvs), MAX_OPEN)
-    for entry in (*found.sends[: both + 1], *found.recvs[: both + 1]):
+    both = min(len(sends), len(recvs), MAX_OPEN)
+    for entry in (*sends[: both + 1], *recvs[: both + 1]):
         programs[entry.rank].recorded.append((entry, team))
-    for ends in (found.sends, found.recvs) if both < MAX_OPEN else ():
+    for ends in (sends, recvs) if both < MAX_OPEN else ():
         for entry in ends[both : both + 1]:
             assert entry.peer is not None, "a message has a peer"
             way = "recv" if entry.is_send else "send"
