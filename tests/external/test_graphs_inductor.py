@@ -158,9 +158,8 @@ def test_buckets_are_sound(traced_layers: fx.GraphModule, name: str) -> None:
     PASSES[name](gm)
     stable_topological_sort(gm.graph)
     assert len(gm.graph.nodes) != len(traced_layers.graph.nodes)
-    for graphs in (gm, [gm] * 4):
-        report = check_graph(graphs)
-        assert report.sound, str(report)
+    report = check_graph(gm)
+    assert report.sound, str(report)
     assert check_graph(gm, order="any").sound
 
 

@@ -37,7 +37,7 @@ def demo(
     device: Device = "auto",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
     layers: Annotated[int, typer.Option(help="Blocks of the model.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder for schedules, trace and page.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for schedules and a page.")] = Path(
         "interlace-demo"
     ),
     strategy: Strategy = "auto",
@@ -177,7 +177,7 @@ def show(report: dict[str, Any]) -> None:
         took = [milliseconds(of[name]) for name in ("comm_s", "exposed_s")] if of else ["-", "-"]
         rows.append((*row, *took, percent(of["hidden"]) if of else "-"))
     headings = ("way", "first step", "median step", "communication", "exposed", "hidden")
-    table(headings, rows, title="times; of communication those of all ranks in the last step")
+    table(headings, rows, title="times; of communication those of rank 0 in the last step")
     say("")
     for path in report["files"]:
         say(f"wrote {path}")

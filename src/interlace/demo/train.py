@@ -14,8 +14,8 @@ import json
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from interlace.commands.explain import explanation
-from interlace.cost import Machine, Timeline, simulate
 from interlace.demo.model import Transformer, parallelize
 from interlace.demo.plan import TrainingPlan
 from interlace.errors import UnsupportedError
-from interlace.frontend import backend, capture
-from interlace.ir import Program
+from interlace.frontend import Bound, backend, capture
+from interlace.frontend.insight import report
+from interlace.frontend.schedules import export
 from interlace.launch import Tell
-from interlace.runtime.machine import machine_for
-from interlace.trace import Run, write_page, write_perfetto
-from interlace.trace.tracks import write_whole
-from interlace.verify import Report
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 ENOUGH = 2_000_000
@@ -81,16 +77,6 @@ class Batches:
 
 
 @dataclass(slots=True)
-class DemoGraph:
-    """A compiled graph: its Program, the proof of it, and how its last run went."""
-
-    kind: str
-    program: Program
-    proof: Report
-    measured: Timeline
-
-
-@dataclass(slots=True)
 class Trained:
     """Results of one way: a rank's, and on rank 0 then those of all."""
 
@@ -99,28 +85,28 @@ class Trained:
     """Wall time of each step; the first one compiles."""
     digests: dict[str, Any] = field(default_factory=dict)
     """Digests of the first step's gradients and the last parameters, by rank once gathered."""
-    graphs: list[DemoGraph] = field(default_factory=list)
+    graphs: list[dict[str, Any]] = field(default_factory=list)
+    """The compiled graphs as plain data: forward and backward."""
+    overlap: dict[str, float] | None = None
+    """Communication of this rank in the last step, and how much of it compute hid."""
+    files: list[Path] = field(default_factory=list)
 
     @property
     def step_ms(self) -> float:
         """The median step, without the first one."""
         return statistics.median(self.step_s[1:] or self.step_s) * 1e3
 
-    def overlap(self) -> dict[str, float]:
-        """Communication of a whole step, and how much of it compute hid."""
-        figures = [graph.measured.figures() for graph in self.graphs]
-        comm = sum(figure.comm_s for figure in figures)
-        hidden = sum(figure.overlap_s for figure in figures)
-        share = hidden / comm if comm > 0 else float("nan")
-        compute = sum(figure.compute_s for figure in figures)
-        exposed = comm - hidden
-        return {"compute_s": compute, "comm_s": comm, "exposed_s": exposed, "hidden": share}
-
 
 def train(
-    way: str, plan: TrainingPlan, mesh: DeviceMesh, text: bytes, tell: Tell, device: torch.device
+    way: str,
+    plan: TrainingPlan,
+    mesh: DeviceMesh,
+    text: bytes,
+    tell: Tell,
+    device: torch.device,
+    out: Path | None = None,
 ) -> Trained:
-    """Trains from the plan's seed; `tell` hears of every step."""
+    """Trains from the plan's seed; `tell` hears of every step. `out` gets schedules and a page."""
     torch.compiler.reset()
     torch.manual_seed(plan.seed)
     config = plan.model
@@ -148,12 +134,36 @@ def train(
             trained.losses.append(loss.item())
             trained.step_s.append(time.perf_counter() - began)
             tell({"way": way, "step": step, "loss": trained.losses[-1], "event": "step"})
-    trained.graphs = [
-        DemoGraph(bound.kind, bound.program, bound.report, bound.executor.timeline())
-        for bound in captured.bound
-    ]
+    trained.graphs = list(map(described, captured.bound))
+    trained.overlap = overlap_of(captured.bound) if captured.bound else None
+    if out is not None:
+        page = report(forward, out / "timeline.html")
+        trained.files = [*export(captured, out, overwrite=True), page]
     trained.digests["parameters"] = digest(model.parameters())
     return trained
+
+
+def described(bound: Bound) -> dict[str, Any]:
+    """A graph's schedule, the proof of it and its sites, as plain data."""
+    return {
+        "kind": bound.kind,
+        "ops": len(bound.program.ops),
+        "streams": list(bound.program.streams()),
+        "verdict": "sound" if bound.report.sound else "unsound",
+        "verified_ops": bound.report.num_ops,
+        "verified_ms": bound.report.seconds * 1e3,
+        **explanation(bound.program),
+    }
+
+
+def overlap_of(graphs: Iterable[Bound]) -> dict[str, float]:
+    """Figures of all graphs' last runs on this rank."""
+    figures = [bound.measured.figures() for bound in graphs if bound.measured is not None]
+    comm = sum(figure.comm_s for figure in figures)
+    hidden = sum(figure.overlap_s for figure in figures)
+    share = hidden / comm if comm > 0 else float("nan")
+    compute = sum(figure.compute_s for figure in figures)
+    return {"compute_s": compute, "comm_s": comm, "exposed_s": comm - hidden, "hidden": share}
 
 
 def registered() -> Any:
@@ -180,34 +190,27 @@ def work(plan: TrainingPlan, out: Path, tell: Tell, device: torch.device) -> dic
     text, store = read_text(), dist.distributed_c10d._get_default_store()
     ways: dict[str, Trained] = {}
     for way in plan.ways(world):
-        trained = ways[way] = train(way, plan, mesh, text, tell, device)
-        note = {"timelines": [graph.measured.to_json() for graph in trained.graphs]}
-        store.set(f"demo/{way}/{rank}", json.dumps(note | trained.digests))
+        kept = out if rank == 0 and way == "overlapped" else None
+        trained = ways[way] = train(way, plan, mesh, text, tell, device, kept)
+        store.set(f"demo/{way}/{rank}", json.dumps(trained.digests))
         dist.barrier()
         if rank == 0:
             notes = [json.loads(store.get(f"demo/{way}/{other}")) for other in range(world)]
             trained.digests = {name: [note[name] for note in notes] for name in trained.digests}
-            for place, graph in enumerate(trained.graphs):
-                parts = [Timeline.from_json(note["timelines"][place]) for note in notes]
-                spans = tuple(span for part in parts for span in part.spans)
-                graph.measured = Timeline(spans, graph.program.name, "measured")
     torch.compiler.reset()
-    report = make_report(plan, world, ways, out) if rank == 0 else None
+    told = make_report(plan, world, ways) if rank == 0 else None
     dist.barrier()
-    return report
+    return told
 
 
-def make_report(
-    plan: TrainingPlan, world: int, ways: Mapping[str, Trained], out: Path
-) -> dict[str, Any]:
-    """Compares the ways, writes the files and says all of it as plain data."""
-    overlapped, machine = ways["overlapped"], machine_for(plan.options("overlapped"), plan.device)
+def make_report(plan: TrainingPlan, world: int, ways: Mapping[str, Trained]) -> dict[str, Any]:
+    """Compares the ways, as plain data."""
+    overlapped = ways["overlapped"]
     return {
         "schema": 1,
         "world": world,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
-        "machine": machine.name,
         "plan": asdict(plan),
         "losses": {way: trained.losses for way, trained in ways.items()},
         "step_ms": {way: trained.step_ms for way, trained in ways.items()},
@@ -216,20 +219,9 @@ def make_report(
         "equal": {
             w: _equal(trained, overlapped) for w, trained in ways.items() if w != "overlapped"
         },
-        "overlap": {w: trained.overlap() for w, trained in ways.items() if trained.graphs},
-        "graphs": [
-            {
-                "kind": graph.kind,
-                "ops": len(graph.program.ops),
-                "streams": list(graph.program.streams()),
-                "verdict": "sound" if graph.proof.sound else "unsound",
-                "verified_ops": graph.proof.num_ops,
-                "verified_ms": graph.proof.seconds * 1e3,
-                **explanation(graph.program),
-            }
-            for graph in overlapped.graphs
-        ],
-        "files": [str(path) for path in _write(ways["serial"], overlapped, machine, out)],
+        "overlap": {w: trained.overlap for w, trained in ways.items() if trained.overlap},
+        "graphs": overlapped.graphs,
+        "files": list(map(str, overlapped.files)),
     }
 
 
@@ -239,19 +231,3 @@ def _equal(one: Trained, other: Trained) -> dict[str, Any]:
     same = {name: one.digests[name] == other.digests[name] for name in other.digests}
     differences = {"largest_loss_difference": max(far), "first_loss_difference": far[0]}
     return {"losses": one.losses == other.losses, **same, **differences}
-
-
-def _write(serial: Trained, overlapped: Trained, machine: Machine, out: Path) -> Sequence[Path]:
-    """Writes the Programs' text, the trace and the page."""
-    paths: list[Path] = []
-    runs: list[list[Run]] = []
-    for trained, suffix in ((overlapped, ""), (serial, ".serial")):
-        label = "serial" if suffix else "overlapped"
-        runs.append([])
-        for graph in trained.graphs:
-            program, predicted = graph.program, simulate(graph.program, machine)
-            paths.append(write_whole(out / f"{graph.kind}{suffix}.ilc", f"{program}\n"))
-            runs[-1].append(Run((program,), predicted, graph.measured, graph.kind, label))
-    pairs = [replace(run, before=before) for run, before in zip(*runs, strict=True)]
-    page = write_page(pairs, out / "timeline.html", "interlace demo", [("machine", machine.name)])
-    return [*paths, write_perfetto(pairs, out / "trace.json"), page]
