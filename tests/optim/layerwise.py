@@ -154,6 +154,13 @@ def slowly(seed: int | None) -> Iterator[None]:
     def wait(rank: int, index: int, op: Any) -> None:
         time.sleep(draw.choice([0.0, 0.0, draw.random() / 500]))
 
+    with before_ops(wait):
+        yield
+
+
+@contextlib.contextmanager
+def before_ops(call: Callable[[int, int, Any], None]) -> Iterator[None]:
+    """Executors made inside call this before each op, with rank, index and op."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=wait))
+        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=call))
         yield

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import re
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tests.optim.layerwise import (
     DIM,
     OPTIMIZERS,
     batch,
+    before_ops,
     differing,
     layer_wise,
     model,
@@ -35,11 +35,10 @@ from torch.optim import Optimizer
 from interlace.comm.host import registered
 from interlace.errors import BackendError
 from interlace.ir import Collective
-from interlace.optim import AdamW, LayerWise, bucket_runs
+from interlace.optim import AdamW, LayerWise
 from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.layer_wise.optimizer import by_copies_if_possible
 from interlace.options import Options, Transport
-from interlace.runtime import Executor
 
 Grads = list[dict[str, torch.Tensor]]
 
@@ -156,8 +155,7 @@ def meets(seed: int) -> list[bool]:
         if armed.is_set() and "head.weight" in op.loc.module and isinstance(op, Collective):
             told.append(reached.wait(15))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=hold))
+    with before_ops(hold):
         optimizing = layer_wise(module)
     with optimizing:
         module.blocks[0].register_forward_hook(lambda *_: reached.set())

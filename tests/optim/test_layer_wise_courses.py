@@ -19,6 +19,7 @@ from tests.optim.layerwise import (
     OPTIMIZERS,
     Blocks,
     batch,
+    before_ops,
     differing,
     layer_wise,
     model,
@@ -39,9 +40,8 @@ from interlace.errors import (
     UnsupportedError,
 )
 from interlace.ir import Collective, Notify
-from interlace.optim import LayerWise, bucket_runs
+from interlace.optim import LayerWise
 from interlace.options import Options, Transport
-from interlace.runtime import Executor
 
 STEPS = 6
 
@@ -346,8 +346,7 @@ def killed(seed: int, victim: int, transport: Transport) -> str:
         if armed and of_last and dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=die))
+    with before_ops(die):
         optimizing = layer_wise(module, options=Options(time_out_s=10, transport=transport))
     train(optimizing, module, seed, range(2))
     module(batch(seed, 2)).sum().backward()
@@ -370,8 +369,7 @@ def stalled(seed: int) -> list[str]:
             armed.clear()
             time.sleep(3)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=stall))
+    with before_ops(stall):
         optimizing = layer_wise(module, options=Options(time_out_s=1))
     with optimizing:
         train(optimizing, module, seed, range(2))

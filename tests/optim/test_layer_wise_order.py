@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.optim.layerwise import SMALL, differing, mesh, model, train, weights
+from tests.optim.layerwise import SMALL, before_ops, differing, mesh, model, train, weights
 from tests.support.pool import Pool
 
 from interlace.ir import Collective
-from interlace.optim import LayerWise, bucket_runs
-from interlace.runtime import Executor
+from interlace.optim import LayerWise
 
 
 class Counting(torch.optim.Optimizer):
@@ -120,8 +118,7 @@ def under_updates(seed: int) -> list[bool]:
             told.append(begun.wait(15))
         inner(self, closure)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=begin))
+    with before_ops(begin):
         optimizing = LayerWise(optimizer, module, mesh(), bucket_bytes=SMALL)
     with optimizing, pytest.MonkeyPatch.context() as patch:
         train(optimizing, module, seed, range(1))  # which finds the order

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.optim import checkpoints, layerwise
-from tests.optim.layerwise import DIM, HIDDEN, Blocks, batch, differing, model, slowly
+from tests.optim.layerwise import DIM, HIDDEN, Blocks, batch, before_ops, differing, model, slowly
 from tests.optim.test_layer_wise_courses import torch_copy
 from tests.optim.test_ownership import LLAMAS, llama
 from tests.support.pool import Died, Pool
@@ -34,12 +34,11 @@ from torch.optim import Optimizer
 import interlace.optim
 from interlace.errors import InterlaceError, OptimizerError, OptionError, UnsupportedError
 from interlace.ir import Collective
-from interlace.optim import LayerWise, Muon, bucket_runs
+from interlace.optim import LayerWise, Muon
 from interlace.optim.layer_wise import shard_pipeline
 from interlace.optim.layer_wise.ownership import ParameterCost
 from interlace.optim.layer_wise.shard_pipeline import exchanges_of
 from interlace.options import Options
-from interlace.runtime import Executor
 
 Weights = dict[str, torch.Tensor]
 CUT: dict[str, dict[str, Any]] = {
@@ -283,8 +282,7 @@ def meets(seed: int) -> list[bool]:
         reached.set()
         return steps(*given)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=hold))
+    with before_ops(hold), pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_pipeline, "orthogonal", reach)
         optimizing: Any = wrapped(muon(module), module)
         with optimizing:
@@ -468,8 +466,7 @@ def killed(seed: int, victim: int) -> str:
             if dist.get_rank() == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=die))
+    with before_ops(die):
         optimizing = wrapped(muon(module), module, options={"time_out_s": 10})
     train(optimizing, module, seed, range(2))
     module(batch(seed, 2)).sum().backward()
@@ -498,8 +495,7 @@ def stalled(seed: int) -> list[str]:
             armed.clear()
             time.sleep(5)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_runs, "Executor", partial(Executor, before_op=stall))
+    with before_ops(stall):
         optimizing = wrapped(muon(module), module, options={"time_out_s": 2})
     with optimizing:
         train(optimizing, module, seed, range(2))

@@ -99,11 +99,13 @@ class GradReducer:
 
     @eager
     def finish(self) -> None:
-        """Reduces what is left, and returns when main gradients are the same on every rank.
+        """Reduces what is left, once a step, and returns when owners have their main gradients.
 
         On a GPU it returns at once, and the current stream comes after the reductions. Collective.
         Raises what made a reduction fail, on the CPU: every rank then calls `reset()`.
         """
+        if self._finished:
+            return
         self._check_open()
         left = [p for bucket in self.buckets[self._gone :] for p in bucket.params]
         stray = [list(param.shape) for param in left if param.grad is not None]
@@ -142,11 +144,6 @@ class GradReducer:
         self._runs.reset()
         self._finished, self._wanted = True, None
         self.zero()
-
-    @property
-    def finished(self) -> bool:
-        """True if main gradients are reduced: from `finish()` to `zero()`."""
-        return self._finished
 
     @property
     def going(self) -> bool:

@@ -48,7 +48,7 @@ class GroupedLinear(nn.Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        recipe: None = None,
+        recipe: None = None,  # of a former release
     ) -> None:
         if recipe is not None:
             raise OptionError(

@@ -438,7 +438,7 @@ class LayerWise:
 
     def _finish(self) -> None:
         """Ends the reductions of this step."""
-        if self._reducer is not None and not self._reducer.finished:
+        if self._reducer is not None:
             self._reducer.finish()
 
     def _finish_going(self) -> None:
