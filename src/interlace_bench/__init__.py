@@ -8,8 +8,10 @@ bars.py          the bars that rows must clear
 transfers.py     copies between ranks, messages, collectives
 device.py        what calibration wants to know of one device alone
 interconnect.py  `interlace bench interconnect`, and what `interlace calibrate` measures
+measured_sites.py  rows of `overlap` as the measured sites of a calibration
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
 overlap.py       `interlace bench overlap`
+measured_sites.py: its rows, as measured sites of a calibration
 schedule.py      what `interlace run` does on each rank
 layer.py         `interlace bench layer`
 transformer/     `interlace bench transformer`

@@ -15,10 +15,10 @@ from pathlib import Path
 from interlace.cost import Sample, default_machine, fingerprint, fit
 from interlace.errors import OptionError
 from interlace.launch import Tell
-from interlace.passes.strategies.candidates import keeping_sites
 from interlace.runtime.machine import gpus_of
 from interlace_bench import overlap
 from interlace_bench.device import device_samples
+from interlace_bench.measured_sites import keeping_sites
 from interlace_bench.race.candidates import OURS
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts

@@ -18,7 +18,7 @@ from interlace.cost import SiteKey, SiteTime, default_machine, simulate
 from interlace.ir import Call, Collective, Program, parse, validate
 from interlace.options import Options
 from interlace.passes import lower, parse_pipeline, run_pipeline
-from interlace.passes.strategies.candidates import candidates
+from interlace.passes.strategies.choose import candidates
 from interlace.verify import check
 
 STRATEGIES = {

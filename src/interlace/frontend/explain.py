@@ -31,7 +31,7 @@ from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.importing.nodes import location
 from interlace.ir import Program, Site, communication
-from interlace.passes.strategies.candidates import candidates
+from interlace.passes.strategies.choose import candidates
 from interlace.trace.figures import site_figures
 
 

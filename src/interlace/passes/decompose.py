@@ -34,6 +34,40 @@ from interlace.strategies import REPLACED, STRATEGIES, names, rows_of
 COPIES = STRATEGIES["copies", None]
 
 
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """The sites of a Program, and what they were found by."""
+
+    program: Program
+    values: Dataflow
+    before: Before
+    found: tuple[FoundSite, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> Analysis:
+        """The analysis of a Program that `find_sites` has marked."""
+        serial = {op.site for op in program.ops if isinstance(op, Collective)}
+        done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
+        values = Dataflow(program, representatives(program)[0])
+        before = dependencies(program, touched=values.touched)
+        return cls(program, values, before, analyse(values, before, done))
+
+
+@dataclass(slots=True)
+class Known:
+    """Results of a pass that is run again, with other sites: it takes them as they are."""
+
+    choices: dict[object, Choice] = field(default_factory=dict[object, Choice])
+    """By what sites that are alike have in common."""
+    analysis: Analysis | None = None
+
+    def of(self, program: Program) -> Analysis:
+        """The analysis of a Program; of named sizes it notes facts, and is made anew."""
+        if self.analysis is None or self.analysis.program is not program or program.sizes.sizes:
+            self.analysis = Analysis.of(program)
+        return self.analysis
+
+
 @dataclass(frozen=True)
 class Decompose:
     """Replaces sites by their chunks."""
@@ -50,10 +84,7 @@ class Decompose:
     """Sites among these that have the strategy `copies` if it serves them, whatever the others
     have."""
     machine: Machine | None = field(default=None, metadata={"text": False})
-    known: dict[object, Choice] = field(
-        default_factory=dict[object, Choice], compare=False, repr=False, metadata={"text": False}
-    )
-    """Choices made for sites that are alike; the pass, run again, makes the same."""
+    known: Known = field(default_factory=Known, compare=False, repr=False, metadata={"text": False})
 
     def __post_init__(self) -> None:
         if self.strategy in REPLACED:
@@ -77,12 +108,10 @@ class Decompose:
         if self.sites is not None and not known.keys() >= set(self.sites):
             missing = sorted(set(self.sites) - known.keys())
             raise PassError(f"decompose: no sites {missing}; known are {sorted(known)}")
-        serial = {op.site for op in program.ops if isinstance(op, Collective)}
-        done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
-        values = Dataflow(program, representatives(program)[0])
-        before = dependencies(program, touched=values.touched)
+        analysis = self.known.of(program)
+        values, before = analysis.values, analysis.before
         taken = values.names.copy()
-        choose = Chooser(self.machine, self.chunks, self.known)
+        choose = Chooser(self.machine, self.chunks, self.known.choices)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
         blocks: list[list[int]] = []
@@ -90,7 +119,7 @@ class Decompose:
         overlapped: list[MatmulSite] = []
         anchors: dict[int, int] = {}
         slots: dict[str, str] = {}
-        for found in analyse(values, before, done):
+        for found in analysis.found:
             number = program.ops[found.collective].site
             if number is None or (self.sites is not None and number not in self.sites):
                 continue

@@ -9,7 +9,7 @@ done with a peer says so to the one that comes to it next:
     comm: expect(slots_turn, tp.rank + 1)
     comm: put(y[tp.rank + 2], slots[tp.rank], peer=tp.rank + 2)
 
-There are no turns below TURN_BYTES, in slabs, in the Program of one rank, nor before a matmul,
+There are no turns below TURN_BYTES, in slabs, nor before a matmul,
 whose kernel would have to wait for all turns.
 """
 
@@ -42,8 +42,6 @@ class TakeTurns:
 
     def run(self, program: Program) -> Program:
         """The same Program with the signals of turns."""
-        if program.rank is not None:
-            return program
         names, buffers = Names(program), program.buffers()
         wheres = [program.where(rank) for rank in representatives(program)]
         wanted = {site.id for site in program.sites if site.kind.startswith("matmul_")}

@@ -7,5 +7,4 @@ fusable.py     whether kernels can serve a site, and run here
 emitter.py     names, tables and views of what is written
 choose.py      which strategy a site gets: measured, or predicted by playing it alone
 reconsider.py  whether it had better be whole, in the whole schedule
-candidates.py  all estimates of a Program's sites, for `explain`, and measured sites
 """
