@@ -26,9 +26,8 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
-from interlace.passes.strategies.fusable import has_kernel
 from interlace.passes.strategies.whole import lifted, unmovable
-from interlace.passes.strategies.write import refusal, write, write_whole
+from interlace.passes.strategies.write import has_kernel, refusal, write, write_whole
 from interlace.strategies import REPLACED, STRATEGIES, names, rows_of
 
 COPIES = STRATEGIES["copies", None]
@@ -153,7 +152,7 @@ class Decompose:
                 written[found.collective] = made
                 slots |= raised
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
-        ops = tuple(lifted(ops, slots)) if slots else ops
+        ops = lifted(ops, slots) if slots else ops
         sites = tuple(changed.get(site.id, site) for site in program.sites)
         result = program.replace(ops=ops, sites=sites, tables=tuple(taken.tables))
         return result.remarked(remarks)
@@ -169,7 +168,7 @@ class Decompose:
     def _choose(self, choose: Chooser, values: Dataflow, found: FoundSite) -> Choice:
         assert found.site is not None
         if self.strategy == "auto":
-            return choose.fastest(values, found.site)
+            return choose.choose(values, found.site)
         if self.strategy == "serial":
             return Choice(reason="requested")
         rows = rows_of(self.strategy, self.transport)
@@ -182,9 +181,9 @@ class Decompose:
         other = STRATEGIES[row.instead] if row.instead else None
         if why and other and not refusal(values, found.site, other):
             text = f"{text}; {other.name} copies instead"
-            choice = choose.asked(values, found.site, (other,))
+            choice = choose.choose(values, found.site, (other,))
             return dataclasses.replace(choice, reason=text, remark=text)
-        return Choice(reason=text, remark=text) if why else choose.asked(values, found.site, rows)
+        return Choice(reason=text, remark=text) if why else choose.choose(values, found.site, rows)
 
 
 def _rebuilt(

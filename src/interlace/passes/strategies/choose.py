@@ -42,10 +42,9 @@ from interlace.passes.sites.cone import result_of
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
-from interlace.passes.strategies.fusable import has_kernel
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, parts
 from interlace.passes.strategies.whole import lifted
-from interlace.passes.strategies.write import refusal, write
+from interlace.passes.strategies.write import has_kernel, refusal, write
 from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import STRATEGIES, Strategy
 
@@ -218,52 +217,41 @@ class Chooser:
     chunks: int
     known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
 
-    def asked(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy]) -> Choice:
-        """The requested strategy, by the fastest of its rows."""
-        if self.machine is None:
+    def choose(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy] = ()) -> Choice:
+        """The strategy that is expected to be fastest, or of those requested the fastest row."""
+        if rows and self.machine is None:
             return Choice(rows[0], parts(values, site, rows[0], self.chunks), "requested")
-        gpu = self.machine.device != "cpu"
-        rows = [row for row in rows if gpu or not row.on_gpus] or rows
         key = tuple(rows), _signature(values, site)
         if key not in self.known:
-            with supposing():
-                serial = estimate(self.machine, values, site, None, 0)
-                took = [estimate(self.machine, values, site, row, self.chunks) for row in rows]
-            found = pick([serial, *took])
-            assert found.best.row is not None
-            count = parts(values, site, found.best.row, self.chunks)
-            times = found.serial_ms, found.best_ms
-            self.known[key] = Choice(found.best.row, count, "requested", "", *times)
+            self.known[key] = self._choose(values, site, rows)
         return self.known[key]
 
-    def fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
-        """The strategy that is expected to be fastest."""
-        key = _signature(values, site)
-        if key not in self.known:
-            self.known[key] = self._fastest(values, site)
-        return self.known[key]
+    def candidates(
+        self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy] = ()
+    ) -> tuple[Estimate, ...]:
+        """Serial, and every strategy that can serve a site, or those requested."""
+        gpu = self._machine.device != "cpu"
+        asked = [row for row in rows if gpu or not row.on_gpus] or rows
+        served = [(row, self.chunks) for row in asked] or self._candidates(values, site)
+        tried: list[tuple[Strategy | None, int]] = [(None, 0), *served]
+        return tuple([estimate(self._machine, values, site, row, n) for row, n in tried])
 
-    def candidates(self, values: Dataflow, site: MatmulSite) -> tuple[Estimate, ...]:
-        """Every strategy that can serve a site, serial first."""
-        rows = self._candidates(values, site)
-        others = [estimate(self._machine, values, site, row, chunks) for row, chunks in rows]
-        return estimate(self._machine, values, site, None, 0), *others
-
-    def _fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
+    def _choose(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy]) -> Choice:
         with supposing():
-            candidates = self.candidates(values, site)
+            candidates = self.candidates(values, site, rows)
         found, name = pick(candidates), self._machine.name
         best, serial_ms = found.best, found.serial_ms
         if best.row is None:
             return Choice(reason="no strategy can serve it", serial_ms=serial_ms)
-        if not found.gains:
-            gain = f"{found.source} to gain less than {1 - MARGIN:.0%}"
-            text = f"{best.label}, the fastest, {BE[found.source]} {gain} ({name})"
-            return Choice(None, 0, text, "", serial_ms, serial_ms)
-        why = refusal(values, site, best.row)  # for the whole class
-        assert not why
+        if not rows:
+            if not found.gains:
+                gain = f"{found.source} to gain less than {1 - MARGIN:.0%}"
+                text = f"{best.label}, the fastest, {BE[found.source]} {gain} ({name})"
+                return Choice(None, 0, text, "", serial_ms, serial_ms)
+            why = refusal(values, site, best.row)  # for the whole class
+            assert not why
         count = parts(values, site, best.row, best.chunks)
-        reason = f"{found.source} fastest ({name})"
+        reason = "requested" if rows else f"{found.source} fastest ({name})"
         return Choice(best.row, count, reason, "", serial_ms, found.best_ms)
 
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
