@@ -57,7 +57,7 @@ class Known:
     """Results of a pass that is run again, with other sites: it takes them as they are."""
 
     choices: dict[object, Choice] = field(default_factory=dict[object, Choice])
-    """By what sites that are alike have in common."""
+    """Choices of sites, with what sites that are alike have in common as the key."""
     analysis: Analysis | None = None
 
     def of(self, program: Program) -> Analysis:
