@@ -15,11 +15,8 @@ from interlace.cost.op_times import PACKED_CALLS
 from interlace.ir import parse, validate
 from interlace.options import Options
 from interlace.passes import lower
-from interlace.passes.strategies.candidates import (
-    candidates,
-    keeping_sites,
-    with_sites,
-)
+from interlace.passes.strategies.choose import candidates
+from interlace_bench.measured_sites import keeping_sites, with_sites
 
 H200 = default_machine("cuda")
 

@@ -134,8 +134,7 @@ def test_without_a_signal_what_meets_peers_stays() -> None:
     assert 4 in edges[5]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_signals_of_another_team_order_what_is_in_slots_too(frozen: bool) -> None:
+def test_signals_of_another_team_order_what_is_in_slots_too() -> None:
     program = parse(
         "def p(tp: Team[2], w: Team[[0, 1]], x: f32[4], y: f32[4]):\n"
         "    s = alloc(f32[4], symmetric=tp)\n"
@@ -148,7 +147,7 @@ def test_signals_of_another_team_order_what_is_in_slots_too(frozen: bool) -> Non
         "    main: copy(y, s)\n"
         "    main: free(s)\n"
     )
-    edges = dependencies(program.instantiate(0) if frozen else program, listed=False)
+    edges = dependencies(program, listed=False)
     for earlier, later in ((1, 2), (3, 4), (4, 5), (6, 7)):
         assert earlier in edges[later]
     lowered = lower(program, Options(overlap=True))
@@ -195,19 +194,17 @@ def test_as_strided_counts_as_the_whole_buffer() -> None:
     assert edges[1] == (0,)
 
 
-@pytest.mark.parametrize("kind", ["concrete", "set of programs"])
-def test_lists_that_are_not_ours_to_permute(kind: str) -> None:
-    team = "pipe: Team[[0, 2], [1, 3]], " if kind == "set of programs" else ""
-    ranks = "ranks(0, 1)\n    " if kind == "set of programs" else ""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_lists_that_are_not_ours_to_permute(frozen: bool) -> None:
+    """Of a set of Programs, whose ranks a team joins."""
+    team = "pipe: Team[[0, 2], [1, 3]], " if frozen else ""
+    ranks = "ranks(0, 1)\n    " if frozen else ""
     program = parse(
         f"def p(tp: Team[2], {team}x: f32[4], y: f32[4], z: f32[4]):\n"
         f"    {ranks}main: all_reduce(x, x, reduce='sum', team=tp)\n"
         "    main: all_reduce(y, y, reduce='sum', team=tp)\n"
     )
-    assert dependencies(program)[1] == (0,) if team else dependencies(program)[1] == ()
-    if not team:
-        program = program.instantiate(0)
-    assert dependencies(program)[1] == (0,)
+    assert dependencies(program)[1] == ((0,) if frozen else ())
     assert dependencies(program, listed=False)[1] == ()
 
 
@@ -219,21 +216,8 @@ def test_a_long_program_takes_no_more_for_each_op() -> None:
     assert per_op(work, 400) < 300
 
 
-def test_who_takes_bytes_over_waits_for_who_held_them() -> None:
-    head = '    a = alloc(f32[4], storage="s")\n    b = alloc(f32[2], storage="s", offset={})\n'
-    uses = """
-    main: copy(y.select(0, 0), a)
-    comm: copy(a, z.select(0, 0))
-    main: copy(y.select(0, 1)[0:2], b)
-    main: copy(b, z.select(0, 1)[0:2])
-    side: copy(a, z.select(0, 2))
-"""
-    over = before(head.format(8) + uses)
-    assert over[4] == (3,), "after the read of what was there"
-    assert over[5] == (4,), "an earlier use has seen to it"
-    assert over[6] == (2, 5), "the bytes change hands again"
-    beside = before(head.format(16) + uses)
-    assert beside[4] == ()
-    assert beside[6] == (2,)
-    listed = before(head.format(16) + uses, listed=True)
-    assert listed[4] == (1,), "no stream waits for its own memory, but it is listed first"
+def test_no_stream_waits_for_its_own_memory_but_it_is_listed_first() -> None:
+    alloc, fill = "    a = alloc(f32[4])\n", "    comm: copy(y.select(0, 0), a)\n"
+    text = alloc + fill + "    comm: copy(a, z.select(0, 0))\n"
+    assert before(text)[1:] == ((), (1,))
+    assert before(text, listed=True)[1:] == ((0,), (0, 1))

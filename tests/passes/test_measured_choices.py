@@ -19,13 +19,8 @@ from interlace.cost.fit import IN_A_RUN
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes import lower
-from interlace.passes.strategies.candidates import (
-    KINDS,
-    candidates,
-    site_times,
-    with_sites,
-)
-from interlace.passes.strategies.choose import SERIAL
+from interlace.passes.strategies.choose import SERIAL, candidates
+from interlace_bench.measured_sites import KINDS, site_times, with_sites
 
 
 def losses(machine: Machine, by_table: bool = False) -> list[float]:

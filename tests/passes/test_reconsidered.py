@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any
 
 import pytest
 from tests.passes.spellings import as_sample
@@ -12,7 +11,7 @@ from tests.passes.test_decompose import assert_overlaps
 
 from interlace.ir import Collective, Program, Put, parse
 from interlace.options import Options
-from interlace.passes import lower, pipeline, run_pipeline
+from interlace.passes import lower, run_pipeline
 from interlace.passes.decompose import Decompose
 from interlace.passes.strategies import reconsider
 from interlace.runtime.machine import default_machine
@@ -94,11 +93,11 @@ def test_long_programs_try_serial_sites_together_and_cut_ones_together(
 ) -> None:
     """Two trials, however many sites there are."""
     tried: list[tuple[int, ...]] = []
-    run = pipeline.run_pipeline
+    run = Decompose.run
 
-    def counted(program: Program, passes: Any) -> Program:
-        tried.extend(item.copied for item in passes if isinstance(item, Decompose))
-        return run(program, passes)
+    def counted(self: Decompose, program: Program) -> Program:
+        tried.append(self.copied)
+        return run(self, program)
 
     other = "    main: all_gather(v, f, team=tp)\n    main: all_gather(v, g, team=tp)\n"
     text = GATHER.replace("a: bf16", "v: bf16[2048, 4096], a: bf16") + other
@@ -107,7 +106,7 @@ def test_long_programs_try_serial_sites_together_and_cut_ones_together(
     )
     serial = parse(text + OTHER)
     monkeypatch.setattr(reconsider, "MOST_OPS", 0)
-    monkeypatch.setattr(pipeline, "run_pipeline", counted)
+    monkeypatch.setattr(Decompose, "run", counted)
     machine = default_machine("h200").replayed  # eagerly the kernel is as fast, with less to issue
     sites = lower(serial, Options(regions="inductor"), machine).sites
     assert [site.strategy for site in sites][1:] == ["copies", "copies"]

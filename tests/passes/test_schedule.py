@@ -29,7 +29,7 @@ def finish(program: Program) -> Program:
 
 def hidden(program: Program, machine: Machine = SLOW) -> tuple[float, float]:
     """How much of the communication compute hides, and how much shorter that makes the run."""
-    serial = simulate(finish(Schedule(streams=1).run(program)), machine)
+    serial = simulate(finish(program), machine)
     overlapped = simulate(finish(Schedule().run(program)), machine)
     assert serial.figures(0).hidden == 0
     return overlapped.figures(0).hidden, serial.makespan_s / overlapped.makespan_s
@@ -147,15 +147,9 @@ def p(x: f32[4, 4], w: f32[4, 4]):
     assert Schedule().run(program) == program
 
 
-def test_one_stream_keeps_the_order() -> None:
-    program = parse(BACKWARD)
-    assert Schedule(streams=1).run(program) == program
-
-
-@pytest.mark.parametrize("options", [{"streams": 3}, {"streams": 0}, {"window": 0}])
-def test_options_that_make_no_sense(options: dict[str, int]) -> None:
-    with pytest.raises(PassError, match="schedule"):
-        Schedule(**options).run(parse(BACKWARD))
+def test_a_window_of_nothing_makes_no_sense() -> None:
+    with pytest.raises(PassError, match="schedule: window=0"):
+        Schedule(window=0).run(parse(BACKWARD))
 
 
 def layers(count: int) -> Program:

@@ -13,7 +13,7 @@ from interlace.cost import Machine, default_machine
 from interlace.ir import Call, parse
 from interlace.options import Options
 from interlace.passes import parse_pipeline, run_pipeline
-from interlace.passes.strategies.candidates import candidates
+from interlace.passes.strategies.choose import candidates
 from interlace.strategies import STRATEGIES as ROWS
 from interlace.strategies import Offset, Path, Strategy, rows_of
 from interlace.verify import check

@@ -167,23 +167,6 @@ def test_an_estimate_counts_what_turns_cost_the_host(monkeypatch: pytest.MonkeyP
     assert found[0] == pytest.approx(found[1] + 4, rel=0.01), "two are raised, and two awaited"
 
 
-def test_a_rank_that_has_a_program_of_its_own_takes_none() -> None:
-    """It does not know what the others put, and all must decide alike."""
-    text = """
-def f(tp: Team[3], x: f32[10, 4], w: f32[4, 1], y: out[f32[rows[tp.rank], 1]]):
-    rows = table(tp, 1, 4, 5)
-    t = empty(f32[10, 1])
-    main: call("aten.mm.out", x, w, out=t)
-    main: reduce_scatter(t, y, reduce="sum", team=tp)
-"""
-    program = parse(text.replace("team=tp)", "team=tp, splits=rows)"))
-    for least in (1, 15, 19):
-        pipeline = LOWER.format("peer,transport=put") + f",take_turns{{least={least}}}"
-        made = [run_pipeline(program.instantiate(rank), pipeline) for rank in range(3)]
-        check(made).raise_if_unsound()
-        assert not any(signals(each, Expect) for each in made)
-
-
 def test_uneven_rows_count_by_the_rank_that_puts_most() -> None:
     """All ranks decide alike: of 10 rows of 4 bytes rank 0, which keeps one, puts 9."""
     program = parse("""

@@ -46,7 +46,7 @@ def explain(
     """
     from interlace.options import Options
     from interlace.passes import lower
-    from interlace.passes.strategies.candidates import candidates
+    from interlace.passes.strategies.choose import candidates
     from interlace.verify import check
 
     machine = read_machine(calibration, device)

@@ -44,7 +44,7 @@ from interlace.frontend.importing.nodes import location
 from interlace.ir import Program, Site
 from interlace.ir.program import communication_in_words
 from interlace.passes import lower
-from interlace.passes.strategies.candidates import candidates
+from interlace.passes.strategies.choose import candidates
 from interlace.trace import Run, write_page
 from interlace.trace.figures import site_figures
 

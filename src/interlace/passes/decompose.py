@@ -26,12 +26,45 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
-from interlace.passes.strategies.fusable import has_kernel
 from interlace.passes.strategies.whole import lifted, unmovable
-from interlace.passes.strategies.write import refusal, write, write_whole
+from interlace.passes.strategies.write import has_kernel, refusal, write, write_whole
 from interlace.strategies import REPLACED, STRATEGIES, names, rows_of
 
 COPIES = STRATEGIES["copies", None]
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """The sites of a Program, and what they were found by."""
+
+    program: Program
+    values: Dataflow
+    before: Before
+    found: tuple[FoundSite, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> Analysis:
+        """The analysis of a Program that `find_sites` has marked."""
+        serial = {op.site for op in program.ops if isinstance(op, Collective)}
+        done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
+        values = Dataflow(program, representatives(program)[0])
+        before = dependencies(program, touched=values.touched)
+        return cls(program, values, before, analyse(values, before, done))
+
+
+@dataclass(slots=True)
+class Known:
+    """Results of a pass that is run again, with other sites: it takes them as they are."""
+
+    choices: dict[object, Choice] = field(default_factory=dict[object, Choice])
+    """Choices of sites, with what sites that are alike have in common as the key."""
+    analysis: Analysis | None = None
+
+    def of(self, program: Program) -> Analysis:
+        """The analysis of a Program; of named sizes it notes facts, and is made anew."""
+        if self.analysis is None or self.analysis.program is not program or program.sizes.sizes:
+            self.analysis = Analysis.of(program)
+        return self.analysis
 
 
 @dataclass(frozen=True)
@@ -50,10 +83,7 @@ class Decompose:
     """Sites among these that have the strategy `copies` if it serves them, whatever the others
     have."""
     machine: Machine | None = field(default=None, metadata={"text": False})
-    known: dict[object, Choice] = field(
-        default_factory=dict[object, Choice], compare=False, repr=False, metadata={"text": False}
-    )
-    """Choices made for sites that are alike; the pass, run again, makes the same."""
+    known: Known = field(default_factory=Known, compare=False, repr=False, metadata={"text": False})
 
     def __post_init__(self) -> None:
         if self.strategy in REPLACED:
@@ -77,12 +107,10 @@ class Decompose:
         if self.sites is not None and not known.keys() >= set(self.sites):
             missing = sorted(set(self.sites) - known.keys())
             raise PassError(f"decompose: no sites {missing}; known are {sorted(known)}")
-        serial = {op.site for op in program.ops if isinstance(op, Collective)}
-        done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
-        values = Dataflow(program, representatives(program)[0])
-        before = dependencies(program, touched=values.touched)
+        analysis = self.known.of(program)
+        values, before = analysis.values, analysis.before
         taken = values.names.copy()
-        choose = Chooser(self.machine, self.chunks, self.known)
+        choose = Chooser(self.machine, self.chunks, self.known.choices)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
         blocks: list[list[int]] = []
@@ -90,7 +118,7 @@ class Decompose:
         overlapped: list[MatmulSite] = []
         anchors: dict[int, int] = {}
         slots: dict[str, str] = {}
-        for found in analyse(values, before, done):
+        for found in analysis.found:
             number = program.ops[found.collective].site
             if number is None or (self.sites is not None and number not in self.sites):
                 continue
@@ -124,7 +152,7 @@ class Decompose:
                 written[found.collective] = made
                 slots |= raised
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
-        ops = tuple(lifted(ops, slots)) if slots else ops
+        ops = lifted(ops, slots) if slots else ops
         sites = tuple(changed.get(site.id, site) for site in program.sites)
         result = program.replace(ops=ops, sites=sites, tables=tuple(taken.tables))
         return result.remarked(remarks)
@@ -140,7 +168,7 @@ class Decompose:
     def _choose(self, choose: Chooser, values: Dataflow, found: FoundSite) -> Choice:
         assert found.site is not None
         if self.strategy == "auto":
-            return choose.fastest(values, found.site)
+            return choose.choose(values, found.site)
         if self.strategy == "serial":
             return Choice(reason="requested")
         rows = rows_of(self.strategy, self.transport)
@@ -153,9 +181,9 @@ class Decompose:
         other = STRATEGIES[row.instead] if row.instead else None
         if why and other and not refusal(values, found.site, other):
             text = f"{text}; {other.name} copies instead"
-            choice = choose.asked(values, found.site, (other,))
+            choice = choose.choose(values, found.site, (other,))
             return dataclasses.replace(choice, reason=text, remark=text)
-        return Choice(reason=text, remark=text) if why else choose.asked(values, found.site, rows)
+        return Choice(reason=text, remark=text) if why else choose.choose(values, found.site, rows)
 
 
 def _rebuilt(

@@ -29,7 +29,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 
 from interlace.ir import (
@@ -48,7 +48,6 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.ops import SignalLevel
-from interlace.ir.sizes import Int
 from interlace.passes.overlaps import Meets, Overlaps, Touched, touched_by
 
 Before = tuple[tuple[int, ...], ...]
@@ -65,11 +64,10 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     edges: Edges = [set() for _ in program.ops]
     overlaps, touched = Overlaps(program), touched or touched_by(program)
     _data_edges(program, overlaps, touched, edges)
-    _storage_edges(overlaps, touched, edges)
     places: Edges = edges if listed else [set() for _ in program.ops]
     _lifetime_edges(program, touched, edges, places)
     frozen = is_frozen(program)
-    signal_edges(program, touched, edges, places, frozen)
+    _signal_edges(program, overlaps, touched, edges, places, frozen)
     if frozen:
         held = symmetric_buffers(program)
         met = [i for i, op in enumerate(program.ops) if meets_peers(op, held)]
@@ -101,9 +99,7 @@ def meets_peers(op: Op, symmetric: Mapping[str, Buffer]) -> bool:
 
 
 def is_frozen(program: Program) -> bool:
-    """True if the Program is of one rank, or has teams with ranks of other Programs."""
-    if program.rank is not None:
-        return True
+    """True if the Program has teams with ranks of other Programs."""
     world = set(program.world)
     return any(
         not world.issuperset(group)
@@ -153,11 +149,10 @@ class _Places:
     """Whose memory an access touches: this rank's own, or a certain peer's copy of a buffer."""
 
     def __init__(self, program: Program, touched: Touched) -> None:
-        self.program = program
         self.sizes = {team.name: team.size for team in program.teams}
         self.shared = {
             access.view.buffer
-            for both in (touched if program.rank is None else ())
+            for both in touched
             for accesses in both
             for access in accesses
             if isinstance(access.peer, int)
@@ -166,73 +161,10 @@ class _Places:
 
     def __call__(self, access: Access) -> object:
         name, peer = access.view.buffer, access.peer
-        if peer is None or name in self.shared:
+        if not isinstance(peer, RankIndex) or name in self.shared:
             return name
-        assert access.team is not None
-        if isinstance(peer, RankIndex):
-            offset = peer.offset % self.sizes[peer.team]
-            return (name, offset) if offset else name
-        assert self.program.rank is not None
-        own = self.program.where(self.program.rank).member(access.team).index
-        return (name, peer) if peer != own else name
-
-
-# storage
-
-
-@dataclass(slots=True)
-class _Tenant:
-    """A buffer that shares bytes with others: it holds them for a while, then another does."""
-
-    start: Int
-    stop: Int
-    since: int = -1
-    """The op that last took the bytes over,"""
-    after: set[int] = field(default_factory=set[int])
-    """what that must follow,"""
-    ops: set[int] = field(default_factory=set[int])
-    """the uses since then,"""
-    ends: set[int] = field(default_factory=set[int])
-    """and those of them that no other follows."""
-    last: int = -1
-
-
-def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
-    """A buffer takes bytes over after all uses of those that held them before."""
-    shared = {
-        name for name, b in overlaps.buffers.items() if b.kind == "local" and b.storage is not None
-    }
-    if not shared:
-        return
-    tenants: dict[str, dict[str, _Tenant]] = {}  # by storage: who may still hold bytes of it
-    known: dict[str, _Tenant] = {}
-    for index, (reads, writes) in enumerate(touched):
-        for name in sorted(shared.intersection(a.view.buffer for a in (*reads, *writes))):
-            buffer = overlaps.buffers[name]
-            assert buffer.storage is not None
-            mine = known.get(name)
-            if mine is None:
-                size = overlaps.size(buffer)
-                mine = known[name] = _Tenant(buffer.offset, buffer.offset + size)
-            holders = tenants.setdefault(buffer.storage, {})
-            rivals = [
-                (other, tenant)
-                for other, tenant in holders.items()
-                if tenant is not mine and tenant.start < mine.stop and mine.start < tenant.stop
-            ]
-            if any(tenant.last > mine.since for _, tenant in rivals):
-                mine.since, mine.ops = index, set()
-                mine.after = {end for _, tenant in rivals for end in tenant.ends} - {index}
-                for other, tenant in rivals:
-                    if mine.start <= tenant.start and tenant.stop <= mine.stop:
-                        del holders[other]
-            holders[name] = mine
-            if edges[index].isdisjoint(mine.ops):  # else an earlier use has seen to it
-                edges[index] |= mine.after
-            mine.ops.add(index)
-            mine.ends -= edges[index]
-            mine.ends.add(index)
-            mine.last = index
+        offset = peer.offset % self.sizes[peer.team]
+        return (name, offset) if offset else name
 
 
 # lifetimes
@@ -277,6 +209,8 @@ class _Use:
     offset: int | None
     """Distance of the copy's rank; None for a fixed rank."""
     view: View
+    number: int
+    """The view's, as of `Overlaps`."""
 
 
 class _Team:
@@ -295,11 +229,16 @@ class _Team:
         """For each distance the Expects, each with the Notify that satisfies it."""
 
 
-def signal_edges(
-    program: Program, touched: Touched, edges: Edges, listed: Edges, frozen: bool
+def _signal_edges(
+    program: Program,
+    overlaps: Overlaps,
+    touched: Touched,
+    edges: Edges,
+    listed: Edges,
+    frozen: bool,
 ) -> None:
     """Adds what signals and one-sided accesses must follow: Note [Signals publish]."""
-    teams = _teams(program, touched)
+    teams = _teams(program, overlaps, touched)
     meets = Meets(program)
     meetings = sorted({index for team in teams.values() for index in team.meetings})
     if frozen:
@@ -312,13 +251,27 @@ def signal_edges(
             continue
         for buffer, uses in team.uses.items():
             remote = any(use.offset != 0 for use in uses)
+            meet = _known(meets.at(name, buffer))
             for j, y in enumerate(uses if remote else ()):
                 for x in uses[:j]:
                     if x.op < y.op and (x.write or y.write):
-                        _order(program, team, x, y, edges, meets.at(name, buffer), meetings)
+                        _order(program, team, x, y, edges, meet, meetings)
 
 
-def _teams(program: Program, touched: Touched) -> dict[str, _Team]:
+def _known(meet: Callable[[View, View, int], bool]) -> Callable[[_Use, _Use, int], bool]:
+    """The test of two uses of a buffer, which asks once for each pair of views."""
+    answers: dict[tuple[int, int, int], bool] = {}
+
+    def known(x: _Use, y: _Use, distance: int) -> bool:
+        key = x.number, y.number, distance
+        if key not in answers:
+            answers[key] = meet(x.view, y.view, distance)
+        return answers[key]
+
+    return known
+
+
+def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, _Team]:
     teams = {team.name: _Team(team.size) for team in program.teams}
     shared = {name: b for name, b in program.buffers().items() if b.team is not None}
     for index, op in enumerate(program.ops):
@@ -342,7 +295,8 @@ def _teams(program: Program, touched: Touched) -> dict[str, _Team]:
                         team.registered.append(index)
                         continue
                     offset = 0 if access.peer is None else _offset(access.peer, team.size)
-                    team.uses[buffer.name].append(_Use(index, write, offset, access.view))
+                    use = _Use(index, write, offset, access.view, overlaps.number(access.view))
+                    team.uses[buffer.name].append(use)
     return teams
 
 
@@ -417,13 +371,13 @@ def _order(
     x: _Use,
     y: _Use,
     edges: Edges,
-    meet: Callable[[View, View, int], bool],
+    meet: Callable[[_Use, _Use, int], bool],
     meetings: Sequence[int],
 ) -> None:
     """Keeps what orders two accesses that may touch the same bytes on different ranks."""
     if x.offset is not None and y.offset is not None:
         distance = (x.offset - y.offset) % team.size
-        if distance == 0 or not meet(x.view, y.view, distance):
+        if distance == 0 or not meet(x, y, distance):
             return
         ops, later = program.ops, program.ops[y.op]
         proofs = [

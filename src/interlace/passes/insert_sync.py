@@ -19,6 +19,7 @@ from typing import ClassVar
 from interlace.errors import PassError
 from interlace.ir import Fused, HostSync, Op, Program, Record, Wait
 from interlace.passes.dependencies import Before, dependencies
+from interlace.passes.rewrite import Rewrite
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,15 @@ def with_events(program: Program, before: Before) -> Program:
     events = {source: 0 for wait in order.waits for source in wait}
     for number, source in enumerate(sorted(events), 1):
         events[source] = number
-    ops: list[Op] = []
+    rewrite = Rewrite(program.ops)
     for index, op in enumerate(program.ops):
         for source in order.waits[index]:
-            ops.append(Wait(stream=op.stream, event=f"e{events[source]}", site=op.site))
-        ops.append(op)
+            wait = Wait(stream=op.stream, event=f"e{events[source]}", site=op.site)
+            rewrite.before(index, wait)
         if index in events:
-            ops.append(Record(stream=op.stream, event=f"e{events[index]}", site=op.site))
-    return program.replace(ops=tuple(ops))
+            record = Record(stream=op.stream, event=f"e{events[index]}", site=op.site)
+            rewrite.after(index, record)
+    return program.replace(ops=rewrite.ops())
 
 
 def strip_events(program: Program) -> Program:

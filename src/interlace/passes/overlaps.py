@@ -13,7 +13,7 @@ hang on the steps of views, the shape of their buffer and the `World`, and are k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from interlace.errors import ProgramError
@@ -34,6 +34,7 @@ from interlace.ir import (
 )
 from interlace.ir.sizes import Int, cached, greatest, never_above
 from interlace.ir.types import TableEntry, Where
+from interlace.ir.view import varying
 
 KEPT = 1 << 11
 """Answers that are kept of each kind."""
@@ -50,11 +51,11 @@ class World:
         teams: tuple[Team, ...],
         tables: tuple[Table, ...],
         ranks: tuple[int, ...] | None,
-        rank: int | None,
+        named: frozenset[str],
     ) -> None:
-        self._program = Program(teams=teams, tables=tables, ranks=ranks, rank=rank)
+        self._program = Program(teams=teams, tables=tables, ranks=ranks)
         self._wheres: dict[int, Where] = {}
-        self.ranks = self._representatives()
+        self.ranks = self._representatives(sorted(named))
 
     def where(self, rank: int) -> Where:
         """The resolver for global `rank`."""
@@ -63,13 +64,11 @@ class World:
             found = self._wheres[rank] = self._program.where(rank)
         return found
 
-    def _representatives(self) -> tuple[int, ...]:
+    def _representatives(self, named: Sequence[str]) -> tuple[int, ...]:
         program, seen = self._program, dict[tuple[int, ...], int]()
-        if program.rank is not None:
-            return (program.rank,)
         for rank, where in zip(program.world, program.wheres(program.world), strict=True):
             places = where.members
-            key = tuple(places[t.name].index if t.name in places else -1 for t in program.teams)
+            key = tuple(places[name].index if name in places else -1 for name in named)
             seen.setdefault(key, rank)
         return tuple(seen.values())
 
@@ -78,8 +77,31 @@ _world = cached(64)(World)
 
 
 def world_of(program: Program) -> World:
-    """The same for all Programs with the same teams, tables and ranks."""
-    return _world(program.teams, program.tables, program.ranks, program.rank)
+    """The same for all Programs with the same teams, tables and ranks, and whose views name the
+    same teams."""
+    return _world(program.teams, program.tables, program.ranks, _named(program))
+
+
+def _named(program: Program) -> frozenset[str]:
+    """The teams on whose place sizes, views and symmetric buffers depend."""
+    if len(program.teams) < 2:
+        return frozenset(team.name for team in program.teams)
+    accesses = (access for op in program.ops for access in (*op.reads(), *op.writes()))
+    return teams_of(program, (access.view for access in accesses if access.view.steps))
+
+
+def teams_of(program: Program, views: Iterable[View] = ()) -> frozenset[str]:
+    """The teams that these views, and the buffers of a Program, depend on."""
+    buffers = {"rng": RNG_BUFFER, **program.buffers()}
+    owners = {table.name: table.team for table in program.tables}
+    found = {buffer.team for buffer in buffers.values() if buffer.team is not None}
+    for view in (*map(View, buffers), *views):
+        for value in varying(view, buffers[view.buffer]):
+            found.add(owners[value.table] if isinstance(value, TableEntry) else value.team)
+        for step in view.steps:
+            if isinstance(step, Chunk) and isinstance(step.parts, str):
+                found.add(owners[step.parts])
+    return frozenset(found)
 
 
 def representatives(program: Program) -> tuple[int, ...]:
@@ -141,7 +163,9 @@ class Overlaps:
     def size(self, buffer: Buffer) -> int:
         """The most bytes that a buffer spans on any rank, for any sizes of the class."""
         view, world = View(buffer.name), self._world
-        hulls = (view.box(buffer, world.where(rank)).hull for rank in world.ranks)
+        uneven = any(isinstance(dim, TableEntry) for dim in buffer.shape)
+        ranks = world.ranks if uneven else world.ranks[:1]
+        hulls = (view.box(buffer, world.where(rank)).hull for rank in ranks)
         return max((greatest(stop) for _, stop in hulls), default=0)
 
     def number(self, view: View) -> int:

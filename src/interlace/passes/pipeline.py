@@ -42,7 +42,7 @@ from interlace.passes.insert_sync import InsertSync
 from interlace.passes.place_resharding import PlaceResharding
 from interlace.passes.plan_memory import PlanMemory
 from interlace.passes.schedule import Schedule
-from interlace.passes.strategies.reconsider import Ways, reconsidered
+from interlace.passes.strategies.reconsider import reconsidered
 from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import rows_of
 from interlace.verify import check as prove
@@ -113,6 +113,11 @@ def run_pipeline(
     bucket of those at hand, but for sizes without bounds that are no other rank's concern: ranks
     whose numbers of tokens differ, say, stay in one class.
     """
+    if program.rank is not None:
+        raise PassError(
+            f"{program.name} is the Program of rank {program.rank} alone: passes decide for all "
+            "ranks. fix: run them first, then instantiate(rank)"
+        )
     if program.sizes.sizes:
         bounded = {size.name for size in program.sizes.sizes if size.high < MOST}
         names = exchanged_sizes(program) | bounded
@@ -168,22 +173,13 @@ def lower(
     such a Program is proved once more, and left as it is where passes would make it unsound.
     """
     passes = lowering(options, machine, transport, chunks)
-    made = run_pipeline(program, passes)
+    seen: list[tuple[Pass, Program]] = []
+    made = run_pipeline(program, passes, on_pass=lambda *pair: seen.append(pair))
     if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
         copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
-        numbers = [site.id for site in made.sites]
-
-        def lowered(ways: Ways) -> Program:
-            rest = tuple([number for number in numbers if ways.get(number) != "serial"])
-            copied = tuple([number for number, way in ways.items() if way == "copies"])
-            how = {"sites": rest, "copied": copied}
-            return run_pipeline(
-                program,
-                [dataclasses.replace(p, **how) if isinstance(p, Decompose) else p for p in passes],
-            )
-
+        at = next(i for i, item in enumerate(passes) if isinstance(item, Decompose))
         done = {site.id for site in program.sites if site.strategy != "serial"}
-        made = reconsidered(made, lowered, machine, done, copies)
+        made = reconsidered(seen[at - 1][1], made, passes[at:], machine, done, copies)
     by_hand = Send | Recv | Group | Notify | Expect | Put | Get
     if any(isinstance(op, by_hand) for op in program.ops):
         if not prove(made).sound and prove(program).sound:

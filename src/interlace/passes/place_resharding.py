@@ -30,6 +30,7 @@ from interlace.ir import (
 from interlace.ir.operators import is_kind
 from interlace.passes.find_sites import FindSites
 from interlace.passes.overlaps import representatives
+from interlace.passes.rewrite import Rewrite
 from interlace.passes.sites.cone import operands, result_of
 from interlace.passes.sites.recognise import uses_of
 from interlace.passes.sites.rows import Refused
@@ -180,20 +181,18 @@ class _Gather:
             full = dataclasses.replace(full, shape=result.shape)
         shard_name = values.names.copy().new(f"{name}_shard")
         shard = Buffer(shard_name, result.dtype, shape, "fresh")
-        ops: list[Op] = []
+        rewrite = Rewrite(values.program.ops)
+        rewrite.before(self.index, _computed(call, operand, src, shard))
+        rewrite.replace(self.index, dataclasses.replace(self.op, src=View(shard.name)))
+        rewrite.replace(j)
         for k, other in enumerate(values.program.ops):
             if isinstance(other, Alloc) and other.buffer.name == name:
                 buffer = dataclasses.replace(full, dtype=result.dtype)
-                ops.append(dataclasses.replace(other, buffer=buffer))
-            elif k == self.index:
-                ops.append(_computed(call, operand, src, shard))
-                ops.append(dataclasses.replace(self.op, src=View(shard.name)))
-            elif k != j:
-                if isinstance(other, Call) and any(b.name in related for b in other.fresh):
-                    typed = [dataclasses.replace(b, dtype=result.dtype) for b in other.fresh]
-                    other = dataclasses.replace(other, fresh=tuple(typed))
-                ops.append(other)
-        return _renamed(values.program.replace(ops=tuple(ops)), result.name, operand)
+                rewrite.replace(k, dataclasses.replace(other, buffer=buffer))
+            elif k != j and isinstance(other, Call) and related & {b.name for b in other.fresh}:
+                typed = [dataclasses.replace(b, dtype=result.dtype) for b in other.fresh]
+                rewrite.replace(k, dataclasses.replace(other, fresh=tuple(typed)))
+        return _renamed(values.program.replace(ops=rewrite.ops()), result.name, operand)
 
     def _behind(self, j: int, operand: View, call: Call) -> Program:
         """The gather of the operand, then call j on all of it."""
@@ -201,18 +200,17 @@ class _Gather:
         full, dtype = values.buffers[name], values.box(operand).dtype
         narrow = Buffer(values.names.copy().new(f"{name}_{dtype}"), dtype, full.shape, "fresh")
         others = set(values.users.get(src.buffer, ())) - {self.index}
-        ops: list[Op] = []
+        # Of uneven shards these steps give each rank sizes of its own.
+        shard = View(operand.buffer, (*operand.steps, *src.steps))
+        rewrite = Rewrite(values.program.ops)
+        rewrite.replace(self.index, dataclasses.replace(self.op, src=shard, dst=View(narrow.name)))
+        rewrite.after(self.index, _computed(call, operand, View(narrow.name), full))
+        if not others and src.buffer not in values.returned:
+            rewrite.replace(j)
         for k, other in enumerate(values.program.ops):
             if isinstance(other, Alloc) and other.buffer.name == name:
-                ops.append(dataclasses.replace(other, buffer=narrow))
-            elif k == self.index:
-                # Of uneven shards these steps give each rank sizes of its own.
-                shard = View(operand.buffer, (*operand.steps, *src.steps))
-                ops.append(dataclasses.replace(self.op, src=shard, dst=View(narrow.name)))
-                ops.append(_computed(call, operand, View(narrow.name), full))
-            elif k != j or others or src.buffer in values.returned:
-                ops.append(other)
-        return values.program.replace(ops=tuple(ops))
+                rewrite.replace(k, dataclasses.replace(other, buffer=narrow))
+        return values.program.replace(ops=rewrite.ops())
 
 
 def _computed(call: Call, operand: View, other: View, result: Buffer) -> Call:

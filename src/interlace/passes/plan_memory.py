@@ -24,6 +24,7 @@ from interlace.passes.dependencies import dependencies, symmetric_buffers
 from interlace.passes.fuse import groups, used_by
 from interlace.passes.insert_sync import Order, clocks, strip_events
 from interlace.passes.overlaps import Overlaps
+from interlace.passes.rewrite import Rewrite
 
 ARENA = "arena"
 ALIGNMENT = 256
@@ -48,18 +49,17 @@ class PlanMemory:
         offsets = _pack(lives, sizes, self.reuse)
         frees = _place_frees(lives, len(program.ops))
         slots = _take_slots(lives, frees, sizes, self.reuse)
-        ops: list[Op] = []
+        rewrite = Rewrite(program.ops)
         for index, op in enumerate(program.ops):
-            if isinstance(op, Alloc) and op.buffer.name in offsets:
-                place = {"storage": ARENA, "offset": offsets[op.buffer.name]}
-                op = dataclasses.replace(op, buffer=dataclasses.replace(op.buffer, **place))
-            elif isinstance(op, Alloc) and op.buffer.name in slots:
-                slot = dataclasses.replace(op.buffer, storage=slots[op.buffer.name], offset=0)
-                op = dataclasses.replace(op, buffer=slot)
-            ops += [op, *frees.get(index, ())]
+            if isinstance(op, Alloc) and op.buffer.name in {**offsets, **slots}:
+                storage = slots.get(op.buffer.name, ARENA)
+                place = {"storage": storage, "offset": offsets.get(op.buffer.name, 0)}
+                buffer = dataclasses.replace(op.buffer, **place)
+                rewrite.replace(index, dataclasses.replace(op, buffer=buffer))
+            rewrite.after(index, *frees.get(index, ()))
         remarks = _remarks(lives, offsets, slots, frees, sizes)
         kept = tuple(r for r in program.remarks if r.pass_name != self.name)
-        return program.replace(ops=tuple(ops), remarks=kept).remarked(remarks)
+        return program.replace(ops=rewrite.ops(), remarks=kept).remarked(remarks)
 
 
 def _escaping(program: Program) -> set[str]:
@@ -71,20 +71,19 @@ def _localise(program: Program) -> Program:
     bound in the class, become fresh."""
     escaping, overlaps = _escaping(program), Overlaps(program)
     escaping |= {b.name for b in overlaps.buffers.values() if overlaps.size(b) >= UNBOUNDED}
-    ops: list[Op] = []
-    for op in program.ops:
+    rewrite = Rewrite(program.ops)
+    for index, op in enumerate(program.ops):
         if isinstance(op, Alloc) and op.buffer.kind in ("fresh", "local"):
             kind = "fresh" if op.buffer.name in escaping else "local"
             buffer = dataclasses.replace(op.buffer, kind=kind, storage=None, offset=0)
-            op = dataclasses.replace(op, buffer=buffer)
+            rewrite.replace(index, dataclasses.replace(op, buffer=buffer))
         elif isinstance(op, Call) and (into := _into(op.fn)) and len(op.fresh) == 1:
             (buffer,) = op.fresh
             if buffer.name not in escaping and buffer.strides is None:
-                ops.append(Alloc(buffer=dataclasses.replace(buffer, kind="local")))
-                outs = (View(buffer.name),)
-                op = dataclasses.replace(op, fn=into, outs=outs, fresh=())
-        ops.append(op)
-    return program.replace(ops=tuple(ops))
+                rewrite.before(index, Alloc(buffer=dataclasses.replace(buffer, kind="local")))
+                given = dataclasses.replace(op, fn=into, outs=(View(buffer.name),), fresh=())
+                rewrite.replace(index, given)
+    return program.replace(ops=rewrite.ops())
 
 
 def _into(fn: str) -> str:
@@ -139,19 +138,19 @@ def _place_allocs(program: Program) -> Program:
             raise PassError(
                 f"plan_memory: {op.buffer.name!r} is allocated twice; give the second a new name"
             )
-    ops: list[Op] = []
+    rewrite = Rewrite(program.ops)
     used, ahead = _uses(program), _slots_ahead(program)
     for index, op in enumerate(program.ops):
         if isinstance(op, Alloc | Free):
+            rewrite.replace(index)
             continue
         for name in sorted(used[index].union(ahead.get(index, ()))):
             alloc = pending.pop(name, None)
             if alloc is not None:
-                ops.append(dataclasses.replace(alloc, stream=op.stream))
-        ops.append(op)
+                rewrite.before(index, dataclasses.replace(alloc, stream=op.stream))
     escaping = _escaping(program)
-    ops += [alloc for name, alloc in pending.items() if name in escaping]
-    return program.replace(ops=tuple(ops))
+    left = [alloc for name, alloc in pending.items() if name in escaping]
+    return program.replace(ops=(*rewrite.ops(), *left))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,25 +52,18 @@ class Schedule:
     """Orders the ops and puts them on streams."""
 
     name: ClassVar[str] = "schedule"
-    streams: int = 2
-    """1 keeps the order, and everything on `main`; 2: compute apart from what it awaits."""
     window: int = 64
     """Number of ops by which compute may move forward or back: this bounds its memory cost."""
 
     def run(self, program: Program) -> Program:
         """The same ops, reordered and on streams; events are left to `insert_sync`."""
-        if self.streams not in (1, 2) or self.window < 1:
-            raise PassError(
-                f"schedule: streams={self.streams}, window={self.window}; give 1 or 2 streams and "
-                "a window of 1 or more"
-            )
+        if self.window < 1:
+            raise PassError(f"schedule: window={self.window}; give 1 or more")
         return self.played(program)[0]
 
     def played(self, program: Program) -> tuple[Program, Before | None]:
         """The result of `run`, and the ops that its ops must follow on their streams, if known."""
         program = strip_events(program)
-        if self.streams == 1:
-            return program.replace(ops=tuple(_on(op, "main") for op in program.ops)), None
         ops = _Player(program, self.window).play()
         return _on_main(program.replace(ops=tuple(map(_without_slot, ops))))
 

@@ -9,7 +9,7 @@ done with a peer says so to the one that comes to it next:
     comm: expect(slots_turn, tp.rank + 1)
     comm: put(y[tp.rank + 2], slots[tp.rank], peer=tp.rank + 2)
 
-There are no turns below TURN_BYTES, in slabs, in the Program of one rank, nor before a matmul,
+There are no turns below TURN_BYTES, in slabs, nor before a matmul,
 whose kernel would have to wait for all turns.
 """
 
@@ -23,6 +23,7 @@ from typing import ClassVar
 
 from interlace.ir import Expect, Notify, Op, Program, Put, RankIndex, Record
 from interlace.passes.overlaps import representatives
+from interlace.passes.rewrite import Rewrite
 from interlace.passes.strategies.emitter import Names
 
 TURN_BYTES = 4 << 20
@@ -42,8 +43,6 @@ class TakeTurns:
 
     def run(self, program: Program) -> Program:
         """The same Program with the signals of turns."""
-        if program.rank is not None:
-            return program
         names, buffers = Names(program), program.buffers()
         wheres = [program.where(rank) for rank in representatives(program)]
         wanted = {site.id for site in program.sites if site.kind.startswith("matmul_")}
@@ -51,29 +50,18 @@ class TakeTurns:
         for index, op in enumerate(program.ops):
             if isinstance(op, Put) and op.site in wanted:
                 puts[op.site].append((index, op))
-        before: dict[int, Op] = {}
-        after: dict[int, Op] = {}
+        rewrite = Rewrite(program.ops)
         for placed in puts.values():
             visits = _visits(placed, program.ops)
             boxes = ([p.src.box(buffers[p.src.buffer], w) for _, p in placed] for w in wheres)
             most = max(sum(box.nbytes for box in listed) for listed in boxes)
             if visits and most >= (self.least or TURN_BYTES) * len(visits):
-                _add(visits, program.ops, names, before, after)
-        ops: list[Op] = []
-        for index, op in enumerate(program.ops):
-            turns = before.get(index), op, after.get(index)
-            ops += [each for each in turns if each is not None]
-        return program.replace(ops=tuple(ops))
+                _add(visits, program.ops, names, rewrite)
+        return program.replace(ops=rewrite.ops())
 
 
-def _add(
-    visits: Sequence[Visit],
-    ops: Sequence[Op],
-    names: Names,
-    before: dict[int, Op],
-    after: dict[int, Op],
-) -> None:
-    """The signals of turns, by the ops that they stand before and after."""
+def _add(visits: Sequence[Visit], ops: Sequence[Op], names: Names, rewrite: Rewrite) -> None:
+    """Adds the signals of turns."""
     (_, one), (_, two) = visits[0][0], visits[1][0]
     step, rank = _offset(two) - _offset(one), RankIndex(one.team)
     turn = names.new(f"{one.dst.buffer}_turn")
@@ -81,8 +69,8 @@ def _add(
         done = Notify(signal=turn, peer=rank - step, team=one.team, value=number)
         due = Expect(signal=turn, peer=rank + step, team=one.team, value=number)
         place = {"stream": one.stream, "site": one.site, "loc": one.loc}
-        after[_told(ops, visit[-1][0])] = replace(done, **place)
-        before[following[0][0]] = replace(due, **place)
+        rewrite.after(_told(ops, visit[-1][0]), replace(done, **place))
+        rewrite.before(following[0][0], replace(due, **place))
 
 
 def _visits(puts: Visit, ops: Sequence[Op]) -> list[Visit]:

@@ -140,8 +140,8 @@ class _Place:
 
     def __init__(self, device: Device, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
         from interlace.cost import Machine, default_path, fingerprint
-        from interlace.passes.strategies.candidates import gpu_of
         from interlace.runtime.machine import gpus_of
+        from interlace_bench.measured_sites import gpu_of
         from interlace_bench.ranks import pick_device
 
         gpu, world = gpu_of(rows)
@@ -206,7 +206,7 @@ def _from_samples(
 
 def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], place: _Place) -> Machine:
     """Writes the machine with the sites of these rows."""
-    from interlace.passes.strategies.candidates import site_times, with_sites
+    from interlace_bench.measured_sites import site_times, with_sites
 
     path = place.path
     named = machine.replace(name=path.stem, host=place.host)

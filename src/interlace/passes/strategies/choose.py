@@ -18,36 +18,32 @@ from interlace.cost.choose import MARGIN, Estimate, pick
 from interlace.cost.op_times import matmul_shape
 from interlace.cost.site_times import measured
 from interlace.ir import (
-    Alloc,
     Arg,
     Buffer,
     Call,
-    Chunk,
     Collective,
-    Dim,
     Op,
     Program,
-    RankIndex,
     Site,
-    Team,
     View,
 )
 from interlace.ir.kernels import FLOAT8
 from interlace.ir.sizes import at_hand, supposing
-from interlace.ir.types import TableEntry
-from interlace.ir.view import varying
+from interlace.options import Options
 from interlace.passes.dependencies import dependencies
+from interlace.passes.find_sites import FindSites, analyse
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import with_events
+from interlace.passes.overlaps import representatives, teams_of
+from interlace.passes.place_resharding import PlaceResharding
 from interlace.passes.schedule import Schedule
 from interlace.passes.sites.cone import result_of
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
-from interlace.passes.strategies.fusable import has_kernel
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, parts
 from interlace.passes.strategies.whole import lifted
-from interlace.passes.strategies.write import refusal, write
+from interlace.passes.strategies.write import has_kernel, refusal, write
 from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import STRATEGIES, Strategy
 
@@ -55,6 +51,25 @@ SERIAL = "serial"
 BE = {"measured": "was", "predicted": "is"}
 ALONE = 1
 """The number of a site in the Program that holds it alone."""
+
+
+def candidates(
+    program: Program, options: Options, machine: Machine
+) -> dict[int, tuple[Estimate, ...]]:
+    """The estimates of each site that can be overlapped, serial first; of a Program with named
+    sizes for the values in its head."""
+    program = program.at(program.sizes.values)
+    marked = FindSites().run(program)
+    if options.overlap:
+        marked = PlaceResharding(position=options.resharding).run(marked)
+    values = Dataflow(marked, representatives(marked)[0])
+    chooser = Chooser(machine, 0)
+    found: dict[int, tuple[Estimate, ...]] = {}
+    for item in analyse(values, dependencies(marked)):
+        number = marked.ops[item.collective].site
+        if number is not None and item.site is not None:
+            found[number] = chooser.candidates(values, item.site)
+    return found
 
 
 def estimate(
@@ -147,53 +162,25 @@ def _plain(values: Dataflow, site: MatmulSite) -> bool:
 def isolated(
     values: Dataflow, collective: Collective, ops: Sequence[Op], names: Names | None = None
 ) -> Program:
-    """The ops of a site as a Program of all its ranks: what they only read are its inputs."""
+    """The ops of a site as a Program of its own: what they only read are its inputs."""
     program, team = values.program, values.program.team(collective.team)
-    ops = [_for_all(op, collective, team, program.rank) for op in ops]
     declared = Program(teams=program.teams, ops=tuple(ops)).buffers()
-    used = dict.fromkeys(a.view.buffer for op in ops for a in (*op.reads(), *op.writes()))
+    views = [access.view for op in ops for access in (*op.reads(), *op.writes())]
     params: list[Buffer] = []
-    for buffer in (values.buffers[name] for name in used if name not in declared):
-        kind = "output" if buffer.kind == "output" else "input"
-        shape = _shape(buffer, collective, team, program.rank)
-        params.append(dataclasses.replace(buffer, kind=kind, shape=shape))
+    for name in dict.fromkeys(view.buffer for view in views):
+        if name not in declared:
+            buffer = values.buffers[name]
+            kind = "output" if buffer.kind == "output" else "input"
+            params.append(dataclasses.replace(buffer, kind=kind))
     tables = tuple(names.tables) if names is not None else program.tables
     alone = program.replace(tables=tables, params=tuple(params), ops=tuple(ops), results=())
-    alone = alone.replace(sites=(), remarks=(), rank=None)
-    if _teams_in(alone) <= {team.name}:
+    alone = alone.replace(sites=(), remarks=())
+    teams = {op.team for op in ops if isinstance(op, Collective)}
+    if teams | teams_of(alone, views) <= {team.name}:
         mine = tuple(table for table in tables if table.team == team.name)
         lone = dataclasses.replace(team, groups=None)
         return alone.replace(teams=(lone,), tables=mine, ranks=None)
     return alone
-
-
-def _for_all(op: Op, collective: Collective, team: Team, rank: int | None) -> Op:
-    if isinstance(op, Alloc):
-        shape = _shape(op.buffer, collective, team, rank)
-        return dataclasses.replace(op, buffer=dataclasses.replace(op.buffer, shape=shape))
-    return op
-
-
-def _shape(buffer: Buffer, collective: Collective, team: Team, rank: int | None) -> tuple[Dim, ...]:
-    """A shape for all ranks: in one rank's own Program an uneven shard has that rank's size."""
-    shard = collective.src if collective.kind == "all_gather" else collective.dst
-    if rank is None or collective.splits is None or shard != View(buffer.name):
-        return buffer.shape
-    return (TableEntry(collective.splits, team.rank), *buffer.shape[1:])
-
-
-def _teams_in(program: Program) -> set[str]:
-    """The teams that sizes, views and collectives name."""
-    buffers, owners = program.buffers(), {table.name: table.team for table in program.tables}
-    touched = [access.view for op in program.ops for access in (*op.reads(), *op.writes())]
-    views = [*map(View, buffers), *[view for view in touched if view.buffer in buffers]]
-    values = [value for view in views for value in varying(view, buffers[view.buffer])]
-    tables = {value.table for value in values if isinstance(value, TableEntry)}
-    chunks = [step for view in views for step in view.steps if isinstance(step, Chunk)]
-    tables |= {step.parts for step in chunks if isinstance(step.parts, str)}
-    teams = {value.team for value in values if isinstance(value, RankIndex)}
-    teams |= {op.team for op in program.ops if isinstance(op, Collective)}
-    return teams | {owners[table] for table in tables}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,52 +216,41 @@ class Chooser:
     chunks: int
     known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
 
-    def asked(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy]) -> Choice:
-        """The requested strategy, by the fastest of its rows."""
-        if self.machine is None:
+    def choose(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy] = ()) -> Choice:
+        """The strategy that is expected to be fastest, or of those requested the fastest row."""
+        if rows and self.machine is None:
             return Choice(rows[0], parts(values, site, rows[0], self.chunks), "requested")
-        gpu = self.machine.device != "cpu"
-        rows = [row for row in rows if gpu or not row.on_gpus] or rows
         key = tuple(rows), _signature(values, site)
         if key not in self.known:
-            with supposing():
-                serial = estimate(self.machine, values, site, None, 0)
-                took = [estimate(self.machine, values, site, row, self.chunks) for row in rows]
-            found = pick([serial, *took])
-            assert found.best.row is not None
-            count = parts(values, site, found.best.row, self.chunks)
-            times = found.serial_ms, found.best_ms
-            self.known[key] = Choice(found.best.row, count, "requested", "", *times)
+            self.known[key] = self._choose(values, site, rows)
         return self.known[key]
 
-    def fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
-        """The strategy that is expected to be fastest."""
-        key = _signature(values, site)
-        if key not in self.known:
-            self.known[key] = self._fastest(values, site)
-        return self.known[key]
+    def candidates(
+        self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy] = ()
+    ) -> tuple[Estimate, ...]:
+        """Serial, and every strategy that can serve a site, or those requested."""
+        gpu = self._machine.device != "cpu"
+        asked = [row for row in rows if gpu or not row.on_gpus] or rows
+        served = [(row, self.chunks) for row in asked] or self._candidates(values, site)
+        tried: list[tuple[Strategy | None, int]] = [(None, 0), *served]
+        return tuple([estimate(self._machine, values, site, row, n) for row, n in tried])
 
-    def candidates(self, values: Dataflow, site: MatmulSite) -> tuple[Estimate, ...]:
-        """Every strategy that can serve a site, serial first."""
-        rows = self._candidates(values, site)
-        others = [estimate(self._machine, values, site, row, chunks) for row, chunks in rows]
-        return estimate(self._machine, values, site, None, 0), *others
-
-    def _fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
+    def _choose(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy]) -> Choice:
         with supposing():
-            candidates = self.candidates(values, site)
+            candidates = self.candidates(values, site, rows)
         found, name = pick(candidates), self._machine.name
         best, serial_ms = found.best, found.serial_ms
         if best.row is None:
             return Choice(reason="no strategy can serve it", serial_ms=serial_ms)
-        if not found.gains:
-            gain = f"{found.source} to gain less than {1 - MARGIN:.0%}"
-            text = f"{best.label}, the fastest, {BE[found.source]} {gain} ({name})"
-            return Choice(None, 0, text, "", serial_ms, serial_ms)
-        why = refusal(values, site, best.row)  # for the whole class
-        assert not why
+        if not rows:
+            if not found.gains:
+                gain = f"{found.source} to gain less than {1 - MARGIN:.0%}"
+                text = f"{best.label}, the fastest, {BE[found.source]} {gain} ({name})"
+                return Choice(None, 0, text, "", serial_ms, serial_ms)
+            why = refusal(values, site, best.row)  # for the whole class
+            assert not why
         count = parts(values, site, best.row, best.chunks)
-        reason = f"{found.source} fastest ({name})"
+        reason = "requested" if rows else f"{found.source} fastest ({name})"
         return Choice(best.row, count, reason, "", serial_ms, found.best_ms)
 
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:

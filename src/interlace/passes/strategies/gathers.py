@@ -1,4 +1,4 @@
-"""Transfers of the chunks of a gather, or of an all-to-all before matmuls, to this rank.
+"""Transfers of the chunks of a gather to this rank.
 
 Every transport hands each chunk to `take(rank, matrix)` as soon as it is there, the local one
 first. A fused gather hands all chunks to one take, then to the next. In order they cannot deadlock:
@@ -78,7 +78,7 @@ class Gather:
 
     def run(self, *takes: TakeRows) -> None:
         """Emits the transfers."""
-        take, path = _together(takes), self._path()
+        take, path = _together(takes), self.row.gather
         if self.slot is not None:
             self._get(NEAR_FIRST, take)
             return
@@ -99,35 +99,12 @@ class Gather:
         """A rank's part of the full matrix."""
         return self.emitter.part(self.full, index, self.sizes)
 
-    # what differs for an all-to-all
-
-    def _path(self) -> Path | None:
-        """The way that chunks go."""
-        return self.row.gather
-
-    def _own(self) -> View:
-        """The rank's own chunk."""
-        return self.shard
-
     def _leaving(self, step: PathStep) -> View:
         """The chunk that leaves at a step."""
         return self.shard if step.sent == self.emitter.rank else self.part(step.sent)
 
-    def _shown(self) -> tuple[View, View]:
-        """A slot that peers fetch chunks from, and where in it this rank's rows go."""
-        slot = self.slot or self._slot("shard")
-        return slot, self._head(slot, self.emitter.rank)
-
-    def _fetched(self, slot: View, source: Index) -> View:
-        """The chunk for this rank in the slot of another."""
-        return self._head(slot, source)
-
-    def _slots(self) -> View:
-        """A slot for the chunks of all ranks,"""
-        return self.full if self.lies else self._slot("slots", self.emitter.size)
-
     def _place(self, slots: View, index: Index) -> View:
-        """and where in it a rank's chunk lies."""
+        """Where a rank's chunk lies in a slot for the chunks of all."""
         if self.lies:
             return self.part(index)
         row = slots.chunk(index, self.emitter.size).view(max(self.sizes), self.width)
@@ -148,7 +125,7 @@ class Gather:
             self.emitter.copy(rows, cut(self.part(index), within))
 
     def _local(self, take: TakeRows, within: Slice | None = None) -> None:
-        rows = cut(self._own(), within)
+        rows = cut(self.shard, within)
         take(self.emitter.rank, rows, within)
         if self.whole:
             self._keep(self.emitter.rank, rows, within)
@@ -163,7 +140,8 @@ class Gather:
     def _get(self, path: Path, take: TakeRows) -> None:
         """Each rank shows its rows; its peers fetch them in the order in which they need them."""
         e = self.emitter
-        slot, mine = self._shown()
+        slot = self.slot or self._slot("shard")
+        mine = self._head(slot, e.rank)
         ready = e.names.new(f"{slot.buffer}_ready")
         e.own(self.shard, mine)
         e.notify(ready, e.team.others)
@@ -171,7 +149,7 @@ class Gather:
             self._local(take)
         for step in e.steps(path):
             rows = self.part(step.chunk)
-            e.get(self._fetched(slot, step.chunk), step.source, rows, ready)
+            e.get(self._head(slot, step.chunk), step.source, rows, ready)
             take(step.chunk, rows)
         if self.slot is not None:  # nothing waits for the rank's own rows
             self._local(take)
@@ -180,7 +158,8 @@ class Gather:
     def _put(self, path: Path, kernels: Sequence[TakeRows], others: Sequence[TakeRows]) -> None:
         """Each rank writes its rows into its peers' slots, in the order in which they need them;
         kernels take them in pieces: Note [Rows that come in time] in pieces.py."""
-        e, slots, steps = self.emitter, self._slots(), self.emitter.steps(path)
+        e, steps = self.emitter, self.emitter.steps(path)
+        slots = self.full if self.lies else self._slot("slots", e.size)
         arrived, count = e.names.new(f"{slots.buffer}_arrived"), len(self.pieces)
         for step in steps:
             together = TO_THE_FIRST if step is steps[0] else TO_OTHERS
@@ -191,55 +170,17 @@ class Gather:
                 to = cut(self._place(slots, e.rank), within)
                 e.put(cut(self._leaving(step), within), to, step.to, arrived, came)
         if self.lies:
-            self._keep(e.rank, self._own())
+            self._keep(e.rank, self.shard)
         for take in others:
-            take(e.rank, self._own())
+            take(e.rank, self.shard)
             for step in steps:
                 e.expect(arrived, step.source, count)
                 take(step.chunk, self._place(slots, step.chunk))
         for take in kernels:
-            take(e.rank, self._own())
+            take(e.rank, self.shard)
             for step in steps:
                 for number, within in enumerate(self.pieces, start=1):
                     e.expect(arrived, step.source, number)
                     take(step.chunk, cut(self._place(slots, step.chunk), within), within)
         if not self.lies:
             e.free(slots)
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch(Gather):
-    """An all-to-all before matmuls: of `shard`, even chunks of `sizes` rows, one goes to each rank.
-
-    Tokens go to the ranks of their experts; nothing is summed, so all strategies give the same
-    bits.
-    """
-
-    shape: tuple[Int, ...] = ()
-    """Shape of `full`, and of the slots."""
-
-    def _path(self) -> Path | None:
-        return NEAR_FIRST  # each chunk is for one rank, so that none hands it on
-
-    def _own(self) -> View:
-        return self.shard.chunk(self.emitter.rank, self.emitter.size)
-
-    def _leaving(self, step: PathStep) -> View:
-        return self.shard.chunk(step.to, self.emitter.size)
-
-    def _shown(self) -> tuple[View, View]:
-        slot = self._slot("shown")
-        return slot, slot
-
-    def _fetched(self, slot: View, source: Index) -> View:
-        return self._place(slot, self.emitter.rank)
-
-    def _slots(self) -> View:
-        return self._slot("slots")
-
-    def _place(self, slots: View, index: Index) -> View:
-        return slots.chunk(index, self.emitter.size)
-
-    def _slot(self, name: str, *shape: Int) -> View:
-        name = f"{self.full.buffer}_{name}"
-        return self.emitter.alloc(name, self.dtype, self.shape, "symmetric")

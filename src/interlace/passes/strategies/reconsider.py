@@ -5,17 +5,19 @@ lie under computation that depends on none of it, and then cutting the matmuls g
 leave that computation its SMs. (The peer kernel of `exchange` is predicted to gain more, and was
 measured to take more: it holds SMs that the matmuls under way need.)
 
-    made = reconsidered(made, lowered, machine)   # lowered({3: "copies"}): with site 3 by copies
+    made = reconsidered(marked, made, passes, machine)     # `passes`, from decompose on, made it
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from interlace.cost import Machine, run_after_run
 from interlace.ir import Program, Site
+from interlace.passes.decompose import Decompose
 from interlace.passes.dependencies import is_frozen
 from interlace.strategies import row_of
 
@@ -33,20 +35,38 @@ Ways = Mapping[int, str]
 """`serial` or `copies` for each site; other sites have the strategies that `decompose` chooses."""
 
 
+class Pass(Protocol):
+    """A pass from `decompose` on."""
+
+    def run(self, program: Program) -> Program: ...
+
+
 def reconsidered(
+    marked: Program,
     made: Program,
-    lowered: Callable[[Ways], Program],
+    passes: Sequence[Pass],
     machine: Machine,
     done: Collection[int] = (),
     copies: bool = True,
 ) -> Program:
-    """The Program `made`, or one that is `lowered` otherwise and predicted to end sooner.
+    """The Program that `passes` made of a `marked` one, or one that they make with other strategies
+    and that is predicted to end sooner.
 
     Sites that are alike change together; those that were `done` before stay. `copies`: whether
     they may be used.
     """
     if made.sizes.sizes or is_frozen(made):  # of ranks of other Programs too little is known
         return made
+    decompose, *rest = passes
+    assert isinstance(decompose, Decompose)
+
+    def lowered(ways: Ways) -> Program:
+        sites = tuple([site.id for site in made.sites if ways.get(site.id) != "serial"])
+        copied = tuple([number for number, way in ways.items() if way == "copies"])
+        program = dataclasses.replace(decompose, sites=sites, copied=copied).run(marked)
+        for item in rest:
+            program = item.run(program)
+        return program
 
     def took(program: Program) -> float:
         timeline, host = run_after_run(program, machine, fold=True)

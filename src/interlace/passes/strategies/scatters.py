@@ -23,7 +23,7 @@ from typing import Protocol
 from interlace.ir import Chunk, DType, Index, Slice, View
 from interlace.ir.sizes import Int
 from interlace.passes.strategies.emitter import Emitter, Pieces, cut, rank_at
-from interlace.strategies import NEAR_FIRST, OWNERS, Path, Strategy
+from interlace.strategies import NEAR_FIRST, Path, Strategy
 
 
 class ComputeRows(Protocol):
@@ -140,47 +140,6 @@ class Scatter:
                 e.expect(arrived, step.source, min(number, len(self.pieces)))
             self._sum(slots, within)
         e.free(slots)
-
-
-@dataclass(frozen=True, slots=True)
-class Combine:
-    """An all-to-all after matmuls: of `shape`, even chunks along dimension 0, one for each rank.
-
-    Results go back from the ranks of their experts; each chunk leaves for its owner as soon as it
-    is computed, the rank's own last. Nothing is summed, so all strategies give the same bits.
-    """
-
-    emitter: Emitter
-    row: Strategy
-    name: str
-    shape: tuple[Int, ...]
-    dtype: DType
-
-    def run(self, out: View, compute: Callable[[Index, View], None]) -> None:
-        """Emits the chunks' computation and their transfers into `out`."""
-        e, path, transport = self.emitter, OWNERS, self.row.transport
-        parts = self._alloc("parts", "symmetric" if transport == "get" else "local")
-        slots = self._alloc("slots", "symmetric") if transport == "put" else parts
-        signal = "" if transport == "messages" else e.names.new(f"{slots.buffer}_ready")
-        for to, source in ((step.to, step.source) for step in e.steps(path)):
-            rows, into = parts.chunk(to, e.size), out.chunk(source, e.size)
-            compute(to, rows)
-            if transport == "messages":
-                e.exchange(rows, to, into, source)
-            elif transport == "put":
-                e.put(rows, slots.chunk(e.rank, e.size), to, signal)
-            else:
-                e.notify(signal, to)
-                e.get(parts.chunk(e.rank, e.size), source, into, signal)
-        compute(e.rank, out.chunk(e.rank, e.size))
-        for step in e.steps(path) if transport == "put" else ():
-            e.expect(signal, step.source)
-            e.copy(slots.chunk(step.source, e.size), out.chunk(step.source, e.size))
-        if transport != "messages":
-            e.free(slots)
-
-    def _alloc(self, name: str, kind: str) -> View:
-        return self.emitter.alloc(f"{self.name}_{name}", self.dtype, self.shape, kind)
 
 
 # slab by slab: Note [Slabs]

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from interlace.ir import Alloc, Collective, Free, Index, Op, Slice, View
+from interlace.passes.rewrite import Rewrite
 from interlace.passes.sites.rows import balanced_sizes
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter, Names
@@ -133,7 +134,7 @@ def lifts(values: Dataflow, op: Collective) -> bool:
     )
 
 
-def lifted(ops: Sequence[Op], slots: Mapping[str, str]) -> list[Op]:
+def lifted(ops: Sequence[Op], slots: Mapping[str, str]) -> tuple[Op, ...]:
     """The ops with these buffers as slots of their teams, freed behind their last use."""
     last = {
         access.view.buffer: i
@@ -141,14 +142,14 @@ def lifted(ops: Sequence[Op], slots: Mapping[str, str]) -> list[Op]:
         for access in (*op.reads(), *op.writes())
         if access.view.buffer in slots
     }
-    made: list[Op] = []
+    rewrite = Rewrite(ops)
     for i, op in enumerate(ops):
         if isinstance(op, Free) and op.buffer in slots:
-            continue
-        if isinstance(op, Alloc) and op.buffer.name in slots:
+            rewrite.replace(i)
+        elif isinstance(op, Alloc) and op.buffer.name in slots:
             team = slots[op.buffer.name]
             buffer = dataclasses.replace(op.buffer, kind="symmetric", team=team, storage=None)
-            op = dataclasses.replace(op, buffer=buffer)
-        made.append(op)
-        made += [Free(buffer=name, site=op.site) for name, at in last.items() if at == i]
-    return made
+            rewrite.replace(i, dataclasses.replace(op, buffer=buffer))
+    for name, i in last.items():
+        rewrite.after(i, Free(buffer=name, site=ops[i].site))
+    return rewrite.ops()

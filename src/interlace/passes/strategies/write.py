@@ -6,12 +6,14 @@ ops = write(values, names, site, STRATEGIES["ring", None], chunks=0, number=1)
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
+from interlace.cost import Machine
 from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
+from interlace.ir.kernels import bias_of, ill_scaled, legible, unfit
+from interlace.ir.operators import matmul_of
 from interlace.ir.sizes import Int
-from interlace.passes.sites.cone import made_by
+from interlace.passes.sites.cone import lhs_of, made_by, result_of
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
 from interlace.passes.sites.rows import RowLayout, balanced_sizes
 from interlace.passes.sites.values import Dataflow
@@ -25,8 +27,8 @@ from interlace.passes.strategies.chunks import (
     zero_padding,
 )
 from interlace.passes.strategies.emitter import Emitter, Names, Pieces
-from interlace.passes.strategies.fusable import unfusable
-from interlace.passes.strategies.gathers import Dispatch, Gather, TakeRows
+from interlace.passes.strategies.exchanges import AllToAll
+from interlace.passes.strategies.gathers import Gather, TakeRows
 from interlace.passes.strategies.pieces import (
     by_kernel,
     collective_of,
@@ -37,7 +39,7 @@ from interlace.passes.strategies.pieces import (
     slices,
     sums_beside,
 )
-from interlace.passes.strategies.scatters import Combine, Scatter, Slabs
+from interlace.passes.strategies.scatters import Scatter, Slabs
 from interlace.passes.strategies.whole import by_copies, lifts, unmovable
 from interlace.strategies import Strategy
 
@@ -68,6 +70,49 @@ def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
         if (dtype := values.box(op.src).dtype) not in EXCHANGED:
             return f"its kernel does not reduce {dtype}"
     return unfusable(values, site) if row.fuses else ""
+
+
+def has_kernel(values: Dataflow, site: MatmulSite, machine: Machine) -> bool:
+    """True if the machine's GPUs run the kernels of a site, if any can serve it."""
+    calls = site.matmuls if isinstance(site, GatherSite) else site.cone.ops
+    specs = (matmul_of(op.fn) for i in calls if isinstance(op := values.program.ops[i], Call))
+    packed = any(spec is not None and spec.blocks is not None for spec in specs)
+    return machine.packed_kernels if packed else machine.kernels
+
+
+def unfusable(values: Dataflow, site: MatmulSite) -> str:
+    """Why a site's matmuls cannot run as one kernel each, empty where they can."""
+    layout = site.layout
+    if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
+        return "its rows are not dealt evenly to the ranks, in one stack"
+    if not layout.rows[0]:
+        return "a rank has no rows"
+    if isinstance(site, GatherSite):
+        calls = site.matmuls
+    else:
+        calls = site.cone.ops
+        if len(calls) > 1 or site.cone.used:
+            return "more than one matmul makes what it reduces, or others use that as well"
+    return next(filter(None, (_unfusable_matmul(values, site, i) for i in calls)), "")
+
+
+def _unfusable_matmul(values: Dataflow, site: MatmulSite, index: int) -> str:
+    op = values.program.ops[index]
+    spec = matmul_of(op.fn) if isinstance(op, Call) else None
+    result = result_of(op)
+    if not isinstance(op, Call) or spec is None or not spec.fusable or result is None:
+        return "the kernel does mm, addmm and float8_mm only"
+    if not legible(op, spec):
+        return f"{op.fn} has arguments that the kernel does not take"
+    rows = site.layout.rows
+    why = ill_scaled(op, isinstance(site, GatherSite), rows[0], len(rows))
+    if why:
+        return why
+    right, bias = op.args[spec.lhs + 1], bias_of(op, spec)
+    assert isinstance(right, View)
+    added = values.box(bias) if isinstance(bias, View) else None
+    factors = values.box(lhs_of(op)), values.box(right)
+    return unfit(*factors, values.box(result), added, spec.blocks is not None)
 
 
 def write(
@@ -169,18 +214,31 @@ class _Writer:
             self.declare(made_by(self.values.program.ops[i]).buffer, "fresh")
         name, box = op.dst.buffer, self.values.box(op.dst)
         sliced, exchange = self.row.sliced, op.kind == EXCHANGE
+
+        def taking(i: int) -> TakeRows:
+            def take(index: Index, rows: View, within: Slice | None = None) -> None:
+                place = self.place(rows, op, layout, index, width)
+                self.matmul(i, Pick.ranks(e, layout, index, within), place)
+
+            return take
+
         if site.whole:
             self.declare(name)
         elif not sliced and not self.row.puts:
             self.declare(name, "local")
         if exchange:
-            full, shard, kind = View(name), op.src, partial(Dispatch, shape=box.sizes)
-        else:
-            full, shard = self.full(name, sum(layout.shard), width), self.shard(op.src, width)
-            kind = Gather
-        gather = kind(e, self.row, shard, full, layout.shard, width, box.dtype, site.whole)
+
+            def take_all(index: Index, rows: View) -> None:
+                for i in site.matmuls:
+                    taking(i)(index, rows)
+
+            every = AllToAll(e, self.row, name, box.sizes, box.dtype)
+            every.before(op.src, View(name), site.whole, take_all)
+            return
+        full, shard = self.full(name, sum(layout.shard), width), self.shard(op.src, width)
+        gather = Gather(e, self.row, shard, full, layout.shard, width, box.dtype, site.whole)
         gather = replace(gather, pieces=self.pieces(site))
-        kept = site.whole and not exchange and layout.batch == 1 and len(set(layout.shard)) == 1
+        kept = site.whole and layout.batch == 1 and len(set(layout.shard)) == 1
         if kept and self.row.puts and lifts(self.values, op):
             self.slots[name] = op.team
             gather = replace(gather, lies=True)
@@ -193,13 +251,6 @@ class _Writer:
             cut = self.slices(site, name, width, box.dtype)
             cut.gather(gather.shard, gather.full if site.whole else None, all_matmuls)
             return
-
-        def taking(i: int) -> TakeRows:
-            def take(index: Index, rows: View, within: Slice | None = None) -> None:
-                place = self.place(rows, op, layout, index, width)
-                self.matmul(i, Pick.ranks(e, layout, index, within), place)
-
-            return take
 
         gather.run(*map(taking, site.matmuls))
 
@@ -240,7 +291,7 @@ class _Writer:
             self.compute.cone(cone, Pick.ranks(e, layout, index, within), place)
 
         if exchange:
-            Combine(e, self.row, cone.value, box.sizes, box.dtype).run(op.dst, rows)
+            AllToAll(e, self.row, cone.value, box.sizes, box.dtype).after(op.dst, rows)
         elif sliced:
             cut = self.slices(site, cone.value, cone.width, box.dtype)
             cut.scatter(

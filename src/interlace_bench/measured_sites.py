@@ -1,11 +1,10 @@
-"""Expected times of every strategy for a Program's sites, and measured sites.
+"""Measured sites, from rows of `interlace bench overlap` into a machine's calibration.
 
-    >>> found = candidates(program, Options(), machine)
-    >>> [(e.label, e.predicted_ms, e.measured_ms) for e in found[1]]
-    [('serial', 2.94, 2.95), ('peer/get', 2.61, None), ...]
+    >>> with_sites(machine, site_times(rows)).sites[0].strategy
+    'serial'
 
-`site_times` reads measured sites from the rows of `interlace bench overlap`. Rows of other
-libraries, of `auto`, with an error, or of another GPU than the last row's are left out.
+Rows of other libraries, of `auto`, with an error, or of another GPU than the last row's are left
+out.
 """
 
 from __future__ import annotations
@@ -16,37 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cost import Machine, SiteKey, SiteTime
-from interlace.cost.choose import Estimate
 from interlace.errors import CalibrationError
-from interlace.ir import Program
-from interlace.options import Options
-from interlace.passes.dependencies import dependencies
-from interlace.passes.find_sites import analyse
-from interlace.passes.overlaps import representatives
-from interlace.passes.pipeline import run_pipeline
 from interlace.passes.sites.recognise import SITE_KINDS
-from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.choose import SERIAL, Chooser, label_of
+from interlace.passes.strategies.choose import SERIAL, label_of
 from interlace.passes.strategies.pieces import DEFAULT_SLICES
 from interlace.strategies import STRATEGIES
-
-
-def candidates(
-    program: Program, options: Options, machine: Machine
-) -> dict[int, tuple[Estimate, ...]]:
-    """The estimates of each site that can be overlapped, serial first; of a Program with named
-    sizes for the values in its head."""
-    program = program.at(program.sizes.values)
-    place = f"place_resharding{{position={options.resharding}}}"
-    marked = run_pipeline(program, f"find_sites,{place}" if options.overlap else "find_sites")
-    values = Dataflow(marked, representatives(marked)[0])
-    chooser = Chooser(machine, 0)
-    found: dict[int, tuple[Estimate, ...]] = {}
-    for item in analyse(values, dependencies(marked)):
-        number = marked.ops[item.collective].site
-        if number is not None and item.site is not None:
-            found[number] = chooser.candidates(values, item.site)
-    return found
 
 
 def with_sites(machine: Machine, times: Iterable[SiteTime]) -> Machine:
@@ -64,9 +37,6 @@ def keeping_sites(machine: Machine, path: Path) -> Machine:
         return machine  # there was none, or none that can be read
     same = (before.device, before.host) == (machine.device, machine.host)
     return with_sites(machine, before.sites) if same else machine
-
-
-# measured sites
 
 
 KINDS = {

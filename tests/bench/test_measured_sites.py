@@ -8,7 +8,7 @@ import pytest
 
 from interlace.cost import SiteKey
 from interlace.errors import CalibrationError
-from interlace.passes.strategies.candidates import gpu_of, site_times
+from interlace_bench.measured_sites import gpu_of, site_times
 
 
 def row(**changes: Any) -> dict[str, Any]:
