@@ -117,7 +117,7 @@ def check_graph(
             )
             for rank, trace in enumerate(traces)
         ]
-        report = check([each.program for each in programs], runs=1)
+        report = check([each.program for each in programs])
         words = GraphWords(traces, programs, any_order)
         found += [each for each in map(words.finding, report.findings) if each is not None]
     kept = _distinct(found)

@@ -44,7 +44,7 @@ def explained(aligned: Aligned, began: float) -> RecordedReport:
     """The report of dumps that were laid side by side."""
     ranks = programs_of(aligned)
     programs = tuple(rank.program for rank in ranks)
-    verdict = check(programs, runs=1).findings if programs else ()
+    verdict = check(programs).findings if programs else ()
     logs = [log for dump in aligned.dumps.values() for log in dump.flights]
     own, assumed = stalled(logs, aligned.absent)
     findings = in_order([*own, *RecordedExplainer(aligned, ranks, verdict).findings()])

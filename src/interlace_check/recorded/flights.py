@@ -111,20 +111,20 @@ class _Stalled:
         regions = Regions()
         sources = [lower(logs[rank].program, regions, number=k) for k, rank in enumerate(logs)]
         builder = GraphBuilder(sources, regions)
-        self.graph = builder.build(1)
+        self.graph = builder.build()
         self.begins = set(self.graph.begins.values())
         self.nodes: dict[tuple[int, int], list[int]] = defaultdict(list)
         for node, part in enumerate(self.graph.part):
             if part is not None:
-                self.nodes[part[0].place.rank, part[1].index].append(node)
+                self.nodes[part[0].rank, part[1].index].append(node)
 
     def is_done(self, node: int) -> bool:
         part = self.graph.part[node]
         if part is None:
             return all(self.is_done(before) for before in self.graph.awaited(node))
-        frame, item = part
-        log = self.logs[frame.place.rank]
-        if frame.place.rank in self.late:
+        place, item = part
+        log = self.logs[place.rank]
+        if place.rank in self.late:
             return False
         if item.op is None:  # the begin or the end of the run
             return item.begins_run
@@ -169,10 +169,10 @@ class _Stalled:
                     continue
                 seen.add(before)
                 part = self.graph.part[before]
-                if part is None or (part[0].place.rank, part[1].index) == (stand.rank, stand.op):
+                if part is None or (part[0].rank, part[1].index) == (stand.rank, stand.op):
                     todo.append(before)
                 elif not self.is_done(before):
-                    stand.waits_for[part[0].place.rank].add(part[1].index)
+                    stand.waits_for[part[0].rank].add(part[1].index)
 
     def findings(self) -> Iterator[RecordedFinding]:
         stands = self.stands()
