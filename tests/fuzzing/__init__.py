@@ -9,7 +9,7 @@ compare.py    holds a report against a verdict;  shrink.py: makes what disagrees
 campaign.py   many of them, in several processes;  __main__.py: without the libraries of a terminal
 """
 
-from tests.fuzzing.campaign import Found, Plan, Tally, keep, run
+from tests.fuzzing.campaign import Found, Plan, Tally, run
 from tests.fuzzing.compare import Comparison, Disagreement, compare
 from tests.fuzzing.sets import drawn
 
@@ -21,6 +21,5 @@ __all__ = [
     "Tally",
     "compare",
     "drawn",
-    "keep",
     "run",
 ]

@@ -15,13 +15,11 @@ the oracle does not find, or fails. The same seed gives the same sets in any num
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import sys
 import time
-from pathlib import Path
 
-from tests.fuzzing.campaign import Plan, Tally, keep, run
+from tests.fuzzing.campaign import Plan, Tally, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,8 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
     words.add_argument("--seed", type=int, default=None, help="default: a fresh one, printed")
     words.add_argument("--jobs", type=int, default=1, help="processes")
     words.add_argument("--seconds", type=float, default=None, help="when no more are begun")
-    words.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    words.add_argument("--keep", type=Path, default=None, help="folder of what disagrees")
     given = words.parse_args(arguments)
     if given.programs < 1 or given.jobs < 1 or (given.seed or 0) < 0:
         words.error("--programs and --jobs are 1 or more, --seed is 0 or more")
@@ -48,15 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{said}, {counts}", file=sys.stderr, flush=True)
 
     tally = run(Plan(given.programs, seed, given.jobs, given.seconds), hear)
-    paths = keep(tally, given.keep) if given.keep is not None else []
-    if given.json:
-        print(json.dumps({**tally.to_json(), "files": list(map(str, paths))}, indent=2))
-    else:
-        print(tally)
-        for found in tally.found:
-            print(f"\n{found.text}")
-        for path in paths:
-            print(f"kept {path}")
+    print(tally)
+    for found in tally.found:
+        print(f"\n{found.text}")
     return 1 if tally.counts.total() else 0
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from tests.fuzzing.compare import CRASH, FALSE_ALARM, MISS, Disagreement, compare
@@ -31,8 +30,8 @@ from interlace.ir.text.printer import print_set
 
 PART = 500
 """Sets that a process takes at once."""
-UNROLLED = 16
-"""In one of so many sets the checker visits all runs, where it could take the first for all."""
+UNFOLDED = 16
+"""In one of so many sets the checker visits all ranks, where it could take some for all."""
 SLOWEST = 5
 """Disagreements of one sort that are shrunk in one part: a fault may occur in every other set."""
 
@@ -60,11 +59,6 @@ class Found:
     num_ops: int
     text: str
     """The content of a file: the smallest set found, with its facts as comments."""
-
-    @property
-    def name(self) -> str:
-        """A name for its file."""
-        return f"{self.sort}_{self.fault}_{self.seed}_{self.number}".replace(" ", "_")
 
 
 @dataclass(slots=True)
@@ -120,28 +114,6 @@ class Tally:
             f"{self.false_alarms}, passed over (compared in part): {self.passed_over}"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The tally as plain data."""
-        return {
-            "schema": 1,
-            "seed": self.plan.seed,
-            "jobs": self.plan.jobs,
-            "programs": self.programs,
-            "ops": self.ops,
-            "seconds": round(self.seconds, 3),
-            "programs_per_second": round(self.rate, 1),
-            "misses": self.misses,
-            "false_alarms": self.false_alarms,
-            "passed_over": self.passed_over,
-            "kinds": dict(self.kinds.most_common()),
-            "met": dict(self.met.most_common()),
-            "found": [
-                {"seed": f.seed, "number": f.number, "sort": f.sort, "fault": f.fault,
-                 "num_ops": f.num_ops, "text": f.text}
-                for f in self.found
-            ],
-        }  # fmt: skip
-
 
 def run(plan: Plan, hear: Callable[[Tally], None] = lambda tally: None) -> Tally:
     """Runs a campaign; `hear` gets the tally after every part."""
@@ -186,8 +158,8 @@ def part(seed: int, start: int, count: int) -> dict[str, Any]:
     try:
         for number in range(start, start + count):
             programs, runs = drawn(seed, number)
-            unroll = number % UNROLLED == 0
-            result = compare(programs, runs, unroll=unroll)
+            fold = number % UNFOLDED != 0
+            result = compare(programs, runs, fold=fold)
             kinds.update(result.kinds)
             over += result.passed_over
             facts, size = _facts(programs, runs)
@@ -197,7 +169,7 @@ def part(seed: int, start: int, count: int) -> dict[str, Any]:
             for each in result.disagreements:
                 if sum(one["sort"] == each.sort for one in found) < SLOWEST:
                     case = Case(tuple(programs), runs)
-                    found.append(_kept(seed, number, each, case, unroll))
+                    found.append(_kept(seed, number, each, case, fold))
     finally:
         gc.enable()
         gc.collect()
@@ -227,11 +199,11 @@ def _facts(programs: list[Program], runs: int) -> tuple[set[str], int]:
     return facts, size
 
 
-def _kept(seed: int, number: int, wanted: Disagreement, case: Case, unroll: bool) -> dict[str, Any]:
+def _kept(seed: int, number: int, wanted: Disagreement, case: Case, fold: bool) -> dict[str, Any]:
     """A disagreement with its set made small."""
 
     def persists(one: Case) -> bool:
-        return wanted in compare(one.programs, one.runs, unroll=unroll).disagreements
+        return wanted in compare(one.programs, one.runs, fold=fold).disagreements
 
     small = shrink(case, persists)
     text = (
@@ -243,14 +215,3 @@ def _kept(seed: int, number: int, wanted: Disagreement, case: Case, unroll: bool
         "seed": seed, "number": number, "sort": wanted.sort, "fault": wanted.fault,
         "runs": small.runs, "num_ops": small.num_ops, "text": text,
     }  # fmt: skip
-
-
-def keep(tally: Tally, folder: Path) -> list[Path]:
-    """Writes a file for each disagreement that was kept; the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths: list[Path] = []
-    for found in tally.found:
-        path = folder / f"{''.join(c if c.isalnum() else '_' for c in found.name)}.ilc"
-        path.write_text(found.text)
-        paths.append(path)
-    return paths

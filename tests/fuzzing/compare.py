@@ -9,6 +9,9 @@ all: memory.py). Reads of what nothing wrote, and uses of what is not there, are
 nothing races for that memory: elsewhere they differ from order to order. What the checker says
 waits forever must wait forever.
 
+The oracle explores several runs in a row, of which the checker builds one. Where what one rank does
+has no other end, or a slot does not come back, that is the fault, and one run is explored too.
+
 Not everything can be compared. In a set that can get stuck, or whose ranks disagree, the oracle
 goes on past what only a library that waits for all would get stuck at, and what ranks that disagree
 do is not defined: more may race there than the checker tells. After a fault of the list alone
@@ -34,6 +37,8 @@ MISS, FALSE_ALARM, CRASH = "miss", "false alarm", "crash"
 LIFETIME = {"use-after-free", "use-before-alloc"}
 LISTED = ("event", "leak", "double-free", "bad-free")
 """Faults that the lists alone show."""
+UNBALANCED = {"leak", "mismatch"}
+"""Faults of a set whose runs are not alike."""
 
 
 class Disagreement(NamedTuple):
@@ -58,11 +63,11 @@ class Comparison(NamedTuple):
     """The lists are at fault, so that only this was compared."""
 
 
-def compare(programs: Sequence[Program], runs: int, *, unroll: bool = False) -> Comparison:
-    """Checks and explores a set of Programs; `unroll`: the checker visits all runs one by one."""
+def compare(programs: Sequence[Program], runs: int, *, fold: bool = True) -> Comparison:
+    """Checks and explores a set of Programs; without `fold` the checker visits every rank."""
     try:
-        report = check(programs, runs=runs, unroll=unroll)
-        verdict = explore(programs, runs=runs)
+        report = check(programs, fold=fold)
+        verdict = explore(programs, runs=1 if report.kinds() & UNBALANCED else runs)
     except Exception as error:  # the campaign goes on, and keeps what made it
         where = traceback.extract_tb(error.__traceback__)[-1]
         name = f"{type(error).__name__} in {where.filename.rpartition('/')[2]}, {where.name}"

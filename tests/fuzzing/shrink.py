@@ -25,7 +25,7 @@ MAX_TRIED = 4_000
 
 
 class Case(NamedTuple):
-    """A set of Programs, and the runs in which it is checked."""
+    """A set of Programs, and the runs in which it is explored."""
 
     programs: tuple[Program, ...]
     runs: int

@@ -63,9 +63,9 @@ def signals(program: Program, which: type[Notify] | type[Expect]) -> list[tuple[
 def test_ranks_that_take_turns_never_meet_at_a_peer(size: int, step: int, steps: int) -> None:
     """What all ranks put into the same bytes is in order then, and was not before."""
     before = puts(size, step, steps)
-    assert {finding.kind for finding in check(before, runs=1).findings} == {"race"}
+    assert {finding.kind for finding in check(before).findings} == {"race"}
     after = TakeTurns(least=1).run(before)
-    check(after, runs=1).raise_if_unsound()
+    check(after).raise_if_unsound()
     assert parse(str(after)) == after
     assert TakeTurns(least=1).run(after) == after
     kept = [op for op in after.ops if not getattr(op, "signal", "").endswith("_turn")]

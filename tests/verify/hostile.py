@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -54,26 +55,6 @@ WIDE = "def f(tp: Team[1], x: f32[60000, 4096], y: out[f32[60000, 4096]]):\n"
 
 
 # Boxes
-
-
-def long_boxes(size: int) -> str:
-    """Columns of 60,000 runs, on two streams that nothing orders."""
-    return filled(
-        size,
-        WIDE,
-        lambda k: f"main: copy(x[:, {k % 999}:{k % 999 + 9}], y[:, {k % 999}:{k % 999 + 9}])",
-        lambda k: f"side: copy(x[:, {k % 997}:{k % 997 + 7}], y[:, {k % 997}:{k % 997 + 7}])",
-    )
-
-
-def written_columns(size: int) -> str:
-    """Columns of 60,000 runs that are written one by one, and read together, on one stream."""
-    return filled(
-        size,
-        WIDE,
-        lambda k: f"main: copy(x[:, {k % 4095}:{k % 4095 + 1}], y[:, {k % 4095}:{k % 4095 + 1}])",
-        lambda k: f"main: copy(y[:, {k % 4000}:{k % 4000 + 96}], x[:, {k % 4000}:{k % 4000 + 96}])",
-    )
 
 
 def odd_strides(size: int) -> str:
@@ -232,33 +213,11 @@ def many_results(size: int) -> str:
     return f"{ONE}    t = empty(f32[1000000])\n    main: copy(x, y)\n    return {results}, {more}\n"
 
 
-def many_sites(size: int) -> str:
-    return filled(
-        size,
-        ONE,
-        lambda k: f'site({k}, "all_gather_matmul", "layers.{k}", reason="because")',
-        lambda k: f'remark("decompose", "why not {k}", site={k})',
-    )
-
-
-def many_tables(size: int) -> str:
-    return filled(size, TWO, lambda k: f"t{k} = table(tp, {k % 5}, {4 - k % 5})", lambda k: "")
-
-
 def long_table(size: int) -> str:
     number = min(65536, size // 3)
     values = ", ".join(["1"] * number)
     head = f"def f(tp: Team[{number}], x: f32[{number}, 4], y: out[f32[{number}, 4]]):\n"
     return f"{head}    rows = table(tp, {values})\n    main: copy(x.chunk(tp.rank, rows), y.chunk(tp.rank, rows))\n"
-
-
-def many_regions(size: int) -> str:
-    return filled(
-        size,
-        ONE,
-        lambda k: f'@region\ndef r{k}(a):\n    b = call("aten.neg.default", a)\n    return b',
-        lambda k: f'main: call("r{k}", x, out=(z{k} := f32[4, 4]))',
-    )
 
 
 def many_calls(size: int) -> str:
@@ -276,75 +235,7 @@ def long_call(size: int) -> str:
     return f'{ONE}    main: call("aten.cat.out", ({arguments}), out=y)\n'
 
 
-# Memory
-
-
-def many_buffers(size: int) -> str:
-    return filled(
-        size,
-        ONE,
-        lambda k: (
-            f"t{k} = alloc(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)\nmain: free(t{k})"
-        ),
-    )
-
-
-def one_storage(size: int) -> str:
-    """Buffers of one storage, each begins where no other does."""
-    return filled(
-        size,
-        ONE,
-        lambda k: (
-            f'b{k} = alloc(f32[100000], storage="s", offset={k * 4})\nmain: copy(x, b{k}[0:16].view(4, 4))'
-        ),
-        lambda k: f"main: copy(b{k}[0:16].view(4, 4), y)",
-    )
-
-
-def one_storage_freed(size: int) -> str:
-    return filled(
-        size,
-        ONE,
-        lambda k: f'b{k} = alloc(f32[4, 4], storage="s", offset={k % 64 * 4})\nmain: copy(x, b{k})',
-        lambda k: f"side: copy(b{k}, y)\nside: free(b{k})",
-    )
-
-
-def many_slots(size: int) -> str:
-    return filled(
-        size,
-        TWO,
-        lambda k: f"t{k} = alloc(f32[4, 4], symmetric=tp)\nmain: copy(x, t{k})",
-        lambda k: f"side: get(t{k}, y, peer=tp.rank + 1)\nmain: free(t{k})",
-    )
-
-
-def one_slot(size: int) -> str:
-    """One slot that is taken again and again, and never freed."""
-    return filled(
-        size,
-        TWO,
-        lambda k: f't{k} = alloc(f32[4, 4], symmetric=tp, storage="s")\nmain: copy(x, t{k})',
-    )
-
-
 # Streams and events
-
-
-def many_streams(size: int) -> str:
-    """A stream for each op, and one that awaits them all."""
-    return filled(
-        size, ONE, lambda k: f"s{k}: copy(x, y)\ns{k}: record(e{k})", lambda k: f"main: wait(e{k})"
-    )
-
-
-def woven_streams(size: int) -> str:
-    """Streams each of which awaits others: a clock of all for each op."""
-    return filled(
-        size,
-        f"{ONE}    s0: record(e0)\n",
-        lambda k: f"s{k + 1}: wait(e{k})\ns{k + 1}: wait(e{k // 2})\ns{k + 1}: record(e{k + 1})",
-    )
 
 
 def few_streams(size: int) -> str:
@@ -358,18 +249,10 @@ def few_streams(size: int) -> str:
     return filled(size, f"{ONE}{head}", line)
 
 
-def one_event(size: int) -> str:
-    return filled(size, ONE, lambda k: "main: record(e)\nside: wait(e)\nside: copy(x, y)")
-
-
 def unrecorded(size: int) -> str:
     """Waits for events that are recorded only behind them all."""
     half = filled(size // 2, "", lambda k: f"main: wait(e{k})")
     return f"{ONE}{half}{filled(size // 2, '', lambda k: f'side: record(e{k})')}"
-
-
-def host_syncs(size: int) -> str:
-    return filled(size, ONE, lambda k: f"s{k}: copy(x, y)\ns{k % 7}: host_sync()")
 
 
 def long_fused(size: int) -> str:
@@ -399,48 +282,11 @@ def signals(size: int) -> str:
     return f"{TWO}{half}{back}"
 
 
-def many_signals(size: int) -> str:
-    return filled(
-        size,
-        TWO,
-        lambda k: f"main: notify(s{k}, to=tp.others)\nside: expect(s{k + 1}, tp.rank + 1)",
-    )
-
-
 def all_signals(size: int) -> str:
     """Signals between all ranks of a large team."""
     head = "def f(tp: Team[512], x: f32[4, 4], y: out[f32[4, 4]]):\n"
     return filled(
         size, head, lambda k: f"main: notify(s{k}, to=tp.others)\nmain: expect(s{k}, tp.others)"
-    )
-
-
-def falling(size: int) -> str:
-    """Notifies that do not grow, in no order."""
-    return filled(
-        size,
-        TWO,
-        lambda k: f"main: notify(s, to=tp.rank + 1, value={k % 9 + 1})",
-        lambda k: f"side: notify(s, to=tp.rank + 1, value={k % 7 + 1})",
-    )
-
-
-def messages(size: int) -> str:
-    """Messages that all wait for each other."""
-    return filled(
-        size,
-        TWO,
-        lambda k: "main: send(x, peer=tp.rank + 1)",
-        lambda k: "main: recv(y, peer=tp.rank + 1)",
-    )
-
-
-def crossed(size: int) -> str:
-    """Messages on streams of their own, behind others that wait for them."""
-    return filled(
-        size,
-        TWO,
-        lambda k: f"s{k}: recv(y, peer=tp.rank + 1)\ns{k}: send(x, peer=tp.rank + 1)",
     )
 
 
@@ -477,16 +323,6 @@ def unlike(size: int) -> str:
         lambda k: f"main: {'all_reduce(x, y, team=tp, reduce=' + chr(34) + 'sum' + chr(34) + ')'}",
     )
     return f"def f{head.format(0)}{body}\n\ndef g{head.format(1)}{body.replace('sum', 'max')}"
-
-
-def circles(size: int) -> str:
-    """Circles of signals, each on two streams of its own."""
-    return filled(
-        size,
-        TWO,
-        lambda k: f"a{k}: expect(s{k}, tp.rank + 1)\na{k}: notify(t{k}, to=tp.rank + 1)",
-        lambda k: f"b{k}: expect(t{k}, tp.rank + 1)\nb{k}: notify(s{k}, to=tp.rank + 1)",
-    )
 
 
 def long_circle(size: int) -> str:
@@ -581,31 +417,9 @@ def many_programs(size: int) -> str:
 # Faults
 
 
-def races(size: int) -> str:
-    """Two streams that write the same, op by op."""
-    return filled(size, ONE, lambda k: "main: copy(x, y)", lambda k: "side: copy(x, y)")
-
-
-def races_apart(size: int) -> str:
-    """A race for each buffer."""
-    return filled(
-        size, ONE, lambda k: f"t{k} = empty(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)"
-    )
-
-
-def all_unwritten(size: int) -> str:
-    return filled(size, ONE, lambda k: f"t{k} = alloc(f32[4, 4])\nmain: copy(t{k}, y)")
-
-
 def freed_early(size: int) -> str:
     head = f"{ONE}    t = alloc(f32[4, 4])\n    main: free(t)\n"
     return filled(size, head, lambda k: "main: copy(x, t)\nside: copy(t, y)\nmain: free(t)")
-
-
-def in_place(size: int) -> str:
-    return filled(
-        size, ONE, lambda k: f"main: copy(y[{k % 3}:{k % 3 + 2}], y[{k % 3 + 1}:{k % 3 + 3}])"
-    )
 
 
 def scales(size: int) -> str:
@@ -622,45 +436,160 @@ def scales(size: int) -> str:
     )
 
 
-def unknown_operators(size: int) -> str:
-    return filled(size, ONE, lambda k: f'main: call("mine.op{k}.default", x, out=y)')
-
-
-def kernels(size: int) -> str:
-    return filled(
-        size,
+FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
+    # Columns of 60,000 runs, on two streams that nothing orders.
+    "long_boxes": (
+        WIDE,
+        lambda k: f"main: copy(x[:, {k % 999}:{k % 999 + 9}], y[:, {k % 999}:{k % 999 + 9}])",
+        lambda k: f"side: copy(x[:, {k % 997}:{k % 997 + 7}], y[:, {k % 997}:{k % 997 + 7}])",
+    ),
+    # Columns of 60,000 runs that are written one by one, and read together, on one stream.
+    "written_columns": (
+        WIDE,
+        lambda k: f"main: copy(x[:, {k % 4095}:{k % 4095 + 1}], y[:, {k % 4095}:{k % 4095 + 1}])",
+        lambda k: f"main: copy(y[:, {k % 4000}:{k % 4000 + 96}], x[:, {k % 4000}:{k % 4000 + 96}])",
+    ),
+    "many_sites": (
+        ONE,
+        lambda k: f'site({k}, "all_gather_matmul", "layers.{k}", reason="because")',
+        lambda k: f'remark("decompose", "why not {k}", site={k})',
+    ),
+    "many_tables": (
+        TWO,
+        lambda k: f"t{k} = table(tp, {k % 5}, {4 - k % 5})",
+        lambda k: "",
+    ),
+    "many_regions": (
+        ONE,
+        lambda k: f'@region\ndef r{k}(a):\n    b = call("aten.neg.default", a)\n    return b',
+        lambda k: f'main: call("r{k}", x, out=(z{k} := f32[4, 4]))',
+    ),
+    "many_buffers": (
+        ONE,
+        lambda k: (
+            f"t{k} = alloc(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)\nmain: free(t{k})"
+        ),
+    ),
+    # Buffers of one storage, each begins where no other does.
+    "one_storage": (
+        ONE,
+        lambda k: (
+            f'b{k} = alloc(f32[100000], storage="s", offset={k * 4})\nmain: copy(x, b{k}[0:16].view(4, 4))'
+        ),
+        lambda k: f"main: copy(b{k}[0:16].view(4, 4), y)",
+    ),
+    "one_storage_freed": (
+        ONE,
+        lambda k: f'b{k} = alloc(f32[4, 4], storage="s", offset={k % 64 * 4})\nmain: copy(x, b{k})',
+        lambda k: f"side: copy(b{k}, y)\nside: free(b{k})",
+    ),
+    "many_slots": (
+        TWO,
+        lambda k: f"t{k} = alloc(f32[4, 4], symmetric=tp)\nmain: copy(x, t{k})",
+        lambda k: f"side: get(t{k}, y, peer=tp.rank + 1)\nmain: free(t{k})",
+    ),
+    # One slot that is taken again and again, and never freed.
+    "one_slot": (
+        TWO,
+        lambda k: f't{k} = alloc(f32[4, 4], symmetric=tp, storage="s")\nmain: copy(x, t{k})',
+    ),
+    # A stream for each op, and one that awaits them all.
+    "many_streams": (
+        ONE,
+        lambda k: f"s{k}: copy(x, y)\ns{k}: record(e{k})",
+        lambda k: f"main: wait(e{k})",
+    ),
+    # Streams each of which awaits others: a clock of all for each op.
+    "woven_streams": (
+        f"{ONE}    s0: record(e0)\n",
+        lambda k: f"s{k + 1}: wait(e{k})\ns{k + 1}: wait(e{k // 2})\ns{k + 1}: record(e{k + 1})",
+    ),
+    "one_event": (
+        ONE,
+        lambda k: "main: record(e)\nside: wait(e)\nside: copy(x, y)",
+    ),
+    "host_syncs": (
+        ONE,
+        lambda k: f"s{k}: copy(x, y)\ns{k % 7}: host_sync()",
+    ),
+    "many_signals": (
+        TWO,
+        lambda k: f"main: notify(s{k}, to=tp.others)\nside: expect(s{k + 1}, tp.rank + 1)",
+    ),
+    # Notifies that do not grow, in no order.
+    "falling": (
+        TWO,
+        lambda k: f"main: notify(s, to=tp.rank + 1, value={k % 9 + 1})",
+        lambda k: f"side: notify(s, to=tp.rank + 1, value={k % 7 + 1})",
+    ),
+    # Messages that all wait for each other.
+    "messages": (
+        TWO,
+        lambda k: "main: send(x, peer=tp.rank + 1)",
+        lambda k: "main: recv(y, peer=tp.rank + 1)",
+    ),
+    # Messages on streams of their own, behind others that wait for them.
+    "crossed": (
+        TWO,
+        lambda k: f"s{k}: recv(y, peer=tp.rank + 1)\ns{k}: send(x, peer=tp.rank + 1)",
+    ),
+    # Circles of signals, each on two streams of its own.
+    "circles": (
+        TWO,
+        lambda k: f"a{k}: expect(s{k}, tp.rank + 1)\na{k}: notify(t{k}, to=tp.rank + 1)",
+        lambda k: f"b{k}: expect(t{k}, tp.rank + 1)\nb{k}: notify(s{k}, to=tp.rank + 1)",
+    ),
+    # Two streams that write the same, op by op.
+    "races": (
+        ONE,
+        lambda k: "main: copy(x, y)",
+        lambda k: "side: copy(x, y)",
+    ),
+    # A race for each buffer.
+    "races_apart": (
+        ONE,
+        lambda k: f"t{k} = empty(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)",
+    ),
+    "all_unwritten": (
+        ONE,
+        lambda k: f"t{k} = alloc(f32[4, 4])\nmain: copy(t{k}, y)",
+    ),
+    "in_place": (
+        ONE,
+        lambda k: f"main: copy(y[{k % 3}:{k % 3 + 2}], y[{k % 3 + 1}:{k % 3 + 3}])",
+    ),
+    "unknown_operators": (
+        ONE,
+        lambda k: f'main: call("mine.op{k}.default", x, out=y)',
+    ),
+    "kernels": (
         TWO,
         lambda k: (
             f"main: fused(part(call('aten.mm.out', x, x, out=y)), kernel=scatter_matmul(pieces={k + 1}, own=1))"
         ),
-    )
+    ),
+}
+"""Texts of a head and lines over and over, by name."""
+
+
+def _repeated(name: str, size: int) -> str:
+    head, *lines = FILLED[name]
+    return filled(size, head, *lines)
 
 
 HOSTILE: dict[str, Hostile] = {
     each.__name__: each
     for each in (
-        *(long_boxes, written_columns, odd_strides, deep_boxes, wide_strided, scattered),
+        *(odd_strides, deep_boxes, wide_strided, scattered),
         *(long_views, many_views, nested, nested_tuples, long_sum, long_product, many_sizes),
         *(sized_boxes, many_conditions, many_names, many_inputs, many_outputs, many_results),
-        *(many_sites, many_tables, long_table, many_regions, many_calls, long_call),
-        *(many_buffers, one_storage, one_storage_freed, many_slots, one_slot),
-        *(many_streams, woven_streams, few_streams, one_event, unrecorded, host_syncs),
-        *(long_fused, one_part, signals, many_signals, all_signals, falling, messages, crossed),
-        *(lonely, long_group, collectives, unlike, circles, long_circle),
-        *(
-            large_team,
-            large_local,
-            largest_team,
-            many_members,
-            wide_mesh,
-            named_ranks,
-            many_teams,
-            many_programs,
-        ),
-        *(races, races_apart, all_unwritten, freed_early, in_place, scales),
-        *(unknown_operators, kernels),
+        *(long_table, many_calls, long_call, few_streams, unrecorded),
+        *(long_fused, one_part, signals, all_signals),
+        *(lonely, long_group, collectives, unlike, long_circle, large_team, large_local),
+        *(largest_team, many_members, wide_mesh, named_ranks, many_teams, many_programs),
+        *(freed_early, scales),
     )
-}
+} | {name: partial(_repeated, name) for name in FILLED}
 """Functions by name that make a text of about so many characters."""
 
 

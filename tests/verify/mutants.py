@@ -319,7 +319,7 @@ def outcome(mutant: Mutant | None, seed: int, runs: int = 2) -> Outcome:
     if mutant is None:
         return Outcome("refused", "")
     try:
-        kinds = check(mutant.programs, runs=runs).kinds()
+        kinds = check(mutant.programs).kinds()
     except InterlaceError:
         return Outcome("refused", "")
     if not kinds:  # what is no Program is refused before it comes to the checker

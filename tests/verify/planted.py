@@ -23,12 +23,12 @@ from interlace.ir.sizes import greatest, least
 from interlace.verify.accesses.memory import Cell, Content
 from interlace.verify.accesses.regions import ByteRegion, Regions
 from interlace.verify.accesses.sweep import Sweep
-from interlace.verify.happens_before.build import GraphBuilder, _FrameBuilder
+from interlace.verify.happens_before.build import GraphBuilder, _RunBuilder
 from interlace.verify.happens_before.graph import HappensBefore
 from interlace.verify.happens_before.source import Item, _Lowering
 
 FOLDER = GOLDEN / "fuzz"
-ORDER, BIND, ENTER = _FrameBuilder.order, _Lowering.bind, _FrameBuilder.run
+ORDER, BIND, ENTER = _RunBuilder.order, _Lowering.bind, _RunBuilder.run
 RESOLVE, MEET = Regions._resolve, GraphBuilder._meet
 
 
@@ -44,7 +44,7 @@ def nothing(*_: object) -> None:
     return None
 
 
-def host_goes_on(self: _FrameBuilder, node: int, item: Item) -> None:
+def host_goes_on(self: _RunBuilder, node: int, item: Item) -> None:
     ORDER(self, node, item)
     self.host = -1
     self.host_seen = [-1] * len(self.host_seen)
@@ -58,8 +58,8 @@ def first_record(self: _Lowering, item: Item) -> None:
 
 
 def last_notify(self: Meetings[Any]) -> Iterator[Awaited[Any]]:
-    for signal, at_run, value, at in self.awaited:
-        raised = self.raised.get((signal, at_run), ())
+    for signal, value, at in self.awaited:
+        raised = self.raised.get(signal, ())
         enough = [source for reached, source in raised if reached >= value]
         most = max((v for v, _ in raised), default=0)
         yield Awaited(signal, value, at, enough[-1] if enough else None, most)
@@ -79,7 +79,7 @@ def as_it_is(self: Regions, spot: Any, where: Any) -> ByteRegion:
     )
 
 
-def without_callers(self: _FrameBuilder) -> None:
+def without_callers(self: _RunBuilder) -> None:
     enter, leave = self.place.source.enter, self.place.source.exit
     touches = leave.touches
     if enter is not None:
@@ -90,7 +90,7 @@ def without_callers(self: _FrameBuilder) -> None:
 
 def not_in_turn(self: GraphBuilder, queue: Any, come: Any, standing: Any) -> None:
     for at in come.values():
-        issued = self.meetings.queues[queue][at.frame.place.rank]
+        issued = self.meetings.queues[queue][at.place.rank]
         k = issued.index(at)
         before = issued[k - 1].end if k else -1
         if before in self.graph.preds[at.begin][1:]:
@@ -103,11 +103,10 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "nobody contributes": (GraphBuilder, "_has_part", never),
     "no slot comes back": (GraphBuilder, "_await_frees", nothing),
     "messages order nothing": (GraphBuilder, "_deliver", nothing),
-    "one run stands for all": (GraphBuilder, "_balanced", always),
     "collectives do not queue": (GraphBuilder, "_meet", not_in_turn),
     "nothing blocks": (HappensBefore, "awaited", lambda self, node: self.preds[node]),
-    "the host does not wait": (_FrameBuilder, "order", host_goes_on),
-    "callers touch nothing": (_FrameBuilder, "run", without_callers),
+    "the host does not wait": (_RunBuilder, "order", host_goes_on),
+    "callers touch nothing": (_RunBuilder, "run", without_callers),
     "an event stays where it was first": (_Lowering, "bind", first_record),
     "the last notify counts": (Meetings, "levels", last_notify),
     "boxes meet as hulls do": (Sweep, "_meet", by_hull),

@@ -1,5 +1,5 @@
 """Search for a deadlock's circle, and its report, where `test_lists` and `test_every_fault` have
-no schedule for it: slots and runs, messages of a rank to itself, several circles in one knot."""
+no schedule for it: slots, messages of a rank to itself, several circles in one knot."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from interlace.verify import Report, check, deadlock
 from interlace.verify.deadlock import STREAM, CycleLink
 
 HEAD = "x: f32[4], y: out[f32[4]], z: out[f32[4]]"
-PEER_REACHES_Y = "x: f32[4], y: out[f32[4].registered(tp)], z: f32[4]"
 SLOTS = "; ".join(f'{name} = alloc(f32[4], symmetric=tp, storage="q")' for name in "ab")
 
 
-def checked(*bodies: str, team: str = "Team[2]", head: str = HEAD) -> Report:
+def checked(*bodies: str, team: str = "Team[2]") -> Report:
     """Checks one body for all ranks, or one for each."""
     text = ""
     for rank, body in enumerate(bodies):
         lines = ([f"rank({rank})"] if len(bodies) > 1 else []) + body.split("; ")
-        text += f"def r{rank}(tp: {team}, {head}):\n    " + "\n    ".join(lines) + "\n\n"
+        text += f"def r{rank}(tp: {team}, {HEAD}):\n    " + "\n    ".join(lines) + "\n\n"
     return check(parse_set(text))
 
 
@@ -50,60 +49,12 @@ def test_a_slot_that_comes_back_with_a_free_of_a_peer() -> None:
     ]
 
 
-RECEIVES = "main: recv(y, peer=0); main: recv(z, peer=0); main: notify(back, to=0)"
-"""Rank 0 sends one message a run: the second is that of its next run."""
-
-
-def test_a_slot_that_comes_back_with_a_free_of_the_run_before() -> None:
-    report = checked(
-        f"main: copy(x, y); main: copy(x, z); {SLOTS}; main: send(x, peer=1); "
-        "side: expect(back, 1); side: free(a); main: free(b)",
-        f"main: copy(x, y); {SLOTS}; main: free(a); main: free(b); {RECEIVES}",
-    )
-    assert told(report) == [
-        (0, 5, "rank 0, line 9: the slot comes back with its free"),
-        (0, 9, "rank 0, line 8: it comes earlier on stream side"),
-        (0, 8, "rank 1, line 21: its notify raises the signal"),
-        (1, 21, "rank 1, line 20: it comes earlier on stream main"),
-        (1, 20, "rank 0, line 7: it cannot end before rank 0 is there"),
-        (0, 7, "rank 0, line 5: it comes earlier on stream main"),
-    ]
-
-
-def test_a_run_that_cannot_begin_before_the_last_has_ended() -> None:
-    sends = "main: copy(x, y); comm: send(x, peer=1); side: expect(back, 1)"
-    assert told(checked(f"main: copy(x, z); {sends}", RECEIVES)) == [
-        (0, 5, "rank 0, line 7: the run before has to end"),
-        (0, 7, "rank 0, line 6: the run ends after it"),
-        (0, 6, "rank 1, line 12: its notify raises the signal"),
-        (1, 12, "rank 1, line 11: it comes earlier on stream main"),
-        (1, 11, "rank 0, line 5: it cannot end before rank 0 is there"),
-    ]
-    reached = checked(sends, RECEIVES, head=PEER_REACHES_Y)  # so that its begin is an op
-    assert told(reached) == [
-        (0, 3, "rank 0, line 6: the run before has to end"),
-        (0, 6, "rank 0, line 5: the run ends after it"),
-        (0, 5, "rank 1, line 11: its notify raises the signal"),
-        (1, 11, "rank 1, line 10: it comes earlier on stream main"),
-        (1, 10, "rank 0, line 4: it cannot end before rank 0 is there"),
-        (0, 4, "rank 0, line 3: the run begins before it"),
-    ]
-
-
 def test_a_message_of_a_rank_to_itself() -> None:
     later = checked(
         "main: copy(x, z); main: expect(s, tp.rank + 1); main: send(x, peer=tp.rank); "
         "side: recv(y, peer=tp.rank); side: notify(s, to=tp.rank + 1)"
     )
     assert (0, 5, "rank 0, line 4: it cannot end before rank 0 is there") in told(later)
-    next_run = checked(
-        "main: send(x, peer=tp.rank); comm: recv(y, peer=tp.rank); comm: recv(z, peer=tp.rank)"
-    )
-    assert told(next_run) == [
-        (0, 2, "rank 0, line 5: the run before has to end"),
-        (0, 5, "rank 0, line 4: the run ends after it"),
-        (0, 4, "rank 0, line 2: it cannot end before rank 0 is there"),
-    ]
 
 
 def test_a_meeting_that_one_member_has_come_to() -> None:
@@ -123,23 +74,7 @@ def test_a_meeting_that_one_member_has_come_to() -> None:
     }
 
 
-def test_circles_within_a_run_come_first() -> None:
-    """The circles of the first two ranks span runs, that of the others does not."""
-    crossed = "main: copy(x, y); main: copy(x, z); main: expect(s, {0}); main: notify(s, to={0})"
-    report = checked(
-        "main: copy(x, y); main: copy(x, z); comm: send(x, peer=1); side: expect(back, 1)",
-        RECEIVES,
-        crossed.format("tp.rank + 1"),
-        crossed.format("tp.rank + 1"),
-        team="Team[[0, 1], [2, 3]]",
-    )
-    circles = [found.ranks for found in report.errors if found.kind == "deadlock"]
-    assert circles[0] == (2, 3)
-    assert {*circles[1:]} == {(0, 1)}
-
-
 REDUCE = 'main: all_reduce(x, y, reduce="sum", team=tp)'
-SLOT = 'a = alloc(f32[4], symmetric=tp, storage="q"); main: copy(x, y)'
 
 NEVER: list[tuple[tuple[str, ...], str, list[tuple[int, int, str]]]] = [
     (
@@ -154,21 +89,13 @@ NEVER: list[tuple[tuple[str, ...], str, list[tuple[int, int, str]]]] = [
     (
         ("main: send(x, peer=1); main: send(x, peer=1)", "main: recv(y, peer=0)"),
         "Team[2]",
-        [(0, 4, "rank 1 to receive message 4 of team tp from rank 0 to rank 1, which it never "
+        [(0, 4, "rank 1 to receive message 2 of team tp from rank 0 to rank 1, which it never "
           "does")],
     ),
     (
         ("main: send(x, peer=1)", "main: recv(y, peer=0); main: recv(y, peer=0)"),
         "Team[2]",
-        [(1, 8, "rank 0 to send message 4 of team tp from rank 0 to rank 1, which it never does")],
-    ),
-    (
-        (f"{SLOT}; main: free(a)", SLOT, SLOT),
-        "Team[3]",
-        [
-            (rank, line, "rank 2 to free take 1 of slot q, which it never does")
-            for rank, line in ((0, 3), (1, 9), (2, 14))
-        ],
+        [(1, 8, "rank 0 to send message 2 of team tp from rank 0 to rank 1, which it never does")],
     ),
     (
         ("main: copy(x, y); main: notify(s, to=tp.rank + 1, value=2); "

@@ -1,6 +1,6 @@
 """Every fault is told, once and with its own words, also where another one could hide it.
 
-Each of these was missing from the tests when the checker's own code was mutated (survivors.md).
+Each of these was missing from the tests when the checker's own code was mutated.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 from interlace.ir import parse
 from interlace.verify import Finding, Report, check
 from interlace.verify.accesses import sweep
+from interlace.verify.edits import apply
 
 HEAD = "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    "
 TWO = "def f(tp: Team[2], x: f32[4], y: out[f32[4]], z: out[f32[4]]):\n    "
@@ -103,18 +104,23 @@ def test_whose_copy_of_a_slot_is_raced_for() -> None:
 
 def test_each_op_that_waits_for_what_never_comes() -> None:
     """The second expect of main is behind the first; the one of side is not."""
-    report = checked(
-        "main: expect(s, tp.rank + 1); main: expect(u, tp.rank + 1); "
-        "side: expect(v, tp.rank + 1); third: copy(x, y)"
-    )
+    lines = ["main: expect(s, tp.rank + 1)", "main: expect(u, tp.rank + 1)",
+             "side: expect(v, tp.rank + 1)", "third: copy(x, y)"]  # fmt: skip
+    programs = [parse(HEAD + "\n    ".join(lines) + "\n")]
+    report = check(programs)
     assert kinds(report) == {"deadlock": 2}
     assert {finding.ops[0].at[1] for finding in report.errors} == {0, 2}
     for finding in report.errors:
         assert finding.ranks == (0, 1)
         assert finding.words.startswith(f"add what line {finding.ops[0].line} waits for: ")
     first, second = report.errors  # a notify for the first uncovers the expect behind it
-    assert first.fix == first.words
+    assert "add `third: notify(s, to=tp.rank - 1)`, then check again" in first.fix
+    assert first.fix.endswith("other faults show then (deadlock)")
     assert "add `third: notify(v, to=tp.rank - 1)`" in second.fix
+    for left in (2, 1, 0):
+        programs = apply(programs, report.errors[0].edits).programs
+        report = check(programs)
+        assert len(report.errors) == left
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])

@@ -283,17 +283,6 @@ def test_signals_that_nobody_awaits_are_remarked_on_each() -> None:
         assert [op.role for op in finding.ops] == [f"raises {name}"]
 
 
-def test_two_names_that_teams_share() -> None:
-    uses = [f"notify({name}, to={team}.others, team={team})" for name in "nm" for team in "ab"]
-    waits = [f"expect({name}, {team}.others, team={team})" for name in "nm" for team in "ab"]
-    body = "; ".join(f"main: {op}" for op in [*uses, *waits, "copy(x, y)"])
-    findings = found((IN, body), kind="shared-name", teams="a: Team[2], b: Team[[0, 1]]")
-    assert [each.message.split()[1] for each in findings] == ["n", "m"]
-    for finding in findings:
-        assert finding.ranks == (0,)
-        assert [op.role.split()[-1] for op in finding.ops] == ["a", "b"]
-
-
 def test_values_that_do_not_grow_beside_those_in_no_order() -> None:
     down = "main: notify(s, to=tp.rank + 1, value=2); side: notify(s, to=tp.rank + 1, value=1)"
     (finding,) = found(

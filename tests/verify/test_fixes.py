@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from benchmarks.passes import lacking_a_notify, layers
 from tests.verify.literal_fixes import faulty, fixed, single
-from tests.verify.schedules import moved, on_ranks, replaced, text_of, without
+from tests.verify.schedules import replaced, text_of, without
 
 from interlace.ir import Program, parse, parse_set, print_set
 from interlace.verify import Finding, Report, check, edits, fixes
@@ -180,51 +180,6 @@ def test_where_no_move_opens_a_circle_words_say_what_waits_for_what() -> None:
     assert not finding.edits
     assert "which a peer waits for, comes only after" in finding.fix
     assert "same order" not in finding.fix
-
-
-GATHERS = """
-def gathers(tp: Team[3], x: f32[2], y: out[f32[6]], z: out[f32[6]]):
-    main: all_gather(x, y, team=tp)
-    main: all_gather(x, z, team=tp)
-"""
-
-
-@pytest.mark.parametrize("kind", ["mismatch", "deadlock"])
-def test_an_extra_collective_on_one_rank_is_named(kind: str) -> None:
-    extra = replaced(
-        GATHERS,
-        "    main: all_gather(x, y",
-        "    main: barrier(team=tp)\n    main: all_gather(x, y",
-    )
-    programs = on_ranks(GATHERS, extra, (1,))
-    finding = found(programs, kind)
-    issued = "it issues 2 in a run, and this rank 3"  # three runs are checked; a user sees one
-    assert kind == "mismatch" or issued in finding.message
-    assert finding.fix == "remove line 3 on rank 1"
-    assert check(apply(programs, finding.edits).programs).sound
-
-
-def test_a_collective_that_one_rank_lacks_is_added_there() -> None:
-    programs = on_ranks(GATHERS, without(GATHERS, "x, y, team"), (2,))
-    finding = found(programs, "mismatch")
-    assert finding.fix == "before line 3 on rank 2 add `main: all_gather(x, y, team=tp)`"
-    assert check(apply(programs, finding.edits).programs).sound
-
-    mesh = text_of("gradients")
-    programs = on_ranks(mesh, without(mesh, "reduce_scatter"), (1,))
-    finding = found(programs, "mismatch")
-    assert "reduce_scatter(sums, out_2" in finding.fix
-    assert " on rank 1 add " in finding.fix
-    assert check(apply(programs, finding.edits).programs).sound
-
-
-def test_swapped_collectives_are_moved() -> None:
-    text = f"{GATHERS}    main: barrier(team=tp)\n"
-    programs = on_ranks(text, moved(text, "main: barrier", "x, z"), (0,))
-    finding = found(programs, "mismatch")
-    added = "after line 3 on rank 0 add `main: all_gather(x, z, team=tp)`"
-    assert finding.fix == f"{added}, remove line 5 on rank 0"
-    assert check(apply(programs, finding.edits).programs).sound
 
 
 def test_a_fix_is_proved_once_and_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Schedules that a fold certifies, and others: a table of small schedules for one Program.
-Each found some damage of the code (mutmut: survivors.md). test_folded_stages.py has two stages."""
+Each found some damage of the code (mutmut). test_folded_stages.py has two stages."""
 
 from __future__ import annotations
 
@@ -171,11 +171,6 @@ FOUND: dict[str, tuple[str, str, str]] = {
         TP,
         "main: send(x, peer=tp.rank + 1); side: recv(y, peer=tp.rank - 1)",
         "launch-order",
-    ),
-    "one name": (
-        TWICE,
-        f"{SIGNAL.format('s', 'tp')}; {SIGNAL.format('s', 'ep')}",
-        "shared-name",
     ),
     "a storage that another took": (
         TP,

@@ -1,5 +1,5 @@
 """Schedules that a fold certifies, and others: small schedules of two stages, one rank of each of
-which stands for all of it. Each found some damage of the code (mutmut: survivors.md)."""
+which stands for all of it. Each found some damage of the code (mutmut)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ TWO_STAGES: dict[str, tuple[str, str, str]] = {
     "a slot": (slot(), slot(), ""),
     "slots of two sizes": (slot(4), slot(6), "mismatch"),
     "second takes of two sizes": (f"{slot()}; {slot()}", f"{slot()}; {slot(6)}", "mismatch"),
-    "one take less": (f"{slot()}; {slot()}", slot(), "deadlock mismatch"),
-    "a slot that is kept": (slot()[: -len(FREE) - 2], slot(), "deadlock leak"),
+    "one take less": (f"{slot()}; {slot()}", slot(), "mismatch"),
+    "a slot that is kept": (slot()[: -len(FREE) - 2], slot(), "leak"),
     "three takes": ("; ".join([slot()] * 3), "; ".join([slot()] * 3), ""),
     "three takes for peers": (
         "; ".join([slot(4, BARRIER, TO_PEER)] * 3),
@@ -88,8 +88,8 @@ TWO_STAGES: dict[str, tuple[str, str, str]] = {
         RECV.format("x[0:2]", 0),
         "",
     ),
-    "a slot of one": (slot(), "main: copy(x, x)", "deadlock mismatch"),
-    "a slot of the other": ("main: copy(x, x)", slot(), "deadlock mismatch"),
+    "a slot of one": (slot(), "main: copy(x, x)", "mismatch"),
+    "a slot of the other": ("main: copy(x, x)", slot(), "mismatch"),
     "three takes that are kept": (KEPT, KEPT, "deadlock leak"),
     "a collective too many": (f"{BARRIER}; {BARRIER}", BARRIER, "deadlock mismatch"),
     "a collective for the other": ("main: copy(x, x)", BARRIER, "deadlock mismatch"),

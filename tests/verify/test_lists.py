@@ -1,6 +1,6 @@
 """Faults that the list of ops alone shows, wherever an op is: in a Group, a Fused, the return.
 
-Each of these was missing from the tests when the checker's own code was mutated (survivors.md).
+Each of these was missing from the tests when the checker's own code was mutated.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def moves(lines: list[str]) -> tuple[Sweep, Origins[str]]:
     text = "def f(x: bf16[4, 6], y: bf16[4, 6]):\n    t = alloc(bf16[4, 6])\n"
     program, regions = parse(text + "".join(f"    main: {line}\n" for line in lines)), Regions()
     builder = GraphBuilder([lower(program, regions)], regions)
-    sweep = Sweep(builder.build(1), regions, lambda frame, at: builder.slot(frame.place, at))
+    sweep = Sweep(builder.build(), regions, builder.slot)
     return sweep, Origins(sweep, lambda content: f"all of {content.name}")
 
 
@@ -52,12 +52,12 @@ def test_origins_agree_with_a_list_of_bytes(seed: int) -> None:
     sweep, origins = moves([f'call("aten.neg.out", {src}, out={dst})' for src, dst in views])
     memory: dict[str, list[str | None]] = {name: [f"all of {name}"] * 48 for name in "xy"}
     memory["t"] = [None] * 48
-    (frame,) = sweep.graph.frames
+    (place,) = sweep.graph.places
     met = 0
-    for item in frame.place.source.items:
+    for item in place.source.items:
         for touch in item.touches if item.op is not None else ():
-            known, box = memory[touch.spot.buffer.name], origins.box(frame, touch)
-            strip = origins.read(frame, touch, rng.choice((None, box)))
+            known, box = memory[touch.spot.buffer.name], origins.box(place, touch)
+            strip = origins.read(place, touch, rng.choice((None, box)))
             assert each(strip) == [known[at] for at in bytes_of(box)], (seed, touch.spot.view)
             met += len(strip)
             if not touch.write:
@@ -67,7 +67,7 @@ def test_origins_agree_with_a_list_of_bytes(seed: int) -> None:
                 new.append((rng.randint(1, left), rng.choice((None, "a", "b", "c"))))
                 left -= new[-1][0]
             given = rng.choice((new, new, new, None))
-            origins.write(frame, touch, given)
+            origins.write(place, touch, given)
             held = each(new) if given is not None else [None] * len(bytes_of(box))
             for at, origin in zip(bytes_of(box), held, strict=True):
                 known[at] = origin
@@ -79,13 +79,13 @@ def test_a_view_of_many_runs_is_not_followed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "MOST", 4)
     views = ("x.slice(1, 5, 6)", "x.view(4, 3, 2).slice(2, 0, 1)", "x")
     sweep, origins = moves([f'call("aten.neg.out", {view}, out={view})' for view in views])
-    (frame,) = sweep.graph.frames
-    calls = [item.touches for item in frame.place.source.items if len(item.touches) == 2]
+    (place,) = sweep.graph.places
+    calls = [item.touches for item in place.source.items if len(item.touches) == 2]
     (column, to_column), (twelve, to_twelve), (whole, _) = calls
-    assert each(origins.read(frame, column)) == ["all of x"] * 8
-    origins.write(frame, to_column, [(4, "a"), (4, "b")])
-    assert each(origins.read(frame, column)) == ["a"] * 4 + ["b"] * 4
-    assert origins.read(frame, twelve) == [(24, None)]
-    assert each(origins.read(frame, whole)).count("all of x") == 40
-    origins.write(frame, to_twelve, [(24, "c")])
-    assert each(origins.read(frame, whole)) == [None] * 46 + ["b"] * 2
+    assert each(origins.read(place, column)) == ["all of x"] * 8
+    origins.write(place, to_column, [(4, "a"), (4, "b")])
+    assert each(origins.read(place, column)) == ["a"] * 4 + ["b"] * 4
+    assert origins.read(place, twelve) == [(24, None)]
+    assert each(origins.read(place, whole)).count("all of x") == 40
+    origins.write(place, to_twelve, [(24, "c")])
+    assert each(origins.read(place, whole)) == [None] * 46 + ["b"] * 2

@@ -15,7 +15,7 @@ from interlace.verify import Report, check
 def agreed(programs: Program | list[Program]) -> Report:
     """The report, after the check of one run, of three and the oracle said the same."""
     report = check(programs)
-    assert check(programs, unroll=True).kinds() == report.kinds(), report
+    assert check(programs, fold=False).kinds() == report.kinds(), report
     verdict = explore(programs, runs=2)
     assert verdict.race == ("race" in report.kinds()), f"{verdict}\n{report}"
     assert verdict.deadlock == ("deadlock" in report.kinds()), f"{verdict}\n{report}"

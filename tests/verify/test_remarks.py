@@ -80,14 +80,3 @@ def test_a_message_and_a_collective_of_one_team() -> None:
         f"def h{INPUTS}:\n    main: recv(y, peer=0, team=a)\n{after}{texts[0].splitlines()[-1]}\n"
     )
     assert remarks(check([first, parse(twin).instantiate(1)])) == []
-
-
-def test_one_name_for_signals_of_two_teams() -> None:
-    body = (
-        "    main: notify(n, to=a.others, team=a)\n    main: notify(n, to=b.others, team=b)\n"
-        "    main: expect(n, a.others, team=a)\n    main: expect(n, b.others, team=b)\n"
-        "    main: copy(x, y)\n    main: copy(x, z)\n"
-    )
-    assert remarks(check(parse(f"def f{HEAD}:\n{body}"))) == ["shared-name"]
-    other = body.replace("(n, to=b", "(m, to=b").replace("(n, b", "(m, b")
-    assert remarks(check(parse(f"def f{HEAD}:\n{other}"))) == []

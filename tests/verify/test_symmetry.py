@@ -1,7 +1,7 @@
 """A fold's verdict is that of all ranks: on random programs, the schedules that the passes make and
 what is left of them without an op, at worlds of 2 to 8, on meshes, and for pipelines.
 
-`check(..., unroll=True)` folds nothing and unrolls three runs: the slow twin.
+`check(..., fold=False)` visits every rank: the slow twin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
 def compared(programs: Sequence[Program]) -> Report:
     """The report, once it is seen that all ranks, visited, have the same verdict."""
-    report, whole = check(programs), check(programs, unroll=True)
+    report, whole = check(programs), check(programs, fold=False)
     text = "\n".join(map(str, programs))
     assert report.sound == whole.sound, f"{text}\n{report}\n{whole}"
     assert report.kinds() == whole.kinds(), text
@@ -352,9 +352,9 @@ def test_ranks_that_there_are_not(line: str) -> None:
         f"    g = alloc(f32[2], symmetric=tp)\n    main: copy(x, g)\n    {line}\n"
         "    main: free(g)\n"
     )
-    for unroll in (False, True):
+    for fold in (False, True):
         with pytest.raises((ProgramError, TeamError)):
-            check(parse(text), unroll=unroll)
+            check(parse(text), fold=fold)
 
 
 CHUNKS_OF_TWO_TEAMS = """
@@ -448,6 +448,6 @@ def test_the_report_says_what_was_visited() -> None:
     told = json.loads(json.dumps(report.to_json()))
     assert (told["num_ranks"], told["num_visited"]) == (1024, 1)
     assert told["symmetry"] == {"visited": [0], "folded": ["dp", "tp"], "few": ["dp"]}
-    whole = check(along_two(2), unroll=True)
+    whole = check(along_two(2), fold=False)
     assert str(whole).startswith("sound (8 ranks, ")
     assert (whole.to_json()["num_visited"], whole.to_json()["symmetry"]) == (8, None)

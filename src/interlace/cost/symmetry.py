@@ -5,28 +5,23 @@
     ({0: 1024}, frozenset({'dp', 'pp', 'tp'}))
 
 Note [Folded teams]
-    A team is folded, one of its ranks standing for all, if its ranks run one Program that does not
-    tell them apart: peers are at a distance (`tp.rank + 1`), not numbers; tables have equal
-    entries; and each message has its ends on different hosts, or none has. Then all that differs
-    is where in a buffer a rank works, which costs nothing. What a rank sends at some distance it
-    receives from that distance, at the same time. Other teams are simulated whole, among them those
-    with ranks in several Programs, such as the stages of a pipeline.
+    A team is folded, one of its ranks standing for all, by its turn (ir/symmetry.py), if each
+    message of it has its ends on different hosts, or none has. Where in a buffer a rank works and
+    who is the root of a collective cost nothing. What a rank sends at some distance it receives
+    from that distance, at the same time. Other teams are simulated whole, among them those with
+    ranks in several Programs, such as the stages of a pipeline.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.errors import ProgramError
 from interlace.ir import Program, Team, Where, spots
-from interlace.ir.types import Member
-
-Homes = Mapping[int, Program]
-"""The Program of each rank."""
-Places = Mapping[int, Mapping[str, Member]]
-"""The place of each rank in its teams."""
+from interlace.ir.symmetry import Actor, Map, standing, turns_of
+from interlace.ir.types import Index, Member, Others
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +50,8 @@ class Symmetry:
         if not (fold or spans):
             return cls(dict.fromkeys(homes, 1), frozenset(), {}, {})
         places = {w.rank: w.members for p in programs for w in p.wheres(_ranks(p))}
-        folded, stand = (
-            _folded(homes, places) if fold else (frozenset[str](), {r: r for r in homes})
-        )
+        folded, stand = _folded(programs) if fold else (frozenset[str](), {})
+        stand = stand or {rank: rank for rank in homes}
         hosts = _Sets()
         for rank, members in places.items():
             for name, member in members.items():
@@ -84,56 +78,34 @@ def _host(team: Team, member: Member) -> tuple[int, ...]:
     return next(host for host in team.hosts or () if member.index in host)
 
 
-def _folded(homes: Homes, places: Places) -> tuple[frozenset[str], dict[int, int]]:
-    """Teams of Note [Folded teams] that leave the others whole, and the rank that stands for each:
-    of all that may be folded one after another is left out, that which tears the others least."""
-    programs = {id(program): program for program in homes.values()}.values()
-    kept = {name for program in programs for name in _told_apart(program)}
-    teams = {(name, id(m.ranks)): m.ranks for each in places.values() for name, m in each.items()}
-    kept |= {
-        name for (name, _), ranks in teams.items() if len({id(homes.get(r)) for r in ranks}) > 1
-    }
-    folded = sorted({team.name for program in programs for team in program.teams} - kept)
-    stand, torn = _standing(places, folded)
-    while torn:
-        without = [[name for name in folded if name != left] for left in reversed(folded)]
-        folded = min(without, key=lambda names: _standing(places, names)[1])
-        stand, torn = _standing(places, folded)
-    return frozenset(folded), stand
+def _folded(programs: Sequence[Program]) -> tuple[frozenset[str], Map]:
+    """Teams of Note [Folded teams] that leave the others whole; the rank that stands for each."""
+    turns, members = turns_of([_actor(program) for program in programs])
+    single = {name for name, groups in members.groups.items() if max(map(len, groups)) == 1}
+    teams = {*members.groups} - single
+    while torn := {name for name, turn in turns.items() if turn.moves(teams - {*turns})}:
+        turns = {name: turn for name, turn in turns.items() if name not in torn}
+    if not turns:
+        return frozenset(single), {}
+    first = standing([turn.to for turn in turns.values()], sorted(members.wheres))
+    for name in teams - {*turns}:
+        if any(len({first[rank] == rank for rank in ranks}) > 1 for ranks in members.groups[name]):
+            return frozenset(), {}
+    return frozenset(turns) | single, first
 
 
-def _standing(places: Places, folded: Sequence[str]) -> tuple[dict[int, int], int]:
-    """The first of those that each rank is folded with; and how many ranks the other teams of these
-    have that are not such."""
-    alike = _Sets()
-    for rank, members in places.items():
-        for name in members.keys() & {*folded}:
-            alike.join(rank, members[name].ranks[0])
-    stand = {rank: alike.first(rank) for rank in places}
-    others = (
-        other
-        for rank in {*stand.values()}
-        for name, member in places[rank].items()
-        if name not in folded
-        for other in member.ranks
-    )
-    return stand, sum(stand.get(other, other) != other for other in others)
-
-
-def _told_apart(program: Program) -> Iterator[str]:
-    """The teams whose ranks a Program tells apart."""
-    for table in program.tables:
-        if len({*table.values}) > 1:
-            yield table.team
+def _actor(program: Program) -> Actor:
+    ends, apart = set[tuple[str, Index | Others]](), set[str]()
     for _, op in spots(program.ops):
         ordering = op.ordering()
         signals = [level for level in (ordering.raises, ordering.expects) if level is not None]
         for end in (*ordering.messages, *signals, *op.reads(), *op.writes()):
-            if isinstance(end.peer, int) and end.team is not None:
-                yield end.team
+            if end.peer is not None and end.team is not None:
+                ends.add((end.team, end.peer))
         for end in ordering.messages:
             if max(map(len, program.team(end.team).hosts or ((),))) > 1:
-                yield end.team
+                apart.add(end.team)
+    return Actor(program, _ranks(program), ends, apart)
 
 
 class _Sets:

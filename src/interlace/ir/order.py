@@ -151,7 +151,7 @@ class Retake(Generic[T]):
 class Meetings(Generic[T]):
     """Meeting points of the ops of all ranks: collectives, messages, signals and slots.
 
-    Ops are added rank by rank, in the order of each list, run by run.
+    Ops are added rank by rank, in the order of each list.
     """
 
     def __init__(self, folded: Collection[str] = (), among: Collection[int] | None = None) -> None:
@@ -167,17 +167,17 @@ class Meetings(Generic[T]):
         """The takes of each rank."""
         self.freed: dict[tuple[Slot, int, int], T] = {}
         """The ops that free slots, by slot, number of the take and rank."""
-        self.raised: dict[tuple[Signal, int], list[tuple[int, T]]] = {}
-        """Values and notifies by signal and run, in the order in which they raise the signal."""
-        self.awaited: list[tuple[Signal, int, int, T]] = []
-        """Signal, run, value."""
-        self._tops: dict[tuple[Signal, int], list[int]] = {}
-        """The highest value so far after each notify, by signal and run."""
-        self._held: dict[tuple[int, int, str], tuple[Slot, int]] = {}  # by rank, run and buffer
+        self.raised: dict[Signal, list[tuple[int, T]]] = {}
+        """Values and notifies by signal, in the order in which they raise it."""
+        self.awaited: list[tuple[Signal, int, T]] = []
+        """Signal, value."""
+        self._tops: dict[Signal, list[int]] = {}
+        """The highest value so far after each notify, by signal."""
+        self._held: dict[tuple[int, str], tuple[Slot, int]] = {}  # by rank and buffer
         self._teams: dict[tuple[int, str], TeamKey] = {}
         self._instances: dict[tuple[str, int], list[TeamKey]] = {}  # by name and first rank
 
-    def add(self, where: Where, ordering: Ordering, at: T, run: int = 0) -> None:
+    def add(self, where: Where, ordering: Ordering, at: T) -> None:
         """Notes what an op of a rank meets others in."""
         if ordering.meets is not None:
             self.collective(where, ordering.meets, at)
@@ -185,14 +185,14 @@ class Meetings(Generic[T]):
             self.message(where, end, at)
         if ordering.raises is not None:
             for signal in self._signals(where, ordering.raises, raises=True):
-                self.raised.setdefault((signal, run), []).append((ordering.raises.value, at))
+                self.raised.setdefault(signal, []).append((ordering.raises.value, at))
         if ordering.expects is not None:
             for signal in self._signals(where, ordering.expects, raises=False):
-                self.awaited.append((signal, run, ordering.expects.value, at))
+                self.awaited.append((signal, ordering.expects.value, at))
         if ordering.takes is not None and ordering.takes.kind == "symmetric":
-            self.take(where, ordering.takes, at, run)
+            self.take(where, ordering.takes, at)
         if ordering.frees is not None:
-            self.free(where, ordering.frees, at, run)
+            self.free(where, ordering.frees, at)
 
     def collective(self, where: Where, meets: tuple[str, str | None], at: T) -> tuple[Queue, int]:
         """The queue of a collective, and which it is of this rank's there, from 0."""
@@ -210,17 +210,17 @@ class Meetings(Generic[T]):
         mine.append(at)
         return channel, len(mine) - 1
 
-    def take(self, where: Where, buffer: Buffer, at: T, run: int = 0) -> int:
-        """Which take of its slot an Alloc is on this rank, from 0, over all runs."""
+    def take(self, where: Where, buffer: Buffer, at: T) -> int:
+        """Which take of its slot an Alloc is on this rank, from 0."""
         slot = self.slot(where, buffer)
         mine = self.taken.setdefault(slot, {}).setdefault(where.rank, [])
-        self._held[where.rank, run, buffer.name] = slot, len(mine)
+        self._held[where.rank, buffer.name] = slot, len(mine)
         mine.append(at)
         return len(mine) - 1
 
-    def free(self, where: Where, buffer: str, at: T, run: int = 0) -> None:
-        """Gives back the slot that a buffer took last in this run, if it took one."""
-        held = self._held.pop((where.rank, run, buffer), None)
+    def free(self, where: Where, buffer: str, at: T) -> None:
+        """Gives back the slot that a buffer took last, if it took one."""
+        held = self._held.pop((where.rank, buffer), None)
         if held is not None:
             slot, number = held
             self.freed[slot, number, where.rank] = at
@@ -282,19 +282,18 @@ class Meetings(Generic[T]):
                 yield Delivery(channel, k, send, recvs[k] if k < len(recvs) else None)
 
     def levels(self) -> Iterator[Awaited[T]]:
-        """Each awaited value, with the first notify of that run that suffices."""
-        for signal, run, value, at in self.awaited:
-            notify, highest = self.first_raise(signal, run, value)
+        """Each awaited value, with the first notify that suffices."""
+        for signal, value, at in self.awaited:
+            notify, highest = self.first_raise(signal, value)
             yield Awaited(signal, value, at, notify, highest)
 
-    def first_raise(self, signal: Signal, run: int, value: int) -> tuple[T | None, int]:
-        """The first notify of that run that raises a signal so far, and the highest value of any.
-        Asked for once all ops are there."""
-        raised = self.raised.get((signal, run), ())
-        tops = self._tops.get((signal, run))
+    def first_raise(self, signal: Signal, value: int) -> tuple[T | None, int]:
+        """The first notify that raises a signal so far, and the highest value of any. Asked for
+        once all ops are there."""
+        raised = self.raised.get(signal, ())
+        tops = self._tops.get(signal)
         if tops is None:
-            tops = list(accumulate((reached for reached, _ in raised), max))
-            self._tops[signal, run] = tops
+            tops = self._tops[signal] = list(accumulate((reached for reached, _ in raised), max))
         at = bisect_left(tops, value)
         return (raised[at][1] if at < len(tops) else None), tops[-1] if tops else 0
 

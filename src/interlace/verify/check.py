@@ -51,18 +51,16 @@ FIRST = {"mismatch": 0, "deadlock": 1, "event": 2, "signal": 3, "race": 4}
 def check(
     programs: Program | Sequence[Program],
     *,
-    runs: int = 3,
     in_order: bool = False,
-    unroll: bool = False,
+    fold: bool = True,
 ) -> Report:
-    """Checks Programs that run together, over `runs` runs in a row that no barrier joins.
+    """Checks Programs that run together, over any number of runs in a row that no barrier joins.
 
     An SPMD Program stands for all of its ranks; a sequence is a set that covers disjoint ranks.
     Of ranks that do the same at their places one is visited, and the report names these teams; if
     anything is found, or ranks cannot be proved alike, all are (semantics.md).
-    `in_order` checks the twin that runs all ops of a rank on one stream, in list order. `unroll`
-    visits all runs even where the first stands for all of them (build.py says when); the verdict
-    does not depend on it.
+    `in_order` checks the twin that runs all ops of a rank on one stream, in list order. Without
+    `fold` every rank is visited; the verdict does not depend on it.
 
     Of Programs with named sizes the report holds for a class of sizes, which it names. Where one
     name has different values in a set, the report is for these values alone. Where they
@@ -76,7 +74,7 @@ def check(
     """
     with _no_collections():
         listed = together(programs, "interlace.check")
-        return _check_class(listed, max(runs, 1), in_order, unroll)
+        return _check_class(listed, in_order, fold)
 
 
 @contextmanager
@@ -92,9 +90,9 @@ def _no_collections() -> Generator[None]:
             gc.enable()
 
 
-def _check_class(listed: Sequence[Program], runs: int, in_order: bool, unroll: bool) -> Report:
+def _check_class(listed: Sequence[Program], in_order: bool, fold: bool) -> Report:
     """A check of a class of sizes, where Programs have named ones."""
-    again = partial(_check, runs=runs, in_order=in_order, unroll=unroll)
+    again = partial(_check, in_order=in_order, fold=fold)
     named = {pair for program in listed for pair in program.sizes.values.items()}
     if len(named) > len(dict(named)):
         return again([program.at(program.sizes.values) for program in listed])
@@ -118,11 +116,11 @@ def _check_class(listed: Sequence[Program], runs: int, in_order: bool, unroll: b
     return dataclasses.replace(report, sizes=sizes.alone(), single=why)
 
 
-def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool) -> Report:
+def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
     began = time.perf_counter()
     regions = Regions()
     sources = [lower(program, regions, in_order, k) for k, program in enumerate(together)]
-    turns = None if unroll else Turns.of(sources)
+    turns = Turns.of(sources) if fold else None
     if turns is not None:
         _refuse_too_many_pairs(sources, {*turns.visited})
     if turns is not None and certified(sources, regions, turns):
@@ -132,8 +130,8 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
         return Report((), num_ops, len(turns.first), seconds, symmetry=told, in_order=in_order)
     _refuse_too_many(sources)
     builder = GraphBuilder(sources, regions)
-    graph = builder.build(runs, unroll)
-    sweep = Sweep(graph, regions, lambda frame, version: builder.slot(frame.place, version))
+    graph = builder.build()
+    sweep = Sweep(graph, regions, builder.slot)
     sweep.run()
 
     explainer = Explainer(sources, Unwritten(sweep))
@@ -167,7 +165,7 @@ def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool)
         return report
     work = graph.words // PER_OP + regions.steps // PER_CHECKED
     work += left_out + PER_FINDING * len(findings)
-    again = partial(_check, runs=runs, in_order=in_order, unroll=unroll)
+    again = partial(_check, in_order=in_order, fold=fold)
     return with_fixes(report, together, again, work)
 
 

@@ -54,33 +54,29 @@ def _never(builder: GraphBuilder, stuck: set[int], explainer: Explainer) -> list
             continue
         part = graph.part[node]
         assert part is not None, "only an op waits for what never comes"
-        place = part[0].place
+        place = part[0]
         found.setdefault((place.source, part[1].index), (reason, part, set()))[2].add(place.rank)
     findings: list[Finding] = []
     for reason, part, ranks in found.values():
-        ref = explainer.ref(part[0].place, part[1], f"waits for {reason}")
+        ref = explainer.ref(part[0], part[1], f"waits for {reason}")
         message = f"an op waits forever, for {reason}"
         words = f"add what line {ref.line} waits for: {reason}; or remove it on every rank"
         propose = partial(explainer.fixes.never, part)
-        if (meets := part[1].ordering.meets) is not None:
-            queue = builder.meetings.team(part[0].place.where, meets[0]), meets[1]
-            propose = partial(explainer.fixes.lacking, builder, queue)
         on = tuple(sorted(ranks))
         findings.append(Finding("deadlock", message, (ref,), words, "error", on, propose))
     return findings
 
 
 def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list[Finding]:
-    """At most `MAX_CYCLES`, those within one run first."""
-    found: dict[frozenset[tuple[object, int]], tuple[bool, Finding]] = {}
+    """At most `MAX_CYCLES`."""
+    found: dict[frozenset[tuple[object, int]], Finding] = {}
     for steps in _circles(graph, stuck):
-        key = frozenset((part[0].place.source, part[1].index) for part, *_ in steps)
-        spans_runs = len({part[0].run for part, _, _ in steps}) > 1
+        key = frozenset((part[0].source, part[1].index) for part, *_ in steps)
         if key not in found:
-            found[key] = spans_runs, _explained(steps, explainer)
+            found[key] = _explained(steps, explainer)
         if len(found) >= MAX_CYCLES:
             break
-    return [finding for _, finding in sorted(found.values(), key=lambda pair: pair[0])]
+    return [*found.values()]
 
 
 def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
@@ -216,15 +212,15 @@ def _joined(steps: list[CycleLink]) -> list[CycleLink]:
 
 def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
     refs: list[OpRef] = []
-    for (frame, item), (other_frame, other), why in steps:
-        rank = other_frame.place.rank
-        line = explainer.line(other_frame.place.source, other.index)
+    for (place, item), (other_place, other), why in steps:
+        rank = other_place.rank
+        line = explainer.line(other_place.source, other.index)
         if why == STREAM:
-            why = f"it comes earlier on stream {frame.place.source.streams[item.stream]}"
+            why = f"it comes earlier on stream {place.source.streams[item.stream]}"
         elif why == MEETS:
             why = f"it cannot end before rank {rank} is there"
         role = f"waits for rank {rank}, line {line}: {why}"
-        refs.append(explainer.ref(frame.place, item, role))
+        refs.append(explainer.ref(place, item, role))
     ranks = sorted({ref.rank for ref in refs})
     message = f"rank {ranks[0]} waits for itself, in a circle"
     if len(ranks) > 1:
@@ -237,16 +233,12 @@ def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
 
 def _why(part: Part, earlier: Part) -> str:
     """Why an op waits for another."""
-    (frame, item), (other_frame, other) = part, earlier
+    (place, item), (other_place, other) = part, earlier
     here, there = item.ordering, other.ordering
-    if frame.place is not other_frame.place:
+    if place is not other_place:
         if here.expects:
             return "its notify raises the signal"
         return "the slot comes back with its free" if here.takes else MEETS
-    if frame is not other_frame:
-        if there.frees is not None:
-            return "the slot comes back with its free"
-        return "the run before has to end" if other.ends_run else MEETS
     if item is other:
         return STREAM  # the end of an op after its begin
     same = item.index == other.index
@@ -257,12 +249,8 @@ def _why(part: Part, earlier: Part) -> str:
         return "the event is recorded there"
     if there.holds_host and other.turn < item.turn:
         return "the host issues nothing more until that stream has come there"
-    if item.ends_run:
-        return "the run ends after it"
     if there.frees is not None:
         return "the slot comes back with its free"
-    if other.begins_run:
-        return "the run begins before it"
     if members:
         return "the parts of a fused op are begun in the order listed"
     if same:
@@ -279,12 +267,12 @@ def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
     if any(buffer is not None and buffer.kind == "symmetric" for buffer in takes):
         return "free the buffer that held the slot before this take of it, on every rank"
     said: list[str] = []
-    for (frame, item), (_, other) in segments(links):
-        line, first = (explainer.line(frame.place.source, one.index) for one in (item, other))
+    for (place, item), (_, other) in segments(links):
+        line, first = (explainer.line(place.source, one.index) for one in (item, other))
         if item.index != other.index:
             one, two = f"line {line}", f"line {first}"
         else:
-            program = frame.place.source.program
+            program = place.source.program
             ops = [op for op in (item.op, other.op) if op is not None]
             texts = (print_op(op, program).partition(": ")[2] for op in ops)
             one, two = (f"`{text}` of line {line}" for text in texts)
@@ -300,7 +288,7 @@ def launch_order(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     what the other needs.
     """
     steps = next(_circles(*launched_in_a_circle(builder)), list[CycleLink]())
-    launched = [step.other for step in steps if step.part[0].place is step.other[0].place]
+    launched = [step.other for step in steps if step.part[0] is step.other[0]]
     if not launched:
         return []
     return [
@@ -309,13 +297,11 @@ def launch_order(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
             "collectives and messages on streams that may run at once wait for each other if "
             "each rank runs its own one after another, as they are listed: NCCL does so with "
             "those of one team, and those of two teams may need the same multiprocessors",
-            tuple(
-                explainer.ref(frame.place, item, "is launched first") for frame, item in launched
-            ),
+            tuple(explainer.ref(place, item, "is launched first") for place, item in launched),
             "launch them in one order on all ranks, put messages that belong together into one "
             'group, or name the backend that runs them (backend="peer")',
             "remark",
-            tuple(sorted({frame.place.rank for frame, _ in launched})),
+            tuple(sorted({place.rank for place, _ in launched})),
         )
     ]
 
@@ -331,7 +317,7 @@ def launched_in_a_circle(builder: GraphBuilder) -> tuple[HappensBefore, set[int]
         return graph, set()
     ends += [at for members in queues for mine in members.values() for at in mine]
     for at in ends:
-        spans[at.frame.place.rank].append((at.begin, at.end))
+        spans[at.place.rank].append((at.begin, at.end))
     blocks = dict(graph.blocks)
     for mine in spans.values():
         for (_, end), (begin, _) in pairwise(sorted(set(mine))):

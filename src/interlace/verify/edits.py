@@ -18,7 +18,7 @@ from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 from interlace.errors import InterlaceError
-from interlace.ir.ops import Op
+from interlace.ir.ops import Notify, Op
 from interlace.ir.program import Program
 from interlace.ir.text.printer import print_lines, print_op
 from interlace.verify.report import Finding, Report
@@ -187,7 +187,9 @@ class _Prover:
         fresh = keys.keys() - before
         if finding.kind == "deadlock":  # once it is gone, other faults may show behind it
             ops = own[1] | {(edit.program, edit.index) for edit in fix}
-            better = all(key[0] != "deadlock" and not key[1] & ops for key in fresh)
+            opens = all(isinstance(edit.op, Notify) and edit.index is None for edit in fix)
+            stuck = () if opens else ("deadlock",)  # a new Notify makes nothing wait
+            better = all(key[0] not in stuck and not key[1] & ops for key in fresh)
         else:
             fewer = _num_errors(after) < _num_errors(self.report)
             better = fewer and {key[0] for key in fresh} <= self.report.kinds()

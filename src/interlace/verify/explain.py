@@ -106,14 +106,14 @@ class Explainer:
             verb = "ends: from then on its caller may touch"
         else:
             verb = "returns" if item.ends_run else "writes" if entry.write else "reads"
-        whose = f" of rank {rank}" if rank != entry.frame.place.rank else ""
+        whose = f" of rank {rank}" if rank != entry.place.rank else ""
         extent = at_hand(entry.region.lo), at_hand(entry.region.hi)
-        return self.ref(entry.frame.place, item, f"{verb} {name}{whose}", name, extent)
+        return self.ref(entry.place, item, f"{verb} {name}{whose}", name, extent)
 
     def faults(self, faults: Sequence[AccessFault]) -> Finding:
         """One finding for the same fault on several ranks."""
         kind, first, second = faults[0].kind, faults[0].first, faults[0].second
-        ranks = tuple(sorted({found.second.frame.place.rank for found in faults}))
+        ranks = tuple(sorted({found.second.place.rank for found in faults}))
         if first is None:
             return self._unwritten(kind, second, ranks)
         pairs = [(one.first, one.second) for one in faults if one.first is not None]
@@ -121,7 +121,7 @@ class Explainer:
             pairs = [(two, one) for one, two in pairs]
             first, second = pairs[0]
         ops = (self.access(first), self.access(second))
-        name, source = second.content.name, first.frame.place.source
+        name, source = second.content.name, first.place.source
         match kind:
             case "use-after-free":
                 message = f"{name} is used after it was freed"
@@ -187,7 +187,7 @@ def _verb(entry: ByteAccess) -> str:
 
 def _race_advice(first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:
     """Advice on which access must come before which, where no edit is known to bring it about."""
-    one, two = first.frame.place, second.frame.place
+    one, two = first.place, second.place
     line = f"line {ops[0].line}"
     if one is two and first.item.index == second.item.index:
         op = None if first.item.op is None else one.source.program.ops[first.item.index]
@@ -207,7 +207,7 @@ def _race_advice(first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]
 
 def _listed_after(first: ByteAccess, second: ByteAccess) -> bool:
     """Returns True if the fix reads better the other way round."""
-    if first.frame.place.source is second.frame.place.source:
+    if first.place.source is second.place.source:
         return first.item.index > second.item.index
     if second.free or second.item.op is None:
         return False

@@ -8,15 +8,12 @@ A fix is proved before it is printed (edits.py), so it need not be right, only l
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher
 from itertools import count
 from typing import NamedTuple
 
 from interlace.ir.ops import (
     Alloc,
-    Collective,
     Expect,
     Free,
     Group,
@@ -27,20 +24,14 @@ from interlace.ir.ops import (
     Send,
     Wait,
 )
-from interlace.ir.order import Queue
 from interlace.ir.program import Program, spots
-from interlace.ir.text.printer import print_op
 from interlace.ir.types import Index, Others, RankIndex
 from interlace.verify.accesses.memory import ByteAccess
 from interlace.verify.edits import Edit, Fix
-from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.graph import IssuedOp, Part
+from interlace.verify.happens_before.graph import Part
 from interlace.verify.happens_before.source import Flaw, LoweredProgram
 
 RankPair = tuple[int, int]
-MAX_COMPARED = 64
-"""Collectives of two ranks that are compared, and ops before one that are looked for on a rank
-that lacks it."""
 
 
 class OpPlace(NamedTuple):
@@ -76,11 +67,11 @@ class Fixes:
         """Orders two accesses, of which the first had better come first."""
         first, second = pairs[0]
         if first.free and first.item.ordering.frees is not None:
-            return self.free_later(first.frame.place.source, first.item.version)
+            return self.free_later(first.place.source, first.item.version)
         if second.free and second.item.ordering.takes is not None:
-            return self.alloc_sooner(second.frame.place.source, second.item.version)
-        one, two = (_place(e.frame.place.source, e.item.index) for e in (first, second))
-        ranks = {(a.frame.place.rank, b.frame.place.rank) for a, b in pairs}
+            return self.alloc_sooner(second.place.source, second.item.version)
+        one, two = (_place(e.place.source, e.item.index) for e in (first, second))
+        ranks = {(a.place.rank, b.place.rank) for a, b in pairs}
         cross = {(a, b) for a, b in ranks if a != b}
         event = self._event(one, two) if len(cross) < len(ranks) else ()
         signals = self._signals(one, two, cross) if cross else ()
@@ -205,9 +196,9 @@ class Fixes:
 
     def cycle(self, links: Sequence[tuple[Part, Part]]) -> Fix:
         """Opens a cycle of waits: in each pair the first cannot go before the other has."""
-        local = [link for link in links if link[0][0].place is link[1][0].place]
-        for (frame, item), (_, other) in [*segments(links), *local]:
-            source = frame.place.source
+        local = [link for link in links if link[0][0] is link[1][0]]
+        for (place, item), (_, other) in [*segments(links), *local]:
+            source = place.source
             low, high = sorted((item.index, other.index))
             if 0 <= low < high < len(source.program.ops):
                 return _grouped(source, low, high) or (Edit(source.number, index=high, anchor=low),)
@@ -215,7 +206,7 @@ class Fixes:
 
     def never(self, part: Part) -> Fix:
         """For an op that waits for what never comes."""
-        source, item = part[0].place.source, part[1]
+        source, item = part[0].source, part[1]
         if item.ordering.expects:
             return self._notified(part)
         if item.ordering.messages and not item.members:
@@ -232,13 +223,13 @@ class Fixes:
 
     def _notified(self, part: Part) -> Fix:
         """The Notify that an Expect lacks, where the writer has written; or no Expect."""
-        (frame, item), op = part, part[1].op
-        source, where = frame.place.source, frame.place.where
+        (place, item), op = part, part[1].op
+        source, where = place.source, place.where
         assert isinstance(op, Expect)
         member = where.member(op.team)
         to: Index | Others
         if isinstance(op.peer, Others):
-            to, writers = op.peer, {*member.ranks} - {frame.place.rank}
+            to, writers = op.peer, {*member.ranks} - {place.rank}
         else:
             to, writers = member.index, {member.ranks[where.index(op.peer)]}
             if source.program.rank is None:
@@ -264,70 +255,6 @@ class Fixes:
             signal=op.signal, peer=to, team=op.team, value=op.value, stream=ops[at].stream
         )
         return (Edit(k, notify, anchor=at, after=True),)
-
-    # Collectives that only some ranks of a team issue
-
-    def lacking(self, builder: GraphBuilder, queue: Queue) -> Fix:
-        """Makes all ranks issue what most of them do, from where their sequences part."""
-        ranks = builder.members(queue[0], queue[0].ranks[0])
-        issues = {rank: builder.queue(queue, rank) for rank in ranks}
-        sequences = {rank: tuple(map(_fact, mine)) for rank, mine in issues.items()}
-        popular = Counter(sequences.values())
-        wanted = min(popular, key=lambda each: (-popular[each], -len(each)))
-        like = next(rank for rank, sequence in sequences.items() if sequence == wanted)
-        edits: dict[Edit, None] = {}
-        for rank, sequence in sequences.items():
-            if sequence != wanted:
-                source = next(one for one in self.sources if rank in one.ranks)
-                edits.update(dict.fromkeys(_alike(source, issues[rank], issues[like])))
-        return tuple(edits)
-
-
-def _alike(
-    source: LoweredProgram, own: Sequence[IssuedOp], wanted: Sequence[IssuedOp]
-) -> Iterator[Edit]:
-    """The edits that make the collectives of one rank those of another."""
-    facts = list(map(_fact, own)), list(map(_fact, wanted))
-    least = min(map(len, facts))
-    first = next((i for i in range(least) if facts[0][i] != facts[1][i]), least)
-    end = first + MAX_COMPARED
-    matcher = SequenceMatcher(None, facts[0][first:end], facts[1][first:end], autojunk=False)
-    for tag, *places in matcher.get_opcodes():
-        low, high, start, stop = (first + place for place in places)
-        gone, new = own[low:high], wanted[start:stop]
-        if tag == "equal":
-            continue
-        if len(gone) == len(new):
-            for at, other in zip(gone, new, strict=True):
-                yield Edit(source.number, other.item.op, index=at.item.index)
-            continue
-        yield from (Edit(source.number, index=at.item.index) for at in gone)
-        begin = own[low - 1].item.index if low else -1
-        last = own[low].item.index if low < len(own) else len(source.program.ops)
-        for at in new:
-            begin = _behind(source.program, begin, last, at)
-            yield Edit(source.number, at.item.op, anchor=max(begin, 0), after=begin >= 0)
-
-
-def _behind(program: Program, begin: int, end: int, at: IssuedOp) -> int:
-    """The op from `begin` up to `end` after which a collective of another rank goes: the one that
-    stands before it there, too."""
-    here = {print_op(program.ops[i], program): i for i in range(begin + 1, end)}
-    other = at.source.program
-    for i in range(at.item.index - 1, max(at.item.index - MAX_COMPARED, 0) - 1, -1):
-        text = print_op(other.ops[i], other)
-        if text in here:
-            return here[text]
-    return begin
-
-
-def _fact(at: IssuedOp) -> tuple[object, ...]:
-    """The facts that two ranks which issue the same collective agree on."""
-    op, where = at.item.op, at.frame.place.where
-    assert isinstance(op, Collective)
-    root = None if op.root is None else where.index(op.root)
-    buffers = [None if view is None else view.buffer for view in (op.src, op.dst)]
-    return op.kind, op.reduce, root, *buffers
 
 
 def _place(source: LoweredProgram, index: int) -> OpPlace:
@@ -370,7 +297,7 @@ def _shared_teams(
 
 def own_storage(entry: ByteAccess) -> Fix:
     """Takes a buffer out of the storage that it shares with others."""
-    source = entry.frame.place.source
+    source = entry.place.source
     for version in source.versions:
         if version.shared and version.buffer.name == entry.content.name:
             return _reallocated(source, version.alloc, storage=None, offset=0)
@@ -416,7 +343,7 @@ def segments(links: Sequence[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
     """
     found: list[tuple[Part, Part]] = []
     for part, other in links:
-        if part[0].place is other[0].place:
+        if part[0] is other[0]:
             if found and found[-1][1] == part:
                 found[-1] = found[-1][0], other
             else:

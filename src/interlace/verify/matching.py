@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from interlace.ir.ops import KINDS, Alloc, Collective, Op, Recv, Send
-from interlace.ir.order import Queue, Signal, Slot, TeamKey
+from interlace.ir.order import Queue, Slot, TeamKey
 from interlace.ir.sizes import Int
 from interlace.ir.types import TableEntry, contiguous_strides
 from interlace.ir.view import Box, Chunk
@@ -66,7 +66,6 @@ def mismatches(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     matcher.messages()
     matcher.slots()
     matcher.signals()
-    matcher.shared_names()
     return matcher.findings
 
 
@@ -82,35 +81,30 @@ class _Matcher:
         self.alike: set[tuple[object, ...]] = set()
         """Sets of members that were found to agree."""
 
-    def report(
-        self, message: str, fix: str, *ops: tuple[IssuedOp, str], queue: Queue | None = None
-    ) -> None:
-        """A mismatch of ops, each with its role; of collectives, with their queue."""
+    def report(self, message: str, fix: str, *ops: tuple[IssuedOp, str]) -> None:
+        """A mismatch of ops, each with its role."""
         refs = tuple(self.ref(issue, role) for issue, role in ops)
-        ranks = tuple(sorted({issue.frame.place.rank for issue, _ in ops}))
-        propose = partial(self.explainer.fixes.lacking, self.builder, queue) if queue else None
-        self.findings.append(Finding("mismatch", message, refs, fix, "error", ranks, propose))
+        ranks = tuple(sorted({issue.place.rank for issue, _ in ops}))
+        self.findings.append(Finding("mismatch", message, refs, fix, "error", ranks))
 
-    def differ(
-        self, name: str, met: Sequence[IssuedOp], problem: Difference, queue: Queue | None = None
-    ) -> None:
+    def differ(self, name: str, met: Sequence[IssuedOp], problem: Difference) -> None:
         """A mismatch of two who meet."""
         what, *sides = problem
         rows = [MEETINGS[type(met[i].item.op)] for i, _ in sides]  # pyright: ignore[reportArgumentType]
         roles = [f"{row.verb} {what} {side[1]}" for row, side in zip(rows, sides, strict=True)]
         ops = [(met[i], role) for (i, _), role in zip(sides, roles, strict=True)]
         message = f"{name}: {rows[0].who} disagree on the {what}"
-        self.report(message, rows[0].fix.format(what), *ops, queue=queue)
+        self.report(message, rows[0].fix.format(what), *ops)
 
     def ref(self, issue: IssuedOp, role: str) -> OpRef:
-        return self.explainer.ref(issue.frame.place, issue.item, role)
+        return self.explainer.ref(issue.place, issue.item, role)
 
     def box(self, issue: IssuedOp, side: str) -> Box | None:
         """The box of `src` or `dst` of an op, on its rank."""
         view = getattr(issue.item.op, side)
         for touch in issue.item.touches:
             if view is not None and touch.spot.view == view and touch.write == (side == "dst"):
-                return self.regions.at(touch.spot, issue.frame.place.where).exact
+                return self.regions.at(touch.spot, issue.place.where).exact
         return None
 
     def differs(
@@ -127,7 +121,7 @@ class _Matcher:
 
     def facts(self, issue: IssuedOp) -> dict[str, object]:
         """The facts that all who meet must have in common; None: this member does not give it."""
-        op, where = issue.item.op, issue.frame.place.where
+        op, where = issue.item.op, issue.place.where
         if isinstance(op, Alloc):
             spot = issue.source.versions[issue.item.version].spot
             return {"size": f"{self.regions.at(spot, where).hi} bytes"}
@@ -176,7 +170,7 @@ class _Matcher:
                 wanted = all_out
             elif op.kind == "all_to_all" and op.splits is not None:
                 given, wanted = all_in, all_out
-            elif row.rooted and not met[i].item.is_root(met[i].frame.place.where):
+            elif row.rooted and not met[i].item.is_root(met[i].place.where):
                 continue
             if row.reads != "none" and None not in (given, wanted) and given != wanted:
                 said = f"of {given} elements in", f"of {wanted} elements out"
@@ -207,7 +201,7 @@ class _Matcher:
                     each = [1] * len(met)
                 problem = self.differs(met, each)
                 if problem is not None:  # what follows is the same fault
-                    self.differ(f"collective {k + 1} of team {queue[0].name}", met, problem, queue)
+                    self.differ(f"collective {k + 1} of team {queue[0].name}", met, problem)
                     break
                 self.alike.add(key)
             else:
@@ -216,7 +210,7 @@ class _Matcher:
 
     def identity(self, at: IssuedOp) -> tuple[object, ...]:
         """The facts of a collective on its rank: equal for two that agree with the same others."""
-        where, op, place = at.frame.place.where, at.item.op, at.frame.place
+        where, op, place = at.place.where, at.item.op, at.place
         assert isinstance(op, Collective)
         root = None if op.root is None else (where.index(op.root), at.item.is_root(where))
         touches = at.item.touches
@@ -231,7 +225,7 @@ class _Matcher:
             f"rank {most} issues {_times(len(issued[most]), 'collective')} of team {team} in a "
             f"run, rank {least} issues {count}"
         )
-        fix, likely = f"issue it on rank {least} too, or on no rank", queue
+        fix = f"issue it on rank {least} too, or on no rank"
         self.regions.spend(2 * len(self.meetings.queues))
         for (other, backend), members in self.meetings.queues.items():
             if other != queue[0] or backend == queue[1]:
@@ -240,15 +234,14 @@ class _Matcher:
                 message += (
                     f", which issues more on {_backend(backend)} than on {_backend(queue[1])}"
                 )
-                fix, likely = f"name the same backend on every rank of team {team}", None
+                fix = f"name the same backend on every rank of team {team}"
         for namesake, _ in self.meetings.queues:
             if namesake.name == team and namesake != queue[0] and least in namesake.ranks:
                 message += f", where the ranks of {team} are {list(namesake.ranks)}"
                 fix = f"give team {team} the same ranks, in one order, in all Programs"
-                likely = None
                 break
         role = f"is number {count + 1}, which rank {least} lacks"
-        self.report(message, fix, (issued[most][count], role), queue=likely)
+        self.report(message, fix, (issued[most][count], role))
 
     def messages(self) -> None:
         reported: set[tuple[object, ...]] = set()
@@ -287,6 +280,13 @@ class _Matcher:
             taken = {rank: self.builder.takes(slot, rank) for rank in ranks}
             least, most = _extremes(taken)
             count, name = len(taken[least]), f"slot {slot[1]} of team {slot[0].name}"
+            absent = next((r for r in slot[0].ranks if self.builder.first(r) not in taken), None)
+            if absent is not None:
+                self.report(
+                    f"{name}: no Program of the set runs on rank {absent}, which never frees it",
+                    "check it with the Programs of all ranks of the team",
+                    (taken[most][0], "takes it"),
+                )
             for k in range(count):
                 met = [issues[k] for issues in taken.values()]
                 problem = self.differs(met)
@@ -352,9 +352,7 @@ class _Matcher:
     def signals(self) -> None:
         awaited = {signal for signal, *_ in self.meetings.awaited}
         reported: set[tuple[object, ...]] = set()
-        for (signal, run), raised in self.meetings.raised.items():
-            if run:
-                continue
+        for signal, raised in self.meetings.raised.items():
             name, _, writer, reader = signal
             for (value, one), (higher, two) in pairwise(raised):
                 grows, key = higher > value, (one.source, one.item.index, two.item.index)
@@ -395,32 +393,6 @@ class _Matcher:
             seen |= new
             left += new
         return one in seen
-
-    def shared_names(self) -> None:
-        """A remark for signals of two teams that have a name, a writer and a reader in common."""
-        first: dict[tuple[str, int, int], tuple[Signal, IssuedOp]] = {}
-        known: set[tuple[str, str, str]] = set()
-        for (signal, run), raised in self.meetings.raised.items():
-            if run:
-                continue
-            name, team, writer, reader = signal
-            other, at = first.setdefault((name, writer, reader), (signal, raised[0][1]))
-            key = name, other[1].name, team.name
-            if other[1] is team or key in known:
-                continue
-            known.add(key)
-            both = ((at, other[1].name), (raised[0][1], team.name))
-            self.findings.append(
-                Finding(
-                    "shared-name",
-                    f"signal {name} of team {other[1].name} and signal {name} of team {team.name} "
-                    f"are two signals, though rank {writer} raises both for rank {reader}",
-                    tuple(self.ref(one, f"raises {name} of team {whose}") for one, whose in both),
-                    "give each a name of its own",
-                    "remark",
-                    (writer,),
-                )
-            )
 
 
 def _extremes(issued: Mapping[int, Sequence[IssuedOp]]) -> tuple[int, int]:

@@ -45,7 +45,6 @@ KINDS: dict[str, str] = {
     "result": "a result that lives in memory which the next run uses again",
     "unexpected-notify": "a signal that is raised and that nobody awaits (a remark)",
     "launch-order": "collectives of two queues that ranks launch in opposite order (a remark)",
-    "shared-name": "one name for the signals of two teams (a remark)",
     "unknown-operator": "a call of what Interlace or PyTorch does not know (a remark)",
 }
 """The kinds of finding and what each means."""

@@ -18,7 +18,7 @@ from interlace.ir.ops import Alloc
 from interlace.ir.program import Program
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.graph import Frame, HappensBefore
+from interlace.verify.happens_before.graph import HappensBefore, RankPlace
 from interlace.verify.happens_before.source import lower
 
 Take = tuple[str, int]
@@ -31,12 +31,12 @@ def shared_places(programs: Sequence[Program]) -> dict[Take, int]:
     sources = [
         lower(_apart(program, takes), regions, False, k) for k, program in enumerate(programs)
     ]
-    graph = GraphBuilder(sources, regions).build(1)
+    graph = GraphBuilder(sources, regions).build()
     used: dict[tuple[Take, int], list[int]] = defaultdict(list)
     """Nodes that read or write a take, by the take and the rank whose memory it is."""
-    for frame in graph.frames:
-        for node, version, rank in _uses(frame):
-            buffer = frame.place.source.versions[version].buffer
+    for place in graph.places:
+        for node, version, rank in _uses(place):
+            buffer = place.source.versions[version].buffer
             used[takes[str(buffer.storage)], rank].append(node)
     ranks = sorted({rank for _, rank in used})
     places: dict[Take, int] = {}
@@ -75,19 +75,19 @@ def _apart(program: Program, takes: dict[str, Take]) -> Program:
     return program.replace(ops=tuple(ops))
 
 
-def _uses(frame: Frame) -> Iterator[tuple[int, int, int]]:
+def _uses(place: RankPlace) -> Iterator[tuple[int, int, int]]:
     """Yields a rank's accesses to slots: the node, the version, and the rank whose memory it is."""
-    source, where = frame.place.source, frame.place.where
+    source, where = place.source, place.where
     for item in source.items:
         for one in (item, *item.members):
             for touch in one.touches:
                 version = source.versions[touch.version]
                 if version.symmetric and one.does(touch, where):
-                    rank = frame.place.rank
+                    rank = place.rank
                     if touch.peer is not None and touch.team is not None:
                         member = where.index(touch.peer)
                         rank = where.member(touch.team).ranks[member]
-                    node = frame.nodes[one.place if item.is_fused else item.place]
+                    node = place.nodes[one.place if item.is_fused else item.place]
                     yield node, touch.version, rank
 
 

@@ -80,7 +80,7 @@ def scales(builder: GraphBuilder, sweep: Sweep, explainer: Explainer) -> list[Fi
         return []
     found: dict[tuple[int, int], dict[int, tuple[Part, ScaleBlock]]] = {}
     for part, block in _Walk(builder, sweep).run():
-        place, item = part[0].place, part[1]
+        place, item = part[0], part[1]
         of_op = found.setdefault((place.source.number, item.place), {})
         of_op.setdefault(place.rank, (part, block))
     return [_finding(explainer, dict(sorted(by_rank.items()))) for by_rank in found.values()]
@@ -97,12 +97,12 @@ class _Walk:
         self.graph, meetings = sweep.graph, builder.meetings
         self.origins = Origins[Origin](sweep, _of_parameter)
         self.meets = {
-            (at.frame, at.item): (queue, k, come)
+            (at.place, at.item): (queue, k, come)
             for queue, k, come in meetings.collectives()
             for at in come.values()
         }
         self.sends: dict[Part, Part] = {
-            (one.recv.frame, one.recv.item): (one.send.frame, one.send.item)
+            (one.recv.place, one.recv.item): (one.send.place, one.send.item)
             for one in meetings.deliveries()
             if one.recv is not None and one.send is not None
         }
@@ -115,39 +115,39 @@ class _Walk:
             part = self.graph.part[node]
             if part is None:
                 continue
-            frame, item = part
-            ends = frame.nodes[item.place] == node
+            place, item = part
+            ends = place.nodes[item.place] == node
             for one in item.members if item.is_group else (item,):
                 if not ends:
-                    self.begin((frame, one))
+                    self.begin((place, one))
                     continue
                 if isinstance(one.op, Call):
-                    block = next(self.mixed((frame, one), one.op), None)
+                    block = next(self.mixed((place, one), one.op), None)
                     if block is not None:
-                        yield (frame, one), block
-                self.end((frame, one))
+                        yield (place, one), block
+                self.end((place, one))
 
     def begin(self, part: Part) -> None:
-        frame, item = part
+        place, item = part
         if isinstance(item.op, Send | Collective):
             for touch in item.touches:
-                if not touch.write and item.does(touch, frame.place.where):
-                    self.given[part] = self.origins.read(frame, touch)
+                if not touch.write and item.does(touch, place.where):
+                    self.given[part] = self.origins.read(place, touch)
 
     def end(self, part: Part) -> None:
-        frame, item = part
+        place, item = part
         for touch in item.touches:
-            if touch.write and item.does(touch, frame.place.where):
-                self.origins.write(frame, touch, self.made(part, touch))
+            if touch.write and item.does(touch, place.where):
+                self.origins.write(place, touch, self.made(part, touch))
 
     def made(self, part: Part, touch: Touch) -> Strip[Origin] | None:
         """The origins of the bytes that an op writes; None: unknown."""
-        frame, item = part
+        place, item = part
         match item.op:
             case Copy() | Put() | Get():
                 source = item.touches[0]
-                sizes = {self.origins.box(frame, one).dtype.itemsize for one in item.touches}
-                return self.origins.read(frame, source) if len(sizes) == 1 else None
+                sizes = {self.origins.box(place, one).dtype.itemsize for one in item.touches}
+                return self.origins.read(place, source) if len(sizes) == 1 else None
             case Recv():
                 return self.given.get(self.sends[part], ())
             case Collective() as op:
@@ -158,13 +158,13 @@ class _Walk:
                 return None
 
     def collected(self, part: Part, op: Collective, touch: Touch) -> Strip[Origin] | None:
-        frame, (queue, k, come) = part[0], self.meets[part]
-        where, box, kind = frame.place.where, self.origins.box(frame, touch), KINDS[op.kind]
+        place, (queue, k, come) = part[0], self.meets[part]
+        where, box, kind = place.where, self.origins.box(place, touch), KINDS[op.kind]
         ranks, index = queue[0].ranks, where.member(op.team).index
         if kind.reduces:
-            whose = frame.place.rank if kind.scales else None
+            whose = place.rank if kind.scales else None
             return [(box.nbytes, Origin((queue, k, whose), part))]
-        given = [self.given.get((come[r].frame, come[r].item), ()) for r in ranks]
+        given = [self.given.get((come[r].place, come[r].item), ()) for r in ranks]
         if op.root is not None and kind.scales != "gather":
             root = given[where.index(op.root)]
             if kind.scales != "scatter":
@@ -182,26 +182,26 @@ class _Walk:
         return [piece for one in given for piece in one]
 
     def called(self, part: Part, op: Call, touch: Touch) -> Strip[Origin] | None:
-        (frame, item), box = part, self.origins.box(part[0], touch)
+        (place, item), box = part, self.origins.box(part[0], touch)
         name, origin = _name(op), Origin(part, part)
         reads = [one for one in item.touches if not one.write]
         if name in QUANTIZES:
             if not isinstance(op.args[1], View):
                 origin = origin._replace(by_row=True)
             else:
-                most = _distinct(self.origins.read(frame, _touch(item, op.args[1])))
+                most = _distinct(self.origins.read(place, _touch(item, op.args[1])))
                 if None not in most:
                     keys = tuple([one.key for one in most if one is not None])
                     origin = origin._replace(key=(keys, op.args[2:4], box.dtype))
         elif name in KEEPS_ORDER or (name == "cat" and op.args[1:] in ((), (0,))):
-            return [piece for one in reads for piece in self.origins.read(frame, one)]
-        elif any(self.origins.box(frame, one).dtype in FLOAT8 for one in reads):
+            return [piece for one in reads for piece in self.origins.read(place, one)]
+        elif any(self.origins.box(place, one).dtype in FLOAT8 for one in reads):
             return None
         return [(box.nbytes, origin)]
 
     def mixed(self, part: Part, op: Call) -> Iterator[ScaleBlock]:
         """The blocks that have rows of several scales."""
-        (frame, item), (at, by_block, whole) = part, BLOCKS.get(_name(op), (0, (), ()))
+        (place, item), (at, by_block, whole) = part, BLOCKS.get(_name(op), (0, (), ()))
         blocks = op.args[at] if by_block else 0
         if not isinstance(blocks, int) or blocks < 1:
             return
@@ -210,33 +210,33 @@ class _Walk:
             if not isinstance(view, View):
                 continue
             touch = _touch(item, view)
-            box, count = self.origins.box(frame, touch), blocks
+            box, count = self.origins.box(place, touch), blocks
             if each in whole:
                 box, count = replace(box, sizes=box.sizes[::-1], strides=box.strides[::-1]), 1
             height = box.sizes[0] // count
             for i in range(count):
                 start = box.offset + i * height * box.strides[0]
                 rows = Box(start, (height, *box.sizes[1:]), box.strides, box.dtype)
-                found = [one for one in _distinct(self.origins.read(frame, touch, rows)) if one]
+                found = [one for one in _distinct(self.origins.read(place, touch, rows)) if one]
                 if len(found) > 1 or (found and found[0].by_row and height != 1):
                     yield ScaleBlock(view, (i * height, (i + 1) * height), i, count, found)
 
 
 def _finding(explainer: Explainer, by_rank: dict[int, tuple[Part, ScaleBlock]]) -> Finding:
     """In the words of the first rank."""
-    (frame, item), block = next(iter(by_rank.values()))
+    (place, item), block = next(iter(by_rank.values()))
     by_row = block.origins[0].by_row
     assert isinstance(item.op, Call)
-    view = print_view(block.view, frame.place.source.program)
+    view = print_view(block.view, place.source.program)
     first, behind = map(at_hand, block.rows)
     rows = f"rows {first} to {behind - 1} of {view}, block {block.number} of {block.of},"
     said: list[str] = []
-    ops = [explainer.ref(frame.place, item, f"multiplies {rows} by the scale of row {first}")]
+    ops = [explainer.ref(place, item, f"multiplies {rows} by the scale of row {first}")]
     for origin in block.origins[: 1 if by_row else 2]:
         if origin.part is None:
             said.append(origin.given)
             continue
-        place, call = origin.part[0].place, origin.part[1]
+        place, call = origin.part[0], origin.part[1]
         ops.append(explainer.ref(place, call, "decides the scale of some of them"))
         said.append(f"rank {place.rank}, line {ops[-1].line}")
     several = "each has a scale of its own" if by_row else "they have scales of several origins"

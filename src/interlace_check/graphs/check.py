@@ -90,7 +90,7 @@ def check_graph(
     for any_order in orders:
         program = to_program(trace, any_order, inputs == "ready", results == "joined")
         explainer = GraphExplainer(trace, program, any_order)
-        report = check([program.program], runs=1)
+        report = check([program.program])
         found += map(explainer.finding, report.errors)
     return Report(tuple(_distinct(found)), len(trace.steps), 1, time.perf_counter() - began)
 

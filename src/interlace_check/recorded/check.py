@@ -43,7 +43,7 @@ def explained(aligned: Aligned, began: float) -> RecordedReport:
     """The report of dumps that were laid side by side."""
     ranks = programs_of(aligned)
     programs = tuple(rank.program for rank in ranks)
-    verdict = check(programs, runs=1).findings if programs else ()
+    verdict = check(programs).findings if programs else ()
     findings = in_order(RecordedExplainer(aligned, ranks, verdict).findings())
     return RecordedReport(
         findings=tuple(findings[:MAX_FINDINGS]),

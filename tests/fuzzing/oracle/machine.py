@@ -6,7 +6,7 @@ state where nothing can go, and not all is done, is a deadlock. For races the ma
 one, where nothing waits for more than it has to; for deadlocks the strong one.
 
     verdict = explore(program, runs=2)
-    assert verdict.race == ("race" in check(program, runs=2).kinds())
+    assert verdict.race == ("race" in check(program).kinds())
 
 Why it need not visit every state
     A move that can go can still go after any other move: nothing takes its place. So the moves

@@ -36,7 +36,7 @@ from interlace.ir.types import DType
 from interlace.ir.view import Box
 from interlace.verify.accesses.bytesets import covered
 from interlace.verify.accesses.regions import ByteRegion, Regions
-from interlace.verify.happens_before.graph import Frame
+from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Item
 
 
@@ -113,7 +113,7 @@ class ByteAccess(NamedTuple):
     region: ByteRegion
     content: Content
     node: int
-    frame: Frame
+    place: RankPlace
     item: Item
     write: bool
     free: bool = False

@@ -1,8 +1,8 @@
 """Where bytes come from: what was said of them when they were written, wherever they have moved.
 
     origins = Origins(sweep)
-    origins.write(frame, touch, [(64, "a"), (64, "b")])    # 64 bytes of each, in the view's order
-    origins.read(frame, touch)                              # the same, of any view of the buffer
+    origins.write(place, touch, [(64, "a"), (64, "b")])    # 64 bytes of each, in the view's order
+    origins.read(place, touch)                              # the same, of any view of the buffer
 
 Nodes are walked in an order of the graph, as by the Sweep; where accesses race, what is read is
 chance.
@@ -18,7 +18,7 @@ from interlace.ir.sizes import Int, Size
 from interlace.ir.view import Box
 from interlace.verify.accesses.memory import Content
 from interlace.verify.accesses.sweep import Sweep
-from interlace.verify.happens_before.graph import Frame
+from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Touch
 
 T = TypeVar("T")
@@ -36,17 +36,17 @@ class Origins(Generic[T]):
         self._labels: dict[Content, list[tuple[Int, Int, T]]] = {}
         """The bytes from the first up to the second, of each buffer."""
 
-    def box(self, frame: Frame, touch: Touch) -> Box:
+    def box(self, place: RankPlace, touch: Touch) -> Box:
         """The bytes that are touched."""
-        return self.sweep.regions.at(touch.spot, frame.place.where).exact
+        return self.sweep.regions.at(touch.spot, place.where).exact
 
-    def read(self, frame: Frame, touch: Touch, box: Box | None = None) -> Strip[T]:
+    def read(self, place: RankPlace, touch: Touch, box: Box | None = None) -> Strip[T]:
         """The origins of what is touched, or of a part of it."""
-        box = self.box(frame, touch) if box is None else box
+        box = self.box(place, touch) if box is None else box
         spans = _spans(box)
         if spans is None:
             return [(box.nbytes, None)]
-        labels = sorted(self._labels[self._content(frame, touch)], key=lambda label: label[0])
+        labels = sorted(self._labels[self._content(place, touch)], key=lambda label: label[0])
         strip: list[tuple[Int, T | None]] = []
         for at, end in spans:
             for start, stop, origin in labels:
@@ -62,9 +62,9 @@ class Origins(Generic[T]):
                 strip.append((end - at, None))
         return strip
 
-    def write(self, frame: Frame, touch: Touch, strip: Strip[T] | None) -> None:
+    def write(self, place: RankPlace, touch: Touch, strip: Strip[T] | None) -> None:
         """Sets the origins of the bytes that are touched; None: bytes of unknown origin."""
-        content, box = self._content(frame, touch), self.box(frame, touch)
+        content, box = self._content(place, touch), self.box(place, touch)
         labels, spans, done = self._labels[content], _spans(box), 0
         if spans is None:
             spans, strip = [box.hull], None
@@ -78,9 +78,9 @@ class Origins(Generic[T]):
                 at += length
         self._labels[content] = labels
 
-    def _content(self, frame: Frame, touch: Touch) -> Content:
-        life = self.sweep.life(frame, touch.version)
-        content = self.sweep.content(life, frame, touch)
+    def _content(self, place: RankPlace, touch: Touch) -> Content:
+        life = self.sweep.life(place, touch.version)
+        content = self.sweep.content(life, place, touch)
         if content not in self._labels:
             given = life.version.buffer.kind == "input"
             self._labels[content] = [(0, content.size, self.given(content))] if given else []

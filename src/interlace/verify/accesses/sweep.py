@@ -22,7 +22,7 @@ from interlace.ir.order import Slot
 from interlace.ir.sizes import Int
 from interlace.verify.accesses.memory import ByteAccess, Cell, Content, Memory, by_box
 from interlace.verify.accesses.regions import ByteRegion, Regions
-from interlace.verify.happens_before.graph import Frame, HappensBefore
+from interlace.verify.happens_before.graph import HappensBefore, RankPlace
 from interlace.verify.happens_before.source import Item, Touch, Version
 from interlace.verify.report import MAX_FAULTS
 
@@ -63,7 +63,7 @@ class Sweep:
     """The walk. `faults` holds what it found, by the pair of ops that it is about."""
 
     def __init__(
-        self, graph: HappensBefore, regions: Regions, slot: Callable[[Frame, int], Slot]
+        self, graph: HappensBefore, regions: Regions, slot: Callable[[RankPlace, int], Slot]
     ) -> None:
         self.graph = graph
         self.regions = regions
@@ -71,10 +71,9 @@ class Sweep:
         self.faults: dict[tuple[object, ...], list[AccessFault]] = {}
         self._races: dict[Memory, dict[Pair, tuple[ByteAccess, ByteAccess]]] = {}
         """Accesses that race, by memory; of those that touch the same, the first."""
-        self._lives: dict[Frame, dict[int, BufferLife]] = {frame: {} for frame in graph.frames}
-        self._arenas: dict[tuple[Frame, str], Memory] = {}
+        self._lives: dict[RankPlace, dict[int, BufferLife]] = {place: {} for place in graph.places}
+        self._arenas: dict[tuple[RankPlace, str], Memory] = {}
         self._copies: dict[tuple[bool, Slot, int, int], Content] = {}
-        self._registered: dict[tuple[Slot, int], Memory] = {}
 
     def run(self) -> None:
         """Visits every node that can finish."""
@@ -83,101 +82,96 @@ class Sweep:
             part = graph.part[node]
             if part is None:
                 continue
-            frame, item = part
-            if frame.nodes[item.place] != node:
+            place, item = part
+            if place.nodes[item.place] != node:
                 continue  # the begin of what has an end as well
             if item.is_group:
                 found = [(one, touch) for one in item.members for touch in one.touches]
                 for one, touch in sorted(found, key=lambda each: each[1].write):
-                    self._touch(node, frame, one, touch)
+                    self._touch(node, place, one, touch)
             for touch in item.touches:
-                self._touch(node, frame, item, touch)
+                self._touch(node, place, item, touch)
             if item.ordering.frees is not None and item.version >= 0:
-                self._free(node, frame, item)
+                self._free(node, place, item)
 
     def _fault(self, kind: str, first: ByteAccess | None, second: ByteAccess) -> None:
         """Keeps a fault under what it is about, so that ranks and runs that repeat it share it."""
-        pair = () if first is None else (first.frame.place.source, first.item.index, first.free)
-        key = (kind, pair, second.frame.place.source, second.item.index, second.free)
+        pair = () if first is None else (first.place.source, first.item.index, first.free)
+        key = (kind, pair, second.place.source, second.item.index, second.free)
         found = self.faults.setdefault(key, [])
         if first is None or len(found) < MAX_REPEATS:
             found.append(AccessFault(kind, first, second))
 
-    def life(self, frame: Frame, version: int) -> BufferLife:
-        life = self._lives[frame].get(version)
+    def life(self, place: RankPlace, version: int) -> BufferLife:
+        life = self._lives[place].get(version)
         if life is None:
-            life = self._lives[frame][version] = self._start(frame, version)
+            life = self._lives[place][version] = self._start(place, version)
         return life
 
-    def _start(self, frame: Frame, number: int) -> BufferLife:
-        place = frame.place
+    def _start(self, place: RankPlace, number: int) -> BufferLife:
         version, rank = place.source.versions[number], place.rank
         buffer = version.buffer
         size = self.regions.at(version.spot, place.where).hi
-        take, alloc = frame.run, -1
+        take = alloc = -1
         if version.symmetric:
-            take = frame.takes.get(number, -1 - frame.run)
-            alloc = frame.nodes[version.alloc] if version.alloc >= 0 else -1
+            take = place.takes.get(number, -1)
+            alloc = place.nodes[version.alloc] if version.alloc >= 0 else -1
         if version.symmetric or version.registered:
-            slot = self.slot(frame, number)
+            slot = self.slot(place, number)
             content = self._copy(slot, take, rank, version, size)
             return BufferLife(version, content, 0, [], slot, take, alloc)
-        memory = self._memory(frame, version)
+        memory = self._memory(place, version)
         content = Content(buffer.name, size, memory, buffer.kind == "input", rank, {})
         return BufferLife(version, content, buffer.offset if version.shared else 0, [])
 
     def _copy(self, slot: Slot, take: int, rank: int, version: Version, size: Int) -> Content:
-        """One rank's copy of a slot for one take of it, or what its registered memory, the same in
-        all runs, holds in one of them."""
+        """One rank's copy of a slot for one take of it, or its registered memory."""
         key = version.registered, slot, take, rank
         content = self._copies.get(key)
         if content is None:
-            memory, full = Memory(), False
-            if version.registered:
-                memory = self._registered.setdefault((slot, rank), memory)
-                full = version.buffer.kind == "input"
-            content = Content(version.buffer.name, size, memory, full, rank, {})
+            full = version.registered and version.buffer.kind == "input"
+            content = Content(version.buffer.name, size, Memory(), full, rank, {})
             self._copies[key] = content
         return content
 
-    def content(self, life: BufferLife, frame: Frame, touch: Touch) -> Content:
+    def content(self, life: BufferLife, place: RankPlace, touch: Touch) -> Content:
         """Whose bytes a touch means: the rank's own buffer in this run, or a peer's copy."""
-        where = frame.place.where
+        where = place.where
         if touch.peer is None or touch.team is None or life.slot is None:
             return life.content
         rank = where.peer(touch.team, touch.peer)
         return self._copy(life.slot, life.take, rank, life.version, life.content.size)
 
-    def _memory(self, frame: Frame, version: Version) -> Memory:
+    def _memory(self, place: RankPlace, version: Version) -> Memory:
         """Where the bytes of a buffer are that no peer reaches."""
-        return self._arena(frame, version.storage) if version.shared else Memory()
+        return self._arena(place, version.storage) if version.shared else Memory()
 
-    def _arena(self, frame: Frame, storage: str) -> Memory:
-        found = self._arenas.get((frame, storage))
+    def _arena(self, place: RankPlace, storage: str) -> Memory:
+        found = self._arenas.get((place, storage))
         if found is None:
-            found = self._arenas[frame, storage] = Memory(self._bounds(frame, storage))
+            found = self._arenas[place, storage] = Memory(self._bounds(place, storage))
         return found
 
-    def _bounds(self, frame: Frame, storage: str) -> list[int]:
+    def _bounds(self, place: RankPlace, storage: str) -> list[int]:
         """Where buffers of a storage begin and end."""
         bounds: set[int] = set()
-        for version in frame.place.source.sharing[storage]:
-            whole = self.regions.at(version.spot, frame.place.where)
+        for version in place.source.sharing[storage]:
+            whole = self.regions.at(version.spot, place.where)
             bounds |= {version.buffer.offset, version.buffer.offset + whole.stop}
         return sorted(bounds)
 
-    def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
-        where = frame.place.where
+    def _touch(self, node: int, place: RankPlace, item: Item, touch: Touch) -> None:
+        where = place.where
         if not item.does(touch, where):
             return
         region = self.regions.at(touch.spot, where)
         if region.empty:
             return
-        life = self.life(frame, touch.version)
-        content = life.content if touch.peer is None else self.content(life, frame, touch)
+        life = self.life(place, touch.version)
+        content = life.content if touch.peer is None else self.content(life, place, touch)
         offset = life.offset
         lo, hi = offset + region.start, offset + region.stop
-        entry = ByteAccess(lo, hi, region, content, node, frame, item, touch.write)
+        entry = ByteAccess(lo, hi, region, content, node, place, item, touch.write)
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
         self._compare(entry, offset, touch.contents)
@@ -198,36 +192,36 @@ class Sweep:
             self._fault(kind, None, entry)
 
     def _check_life(self, life: BufferLife, entry: ByteAccess) -> None:
-        graph, node, frame = self.graph, entry.node, entry.frame
+        graph, node, place = self.graph, entry.node, entry.place
         if life.alloc >= 0 and not graph.before(life.alloc, node):
             if graph.clocks[life.alloc] is None:  # it never comes: the list alone has an order
                 early = entry.item.index < life.version.alloc
             else:
                 early = graph.before(node, life.alloc)
-            alloc = self._whole(life, life.alloc, frame, life.version.alloc)
+            alloc = self._whole(life, life.alloc, place, life.version.alloc)
             self._fault("use-before-alloc" if early else "race", alloc, entry)
         if life.freed >= 0:
             late = graph.before(life.freed, node)
-            free = self._whole(life, life.freed, frame, life.version.free)
+            free = self._whole(life, life.freed, place, life.version.free)
             self._fault("use-after-free" if late else "race", free, entry)
             if not late and life.version.shared:
                 self._mark(free, entry)
         elif life.version.free >= 0:
             life.uses.append(entry)
 
-    def _whole(self, life: BufferLife, node: int, frame: Frame, index: int) -> ByteAccess:
+    def _whole(self, life: BufferLife, node: int, place: RankPlace, index: int) -> ByteAccess:
         """An Alloc or a Free as an access of the whole buffer."""
-        region = self.regions.at(life.version.spot, frame.place.where)
+        region = self.regions.at(life.version.spot, place.where)
         lo, hi = life.offset + region.start, life.offset + region.stop
-        item = frame.place.source.items[index]
-        return ByteAccess(lo, hi, region, life.content, node, frame, item, True, True)
+        item = place.source.items[index]
+        return ByteAccess(lo, hi, region, life.content, node, place, item, True, True)
 
-    def _free(self, node: int, frame: Frame, item: Item) -> None:
-        life = self.life(frame, item.version)
+    def _free(self, node: int, place: RankPlace, item: Item) -> None:
+        life = self.life(place, item.version)
         life.freed = node
-        free = self._whole(life, node, frame, item.index)
+        free = self._whole(life, node, place, item.index)
         if life.alloc >= 0 and not self.graph.before(life.alloc, node):
-            alloc = self._whole(life, life.alloc, frame, life.version.alloc)
+            alloc = self._whole(life, life.alloc, place, life.version.alloc)
             self._fault("race", alloc, free)
         last: dict[int, ByteAccess] = {}  # of each chain: one finding says it of all before
         for entry in life.uses:
@@ -266,7 +260,6 @@ class Sweep:
         for key, old in list(cell.reads.items()):
             if old.lo < hi and lo < old.hi and self._replaces(cell, new, old):
                 del cell.reads[key]
-        # Else there is one buffer, or one that is registered: another run's writes race with it.
         if new.content.memory.arena and not new.free:
             for content, start in cell.live.items():
                 if content is not new.content:

@@ -11,11 +11,11 @@ from interlace.ir.view import Box, byte_runs
 from interlace.verify.accesses.bytesets import num_runs
 from interlace.verify.accesses.memory import ByteAccess, Content
 from interlace.verify.accesses.sweep import Sweep
-from interlace.verify.happens_before.graph import Frame, RankPlace
+from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 
 Run = tuple[Int, Int]
-WriteOf = tuple[Frame, Item, Item, Touch]
+WriteOf = tuple[RankPlace, Item, Item, Touch]
 MAX_RUNS = 1 << 23
 """Runs of bytes that are looked at for one report."""
 MAX_LISTED = 4
@@ -33,7 +33,7 @@ class Unwritten:
 
     def __call__(self, entry: ByteAccess) -> tuple[str, list[tuple[LoweredProgram, int, int]]]:
         """The rows in words, and the ops that write some of them, but not before the read."""
-        place, content = entry.frame.place, entry.content
+        place, content = entry.place, entry.content
         versions = place.source.versions
         touches = [
             touch
@@ -73,22 +73,22 @@ class Unwritten:
         """The writes of these bytes: each with the node at which it is done, its rank and op."""
         if self._known is None:
             self._known = defaultdict(list)
-            for frame in self.sweep.graph.frames:
-                for item, one, touch in _written(frame):
-                    life = self.sweep.life(frame, touch.version)
-                    whose = self.sweep.content(life, frame, touch)
-                    self._known[whose].append((frame, item, one, touch))
-        for frame, item, one, touch in self._known.get(content, ()):
-            box = self.regions.at(touch.spot, frame.place.where).exact
-            yield box, frame.nodes[one.place if one.place >= 0 else one.index], frame.place, item
+            for place in self.sweep.graph.places:
+                for item, one, touch in _written(place):
+                    life = self.sweep.life(place, touch.version)
+                    whose = self.sweep.content(life, place, touch)
+                    self._known[whose].append((place, item, one, touch))
+        for place, item, one, touch in self._known.get(content, ()):
+            box = self.regions.at(touch.spot, place.where).exact
+            yield box, place.nodes[one.place if one.place >= 0 else one.index], place, item
 
 
-def _written(frame: Frame) -> Iterator[tuple[Item, Item, Touch]]:
+def _written(place: RankPlace) -> Iterator[tuple[Item, Item, Touch]]:
     """The writes of one run: the op, its member that writes (or the op itself), and what."""
-    for item in frame.place.source.items:
+    for item in place.source.items:
         for one in (item, *item.members):
             for touch in one.touches:
-                if touch.write and touch.contents and one.does(touch, frame.place.where):
+                if touch.write and touch.contents and one.does(touch, place.where):
                     yield item, one, touch
 
 

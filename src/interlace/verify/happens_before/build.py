@@ -1,16 +1,17 @@
 """Builds the happens-before graph of a set of Programs.
 
 Note [One run stands for all]
-    Say that in one run every queue is balanced: members of a team issue equally many collectives,
-    each channel has as many sends as receives, each slot is taken equally often on every rank, and
-    what is taken is freed in the same run. Then nothing of a run is ever matched with another run,
-    so every edge stays in its run or leads to a later one: no cycle spans runs, and two ops of one
-    run are ordered as they would be in the first. Ops of different runs on one rank's own memory
-    are ordered by the end of the earlier run; on a symmetric slot by the Frees and the Alloc
-    between them (use outside of which is a finding in itself); on a registered parameter, which
-    peers reach too, by the begin and the end of its owner's run, both of which stand for all that
-    its caller may do. So the first run shows every fault, and it alone is unrolled; a set that is
-    not balanced is unrolled in full. The tests compare the two.
+    One run is built. Say that in it every queue is balanced: members of a team issue equally many
+    collectives, each channel has as many sends as receives, each slot is taken equally often on
+    every rank, and what is taken is freed in the same run. Then nothing of a run is ever matched
+    with another run, so every edge stays in its run or leads to a later one: no cycle spans runs,
+    and two ops of one run are ordered as they would be in the first. Ops of different runs on one
+    rank's own memory are ordered by the end of the earlier run; on a symmetric slot by the Frees
+    and the Alloc between them (use outside of which is a finding in itself); on a registered
+    parameter, which peers reach too, by the begin and the end of its owner's run, both of which
+    stand for all that its caller may do. So one run shows every fault of many. In a set that is not
+    balanced, what is not is a fault in itself: a mismatch, a leak, or a rank of which no Program is
+    there. (The exhaustive oracle explores several runs, and is compared.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from interlace.ir.order import (
     TeamKey,
 )
 from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.graph import PER_OP, Frame, HappensBefore, IssuedOp, RankPlace
+from interlace.verify.happens_before.graph import PER_OP, HappensBefore, IssuedOp, RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram
 
 Members = Mapping[int, IssuedOp]
@@ -46,19 +47,13 @@ class GraphBuilder:
         self.places = places_of(sources)
         self.ranks = {place.rank for place in self.places}
         self.meetings = Meetings[IssuedOp]()
-        self.num_runs = 0
         self.graph = HappensBefore(sum(len(place.source.streams) for place in self.places))
         self.heights = [0] * self.graph.num_chains
         """Nodes of each chain so far."""
-        self.exits: dict[int, int] = {}
-        """The node that ends a rank's last run, by rank."""
 
-    def build(self, runs: int, unroll: bool = False) -> HappensBefore:
-        """The solved graph of `runs` runs, or of one where one stands for all."""
+    def build(self) -> HappensBefore:
+        """The solved graph of a run: Note [One run stands for all]."""
         self._run()
-        if unroll or not self._balanced():
-            for _ in range(runs - 1):
-                self._run()
         self._match()
         self.graph.solve()
         return self.graph
@@ -66,29 +61,13 @@ class GraphBuilder:
     def _run(self) -> None:
         for place in self.places:
             self.graph.take(PER_OP * place.source.num_places)
-            _FrameBuilder(self, place, self.num_runs).run()
-        self.num_runs += 1
-
-    def _balanced(self) -> bool:
-        """See Note [One run stands for all]."""
-        met = self.meetings
-        for (team, _), members in [*met.queues.items(), *met.taken.items()]:
-            if len({len(members.get(rank, ())) for rank in team.ranks}) > 1:
-                return False
-        if any(len(sends) != len(receives) for sends, receives in met.channels.values()):
-            return False
-        return all(
-            (slot, n, rank) in met.freed
-            for slot, members in met.taken.items()
-            for rank, taken in members.items()
-            for n in range(len(taken))
-        )
+            _RunBuilder(self, place).run()
 
     def slot(self, place: RankPlace, version: int) -> Slot:
         """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
         return self.meetings.slot(place.where, place.source.versions[version].buffer)
 
-    # What ranks meet in, in the first run. Where ranks stand for others, order.py says otherwise.
+    # What ranks meet in. Where ranks stand for others, order.py says otherwise.
 
     def members(self, team: TeamKey, rank: int) -> Sequence[int]:
         """The ranks of a team that are in the set, one of which is given."""
@@ -108,15 +87,15 @@ class GraphBuilder:
 
     def queue(self, queue: Queue, rank: int) -> list[IssuedOp]:
         """The collectives of a rank."""
-        return _first_run(self.meetings.queues[queue].get(rank, ()))
+        return self.meetings.queues[queue].get(rank, [])
 
     def takes(self, slot: Slot, rank: int) -> list[IssuedOp]:
         """The takes of a slot by a rank."""
-        return _first_run(self.meetings.taken[slot].get(rank, ()))
+        return self.meetings.taken[slot].get(rank, [])
 
     def ends(self, channel: Channel, sends: bool) -> list[IssuedOp]:
         """The sends or the receives of a channel."""
-        return _first_run(self.meetings.channels[channel][0 if sends else 1])
+        return self.meetings.channels[channel][0 if sends else 1]
 
     def of_reader(self, signal: Signal) -> Signal:
         """The signal as the rank that stands for its reader reads it."""
@@ -183,7 +162,7 @@ class GraphBuilder:
 
     def _has_part(self, at: IssuedOp, write: bool) -> bool:
         """True if a rank gives bytes to a meeting or (`write`) gets some; a barrier does both."""
-        op, where = at.item.op, at.frame.place.where
+        op, where = at.item.op, at.place.where
         if isinstance(op, Collective) and KINDS[op.kind].reads == "none":
             return True
         touched = [
@@ -218,7 +197,7 @@ class GraphBuilder:
         team, members = queue[0], self.meetings.queues[queue]
         if absent not in self.ranks:
             return f"rank {absent} of team {team.name}, and no Program of the set runs there"
-        count, most = (len(members.get(each, ())) // self.num_runs for each in (absent, rank))
+        count, most = (len(members.get(each, ())) for each in (absent, rank))
         return (
             f"rank {absent} to issue a collective of team {team.name}: it issues {count} in a run, "
             f"and this rank {most}"
@@ -252,18 +231,18 @@ class GraphBuilder:
         )
 
 
-class _FrameBuilder:
-    """Adds one run of one rank: its nodes, and the edges that its list gives. Ops that wait for
+class _RunBuilder:
+    """Adds the run of one rank: its nodes, and the edges that its list gives. Ops that wait for
     other ranks go into the `meetings`, which `GraphBuilder` matches at the end.
     """
 
-    def __init__(self, builder: GraphBuilder, place: RankPlace, run: int) -> None:
+    def __init__(self, builder: GraphBuilder, place: RankPlace) -> None:
         self.builder = builder
         self.graph = builder.graph
         self.place = place
         source = place.source
-        self.frame = Frame(place, run, [-1] * source.num_places)
-        self.tails = [builder.exits.get(place.rank, -1)] * len(source.streams)
+        place.nodes = [-1] * source.num_places
+        self.tails = [-1] * len(source.streams)
         """The last node of each stream."""
         self.host = -1
         """The last HostSync, and the one that each stream has been put behind."""
@@ -272,7 +251,7 @@ class _FrameBuilder:
 
     def run(self) -> None:
         source = self.place.source
-        self.graph.frames.append(self.frame)
+        self.graph.places.append(self.place)
         if source.enter is not None:  # before the first op of every stream
             node = self.graph.add()
             self.put(node, source.enter)
@@ -285,7 +264,6 @@ class _FrameBuilder:
         node = self.graph.add()  # the end of the run: after the last op of every stream
         self.put(node, source.exit)
         self.graph.preds[node] += [tail for tail in self.tails[1:] if tail >= 0]
-        self.builder.exits[self.place.rank] = node
 
     def issue(self, item: Item) -> int:
         """The node at which an op has ended, on its stream."""
@@ -305,7 +283,7 @@ class _FrameBuilder:
         self.put(end, item)
         graph.begins[end] = begin
         for member in item.members or (item,):
-            point = IssuedOp(self.frame, member, begin, end)
+            point = IssuedOp(self.place, member, begin, end)
             if member.ordering.meets is None:
                 meetings.add(where, member.ordering, point)
                 continue
@@ -329,27 +307,27 @@ class _FrameBuilder:
         chain = self.place.chain + stream
         self.builder.heights[chain] += 1
         graph.chain[node], graph.pos[node] = chain, self.builder.heights[chain]
-        graph.part[node] = (self.frame, item)
-        self.frame.nodes[item.place] = node
+        graph.part[node] = (self.place, item)
+        self.place.nodes[item.place] = node
 
     def order(self, node: int, item: Item) -> None:
         """Adds the edges and the book-keeping of an op that orders others."""
-        ordering, where, run = item.ordering, self.place.where, self.frame.run
-        meetings, point = self.builder.meetings, IssuedOp(self.frame, item, node, node)
+        ordering, where = item.ordering, self.place.where
+        meetings, point = self.builder.meetings, IssuedOp(self.place, item, node, node)
         if ordering.waits is not None and item.record >= 0:
-            self.graph.preds[node].append(self.frame.nodes[item.record])
+            self.graph.preds[node].append(self.place.nodes[item.record])
         if ordering.holds_host:
             self.host = self.host_seen[item.stream] = node
         if ordering.takes is not None:
             version = self.place.source.versions[item.version]
             if version.symmetric:
-                taken = meetings.take(where, version.buffer, point, run)
-                self.frame.takes[item.version] = taken
+                taken = meetings.take(where, version.buffer, point)
+                self.place.takes[item.version] = taken
         elif ordering.frees is not None:
-            if item.version in self.frame.takes:
-                meetings.free(where, ordering.frees, point, run)
+            if item.version in self.place.takes:
+                meetings.free(where, ordering.frees, point)
         else:
-            meetings.add(where, ordering, point, run)
+            meetings.add(where, ordering, point)
 
     def fused(self, item: Item) -> None:
         """A start on the stream, the parts beside each other, and an end on the stream.
@@ -371,10 +349,6 @@ class _FrameBuilder:
         own = self.tails[item.stream]
         graph.preds[end] += [node for node in ends.values() if node != own]
         self.put(end, item)
-
-
-def _first_run(issued: Sequence[IssuedOp]) -> list[IssuedOp]:
-    return [at for at in issued if at.frame.run == 0]
 
 
 def places_of(sources: Sequence[LoweredProgram]) -> list[RankPlace]:

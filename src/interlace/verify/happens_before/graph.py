@@ -1,4 +1,4 @@
-"""The happens-before graph of all ranks, over several runs, and a clock for every node of it.
+"""The happens-before graph of a run of all ranks, and a clock for every node of it.
 
 A node is one point in time on one rank. Most ops are one node; what waits for other ranks (a
 collective, a message, a group) is two, its begin and its end, and may touch its memory anywhere
@@ -14,7 +14,6 @@ between. Edges are what semantics.md says, and nothing else:
     fused -> parts -> its end    parts do not order each other, but are begun in order
     Notify -> Expect             the first Notify of the writer with a value that suffices
     Free -> Alloc                take n of a slot after every rank's Free of take n - 2
-    end of run -> next run       on the same rank; ranks are not joined
 
 Note [Two extremes]
     A library may wait for more than it has to: all members of a broadcast, the Recv of a Send. What
@@ -45,7 +44,7 @@ from interlace.errors import ProgramError
 from interlace.ir.types import Where
 from interlace.verify.happens_before.source import Item, LoweredProgram
 
-Part = tuple["Frame", Item]
+Part = tuple["RankPlace", Item]
 MAX_WORDS = 200_000_000
 """Words of memory that one graph takes, at most: 1.6 GB, about as many as are counted here."""
 PER_OP, PER_SINCE = 80, 8
@@ -56,31 +55,23 @@ MAX_SINCE = 128
 
 @dataclass(slots=True, eq=False)
 class RankPlace:
-    """One rank: its LoweredProgram, what resolves its indices, and where its chains begin."""
+    """One rank and its run: its LoweredProgram, what resolves its indices, its chains and nodes."""
 
     source: LoweredProgram
     rank: int
     where: Where
     chain: int
     """The chain of its first stream; the others follow."""
-
-
-@dataclass(slots=True, eq=False)
-class Frame:
-    """One run on one rank."""
-
-    place: RankPlace
-    run: int
-    nodes: list[int]
+    nodes: list[int] = field(default_factory=list[int])
     """The node at which each item is complete, by index; the return is the last."""
     takes: dict[int, int] = field(default_factory=dict[int, int])
-    """Symmetric version -> which take of its slot this is, counted over all runs."""
+    """Symmetric version -> which take of its slot this is."""
 
 
 class IssuedOp(NamedTuple):
     """An op of one rank that orders ops of others: its begin and its end, often one node."""
 
-    frame: Frame
+    place: RankPlace
     item: Item
     begin: int
     end: int
@@ -88,7 +79,7 @@ class IssuedOp(NamedTuple):
     @property
     def source(self) -> LoweredProgram:
         """The Program that it is an op of."""
-        return self.frame.place.source
+        return self.place.source
 
 
 class Clock(NamedTuple):
@@ -114,6 +105,8 @@ class HappensBefore:
     chain: list[int] = field(default_factory=list[int])
     """The node's chain; -1 for a meeting."""
     pos: list[int] = field(default_factory=list[int])
+    afar: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
+    """Node -> what it comes after on ranks that others stand for: the node, and the rank."""
     begins: dict[int, int] = field(default_factory=dict[int, int])
     """End of an op -> its begin, where the two are apart."""
     blocks: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -122,7 +115,7 @@ class HappensBefore:
     """Ends of collectives that come after nothing but a meeting which their begin is part of."""
     never: dict[int, str] = field(default_factory=dict[int, str])
     """Node -> what it waits for that never comes."""
-    frames: list[Frame] = field(default_factory=list[Frame])
+    places: list[RankPlace] = field(default_factory=list[RankPlace])
     clocks: list[Clock | None] = field(default_factory=list["Clock | None"])
     made_from: dict[int, tuple[tuple[int, ...], ...]] = field(
         default_factory=dict[int, tuple[tuple[int, ...], ...]]
@@ -154,15 +147,16 @@ class HappensBefore:
             before = self.preds[node]
             known = self.clocks[before[-1]] if before else start
             alone = len(before) == 1 and self.chain[before[-1]] == self.chain[node]
-            shares = not before or alone or node in self.after_meeting
-            self.clocks[node] = known if shares else self._joined(self._arrivals(before))
+            shares = (not before or alone) and node not in self.afar
+            shares = shares or node in self.after_meeting
+            self.clocks[node] = known if shares else self._joined(self.arrivals(node))
 
-    def _arrivals(self, before: list[int]) -> list[Arrival]:
-        """The arrivals at a node that comes after these."""
+    def arrivals(self, node: int) -> list[Arrival]:
+        """What a node comes after."""
         return [
-            (clock, self.chain[node], self.pos[node])
-            for node in before
-            if (clock := self.clocks[node]) is not None
+            (clock, self.chain[other], self.pos[other])
+            for other in self.preds[node]
+            if (clock := self.clocks[other]) is not None
         ]
 
     def sequence(self) -> list[int]:

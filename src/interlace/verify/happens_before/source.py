@@ -65,7 +65,7 @@ class Item:
     turn: int = -1
     """The order of issue: of two ops of a stream, the one with the lower turn goes first."""
     place: int = -1
-    """The index of its node in a frame; members of a Fused come after all ops."""
+    """The index of its node among those of a rank; members of a Fused come after all ops."""
     ordering: Ordering = field(init=False)
 
     def __post_init__(self) -> None:

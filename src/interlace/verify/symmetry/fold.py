@@ -20,7 +20,7 @@ from interlace.verify.accesses.sweep import AccessFault, BufferLife, Sweep
 from interlace.verify.accesses.unwritten import Unwritten
 from interlace.verify.deadlock import launched_in_a_circle
 from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.graph import Frame
+from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram, Touch, Version
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
@@ -66,21 +66,19 @@ class FoldedSweep(Sweep):
     """
 
     def __init__(self, builder: FoldedBuilder) -> None:
-        super().__init__(
-            builder.graph, builder.regions, lambda frame, at: builder.slot(frame.place, at)
-        )
+        super().__init__(builder.graph, builder.regions, builder.slot)
         self.builder, self.folded = builder, builder.graph
-        self._storages: dict[tuple[Frame, str], _Storage] = {}
+        self._storages: dict[tuple[RankPlace, str], _Storage] = {}
         self._tenants: dict[BufferLife, _Tenant] = {}
 
-    def _memory(self, frame: Frame, version: Version) -> Memory:
+    def _memory(self, place: RankPlace, version: Version) -> Memory:
         return Memory()
 
-    def _occupy(self, node: int, frame: Frame, life: BufferLife) -> None:
+    def _occupy(self, node: int, place: RankPlace, life: BufferLife) -> None:
         """Sees that what had the bytes before is done with them before this node."""
         tenant = self._tenants.get(life)
         if tenant is None:
-            key = frame, life.version.storage
+            key = place, life.version.storage
             storage = self._storages.get(key)
             if storage is None:
                 storage = self._storages[key] = _Storage(self._bounds(*key))
@@ -94,31 +92,31 @@ class FoldedSweep(Sweep):
             raise Unfit("buffers that share a storage, in no order")
         tenant.last[chain] = node
 
-    def _free(self, node: int, frame: Frame, item: Item) -> None:
-        life = self.life(frame, item.version)
+    def _free(self, node: int, place: RankPlace, item: Item) -> None:
+        life = self.life(place, item.version)
         if life.version.shared and life.content.size > 0:
-            self._occupy(node, frame, life)
-        super()._free(node, frame, item)
+            self._occupy(node, place, life)
+        super()._free(node, place, item)
 
     def _fault(self, kind: str, first: ByteAccess | None, second: ByteAccess) -> None:
         self.faults[kind,] = [AccessFault(kind, first, second)]
         raise Unfit(kind)
 
-    def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
-        life = self.life(frame, touch.version)
+    def _touch(self, node: int, place: RankPlace, item: Item, touch: Touch) -> None:
+        life = self.life(place, touch.version)
         if touch.peer is None or touch.team is None or life.slot is None:
-            if life.version.shared and item.does(touch, frame.place.where):
-                region = self.regions.at(touch.spot, frame.place.where)
+            if life.version.shared and item.does(touch, place.where):
+                region = self.regions.at(touch.spot, place.where)
                 if not region.empty:
-                    self._occupy(node, frame, life)
-            super()._touch(node, frame, item, touch)
+                    self._occupy(node, place, life)
+            super()._touch(node, place, item, touch)
             return
-        builder, place, where = self.builder, frame.place, frame.place.where
+        builder, where = self.builder, place.where
         if life.alloc >= 0 or life.version.free >= 0:
             region = self.regions.at(touch.spot, where)
             if not region.empty:
                 own = ByteAccess(
-                    region.start, region.stop, region, life.content, node, frame, item, touch.write
+                    region.start, region.stop, region, life.content, node, place, item, touch.write
                 )
                 self._check_life(life, own)
         target = where.peer(touch.team, touch.peer)
@@ -130,7 +128,7 @@ class FoldedSweep(Sweep):
             content = self._copy(slot, life.take, owner, life.version, life.content.size)
             at = self.folded.copy(node, rank)
             lo, hi, write = region.start, region.stop, touch.write
-            self._compare(ByteAccess(lo, hi, region, content, at, frame, item, write), 0)
+            self._compare(ByteAccess(lo, hi, region, content, at, place, item, write), 0)
 
 
 @dataclass(slots=True, eq=False)

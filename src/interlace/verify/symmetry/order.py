@@ -35,7 +35,6 @@ from interlace.verify.happens_before.build import GraphBuilder, Members, places_
 from interlace.verify.happens_before.graph import (
     Arrival,
     Clock,
-    Frame,
     HappensBefore,
     IssuedOp,
     RankPlace,
@@ -66,8 +65,6 @@ class Carried:
 class FoldedGraph(HappensBefore):
     """Nodes of ranks that stand for others: Note [Edges from other ranks]."""
 
-    afar: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
-    """Node -> what it comes after on other ranks: the node, and the rank."""
     carried: Mapping[int, Carried] = field(default_factory=dict[int, Carried])
     """Renamings of chains, by rank."""
     copies: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
@@ -86,22 +83,16 @@ class FoldedGraph(HappensBefore):
             return [*before, *(other for other, _ in self.afar[node])]
         return before
 
-    def solve(self) -> None:
-        """Fills `order` and `clocks`. Raises Unfit where something cannot finish."""
-        self.order, self.clocks = self.sequence(), [None] * len(self.preds)
-        if len(self.order) < len(self.preds):
+    def sequence(self) -> list[int]:
+        """All nodes. Raises Unfit where something cannot finish."""
+        order = HappensBefore.sequence(self)
+        if len(order) < len(self.preds):
             raise Unfit("something waits in a circle")
-        start = Clock((0,) * self.num_chains, {})
-        for node in self.order:
-            before, afar = self.preds[node], self.afar.get(node, ())
-            known = self.clocks[before[-1]] if before else start
-            alone = len(before) == 1 and self.chain[before[-1]] == self.chain[node]
-            if node in self.after_meeting or (not afar and (not before or alone)):
-                self.clocks[node] = known
-                continue
-            arrivals = HappensBefore._arrivals(self, before)
-            arrivals += [self.arrival(other, rank) for other, rank in afar]
-            self.clocks[node] = self._joined(arrivals)
+        return order
+
+    def arrivals(self, node: int) -> list[Arrival]:
+        before = HappensBefore.arrivals(self, node)
+        return before + [self.arrival(other, rank) for other, rank in self.afar.get(node, ())]
 
     def arrival(self, node: int, rank: int) -> Arrival:
         """A node, as it is on a rank that its own stands for."""
@@ -178,14 +169,11 @@ class FoldedBuilder(GraphBuilder):
         self.places = [everywhere[rank] for rank in turns.visited]
         self.ranks = {place.rank for place in self.places}
         self.meetings = Meetings[IssuedOp](among=frozenset(turns.among))
-        self.num_runs = 0
         self.graph: FoldedGraph = FoldedGraph(num_chains)
         self.graph.carried = _Carrier(turns, among)
         self.heights = [0] * self.graph.num_chains
-        self.exits: dict[int, int] = {}
 
-    def build(self, runs: int = 1, unroll: bool = False) -> FoldedGraph:
-        """The solved graph of one run, which stands for all."""
+    def build(self) -> FoldedGraph:
         self._run()
         if not self._balanced():
             raise Unfit("what one rank does has no other end")
@@ -284,11 +272,11 @@ class FoldedBuilder(GraphBuilder):
                 yield Retake(slot, n, takers, frees)
 
     def levels(self) -> Iterator[Awaited[IssuedOp]]:
-        for signal, run, value, at in self.meetings.awaited:
+        for signal, value, at in self.meetings.awaited:
             name, team, writer, reader = signal
             here = name, self.own(team, writer), self.first(writer), self.turns.back(writer)[reader]
-            yield Awaited(signal, value, at, *self.meetings.first_raise(here, run, value))
+            yield Awaited(signal, value, at, *self.meetings.first_raise(here, value))
 
     def on(self, at: IssuedOp, rank: int) -> IssuedOp:
         """An op as it is on a rank that its own stands for."""
-        return at._replace(frame=Frame(self.everywhere[rank], at.frame.run, at.frame.nodes))
+        return at._replace(place=self.everywhere[rank])
