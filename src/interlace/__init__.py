@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import release_teams as release
     from interlace.cost import simulate
     from interlace.frontend.compile import compile
-    from interlace.frontend.insight import explain, report
+    from interlace.frontend.explain import explain, report
     from interlace.frontend.schedules import export
     from interlace.ir.build.builder import program
     from interlace.ir.text.load import load, load_set
@@ -58,7 +58,7 @@ _LAZY = {
     "check_pipelining": ("interlace_check.pipelining", "check_pipelining"),
     "check_recorded": ("interlace_check.recorded", "check_recorded"),
     "compile": ("interlace.frontend.compile", "compile"),
-    "explain": ("interlace.frontend.insight", "explain"),
+    "explain": ("interlace.frontend.explain", "explain"),
     "export": ("interlace.frontend.schedules", "export"),
     "load": ("interlace.ir.text.load", "load"),
     "load_set": ("interlace.ir.text.load", "load_set"),
@@ -66,7 +66,7 @@ _LAZY = {
     "parse_set": ("interlace.ir.text.parser", "parse_set"),
     "program": ("interlace.ir.build.builder", "program"),
     "release": ("interlace.comm.teams", "release_teams"),
-    "report": ("interlace.frontend.insight", "report"),
+    "report": ("interlace.frontend.explain", "report"),
     "reset": ("interlace.comm.resets", "reset_teams"),
     "save_recording": ("interlace_check.recorded", "save_recording"),
     "simulate": ("interlace.cost", "simulate"),

@@ -1,6 +1,6 @@
 """The one set of options, frozen and keyword-only.
 
-    interlace.compile(fn, x, mesh=mesh, options=Options(strategy="peer", time_out_s=30))
+    interlace.compile(module, x, mesh=mesh, options=Options(strategy="peer", time_out_s=30))
     torch.compile(model, backend="interlace", options={"strategy": "ring"})
 
 Every field can be given to `torch.compile(options=...)`, `interlace.compile` and the commands.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 
 import interlace
@@ -42,7 +43,7 @@ def pairs() -> tuple[bool, list[int], list[str]]:
     torch.compiler.reset()
     mine = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
     fn, x, w = gather_matmul(mine), integers(dist.get_rank(), 3, 4), integers(9, 5, 4)
-    call = interlace.compile(fn, x, w, options=OPTIONS)
+    call = interlace.compile(Function(fn), x, w, options=OPTIONS)
     equal = torch.equal(call(x, w), fn(x, w))
     teams = [team.size for team in call.program.teams]
     sites = [site.strategy for site in call.program.sites]
@@ -63,7 +64,7 @@ def destroyed() -> tuple[bool, int, int, str]:
     group = dist.new_group([0, 1])
     fn, x, w = gather_matmul(group), integers(dist.get_rank(), 3, 4), integers(9, 5, 4)
     with capture() as captured:
-        call = interlace.compile(fn, x, w, options=OPTIONS)
+        call = interlace.compile(Function(fn), x, w, options=OPTIONS)
         equal = torch.equal(call(x, w), fn(x, w))
         executor = captured.bound[0].executor
         before = len(captured.bound)
@@ -97,7 +98,7 @@ def refused(how: str) -> str:
     x = torch.ones(3, dtype=torch.int64)
     try:
         if how == "interlace.compile":
-            interlace.compile(fn, x)
+            interlace.compile(Function(fn), x)
         else:
             torch.compile(fn, backend="interlace")(x)
     except UnsupportedError as error:

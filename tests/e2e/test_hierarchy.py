@@ -163,20 +163,12 @@ ALL = tuple(TEXTS)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
-def test_all_strategies_on_two_hosts_of_two_ranks(pairs: HostsPool, kind: str, seed: int) -> None:
-    assert pairs(4).run(exact, SERVE, (kind,), seed) == [[]] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ALL)
-def test_all_strategies_on_four_hosts(singles: HostsPool, kind: str, seed: int) -> None:
-    assert singles(4).run(exact, SERVE, (kind,), seed) == [[]] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ALL)
-def test_all_strategies_on_four_hosts_of_two_ranks(pairs: HostsPool, kind: str, seed: int) -> None:
-    assert pairs(8).run(exact, SERVE, (kind,), seed) == [[]] * 8
+@pytest.mark.parametrize(("row", "world"), [(2, 4), (1, 4), (2, 8)], ids=["2x2", "4x1", "4x2"])
+def test_all_strategies_on_hosts(
+    pairs: HostsPool, singles: HostsPool, row: int, world: int, kind: str, seed: int
+) -> None:
+    pool = pairs if row == 2 else singles
+    assert pool(world).run(exact, SERVE, (kind,), seed) == [[]] * world
 
 
 @pytest.mark.slow

@@ -5,11 +5,8 @@ from __future__ import annotations
 import random
 import re
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,42 +292,3 @@ def test_a_killed_rank_is_named_with_its_host(pool: HostsPool, kind: str, seed: 
         assert error == "PeerError"
         assert "rank 1 on host interlace-b of team tp died" in text
         assert seconds < TIME_OUT_S
-
-
-def run_on(kind: str, mark: str, seed: int) -> Outcome:
-    """The outcome of the first run that fails; the file `mark` says that runs go on."""
-    executor = prepared(kind, time_out_s=TIME_OUT_S)
-    inputs = inputs_of(executor.program, dist.get_rank(), seed)
-    executor.run(inputs)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        Path(mark).touch()
-    while (outcome := attempt(lambda: executor.run(inputs)))[0] == "result":
-        time.sleep(0.01)
-    return outcome
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pipeline", "shift"])
-def test_a_host_that_vanishes_is_named_on_all_others(
-    hosts: Hosts, pool: HostsPool, kind: str, tmp_path: Path, seed: int
-) -> None:
-    mark = tmp_path / "running"
-
-    def cut_off() -> None:
-        while not mark.exists():
-            time.sleep(0.02)
-        time.sleep(0.3)
-        hosts.cut_off(1)
-
-    thread = threading.Thread(target=cut_off, daemon=True)
-    thread.start()
-    try:
-        results = pool(3).run(run_on, kind, str(mark), seed, replace=True)
-    finally:
-        hosts.join(1)
-    for rank, (error, text, seconds) in enumerate(results):
-        assert error in ("CommTimeoutError", "PeerError")
-        assert seconds < TIME_OUT_S + 5
-        away = "rank 0 on host interlace-a" if rank == 1 else "rank 1 on host interlace-b"
-        assert re.search(rf"{away} (is in run \d+, and )?does not answer", text), text

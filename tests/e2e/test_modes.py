@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,9 +26,9 @@ from torch.distributed.tensor.parallel import (
 import interlace
 from interlace.demo.model import Transformer, parallelize
 from interlace.demo.plan import ModelConfig
-from interlace.errors import BackendError, InterlaceError, UnsupportedError
+from interlace.errors import BackendError, UnsupportedError
 from interlace.frontend import capture
-from interlace.frontend.explain import explain
+from interlace.frontend.explain import explain_bound
 from interlace.ir import Collective, Program, View
 
 
@@ -153,61 +154,6 @@ def arguments(mesh: DeviceMesh, rows: int = 8, grad: bool = True) -> list[Any]:
     ]  # fmt: skip
 
 
-def use_compiled() -> dict[str, Any]:
-    """Everything that the object offers."""
-    mesh = mesh_of()
-    args = arguments(mesh)
-    options = {"strategy": "peer", "time_out_s": 20.0}
-    call = interlace.compile(feed_forward, *args, mesh=mesh, options=options)
-    plain = interlace.compile(feed_forward, *args, mesh=mesh, overlap=False)
-    outcomes: list[list[Tensor]] = []
-    for fn in (feed_forward, call, plain):
-        y = fn(*args)
-        (y.to_local() ** 2).sum().backward()
-        outcomes.append([whole(y), *(whole(arg.grad) for arg in args)])
-        for arg in args:
-            arg.grad = None
-    predicted, measured = call.simulate(), call.profile(*args)
-    backward = call.profile(*args, kind="backward")
-    ops = call.program.ops
-    found = {
-        "equal": [all(map(torch.equal, outcomes[0], other)) for other in outcomes[1:]],
-        "streams": len(call.program.streams()),
-        "serial streams": len(plain.program.streams()),
-        "names": [program.name for program in call.programs],
-        "explained": call.explain(),
-        "sites": [site.strategy for site in call.program.sites],
-        "predicted": (predicted.makespan_s, sorted({span.rank for span in predicted.spans})),
-        "measured": (measured.makespan_s, sorted({span.rank for span in measured.spans})),
-        "matmuls": [
-            sum("aten.mm" in span.name for span in timeline.spans)
-            for timeline in (measured, backward)
-        ],
-        "ops": sum("aten.mm" in str(getattr(op, "fn", "")) for op in ops),
-    }
-    call.close()
-    plain.close()
-    return found
-
-
-def test_a_compiled_function_tells_what_it_does(pool: Pool) -> None:
-    for rank, found in enumerate(pool(2).run(use_compiled, time_out_s=90)):
-        assert found["equal"] == [True, True]
-        assert found["streams"] > 1
-        assert found["serial streams"] == 1
-        assert found["names"] == ["forward", "backward"]
-        assert found["sites"] == ["peer", "peer"]
-        assert "all_gather_matmul" in found["explained"]
-        assert "matmul_reduce_scatter" in found["explained"]
-        assert "forward: 2 communications, sound" in found["explained"]
-        assert found["predicted"][0] > 0
-        assert found["predicted"][1] == [0, 1]
-        assert found["measured"][0] > 0
-        assert found["measured"][1] == [rank]
-        assert found["matmuls"][0] == found["ops"] >= 4
-        assert found["matmuls"][1] >= 4
-
-
 # -- bounds --------------------------------------------------------------------------------------
 
 
@@ -224,7 +170,7 @@ def many_sizes(how: str, cache_size: int, sizes: int) -> tuple[int, int, bool]:
     held, equal = [0], True
     with capture() as captured:
         if how == "interlace.compile":
-            call: Any = interlace.compile(fn, mesh=mesh, options=options)
+            call: Any = interlace.compile(Function(fn), mesh=mesh, options=options)
         else:
             call = torch.compile(fn, backend="interlace", options=options, dynamic=True)
         for rows in [*range(2, 2 + sizes), 2, 2 + sizes - 1]:
@@ -242,27 +188,6 @@ def test_executors_of_many_sizes_are_bounded(pool: Pool, how: str) -> None:
         assert last == 2
 
 
-def recompile_alone() -> tuple[str, str]:
-    """Rank 0 comes with another size; rank 1 goes on with the one that both compiled."""
-    mesh = mesh_of()
-    args = {rows: arguments(mesh, rows, grad=False) for rows in (8, 12)}
-    call = interlace.compile(feed_forward, *args[8], options={"time_out_s": 2.0})
-    call(*args[8])
-    try:
-        call(*args[12 if dist.get_rank() == 0 else 8])
-    except InterlaceError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-@pytest.mark.timeout(90)
-def test_a_rank_that_recompiles_alone_is_a_typed_error_on_both(pool: Pool) -> None:
-    (mine, text), (theirs, other) = pool(2).run(recompile_alone, time_out_s=60, replace=True)
-    assert mine == "AgreementError"
-    assert "rank 1 did not come" in text
-    assert theirs in ("AgreementError", "CommTimeoutError", "PeerError"), other
-
-
 # -- options -------------------------------------------------------------------------------------
 
 
@@ -270,7 +195,7 @@ def with_options(**options: Any) -> tuple[bool, str, list[str]]:
     """The feed-forward with options: equal to eager?, the Program's text, its sites' strategies."""
     mesh = mesh_of()
     args = arguments(mesh)
-    call = interlace.compile(feed_forward, *args, options={"time_out_s": 20.0, **options})
+    call = interlace.compile(Function(feed_forward), *args, options={"time_out_s": 20.0, **options})
     equal = torch.equal(whole(call(*args)), whole(feed_forward(*args)))
     text, taken = str(call.program), [site.strategy for site in call.program.sites]
     call.close()
@@ -310,9 +235,8 @@ def resharded() -> dict[str, tuple[bool, list[str]]]:
     given = (x, w.to(torch.bfloat16))
     wanted = whole(fn(*given))
     for position in ("auto", "before", "after"):
-        call = interlace.compile(
-            fn, *given, options={"resharding": position, "strategy": "serial", "time_out_s": 20.0}
-        )
+        options = {"resharding": position, "strategy": "serial", "time_out_s": 20.0}
+        call = interlace.compile(Function(fn), *given, options=options)
         gathers = [op for op in call.program.ops if isinstance(op, Collective)]
         boxes = call.program.boxes(dist.get_rank())
         types = [str(boxes(op.src).dtype) for op in gathers if op.src]
@@ -333,7 +257,7 @@ def graph_on_cpu() -> str:
     """What asking for a CUDA graph on the CPU gives."""
     mesh = mesh_of()
     try:
-        interlace.compile(feed_forward, *arguments(mesh), options={"graph": True})
+        interlace.compile(Function(feed_forward), *arguments(mesh), options={"graph": True})
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -356,9 +280,8 @@ def regather(choice: bool | str) -> dict[str, Any]:
     """Gradients, the sizes that forward leaves for backward, and backward's communications."""
     mesh = mesh_of()
     args = arguments(mesh, rows=16)
-    call = interlace.compile(
-        feed_forward, *args, options={"regather": choice, "strategy": "peer", "time_out_s": 20.0}
-    )
+    options = {"regather": choice, "strategy": "peer", "time_out_s": 20.0}
+    call = interlace.compile(Function(feed_forward), *args, options=options)
     y = call(*args)
     (y.to_local() ** 2).sum().backward()
     grads = [whole(arg.grad) for arg in args]
@@ -413,7 +336,7 @@ def collectives_of_the_demo() -> list[tuple[int, int, list[tuple[str, str, str]]
             count = sum(isinstance(op, Collective) for op in bound.serial.ops)
             lost = sum(isinstance(op, Collective) and op.site is None for op in bound.program.ops)
             sites = [(site.kind, site.strategy, site.reason) for site in bound.program.sites]
-            found.append((count, lost, sites, explain([bound])))
+            found.append((count, lost, sites, explain_bound([bound])))
     return found
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 import interlace
+from interlace.cost import simulate
 from interlace.frontend import capture
 
 SPLITS = {
@@ -65,8 +67,8 @@ def told(splits: list[list[int]]) -> tuple[str, str, list[float]]:
     with capture() as captured:
         torch.compile(exchanged, backend="interlace")(x, w).sum().backward()
     by_torch = captured.explain()
-    compiled = interlace.compile(exchanged, x, w, mesh=mesh)
-    times = [compiled.simulate(kind).makespan_s for kind in ("forward", "backward")]
+    compiled = interlace.compile(Function(exchanged), x, w, mesh=mesh)
+    times = [simulate(bound.programs, bound.machine).makespan_s for bound in compiled.bound]
     by_us = compiled.explain()
     compiled.close()
     interlace.reset()

@@ -19,6 +19,18 @@ from torch.distributed.tensor.parallel import (
 )
 
 
+class Function(nn.Module):
+    """A function as a module; `parts` are the modules that it uses."""
+
+    def __init__(self, fn: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.fn, self.parts = fn, nn.ModuleList(parts)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result."""
+        return self.fn(*args, **kwargs)
+
+
 class Norm(nn.Module):
     """RMS normalisation."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,6 @@ import interlace
 from interlace.errors import ExecutorError, OptionError, TeamError
 from interlace.frontend import backend
 from interlace.frontend.compile import Compiled
-from interlace.options import Options
 
 Compile = Callable[..., Callable[..., Any]]
 
@@ -30,7 +30,11 @@ def by_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(fn, backend=backend, dynamic=False)
 
 
-both = pytest.mark.parametrize("compile", [by_torch, interlace.compile], ids=["torch", "interlace"])
+def directly(fn: Callable[..., Any]) -> Compiled:
+    return interlace.compile(fn if isinstance(fn, nn.Module) else Function(fn))
+
+
+both = pytest.mark.parametrize("compile", [by_torch, directly], ids=["torch", "interlace"])
 
 
 def make(seed: int) -> tuple[nn.Module, torch.Tensor]:
@@ -90,13 +94,11 @@ def test_autocast_compiles_anew(compile: Compile, seed: int) -> None:
 # -- modules --------------------------------------------------------------------------------------
 
 
-def converted(dynamic: bool) -> list[torch.dtype]:
+def converted() -> list[torch.dtype]:
     """The types of what a parallel module gives, converted before and after its first call."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    call = interlace.compile(
-        parallelize_module(net, mesh, {"0": ColwiseParallel()}), dynamic=dynamic
-    )
+    call = interlace.compile(parallelize_module(net, mesh, {"0": ColwiseParallel()}))
     found: list[torch.dtype] = []
     for dtype in (torch.float64, torch.float32):
         call.to(dtype)
@@ -108,10 +110,9 @@ def converted(dynamic: bool) -> list[torch.dtype]:
     return found
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_module_is_converted(pool: Pool, dynamic: bool) -> None:
+def test_a_compiled_module_is_converted(pool: Pool) -> None:
     wanted = [torch.float64, torch.float32]
-    assert pool(2).run(converted, dynamic) == [wanted] * 2
+    assert pool(2).run(converted) == [wanted] * 2
 
 
 def test_a_compiled_sequence_has_a_length_and_items(seed: int) -> None:
@@ -198,23 +199,6 @@ def test_a_lazily_conjugated_argument_cannot_be_written(compile: Compile, seed: 
     assert torch.equal(given, kept)
 
 
-@pytest.mark.parametrize(
-    ("overlap", "options", "wanted"),
-    [
-        (None, None, True),
-        (None, Options(overlap=False), False),
-        (None, {"overlap": False}, False),
-        (True, Options(overlap=False), True),
-        (False, Options(), False),
-    ],
-)
-def test_the_argument_overlap_wins_where_it_is_given(
-    overlap: bool | None, options: Any, wanted: bool
-) -> None:
-    call = interlace.compile(torch.relu, overlap=overlap, options=options)
-    assert call.options.overlap is wanted
-
-
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
 def test_modes_of_other_backends_are_refused(mode: str) -> None:
     torch.compiler.reset()
@@ -228,7 +212,7 @@ def released() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
     told: list[str] = []
-    for compile in (by_torch, interlace.compile):
+    for compile in (by_torch, directly):
         call = compile(lambda x: x.sum().full_tensor())
         assert call(x).item() == 12
         interlace.release()

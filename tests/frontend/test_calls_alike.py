@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import interlace
 from interlace.comm import team_of
 from interlace.frontend import backend
-from interlace.frontend.calling.specialise import signature
+from interlace.frontend.calling.arguments import signature
 
 
 def write_then_read(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -36,7 +37,7 @@ def arguments(how: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("order", list(permutations(("apart", "the same", "overlapping"))), ids=str)
 def test_arguments_that_share_memory_are_told_apart(order: tuple[str, ...]) -> None:
-    compiled = interlace.compile(write_then_read)
+    compiled = interlace.compile(Function(write_then_read))
     for how in order:
         wanted, given = arguments(how), arguments(how)
         result = write_then_read(*wanted)
@@ -75,7 +76,7 @@ def destroyed() -> list[Any]:
     group: Any = dist.new_group(list(range(dist.get_world_size())))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     name = group.group_name
-    compiled = interlace.compile(lambda x: all_reduce(x, "sum", name) * 2)
+    compiled = interlace.compile(Function(lambda x: all_reduce(x, "sum", name) * 2))
     compiled(torch.ones(4))
     team = weakref.ref(team_of(group, "tp"))
     found = [team() is not None, len(compiled.bound)]

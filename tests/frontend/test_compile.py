@@ -1,4 +1,4 @@
-"""interlace.compile: functions and modules on DTensors, without TorchDynamo."""
+"""interlace.compile: modules on DTensors, without TorchDynamo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.frontend.models import Model, gradients, local, parallelise
+from tests.frontend.models import Function, Model, gradients, local, parallelise
 from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace.cost import Timeline, default_machine
+from interlace.cost import default_machine
 from interlace.errors import ExecutorError, OptionError, UnsupportedError
 from interlace.frontend import backend
+from interlace.frontend.binding import Bound
 from interlace.frontend.compile import Compiled
-from interlace.ir import Call, Collective, Get, Op, Program
+from interlace.ir import Call, Collective, Get, Op
 from interlace.passes import lower
 
 
@@ -34,9 +35,8 @@ def module_against_eager() -> dict[str, Any]:
     tokens = torch.randint(0, 32, (2, 8))
     model(tokens).square().sum().backward()
     eager = gradients(model)
-    compiled = interlace.compile(
-        model, tokens, mesh=mesh, options=interlace.Options(strategy="peer")
-    )
+    options = interlace.Options(strategy="peer", trace=True)
+    compiled = interlace.compile(model, tokens, mesh=mesh, options=options)
     out = compiled(tokens)
     out.square().sum().backward()
     mine = gradients(model)
@@ -44,25 +44,24 @@ def module_against_eager() -> dict[str, Any]:
     assert mine.keys() == eager.keys()
     for name, theirs in eager.items():
         torch.testing.assert_close(mine[name], theirs, rtol=1e-4, atol=1e-5)
-    predicted, measured = compiled.simulate(), compiled.profile(runs=2)
-    backward = compiled.profile(kind="backward", runs=2)
+    predicted = interlace.simulate(compiled.program)
     names = [p.name for p in compiled.program.params]
     told = {
         "explain": compiled.explain(),
         "modules": [site.module for site in compiled.program.sites],
         "predicted": len({span.rank for span in predicted.spans}),
-        "measured": _without_span(measured, compiled.program),
-        "backward": _without_span(backward, compiled.programs[1]),
+        "unmeasured": [_without_span(bound) for bound in compiled.bound],
         "parameters": [name for name in names if name.startswith("layers_0_mlp")],
     }
     compiled.close()
     return told
 
 
-def _without_span(timeline: Timeline, program: Program) -> list[Op]:
-    """The ops that compute or communicate and that no span of the timeline shows."""
-    shown = {span.op_index for span in timeline.spans}
-    ops = enumerate(program.ops)
+def _without_span(bound: Bound) -> list[Op]:
+    """The ops that compute or communicate and that no span of the measured timeline shows."""
+    assert bound.measured is not None
+    shown = {span.op_index for span in bound.measured.spans}
+    ops = enumerate(bound.program.ops)
     return [op for i, op in ops if isinstance(op, Call | Collective | Get) and i not in shown]
 
 
@@ -72,7 +71,7 @@ def test_module(pool: Pool) -> None:
         assert "layers.0.attn.wo" in told["explain"]
         assert "forward: 7 communications, sound" in told["explain"]
         assert told["predicted"] == 2
-        assert told["measured"] == told["backward"] == []
+        assert told["unmeasured"] == [[], []]
         assert told["parameters"] == [f"layers_0_mlp_{name}_weight" for name in ("w1", "w3", "w2")]
 
 
@@ -86,7 +85,7 @@ def signatures() -> list[int]:
         y: Any = F.linear(x.redistribute(placements=[Replicate()]), w) * scale
         return {"y": y, "z": (y + y, None, "text", 3)} if twice else {"y": y}
 
-    call = interlace.compile(fn, mesh=mesh)
+    call = interlace.compile(Function(fn), mesh=mesh)
     w: Any = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)]).requires_grad_()
     counts: list[int] = []
     for rows, scale, twice in ((4, 1.0, False), (4, 1.0, False), (8, 1.0, False), (4, 2.0, True)):
@@ -123,8 +122,8 @@ def serial_has_one_stream() -> tuple[tuple[str, ...], tuple[str, ...]]:
     def fn(x: Any, w: Any) -> Any:
         return F.linear(x.redistribute(placements=[Replicate()]), w)
 
-    options = interlace.Options(strategy="peer")
-    found = [interlace.compile(fn, x, w, options=options, overlap=o) for o in (False, True)]
+    options = [interlace.Options(strategy="peer", overlap=overlap) for overlap in (False, True)]
+    found = [interlace.compile(Function(fn), x, w, options=each) for each in options]
     outs = [local(compiled(x, w)) for compiled in found]
     torch.testing.assert_close(*outs)
     streams = [compiled.program.streams() for compiled in found]
@@ -164,44 +163,19 @@ def test_single_process_module_trains() -> None:
 
 
 def test_nothing_compiled_yet_is_a_typed_error() -> None:
-    compiled: Compiled = interlace.compile(torch.relu)
+    compiled: Compiled = interlace.compile(nn.ReLU())
     with pytest.raises(ExecutorError, match="nothing is compiled yet"):
         compiled.explain()
     compiled(torch.ones(2))
-    with pytest.raises(ExecutorError, match="no 'backward' graph"):
-        compiled.simulate("backward")
 
 
 def test_unknown_option_is_a_typed_error() -> None:
     with pytest.raises(OptionError, match="unknown option"):
-        interlace.compile(torch.relu, options={"overlapp": True})
-
-
-def test_function_that_closes_over_modules() -> None:
-    torch.manual_seed(0)
-    first, second = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return second(torch.relu(first(x)))
-
-    x = torch.randn(3, 4)
-    compiled = interlace.compile(fn, x)
-    with torch.no_grad():
-        first.weight.mul_(2)  # parameters are arguments, not constants of the first call
-    compiled(x).sum().backward()
-    mine = [p.grad for p in (first.weight, second.bias)]
-    first.zero_grad()
-    second.zero_grad()
-    want = fn(x)
-    want.sum().backward()
-    assert torch.equal(compiled(x), want)
-    for ours, theirs in zip(mine, [p.grad for p in (first.weight, second.bias)], strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert "first_weight" in str(compiled.program)
+        interlace.compile(nn.ReLU(), options={"overlapp": True})
 
 
 @pytest.mark.parametrize("backend", [backend, "eager"], ids=["interlace", "eager"])
-@pytest.mark.parametrize("what", ["module", "child", "function", "in a function"])
+@pytest.mark.parametrize("what", ["module", "child", "in a function"])
 def test_what_torch_compile_was_given_before(backend: Any, what: str) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -212,16 +186,15 @@ def test_what_torch_compile_was_given_before(backend: Any, what: str) -> None:
     if what == "child":
         net[0] = by_torch
         given = net
-    elif what != "module":
+    elif what == "in a function":
         relu: Any = torch.compile(torch.relu, backend=backend)
-        given = relu if what == "function" else (lambda x: relu(by_torch(x)))
-        want = torch.relu(x if what == "function" else want)
+        given, want = Function(lambda x: relu(by_torch(x)), net), torch.relu(want)
     given(x)  # torch.compile has compiled it
     compiled = interlace.compile(given, x)
     for _ in range(3):
         torch.testing.assert_close(compiled(x), want)
         torch.testing.assert_close(given(x), want)  # and so it still is
-    assert len(compiled.bound) == (1 if what == "function" else 2), "its parts are not in it"
+    assert len(compiled.bound) == 2, "its parts are not in it"
 
 
 def test_a_mesh_is_a_mesh() -> None:
@@ -237,7 +210,7 @@ def test_a_checkpoint_that_runs_backward_while_it_is_traced_is_a_typed_error() -
         return checkpoint(net, x, use_reentrant=True)
 
     with pytest.raises(UnsupportedError, match="give it use_reentrant=False"):
-        interlace.compile(step)(torch.ones(2, 4, requires_grad=True))
+        interlace.compile(Function(step, net))(torch.ones(2, 4, requires_grad=True))
 
 
 def refused_on_ranks() -> list[str]:
@@ -255,7 +228,7 @@ def refused_on_ranks() -> list[str]:
         return x + 1
 
     with pytest.raises(UnsupportedError) as found:
-        interlace.compile(add_up)(x.clone())
+        interlace.compile(Function(add_up))(x.clone())
     return [*told, str(found.value)]
 
 
@@ -290,9 +263,9 @@ def selected(x: torch.Tensor) -> torch.Tensor:
 def test_what_depends_on_values_is_a_typed_error(fn: Any, words: str) -> None:
     lines = Path(__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if f"# {words}" in text)
-    told = f"{fn.__name__} cannot be compiled as a whole.*test_compile.py:{line}. Compute that"
+    told = f"Function cannot be compiled as a whole.*test_compile.py:{line}. Compute that"
     with pytest.raises(UnsupportedError, match=told):
-        interlace.compile(fn, torch.ones(4))
+        interlace.compile(Function(fn), torch.ones(4))
     torch.compiler.reset()
     x = torch.tensor([1.0, -2.0, 3.0])
     assert torch.equal(torch.compile(fn, backend=backend)(x), fn(x))  # as the error says
@@ -307,7 +280,7 @@ def test_code_that_asks_whether_it_is_compiled() -> None:
         return x.relu()
 
     x = torch.tensor([-1.0, 2.0])
-    assert torch.equal(interlace.compile(shortened)(x), x.relu())
+    assert torch.equal(interlace.compile(Function(shortened))(x), x.relu())
     assert not torch.compiler.is_compiling()
 
 
@@ -322,7 +295,7 @@ def uneven_weights() -> tuple[list[str], list[str], list[str]]:
 
     x = torch.randn(256, 64)
     w = torch.randn(64, 2 if dist.get_rank() == 0 else 8192)
-    compiled = interlace.compile(fn, x, w)
+    compiled = interlace.compile(Function(fn), x, w)
     torch.testing.assert_close(compiled(x, w), fn(x, w), rtol=1e-4, atol=1e-4)
     program = compiled.program
     alone = lower(compiled.bound[0].serial, compiled.options, default_machine("cpu"))
@@ -342,11 +315,10 @@ def test_ranks_that_would_choose_differently_run_serially(pool: Pool) -> None:
         assert "all run serially" in remarks[0]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_module_gives_a_module(dynamic: bool, tmp_path: Path) -> None:
+def test_a_module_gives_a_module(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
     own = set(vars(net))
-    compiled: Any = interlace.compile(net, torch.randn(3, 4), dynamic=dynamic)
+    compiled: Any = interlace.compile(net, torch.randn(3, 4))
     assert nn.Module in type(compiled).mro()
     assert list(compiled.state_dict()) == list(net.state_dict())
     assert [*map(id, compiled.parameters())] == [*map(id, net.parameters())]
@@ -372,7 +344,18 @@ def test_a_module_gives_a_module(dynamic: bool, tmp_path: Path) -> None:
         _ = compiled.nothing
 
 
-@pytest.mark.parametrize("given", [None, 3])
-def test_what_cannot_be_called_is_a_typed_error(given: Any) -> None:
-    with pytest.raises(OptionError, match=f"was given {given}, which is not callable"):
+@pytest.mark.parametrize("given", [None, 3, torch.relu])
+def test_what_is_no_module_is_a_typed_error(given: Any) -> None:
+    with pytest.raises(
+        OptionError, match=r'takes modules.*torch\.compile\(fn, backend="interlace"'
+    ):
         interlace.compile(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("dynamic", ": give .*dynamic=True"), ("overlap", ': give options={"overlap"'), ("mode", "$")],
+)
+def test_an_argument_that_it_does_not_have_is_a_typed_error(name: str, told: str) -> None:
+    with pytest.raises(OptionError, match=f"has no argument '{name}'{told}"):
+        interlace.compile(nn.ReLU(), **{name: True})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.frontend.models import Block, local, parallelise_block
+from tests.frontend.models import Block, Function, local, parallelise_block
 from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,7 +60,7 @@ def shared(results: Any) -> list[bool]:
 def test_equal_to_eager(name: str, mode: Callable[[], Any], seed: int) -> None:
     fn = (PLAIN | OTHERS)[name]
     torch.manual_seed(seed)
-    compiled, versions = interlace.compile(fn), list[list[int]]()
+    compiled, versions = interlace.compile(Function(fn)), list[list[int]]()
     with mode():
         for _ in range(5):
             args = torch.randn(4, 4), torch.randn(4, 4)
@@ -83,7 +83,7 @@ def test_equal_to_eager(name: str, mode: Callable[[], Any], seed: int) -> None:
 
 
 def test_an_argument_wants_a_gradient_that_no_output_has() -> None:
-    compiled = interlace.compile(lambda x, w: (x + w).argmax(-1))
+    compiled = interlace.compile(Function(lambda x, w: (x + w).argmax(-1)))
     x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
     for _ in range(4):
         found = compiled(x, w)
@@ -98,7 +98,7 @@ def test_a_gradient_mode_that_is_left_behind(after: bool) -> None:
         torch.set_grad_enabled(after)
         return x * 2
 
-    compiled = interlace.compile(fn)
+    compiled = interlace.compile(Function(fn))
     for _ in range(4):
         with torch.set_grad_enabled(not after):
             compiled(torch.ones(2))
@@ -106,7 +106,7 @@ def test_a_gradient_mode_that_is_left_behind(after: bool) -> None:
 
 
 def test_gradients_go_through_autograd() -> None:
-    compiled = interlace.compile(lambda x, w: x @ w)
+    compiled = interlace.compile(Function(lambda x, w: x @ w))
     w = torch.randn(4, 4, requires_grad=True)
     for _ in range(3):
         w.grad = None
@@ -116,7 +116,7 @@ def test_gradients_go_through_autograd() -> None:
 
 
 def test_an_error_leaves_the_next_call_as_it_was() -> None:
-    compiled = interlace.compile(lambda x, i: x[i] + 1)
+    compiled = interlace.compile(Function(lambda x, i: x[i] + 1))
     with torch.no_grad(), pytest.raises(Exception, match="index 9"):
         compiled(torch.ones(4), torch.tensor([9]))
     with torch.no_grad():
@@ -145,7 +145,7 @@ def layer(mode: str) -> tuple[bool, list[str]]:
         past = direct(compiled)
         kinds: list[str] = []
         w = distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)])
-        again = interlace.compile(lambda x, w: {"y": (x @ w).relu()}, mesh=mesh)
+        again = interlace.compile(Function(lambda x, w: {"y": (x @ w).relu()}), mesh=mesh)
         for placement in (Replicate(), Shard(0)):
             for _ in range(3):
                 x = distribute_tensor(torch.randn(4, 16), mesh, [placement])
@@ -168,7 +168,7 @@ def written_shards() -> tuple[list[int], list[str], bool]:
         x.mul_(2)
         return x.sum()
 
-    compiled = interlace.compile(fn, mesh=mesh)
+    compiled = interlace.compile(Function(fn), mesh=mesh)
     versions: list[int] = []
     told: list[str] = []
     for _ in range(4):

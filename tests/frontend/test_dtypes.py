@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.frontend.models import Function
 from torch import nn
 
 import interlace
@@ -21,6 +22,11 @@ def dynamo(fn: Any) -> Any:
     return torch.compile(fn, backend="interlace")
 
 
+def directly(fn: Any) -> Any:
+    """Through interlace.compile."""
+    return interlace.compile(fn if isinstance(fn, nn.Module) else Function(fn))
+
+
 def refusal(fn: Any, compiled: Callable[[Any], Any], *args: torch.Tensor) -> str:
     """What is said of a call that eager refuses."""
     with pytest.raises(RuntimeError):
@@ -30,7 +36,7 @@ def refusal(fn: Any, compiled: Callable[[Any], Any], *args: torch.Tensor) -> str
     return str(error.value)
 
 
-@pytest.mark.parametrize("compiled", [dynamo, interlace.compile])
+@pytest.mark.parametrize("compiled", [dynamo, directly])
 def test_a_module_is_named(compiled: Callable[[Any], Any]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(HALF))
     told = refusal(model, compiled, torch.ones(4, 8))
@@ -51,7 +57,7 @@ def test_a_module_is_named(compiled: Callable[[Any], Any]) -> None:
 )
 def test_arguments_are_named(fn: Any, shapes: list[tuple[int, ...]]) -> None:
     first, second = shapes
-    told = refusal(fn, interlace.compile, torch.ones(first), torch.ones(second, dtype=HALF))
+    told = refusal(fn, directly, torch.ones(first), torch.ones(second, dtype=HALF))
     assert "argument arg0 is torch.float32" in told
     assert "argument arg1 is torch.bfloat16" in told
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from interlace.frontend.forwards import Forwards
+from interlace.frontend.calling.forwards import Forwards
 
 
 def noted(saved: int, results: list[object], args: list[Tensor]) -> tuple[Forwards, list[int]]:

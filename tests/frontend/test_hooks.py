@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -144,7 +145,7 @@ def in_place() -> tuple[list[bool], list[str]]:
     same: list[bool] = []
     for fn in (all_in_place, named_alone()):
         mine, theirs = x.clone(), x.clone()
-        compiled = interlace.compile(fn)
+        compiled = interlace.compile(Function(fn))
         wanted, found = fn(theirs), compiled(mine)
         pairs = zip([*wanted, theirs], [*found, mine], strict=True)
         same += [torch.equal(a, b) for a, b in pairs]
@@ -153,7 +154,7 @@ def in_place() -> tuple[list[bool], list[str]]:
     ops: list[Any] = [dist.ReduceOp.BXOR, dist._make_nccl_premul_sum(2.0)]  # pyright: ignore
     for op in ops:
         try:
-            interlace.compile(lambda x, op=op: dist.all_reduce(x, op=op))(x.clone())
+            interlace.compile(Function(lambda x, op=op: dist.all_reduce(x, op=op)))(x.clone())
         except UnsupportedError as error:
             told.append(str(error))
     return same, told

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -40,7 +41,7 @@ def ways(fn: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     options: Any = {"strategy": "peer"}
     return {
         "torch.compile": torch.compile(fn, backend=backend, dynamic=False, options=options),
-        "interlace.compile": interlace.compile(fn, options=options),
+        "interlace.compile": interlace.compile(Function(fn), options=options),
     }
 
 

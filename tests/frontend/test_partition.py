@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.frontend.models import Block, bits, gradients, local, parallelise_block
+from tests.frontend.models import Block, Function, bits, gradients, local, parallelise_block
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import interlace
 from interlace.cost import Machine, default_machine
 from interlace.frontend.binding import Bound
-from interlace.frontend.compile import compile
 from interlace.frontend.partition import Partition
 from interlace.ir import Collective, View
 from interlace.options import Options
@@ -54,7 +54,8 @@ def policies(checkpointed: bool) -> dict[Any, tuple[int, int, int, dict[str, byt
         def call(x: torch.Tensor, block: Any = block) -> torch.Tensor:
             return checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
 
-        compiled = compile(call, x, mesh=mesh, options=Options(regather=regather, overlap=False))
+        options = Options(regather=regather, overlap=False)
+        compiled = interlace.compile(Function(call, block), x, mesh=mesh, options=options)
         (compiled(x) ** 2).sum().backward()
         forward, backward = compiled.bound
         grads = {**gradients(block), "x": local(x.grad)}
@@ -126,7 +127,7 @@ def memory_that_changes(seed: int) -> None:
     torch.manual_seed(seed + dist.get_rank())
     first, w = torch.randn(4, DIM), torch.randn(DIM, 8)
     found: list[torch.Tensor | None] = []
-    for call in (fn, compile(fn, options=Options(regather=True))):
+    for call in (fn, interlace.compile(Function(fn), options=Options(regather=True))):
         memory, weight = first.clone(), w.clone().requires_grad_()
         call(memory, weight).backward()
         found.append(weight.grad)

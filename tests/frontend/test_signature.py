@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.frontend.calling.specialise import has_signature, signature
+from interlace.frontend.calling.arguments import has_signature, signature
 
 X = torch.zeros(4, 6)
 ARGUMENTS: list[list[Any]] = [

@@ -14,13 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.frontend.models import local
+from tests.frontend.models import Function, local
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import interlace
-from interlace.frontend.compile import compile
 from interlace.strategies import StrategyName
 
 Setup = Callable[[DeviceMesh], tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -159,7 +158,8 @@ def compiled_kinds(
     setups |= {"selected_rows": selected_rows, "sliced_rows": sliced_rows}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     fn, args = setups[name](mesh)
-    compiled = compile(fn, *args, mesh=mesh, options=interlace.Options(strategy=strategy))
+    options = interlace.Options(strategy=strategy)
+    compiled = interlace.compile(Function(fn), *args, mesh=mesh, options=options)
     outcomes = []
     for call in (fn, compiled):
         result = call(*args)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -144,7 +145,7 @@ def compile_in_a_group_of_its_own() -> Captured:
         return op.wait_tensor(op.all_reduce(x * 2, "sum", name))
 
     with capture() as captured:
-        compiled = interlace.compile(fn)
+        compiled = interlace.compile(Function(fn))
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 4.0))
     return captured
 

@@ -17,7 +17,9 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from interlace.frontend import Imported, import_graph
-from interlace.frontend.calling.specialise import propagate, recorded_signature, signature
+from interlace.frontend.calling.arguments import signature
+from interlace.frontend.compiled_graph import recorded_signature
+from interlace.frontend.importing.nodes import propagate
 
 
 @dataclass

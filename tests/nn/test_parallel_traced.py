@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
@@ -149,9 +150,8 @@ def apart(seed: int) -> list[str]:
     with pytest.raises(Unsupported):
         torch.compile(call, backend="eager", fullgraph=True)(drawn(kind, seed))
     given, mesh = drawn(kind, seed), init_device_mesh("cpu", (dist.get_world_size(),))
-    x, ws, bs = given
-    compiled = interlace.compile(lambda x: call((x, ws, bs)), x, mesh=mesh)
-    found = results(lambda given: compiled(given[0]), given, seed)
+    compiled = interlace.compile(Function(call), given, mesh=mesh)
+    found = results(compiled, given, seed)
     if not all(map(torch.equal, found, want)):
         wrong.append("interlace.compile has other bits")
     return wrong

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import Function
 from tests.support.pool import Pool
 
 import interlace
@@ -94,14 +95,14 @@ def calls(seconds: float) -> tuple[Any, ...]:
         return funcol.all_gather_tensor(x, 0, group) @ w  # pyright: ignore[reportArgumentType]
 
     x, w = torch.randn(512, 64), torch.randn(64, 2048)
-    compiled = interlace.compile(fn, x, w)
+    compiled = interlace.compile(Function(fn), x, w)
     torch.testing.assert_close(compiled(x, w), fn(x, w), rtol=1e-4, atol=1e-4)
     site, program = compiled.program.sites[0], compiled.program
     remarks = [r.text for r in program.remarks if r.pass_name == "frontend"]
     told: list[str] = []
     for calibration in (own, f"{path}.missing" if rank == 0 else own):
         try:
-            interlace.compile(fn, x, w, options=Options(calibration=calibration))
+            interlace.compile(Function(fn), x, w, options=Options(calibration=calibration))
         except InterlaceError as error:
             told.append(f"{type(error).__name__}: {error}")
     dist.barrier()

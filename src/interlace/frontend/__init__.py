@@ -1,17 +1,12 @@
 """From PyTorch to Programs: the torch.compile backend, `interlace.compile`, import of FX graphs.
 
 backend.py         torch.compile(model, backend="interlace")
-compile.py         interlace.compile(fn, *examples): the same without TorchDynamo
-as_module.py       what that gives for a module: a module itself
-dynamic.py         interlace.compile(fn, dynamic=True), by TorchDynamo
+compile.py         interlace.compile(module, *examples): the same without TorchDynamo
 compiled_graph.py  a compiled graph, with a bound Program for each signature
-binding.py         serial Program -> overlapped, agreed on, bound
-choosing.py        what ranks agree on before they lower a graph, and choose once
-forwards.py        which forward pass a backward pass belongs to
+binding.py         serial Program -> agreed on, overlapped by one choice of all ranks, bound
 schedules.py       the Programs as files, and files run in place of generated Programs
-explain.py         the Programs behind a compiled model, and what became of each site
-insight.py         interlace.explain and interlace.report, for what torch.compile made too
-origin.py          whose graph it is, and what broke it off
+explain.py         interlace.explain and interlace.report: what became of each site, and why
+dynamo.py          TorchDynamo: whose graph it is, what broke it off, guards, lost interrupts
 partition.py       what is saved between forward and backward, and what is gathered again
 teams.py           process groups as teams; what ranks tell each other while they compile
 
@@ -19,11 +14,11 @@ importing/         an FX graph as a serial Program
 calling/           from the arguments of a call to a run
 """
 
-from interlace.frontend.backend import backend
+from interlace.frontend.backend import Captured, backend, capture
 from interlace.frontend.binding import Bound
+from interlace.frontend.calling.arguments import Imported, Opaque
 from interlace.frontend.compiled_graph import CompiledGraph
-from interlace.frontend.explain import Captured, capture
-from interlace.frontend.importing.importer import Imported, Opaque, import_graph
+from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.teams import Teams
 
 __all__ = [

@@ -17,7 +17,8 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,32 +26,79 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
-from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
-from torch._guards import ChainedSource, TracingContext, tracing
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import CalibrationError, InterlaceError, OptionError, UnsupportedError
+from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
-from interlace.frontend.calling.symbolic import symbolic_sizes
+from interlace.frontend.calling.tracing import symbolic_sizes
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
-from interlace.frontend.explain import notice
-from interlace.frontend.importing.exchanges import forget
+from interlace.frontend.dynamo import (
+    GraphOrigin,
+    guard_sizes,
+    look_for_lost_interrupts,
+    source_name,
+    takes_numbers,
+)
+from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import is_state, label
+from interlace.frontend.importing.nodes import label
 from interlace.frontend.importing.types import device_of
-from interlace.frontend.lost_interrupts import look_for_lost_interrupts
-from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.partition import Partition
+from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
 
 log = logging.getLogger(__name__)
 """Off by default: `TORCH_LOGS=interlace.frontend`, or `logging` itself, shows what is compiled."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """The compiled graphs, in the order in which they were compiled."""
+
+    graphs: list[CompiledGraph] = field(default_factory=list)
+
+    @property
+    def bound(self) -> list[Bound]:
+        """Every bound Program with its proof and its Executor. What runs as traced has none."""
+        return [bound for graph in self.graphs for bound in graph.bound]
+
+    @property
+    def programs(self) -> list[Program]:
+        """The overlapped Programs: forward and backward of each graph."""
+        return [bound.program for bound in self.bound]
+
+    def explain(self) -> str:
+        """Each communication with its strategy, the reason and what is predicted and measured."""
+        from interlace.frontend.explain import explain_graphs
+
+        return explain_graphs(self.graphs)
+
+
+_CAPTURING: ContextVar[tuple[Captured, ...]] = ContextVar("interlace_capturing", default=())
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[Captured]:
+    """Collects what the `interlace` backend compiles inside the block; graphs that torch keeps from
+    before are not seen (`torch.compiler.reset()` drops them).
+
+        with interlace.frontend.capture() as captured:
+            model(x).sum().backward()
+        print(captured.programs[0])
+    """
+    captured = Captured()
+    token = _CAPTURING.set((*_CAPTURING.get(), captured))
+    try:
+        yield captured
+    finally:
+        _CAPTURING.reset(token)
 
 
 class Compilation:
@@ -68,7 +116,8 @@ class Compilation:
             machine = elsewhere or shared_machine(options, self.setting.device)
         except CalibrationError:  # all ranks are told as they bind
             machine = None
-        cut = Partition(options.regather, machine, options.time_out_s, alone=elsewhere is not None)
+        alone, known = elsewhere is not None, self.setting.places
+        cut = Partition(options.regather, machine, options.time_out_s, alone, known)
         return {
             "fw_compiler": lambda gm, _: self._compile("forward", gm),
             "bw_compiler": lambda gm, _: self._compile("backward", gm),
@@ -107,7 +156,8 @@ class Compilation:
         meshes = tuple(dict.fromkeys((*self.setting.meshes, *found)))
         graph = CompiledGraph(kind, gm, replace(self.setting, meshes=meshes))
         self.graphs.append(graph)
-        notice(graph)
+        for captured in _CAPTURING.get():
+            captured.graphs.append(graph)
         return graph
 
 
@@ -136,6 +186,7 @@ class Backend:
     def __init__(self) -> None:
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph]
         self._graphs = weakref.WeakValueDictionary()
+        self._places = KnownPlaces()
         self._count = itertools.count()
         self._first = 0
         """The number of the first graph since the last reset."""
@@ -171,7 +222,7 @@ class Backend:
 
     def reset(self) -> None:
         """Frees every Executor; `torch.compiler.reset()` calls it."""
-        forget()
+        self._places.clear()
         self._first = next(self._count)
         for graph in list(self._graphs.values()):
             graph.close()
@@ -181,21 +232,21 @@ class Backend:
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
         options: Options,
-        mesh: DeviceMesh | None = None,
     ) -> Callable[..., Any]:
-        """Returns the callable that runs one graph; `mesh` names teams that no argument names."""
+        """Returns the callable that runs one graph."""
         look_for_lost_interrupts()
         places = gm.graph.find_nodes(op="placeholder")
-        sources = list(map(_source, places))
+        sources = list(map(source_name, places))
         guard_sizes(places)
         origin = GraphOrigin.of(gm)
         setting = Setting(
             options,
-            meshes_in((*example_inputs, mesh)),
+            meshes_in(example_inputs),
             tuple(label(source) if source else "" for source in sources),
             device_of(example_inputs),
             takes_numbers(),
             origin=origin,
+            places=self._places,
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
@@ -270,27 +321,10 @@ def torchs_errors(gm: fx.GraphModule, traced: Sequence[Any]) -> Iterator[None]:
         raise UnsupportedError(
             f"torch cannot trace these DTensors with sizes that change ({type(error).__name__}: "
             f'{told[0]}); this is not of Interlace, and backend="aot_eager" fails alike. Use '
-            "torch.compile(..., dynamic=False), or interlace.compile without dynamic=True, which "
-            "compile for each size; or dynamic=None with torch._dynamo.mark_dynamic for the batch "
-            "alone, and lengths padded to a few"
+            "torch.compile(..., dynamic=False) or interlace.compile, which compile for each size; "
+            "or dynamic=None with torch._dynamo.mark_dynamic for the batch alone, and lengths "
+            "padded to a few"
         ) from error
-
-
-def guard_sizes(places: Sequence[fx.Node]) -> None:
-    """Has TorchDynamo guard the sizes of whole DTensors, too. By itself it guards what this rank
-    holds: where 8 rows become 7, a rank with 4 of either would not compile anew as its peers do."""
-    context = TracingContext.try_get()
-    if context is None:  # TorchDynamo does not call
-        return
-    for node in places:
-        value, source = node.meta.get("example_value"), _source_of(node)
-        if source is None or is_state(_source(node)) or not isinstance(value, DTensor):
-            continue
-        for dim, size in enumerate(value.shape):
-            if type(size) is int:
-                known = TensorPropertySource(source, TensorProperty.SIZE, dim)
-                guard = known.make_guard(GuardBuilder.EQUALS_MATCH)
-                context.guards_context.dynamo_guards.add(guard)
 
 
 def keep_saved() -> None:
@@ -302,22 +336,6 @@ def keep_saved() -> None:
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
     if donated := getattr(metadata, "bw_donated_idxs", None):
         donated.clear()
-
-
-def takes_numbers() -> bool:
-    """Returns True if TorchDynamo specialised the traced function on numbers in its arguments.
-
-    Numbers that a closure or an attribute holds do not count; those of a list of numbers do.
-    """
-    context = TracingContext.try_get()
-    for guard in context.guards_context.dynamo_guards if context is not None else ():
-        source = guard.originating_source
-        while isinstance(source, ChainedSource) and not isinstance(source, AttrSource):
-            source = source.base
-        argument = isinstance(source, LocalSource) and source.is_input
-        if argument and guard.create_fn_name() == "CONSTANT_MATCH":
-            return True
-    return False
 
 
 def options_from(options: Options | Mapping[str, Any] | None) -> Options:
@@ -334,15 +352,3 @@ def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
     found = [getattr(value, "device_mesh", value) for value in values]
     real = [getattr(value, "real_obj", value) for value in found]
     return tuple(dict.fromkeys(mesh for mesh in real if isinstance(mesh, DeviceMesh)))
-
-
-def _source_of(node: fx.Node) -> Any:
-    return getattr(node.meta.get("grapharg"), "source", None)
-
-
-def _source(node: fx.Node) -> str:
-    """The tracer's name of where an argument comes from."""
-    source = _source_of(node)
-    if source is None:
-        return ""
-    return source.name if isinstance(source.name, str) else source.name()

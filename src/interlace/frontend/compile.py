@@ -1,26 +1,22 @@
-"""`interlace.compile`: a function or module on DTensors, overlapped, without TorchDynamo.
+"""`interlace.compile`: a module on DTensors, overlapped, without TorchDynamo.
 
     compiled = interlace.compile(block, x, mesh=mesh)
     y = compiled(x)                      # differentiable, like block(x)
     print(compiled.explain())            # every communication, how it is overlapped, and why
-    compiled.simulate().makespan_s       # the predicted timeline
-    compiled.profile(x)                  # the measured one
+    interlace.simulate(compiled.program)      # the predicted timeline; measured: the option `trace`
 
-Where `torch.compile` reads bytecode and guards it, this runs the function once on fake tensors.
+Where `torch.compile` reads bytecode and guards it, this runs the module once on fake tensors.
 What depends on more than the arguments' sizes, layouts and plain values is fixed by that run. A
 new combination of those is compiled anew; the least recently used is dropped beyond `cache_size`.
-With `dynamic=True` sizes may change: see dynamic.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,70 +25,50 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from interlace.cost import Machine, Timeline, simulate
+from interlace.cost import Machine
 from interlace.errors import ExecutorError, OptionError
-from interlace.frontend.as_module import AsModule
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
-from interlace.frontend.calling.call_key import CallKeys, FunctionCall
+from interlace.frontend.calling.as_module import AsModule
+from interlace.frontend.calling.call_key import CallKeys, ModuleCall
 from interlace.frontend.calling.direct import Direct, observed
 from interlace.frontend.calling.leftovers import none_left
-from interlace.frontend.calling.state import State, referred
-from interlace.frontend.calling.tracing import Unreached, Watch, refuse_sharded, tracing
+from interlace.frontend.calling.tracing import Watch, lent, refuse_sharded, tracing
 from interlace.frontend.compiled_graph import CompiledGraph, Dropped, Setting
-from interlace.frontend.explain import explain
+from interlace.frontend.dynamo import name_of
 from interlace.frontend.importing.nodes import unwrapped
 from interlace.frontend.importing.types import device_of
-from interlace.frontend.origin import name_of
 from interlace.ir import Program
 from interlace.options import Options
 
 _TENSOR = object()
 """Where a tensor stands among outputs."""
+_GONE = {
+    "dynamic": 'torch.compile(module, backend="interlace", dynamic=True)',
+    "overlap": 'options={"overlap": False}',
+}
+"""Arguments of earlier releases, with what replaces them."""
 
 
-@overload
 def compile(
-    fn: nn.Module,
+    module: nn.Module,
     *examples: Any,
     mesh: DeviceMesh | None = None,
-    overlap: bool | None = None,
-    dynamic: bool = False,
     options: Options | Mapping[str, Any] | None = None,
-) -> CompiledModule: ...
-@overload
-def compile(
-    fn: Callable[..., Any],
-    *examples: Any,
-    mesh: DeviceMesh | None = None,
-    overlap: bool | None = None,
-    dynamic: bool = False,
-    options: Options | Mapping[str, Any] | None = None,
-) -> Compiled: ...
-def compile(
-    fn: Callable[..., Any],
-    *examples: Any,
-    mesh: DeviceMesh | None = None,
-    overlap: bool | None = None,
-    dynamic: bool = False,
-    options: Options | Mapping[str, Any] | None = None,
+    **others: object,
 ) -> Compiled:
-    """`fn` (a function or a module), its communication overlapped with its computation.
+    """`module`, its communication overlapped with its computation.
 
-    A module gives an `nn.Module` with the parameters, the state and the modes of `fn` itself. An
-    attribute that a `Compiled` has too (such as `options`) is that of `fn` under `.fn`.
+    The result is an `nn.Module` with the parameters, the state and the modes of `module` itself. An
+    attribute that a `Compiled` has too (such as `options`) is that of `module` under `.fn`.
 
     With `examples`, the arguments of a call, it is compiled at once, on all ranks together; without
     them at the first call. `mesh` names the teams of process groups that no argument names.
-    `overlap=False` keeps everything serial, whatever `options` says; None leaves it to `options`.
 
-    A module that `torch.compile` was given before, as `fn` or within it, is taken as it was before.
-
-    With `dynamic=True` sizes may change (batch, sequence, a cache that grows), and one Program
-    serves a class of them. Then TorchDynamo traces, and guards what it saw: a call costs the host
-    more, Python state that changes is seen, and what cannot be traced as one graph is an error
-    of TorchDynamo. The backward pass is bound when it first runs for a class.
+    A module that `torch.compile` was given before, as `module` or within it, is taken as it was
+    before. Functions, and sizes that change (batch, sequence, a cache that grows) with one Program
+    for a class of them, are for `torch.compile(..., backend="interlace")`.
 
     Raises (here with `examples`, else from the first call):
         OptionError: an argument or an option is invalid.
@@ -101,26 +77,22 @@ def compile(
         AgreementError, PeerError, CommTimeoutError: another rank compiles something else, fails, or
             does not come.
     """
-    if not callable(fn):
+    for name in others:
+        instead = f": give {_GONE[name]} instead" if name in _GONE else ""
+        raise OptionError(f"interlace.compile has no argument {name!r}{instead}")
+    while isinstance(module, OptimizedModule | Compiled):
+        module = module._orig_mod if isinstance(module, OptimizedModule) else module.fn
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(
-            f"interlace.compile was given {fn!r}, which is not callable: give it a function or a "
-            "module"
+            f"interlace.compile takes modules, and was given {module!r}. fix: "
+            'torch.compile(fn, backend="interlace") for a function, or make it the forward of an '
+            "nn.Module"
         )
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
+    if mesh is not None and not isinstance(mesh, DeviceMesh):  # pyright: ignore
         raise OptionError(
             f"mesh={mesh!r} is no DeviceMesh: give the mesh itself, as init_device_mesh makes it"
         )
-    chosen = options_from(options)
-    if overlap is not None:
-        chosen = dataclasses.replace(chosen, overlap=overlap)
-    while isinstance(fn, OptimizedModule | Compiled):
-        fn = fn._orig_mod if isinstance(fn, OptimizedModule) else fn.fn
-    made = CompiledModule if isinstance(fn, nn.Module) else Compiled
-    if dynamic:
-        from interlace.frontend.dynamic import Dynamic, DynamicModule
-
-        made = DynamicModule if isinstance(fn, nn.Module) else Dynamic
-    compiled = made(fn, mesh, chosen)
+    compiled = Compiled(module, mesh, options_from(options))
     if examples:
         compiled.prepare(*examples)
     return compiled
@@ -172,29 +144,25 @@ class _Entry:
         return self.outputs.join(results)
 
 
-class Compiled:
-    """A compiled function: call it as the function; ask it what it does."""
+class Compiled(AsModule):
+    """A compiled module: call it as the module; ask it what it does."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: DeviceMesh | None, options: Options) -> None:
+    def __init__(self, fn: nn.Module, mesh: DeviceMesh | None, options: Options) -> None:
         self.fn = fn
         self.options = options
-        self._state = State.of(fn)
-        self._keys = CallKeys(self._state)
+        self._keys = CallKeys(fn)
         self._mesh = mesh
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._dropped = Dropped(name_of(fn), options.cache_size)
-        self._given: list[tuple[tuple[Any, ...], dict[str, Any]] | None] = [None]
-        """The arguments of the last call, if any."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of `fn` for these arguments."""
+        """Returns the module's result for these arguments."""
         call, entries = self._keys.of(args, kwargs), self._entries
         entry = entries.get(call.key)
         if entry is None:
-            call, entry = self._add(call, args, kwargs)
+            entry = self._add(call, args, kwargs)
         elif len(entries) > 1:
             entries.move_to_end(call.key)
-        self._given[0] = args, kwargs
         direct = entry.direct
         if direct is not None and direct.executor.engine is not None:
             return direct(call.tensors)
@@ -202,7 +170,6 @@ class Compiled:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
-        self._given[0] = args, kwargs
         call = self._keys.of(args, kwargs)
         if call.key in self._entries:
             self._entries.move_to_end(call.key)
@@ -215,7 +182,7 @@ class Compiled:
         """The graphs of the arguments met last, forward before backward."""
         if not self._entries:
             raise ExecutorError(
-                "nothing is compiled yet: call the compiled function, or give "
+                "nothing is compiled yet: call the compiled module, or give "
                 "interlace.compile the arguments of a call"
             )
         return tuple(bound for graph in self.graphs for bound in graph.bound[-1:])
@@ -238,12 +205,9 @@ class Compiled:
 
     def explain(self) -> str:
         """Each communication with its strategy, the reason and what is predicted and measured."""
-        return explain(self.bound)
+        from interlace.frontend.explain import explain_bound
 
-    def simulate(self, kind: str | None = None) -> Timeline:
-        """The predicted timeline of all ranks; `kind` asks for `backward`."""
-        bound = self._of_kind(kind)
-        return simulate(bound.programs, bound.machine)
+        return explain_bound(self.bound)
 
     def trace(self, *args: Any, machine: Machine, **kwargs: Any) -> tuple[Program, ...]:
         """The serial Programs of a call, forward before backward, for a machine that is not here.
@@ -254,35 +218,6 @@ class Compiled:
         entry = trace(self._keys.of(args, kwargs), args, kwargs, machine)
         return tuple(graph.serial for graph in entry.compilation.graphs)
 
-    def profile(
-        self, *args: Any, kind: str | None = None, runs: int = 3, **kwargs: Any
-    ) -> Timeline:
-        """The measured timeline of this rank, of the last of some runs. All ranks call it together.
-
-        Without arguments it takes those that were given as examples.
-        """
-        if not args and not kwargs:
-            if self._given[0] is None:
-                raise ExecutorError("give the arguments of a call: there were no examples to take")
-            args, kwargs = self._given[0]
-        traced = type(self)(self.fn, self._mesh, dataclasses.replace(self.options, trace=True))
-        for _ in range(runs):
-            wanted = _differentiable(traced(*args, **kwargs))
-            if kind == "backward" and wanted:
-                inputs = _differentiable((traced._state.tensors(), args, kwargs))
-                ones = [torch.ones_like(x) for x in wanted]
-                torch.autograd.grad(wanted, inputs, ones, allow_unused=True)
-        try:
-            mine = [bound for graph in self.graphs for bound in graph.bound]
-            for theirs in traced.bound:
-                found = theirs.measured
-                for bound in mine:
-                    if found is not None and bound.program == theirs.program:
-                        bound.profiled[:] = [found]
-            return traced._of_kind(kind).executor.timeline()
-        finally:
-            traced.close()
-
     def close(self) -> None:
         """Frees everything; a later call compiles anew."""
         entries, self._entries = self._entries, OrderedDict()
@@ -290,65 +225,40 @@ class Compiled:
             entry.compilation.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
-        """The same of a copy of the function, compiled anew when it is called."""
+        """The same of a copy of the module, compiled anew when it is called."""
         copied = memo[id(self)] = type(self)(copy.deepcopy(self.fn, memo), self._mesh, self.options)
         return copied
 
     def __reduce__(self) -> Any:
         return type(self), (self.fn, self._mesh, self.options)
 
-    def _of_kind(self, kind: str | None) -> Bound:
-        bound = self.bound
-        if kind is None:
-            return bound[0]
-        for item in bound:
-            if item.kind == kind:
-                return item
-        raise ExecutorError(
-            f"there is no {kind!r} graph here, only {[item.kind for item in bound]}: compile with "
-            "arguments or parameters that need gradients"
-        )
-
-    def _add(
-        self, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[FunctionCall, _Entry]:
-        """Compiles for a call; anew, with all that `fn` reaches, where it uses what is unknown."""
+    def _add(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         compile: Any = torch.compiler.disable(self._compile)  # within what it compiles too
-        try:
-            self._dropped.look(call.key)
-            entry = self._entries[call.key] = compile(call, args, kwargs)
-        except Unreached:
-            if self._state.root is not None:
-                raise
-        else:
-            while len(self._entries) > self.options.cache_size:
-                key, old = self._entries.popitem(last=False)
-                self._dropped.note(key)
-                old.compilation.close()
-            return call, entry
-        self._state = State.reached(self.fn)
-        self._keys = CallKeys(self._state)
-        return self._add(self._keys.of(args, kwargs), args, kwargs)
+        self._dropped.look(call.key)
+        entry = self._entries[call.key] = compile(call, args, kwargs)
+        while len(self._entries) > self.options.cache_size:
+            key, old = self._entries.popitem(last=False)
+            self._dropped.note(key)
+            old.compilation.close()
+        return entry
 
-    def _compile(self, call: FunctionCall, *given: Any) -> _Entry:
+    def _compile(self, call: ModuleCall, *given: Any) -> _Entry:
         entry = self._trace(call, *given)
         entry.compilation.prepare(name_of(self.fn))
         return entry
 
     def _trace(
-        self, call: FunctionCall, args: Any, kwargs: Any, elsewhere: Machine | None = None
+        self, call: ModuleCall, args: Any, kwargs: Any, elsewhere: Machine | None = None
     ) -> _Entry:
-        refuse_sharded(self._state)
+        refuse_sharded(self.fn)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        names = (*call.names, *call.held)
         found: list[Outputs] = []
 
         def flat(*given: torch.Tensor) -> tuple[Any, ...]:
-            rest = iter(given[len(names) :])
+            rest = iter(given[len(call.names) :])
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(filled, spec)
-            watch = Watch() if self._state.root is None else contextlib.nullcontext()
-            with self._state.lent(given[: len(names)]), watch:
+            with lent(self.fn, given[: len(call.names)]), Watch():
                 result = self.fn(*args, **kwargs)
             outputs, results = Outputs.of(result)
             found.append(outputs)
@@ -357,30 +267,20 @@ class Compiled:
         meshes = meshes_in([*call.tensors, self._mesh])
         count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         arguments = [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
-        labels = (*(unwrapped(name).replace(".", "_") for name in names), *arguments)
+        labels = (*(unwrapped(name).replace(".", "_") for name in call.names), *arguments)
         device = device_of(call.tensors)
         setting = Setting(self.options, meshes, labels, device, elsewhere=elsewhere)
         compilation = Compilation(setting)
         plain, wrap = without_waiting(call.tensors)
-        objects = {name: x for name, x in self._state.modules if name}
-        objects |= {f"argument {i}": x for i, x in enumerate(args)} | kwargs
-        objects |= {name_of(self.fn): self.fn, **referred(self.fn)}
-        with none_left(objects), compiling(), tracing(self.fn):
+        objects = {f"argument {i}": x for i, x in enumerate(args)} | kwargs
+        objects |= {name_of(self.fn): self.fn}
+        with none_left(objects), compiling(), tracing(name_of(self.fn)):
             compiled = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]
                 plain,
                 **compilation.compilers(),
             )
         return _Entry(wrap(compiled), compilation, found[-1])
-
-
-class CompiledModule(Compiled, AsModule):
-    """A compiled module: a module itself, with the parameters and the state of `fn`."""
-
-
-def _differentiable(nested: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(nested)
-    return [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
 class _Function(nn.Module):

@@ -6,19 +6,20 @@
 
 Bound Programs are kept by signature (sizes, strides, element types, numbers); the least recently
 used goes when there are more than `Options.cache_size`. They are freed with the graph (as
-`torch.compiler.reset()` drops it), and when one of their process groups is destroyed. A graph of
-which sizes are data has none: see Note [Sizes that are data] in importing/exchanges.py.
+`torch.compiler.reset()` drops it), and when one of their process groups is destroyed. A graph may
+have none: see Note [As traced] in importing/exchanges.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,20 +31,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.cost import Machine
 from interlace.errors import CacheWarning, SizeError
-from interlace.frontend.binding import Bound, bind, placed, with_regions
-from interlace.frontend.calling.specialise import (
+from interlace.frontend.binding import Bound, bind, placed, tell, with_regions
+from interlace.frontend.calling.arguments import Imported, has_signature, signature
+from interlace.frontend.calling.forwards import Forwards
+from interlace.frontend.dynamo import GraphOrigin
+from interlace.frontend.importing.exchanges import Communication, KnownPlaces, communications
+from interlace.frontend.importing.importer import import_graph
+from interlace.frontend.importing.nodes import (
     complete,
-    has_signature,
+    draws_random_numbers,
+    group_of,
+    location,
     propagate,
-    recorded_signature,
-    signature,
 )
-from interlace.frontend.forwards import Forwards
-from interlace.frontend.importing.exchanges import Exchange, communications
-from interlace.frontend.importing.importer import Imported, import_graph
-from interlace.frontend.importing.nodes import draws_random_numbers, location
 from interlace.frontend.importing.symbols import Symbols, pin
-from interlace.frontend.origin import GraphOrigin
 from interlace.frontend.teams import Teams
 from interlace.ir import Program
 from interlace.options import Options
@@ -51,10 +52,10 @@ from interlace.runtime.calling.regions import compile_symbolic
 
 log = logging.getLogger(__name__)
 
-DATA = "runs as traced: the sizes of an exchange are data, and no rank knows those of its peers"
 MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
+"""Without overlap and proof; the sentence goes on with the reason."""
 INDUCTOR = "compiled by Inductor as a whole: its sizes change, and it communicates nothing"
 
 
@@ -74,6 +75,7 @@ class Setting:
     origin: GraphOrigin | None = None
     """Where TorchDynamo met it, if that traced it."""
     forwards: Forwards = field(default_factory=Forwards, compare=False)
+    places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
 
 
 class Dropped:
@@ -100,8 +102,8 @@ class Dropped:
         warnings.warn(
             f"{self._name} met about {known} sizes (or layouts, dtypes, plain values) and keeps "
             f"{size}: one that was dropped comes again, and is compiled anew each time. Give "
-            f'options={{"cache_size": {known}}} or more, compile with dynamic=True, or pad to '
-            "fewer lengths",
+            f'options={{"cache_size": {known}}} or more, use torch.compile(..., dynamic=True), or '
+            "pad to fewer lengths",
             CacheWarning,
             stacklevel=2,
         )
@@ -167,24 +169,32 @@ class Shelf:
             item.executor.close()
 
 
-def _about_sizes(bound: Bound, before: Sequence[Bound], why: str) -> list[str]:
-    """Remarks on a new Program's sizes: why earlier ones do not serve, why it serves no others."""
-    told: list[str] = []
-    if before:
-        known = dict.fromkeys(
-            str(each.executor.sizes) or ", ".join(f"{n} == {v}" for n, v in each.at.items())
-            for each in before[-3:]
-        )
-        classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
-        told.append(f"number {len(before) + 1} of its graph, as those before are for {classes}")
-    if why := why or bound.executor.single:
-        told.append(f"for these sizes alone: {why}")
-    return told
+def _about_sizes(before: Sequence[Bound]) -> list[str]:
+    """Remarks on a new Program's sizes: why earlier ones of its graph do not serve."""
+    if not before:
+        return []
+    known = dict.fromkeys(str(each.executor.sizes) for each in before[-3:])
+    classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
+    return [f"number {len(before) + 1} of its graph, as those before are for {classes}"]
 
 
 def _mark(key: Hashable, bound: Bound) -> Hashable:
     """Key of a Program for `Dropped`: its class of sizes if it has one, else its signature."""
     return str(bound.executor.sizes) if bound.executor.sizes.sizes else key
+
+
+def recorded_signature(gm: fx.GraphModule) -> Hashable | None:
+    """The signature that a graph was traced with; None where it is symbolic."""
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    numbers: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return None
+        if isinstance(value, torch.Tensor):
+            numbers += [*value.shape, *value.stride()]
+    if any(isinstance(number, torch.SymInt) for number in numbers):
+        return None
+    return signature(values)
 
 
 class CompiledGraph:
@@ -196,13 +206,11 @@ class CompiledGraph:
         self.setting = setting
         self.graph = gm.graph
         self._gm = gm
-        self._exchange = Exchange(gm.graph)
+        self._communication = Communication(gm.graph, setting.places, kind)
         if kind == "backward" and any(communications(gm.graph)):
             places = gm.graph.find_nodes(op="placeholder")
             setting.forwards.saved = sum("tangents" not in str(node.target) for node in places)
         self._unscheduled, self._captured = "", 0
-        self._single = ""
-        """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
         self._run: Callable[[list[Any]], Any] | None = None
         """Callable that runs the graph without a Program; None until that is needed."""
         self._traced = recorded_signature(gm)
@@ -264,12 +272,12 @@ class CompiledGraph:
     @property
     def unscheduled(self) -> str:
         """Why it has no Program, and what runs it instead; empty: it has."""
-        return DATA if self._exchange.sizes_are_data else self._unscheduled
+        return self._unscheduled or self._communication.traced
 
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
         if self.setting.numbers is not None:
-            self._exchange.ask(self.kind, self.setting.numbers, self.setting.options.time_out_s)
+            self._communication.ask(self.setting.numbers, self.setting.options.time_out_s)
         if self.unscheduled:
             return
         if self._traced is None and self._suits_inductor():
@@ -277,7 +285,7 @@ class CompiledGraph:
             self._run, self._unscheduled = compile_symbolic(self._gm, inference), INDUCTOR
         if self._traced is not None and self._shelf.get(self._traced) is None:
             with torch._C._DisableAutocast():  # Note [Autocast is in the graph]
-                self._bind(self._traced, None)
+                self._bind(self._traced, self._imported())
 
     @property
     def serial(self) -> Program:
@@ -313,54 +321,39 @@ class CompiledGraph:
         self, key: Hashable, args: Sequence[Any]
     ) -> tuple[Bound, Mapping[str, int] | None] | None:
         """The bound Program for arguments of this signature, with what the symbols are: of a class
-        of sizes, if there can be one, else of these very sizes where the graph communicates. None:
-        there is to be none."""
+        of sizes, else of these very sizes for a CUDA graph. None: there is to be none."""
         found = self._shelf.get(key)
         if found is not None or self._traced is not None:
-            return found or self._bind(key, args), None
+            return found or self._bind(key, self._imported(args)), None
         if self.setting.options.graph and self._captured < MOST_CAPTURED:
             self._captured += 1
-            return self._bind(key, args, why="CUDA graphs are for one size"), None
-        found, sizes, why = None, None, self._single
+            return self._bind(key, self._imported(args)), None
         try:
-            sizes = self._symbols.values(args)
+            sizes = self._sizes(args)
             found = self._shelf.fitting(sizes)
-            if found is None and not why:
-                found = self._bind(("class", key), args, sizes)
-                why = self._single = found.executor.single
+            if found is None:
+                found = self._bind(("class", key), self._imported(sizes=sizes))
         except SizeError as error:
-            why = str(error)
-            if sizes is not None:  # else it is of this call
-                self._single = why
-        if found is None or found.executor.sizes == found.executor.sizes.alone():
-            self._unscheduled = "" if any(communications(self.graph)) else UNCLASSED
-        if self._unscheduled:
-            log.info("%s %s: %s", self.kind, self._unscheduled, why or f"it was for {sizes}")
+            self._communication.run_as_traced(f"{UNCLASSED}: {error}")
+            log.info("%s %s", self.kind, self.unscheduled)
             return None
-        return found or self._bind(key, args, sizes, why), sizes
+        return found, sizes
 
-    def _bind(
-        self,
-        key: Hashable,
-        args: Sequence[Any] | None,
-        sizes: Mapping[str, int] | None = None,
-        why: str = "",
-    ) -> Bound:
-        """Binds for the class of these sizes, or for them alone where there is a reason `why`."""
-        values = None
-        if args is not None and key != self._traced and (why or sizes is None):
-            values = propagate(self._gm, args)
-        began = time.perf_counter()
-        imported, teams = self._imported(values=values, sizes=None if why else sizes)
+    def _bind(self, key: Hashable, given: tuple[Imported, Teams]) -> Bound:
+        """Binds an imported Program with the other ranks, and keeps it under this key."""
+        began, (imported, teams) = time.perf_counter(), given
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
-        bound.at.update(sizes or {})
-        bound.about_sizes[:] = _about_sizes(bound, self.bound, why)
+        if imported.symbols and bound.executor.single:
+            bound.executor.close()
+            raise SizeError(bound.executor.single)
+        named = bound.executor.sizes
+        bound.about_sizes[:] = _about_sizes(self.bound)
         sites, took = bound.program.sites, time.perf_counter() - began
         log.info(
             "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s%s",
             self.kind,
-            f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else "",
+            f" where {named}" if named.sizes else "",
             sum(site.strategy != "serial" for site in sites),
             len(sites),
             len(bound.program.ops),
@@ -370,9 +363,37 @@ class CompiledGraph:
         self._shelf.put(key, bound, list(groups.values()))
         return bound
 
-    def _imported(self, **given: Any) -> tuple[Imported, Teams]:
-        """The serial Program with its calling convention, and the teams that it names."""
-        setting = self.setting
-        teams = Teams.of_torch(setting.meshes, setting.options.time_out_s)
-        labels = setting.labels
-        return import_graph(self._gm, name=self.kind, teams=teams, labels=labels, **given), teams
+    def _sizes(self, args: Sequence[Any]) -> dict[str, int]:
+        """The values of TorchDynamo's symbols in a call."""
+        with self._told():
+            return self._symbols.values(args)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tells the other ranks of a SizeError, which may be of this rank's graph alone."""
+        try:
+            yield
+        except SizeError as error:
+            teams = self._teams()
+            for node in communications(self.graph):
+                teams.team(group_of(node))
+            tell(self.kind, teams.process_groups(), error, self.setting.options.time_out_s)
+            raise
+
+    def _teams(self) -> Teams:
+        return Teams.of_torch(self.setting.meshes, self.setting.options.time_out_s)
+
+    def _imported(
+        self, args: Sequence[Any] | None = None, sizes: Mapping[str, int] | None = None
+    ) -> tuple[Imported, Teams]:
+        """The serial Program with its calling convention, and the teams that it names: for these
+        arguments' sizes, for the class of these sizes, or for the sizes that were traced."""
+        teams, labels = self._teams(), self.setting.labels
+        values = (
+            None if args is None or signature(args) == self._traced else propagate(self._gm, args)
+        )
+        with self._told():
+            found = import_graph(
+                self._gm, name=self.kind, teams=teams, labels=labels, values=values, sizes=sizes
+            )
+        return found, teams

@@ -1,41 +1,217 @@
-"""Seeing what was compiled: the Programs behind a model, and what becomes of each communication.
+"""`interlace.explain` and `interlace.report`: what became of the communication of a model.
 
-    with interlace.frontend.capture() as captured:
-        model(x).sum().backward()
-    for program in captured.programs:
-        print(program)
+    model = torch.compile(model, backend="interlace")
+    model(x).sum().backward()
+    print(interlace.explain(model))             # every graph, forward and backward
+    print(interlace.explain(model, why=True))   # what stays serial, and why
+    interlace.report(model, "step.html")        # the timelines, predicted and measured
 
-Only what is compiled inside the block is seen; call `torch.compiler.reset()` first to see it all.
-The text has strategy, gain, reason, and what it was chosen from:
+Nothing is wrapped and nothing is compiled again: the backend knows in whose calls it compiled what
+torch still keeps. The text has strategy, gain, reason, and what it was chosen from:
 
->>> print(explain(compiled.bound))
-forward: 2 communications, sound
-  1  all_gather_matmul      layers.0.mlp.up    peer/get x4   0.314 ms  1.31x   ...
-       serial 0.412 ms (measured 0.420), peer/get 0.314 ms (measured 0.331), ring 0.352 ms
+    forward: 2 communications, sound
+      1  all_gather_matmul      layers.0.mlp.up    peer/get x4   0.314 ms  1.31x   ...
+           serial 0.412 ms (measured 0.420), peer/get 0.314 ms (measured 0.331), ring 0.352 ms
 
-A site shows its strategy, its predicted time, the gain over serial, and, where a run was recorded,
-what it took there, from the first start of its computation and communication to the last end.
+A site shows its strategy, its predicted time, the gain over serial, and, where a run was recorded
+(`options={"trace": True}`), what it took there, from the first start of its computation and
+communication to the last end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from interlace.cost import Timeline
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn
+
+from interlace.cost import Timeline, simulate
 from interlace.cost.choose import Estimate
+from interlace.errors import ExecutorError
+from interlace.frontend.backend import backend
 from interlace.frontend.binding import Bound
+from interlace.frontend.compile import Compiled
 from interlace.frontend.compiled_graph import CompiledGraph
+from interlace.frontend.dynamo import name_of
 from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.importing.nodes import location
 from interlace.ir import Program, Site, communication
+from interlace.passes import lower
 from interlace.passes.strategies.candidates import candidates
+from interlace.trace import Run, write_page
 from interlace.trace.figures import site_figures
 
 
-def explain(bound: Iterable[Bound], why: bool = False) -> str:
+def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
+    """Each communication of a compiled model with its strategy, the reason, the predicted time and
+    the measured one where a run was recorded.
+
+    `model` is a module or a function that `torch.compile` made or compiled in place, a module with
+    such parts, what `interlace.compile` gave, or a Program. `why=True` leaves only what stays
+    serial, and says what keeps a model from being overlapped where nothing is. Without graphs the
+    text says what usually causes that; nothing is raised.
+    """
+    if isinstance(model, Program):
+        return explain_program(model, why)
+    graphs, texts = graphs_of(model), list[str]()
+    if graphs and _compiles_ddp(model):
+        texts.append(DDP)
+    if not graphs:
+        return none_of(model)
+    groups = [list(found) for _, found in itertools.groupby(graphs, key=_origin)]
+    for number, group in enumerate(groups, 1):
+        origin = group[0].setting.origin
+        if origin is not None and not isinstance(model, Compiled):
+            texts.append(f"graph {number} of {len(groups)}: {origin.name}")
+        texts.append(explain_graphs(group, why))
+    return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
+
+
+def report(model: Callable[..., Any], path: str | Path) -> Path:
+    """Writes one HTML page with the timelines of a compiled model: predicted, and measured where a
+    run was recorded. It takes what `explain` takes, except a Program, and returns the path.
+
+    What was measured is of the rank that calls it; predictions are of all ranks. On several ranks,
+    call it on one, or give each a path of its own.
+
+    Raises ExecutorError where there is no schedule to show.
+    """
+    if isinstance(model, Program):
+        raise ExecutorError(
+            "report shows compiled models, and this is a Program: `interlace simulate FILE --html "
+            "PAGE` draws it as predicted, `interlace run FILE --html PAGE` as measured"
+        )
+    graphs = graphs_of(model)
+    bound = [each for graph in graphs for each in graph.bound[-1:]]
+    if not bound:
+        raise ExecutorError(f"there is no schedule to show. {none_of(model)}")
+    runs = [_run(each) for each in bound]
+    sound = all(each.report.sound for each in bound)
+    facts = [("verifier", "sound" if sound else "unsound"), ("machine", bound[0].machine.name)]
+    return write_page(runs, path, name_of(_plain(model)), facts)
+
+
+DDP = (
+    "DistributedDataParallel is what torch.compile was given: TorchDynamo leaves DDP's own forward "
+    "to Python, traces the forward of the module within where that is no class of torch's own "
+    "(such as nn.Sequential), and cuts its graph at DDP's buckets of gradients. The all-reduces of "
+    "gradients run outside of graphs, under backward. fix: compile the module and wrap what that "
+    'gives, DistributedDataParallel(torch.compile(module, backend="interlace"))'
+)
+
+
+def _compiles_ddp(model: Any) -> bool:
+    """Returns True if torch.compile was given a DistributedDataParallel for this backend."""
+    ddp = isinstance(_plain(model), nn.parallel.DistributedDataParallel)
+    return ddp and _backend_of(model) == backend.__name__
+
+
+def _run(bound: Bound) -> Run:
+    """A bound Program for the page, beside its serial schedule, as predicted; where the ranks'
+    Programs differ, this one has only its own, and nothing is compared."""
+    before = None
+    if len(bound.programs) == 1:
+        options = dataclasses.replace(bound.executor.options, overlap=False)
+        serial = lower(bound.serial, options, bound.machine)
+        before = Run((serial,), simulate(serial, bound.machine), label="serial")
+    predicted = simulate(bound.programs, bound.machine)
+    return Run(bound.programs, predicted, bound.measured, bound.kind, before=before)
+
+
+def graphs_of(model: Any) -> list[CompiledGraph]:
+    """The graphs that were compiled in calls of a model or of its parts, in that order."""
+    if isinstance(model, Compiled):
+        return [*model.graphs]
+    plain = _plain(model)
+    parts = plain.modules() if isinstance(plain, nn.Module) else [plain]
+    wanted = {id(getattr(part, "__self__", part)) for part in parts}
+    known = [(graph, graph.setting.origin) for graph in backend.graphs]
+    return [graph for graph, origin in known if origin is not None and origin.is_of(wanted)]
+
+
+def _origin(graph: CompiledGraph) -> int:
+    return id(graph.setting.origin)
+
+
+def _plain(model: Any) -> Any:
+    """Model or function that torch.compile or interlace.compile was given."""
+    if isinstance(model, Compiled):
+        return model.fn
+    return model._orig_mod if isinstance(model, OptimizedModule) else innermost_fn(model)
+
+
+def _backend_of(model: Any) -> str | None:
+    """The name of the backend that torch.compile was given; None: it did not make this."""
+    call = getattr(model, "_compiled_call_impl", None) or model
+    if isinstance(model, OptimizedModule):
+        found: Any = getattr(model.dynamo_ctx, "callback", None)
+    elif inspect.isfunction(call) and hasattr(call, "_torchdynamo_orig_callable"):
+        found = inspect.getclosurevars(call).nonlocals.get("callback")
+    else:
+        return None
+    found = innermost_backend(found)
+    return getattr(found, "compiler_name", None) or getattr(found, "__name__", str(found))
+
+
+def none_of(model: Any) -> str:
+    """Why there are no graphs of a model."""
+    name, by = name_of(_plain(model)), _backend_of(model)
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    inside = next((found for part in parts if (found := _backend_of(part))), None)
+    by = by or inside
+    if isinstance(model, Compiled):
+        return f"{name}: nothing is compiled yet: call it, or give interlace.compile its arguments"
+    if by is None:
+        return (
+            f'{name} is not compiled: use torch.compile(model, backend="interlace") and call what '
+            "that gives, or give this function the model or function that was compiled"
+        )
+    if by != backend.__name__:
+        return f'{name} is compiled by backend={by!r}: use torch.compile(..., backend="interlace")'
+    if torch._dynamo.config.disable:
+        return f"{name}: TorchDynamo is off (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
+    if _compiles_ddp(model):
+        return f"{name} has no graph. {DDP}"
+    return (
+        f"{name} has no graph now: it was not called yet, torch.compiler.reset() freed it, "
+        f"TorchDynamo runs graphs of another {name} for it, whose guards pass, or it found no "
+        "tensor operators in it (TORCH_LOGS=graph_breaks says what it skips)"
+    )
+
+
+def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
+    """Yields reasons why these graphs are not overlapped, beyond the reason of each site."""
+    options = graphs[0].setting.options
+    if not options.overlap or options.strategy == "serial":
+        yield 'everything is serial by option: leave out overlap=False and strategy="serial"'
+    if not any(any(communications(graph.graph)) for graph in graphs):
+        yield (
+            "no graph communicates. Interlace overlaps collectives that are in the graph: those of "
+            "DTensors (parallelize_module, redistribute) and functional ones "
+            "(torch.distributed._functional_collectives). What DDP, fully_shard and hooks do runs "
+            "outside of it, and so does what comes after a graph break; in a world of one rank "
+            "there is nothing to send"
+        )
+    origins = [graph.setting.origin for graph in graphs]
+    breaks = dict.fromkeys(origin.ended for origin in origins if origin and origin.ended)
+    if breaks:
+        listed = "".join(f"\n  {ended}" for ended in breaks)
+        yield (
+            "a communication overlaps only with computation of its own graph, and a graph ends at "
+            f"each of these graph breaks:{listed}"
+        )
+
+
+# -- texts of Programs and graphs ----------------------------------------------------------------
+
+
+def explain_bound(bound: Iterable[Bound], why: bool = False) -> str:
     """The sites and remarks of bound Programs, one Program after another; `why` leaves only the
     sites that stay serial."""
     return "\n\n".join(_one(each, why) for each in bound)
@@ -44,7 +220,7 @@ def explain(bound: Iterable[Bound], why: bool = False) -> str:
 def explain_graphs(graphs: Iterable[CompiledGraph], why: bool = False) -> str:
     """The same of compiled graphs, with what becomes of those that have no Program."""
     texts = [
-        _unbound(graph) if graph.unscheduled or not graph.bound else explain(graph.bound, why)
+        _unbound(graph) if graph.unscheduled or not graph.bound else explain_bound(graph.bound, why)
         for graph in graphs
     ]
     return "\n\n".join(texts)
@@ -140,44 +316,3 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True) if w).rstrip()
         for row in rows
     ]
-
-
-@dataclass(slots=True)
-class Captured:
-    """The compiled graphs, in the order in which they were compiled."""
-
-    graphs: list[CompiledGraph] = field(default_factory=list)
-
-    @property
-    def bound(self) -> list[Bound]:
-        """Every bound Program with its proof and its Executor. What runs as traced has none."""
-        return [bound for graph in self.graphs for bound in graph.bound]
-
-    @property
-    def programs(self) -> list[Program]:
-        """The overlapped Programs: forward and backward of each graph."""
-        return [bound.program for bound in self.bound]
-
-    def explain(self) -> str:
-        """Each communication with its strategy, the reason and what is predicted and measured."""
-        return explain_graphs(self.graphs)
-
-
-_CAPTURING: ContextVar[tuple[Captured, ...]] = ContextVar("interlace_capturing", default=())
-
-
-@contextmanager
-def capture() -> Iterator[Captured]:
-    """Collects what the `interlace` backend compiles inside the block."""
-    captured = Captured()
-    token = _CAPTURING.set((*_CAPTURING.get(), captured))
-    try:
-        yield captured
-    finally:
-        _CAPTURING.reset(token)
-
-
-def notice(graph: CompiledGraph) -> None:
-    """Tells every `capture` around about a compiled graph."""
-    for captured in _CAPTURING.get():
-        captured.graphs.append(graph)

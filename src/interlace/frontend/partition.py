@@ -16,7 +16,7 @@ import math
 import operator
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
 from interlace.frontend.calling.tracing import mark_checkpoints
-from interlace.frontend.importing.exchanges import decided
+from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import aliases, group_of, location
 from interlace.frontend.importing.types import dtype_of
@@ -67,6 +67,7 @@ class Partition:
     """Seconds that ranks wait for one another to decide alike; None: as process groups do."""
     alone: bool = False
     """True if no peer can be asked: all are taken to decide as this rank does."""
+    places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
 
     def __call__(
         self, joint: fx.GraphModule, joint_inputs: Any, **given: Any
@@ -97,7 +98,9 @@ class Partition:
         if found and not self.alone:  # also where the option of this rank says what to do
             places = [location(node).module for node, _ in found]
             wishes = [(group_of(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
-            wanted = decided(graph, lambda: consent_of_ranks(places, wishes, self.time_out_s))
+            wanted = self.places.decided(
+                graph, lambda: consent_of_ranks(places, wishes, self.time_out_s)
+            )
         marked = [item for item, wish in zip(found, wanted, strict=True) if wish]
         for node, moved in marked:
             for other in (node, *moved):

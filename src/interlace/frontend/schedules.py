@@ -14,11 +14,9 @@ Note [The name of a schedule]
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +40,7 @@ from interlace.trace.tracks import write_whole
 from interlace.verify import check
 
 if TYPE_CHECKING:
-    from interlace.frontend.explain import Captured
+    from interlace.frontend.backend import Captured
 
 DIGITS = 8
 NAME = re.compile(rf"(forward|backward|inference)-[0-9a-f]{{{DIGITS}}}\.ilc")
@@ -68,8 +66,8 @@ def export(
     Raises ExecutorError where nothing is compiled yet, and ScheduleError, before anything is
     written, where a file has another text, an edited one perhaps; `overwrite=True` replaces it.
     """
-    from interlace.frontend.explain import Captured
-    from interlace.frontend.insight import graphs_of, none_of
+    from interlace.frontend.backend import Captured
+    from interlace.frontend.explain import graphs_of, none_of
 
     graphs = compiled.graphs if isinstance(compiled, Captured) else graphs_of(compiled)
     place, texts = Path(folder), dict[Path, str]()
@@ -165,51 +163,32 @@ def _find(kind: str, graph: Program, rank: int, folder: Path) -> Program | None:
             f"Options(schedules={str(folder)!r}): there is no schedule in that folder. Write them "
             "with interlace.export(compiled, folder), compiled without this option"
         )
-    wanted = f"{kind}-{key_of(graph)}.ilc"
-    if other := next((path for path in files if not NAME.fullmatch(path.name)), None):
-        it = f"it is that of this {kind} graph: call it {wanted} again"
-        if not _is_of(other, wanted, graph, rank):
-            it = f"the schedule of this {kind} graph is {wanted}"
+    path = folder / f"{kind}-{key_of(graph)}.ilc"
+    if other := next((file for file in files if not NAME.fullmatch(file.name)), None):
         raise ScheduleError(
             f"{other} would never run: no graph's schedule has that name. Keep the names that "
-            f"interlace.export gave; {it}"
+            f"interlace.export gave; the schedule of this {kind} graph is {path.name}"
         )
-    alike = [path for path in files if path.name.startswith(f"{kind}-")]
-    for path in alike:
-        if path.name == wanted:
-            program = _on_ranks_of(graph, load(path))
-            if told := differences(program, graph, rank):
-                raise ScheduleError(
-                    f"{path} does not fit the {kind} graph that it is for:\n{_listed(told)}\n"
-                    "Keep the signature and the results as they were exported"
-                )
-            return program
-    if not alike:
+    if path not in files:
+        if others := [file.name for file in files if file.name.startswith(f"{kind}-")]:
+            raise ScheduleError(
+                f"no schedule in {folder} is for this {kind} graph: {path.name} is missing, beside "
+                f"{', '.join(others)}. A file was renamed; or the model, its sizes or torch have "
+                "changed since they were exported; or they are of the other way to compile: graphs "
+                "of torch.compile and of interlace.compile name and order their inputs "
+                f"differently. Export it anew, or remove the files {kind}-*.ilc to have all {kind} "
+                "schedules generated"
+            )
         return None
-    if renamed := next((path for path in alike if _is_of(path, wanted, graph, rank)), None):
+    program = _on_ranks_of(graph, load(path))
+    if told := differences(program, graph, rank):
+        more = [f"and {len(told) - MOST_TOLD} more"] if len(told) > MOST_TOLD else []
+        listed = "\n".join(f"  {line}" for line in [*told[:MOST_TOLD], *more])
         raise ScheduleError(
-            f"{renamed} is the schedule of this {kind} graph under another name, which would never "
-            f"run: call it {wanted}, as interlace.export did"
+            f"{path} does not fit the {kind} graph that it is for:\n{listed}\n"
+            "Keep the signature and the results as they were exported"
         )
-    near = {path: differences(_on_ranks_of(graph, load(path)), graph, rank) for path in alike}
-    path = min(near, key=lambda path: len(near[path]))
-    told = near[path] or _changed(path.with_suffix(".serial.ilc"), graph)
-    raise ScheduleError(
-        f"no schedule in {folder} is for this {kind} graph ({wanted} is missing). Its model, its "
-        "sizes or torch have changed since they were exported, or they are of the other way to "
-        "compile: graphs of torch.compile and of interlace.compile name and order their inputs "
-        f"differently. From {path.name} it differs by:\n{_listed(told)}\n"
-        f"Export it anew, or remove the files {kind}-*.ilc to have all {kind} schedules generated"
-    )
-
-
-def _is_of(path: Path, wanted: str, graph: Program, rank: int) -> bool:
-    """Returns True if a file is a graph's schedule under another name: by the digest of the serial
-    text beside it, or where that kept its name, by signature and results."""
-    own, left = path.with_suffix(".serial.ilc"), path.with_name(wanted).with_suffix(".serial.ilc")
-    if own.exists():
-        return key_of(load(own)) == key_of(graph)
-    return left.exists() and not differences(_on_ranks_of(graph, load(path)), graph, rank)
+    return program
 
 
 def _on_ranks_of(graph: Program, found: Program) -> Program:
@@ -221,61 +200,27 @@ def _on_ranks_of(graph: Program, found: Program) -> Program:
 
 
 def differences(found: Program, graph: Program, rank: int) -> list[str]:
-    """Differences of a Program's signature and results from those of a graph; none: it fits.
-
-    Compared are teams, named sizes, inputs (name, element type, sizes, strides, whether they are
-    written) and results (element type, sizes, strides; numbers by value).
-    """
+    """Differences of a Program's signature and results from those of a graph; none: it fits."""
     known = {team.name for team in graph.teams}
-    sides = [_facts(program, known, rank) for program in (found, graph)]
-    pairs = [("input", *pair) for pair in _matched(*map(_inputs, (found, graph)))]
-    pairs += [
-        (what, *pair)
-        for what in sides[1]
-        for pair in zip_longest(sides[0][what], sides[1][what], fillvalue="none")
+    theirs, ours = (_facts(program, known, rank) for program in (found, graph))
+    return [
+        f"{what}: {theirs.get(what, 'none')} in the file, {ours.get(what, 'none')} in the graph"
+        for what in {**theirs, **ours}
+        if theirs.get(what) != ours.get(what)
     ]
-    told = [
-        f"{what}: {theirs} in the file, {ours} in the graph"
-        for what, theirs, ours in pairs
-        if theirs != ours
-    ]
-    orders = [", ".join(_inputs(program)) for program in (found, graph)]
-    if orders[0] != orders[1] and not told:
-        told.append(f"order of inputs: {orders[0]} in the file, {orders[1]} in the graph")
-    return told
 
 
-def _inputs(program: Program) -> dict[str, str]:
-    printer = Printer(program.teams)
-    found = (buffer for buffer in program.params if buffer.kind == "input")
-    return {b.name: f"{b.name}: {printer.buffer_type(b, 'input', None)}" for b in found}
-
-
-def _matched(theirs: dict[str, str], ours: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Inputs of a file beside those of a graph: by name, else by type, else alone."""
-    left = {name: text for name, text in theirs.items() if name not in ours}
-    for name, text in ours.items():
-        kind = text.removeprefix(name)
-        alike = next((n for n, other in left.items() if other.removeprefix(n) == kind), None)
-        if name in theirs:
-            yield theirs[name], text
-        elif alike is not None:
-            yield left.pop(alike), text
-        else:
-            yield "none", text
-    yield from ((text, "none") for text in left.values())
-
-
-def _facts(program: Program, known: set[str], rank: int) -> dict[str, list[str]]:
-    """The facts of one side that must be the same on the other, by what they are about."""
-    inputs = [buffer for buffer in program.params if buffer.kind == "input"]
+def _facts(program: Program, known: set[str], rank: int) -> dict[str, str]:
+    """Facts that must be the same in a file and in its graph, by what they are about."""
+    printer, inputs = Printer(program.teams), [b for b in program.params if b.kind == "input"]
     written = {access.view.buffer for op in program.ops for access in op.writes()}
-    return {
-        "team": sorted(f"{t.name} of {t.size} ranks" for t in program.teams if t.name in known),
-        "named size": [f"{name} of {value}" for name, value in program.sizes.values.items()],
-        "input written in place": sorted(b.name for b in inputs if b.name in written),
-        "result": list(_results(program, rank)),
-    }
+    names = [buffer.name for buffer in inputs]
+    facts = {f"team {t.name}": f"{t.size} ranks" for t in program.teams if t.name in known}
+    facts |= {f"size {name}": str(value) for name, value in program.sizes.values.items()}
+    facts |= {f"input {b.name}": printer.buffer_type(b, "input", None) for b in inputs}
+    facts["order of inputs"] = ", ".join(names)
+    facts["inputs written in place"] = ", ".join(n for n in names if n in written) or "none"
+    return facts | {f"result {i}": text for i, text in enumerate(_results(program, rank), 1)}
 
 
 def _results(program: Program, rank: int) -> Iterator[str]:
@@ -289,18 +234,3 @@ def _results(program: Program, rank: int) -> Iterator[str]:
             text = f"{place.dtype}[{', '.join(map(str, place.sizes))}]"
             plain = place.strides == contiguous_strides(place.sizes)
             yield text if plain else f"{text}.strides({', '.join(map(str, place.strides))})"
-
-
-def _changed(serial: Path, graph: Program) -> list[str]:
-    """The lines by which the serial text beside a schedule differs from a graph's."""
-    if not serial.exists():
-        return ["what it computes, with the same signature"]
-    theirs, ours = (_bare(program).splitlines() for program in (load(serial), graph))
-    lines = difflib.unified_diff(theirs, ours, "the file", "the graph", lineterm="", n=0)
-    return [line for line in lines if not line.startswith("@@")]
-
-
-def _listed(told: Iterable[str]) -> str:
-    lines = list(told)
-    more = [f"and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
-    return "\n".join(f"  {line}" for line in [*lines[:MOST_TOLD], *more])

@@ -3,7 +3,7 @@
     machine = machine_for(Options(), "cuda")        # what `interlace calibrate` wrote, if it did
 
 Every rank of a host finds the same file. Where hosts have different ones, binding raises: ranks
-choose by one (frontend/choosing.py).
+choose by one (frontend/binding.py).
 """
 
 from __future__ import annotations

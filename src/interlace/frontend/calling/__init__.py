@@ -1,10 +1,10 @@
 """From the arguments of a call to a run.
 
 call_key.py     what a call is known by
-state.py        the modules and tensors that a function uses, as arguments
-tracing.py      what is in force while `interlace.compile` traces, and what it refuses
+as_module.py    a compiled module as a module itself
+tracing.py      what is in force while torch traces, and what is refused
 leftovers.py    tensors of a trace that are left in Python objects
-arguments.py    arguments that AOTAutograd or TorchDynamo would take for what they are not
+arguments.py    a graph's arguments: their signature, and those of its Program
 direct.py       calls of an inference graph without AOTAutograd between
-specialise.py   a symbolic graph made concrete
+forwards.py     which forward pass a backward pass belongs to
 """

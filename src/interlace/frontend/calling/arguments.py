@@ -1,4 +1,9 @@
-"""Arguments that AOTAutograd or TorchDynamo would take for what they are not.
+"""Arguments of a graph: those of its Program, their signature, and those that torch would take for
+what they are not.
+
+    key = signature(args)                       # what a Program depends on
+    results = executor.run(imported.gather(args))
+    outputs = imported.scatter(results, args)
 
 DTensor hands out `AsyncCollectiveTensor`s, which wait when they are first used. AOTAutograd takes
 them for a subclass of its own kind and loses their gradient's way back, so they become plain
@@ -10,11 +15,117 @@ tensors first, with their gradient passed through:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from interlace.ir import Program
+from interlace.runtime.values import resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """An argument of the graph that is no tensor and no number, such as a DeviceMesh."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """An output that is no tensor and the same in every call, such as a DTensor's DeviceMesh."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A Program, and how a graph's arguments and outputs map to its parameters and results."""
+
+    program: Program
+    inputs: tuple[int, ...]
+    """Positions of the graph's arguments that are the Program's first parameters."""
+    constants: tuple[torch.Tensor, ...]
+    """Tensors of the graph itself: the parameters after those."""
+    outputs: tuple[int | Opaque | Fixed, ...]
+    """For each output of the graph: the result of that index, or what is handed through."""
+
+    host: frozenset[str] = frozenset()
+    """Buffers on the CPU although the Program runs on a GPU: see types.py."""
+    lazy: tuple[int, ...] = ()
+    """Inputs that may come conjugated or negated only by a mark, which an Executor refuses."""
+    awaited: tuple[int, ...] = ()
+    """Inputs that the graph waits for: a caller's collective may be at them."""
+
+    def settled(self, given: list[Any]) -> list[Any]:
+        """The Program's inputs, from those among the graph's arguments."""
+        for index in self.awaited:
+            torch.ops._c10d_functional.wait_tensor.default(given[index])
+        given += self.constants
+        for index in self.lazy:
+            given[index] = resolved(given[index])
+        return given
+
+    symbols: Mapping[str, str] = field(default_factory=dict[str, str])
+    """TorchDynamo's symbol for each named size of the Program."""
+
+    def gather(self, args: Sequence[Any]) -> list[Any]:
+        """The Program's inputs, from the graph's arguments."""
+        return self.settled([args[position] for position in self.inputs])
+
+    def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The graph's outputs, from the Program's results and the graph's arguments."""
+        return [
+            results[place]
+            if isinstance(place, int)
+            else (args[place.position] if isinstance(place, Opaque) else place.value)
+            for place in self.outputs
+        ]
+
+
+def signature(args: Sequence[Any]) -> Hashable:
+    """Facts of arguments that a Program depends on: sizes, strides, element types, numbers.
+
+    The stride of a dimension of size 1, or of a tensor without elements, has no meaning, and may
+    differ between calls and ranks.
+    """
+    return tuple(
+        (arg.shape, strides_of(arg), arg.dtype)
+        if isinstance(arg, torch.Tensor)
+        else (arg if isinstance(arg, bool | int | float) else None)
+        for arg in args
+    )
+
+
+def has_signature(args: Sequence[Any], key: Hashable) -> bool:
+    """Returns True if `signature(args)` is `key`, in half the time and without hashing."""
+    assert isinstance(key, tuple)
+    if len(args) != len(key):
+        return False
+    for arg, known in zip(args, key, strict=True):
+        if isinstance(arg, torch.Tensor):
+            if known.__class__ is not tuple:
+                return False
+            shape, strides, dtype = known
+            if arg.dtype is not dtype or arg.shape != shape:
+                return False
+            if arg.stride() != strides and strides_of(arg) != strides:
+                return False
+        elif (arg if isinstance(arg, bool | int | float) else None) != known:
+            return False
+    return True
+
+
+def strides_of(arg: torch.Tensor) -> tuple[int, ...]:
+    shape, strides = arg.shape, arg.stride()
+    if 0 in shape:
+        return (0,) * len(shape)
+    if 1 in shape:
+        return tuple(0 if size == 1 else s for size, s in zip(shape, strides, strict=True))
+    return strides
+
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 

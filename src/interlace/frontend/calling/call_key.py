@@ -1,11 +1,11 @@
-"""Keys that identify calls of a compiled function, without a walk through its modules.
+"""Keys that identify calls of a compiled module, without a walk through its modules.
 
-    keys = CallKeys(State.of(fn))
+    keys = CallKeys(module)
     call = keys.of(args, kwargs)
     entry = entries.get(call.key)         # compiled for calls like this one, or None
 
 A key has all that a compilation rests on: how the arguments nest, their plain values, and of every
-tensor (the modules' parameters and buffers too) sizes, strides, element type, device, layout and
+tensor (the module's parameters and buffers too) sizes, strides, element type, device, layout and
 whether it shares memory with another; types of modules; training, gradient and autocast modes.
 
 Note [A module that has not changed]
@@ -28,52 +28,48 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from interlace.frontend.calling.specialise import strides_of
-from interlace.frontend.calling.state import State
+from interlace.frontend.calling.arguments import strides_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _VALUES = {int, float, bool, str, type(None)}
 """Types of most arguments that are no tensors."""
 
 
-class FunctionCall(NamedTuple):
+class ModuleCall(NamedTuple):
     """Key of a call, and its tensors."""
 
     key: Hashable
     names: tuple[str, ...]
-    """Names of the modules' tensors, which come first among `tensors`."""
-    held: tuple[str, ...]
-    """Names of the tensors that the function reaches by other ways, which come next."""
+    """Names of the module's tensors, which come first among `tensors`."""
     tensors: list[torch.Tensor]
 
 
-class CallKeys:
-    """The keys of one function's calls."""
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, by name; one that is shared stands once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+
+class CallKeys:
+    """The keys of one module's calls."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._snapshot: Snapshot | None = None
 
-    def __reduce__(self) -> Any:  # a copy has modules of its own
-        return CallKeys, (self._state,)
-
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
         """The call with these arguments, in the modes of now."""
         snapshot = self._snapshot
         own = snapshot.tensors() if snapshot is not None else None
         if snapshot is None or own is None:
-            named = self._state.tensors()
-            snapshot = self._snapshot = Snapshot(self._state, named)
+            named = tensors_of(self._module)
+            snapshot = self._snapshot = Snapshot(self._module, named)
             own = list(named.values())
-        held = self._state.held()
-        given = list(held.values())
-        reached = tuple((name, _kind(tensor)) for name, tensor in held.items())
+        given: list[torch.Tensor] = []
         described = _described(args, given), _described(kwargs, given)
         modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_autocast())
         tensors = own + given
         shared = None if snapshot.apart_from(given) else _sharing(tensors)
-        key = described, snapshot.known, reached, shared, modes
-        return FunctionCall(key, snapshot.names, tuple(held), tensors)
+        return ModuleCall((described, snapshot.known, shared, modes), snapshot.names, tensors)
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Hashable:
@@ -104,9 +100,9 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Hashable:
 class Snapshot:
     """The modules' tensors and modes as they were: Note [A module that has not changed]."""
 
-    def __init__(self, state: State, named: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, named: Mapping[str, torch.Tensor]) -> None:
         tensors = list(named.values())
-        modules = [m for _, root in state.modules for m in root.modules()]
+        modules = list(module.modules())
         self.names = tuple(named)
         kinds = tuple((type(module), module.training) for module in modules)
         self.known = Hashed((self.names, tuple(map(_kind, tensors)), kinds))

@@ -3,7 +3,7 @@
     with none_left({"cache": cache}):
         trace(fn)                    # cache.keys.append(k): UnsupportedError, and no k in it
 
-`interlace.compile` runs a function once on fake tensors. What that run assigns to an attribute or
+`interlace.compile` runs a module once on fake tensors. What that run assigns to an attribute or
 puts into a list would stay there, and no later call would do it again. TorchDynamo, which reads
 the code, repeats such writes in every call.
 """
@@ -54,8 +54,8 @@ def none_left(roots: Mapping[str, Any]) -> Iterator[None]:
         raise UnsupportedError(
             f"the compiled code keeps a tensor in {problem}, as a cache that grows does; "
             "interlace.compile runs it once to trace it, and later calls would not write there. "
-            'fix: use torch.compile(model, backend="interlace") or interlace.compile(..., '
-            "dynamic=True), which repeat such writes, or return the tensor"
+            'fix: use torch.compile(model, backend="interlace"), which repeats such writes, or '
+            "return the tensor"
         )
 
 

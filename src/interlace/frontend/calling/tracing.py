@@ -1,7 +1,10 @@
 """Patches in force while `interlace.compile` traces code that TorchDynamo does not see.
 
-    with tracing(fn):
-        graph = trace(fn)             # in which the user's own code runs `with Watch()`
+    with tracing(name):
+        graph = trace(module)      # whose own code runs `with lent(module, tensors), Watch()`
+
+- AOTAutograd sees what it is given: a parameter that is no argument would be a constant. So the
+  module is lent its arguments in place of its parameters and buffers while its code runs.
 
 - TorchDynamo makes `dist.all_reduce(x)` a functional collective and a copy into `x`. So does this,
   with torch's own table of replacements: no `c10d.allreduce_` is left in the graph.
@@ -15,12 +18,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -30,13 +36,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.errors import TeamError, UnsupportedError
-from interlace.frontend.calling.state import State
-from interlace.frontend.importing.nodes import flatten, raised_at
+from interlace.frontend.calling.call_key import tensors_of
+from interlace.frontend.importing.nodes import MODULE_KEY, flatten, raised_at
 
 CHECKPOINT_KEY = "interlace_checkpoint"
 """Where a node's checkpointed region is noted, in `meta["custom"]`."""
@@ -48,13 +55,13 @@ _GENERATORS = (
 
 
 @contextlib.contextmanager
-def tracing(fn: Callable[..., Any]) -> Iterator[None]:
-    """All of it, around a trace of `fn`."""
+def tracing(name: str) -> Iterator[None]:
+    """All of it, around a trace of what has this name."""
     with (
         fx_traceback.preserve_node_meta(),  # else inference notes no modules
         checkpoints_marked(),
         functional_collectives(),
-        own_errors(fn),
+        own_errors(name),
         # What torch.compile was given runs as it was written, and is traced with all else.
         torch.compiler.set_stance("force_eager"),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),
@@ -75,6 +82,94 @@ def patched(module: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+# -- sizes that are symbols ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def symbolic_sizes() -> Iterator[None]:
+    """Around a trace in which DTensor computes with symbolic sizes.
+
+    Fixes two errors of torch:
+
+    - DTensor asks for `sym_max(s0, 1)`. Where that is `s0`, torch takes it for the source of every
+      other `s0`, its own argument among them, and follows sources until Python's stack overflows.
+      Here the earlier source stays. (Not every version of torch has the function that records it.)
+    - A product of three sizes is written as `operator.mul` of three, which takes two.
+    """
+    register: Any = getattr(proxy_tensor, "_sym_register", None)
+    handlers: Any = {**proxy_tensor._sympy_handlers(), sympy.Mul: _product}
+
+    def registered(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        sources = tracer.sympy_expr_tracker
+        expr = out.node.expr if isinstance(out, torch.SymInt) else None
+        before = sources.get(expr)
+        register(tracer, func, args, out)
+        if before is not None:
+            sources[expr] = before
+
+    mended: dict[str, Any] = {"_sympy_handlers": lambda: handlers}
+    if register is not None:
+        mended["_sym_register"] = registered
+    with patched(proxy_tensor, **mended):
+        yield
+
+
+def _product(*sizes: Any) -> Any:
+    return functools.reduce(operator.mul, sizes)
+
+
+# -- the module's tensors as arguments -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lent(module: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Has a module use `tensors` in place of its own, in the order of `tensors_of`, and note where
+    nodes are. One that stands in several places, as do tied weights, is replaced in all of them."""
+    pairs = zip(tensors_of(module).values(), tensors, strict=True)
+    given = {id(own): other for own, other in pairs}
+    members: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        (held, name, own)
+        for part in module.modules()
+        for held in (part._parameters, part._buffers)
+        for name, own in held.items()
+        if own is not None
+    ]
+    with _named_modules(module):
+        try:
+            for held, name, own in members:
+                held[name] = given.get(id(own), own)  # `tensors_of` may not have one
+            yield
+        finally:
+            for held, name, own in members:
+                held[name] = own
+
+
+@contextlib.contextmanager
+def _named_modules(module: nn.Module) -> Iterator[None]:
+    """Notes on traced nodes which submodule they come from, as TorchDynamo would."""
+    open_contexts: list[contextlib.AbstractContextManager[object]] = []
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            context = fx_traceback.annotate({MODULE_KEY: name})
+            context.__enter__()
+            open_contexts.append(context)
+
+        return hook
+
+    def leave(*_: object) -> None:
+        open_contexts.pop().__exit__(None, None, None)
+
+    with contextlib.ExitStack() as stack:
+        for name, child in module.named_modules():
+            if name:
+                before = child.register_forward_pre_hook(enter(name), prepend=True)
+                after = child.register_forward_hook(leave, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        yield
 
 
 # -- collectives that write into a tensor ----------------------------------------------------------
@@ -188,14 +283,13 @@ def mark_checkpoints(graph: fx.Graph) -> None:
 # -- refusals --------------------------------------------------------------------------------------
 
 
-class Unreached(UnsupportedError):
-    """A tensor was met that is neither an argument nor known to be held by the function."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} uses a tensor that is not among its arguments: "
-            "pass it as an argument, or give interlace.compile the module that holds it"
-        )
+def unreached(name: str) -> UnsupportedError:
+    """The error for a tensor that is neither an argument nor known to be held by the module."""
+    return UnsupportedError(
+        f"{name} uses a tensor that is not among its arguments, parameters and buffers: pass it "
+        "as an argument, register it (register_buffer), or use "
+        'torch.compile(module, backend="interlace")'
+    )
 
 
 class Watch(TorchFunctionMode):
@@ -212,7 +306,7 @@ class Watch(TorchFunctionMode):
         given = (*args, *(kwargs or {}).values())
         reads = getattr(func, "__name__", "") == "__get__"  # an attribute: sizes and the like
         if not reads and any(map(_is_real, flatten(given))):
-            raise Unreached(str(func))
+            raise unreached(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -221,15 +315,14 @@ def _is_real(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def own_errors(fn: Callable[..., Any]) -> Iterator[None]:
+def own_errors(name: str) -> Iterator[None]:
     """Says what torch says of what cannot be traced in words that help."""
-    name = getattr(fn, "__qualname__", type(fn).__name__)
     try:
         yield
     except AssertionError as error:
         if "convert all Tensors to FakeTensors" not in str(error):
             raise
-        raise Unreached(name) from error
+        raise unreached(name) from error
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         what, where = "Python decides by", raised_at(error)
         if isinstance(error, DynamicOutputShapeException):
@@ -254,17 +347,16 @@ def own_errors(fn: Callable[..., Any]) -> Iterator[None]:
         ) from error
 
 
-def refuse_sharded(state: State) -> None:
+def refuse_sharded(module: nn.Module) -> None:
     """Refuses modules of `fully_shard`: their hooks gather and free, and must not be traced."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    for prefix, module in state.modules:
-        for name, part in module.named_modules(prefix=prefix):
-            if isinstance(part, FSDPModule):
-                raise UnsupportedError(
-                    f"{name or type(part).__name__} is sharded by fully_shard, whose hooks gather "
-                    'its parameters when it runs: use torch.compile(..., backend="interlace"), '
-                    "which leaves them to Python, or give interlace.compile the parts inside"
-                )
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            raise UnsupportedError(
+                f"{name or type(part).__name__} is sharded by fully_shard, whose hooks gather "
+                'its parameters when it runs: use torch.compile(..., backend="interlace"), '
+                "which leaves them to Python, or give interlace.compile the parts inside"
+            )

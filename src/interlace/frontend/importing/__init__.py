@@ -3,7 +3,7 @@
 importer.py      the walk over the graph, and what it gives;  emitter.py: what it writes
 lowerings.py     one spelling for what torch writes in several; random numbers drawn again
 grouped.py       grouped matmuls;  collectives.py: functional collectives
-exchanges.py     exchanges whose sizes are data: their graphs are not imported
+exchanges.py     graphs that communicate and run as traced: they are not imported
 inplace.py       updates of inputs put back in place
 views.py         views as steps
 nodes.py, types.py: questions about FX nodes, and torch's types in the words of a Program

@@ -1,18 +1,20 @@
-"""Exchanges whose sizes are data, as those of a mixture of experts: their graphs run as traced.
+"""Graphs that communicate and run as traced: their sizes are data, or no class has one Program.
 
-The rows that ranks send one another in an `all_to_all_single` may be counts of a router. They are
-other ones on each rank and in each call, and no rank knows those of its peers without asking:
+The rows that ranks send one another in an `all_to_all_single` may be counts of a router, as those
+of a mixture of experts. They are other ones on each rank and in each call, and no rank knows those
+of its peers without asking:
 
     sent = counts.tolist()
     rows = all_to_all_single_autograd(x, received, sent, group)
 
-Note [Sizes that are data]: ranks would have to agree on a Program in every step. So such a graph
-runs as TorchDynamo traced it, through torch's own collectives, without agreement and proof. The
-ranks say once, together, that the sizes of an exchange are data: the first time that they compile
-it. From then on what holds its line of code runs as traced on all of them, whatever its sizes are
-by chance and whenever it was compiled, and compiling it asks nobody. That is why one rank may
-compile alone, as TorchDynamo has it do where a size is 0 or 1, or is the same as before on another
-rank: its peers, which run what they have, meet it in the same collectives of torch.
+Note [As traced]: ranks would have to agree on a Program in every step. So such a graph runs as
+TorchDynamo traced it, through torch's own collectives, without agreement and proof. The ranks say
+once, together, that the sizes of an exchange are data: the first time that they compile it; and
+they find together that no class of a graph's sizes has one Program. From then on what holds its
+lines of code runs as traced on all of them, whatever its sizes are by chance and whenever it was
+compiled, and compiling it asks nobody. That is why one rank may compile alone, as TorchDynamo has
+it do where a size is 0 or 1, equals another, or is the same as before on another rank: its peers,
+which run what they have, meet it in the same collectives of torch.
 
 Sizes that are all equal on all ranks when they first compile are taken for constants. A rank that
 meets the very same again in the next call, where others do not, is told that they compile alone.
@@ -21,6 +23,7 @@ meets the very same again in the next call, where others do not, is told that th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -28,57 +31,73 @@ from torch import fx
 from interlace.frontend.importing.nodes import group_of, location
 from interlace.frontend.teams import consent_of_ranks
 
-_DATA: set[str] = set()
-"""Where the exchanges are of which ranks found that their sizes are data."""
-_DECIDED: dict[tuple[str, ...], list[bool]] = {}
-"""Joint decisions of the ranks on a graph with exchanges, by where it communicates."""
+DATA = "runs as traced: the sizes of an exchange are data, and no rank knows those of its peers"
 
 
-class Exchange:
-    """The exchanges of one graph, and whether their sizes are data."""
+@dataclass(slots=True)
+class KnownPlaces:
+    """Facts of the code that communicates, which the ranks agreed on as they compiled; all drop
+    them together, and graphs remember their own."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        self._places = [_place(node) for node in exchanges(graph)]
-        self._data = False
+    traced: dict[str, str] = field(default_factory=dict[str, str])
+    """Places in the user's code whose communication runs as traced, with the reason."""
+    decisions: dict[tuple[str, ...], list[bool]] = field(
+        default_factory=dict[tuple[str, ...], list[bool]]
+    )
+    """Joint decisions of the ranks on a graph, by where it communicates."""
+
+    def decided(self, graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
+        """The ranks' answers, new or of their first compilation: Note [As traced]."""
+        own = Communication(graph, self)
+        if not own.traced or own.places not in self.decisions:
+            self.decisions[own.places] = ask()
+        return self.decisions[own.places]
+
+    def clear(self) -> None:
+        """Forgets them all."""
+        self.traced.clear()
+        self.decisions.clear()
+
+
+class Communication:
+    """The communication of one graph, and why it runs as traced, if it does."""
+
+    def __init__(self, graph: fx.Graph, known: KnownPlaces, kind: str = "") -> None:
+        self.graph, self._known, self._kind, self._traced = graph, known, kind, ""
+        self.places = tuple(map(_place, communications(graph)))
+        self._of_kind = tuple(f"{kind} {place}" for place in self.places if place)
 
     @property
-    def sizes_are_data(self) -> bool:
-        """True if the sizes are known to be data, from this graph or another of the same code."""
-        if not self._data and not _DATA.isdisjoint(self._places):
-            self._data = True
-        return self._data
+    def traced(self) -> str:
+        """Why the graph runs as traced, by what is known of it or of others of the same code."""
+        known = self._known.traced
+        if known and not self._traced:
+            keys = (*self.places, *self._of_kind)
+            self._traced = next((known[key] for key in keys if key in known), "")
+        return self._traced
 
-    def ask(self, kind: str, numbers: bool, time_out_s: float | None) -> None:
-        """Has the ranks of all its teams say whether they are, where it is not known.
+    def run_as_traced(self, why: str) -> None:
+        """Has it and all graphs of its kind that hold its code run as traced, on all ranks."""
+        self._traced = why
+        self._known.traced.update(dict.fromkeys(self._of_kind, why))
+
+    def ask(self, numbers: bool, time_out_s: float | None) -> None:
+        """Has the ranks of all its teams say whether sizes of exchanges are data, if not known.
 
         `numbers` says whether the traced function takes numbers, which may be others in each call:
         then sizes may come from them, although TorchDynamo has traced constants.
         """
-        if not self._places or self.sizes_are_data:
+        nodes = exchanges(self.graph)
+        if not nodes or self.traced:
             return
-        data = any(_is_data(node, numbers) for node in exchanges(self.graph))
-        places = [kind, *(location(node).module for node in exchanges(self.graph))]
+        data = any(_is_data(node, numbers) for node in nodes)
+        places = [self._kind, *(location(node).module for node in nodes)]
         for group in dict.fromkeys(map(group_of, communications(self.graph))):
             wishes = [(group, not data)]  # what one axis of a mesh says is told along the next
             told = consent_of_ranks(places, wishes, time_out_s, "whether sizes are data")
             data = not told[0]
         if data:
-            _DATA.update(self._places)
-
-
-def decided(graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
-    """Returns the ranks' answers, new or of their first compilation: Note [Sizes that are data]."""
-    exchange, key = Exchange(graph), tuple(map(_place, communications(graph)))
-    if not exchange.sizes_are_data or key not in _DECIDED:
-        _DECIDED[key] = ask()
-    return _DECIDED[key]
-
-
-def forget() -> None:
-    """Drops what is known of exchanges, on all ranks together; graphs remember their own."""
-    _DATA.clear()
-    _DECIDED.clear()
+            self._known.traced.update(dict.fromkeys(map(_place, nodes), DATA))
 
 
 def exchanges(graph: fx.Graph) -> list[fx.Node]:

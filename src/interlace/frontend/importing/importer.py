@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from interlace.errors import SizeError, UnsupportedError
-from interlace.frontend.calling.specialise import complete
+from interlace.frontend.calling.arguments import Fixed, Imported, Opaque
 from interlace.frontend.importing.collectives import COLLECTIVES
 from interlace.frontend.importing.emitter import SerialEmitter
 from interlace.frontend.importing.inplace import InPlace
@@ -33,6 +33,7 @@ from interlace.frontend.importing.nodes import (
     aliases,
     awaited,
     bound,
+    complete,
     describe,
     draws_random_numbers,
     flatten,
@@ -53,7 +54,7 @@ from interlace.ir import Alloc, Buffer, Call, Program, Team, View
 from interlace.ir.size_class import deciding
 from interlace.ir.sizes import Size
 from interlace.runtime.inputs import may_be_lazy
-from interlace.runtime.values import resolved, whole
+from interlace.runtime.values import whole
 
 Value = Any
 """Value of a node: a View, a scalar, None, an `Opaque`, or a tuple of these."""
@@ -61,65 +62,6 @@ Value = Any
 
 Lowering = Callable[["Importer", fx.Node, list[Any]], Value]
 """Makes a value of a node and its bound arguments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """An argument of the graph that is no tensor and no number, such as a DeviceMesh."""
-
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """An output that is no tensor and the same in every call, such as a DTensor's DeviceMesh."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """A Program, and how a graph's arguments and outputs map to its parameters and results."""
-
-    program: Program
-    inputs: tuple[int, ...]
-    """Positions of the graph's arguments that are the Program's first parameters."""
-    constants: tuple[torch.Tensor, ...]
-    """Tensors of the graph itself: the parameters after those."""
-    outputs: tuple[int | Opaque | Fixed, ...]
-    """For each output of the graph: the result of that index, or what is handed through."""
-
-    host: frozenset[str] = frozenset()
-    """Buffers on the CPU although the Program runs on a GPU: see types.py."""
-    lazy: tuple[int, ...] = ()
-    """Inputs that may come conjugated or negated only by a mark, which an Executor refuses."""
-    awaited: tuple[int, ...] = ()
-    """Inputs that the graph waits for: a caller's collective may be at them."""
-
-    def settled(self, given: list[Any]) -> list[Any]:
-        """The Program's inputs, from those among the graph's arguments."""
-        for index in self.awaited:
-            torch.ops._c10d_functional.wait_tensor.default(given[index])
-        given += self.constants
-        for index in self.lazy:
-            given[index] = resolved(given[index])
-        return given
-
-    symbols: Mapping[str, str] = field(default_factory=dict[str, str])
-    """TorchDynamo's symbol for each named size of the Program."""
-
-    def gather(self, args: Sequence[Any]) -> list[Any]:
-        """The Program's inputs, from the graph's arguments."""
-        return self.settled([args[position] for position in self.inputs])
-
-    def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The graph's outputs, from the Program's results and the graph's arguments."""
-        return [
-            results[place]
-            if isinstance(place, int)
-            else (args[place.position] if isinstance(place, Opaque) else place.value)
-            for place in self.outputs
-        ]
 
 
 class Importer(SerialEmitter):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from interlace.ir import Loc
 from interlace.runtime.calling.effects import effects
@@ -247,3 +248,43 @@ def describe(node: fx.Node) -> str:
     """A node as errors name it: operator, module and line."""
     place = str(location(node))
     return f"{node.target} in {place}" if place else f"{node.target} (node {node.name})"
+
+
+# -- the values of all nodes ----------------------------------------------------------------------
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph and keeps every node's value."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.found: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value, noted."""
+        value = self.found[n] = super().run_node(n)
+        return value
+
+
+def complete(gm: fx.GraphModule) -> dict[fx.Node, Any] | None:
+    """Every node's value as it was traced, where some have none noted; None where all have."""
+    unknown = [n for n in gm.graph.nodes if n.op == "call_function" and "val" not in n.meta]
+    if not unknown:
+        return None
+    given = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    modes = [value.fake_mode for value in given if isinstance(value, FakeTensor)]
+    return _recorded(gm, modes[0] if modes else FakeTensorMode(), given)
+
+
+def propagate(gm: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
+    """Every node's fake value for these arguments; nothing is computed."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+    return _recorded(gm, mode, fakes)
+
+
+def _recorded(gm: fx.GraphModule, mode: FakeTensorMode, given: Sequence[Any]) -> dict[fx.Node, Any]:
+    recorder = _Recorder(gm)
+    with mode, torch.no_grad():
+        recorder.run(*given, enable_io_processing=False)
+    return recorder.found

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 _OWN = frozenset(
-    "fn options _state _keys _mesh _entries _dropped _given _tracer _call".split(),
+    "fn options _keys _mesh _entries _dropped".split(),
 )
 """Attributes of the compiled object itself; every other attribute is the model's."""
 
