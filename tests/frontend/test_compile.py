@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,21 +224,25 @@ def refused_on_ranks() -> list[str]:
         told.append(str(found.value))
         net(x).sum().backward()  # it is as it was
 
-    def add_up(x: torch.Tensor) -> torch.Tensor:
-        dist.reduce(x, dst=0)
-        return x + 1
+    for op in (partial(dist.reduce, dst=0), dist.all_reduce):
 
-    with pytest.raises(UnsupportedError) as found:
-        interlace.compile(Function(add_up))(x.clone())
-    return [*told, str(found.value)]
+        def add_up(x: torch.Tensor, op: Any = op) -> torch.Tensor:
+            op(x)
+            return x + 1
+
+        with pytest.raises(UnsupportedError) as found:
+            interlace.compile(Function(add_up))(x.clone())
+        told.append(str(found.value))
+    return told
 
 
 def test_what_cannot_be_traced_says_what_to_do(pool: Pool) -> None:
-    for before, after, effect in pool(2).run(refused_on_ranks):
+    for before, after, *effects in pool(2).run(refused_on_ranks):
         assert before == after
         assert "is sharded by fully_shard" in before
-        assert "c10d.reduce_.default for its effect" in effect
-        assert "functional collective" in effect
+        for name, effect in zip(("reduce", "allreduce"), effects, strict=True):
+            assert f"c10d.{name}_.default for its effect" in effect
+            assert "functional collective" in effect
 
 
 @pytest.mark.parametrize("by", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])

@@ -6,8 +6,6 @@
 - AOTAutograd sees what it is given: a parameter that is no argument would be a constant. So the
   module is lent its arguments in place of its parameters and buffers while its code runs.
 
-- TorchDynamo makes `dist.all_reduce(x)` a functional collective and a copy into `x`. So does this,
-  with torch's own table of replacements: no `c10d.allreduce_` is left in the graph.
 - `torch.utils.checkpoint` saves nothing and runs its function again in backward. Traced as it is,
   both runs land in one joint graph, where equal nodes are merged and the second run with them. So a
   checkpoint only marks its nodes (`CHECKPOINT_KEY`), and `mark_checkpoints` has the partitioner
@@ -19,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import operator
 import sys
@@ -28,9 +25,7 @@ from typing import Any
 
 import sympy
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-from torch import autograd, fx, nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -60,7 +55,6 @@ def tracing(name: str) -> Iterator[None]:
     with (
         fx_traceback.preserve_node_meta(),  # else inference notes no modules
         checkpoints_marked(),
-        functional_collectives(),
         own_errors(name),
         # What torch.compile was given runs as it was written, and is traced with all else.
         torch.compiler.set_stance("force_eager"),
@@ -170,86 +164,6 @@ def _named_modules(module: nn.Module) -> Iterator[None]:
                 stack.callback(before.remove)
                 stack.callback(after.remove)
         yield
-
-
-# -- collectives that write into a tensor ----------------------------------------------------------
-
-
-@contextlib.contextmanager
-def functional_collectives() -> Iterator[None]:
-    """Has collectives that write into a tensor be functional ones, in forward and backward.
-
-    torch leaves a mode while it handles `torch.autograd.grad`, so backward enters it again.
-    """
-    mode, run_backward = _Mode(), autograd._engine_run_backward
-
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return run_backward(*args, **kwargs)
-
-    with patched(autograd, _engine_run_backward=within), mode:
-        yield
-
-
-class _Mode(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[Any],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        found = funcol.traceable_collective_remaps.get(func)
-        if func is dist.broadcast:
-            found = _broadcast
-        if found is None:
-            return func(*args, **(kwargs or {}))
-        return _rewritten(func, found, args, kwargs or {})
-
-
-class Done(dist.Work):
-    """Stands for the handle of a collective that is complete where it was begun."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Nothing is left to wait for: a Program runs communication under computation by itself."""
-        return True
-
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
-
-
-def _rewritten(
-    func: Callable[..., Any],
-    found: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    given = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
-    handle = given.pop("async_op", False)
-    if "op" in given:
-        if given["op"] not in funcol.REDUCE_OP_TO_STR:
-            raise UnsupportedError(
-                f"{func.__name__} with {given['op']} has no functional form: use one of "
-                f"{sorted(funcol.REDUCE_OP_TO_STR.values())}, or "
-                'torch.compile(..., backend="interlace"), which leaves it to Python'
-            )
-        given["op"] = funcol.REDUCE_OP_TO_STR[given["op"]]
-    found(**given)  # returns the tensor in some releases of torch
-    return Done() if handle else None
-
-
-def _broadcast(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    group_src: int | None = None,
-) -> None:
-    """torch's table has no broadcast. The functional one counts the root in its group."""
-    group = group or dist.group.WORLD
-    assert group is not None
-    root = dist.get_group_rank(group, src or 0) if group_src is None else group_src
-    tensor.copy_(funcol.broadcast(tensor, root, group))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
