@@ -122,8 +122,8 @@ class Bound:
         values: Mapping[str, int] | None = None,
         origin: str | None = None,
     ) -> list[Any]:
-        """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, where
-        tensors do not tell them all; `origin` is as in `Executor.run_for`, None for no backward."""
+        """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, if
+        there are any; `origin` is as in `Executor.run_for`, None for no backward."""
         given = self.imported.gather(args)
         if values is not None:
             results = self.executor.run_at(self._own(values), given, origin=origin or "")

@@ -240,7 +240,7 @@ class CompiledGraph:
                 return self(args)
         if self._run is not None and self.listener is None:
             return self._run(args)
-        if self.unscheduled:
+        if self._unscheduled or self._communication.traced:
             return self._run_unscheduled(args)
         last = self._shelf.last
         if last is None or not has_signature(args, last[0]):
@@ -253,11 +253,10 @@ class CompiledGraph:
         args.clear()
         tell = self.listener(given) if self.listener is not None else None
         _, bound, sizes = last
-        told = bound.executor.measured  # else numbers beside the tensors tell sizes
         forwards = self.setting.forwards
         counted = forwards.saved is not None
         origin = forwards.origin(given) if counted and self.kind == "backward" else None
-        results = bound.run(given, None if told else sizes, origin)
+        results = bound.run(given, sizes, origin)
         if counted and self.kind == "forward":
             forwards.note(results, given, bound.kept)
         if tell is not None:

@@ -22,7 +22,8 @@ meets the very same again in the next call, where others do not, is told that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,9 @@ class KnownPlaces:
         default_factory=dict[tuple[str, ...], list[bool]]
     )
     """Joint decisions of the ranks on a graph, by where it communicates."""
+    graphs: weakref.WeakSet[Communication] = field(
+        default_factory=lambda: weakref.WeakSet[Communication]()
+    )
 
     def decided(self, graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
         """The ranks' answers, new or of their first compilation: Note [As traced]."""
@@ -52,6 +56,12 @@ class KnownPlaces:
         if not own.traced or own.places not in self.decisions:
             self.decisions[own.places] = ask()
         return self.decisions[own.places]
+
+    def run_as_traced(self, keys: Iterable[str], why: str) -> None:
+        """Has the graphs that hold these places run as traced, on all ranks."""
+        self.traced.update(dict.fromkeys(filter(None, keys), why))
+        for graph in self.graphs:
+            graph.look_up()
 
     def clear(self) -> None:
         """Forgets them all."""
@@ -63,23 +73,23 @@ class Communication:
     """The communication of one graph, and why it runs as traced, if it does."""
 
     def __init__(self, graph: fx.Graph, known: KnownPlaces, kind: str = "") -> None:
-        self.graph, self._known, self._kind, self._traced = graph, known, kind, ""
+        self.graph, self._known, self._kind = graph, known, kind
         self.places = tuple(map(_place, communications(graph)))
         self._of_kind = tuple(f"{kind} {place}" for place in self.places if place)
-
-    @property
-    def traced(self) -> str:
+        self.traced = ""
         """Why the graph runs as traced, by what is known of it or of others of the same code."""
-        known = self._known.traced
-        if known and not self._traced:
-            keys = (*self.places, *self._of_kind)
-            self._traced = next((known[key] for key in keys if key in known), "")
-        return self._traced
+        self.look_up()
+        known.graphs.add(self)
+
+    def look_up(self) -> None:
+        """Sets `traced` by what is known now; a reason that it has stays."""
+        keys, known = (*self.places, *self._of_kind), self._known.traced
+        self.traced = self.traced or next((known[key] for key in keys if key in known), "")
 
     def run_as_traced(self, why: str) -> None:
         """Has it and all graphs of its kind that hold its code run as traced, on all ranks."""
-        self._traced = why
-        self._known.traced.update(dict.fromkeys(self._of_kind, why))
+        self.traced = why
+        self._known.run_as_traced(self._of_kind, why)
 
     def ask(self, numbers: bool, time_out_s: float | None) -> None:
         """Has the ranks of all its teams say whether sizes of exchanges are data, if not known.
@@ -97,7 +107,7 @@ class Communication:
             told = consent_of_ranks(places, wishes, time_out_s, "whether sizes are data")
             data = not told[0]
         if data:
-            self._known.traced.update(dict.fromkeys(map(_place, nodes), DATA))
+            self._known.run_as_traced(map(_place, nodes), DATA)
 
 
 def exchanges(graph: fx.Graph) -> list[fx.Node]:
