@@ -1,4 +1,4 @@
-"""Ways of using the compiler beside training: generation, `interlace.compile`, options, bounds.
+"""Ways of using the compiler beside training: `interlace.compile`, options, bounds.
 
 Everything runs on real processes and is compared with the same function run eagerly.
 """
@@ -14,14 +14,9 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from tests.frontend.models import Function
 from tests.support.pool import Pool
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import interlace
 from interlace.demo.model import Transformer, parallelize
@@ -38,99 +33,9 @@ def mesh_of() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def compiled(fn: Any, **options: Any) -> Any:
-    """The function behind our backend, by its registered name.
-
-    DTensor's rules are cached by sizes, and torch's symbolic ones have no hash: not `dynamic`.
-    """
-    given = {"time_out_s": 20.0, **options}
-    return torch.compile(fn, backend="interlace", options=given, fullgraph=True, dynamic=False)
-
-
 def whole(value: Any) -> Tensor:
     """A DTensor's shard, or the tensor itself; detached."""
     return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
-
-
-# -- generation ----------------------------------------------------------------------------------
-
-DIM, HEAD, LENGTH = 16, 4, 8
-
-
-class Attention(nn.Module):
-    """Causal attention that keeps keys and values in place; each rank has some heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
-        """What the tokens at positions `at` see of themselves and all before."""
-        batch, length, _ = x.shape
-        q, k, v = (
-            w(x).view(batch, length, -1, HEAD).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
-        )
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, v)
-        seen = torch.arange(keys.shape[2])[None, :] <= at[:, None]
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
-        return x + self.wo(y.transpose(1, 2).reshape(batch, length, -1))
-
-
-def generate(model: Any, heads: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """A prefill of 5 tokens, then three decode steps: outputs, the cache, its addresses."""
-    cache = [torch.zeros(2, heads, LENGTH, HEAD) for _ in range(2)]
-    addresses = [part.data_ptr() for part in cache]
-    outputs: list[Tensor] = []
-    with torch.no_grad():
-        x = torch.linspace(-1, 1, 2 * 5 * DIM).view(2, 5, DIM)
-        outputs.append(model(x, *cache, torch.arange(5)))
-        for position in range(5, LENGTH):
-            outputs.append(model(outputs[-1][:, -1:], *cache, torch.tensor([position])))
-    assert [part.data_ptr() for part in cache] == addresses
-    return [whole(y) for y in outputs], cache, [int((part != 0).sum()) for part in cache]
-
-
-def prefill_and_decode() -> dict[str, Any]:
-    """Eager against compiled; what was compiled."""
-    mesh = mesh_of()
-    torch.manual_seed(3)
-    model = Attention()
-    column = {name: ColwiseParallel() for name in ("wq", "wk", "wv")}
-    parallelize_module(model, mesh, {**column, "wo": RowwiseParallel()})
-    heads = DIM // HEAD // dist.get_world_size()
-    with capture() as captured:
-        mine, my_cache, filled = generate(compiled(model, strategy="pipeline"), heads)
-        programs = captured.programs
-        kinds = [bound.kind for bound in captured.bound]
-    theirs, their_cache, their_filled = generate(model, heads)
-    far = max(
-        float((a - b).abs().max())
-        for a, b in zip([*mine, *my_cache], [*theirs, *their_cache], strict=True)
-    )
-    return {
-        "far": far,
-        "filled": filled == their_filled and min(filled) > 0,
-        "kinds": kinds,
-        "sites": [[site.kind for site in program.sites] for program in programs],
-        "written": [written_inputs(program) for program in programs],
-    }
-
-
-def written_inputs(program: Program) -> int:
-    """How many inputs a Program writes in place."""
-    inputs = {buffer.name for buffer in program.params if buffer.kind == "input"}
-    return len({access.view.buffer for op in program.ops for access in op.writes()} & inputs)
-
-
-def test_prefill_and_decode_write_the_cache_in_place(pool: Pool) -> None:
-    for found in pool(2).run(prefill_and_decode, time_out_s=100):
-        assert found["far"] < 1e-5
-        assert found["filled"]
-        assert set(found["kinds"]) == {"inference"}
-        assert all("matmul_all_reduce" in kinds for kinds in found["sites"]), found["sites"]
-        assert found["written"] == [2] * len(found["kinds"])
-        assert len(found["kinds"]) <= 3, "the decode steps do not share a Program"
 
 
 # -- interlace.compile ---------------------------------------------------------------------------
@@ -329,7 +234,11 @@ def collectives_of_the_demo() -> list[tuple[int, int, list[tuple[str, str, str]]
     model = parallelize(Transformer(config), mesh)
     tokens = torch.randint(config.vocabulary, (config.batch, config.sequence))
     with capture() as captured:
-        logits = compiled(model, strategy="peer")(tokens)
+        options: Any = {"time_out_s": 20.0, "strategy": "peer"}
+        call = torch.compile(
+            model, backend="interlace", options=options, fullgraph=True, dynamic=False
+        )
+        logits = call(tokens)
         logits.square().mean().backward()
         found: list[tuple[int, int, list[tuple[str, str, str]], str]] = []
         for bound in captured.bound:
