@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from tests.frontend.models import Function
 from tests.support.pool import Pool
 
 import interlace
-from interlace.errors import ExecutorError, InterlaceError, UnsupportedError
-from interlace.frontend import capture
+from interlace.errors import InterlaceError, UnsupportedError
 from interlace.launch import has_avx512
 from interlace.passes import run_pipeline
 from interlace.runtime import Executor
@@ -56,35 +54,6 @@ def test_groups_made_by_hand(pool: Pool) -> None:
         assert equal
         assert teams == [2]
         assert sites == ["peer"]
-
-
-def destroyed() -> tuple[bool, int, int, str]:
-    """A group is destroyed and the function dropped: its Executors are closed, not kept."""
-    torch.compiler.reset()
-    group = dist.new_group([0, 1])
-    fn, x, w = gather_matmul(group), integers(dist.get_rank(), 3, 4), integers(9, 5, 4)
-    with capture() as captured:
-        call = interlace.compile(Function(fn), x, w, options=OPTIONS)
-        equal = torch.equal(call(x, w), fn(x, w))
-        executor = captured.bound[0].executor
-        before = len(captured.bound)
-        assert isinstance(group, dist.ProcessGroup)
-        dist.destroy_process_group(group)
-        del fn, call, group
-        gc.collect()
-        after = len(captured.bound)
-    try:
-        executor.run([x, w])
-    except ExecutorError as error:
-        return equal, before, after, str(error)
-    return equal, before, after, ""
-
-
-def test_executors_go_with_the_function_and_its_group(pool: Pool) -> None:
-    for equal, before, after, error in pool(2).run(destroyed):
-        assert equal
-        assert (before, after) == (1, 0)
-        assert "closed" in error
 
 
 # -- what cannot be lowered ------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import interlace
 from interlace.comm import team_of
+from interlace.errors import ExecutorError
 from interlace.frontend import backend
 from interlace.frontend.calling.arguments import signature
 
@@ -78,12 +79,15 @@ def destroyed() -> list[Any]:
     name = group.group_name
     compiled = interlace.compile(Function(lambda x: all_reduce(x, "sum", name) * 2))
     compiled(torch.ones(4))
-    team = weakref.ref(team_of(group, "tp"))
+    team, executor = weakref.ref(team_of(group, "tp")), compiled.bound[0].executor
+    gc.collect()
     found = [team() is not None, len(compiled.bound)]
     dist.barrier()
     dist.destroy_process_group(group)
     del group, mesh
     gc.collect()
+    with pytest.raises(ExecutorError, match="closed"):
+        executor.run([torch.ones(4)])
     return [*found, team() is not None, len(compiled.bound)]
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.frontend.models import Function
 from tests.support.pool import Pool
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-import interlace
-from interlace.errors import AgreementError, ExecutorError, TeamError
-from interlace.frontend import Captured, Teams, backend, capture
+from interlace.errors import AgreementError, TeamError
+from interlace.frontend import Teams, backend, capture
 from interlace.frontend.teams import as_axes, connected, learn_groups
 from interlace.ir import Team
 
@@ -116,39 +112,3 @@ def test_names_and_groups(pool: Pool) -> None:
         (_, _, first), (_, _, second) = crossed[0]
         assert first == ((0, 1), (2, 3))
         assert second == ((0, 3), (1, 2))
-
-
-def destroyed_group_frees() -> tuple[int, int]:
-    """Executors are freed with their process group, though nobody called `reset`."""
-    captured = compile_in_a_group_of_its_own()
-    held = len(captured.bound)
-    executor = captured.bound[0].executor
-    gc.collect()
-    assert len(captured.bound) == held, "freed before the group was destroyed"
-    (known,) = [g for g in c10d._world.pg_map if g is not dist.group.WORLD]
-    dist.destroy_process_group(known)
-    del known
-    gc.collect()
-    with pytest.raises(ExecutorError, match="closed"):
-        executor.run([torch.ones(3)])
-    return held, len(captured.bound)
-
-
-def compile_in_a_group_of_its_own() -> Captured:
-    """Compiles a function that names its group, and holds it nowhere."""
-    group: Any = dist.new_group([0, 1])
-    name = group.group_name
-    del group
-    op: Any = torch.ops._c10d_functional
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return op.wait_tensor(op.all_reduce(x * 2, "sum", name))
-
-    with capture() as captured:
-        compiled = interlace.compile(Function(fn))
-        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 4.0))
-    return captured
-
-
-def test_destroyed_group_frees_executors(pool: Pool) -> None:
-    assert pool(2).run(destroyed_group_frees, replace=True) == [(1, 0)] * 2
