@@ -202,7 +202,7 @@ class Backend:
         example_inputs: Sequence[Any],
         *,
         options: Options | Mapping[str, Any] | None = None,
-        **others: Any,
+        **others: object,
     ) -> Callable[..., Any]:
         """Compiles one graph of TorchDynamo."""
         try:

@@ -53,7 +53,7 @@ _GONE = {
 
 def compile(
     module: nn.Module,
-    *examples: Any,
+    *examples: object,
     mesh: DeviceMesh | None = None,
     options: Options | Mapping[str, Any] | None = None,
     **others: object,
@@ -106,7 +106,7 @@ class Outputs:
     fixed: list[Any]
 
     @classmethod
-    def of(cls, result: Any) -> tuple[Outputs, tuple[torch.Tensor, ...]]:
+    def of(cls, result: object) -> tuple[Outputs, tuple[torch.Tensor, ...]]:
         """A result taken apart into what is the same in every call and its tensors."""
         leaves, tree = pytree.tree_flatten(result)
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -155,7 +155,7 @@ class Compiled(AsModule):
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._dropped = Dropped(name_of(fn), options.cache_size)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Returns the module's result for these arguments."""
         call, entries = self._keys.of(args, kwargs), self._entries
         entry = entries.get(call.key)
@@ -168,7 +168,7 @@ class Compiled(AsModule):
             return direct(call.tensors)
         return entry.run(call.tensors)
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
+    def prepare(self, *args: object, **kwargs: object) -> Compiled:
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
         call = self._keys.of(args, kwargs)
         if call.key in self._entries:
@@ -209,7 +209,7 @@ class Compiled(AsModule):
 
         return explain_bound(self.bound)
 
-    def trace(self, *args: Any, machine: Machine, **kwargs: Any) -> tuple[Program, ...]:
+    def trace(self, *args: object, machine: Machine, **kwargs: object) -> tuple[Program, ...]:
         """The serial Programs of a call, forward before backward, for a machine that is not here.
 
         Nothing is bound and no peer is asked, so tensors may be fake, and the process group too.
@@ -290,6 +290,6 @@ class _Function(nn.Module):
         super().__init__()
         self.fn = fn
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: object) -> Any:
         """Returns the function's result."""
         return self.fn(*args)

@@ -77,7 +77,7 @@ class GraphOrigin:
         return (caller for ref in self.callers if (caller := ref()) is not None)
 
 
-def name_of(what: Any) -> str:
+def name_of(what: object) -> str:
     """Qualified name of a function; for a module, the name of its class."""
     return getattr(what, "__qualname__", type(what).__name__)
 

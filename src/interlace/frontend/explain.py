@@ -106,7 +106,7 @@ DDP = (
 )
 
 
-def _compiles_ddp(model: Any) -> bool:
+def _compiles_ddp(model: object) -> bool:
     """Returns True if torch.compile was given a DistributedDataParallel for this backend."""
     ddp = isinstance(_plain(model), nn.parallel.DistributedDataParallel)
     return ddp and _backend_of(model) == backend.__name__
@@ -124,7 +124,7 @@ def _run(bound: Bound) -> Run:
     return Run(bound.programs, predicted, bound.measured, bound.kind, before=before)
 
 
-def graphs_of(model: Any) -> list[CompiledGraph]:
+def graphs_of(model: object) -> list[CompiledGraph]:
     """The graphs that were compiled in calls of a model or of its parts, in that order."""
     if isinstance(model, Compiled):
         return [*model.graphs]
@@ -146,7 +146,7 @@ def _plain(model: Any) -> Any:
     return model._orig_mod if isinstance(model, OptimizedModule) else innermost_fn(model)
 
 
-def _backend_of(model: Any) -> str | None:
+def _backend_of(model: object) -> str | None:
     """The name of the backend that torch.compile was given; None: it did not make this."""
     call = getattr(model, "_compiled_call_impl", None) or model
     if isinstance(model, OptimizedModule):
@@ -159,7 +159,7 @@ def _backend_of(model: Any) -> str | None:
     return getattr(found, "compiler_name", None) or getattr(found, "__name__", str(found))
 
 
-def none_of(model: Any) -> str:
+def none_of(model: object) -> str:
     """Why there are no graphs of a model."""
     name, by = name_of(_plain(model)), _backend_of(model)
     parts = model.modules() if isinstance(model, nn.Module) else ()

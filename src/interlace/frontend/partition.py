@@ -70,7 +70,7 @@ class Partition:
     places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
 
     def __call__(
-        self, joint: fx.GraphModule, joint_inputs: Any, **given: Any
+        self, joint: fx.GraphModule, joint_inputs: object, **given: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward graph of a joint one."""
         close_gaps(joint.graph)
@@ -219,7 +219,7 @@ def opaque_last(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> 
         tensors[-1].append(node)
 
 
-def _saved_rank(node: Any) -> int:
+def _saved_rank(node: object) -> int:
     """Where AOTAutograd wants it: tensors, then meshes, then sizes."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):

@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -208,7 +207,7 @@ def _no_groups(name: str) -> KnownTeam:
 
 
 def learn_groups(
-    teams: Sequence[Groups], rank: int, time_out_s: float | None, store: Any = None
+    teams: Sequence[Groups], rank: int, time_out_s: float | None, store: object = None
 ) -> list[Groups]:
     """Every group of each team, of which some are known, that is connected to `rank`.
 

@@ -134,11 +134,11 @@ class _Wait(torch.autograd.Function):
     """The tensor that the collective gives; its gradient goes to what was waited for."""
 
     @staticmethod
-    def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:  # pyright: ignore
+    def forward(ctx: object, x: AsyncCollectiveTensor) -> torch.Tensor:  # pyright: ignore
         return x.trigger_wait().detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
         return gradient
 
 
@@ -154,7 +154,7 @@ def without_waiting(example_inputs: Sequence[Any]) -> tuple[list[Any], Wrap]:
         if not positions:
             return compiled
 
-        def call(*args: Any) -> Any:
+        def call(*args: object) -> Any:
             given = list(args)
             for i in positions:
                 if isinstance(given[i], AsyncCollectiveTensor):

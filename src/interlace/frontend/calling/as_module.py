@@ -30,7 +30,7 @@ class AsModule(nn.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.fn, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
@@ -45,13 +45,13 @@ class AsModule(nn.Module):
     def __len__(self) -> int:
         return len(self.fn)
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, place: object) -> Any:
         return self.fn[place]
 
-    def __setitem__(self, place: Any, part: nn.Module) -> None:
+    def __setitem__(self, place: object, part: nn.Module) -> None:
         self.fn[place] = part
 
-    def __delitem__(self, place: Any) -> None:
+    def __delitem__(self, place: object) -> None:
         del self.fn[place]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -60,13 +60,13 @@ class AsModule(nn.Module):
     def __bool__(self) -> bool:  # else asked of __len__, which few modules have
         return bool(self.fn)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The compiled call."""
         return self(*args, **kwargs)
 
 
 def _of_model(name: str) -> Callable[..., Any]:
-    def method(self: AsModule, *args: Any, **kwargs: Any) -> Any:
+    def method(self: AsModule, *args: object, **kwargs: object) -> Any:
         found = getattr(self.fn, name)(*args, **kwargs)
         return self if found is self.fn else found
 

@@ -157,7 +157,7 @@ class Hashed:
 
     __slots__ = ("_hash", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value, self._hash = value, hash(value)
 
     def __hash__(self) -> int:

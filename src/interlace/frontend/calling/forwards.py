@@ -82,7 +82,7 @@ def _storage(value: Any) -> int:
     return value.untyped_storage()._cdata if _is_plain(value) else 0
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
 
 

@@ -76,7 +76,7 @@ def _containers(roots: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
         todo += [(item, f"{name}.{key}") for key, item in items.items()]
 
 
-def _items(holder: Any) -> dict[Any, Any]:
+def _items(holder: object) -> dict[Any, Any]:
     """Items of a container or attributes of an object, by index, key or name."""
     if isinstance(holder, list | tuple | deque):
         return dict(enumerate(holder))
@@ -85,7 +85,7 @@ def _items(holder: Any) -> dict[Any, Any]:
     return dict(getattr(holder, "__dict__", ()))
 
 
-def _put_back(holder: Any, items: dict[Any, Any]) -> None:
+def _put_back(holder: object, items: dict[Any, Any]) -> None:
     if isinstance(holder, list | deque):
         holder.clear()
         holder.extend(items.values())
@@ -95,7 +95,7 @@ def _put_back(holder: Any, items: dict[Any, Any]) -> None:
     held.update(items)
 
 
-def _of_a_trace(value: Any) -> bool:
+def _of_a_trace(value: object) -> bool:
     """Returns True for a tensor that has no memory."""
     if isinstance(value, FakeTensor | FunctionalTensor):
         return True

@@ -66,7 +66,7 @@ def tracing(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def patched(module: Any, **values: Any) -> Iterator[None]:
+def patched(module: object, **values: object) -> Iterator[None]:
     """A module with other values of some names."""
     before = {name: getattr(module, name) for name in values}
     try:
@@ -174,7 +174,7 @@ def checkpoints_marked() -> Iterator[None]:
     """Has `torch.utils.checkpoint(use_reentrant=False)` mark nodes instead of running twice."""
     numbers = itertools.count(1)
 
-    def marking(function: Callable[..., Any], *_: Any, **__: Any) -> Iterator[None]:
+    def marking(function: Callable[..., Any], *_: object, **__: object) -> Iterator[None]:
         with fx_traceback.annotate({CHECKPOINT_KEY: next(numbers)}):
             yield
 
@@ -224,7 +224,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_real(value: Any) -> bool:
+def _is_real(value: object) -> bool:
     return type(getattr(value, "_local_tensor", value)) in (torch.Tensor, nn.Parameter)
 
 

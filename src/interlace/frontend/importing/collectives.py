@@ -52,14 +52,14 @@ def _emit(
     return dst
 
 
-def all_gather(imp: Importer, node: fx.Node, src: View, group: Any) -> View:
+def all_gather(imp: Importer, node: fx.Node, src: View, group: object) -> View:
     """Every rank's `src`, one after another along dimension 0."""
     team, (first, *rest) = imp.team(node, group), imp.sizes(src) or (1,)
     rows = imp.reshaped(src, (first, *rest))
     return _emit(imp, node, "all_gather", team, rows, (first * team.size, *rest))
 
 
-def reduce_scatter(imp: Importer, node: fx.Node, src: View, reduce: str, group: Any) -> View:
+def reduce_scatter(imp: Importer, node: fx.Node, src: View, reduce: str, group: object) -> View:
     """This rank's part, along dimension 0, of the reduction of every rank's `src`."""
     team, (first, *rest) = imp.team(node, group), imp.sizes(src)
     if first % team.size:
@@ -71,12 +71,12 @@ def reduce_scatter(imp: Importer, node: fx.Node, src: View, reduce: str, group: 
     return _emit(imp, node, "reduce_scatter", team, src, (first // team.size, *rest), reduce)
 
 
-def all_reduce(imp: Importer, node: fx.Node, src: View, reduce: str, group: Any) -> View:
+def all_reduce(imp: Importer, node: fx.Node, src: View, reduce: str, group: object) -> View:
     """The reduction of every rank's `src`."""
     return _emit(imp, node, "all_reduce", imp.team(node, group), src, imp.sizes(src), reduce)
 
 
-def broadcast(imp: Importer, node: fx.Node, src: View, root: int, group: Any) -> View:
+def broadcast(imp: Importer, node: fx.Node, src: View, root: int, group: object) -> View:
     """The root's `src` on every rank."""
     team, sizes = imp.team(node, group), imp.sizes(src)
     return _emit(imp, node, "broadcast", team, src, sizes, root=int(root))

@@ -202,7 +202,7 @@ class Importer:
                         "the compiled function"
                     )
 
-    def _output(self, item: Any) -> Value:
+    def _output(self, item: object) -> Value:
         value = self.arg(item)
         plain = value is None or isinstance(value, View | Opaque | bool | int | float | Size)
         return value if plain else Fixed(getattr(value, "real_obj", value))
@@ -211,7 +211,7 @@ class Importer:
         """The fake value that tracing recorded for a node."""
         return self.recorded[node] if self.recorded is not None else node.meta.get("val")
 
-    def arg(self, value: Any) -> Any:
+    def arg(self, value: object) -> Any:
         """An argument of a node as a Program spells it."""
         if isinstance(value, fx.Node):
             return self.values[value]
@@ -221,7 +221,7 @@ class Importer:
             return size_of(value)
         return scalar_word(value, self.device)
 
-    def view(self, value: Any) -> View:
+    def view(self, value: object) -> View:
         """An argument that must be a tensor."""
         found = self.arg(value)
         assert isinstance(found, View), f"{value} is {found}, not a tensor"
@@ -235,11 +235,13 @@ class Importer:
         """The error for a node that cannot be lowered."""
         return UnsupportedError(f"{describe(node)} cannot be lowered: {why}. {fix}")
 
-    def call_like(self, node: fx.Node, fn: str, args: Any, kwargs: Any, value: Any) -> Value:
+    def call_like(
+        self, node: fx.Node, fn: str, args: object, kwargs: object, value: object
+    ) -> Value:
         """A Call with results like the fake `value`, in which None and numbers stay as they are."""
         fresh: list[Buffer] = []
 
-        def declare(item: Any) -> Value:
+        def declare(item: object) -> Value:
             if isinstance(item, torch.Tensor):
                 base = node.name if not fresh else f"{node.name}_{len(fresh)}"
                 fresh.append(buffer_like(self.name(base), item, "fresh"))

@@ -129,7 +129,7 @@ class InPlace:
             self._update(imp, node, target)
 
     def _update(self, imp: Importer, node: fx.Node, target: View) -> None:
-        def apart(arg: Any) -> Any:
+        def apart(arg: object) -> Any:
             """An argument that shares no memory with what is written."""
             if isinstance(arg, View) and arg.buffer == target.buffer:
                 return imp.copied(arg)

@@ -184,7 +184,7 @@ def _restore(imp: Importer, state: View) -> None:
     imp.emit(Call(fn=SET_STATE, args=(state, "@device"), rng=True, loc=imp.loc))
 
 
-def _inner(imp: Importer, node: fx.Node, target: Any, args: Any, value: Any) -> Value:
+def _inner(imp: Importer, node: fx.Node, target: object, args: object, value: object) -> Value:
     result = imp.call_like(node, str(target), args, node.kwargs, value)
     last = imp.ops[-1]
     assert isinstance(last, Call)

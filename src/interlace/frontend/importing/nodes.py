@@ -66,7 +66,7 @@ def bound(node: fx.Node) -> list[Any]:
     return found
 
 
-def made(node: fx.Node, value: Any) -> Any:
+def made(node: fx.Node, value: object) -> Any:
     """The results that a node really makes: those that its `output_mask` leaves out are None."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
@@ -147,7 +147,7 @@ def output_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [item for item in flatten(graph.output_node().args[0]) if isinstance(item, fx.Node)]
 
 
-def flatten(value: Any) -> Iterator[Any]:
+def flatten(value: object) -> Iterator[Any]:
     """The items of nested lists and tuples."""
     if isinstance(value, list | tuple):
         for item in value:

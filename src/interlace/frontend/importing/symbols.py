@@ -156,7 +156,7 @@ def _solved(
     return solve
 
 
-def _numbers(fake: Any) -> Iterator[tuple[torch.SymInt, Callable[[Any], int] | None]]:
+def _numbers(fake: object) -> Iterator[tuple[torch.SymInt, Callable[[Any], int] | None]]:
     """Yields each symbolic size and stride of an argument with its reader in a call; None for the
     stride of a dimension of size 1, which tells nothing."""
     if isinstance(fake, torch.SymInt):

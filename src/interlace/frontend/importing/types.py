@@ -66,7 +66,7 @@ def same_strides(box: Box, strides: Sequence[Int]) -> bool:
     return box.numel == 0 or all(size == 1 or mine == theirs for size, mine, theirs in pairs)
 
 
-def scalar_word(value: Any, device: torch.device) -> Any:
+def scalar_word(value: object, device: torch.device) -> Any:
     """An argument that is no tensor, as a Program spells it; other values come back unchanged."""
     if isinstance(value, torch.dtype):
         return dtype_of(value)
