@@ -5,7 +5,6 @@
 
 - AOTAutograd sees what it is given: a parameter that is no argument would be a constant. So the
   module is lent its arguments in place of its parameters and buffers while its code runs.
-
 - `torch.utils.checkpoint` saves nothing and runs its function again in backward. Traced as it is,
   both runs land in one joint graph, where equal nodes are merged and the second run with them. So a
   checkpoint only marks its nodes (`CHECKPOINT_KEY`), and `mark_checkpoints` has the partitioner
