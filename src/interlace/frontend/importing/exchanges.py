@@ -52,7 +52,7 @@ class KnownPlaces:
 
     def decided(self, graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
         """The ranks' answers, new or of their first compilation: Note [As traced]."""
-        own = Communication(graph, self)
+        own = Communication(graph, self, "joint")
         if not own.traced or own.places not in self.decisions:
             self.decisions[own.places] = ask()
         return self.decisions[own.places]
@@ -72,10 +72,11 @@ class KnownPlaces:
 class Communication:
     """The communication of one graph, and why it runs as traced, if it does."""
 
-    def __init__(self, graph: fx.Graph, known: KnownPlaces, kind: str = "") -> None:
+    def __init__(self, graph: fx.Graph, known: KnownPlaces, kind: str) -> None:
         self.graph, self._known, self._kind = graph, known, kind
         self.places = tuple(map(_place, communications(graph)))
-        self._of_kind = tuple(f"{kind} {place}" for place in self.places if place)
+        use = "inference" if kind == "inference" else "training"  # forward and backward alike
+        self._of_use = tuple(f"{use} {place}" for place in self.places if place)
         self.traced = ""
         """Why the graph runs as traced, by what is known of it or of others of the same code."""
         self.look_up()
@@ -83,13 +84,13 @@ class Communication:
 
     def look_up(self) -> None:
         """Sets `traced` by what is known now; a reason that it has stays."""
-        keys, known = (*self.places, *self._of_kind), self._known.traced
+        keys, known = (*self.places, *self._of_use), self._known.traced
         self.traced = self.traced or next((known[key] for key in keys if key in known), "")
 
     def run_as_traced(self, why: str) -> None:
-        """Has it and all graphs of its kind that hold its code run as traced, on all ranks."""
+        """Has it and all graphs of its use that hold its code run as traced, on all ranks."""
         self.traced = why
-        self._known.run_as_traced(self._of_kind, why)
+        self._known.run_as_traced(self._of_use, why)
 
     def ask(self, numbers: bool, time_out_s: float | None) -> None:
         """Has the ranks of all its teams say whether sizes of exchanges are data, if not known.
@@ -107,6 +108,7 @@ class Communication:
             told = consent_of_ranks(places, wishes, time_out_s, "whether sizes are data")
             data = not told[0]
         if data:
+            self.traced = DATA
             self._known.run_as_traced(map(_place, nodes), DATA)
 
 
