@@ -35,7 +35,7 @@ from interlace.frontend.binding import Bound, bind, placed, tell, with_regions
 from interlace.frontend.calling.arguments import Imported, has_signature, signature
 from interlace.frontend.calling.forwards import Forwards
 from interlace.frontend.dynamo import GraphOrigin
-from interlace.frontend.importing.exchanges import Communication, KnownPlaces, communications
+from interlace.frontend.importing.exchanges import GraphPlaces, KnownPlaces, communications
 from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.importing.nodes import (
     complete,
@@ -206,7 +206,7 @@ class CompiledGraph:
         self.setting = setting
         self.graph = gm.graph
         self._gm = gm
-        self._communication = Communication(gm.graph, setting.places, kind)
+        self._places = GraphPlaces(gm.graph, setting.places, kind)
         if kind == "backward" and any(communications(gm.graph)):
             places = gm.graph.find_nodes(op="placeholder")
             setting.forwards.saved = sum("tangents" not in str(node.target) for node in places)
@@ -240,7 +240,7 @@ class CompiledGraph:
                 return self(args)
         if self._run is not None and self.listener is None:
             return self._run(args)
-        if self._unscheduled or self._communication.traced:
+        if self._unscheduled or self._places.traced:
             return self._run_unscheduled(args)
         last = self._shelf.last
         if last is None or not has_signature(args, last[0]):
@@ -271,12 +271,12 @@ class CompiledGraph:
     @property
     def unscheduled(self) -> str:
         """Why it has no Program, and what runs it instead; empty: it has."""
-        return self._unscheduled or self._communication.traced
+        return self._unscheduled or self._places.traced
 
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
         if self.setting.numbers is not None:
-            self._communication.ask(self.setting.numbers, self.setting.options.time_out_s)
+            self._places.ask(self.setting.numbers, self.setting.options.time_out_s)
         if self.unscheduled:
             return
         if self._traced is None and self._suits_inductor():
@@ -333,7 +333,7 @@ class CompiledGraph:
             if found is None:
                 found = self._bind(("class", key), self._imported(sizes=sizes))
         except SizeError as error:
-            self._communication.run_as_traced(f"{UNCLASSED}: {error}")
+            self._places.run_as_traced(f"{UNCLASSED}: {error}")
             log.info("%s %s", self.kind, self.unscheduled)
             return None
         return found, sizes

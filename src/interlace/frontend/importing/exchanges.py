@@ -46,13 +46,13 @@ class KnownPlaces:
         default_factory=dict[tuple[str, ...], list[bool]]
     )
     """Joint decisions of the ranks on a graph, by where it communicates."""
-    graphs: weakref.WeakSet[Communication] = field(
-        default_factory=lambda: weakref.WeakSet[Communication]()
+    graphs: weakref.WeakSet[GraphPlaces] = field(
+        default_factory=lambda: weakref.WeakSet[GraphPlaces]()
     )
 
     def decided(self, graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
         """The ranks' answers, new or of their first compilation: Note [As traced]."""
-        own = Communication(graph, self, "joint")
+        own = GraphPlaces(graph, self, "joint")
         if not own.traced or own.places not in self.decisions:
             self.decisions[own.places] = ask()
         return self.decisions[own.places]
@@ -69,8 +69,8 @@ class KnownPlaces:
         self.decisions.clear()
 
 
-class Communication:
-    """The communication of one graph, and why it runs as traced, if it does."""
+class GraphPlaces:
+    """Places where one graph communicates, and why it runs as traced, if it does."""
 
     def __init__(self, graph: fx.Graph, known: KnownPlaces, kind: str) -> None:
         self.graph, self._known, self._kind = graph, known, kind
