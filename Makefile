@@ -11,8 +11,7 @@ PYTHON ?=
 TORCH_INDEX ?=
 EXTRAS ?=
 ARGS ?=
-# One more than there are cores, since tests of time-outs and of processes wait most of their time.
-JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+JOBS ?= auto
 
 BIN := $(VENV)/bin
 export PYTHON TORCH_INDEX EXTRAS
