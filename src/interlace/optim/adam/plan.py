@@ -182,6 +182,7 @@ class StepPlan:
         self._on_gpu = any(p.is_cuda for p in params)
         self._refuse_capture()
         self._groups, self._coupled = optimizer.param_groups, optimizer.coupled
+        self._present = [grad is not None for grad in grads]
         group_of = [i for i, group in enumerate(self._groups) for _ in group["params"]]
         made = [
             make_entry(optimizer, at, number, param, grad)
@@ -197,14 +198,21 @@ class StepPlan:
             isinstance(t, Tensor) and not isinstance(t, DTensor) for t in chain(params, extra)
         )
         self._contiguous = all(local(entry.param).is_contiguous() for entry in self.entries)
-        self._seen = list(self._observe(optimizer, params, grads))
+        self._take(grads)
+        self._kinds = self._kinds_of_grads()
         self.singly = [i for i, entry in enumerate(self.entries) if not entry.by_kernel]
         self.launches = self._launches()
         self._written = [entry.param for entry in self.entries if entry.by_kernel]
+        self._seen = list(self._observe(optimizer, params))
 
     def holds(self, optimizer: Any, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
         """True if nothing that was planned for has changed; takes the gradients, which may move."""
-        return all(map(eq, self._seen, self._observe(optimizer, params, grads)))
+        if [grad is not None for grad in grads] != self._present:
+            return False
+        if not all(map(eq, self._seen, self._observe(optimizer, params))):
+            return False
+        self._take(grads)
+        return self._kinds == self._kinds_of_grads()
 
     def run(self) -> None:
         """Updates every parameter by the gradients that were taken last, and lets go of them."""
@@ -259,13 +267,8 @@ class StepPlan:
             for (device, spec, aligned), members in alike.items()
         ]
 
-    def _observe(
-        self, optimizer: Any, params: Sequence[Tensor], grads: Sequence[Any]
-    ) -> Iterator[object]:
-        """See Note [What is looked at]. One after another: what differs may be no tensor at all.
-        The last facts are those of the gradients that decide on the kernel.
-        """
-        yield [grad is not None for grad in grads]
+    def _observe(self, optimizer: Any, params: Sequence[Tensor]) -> Iterator[object]:
+        """See Note [What is looked at]. One after another: what differs may be no tensor at all."""
         values = list(chain.from_iterable(map(dict.values, self._states)))
         yield id(optimizer.param_groups)
         yield [(DECIDING(group), len(group["params"])) for group in self._groups]
@@ -278,10 +281,6 @@ class StepPlan:
         yield list(map(Tensor.data_ptr, chain(params, values)))
         yield list(map(Tensor.numel, params))
         yield list(map(Tensor.stride, params))
-        self._take(grads)
-        yield [grad.dtype for grad in self._grads]
-        odd = reduce(or_, self._addresses, 0) & 15
-        yield [i for i, at in enumerate(self._addresses) if at & 15] if odd else []
 
     def _take(self, grads: Sequence[Any]) -> None:
         """Gradients laid out as their states, and their addresses; they have `arrived`."""
@@ -292,6 +291,12 @@ class StepPlan:
                 there[i] = laid_out(grad, local(entry.param))
         self._grads = there
         self._addresses = list(map(Tensor.data_ptr, there))
+
+    def _kinds_of_grads(self) -> tuple[list[torch.dtype], list[int]]:
+        """Facts of the gradients that decide on the kernel: dtypes, and which are not aligned."""
+        odd = reduce(or_, self._addresses, 0) & 15
+        places = [i for i, at in enumerate(self._addresses) if at & 15] if odd else []
+        return [grad.dtype for grad in self._grads], places
 
     def _count(self) -> tuple[list[Scalars], list[int]]:
         """Counts the steps; rows of scalars, and which each entry has."""
