@@ -173,13 +173,17 @@ def lower(
     such a Program is proved once more, and left as it is where passes would make it unsound.
     """
     passes = lowering(options, machine, transport, chunks)
-    seen: list[tuple[Pass, Program]] = []
-    made = run_pipeline(program, passes, on_pass=lambda *pair: seen.append(pair))
+    seen: list[Program] = []
+
+    def see(_: Pass, made: Program) -> None:
+        seen.append(made)
+
+    made = run_pipeline(program, passes, on_pass=see)
     if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
         copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
         at = next(i for i, item in enumerate(passes) if isinstance(item, Decompose))
         done = {site.id for site in program.sites if site.strategy != "serial"}
-        made = reconsidered(seen[at - 1][1], made, passes[at:], machine, done, copies)
+        made = reconsidered(seen[at - 1], made, passes[at:], machine, done, copies)
     by_hand = Send | Recv | Group | Notify | Expect | Put | Get
     if any(isinstance(op, by_hand) for op in program.ops):
         if not prove(made).sound and prove(program).sound:

@@ -232,8 +232,8 @@ class Chooser:
         gpu = self._machine.device != "cpu"
         asked = [row for row in rows if gpu or not row.on_gpus] or rows
         served = [(row, self.chunks) for row in asked] or self._candidates(values, site)
-        tried: list[tuple[Strategy | None, int]] = [(None, 0), *served]
-        return tuple([estimate(self._machine, values, site, row, n) for row, n in tried])
+        others = [estimate(self._machine, values, site, row, chunks) for row, chunks in served]
+        return estimate(self._machine, values, site, None, 0), *others
 
     def _choose(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy]) -> Choice:
         with supposing():
