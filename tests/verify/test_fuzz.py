@@ -58,7 +58,7 @@ def test_random_programs(seed: int, record_property: Callable[[str, object], Non
 
 
 def check_in_all_ways(programs: Sequence[Program]) -> None:
-    """Of every rank, walked in other orders and one after another, the checker says the same."""
+    """The checker says the same of every rank, in other orders and one after another."""
     report = check(programs)
 
     def shown(other: Report) -> str:
