@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import OptionError
-from interlace.float8 import E4M3, Float8Data, Recipe, quantize
+from interlace.float8 import E4M3, Float8Data, Recipe, amax_of, quantize
 from interlace.float8.data import ALIGNMENT, width
 from interlace.ir import Program, parse
 from interlace_bench.ranks import Ranks
@@ -154,7 +154,11 @@ def make_inputs(case: SiteCase, ranks: Ranks, seed: int = 0) -> Inputs:
     def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
         made = torch.empty(sizes, dtype=case.out_dtype, device=ranks.device)
         made.normal_(generator=generator).mul_(scale)
-        return quantize(made, E4M3, RECIPE, group=ranks.group).packed if case.float8 else made
+        if not case.float8:
+            return made
+        amax = amax_of(made)
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=ranks.group)
+        return quantize(made, E4M3, RECIPE, amax=amax).packed
 
     count = case.num_sets(ranks.size) if ranks.cuda else 2
     weight = (case.n, case.k) if case.float8 else (case.k, case.n)

@@ -363,4 +363,4 @@ def test_what_is_no_module_is_a_typed_error(given: Any) -> None:
 )
 def test_an_argument_that_it_does_not_have_is_a_typed_error(name: str, told: str) -> None:
     with pytest.raises(OptionError, match=f"has no argument '{name}'{told}"):
-        interlace.compile(nn.ReLU(), **{name: True})
+        interlace.compile(nn.ReLU(), **{name: True})  # pyright: ignore

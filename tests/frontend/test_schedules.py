@@ -280,7 +280,12 @@ def sizes_that_change(folder: Path) -> list[bool]:
         interlace.export(call, folder / str(dist.get_rank()))
         torch.compiler.reset()
         given = Options(schedules=str(folder / str(dist.get_rank())))
-        again = torch.compile(rows, backend="interlace", dynamic=True, options=given)
+        again = torch.compile(
+            rows,
+            backend="interlace",
+            dynamic=True,
+            options=given,  # pyright: ignore
+        )
         found = [torch.equal(again(x), y) for x, y in zip(xs, wanted, strict=True)]
     assert interlace.explain(again).count("a file of the option") == 1
     return found

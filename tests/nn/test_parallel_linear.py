@@ -383,7 +383,7 @@ def refused() -> None:
         (lambda: scatter(x, w, b[:2], group=group), "`bias` has shape"),
     ]
     with pytest.raises(OptionError, match="fix: options="):
-        call(x, w, overlap=False)
+        call(x, w, overlap=False)  # pyright: ignore
     for attempt, told in attempts:
         with pytest.raises(InputError, match=told):
             attempt()

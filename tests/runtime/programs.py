@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -206,7 +207,7 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def prepared(kind: str, before_op: BeforeOp | None = None, **options: object) -> Executor:
+def prepared(kind: str, before_op: BeforeOp | None = None, **options: Any) -> Executor:
     """An Executor of a kind over the default group, prepared."""
     program = program_of(kind, dist.get_world_size())
     return executor_of(program, before_op, **options).prepare()

@@ -13,12 +13,13 @@ import torch
 from interlace.commands.check import look_up
 from interlace.errors import ProgramError
 from interlace.ir import Call, parse, validate
-from interlace.ir.operators import TABLE, Facts, facts_of, spelt, table
+from interlace.ir.operators import TABLE, Facts, facts_of, table
 from interlace.runtime import Executor
 from interlace.verify import check as verify
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "operator_table.py"
-installed = runpy.run_path(str(SCRIPT))["installed"]
+_script = runpy.run_path(str(SCRIPT))
+installed, spelt = _script["installed"], _script["spelt"]
 
 X = torch.tensor([[0.5, -2.0], [3.0, -4.0]])
 
