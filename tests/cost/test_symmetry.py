@@ -35,20 +35,35 @@ def step(dp: Team[{dp}], pp: Team[2], tp: Team[2], x: f32[4], y: f32[4], w: f32[
     return z
 """
 STAGES = """
-def first(dp: Team[[0], [1]], pp: Team[[0, 2], [1, 3]], tp: Team[[0, 1]], x: f32[8], g: f32[64]):
-    ranks(0, 1)
+def first(dp: Team{dp[0]}, pp: Team{pp}, tp: Team{tp[0]}, x: f32[8], g: f32[64]):
+    ranks({first})
     main: all_reduce(x, x, reduce="sum", team=tp)
     main: send(x, peer=1, team=pp)
     main: send(x, peer=1, team=pp)
     main: all_reduce(g, g, reduce="sum", team=dp)
-def last(dp: Team[[2], [3]], pp: Team[[0, 2], [1, 3]], {tp}x: f32[8], y: f32[8], g: f32[64]):
-    ranks(2, 3)
+def last(dp: Team{dp[1]}, pp: Team{pp}, {last_tp}x: f32[8], y: f32[8], g: f32[64]):
+    ranks({last})
     main: recv(x, peer=0, team=pp)
     main: copy(x, y)
     main: recv(x, peer=0, team=pp)
     main: copy(x, y)
     main: all_reduce(g, g, reduce="sum", team=dp)
 """
+
+
+def stages(world: int, last_has_team: bool = True) -> list[Program]:
+    """Two stages of two ranks each, on hosts of two ranks; data parallelism up to `world` ranks."""
+    copies = range(0, world, 4)
+    tp = [[[n + 2 * stage, n + 2 * stage + 1] for n in copies] for stage in (0, 1)]
+    text = STAGES.format(
+        dp=[[[n + 2 * stage + k for n in copies] for k in (0, 1)] for stage in (0, 1)],
+        pp=[[n + k, n + k + 2] for n in copies for k in (0, 1)],
+        tp=tp,
+        last_tp=f"tp: Team{tp[1]}, " if last_has_team else "",
+        first=", ".join(str(rank) for pair in tp[0] for rank in pair),
+        last=", ".join(str(rank) for pair in tp[1] for rank in pair),
+    )
+    return scaled([*parse_set(text)], None, 2)
 
 
 def like_all(programs: list[Program], machine: Machine) -> tuple[set[int], frozenset[str]]:
@@ -146,10 +161,9 @@ def test_a_prediction_for_1024_ranks_simulates_as_few_as_one_for_8() -> None:
 @pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])
 @pytest.mark.parametrize("world", [4, 12])
 def test_one_rank_stands_for_each_stage_of_a_pipeline(world: int, machine: Machine) -> None:
-    programs = scaled([*parse_set(STAGES.format(tp="tp: Team[[2, 3]], "))], world, 2)
-    assert like_all(programs, machine) == ({0, 2}, {"dp", "tp"})
-    programs = scaled([*parse_set(STAGES.format(tp=""))], world, 2)
-    assert like_all(programs, machine) == ({0, 1, 2, 3}, {"dp"}), "what makes 2 and 3 alike?"
+    assert like_all(stages(world), machine) == ({0, 2}, {"dp", "tp"})
+    found = like_all(stages(world, last_has_team=False), machine)
+    assert found == ({0, 1, 2, 3}, {"dp"}), "what makes 2 and 3 alike?"
 
 
 TOLD_APART = {

@@ -31,7 +31,7 @@ from interlace.demo.model import Transformer, parallelize
 from interlace.demo.plan import TrainingPlan
 from interlace.errors import UnsupportedError
 from interlace.frontend import Bound, backend, capture
-from interlace.frontend.insight import report
+from interlace.frontend.explain import report
 from interlace.frontend.schedules import export
 from interlace.launch import Tell
 

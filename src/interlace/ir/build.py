@@ -605,12 +605,12 @@ class Builder:
         """`src` of a peer, a view of a symmetric buffer, into `dst` here (default: the same)."""
 
     def notify(
-        self, signal: str, to: Index | Others, *, value: int = 1, team: TeamOrName = None
+        self, signal: str, to: Index | Others, *, team: TeamOrName = None, value: int = 1
     ) -> None:
         """Raises a signal on a peer."""
 
     def expect(
-        self, signal: str, peer: Index | Others, *, value: int = 1, team: TeamOrName = None
+        self, signal: str, peer: Index | Others, *, team: TeamOrName = None, value: int = 1
     ) -> None:
         """The stream waits for a signal of a peer."""
 

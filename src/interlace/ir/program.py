@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -317,11 +318,15 @@ def _with_fields(change: Callable[[object], object], thing: Sized) -> Sized:
     """A buffer, table or step with the numbers of its fields changed."""
     changes: dict[str, Any] = {}
     for name in _names_of_fields(type(thing)):
-        value = getattr(thing, name)
-        parts = cast("tuple[object, ...]", value if isinstance(value, tuple) else (value,))
-        new = tuple([change(part) for part in parts])
-        if any(one is not other for one, other in zip(new, parts, strict=True)):
-            changes[name] = new if isinstance(value, tuple) else new[0]
+        value: Any = getattr(thing, name)
+        if isinstance(value, tuple):
+            new: Any = tuple(map(change, cast("tuple[object, ...]", value)))
+            same = all(map(operator.is_, new, value))
+        else:
+            new = change(value)
+            same = new is value
+        if not same:
+            changes[name] = new
     return dataclasses.replace(thing, **changes) if changes else thing
 
 

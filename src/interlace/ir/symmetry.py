@@ -54,7 +54,7 @@ class Turn:
 
     to: Map
     shifts: Mapping[str, int]
-    """By how many places it turns each team."""
+    """The number of places by which it turns each team."""
 
     def moves(self, teams: Iterable[str]) -> bool:
         """Returns True if some of these teams do not stay in place."""

@@ -360,7 +360,7 @@ def contiguous_strides(sizes: tuple[Int, ...]) -> tuple[Int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a field is written in text, beyond its type and default: see roles.py."""
+    """The way a field is written in text, beyond its type and default: see roles.py."""
 
     role: str = ""
     keyword: str = ""

@@ -152,7 +152,7 @@ class HappensBefore:
             self.clocks[node] = known if shares else self._joined(self.arrivals(node))
 
     def arrivals(self, node: int) -> list[Arrival]:
-        """What a node comes after."""
+        """The nodes before a node."""
         return [
             (clock, self.chain[other], self.pos[other])
             for other in self.preds[node]
