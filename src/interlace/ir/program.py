@@ -316,18 +316,17 @@ def _changed(change: Callable[[object], object], value: object) -> object:
 
 def _with_fields(change: Callable[[object], object], thing: Sized) -> Sized:
     """A buffer, table or step with the numbers of its fields changed."""
-    changes: dict[str, Any] = {}
-    for name in _names_of_fields(type(thing)):
-        value: Any = getattr(thing, name)
+    values: list[Any] = [getattr(thing, name) for name in _names_of_fields(type(thing))]
+    same, new = True, list[Any]()
+    for value in values:
         if isinstance(value, tuple):
-            new: Any = tuple(map(change, cast("tuple[object, ...]", value)))
-            same = all(map(operator.is_, new, value))
+            parts = tuple(map(change, cast("tuple[object, ...]", value)))
+            same = same and all(map(operator.is_, parts, value))
+            new.append(parts)
         else:
-            new = change(value)
-            same = new is value
-        if not same:
-            changes[name] = new
-    return dataclasses.replace(thing, **changes) if changes else thing
+            new.append(change(value))
+            same = same and new[-1] is value
+    return thing if same else type(thing)(*new)
 
 
 @functools.cache
