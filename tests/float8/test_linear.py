@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from interlace.float8 import (
     Float8Linear,
     Recipe,
     convert_to_float8,
+    kept_weights,
     linear,
     matmul,
     quantize,
 )
+from interlace.optim import AdamW
 
 float8_linear = sys.modules["interlace.float8.linear"]  # a function has its name
 RECIPES = [Recipe(), Recipe(scale="team", gradient=E4M3), ROW_WISE]
@@ -134,6 +138,34 @@ def test_layers_of_their_own_kind_are_named() -> None:
     assert [type(m) is Float8Linear for m in model.values()] == [False, False, False, True]
 
 
+def test_weights_are_kept_for_micro_batches(seed: int) -> None:
+    """By a fused optimizer too, which tells nobody that it changed them."""
+    torch.manual_seed(seed)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
+    kept: Any = convert_to_float8(copy.deepcopy(plain))
+    fresh = convert_to_float8(copy.deepcopy(plain))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (kept, fresh)]
+    for _ in range(3):
+        with kept_weights(kept):
+            packed = None
+            for _ in range(2):
+                x = torch.randn(16, 32)
+                with torch.autocast("cpu", torch.bfloat16):
+                    outputs = [model(x) for model in (kept, fresh)]
+                for y in outputs:
+                    y.float().square().sum().backward()
+                assert torch.equal(*outputs)
+                held = (kept[0]._kept or {})[torch.bfloat16, False][-1]
+                assert packed is None or held is packed
+                packed = held
+        assert kept[0]._kept is None
+        for one, other in zip(kept.parameters(), fresh.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_torch_compile_traces_it(seed: int) -> None:
     """As one graph, with the gradients of eager."""
     torch.manual_seed(seed)
@@ -210,6 +242,99 @@ def test_autocast_leaves_what_torch_leaves() -> None:
             layer(torch.randn(4, 32).double())
         with pytest.raises(InputError, match=r"torch\.int64"):
             convert_to_float8(torch.nn.Linear(32, 16))(torch.ones(4, 32).long())
+
+
+def _swapped(layer: nn.Linear, value: Tensor) -> None:
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(value))
+
+
+def _set(layer: nn.Linear, value: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight.set_(value)  # type: ignore[call-overload]
+
+
+def _written(layer: nn.Linear, value: Tensor) -> None:
+    with torch.inference_mode():
+        layer.weight.copy_(value)
+
+
+def _stepped(layer: nn.Linear, value: Tensor) -> None:
+    layer.weight.grad = layer.weight.detach() - value
+    torch.optim.SGD([layer.weight], lr=1.0).step()
+
+
+def _turned(layer: nn.Linear, value: Tensor) -> None:
+    """The same memory with other strides."""
+    layer.weight.data = layer.weight.data.t()
+
+
+CHANGES: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
+    "a write": _written,
+    "a step": _stepped,
+    "a step of Adam": lambda layer, _: _adam(layer),
+    "load_state_dict": lambda layer, value: layer.load_state_dict({"weight": value}),
+    "assigned": lambda layer, value: layer.load_state_dict({"weight": value}, assign=True),
+    "another Parameter": lambda layer, value: setattr(layer, "weight", nn.Parameter(value)),
+    "data": lambda layer, value: setattr(layer.weight, "data", value),
+    "set_": _set,
+    "swap_tensors": _swapped,
+    "strides": _turned,
+}
+
+
+def _adam(layer: nn.Linear) -> None:
+    layer.weight.grad = torch.ones_like(layer.weight)
+    AdamW([layer.weight], lr=0.1).step()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_kept_weights_that_change_are_quantised_anew(
+    change: Callable[[nn.Linear, Tensor], Any], autocast: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    layer, x = convert_to_float8(nn.Linear(32, 32, bias=False)), torch.randn(16, 32)
+    assert isinstance(layer, nn.Linear)
+    with kept_weights(layer), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        before = layer(x)
+        for _ in range(2):  # the second time in memory that the first one freed
+            change(layer, 2 * layer.weight.detach())
+            fresh = linear(x, layer.weight, None, Recipe())
+            assert torch.equal(layer(x), fresh)
+            assert torch.equal(layer(x), fresh)
+            assert not torch.equal(fresh, before)
+            before = fresh
+
+
+def test_a_weight_that_is_computed_is_not_kept() -> None:
+    """It is another tensor in each call, maybe where the last one lay."""
+    layer: Any = convert_to_float8(nn.Linear(32, 32, bias=False))
+    nn.utils.parametrizations.weight_norm(layer)
+    x = torch.randn(16, 32)
+    with kept_weights(layer), torch.no_grad():
+        layer(x)
+        layer.parametrizations.weight.original0.mul_(2)
+        assert torch.equal(layer(x), linear(x, layer.weight, None, Recipe()))
+
+
+def test_kept_weights_of_inference_do_not_reach_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mode has its own, once for all its calls."""
+    layer, forms, real = convert_to_float8(nn.Linear(32, 16)), list[str](), float8_linear.pack
+    x = torch.randn(4, 32)
+
+    def counted(*args: Any, **facts: Any) -> Any:
+        forms.append(args[3])
+        return real(*args, **facts)
+
+    monkeypatch.setattr(float8_linear, "pack", counted)
+    with kept_weights(layer):
+        with torch.inference_mode():
+            layer(x)
+            layer(x)
+            assert forms == ["pair", "rows", "rows"]  # the weight, and x twice
+        layer(x).sum().backward()
+    assert isinstance(layer.weight, Tensor)
+    assert layer.weight.grad is not None
 
 
 def test_recipes_compile_one_after_another() -> None:

@@ -176,8 +176,9 @@ def layers(strategy: str, seed: int) -> list[str]:
             results: list[list[Tensor]] = []
             for overlap in (True, False):
                 given = [t.clone().requires_grad_() for t in (x, *ups, down)]
-                facts: Any = {"group": group, "recipe": recipe, "overlap": overlap}
-                facts["options"] = {"strategy": strategy, "time_out_s": 60.0, **transport()}
+                facts: Any = {"group": group, "recipe": recipe}
+                options = {"strategy": strategy, "overlap": overlap, "time_out_s": 60.0}
+                facts["options"] = options | transport()
                 a, b = all_gather_linear(given[0], given[1:3], **facts)
                 y = linear_reduce_scatter(torch.relu(a) * b / 512, given[3], **facts)
                 z = linear_all_reduce(torch.relu(a) * b / 512, given[3], **facts)

@@ -13,9 +13,8 @@ operators.py all of it as operators of a schedule
 linear.py    linear layers, and a model's own turned into them
 """
 
-from interlace.errors import OptionError
 from interlace.float8.data import Float8Data
-from interlace.float8.linear import Float8Linear, convert_to_float8, linear
+from interlace.float8.linear import Float8Linear, convert_to_float8, kept_weights, linear
 from interlace.float8.products import matmul, wgrad
 from interlace.float8.quantization import amax_of, quantize
 from interlace.float8.recipe import E4M3, E5M2, ROW_WISE, Recipe
@@ -29,17 +28,9 @@ __all__ = [
     "Recipe",
     "amax_of",
     "convert_to_float8",
+    "kept_weights",
     "linear",
     "matmul",
     "quantize",
     "wgrad",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Raises OptionError for the function of a former release."""
-    if name == "kept_weights":
-        raise OptionError(
-            "kept_weights went: each call quantises its weight. fix: leave the context out"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,8 @@ operators.py stand in the graph, so a sum over ranks behind such a layer is over
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ from interlace.float8.data import ALIGNMENT
 from interlace.float8.operators import again, run, unseen
 from interlace.float8.quantization import check_device
 from interlace.float8.recipe import E4M3, Recipe, keeps_transposes
+
+Packed = tuple[Tensor, Tensor | None]
+"""Packed rows of a weight [N, K], and those of its transpose."""
+Keep = dict[tuple[torch.dtype, bool], tuple[Tensor, int, Packed]]
+"""A weight quantised once, for each dtype, and whether in inference mode; the weight as it was, on
+its memory, which so is not used again, and its version."""
 
 
 def pack(
@@ -69,17 +76,23 @@ class Float8Product(torch.autograd.Function):
     """`x @ w.T + bias` of x [M, K]."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: Recipe, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        for_x, for_w = ctx.needs_input_grad[1:3]
+    def forward(
+        ctx: Any, recipe: Recipe, known: Packed | None, x: Tensor, w: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`known`: the weight as packed rows, where that is known."""
+        for_x, for_w = ctx.needs_input_grad[2:4]
         by_row = recipe.scaling == "row"
-        w8, kept = weight_rows(w, recipe, keeps_transposes(len(x), len(w), for_x, for_w))
+        if known is None:
+            w8, kept = weight_rows(w, recipe, keeps_transposes(len(x), len(w), for_x, for_w))
+        else:
+            w8, kept = known
         place = place_of(w, "x")
         if for_w and not by_row:
             x8, saved = pack(x, E4M3, recipe, "pair", place=place)
         else:
             x8, saved = pack(x, E4M3, recipe, "rows", place=place), x if for_w else None
         ctx.recipe, ctx.place = recipe, place_of(w, "dy")
-        ctx.save_for_backward(saved, w if for_x and kept is None else None, kept)
+        ctx.save_for_backward(saved, w if for_x and kept is None else None, kept if for_x else None)
         return run("mm", x8, w8.t(), int(not by_row), bias, True, x.dtype)
 
     @staticmethod
@@ -89,7 +102,7 @@ class Float8Product(torch.autograd.Function):
 
         x, weight, kept = ctx.saved_tensors
         recipe: Recipe = ctx.recipe
-        for_x, for_w, for_bias = ctx.needs_input_grad[1:]
+        for_x, for_w, for_bias = ctx.needs_input_grad[2:]
         by_row, dy = recipe.scaling == "row", dys[0].contiguous()
         turns = for_w and not by_row
         dx = dw = rows = across = None
@@ -106,7 +119,7 @@ class Float8Product(torch.autograd.Function):
             elif for_w:
                 dw = dy.t().mm(x)
             db = dy.sum(0) if for_bias else None
-        return None, *map(first_order, (dx, dw, db))
+        return None, None, *map(first_order, (dx, dw, db))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -116,17 +129,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     all are cast by autocast. Raises InputError where they are not; UnsupportedError on a device
     without FP8.
     """
-    kind = x.device.type
+    return _linear(x, weight, bias, recipe, None)
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    keep: Keep | None,
+) -> Tensor:
+    kind, own = x.device.type, weight
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = (_cast(tensor, dtype) for tensor in (x, weight, bias))
     _check(x, weight, bias)
     with torch.autocast(kind, enabled=False):
+        kept = None
+        # What counts no versions may change unseen; what is no Parameter is made for each call.
+        if keep is not None and type(own) is nn.Parameter and not own.is_inference():
+            key = x.dtype, torch.is_inference_mode_enabled()  # whose tensors backward cannot save
+            if key not in keep or not _unchanged(own, *keep[key][:2]):
+                packed = pack(weight.detach(), E4M3, recipe, "pair")
+                keep[key] = own.detach(), own._version, packed
+            kept = keep[key][2]
         given = x.reshape(-1, x.shape[-1]), weight, bias
         if not torch.is_grad_enabled():  # a Function is told of gradients that nobody takes, too
             given = [None if tensor is None else tensor.detach() for tensor in given]
-        out = Float8Product.apply(recipe, *given)
+        out = Float8Product.apply(recipe, kept, *given)
     return out.view(*x.shape[:-1], len(weight))
+
+
+def _unchanged(weight: Tensor, before: Tensor, version: int) -> bool:
+    """Returns true where a weight lies where it lay, and was not written to."""
+    same = weight.data_ptr() == before.data_ptr() and weight.stride() == before.stride()
+    return same and weight._version == version
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> Any:
@@ -171,10 +208,12 @@ class Float8Linear(nn.Linear):
     """`torch.nn.Linear` that multiplies in FP8; its parameters and state_dict are the same."""
 
     recipe: Recipe = Recipe()
+    _kept: Keep | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., K] as [..., N]; autocast casts as for `torch.nn.Linear`."""
-        return linear(input, self.weight, self.bias, self.recipe)
+        keep = None if torch.compiler.is_compiling() else self._kept
+        return _linear(input, self.weight, self.bias, self.recipe, keep)
 
 
 def convert_to_float8(
@@ -213,3 +252,35 @@ def convert_to_float8(
         module.__class__ = Float8Linear
         module.recipe = recipe or Recipe()  # pyright: ignore
     return model
+
+
+@contextmanager
+def kept_weights(model: nn.Module) -> Iterator[None]:
+    """Quantises the weight of each `Float8Linear` once for all calls in this context, and anew
+    where it has changed: a step of an optimizer, load_state_dict, any write that autograd sees, and
+    another tensor in its place. A write to `weight.data` goes unseen: write to the weight itself.
+
+        with kept_weights(model):
+            for batch in micro_batches:
+                loss(model(batch)).backward()
+        optimizer.step()
+
+    They take two bytes a number more. Weights that fully_shard gathers, unseen too, are quantised
+    in every call all the same, and so are all under torch.compile.
+    """
+    from torch.distributed.fsdp import FSDPModule  # takes long
+
+    sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    gathered = {layer for part in sharded for layer in part.modules()}
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, Float8Linear) and module not in gathered
+    ]
+    for layer in layers:
+        layer._kept = {}
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._kept = None
