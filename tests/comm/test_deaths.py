@@ -16,7 +16,9 @@ from tests.runtime.programs import Outcome, attempt, prepared
 from tests.support.deaths import blamed, trial, wrong
 from tests.support.pool import Pool
 
+from interlace.comm.backends import await_ranks
 from interlace.comm.rendezvous.liveness import PeerProcess, identity, lost_store, store_holder
+from interlace.comm.rendezvous.patience import Errand
 
 LIMIT_S = 1.5
 
@@ -49,6 +51,33 @@ def test_errors_say_who_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert store_holder(1, {}) == "the launcher"
     assert "the launcher, which holds it" in lost_store(RuntimeError("gone"), 1, {}, known=True)
+
+
+class EndsMeanwhile(PeerProcess):
+    """A process that is seen to live once, and has ended when it is asked for anew."""
+
+    seen = True  # pyright: ignore
+
+    def alive(self, *, now: bool = False) -> bool:
+        self._ended |= now
+        return not self._ended
+
+
+def test_a_holder_that_leaves_because_of_another_is_not_blamed() -> None:
+    """Rank 1 was killed; the store goes with rank 0 an instant before that process ends."""
+    lives = {0: EndsMeanwhile(None), 1: PeerProcess(None, ended=True)}
+    assert blamed(lost_store(RuntimeError("reset by peer"), 2, lives)) == {1}
+
+
+def test_a_connection_that_breaks_names_the_process_that_ends_after_it() -> None:
+    def broken() -> None:
+        raise RuntimeError("Broken pipe")
+
+    looks = iter([[], [], [0]])
+    with pytest.raises(TimeoutError, match="process of rank 0 has ended"):
+        await_ranks(Errand(broken), 5.0, lambda: next(looks), lambda: None)
+    with pytest.raises(RuntimeError, match="Broken pipe"):  # where none ends
+        await_ranks(Errand(broken), 5.0, tuple, lambda: None)
 
 
 def prepare_over_a_stopped_store() -> Outcome:

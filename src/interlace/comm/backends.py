@@ -21,6 +21,7 @@ Note [Whose time-out]
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.rendezvous.board import named
-from interlace.comm.rendezvous.liveness import can_open, silent_store
+from interlace.comm.rendezvous.liveness import END_S, can_open, silent_store
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
 from interlace.options import BACKENDS, LONGEST_S
@@ -121,15 +122,23 @@ def await_ranks(
     """The result of a call in which the ranks of a backend meet. Raises what it or `look` raises;
     `TimeoutError` where not all come in time, or the process of one has ended."""
     patience = Patience(time_out_s)
-    while not call.is_back(LOOK_S):
-        look()
+
+    def check_ended() -> None:
         if gone := sorted(ended()):
             raise TimeoutError(f"the process of {named(gone)} has ended. Start the job anew")
+
+    while not call.is_back(LOOK_S):
+        look()
+        check_ended()
         if patience.is_over():
             raise TimeoutError(
                 f"not all of its ranks came within {time_out_s:g} s: see whether one failed, "
                 f"stalled or took another path through the model; {LONGER}"
             )
+    deadline = Patience(END_S)
+    while call.failed and not deadline.is_over():  # a process ends after its connections do
+        check_ended()
+        time.sleep(LOOK_S)
     return call.result()
 
 

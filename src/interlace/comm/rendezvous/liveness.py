@@ -246,7 +246,7 @@ def lost_store(
     """The message for a store that is gone: rank 0 may have left after the end of another. `known`
     is one that was gone before."""
     what = f"the store of torch.distributed does not answer ({str(error).splitlines()[0]})"
-    holder, patience = store_holder(rank, lives), Patience(END_S)
+    patience = Patience(END_S)
     # Asked anew: whoever ended did so an instant before the store did, or at that moment.
     while True:
         ended = {each for each, life in lives.items() if not life.alive(now=True)}
@@ -256,6 +256,7 @@ def lost_store(
         if ended or known or patience.is_over():
             break
         time.sleep(PROBE_EVERY_S)
+    holder = store_holder(rank, lives)
     if others := sorted(ended - ({0} if holder == "rank 0" else set())):
         who = " and ".join(f"rank {other}" for other in others)
         return (
