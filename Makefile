@@ -11,7 +11,8 @@ PYTHON ?=
 TORCH_INDEX ?=
 EXTRAS ?=
 ARGS ?=
-JOBS ?= auto
+# One more than there are cores, since tests of time-outs and of processes wait most of their time.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 BIN := $(VENV)/bin
 export PYTHON TORCH_INDEX EXTRAS
