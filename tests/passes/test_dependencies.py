@@ -221,3 +221,23 @@ def test_no_stream_waits_for_its_own_memory_but_it_is_listed_first() -> None:
     text = alloc + fill + "    comm: copy(a, z.select(0, 0))\n"
     assert before(text)[1:] == ((), (1,))
     assert before(text, listed=True)[1:] == ((0,), (0, 1))
+
+
+def test_who_takes_bytes_over_waits_for_who_held_them() -> None:
+    head = '    a = alloc(f32[4], storage="s")\n    b = alloc(f32[2], storage="s", offset={})\n'
+    uses = """
+    main: copy(y.select(0, 0), a)
+    comm: copy(a, z.select(0, 0))
+    main: copy(y.select(0, 1)[0:2], b)
+    main: copy(b, z.select(0, 1)[0:2])
+    side: copy(a, z.select(0, 2))
+"""
+    over = before(head.format(8) + uses)
+    assert over[4] == (3,), "after the read of what was there"
+    assert over[5] == (4,), "an earlier use has seen to it"
+    assert over[6] == (2, 5), "the bytes change hands again"
+    beside = before(head.format(16) + uses)
+    assert beside[4] == ()
+    assert beside[6] == (2,)
+    listed = before(head.format(16) + uses, listed=True)
+    assert listed[4] == (1,), "no stream waits for its own memory, but it is listed first"

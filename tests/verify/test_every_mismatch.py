@@ -1,5 +1,5 @@
 """Every disagreement of ranks is told, once and with its own words: what the mutants of
-`verify/matching.py` showed to be missing from the tests (survivors.md)."""
+`verify/matching.py` showed to be missing from the tests."""
 
 from __future__ import annotations
 

@@ -72,7 +72,9 @@ class Bound:
     machine: Machine
     """The model that its strategies were chosen by."""
     about_sizes: list[str] = field(default_factory=list[str])
-    """Why it was bound although others of its graph were."""
+    """Why it was bound although others of its graph were, and why for one size alone."""
+    at: dict[str, int] = field(default_factory=dict[str, int])
+    """TorchDynamo's symbols as it was bound, where the graph has some."""
     kept: list[int] = field(default_factory=list[int])
     """Places of results by which `Forwards.note` keeps a pass's number; empty before the first."""
 
@@ -110,8 +112,13 @@ class Bound:
         return self.executor.agreement
 
     def fits(self, values: Mapping[str, int]) -> bool:
-        """Returns True if these values of TorchDynamo's symbols are in its class of sizes."""
-        return self.executor.sizes.holds(self._own(values))
+        """Returns True if these values of TorchDynamo's symbols are in its class of sizes.
+
+        A Program for one size alone fits where all symbols are unchanged: its peers' Programs may
+        name others of them, such as a global size, and all ranks must find theirs, or none.
+        """
+        sizes = self.executor.sizes
+        return dict(values) == self.at if sizes == sizes.alone() else sizes.holds(self._own(values))
 
     def _own(self, values: Mapping[str, int]) -> dict[str, int]:
         return {name: values[symbol] for name, symbol in self.imported.symbols.items()}
@@ -281,17 +288,6 @@ def facts_of_all(
     board, me = ordered[0].board, ordered[0].rank
     texts = texts_of(board, entries, me, text, limit)
     return AgreedFacts(machine, texts, {key: ranks_of(entries, key) for key in sorted(texts)})
-
-
-def tell(
-    name: str, groups: Mapping[str, ProcessGroup], error: InterlaceError, time_out_s: float | None
-) -> None:
-    """Tells an error to the ranks that gather the facts of the graph of this name."""
-    limit = limit_s(time_out_s, groups.values())
-    teams = {team_of(group, team, limit) for team, group in groups.items()}
-    if teams:
-        ordered = sorted(teams, key=lambda team: team.key)
-        gather({"step": STEP, "name": name, **failure(error)}, ordered, limit)
 
 
 def chosen(graph: Program, agreed: AgreedFacts, options: Options) -> tuple[Program, list[Remark]]:

@@ -12,14 +12,13 @@ have none: see Note [As traced] in importing/exchanges.py.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.cost import Machine
 from interlace.errors import CacheWarning, SizeError
-from interlace.frontend.binding import Bound, bind, placed, tell, with_regions
+from interlace.frontend.binding import Bound, bind, placed, with_regions
 from interlace.frontend.calling.arguments import Imported, has_signature, signature
 from interlace.frontend.calling.forwards import Forwards
 from interlace.frontend.dynamo import GraphOrigin
@@ -40,7 +39,6 @@ from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.importing.nodes import (
     complete,
     draws_random_numbers,
-    group_of,
     location,
     propagate,
 )
@@ -55,7 +53,7 @@ log = logging.getLogger(__name__)
 MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
-"""Without overlap and proof; the sentence goes on with the reason."""
+"""Of a graph that communicates nothing; the reason follows."""
 INDUCTOR = "compiled by Inductor as a whole: its sizes change, and it communicates nothing"
 
 
@@ -169,13 +167,19 @@ class Shelf:
             item.executor.close()
 
 
-def _about_sizes(before: Sequence[Bound]) -> list[str]:
-    """Remarks on a new Program's sizes: why earlier ones of its graph do not serve."""
-    if not before:
-        return []
-    known = dict.fromkeys(str(each.executor.sizes) for each in before[-3:])
-    classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
-    return [f"number {len(before) + 1} of its graph, as those before are for {classes}"]
+def _about_sizes(before: Sequence[Bound], why: str) -> list[str]:
+    """Remarks on a new Program's sizes: why earlier ones do not serve, why it serves no others."""
+    remarks: list[str] = []
+    if before:
+        known = dict.fromkeys(
+            str(each.executor.sizes) or ", ".join(f"{n} == {v}" for n, v in each.at.items())
+            for each in before[-3:]
+        )
+        classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
+        remarks.append(f"number {len(before) + 1} of its graph, as those before are for {classes}")
+    if why:
+        remarks.append(f"for these sizes alone: {why}")
+    return remarks
 
 
 def _mark(key: Hashable, bound: Bound) -> Hashable:
@@ -211,6 +215,8 @@ class CompiledGraph:
             places = gm.graph.find_nodes(op="placeholder")
             setting.forwards.saved = sum("tangents" not in str(node.target) for node in places)
         self._unscheduled, self._captured = "", 0
+        self._single = ""
+        """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
         self._run: Callable[[list[Any]], Any] | None = None
         """Callable that runs the graph without a Program; None until that is needed."""
         self._traced = recorded_signature(gm)
@@ -320,34 +326,47 @@ class CompiledGraph:
         self, key: Hashable, args: Sequence[Any]
     ) -> tuple[Bound, Mapping[str, int] | None] | None:
         """The bound Program for arguments of this signature, with what the symbols are: of a class
-        of sizes, else of these very sizes for a CUDA graph. None: there is to be none."""
+        of sizes, if there can be one, else of these very sizes where the graph communicates. None:
+        there is to be none."""
         found = self._shelf.get(key)
         if found is not None or self._traced is not None:
             return found or self._bind(key, self._imported(args)), None
         if self.setting.options.graph and self._captured < MOST_CAPTURED:
             self._captured += 1
-            return self._bind(key, self._imported(args)), None
+            return self._bind(key, self._imported(args), "CUDA graphs are for one size"), None
+        found, sizes, why = None, None, self._single
         try:
-            sizes = self._sizes(args)
+            sizes = self._symbols.values(args)
             found = self._shelf.fitting(sizes)
-            if found is None:
-                found = self._bind(("class", key), self._imported(sizes=sizes))
+            if found is None and not why:
+                found = self._bind(("class", key), self._imported(sizes=sizes), sizes=sizes)
+                why = self._single = found.executor.single
         except SizeError as error:
-            self._places.run_as_traced(f"{UNCLASSED}: {error}")
-            log.info("%s %s", self.kind, self.unscheduled)
+            why = str(error)
+            if sizes is not None:  # else it is of this call
+                self._single = why
+        if found is None or found.executor.sizes == found.executor.sizes.alone():
+            self._unscheduled = "" if any(communications(self.graph)) else UNCLASSED
+        if self._unscheduled:
+            log.info("%s %s: %s", self.kind, self._unscheduled, why or f"it was for {sizes}")
             return None
-        return found, sizes
+        return found or self._bind(key, self._imported(args), why, sizes), sizes
 
-    def _bind(self, key: Hashable, given: tuple[Imported, Teams]) -> Bound:
-        """Binds an imported Program with the other ranks, and keeps it under this key."""
+    def _bind(
+        self,
+        key: Hashable,
+        given: tuple[Imported, Teams],
+        why: str = "",
+        sizes: Mapping[str, int] | None = None,
+    ) -> Bound:
+        """Binds an imported Program with the other ranks, and keeps it under this key; `why` it is
+        for one size alone, if it is; `sizes` are TorchDynamo's symbols, where there are some."""
         began, (imported, teams) = time.perf_counter(), given
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
-        if imported.symbols and bound.executor.single:
-            bound.executor.close()
-            raise SizeError(bound.executor.single)
         named = bound.executor.sizes
-        bound.about_sizes[:] = _about_sizes(self.bound)
+        bound.at.update(sizes or {})
+        bound.about_sizes[:] = _about_sizes(self.bound, why or bound.executor.single)
         sites, took = bound.program.sites, time.perf_counter() - began
         log.info(
             "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s%s",
@@ -362,23 +381,6 @@ class CompiledGraph:
         self._shelf.put(key, bound, list(groups.values()))
         return bound
 
-    def _sizes(self, args: Sequence[Any]) -> dict[str, int]:
-        """The values of TorchDynamo's symbols in a call."""
-        with self._told():
-            return self._symbols.values(args)
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Tells the other ranks of a SizeError, which may be of this rank's graph alone."""
-        try:
-            yield
-        except SizeError as error:
-            teams = self._teams()
-            for node in communications(self.graph):
-                teams.team(group_of(node))
-            tell(self.kind, teams.process_groups(), error, self.setting.options.time_out_s)
-            raise
-
     def _teams(self) -> Teams:
         return Teams.of_torch(self.setting.meshes, self.setting.options.time_out_s)
 
@@ -391,8 +393,7 @@ class CompiledGraph:
         values = (
             None if args is None or signature(args) == self._traced else propagate(self._gm, args)
         )
-        with self._told():
-            found = import_graph(
-                self._gm, name=self.kind, teams=teams, labels=labels, values=values, sizes=sizes
-            )
+        found = import_graph(
+            self._gm, name=self.kind, teams=teams, labels=labels, values=values, sizes=sizes
+        )
         return found, teams

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -218,6 +218,13 @@ class Program:
         if not self.sizes.sizes:
             return self
         return _resized(self, lambda size: size.at(values)).replace(sizes=FIXED)
+
+    def pin(self, names: Collection[str]) -> Program:
+        """The Program with these sizes as numbers, for the part of its class where they have the
+        values at hand. The class names them still."""
+        values = {name: value for name, value in self.sizes.values.items() if name in names}
+        made = _resized(self, lambda size: size.partly_at(values))
+        return made.replace(sizes=self.sizes.pin(names))
 
     def numbered(self) -> tuple[Program, dict[str, str]]:
         """The Program with its named sizes called `s0`, `s1` and so on, in the order in which they

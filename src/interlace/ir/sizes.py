@@ -82,6 +82,14 @@ class Size:
             raise SizeError(f"{self} is no whole number where {_listed(values)}")
         return value
 
+    def partly_at(self, values: Mapping[str, int]) -> Int:
+        """The same with the sizes that have a value here as numbers."""
+        terms: Counter[Monomial] = Counter()
+        for monomial, count in self.terms.items():
+            left = tuple([name for name in monomial if name not in values])
+            terms[left] += count * math.prod(values[n] for n in monomial if n in values)
+        return _made(terms, self.over)
+
     def renamed(self, names: Mapping[str, str]) -> Size:
         """The same of sizes of other names."""
         terms = {tuple(sorted(names.get(n, n) for n in m)): c for m, c in self.terms.items()}
@@ -467,6 +475,19 @@ class SizeClass:
                 known.narrow(replace(size, low=low, high=(1 << bits) - 1))
         return known.size_class()
 
+    @property
+    def pinned(self) -> dict[str, int]:
+        """The sizes that have one value in the whole class."""
+        return {size.name: size.value for size in self.sizes if size.low == size.high}
+
+    def pin(self, names: Collection[str]) -> SizeClass:
+        """The part of the class where these sizes have the values that decisions were made for."""
+        known = Known(self)
+        for size in self.sizes:
+            if size.name in names:
+                known.narrow(replace(size, low=size.value, high=size.value))
+        return known.size_class()
+
     def alone(self) -> SizeClass:
         """The class of the values that decisions were made for, and no others."""
         return SizeClass(tuple(replace(s, low=s.value, high=s.value) for s in self.sizes))
@@ -540,7 +561,7 @@ class Known:
     def rest(self, value: Size, by: int) -> int:
         """The rest when it is divided, from now on the same for the whole class."""
         over = value.over * by
-        for name in value.names:
+        for name in sorted(value.names):  # the same on all ranks
             if _modular(value, over, self.sizes) is None:
                 self._refine(value, over, name)
         rest = _modular(value, over, self.sizes)

@@ -29,7 +29,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 
 from interlace.ir import (
@@ -48,6 +48,7 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.ops import SignalLevel
+from interlace.ir.sizes import Int
 from interlace.passes.overlaps import Meets, Overlaps, Touched, touched_by
 
 Before = tuple[tuple[int, ...], ...]
@@ -64,6 +65,7 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     edges: Edges = [set() for _ in program.ops]
     overlaps, touched = Overlaps(program), touched or touched_by(program)
     _data_edges(program, overlaps, touched, edges)
+    _storage_edges(overlaps, touched, edges)
     places: Edges = edges if listed else [set() for _ in program.ops]
     _lifetime_edges(program, touched, edges, places)
     frozen = is_frozen(program)
@@ -165,6 +167,64 @@ class _Places:
             return name
         offset = peer.offset % self.sizes[peer.team]
         return (name, offset) if offset else name
+
+
+# storage
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A buffer that shares bytes with others: it holds them for a while, then another does."""
+
+    start: Int
+    stop: Int
+    since: int = -1
+    """The op that last took the bytes over,"""
+    after: set[int] = field(default_factory=set[int])
+    """what that must follow,"""
+    ops: set[int] = field(default_factory=set[int])
+    """the uses since then,"""
+    ends: set[int] = field(default_factory=set[int])
+    """and those of them that no other follows."""
+    last: int = -1
+
+
+def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
+    """A buffer takes bytes over after all uses of those that held them before."""
+    shared = {
+        name for name, b in overlaps.buffers.items() if b.kind == "local" and b.storage is not None
+    }
+    if not shared:
+        return
+    tenants: dict[str, dict[str, _Tenant]] = {}  # by storage: who may still hold bytes of it
+    known: dict[str, _Tenant] = {}
+    for index, (reads, writes) in enumerate(touched):
+        for name in sorted(shared.intersection(a.view.buffer for a in (*reads, *writes))):
+            buffer = overlaps.buffers[name]
+            assert buffer.storage is not None
+            mine = known.get(name)
+            if mine is None:
+                size = overlaps.size(buffer)
+                mine = known[name] = _Tenant(buffer.offset, buffer.offset + size)
+            holders = tenants.setdefault(buffer.storage, {})
+            rivals = [
+                (other, tenant)
+                for other, tenant in holders.items()
+                if tenant is not mine and tenant.start < mine.stop and mine.start < tenant.stop
+            ]
+            if any(tenant.last > mine.since for _, tenant in rivals):
+                mine.since, mine.ops = index, set()
+                mine.after = {end for _, tenant in rivals for end in tenant.ends} - {index}
+                for other, tenant in rivals:
+                    if mine.start <= tenant.start and tenant.stop <= mine.stop:
+                        del holders[other]
+            holders[name] = mine
+            if edges[index].isdisjoint(mine.ops):  # else an earlier use has seen to it
+                edges[index] |= mine.after
+            mine.ops.add(index)
+            mine.ends -= edges[index]
+            mine.ends.add(index)
+            mine.last = index
 
 
 # lifetimes

@@ -179,6 +179,9 @@ def lower(
         seen.append(made)
 
     made = run_pipeline(program, passes, on_pass=see)
+    if pinned := made.sizes.pinned.keys() - program.sizes.pinned.keys():
+        # Sites are followed, and proofs found, by numbers where they were not by names.
+        return lower(program.pin(pinned), options, machine, transport, chunks)
     if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
         copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
         at = next(i for i, item in enumerate(passes) if isinstance(item, Decompose))

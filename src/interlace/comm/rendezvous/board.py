@@ -59,7 +59,6 @@ from interlace.errors import (
     InterlaceError,
     PeerError,
     SharedMemoryError,
-    SizeError,
 )
 
 if TYPE_CHECKING:
@@ -67,9 +66,7 @@ if TYPE_CHECKING:
 
 Note = dict[str, Any]
 
-_ERRORS = {
-    e.__name__: e for e in (SharedMemoryError, BackendError, AgreementError, PeerError, SizeError)
-}
+_ERRORS = {e.__name__: e for e in (SharedMemoryError, BackendError, AgreementError, PeerError)}
 STORE_S = 300.0
 """Time for the store to answer where no time-out is known."""
 SLICE_S = 0.05

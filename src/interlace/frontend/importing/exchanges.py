@@ -1,4 +1,4 @@
-"""Graphs that communicate and run as traced: their sizes are data, or no class has one Program.
+"""Graphs that communicate and run as traced, since sizes of an exchange are data.
 
 The rows that ranks send one another in an `all_to_all_single` may be counts of a router, as those
 of a mixture of experts. They are other ones on each rank and in each call, and no rank knows those
@@ -9,12 +9,11 @@ of its peers without asking:
 
 Note [As traced]: ranks would have to agree on a Program in every step. So such a graph runs as
 TorchDynamo traced it, through torch's own collectives, without agreement and proof. The ranks say
-once, together, that the sizes of an exchange are data: the first time that they compile it; and
-they find together that no class of a graph's sizes has one Program. From then on what holds its
-lines of code runs as traced on all of them, whatever its sizes are by chance and whenever it was
-compiled, and compiling it asks nobody. That is why one rank may compile alone, as TorchDynamo has
-it do where a size is 0 or 1, equals another, or is the same as before on another rank: its peers,
-which run what they have, meet it in the same collectives of torch.
+once, together, that the sizes of an exchange are data: the first time that they compile it. From
+then on what holds its lines of code runs as traced on all of them, whatever its sizes are by chance
+and whenever it was compiled, and compiling it asks nobody. That is why one rank may compile alone,
+as TorchDynamo has it do where a size is 0 or 1, equals another, or is the same as before on another
+rank: its peers, which run what they have, meet it in the same collectives of torch.
 
 Sizes that are all equal on all ranks when they first compile are taken for constants. A rank that
 meets the very same again in the next call, where others do not, is told that they compile alone.
@@ -75,8 +74,6 @@ class GraphPlaces:
     def __init__(self, graph: fx.Graph, known: KnownPlaces, kind: str) -> None:
         self.graph, self._known, self._kind = graph, known, kind
         self.places = tuple(map(_place, communications(graph)))
-        use = "inference" if kind == "inference" else "training"  # forward and backward alike
-        self._of_use = tuple(f"{use} {place}" for place in self.places if place)
         self.traced = ""
         """Why the graph runs as traced, by what is known of it or of others of the same code."""
         self.look_up()
@@ -84,13 +81,8 @@ class GraphPlaces:
 
     def look_up(self) -> None:
         """Sets `traced` by what is known now; a reason that it has stays."""
-        keys, known = (*self.places, *self._of_use), self._known.traced
-        self.traced = self.traced or next((known[key] for key in keys if key in known), "")
-
-    def run_as_traced(self, why: str) -> None:
-        """Has it and all graphs of its use that hold its code run as traced, on all ranks."""
-        self.traced = why
-        self._known.run_as_traced(self._of_use, why)
+        known = self._known.traced
+        self.traced = self.traced or next((known[key] for key in self.places if key in known), "")
 
     def ask(self, numbers: bool, time_out_s: float | None) -> None:
         """Has the ranks of all its teams say whether sizes of exchanges are data, if not known.
