@@ -327,8 +327,9 @@ def _with_fields(change: Callable[[object], object], thing: Sized) -> Sized:
     same, new = True, list[Any]()
     for value in values:
         if isinstance(value, tuple):
-            parts = tuple(map(change, cast("tuple[object, ...]", value)))
-            same = same and all(map(operator.is_, parts, value))
+            held = cast("tuple[object, ...]", value)
+            parts = tuple(map(change, held))
+            same = same and all(map(operator.is_, parts, held))
             new.append(parts)
         else:
             new.append(change(value))
