@@ -102,6 +102,33 @@ def test_batch_and_sequence_change_at_once(pool: Pool, seed: int, name: str, wra
     assert pool(2).run(style, name, wrapped, sizes, time_out_s=110) == [[], []]
 
 
+def batches_and_lengths() -> tuple[list[str], str]:
+    """Sequence parallelism where the batch and the length change; what differs, and `explain`."""
+    torch.compiler.reset()
+    torch.set_num_threads(1)
+    mesh = world_mesh()
+    model = feed_forward(mesh, Shard(1), Shard(1))
+    options: Any = {"time_out_s": 60.0, "strategy": "peer"}
+    call: Any = torch.compile(model, backend=backend, dynamic=True, options=options)
+    inputs = [
+        DTensor.from_local(torch.randn(batch, rows, WIDTH), mesh, [Shard(1)])
+        for batch, rows in [(3, 9), (3, 11), (4, 9), (3, 13), (4, 12)]
+    ]
+    return steps(model, call, inputs), interlace.explain(call)
+
+
+@pytest.mark.timeout(120)
+def test_a_batch_that_a_class_pins_is_a_number(pool: Pool) -> None:
+    """Rows are scattered as often as there are sequences, so each batch size has its Programs: for
+    all lengths of a bucket, and overlapped."""
+    for wrong, told in pool(2).run(batches_and_lengths, time_out_s=110):
+        assert wrong == []
+        assert "for these sizes alone" not in told
+        assert "traced" not in told
+        assert "number 3 of its graph" not in told
+        assert "peer" in told
+
+
 def whole_model(lengths: list[int]) -> list[str]:
     """Training steps of a language model, each with a length of its own: what differs."""
     torch.compiler.reset()

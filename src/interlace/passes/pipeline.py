@@ -179,9 +179,12 @@ def lower(
         seen.append(made)
 
     made = run_pipeline(program, passes, on_pass=see)
-    if pinned := made.sizes.pinned.keys() - program.sizes.pinned.keys():
-        # Sites are followed, and proofs found, by numbers where they were not by names.
-        return lower(program.pin(pinned), options, machine, transport, chunks)
+    pinned = {n: v for n, v in made.sizes.pinned.items() if n not in program.sizes.pinned}
+    if pinned:
+        # Sites are followed, and proofs found, by numbers where they were not by names. One at a
+        # time: where the smallest, such as a batch, is a number, others need not be pinned.
+        _, name = min((value, name) for name, value in pinned.items())
+        return lower(program.pin([name]), options, machine, transport, chunks)
     if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
         copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
         at = next(i for i, item in enumerate(passes) if isinstance(item, Decompose))
