@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
-"""Of a graph that communicates nothing; the reason follows."""
+"""Remark on a graph that communicates nothing; the reason follows."""
 INDUCTOR = "compiled by Inductor as a whole: its sizes change, and it communicates nothing"
 
 
