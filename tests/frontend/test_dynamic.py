@@ -110,7 +110,7 @@ def batches_and_lengths() -> tuple[list[str], str]:
     model = feed_forward(mesh, Shard(1), Shard(1))
     options: Any = {"time_out_s": 60.0, "strategy": "peer"}
     call: Any = torch.compile(model, backend=backend, dynamic=True, options=options)
-    inputs = [
+    inputs: list[torch.Tensor] = [
         DTensor.from_local(torch.randn(batch, rows, WIDTH), mesh, [Shard(1)])
         for batch, rows in [(3, 9), (3, 11), (4, 9), (3, 13), (4, 12)]
     ]
