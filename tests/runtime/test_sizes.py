@@ -64,6 +64,8 @@ def test_a_size_that_no_input_tells_is_given() -> None:
         assert executor.run([given(8)])[1].shape == (2, 8)
         with pytest.raises(ExecutorError, match=r"is for sizes where .*T = 1"):
             executor.run([x], sizes={"S": 12, "T": 1})
+        with pytest.raises(ExecutorError, match="named sizes S, T, and `sizes` has no 'T'"):
+            executor.run([x], sizes={"S": 12})
         assert executor.run([x])[1].shape == (2, 12)
 
 

@@ -31,7 +31,6 @@ ERROR, ERROR_LENGTH = range(2)
 ENTERED, EXITED, ATTENDS, RESETS, ASKED, ANSWERS = 8, 9, 10, 11, 12, 13
 """In a cache line that peers do not read in every run, as they do the error's."""
 REACHED = 16
-MAX_BACKENDS = 8
 PROGRESS, STREAMS = 24, 8
 """Two cells for each of the first streams: where it is, and since when."""
 DONE = (1 << VALUE_BITS) - 1

@@ -346,7 +346,13 @@ class Executor:
         """
         lock, wanted = self._lock, None
         if sizes is not None:
-            wanted = tuple([sizes[name] for name in self.sizes.values])
+            try:
+                wanted = tuple([sizes[name] for name in self.sizes.values])
+            except KeyError as error:
+                raise ExecutorError(
+                    f"{self.program.name} has the named sizes {', '.join(self.sizes.values)}, and "
+                    f"`sizes` has no {error}. fix: give them all, or none"
+                ) from None
         unfit = self.engine is None or self._poison is not None or self._is_gone()
         if unfit or not lock.acquire(False):
             return self._check_and_run(inputs, out, wanted, origin)
