@@ -53,7 +53,7 @@ class Analysis:
 
 
 @dataclass(slots=True)
-class Known:
+class TrialCache:
     """Results of a pass that is run again, with other sites: it takes them as they are."""
 
     choices: dict[object, Choice] = field(default_factory=dict[object, Choice])
@@ -83,7 +83,9 @@ class Decompose:
     """Sites among these that have the strategy `copies` if it serves them, whatever the others
     have."""
     machine: Machine | None = field(default=None, metadata={"text": False})
-    known: Known = field(default_factory=Known, compare=False, repr=False, metadata={"text": False})
+    known: TrialCache = field(
+        default_factory=TrialCache, compare=False, repr=False, metadata={"text": False}
+    )
 
     def __post_init__(self) -> None:
         if self.strategy in REPLACED:

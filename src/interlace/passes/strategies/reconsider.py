@@ -35,7 +35,7 @@ Ways = Mapping[int, str]
 """`serial` or `copies` for each site; other sites have the strategies that `decompose` chooses."""
 
 
-class Pass(Protocol):
+class LaterPass(Protocol):
     """A pass from `decompose` on."""
 
     def run(self, program: Program) -> Program: ...
@@ -44,7 +44,7 @@ class Pass(Protocol):
 def reconsidered(
     marked: Program,
     made: Program,
-    passes: Sequence[Pass],
+    passes: Sequence[LaterPass],
     machine: Machine,
     done: Collection[int] = (),
     copies: bool = True,
