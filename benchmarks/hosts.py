@@ -82,7 +82,7 @@ def work(given: argparse.Namespace) -> None:
         made: dict[str, Any] = {"matmul": lambda whole=whole, w=w: whole @ w}
         chosen: dict[str, str] = {}
         for way in WAYS:
-            options = Options(strategy=way, time_out_s=60)
+            options = Options(strategy=way, timeout_s=60)
             lowered = lower(program, options, machine)
             site = lowered.sites[0]
             if way in (site.strategy, "auto"):
@@ -179,10 +179,10 @@ def launch(given: argparse.Namespace, ranks: int, command: list[str]) -> int:
             quiet: dict[str, Any] = away if number else {}
             running.append(subprocess.Popen(inside, env=os.environ | environ, **quiet))
         try:
-            codes = [each.wait(given.time_out) for each in running]
+            codes = [each.wait(given.timeout) for each in running]
             return next((code for code in codes if code), 0)
         except subprocess.TimeoutExpired:
-            print(f"not over after {given.time_out:g} s (--time-out)", file=sys.stderr)
+            print(f"not over after {given.timeout:g} s (--time-out)", file=sys.stderr)
             return 1
         finally:
             for each in running:

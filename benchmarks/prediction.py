@@ -138,8 +138,8 @@ def main(given: argparse.Namespace) -> None:
             try:
                 with pools(hosts, each, given.mbit) as pool:
                     ranks = pool(hosts * each)
-                    ranks.run(calibrated, folder, given.most, time_out_s=300)
-                    took = ranks.run(measured, hosts, each, given.rounds, time_out_s=300)[0]
+                    ranks.run(calibrated, folder, given.most, timeout_s=300)
+                    took = ranks.run(measured, hosts, each, given.rounds, timeout_s=300)[0]
             except NoHosts as why:
                 print(f"{hosts} hosts: {why}")
                 continue

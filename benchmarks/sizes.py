@@ -199,7 +199,7 @@ def work(given: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[
 
     case, steps, seed = given["case"], given["steps"], given["seed"]
     limit = timedelta(seconds=LIMIT_S)
-    with joined(given["device"], limit=limit, time_out_s=LIMIT_S) as device:
+    with joined(given["device"], limit=limit, timeout_s=LIMIT_S) as device:
         torch.set_num_threads(1)
         torch.manual_seed(0 if case != "exchange" else dist.get_rank())
         torch._dynamo.config.recompile_limit = 64

@@ -314,7 +314,7 @@ def test_code_of_a_page_runs(page: str, pool: Pool, tmp_path: Path) -> None:
     if page == "docs/how-to/hugging-face.md":
         pytest.importorskip("transformers")
     ranks = pool(4 if page in FOUR_RANKS else 2)
-    printed = ranks.run(run_blocks, with_checks(SCRIPTS[page]), str(tmp_path), time_out_s=110.0)
+    printed = ranks.run(run_blocks, with_checks(SCRIPTS[page]), str(tmp_path), timeout_s=110.0)
     if page == "docs/tutorial/first-model.md":
         for shown in of_page(page, "text"):
             assert_shows(shown.code.splitlines(), printed[0])

@@ -20,7 +20,7 @@ SAME_LOSS = "of plain torch"
 
 
 def example(
-    script: str, ranks: int, options: dict[str, Any], time_out_s: float
+    script: str, ranks: int, options: dict[str, Any], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
     """The script under torchrun."""
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
@@ -31,7 +31,7 @@ def example(
         ],
         capture_output=True,
         text=True,
-        timeout=time_out_s,
+        timeout=timeout_s,
         check=False,
         env={**os.environ, **ENVIRON},
     )

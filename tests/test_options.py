@@ -24,16 +24,16 @@ from interlace.options import Options
         ("regions", "jit"),
         ("transport", "mpi"),
         ("regather", "maybe"),
-        ("time_out_s", 0),
-        ("time_out_s", -1.0),
-        ("time_out_s", math.inf),
-        ("time_out_s", math.nan),
+        ("timeout_s", 0),
+        ("timeout_s", -1.0),
+        ("timeout_s", math.inf),
+        ("timeout_s", math.nan),
         ("cache_size", 0),
         ("cache_size", 2.5),
         ("cache_size", "4"),
         ("cache_size", True),
         ("cache_size", None),
-        ("time_out_s", "60"),
+        ("timeout_s", "60"),
         ("overlap", "yes"),
         ("overlap", None),
         ("in_order", "no"),
@@ -80,13 +80,22 @@ def test_an_option_that_went_names_its_replacement(name: str, value: Any, fix: s
 def test_numbers_and_paths_of_other_types_are_taken() -> None:
     given = Options(
         cache_size=np.int64(4),  # type: ignore[arg-type]
-        time_out_s=np.float32(3),  # type: ignore[arg-type]
+        timeout_s=np.float32(3),  # type: ignore[arg-type]
         calibration=Path("machine.json"),
         strategy=np.str_("peer"),  # type: ignore[arg-type]
     )
-    assert given == Options(cache_size=4, time_out_s=3, calibration="machine.json", strategy="peer")
-    kept = given.cache_size, given.time_out_s, given.calibration
+    assert given == Options(cache_size=4, timeout_s=3, calibration="machine.json", strategy="peer")
+    kept = given.cache_size, given.timeout_s, given.calibration
     assert [type(value) for value in kept] == [int, float, str]
+
+
+def test_the_former_name_of_the_time_out_is_read() -> None:
+    for former in (Options(time_out_s=7), Options.from_dict({"time_out_s": 7})):
+        assert former == Options(timeout_s=7.0)
+    with pytest.raises(OptionError, match="are one: give timeout_s"):
+        Options(timeout_s=7, time_out_s=8)
+    with pytest.raises(OptionError, match="option timeout_s=-1.0: give a number of seconds > 0"):
+        Options(time_out_s=-1)
 
 
 def test_help_tells_of_every_option() -> None:

@@ -1,9 +1,9 @@
 """Ranks as processes: started here by torch.multiprocessing, watched, and ended; or torchrun's.
 
-    report = launch(work, {"out": "folder"}, world=2, hear=print, time_out_s=300, what="the demo")
+    report = launch(work, {"out": "folder"}, world=2, hear=print, timeout_s=300, what="the demo")
 
     def work(settings, tell):               # on each rank, in a module that can be imported
-        with joined("cuda", limit=timedelta(seconds=60), time_out_s=300) as device:
+        with joined("cuda", limit=timedelta(seconds=60), timeout_s=300) as device:
             tell({"event": "step", "loss": 0.1})
             return {"device": str(device)}
 
@@ -58,14 +58,14 @@ FAILED, ORPHANED = 3, 4
 
 
 def launch(
-    work: Work, settings: Any, world: int, hear: Tell, time_out_s: float, what: str
+    work: Work, settings: Any, world: int, hear: Tell, timeout_s: float, what: str
 ) -> Report:
     """Rank 0's result of `work(settings, tell)`, which all ranks do; `hear` gets what it tells.
 
     `what` the ranks do is named in errors. Ranks are spawned: a fork server would have the
     environment and the preloaded modules of whoever started it first.
     """
-    deadline = time.monotonic() + time_out_s
+    deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="interlace-")))
         with _environment(world):
@@ -85,7 +85,7 @@ def launch(
         if report is None:
             late = [number for number, rank in enumerate(ranks) if rank.is_alive()]
             raise CommTimeoutError(
-                f"{what} did not end in {time_out_s:g} s (ranks {late} are still at it): give it "
+                f"{what} did not end in {timeout_s:g} s (ranks {late} are still at it): give it "
                 f"fewer steps or more time{_tail(logs, late[0] if late else 0)}"
             )
         return report
@@ -247,12 +247,12 @@ def prepare_for_gpus(environment: MutableMapping[str, str], exact: bool = False)
 
 @contextlib.contextmanager
 def joined(
-    device: str, limit: timedelta, time_out_s: float, exact: bool = False, **how: Any
+    device: str, limit: timedelta, timeout_s: float, exact: bool = False, **how: Any
 ) -> Iterator[torch.device]:
     """This rank's device, with the default process group around it: gloo, and NCCL for GPUs.
 
     The environment says who else there is, or `how` does, to `init_process_group`. `limit` bounds
-    torch's own waits; what hangs for `time_out_s` prints its stacks and ends. With `exact`, equal
+    torch's own waits; what hangs for `timeout_s` prints its stacks and ends. With `exact`, equal
     computations on a GPU give equal bits. At the end the group is destroyed, or aborted after an
     error, for then the others may never come to what is still waited for.
     """
@@ -261,7 +261,7 @@ def joined(
 
     prepare_for_gpus(os.environ, exact)
     stderr = sys.__stderr__ or sys.stderr
-    faulthandler.dump_traceback_later(time_out_s, exit=True, file=stderr)
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=stderr)
     try:
         if device == "cuda":
             where = _gpu(int(os.environ.get("LOCAL_RANK", "0")), exact)

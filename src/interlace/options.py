@@ -1,6 +1,6 @@
 """The one set of options, frozen and keyword-only.
 
-    interlace.compile(module, x, mesh=mesh, options=Options(strategy="peer", time_out_s=30))
+    interlace.compile(module, x, mesh=mesh, options=Options(strategy="peer", timeout_s=30))
     torch.compile(model, backend="interlace", options={"strategy": "ring"})
 
 Every field can be given to `torch.compile(options=...)`, `interlace.compile` and the commands.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -37,7 +37,7 @@ _SWITCH = (bool,), bool, "True or False"
 _TYPES: dict[str, tuple[tuple[type, ...], Callable[[Any], object], str]] = {
     **dict.fromkeys(("overlap", "in_order", "graph", "static_outputs", "trace"), _SWITCH),
     "cache_size": ((Integral,), int, "a whole number"),
-    "time_out_s": ((Real,), float, "a number of seconds"),
+    "timeout_s": ((Real,), float, "a number of seconds"),
     "calibration": ((str, os.PathLike), os.fspath, "the path of a file"),
     "schedules": ((str, os.PathLike), os.fspath, "the path of a folder"),
 }
@@ -91,7 +91,7 @@ class Options:
         schedules: path of a folder of schedules, as `interlace.export` writes them: a compiled
             graph runs the text that is there for it in place of a generated one. A text that does
             not fit is refused.
-        time_out_s: every wait for another rank is bounded by this many seconds; time while the
+        timeout_s: every wait for another rank is bounded by this many seconds; time while the
             whole job is suspended does not count. None takes the time-out of the process group
             itself. A rank whose process has ended is not waited for, and after a minute a
             warning names who is late.
@@ -110,19 +110,25 @@ class Options:
     static_outputs: bool = False
     calibration: str | os.PathLike[str] | None = None
     schedules: str | os.PathLike[str] | None = None
-    time_out_s: float | None = None
+    timeout_s: float | None = None
     cache_size: int = 64
     trace: bool = False
+    time_out_s: InitVar[float | None] = None
+    """The former name of `timeout_s`, read for one release."""
 
     def __new__(cls, **values: object) -> Options:
         """Refuses options that went, which `__init__` no longer knows."""
         _refuse_gone(values)
         return object.__new__(cls)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, time_out_s: float | None) -> None:
+        if time_out_s is not None:
+            if self.timeout_s is not None:
+                raise OptionError("options timeout_s and time_out_s are one: give timeout_s")
+            object.__setattr__(self, "timeout_s", time_out_s)
         for name, (types, plain, what) in _TYPES.items():
             value = getattr(self, name)
-            if value is None and name in ("calibration", "schedules", "time_out_s"):
+            if value is None and name in ("calibration", "schedules", "timeout_s"):
                 continue
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise OptionError(f"option {name}={value!r}: give {what}")
@@ -132,9 +138,9 @@ class Options:
             if not any(isinstance(value, type(c)) and value == c for c in choices):
                 listed = ", ".join(repr(choice) for choice in choices)
                 raise OptionError(f"option {name}={value!r}: choose one of {listed}")
-        if self.time_out_s is not None and not 0 < self.time_out_s <= LONGEST_S:
+        if self.timeout_s is not None and not 0 < self.timeout_s <= LONGEST_S:
             raise OptionError(
-                f"option time_out_s={self.time_out_s!r}: give a number of seconds > 0, "
+                f"option timeout_s={self.timeout_s!r}: give a number of seconds > 0, "
                 f"at most {LONGEST_S:g}"
             )
         if self.cache_size < 1:
@@ -148,6 +154,6 @@ class Options:
         _refuse_gone(values)
         known = {field.name for field in fields(cls)}
         for name in values:
-            if name not in known:
+            if name not in {*known, "time_out_s"}:
                 raise OptionError(f"unknown option {name!r}: known are {', '.join(sorted(known))}")
         return cls(**values)

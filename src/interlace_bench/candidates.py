@@ -44,7 +44,7 @@ Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 EXCHANGE_BYTES = 16 << 20
 """`exchange` is for small sizes: beyond that many bytes over the link it is not tried."""
-TIME_OUT_S = 60.0
+TIMEOUT_S = 60.0
 WARM_UPS = 3
 TRIALS = 3
 """Trials of each way to replay a graph, before the faster one is taken."""
@@ -133,11 +133,11 @@ def _executor(case: SiteCase, ranks: Ranks, calibration: str | None, one: Candid
         strategy=strategy,
         graph=graph,
         static_outputs=graph,
-        time_out_s=TIME_OUT_S,
+        timeout_s=TIMEOUT_S,
         calibration=calibration,
     )
     groups = {"tp": ranks.group}
-    serial = on_hosts(case.program(ranks.size), groups, TIME_OUT_S)
+    serial = on_hosts(case.program(ranks.size), groups, TIMEOUT_S)
     program = lower(serial, options, machine_for(options, device.type), transport=transport)
     for site in program.sites:
         one.chosen = (

@@ -58,7 +58,7 @@ ARGUMENTS = {
 """Arguments of each kind of collective, as the text has them."""
 COLLECTIVES = 4
 """Collectives in a Program: what a run costs besides is spread over them."""
-TIME_OUT_S = 30.0
+TIMEOUT_S = 30.0
 
 
 # -- memory of the peers ------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def _collective(ranks: Ranks, backend: str, kind: str, nbytes: int) -> Figure:
 
     def measure() -> float:
         program = parse(collective_text(kind, backend, world, elements))
-        options = Options(time_out_s=TIME_OUT_S)
+        options = Options(timeout_s=TIMEOUT_S)
         executor = Executor(
             program, groups={"tp": ranks.group}, device=ranks.device, options=options
         )

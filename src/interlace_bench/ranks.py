@@ -147,7 +147,7 @@ def run(work: Work, settings: BenchSettings, world: int | None = None) -> Report
 def run_alone(measure: Callable[[Any, Tell], Report], settings: BenchSettings) -> Report:
     """The report of what is measured in this process, which ends where it takes too long."""
     out = sys.__stderr__ or sys.stderr
-    faulthandler.dump_traceback_later(settings.time_out, exit=True, file=out)
+    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=out)
     try:
         return measure(settings, progress(settings))
     finally:
@@ -157,14 +157,14 @@ def run_alone(measure: Callable[[Any, Tell], Report], settings: BenchSettings) -
 def start(work: Work, settings: BenchSettings, device: str, size: int, hear: Tell) -> Report:
     """Rank 0's report of ranks that are processes of this one."""
     each = functools.partial(on_rank, work, device)
-    return launch(each, settings, size, hear, settings.time_out, f"bench {settings.name}")
+    return launch(each, settings, size, hear, settings.timeout, f"bench {settings.name}")
 
 
 def on_rank(work: Work, device: str, settings: BenchSettings, tell: Tell) -> Report | None:
     """Runs a benchmark as one rank, in the default process group of torchrun or `launch`."""
     if settings.as_rivals:  # not where `auto` learns what users' runs take
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL's default, which rivals have
-    with joined(device, timedelta(seconds=2 * WAIT_S), settings.time_out) as where:
+    with joined(device, timedelta(seconds=2 * WAIT_S), settings.timeout) as where:
         return work(settings, here(where), tell)
 
 

@@ -70,12 +70,12 @@ class RunSettings:
     """Path of the page with the timelines."""
     out: str | None = None
     """Path of the measured timeline as data."""
-    time_out_s: float = 60.0
+    timeout_s: float = 60.0
 
     def options(self, against: bool, trace: bool = False) -> Options:
         """The options of the Executors of either set."""
         in_order = against and self.in_order
-        return Options(time_out_s=self.time_out_s, in_order=in_order, trace=trace)
+        return Options(timeout_s=self.timeout_s, in_order=in_order, trace=trace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
-from interlace.commands.options import Calibration, Device, Json, Strategy, TimeOut
+from interlace.commands.options import Calibration, Device, Json, Strategy, Timeout
 from interlace.errors import OptionError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -57,7 +57,7 @@ class BenchSettings:
     out: Annotated[Path, typer.Option(help="Folder of the CSV rows.")] = RESULTS
     device: Device = "auto"
     commit: Annotated[str, typer.Option(help="Commit, where git cannot tell.")] = ""
-    time_out: TimeOut = 580
+    timeout: Timeout = 580
     verbose: Verbose = False
     json: Json = False
 
@@ -236,7 +236,7 @@ class CalibrationSettings(BenchSettings):
 
 def ours(settings: LayerSettings | TransformerSettings, **more: Any) -> dict[str, Any]:
     """Options of our compiler that the settings ask for."""
-    found: dict[str, Any] = {"strategy": settings.strategy, "time_out_s": 60.0, **more}
+    found: dict[str, Any] = {"strategy": settings.strategy, "timeout_s": 60.0, **more}
     if settings.calibration is not None:
         found["calibration"] = whole(settings.calibration)
     return found

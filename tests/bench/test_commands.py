@@ -24,7 +24,7 @@ TINY = ("--device", "cpu", "--preset", "tiny", "--dtype", "f32", "--host-runs", 
 
 
 def bench(*args: str) -> subprocess.CompletedProcess[str]:
-    done = command("bench", *args, time_out_s=250)
+    done = command("bench", *args, timeout_s=250)
     assert done.returncode == 0, done.stderr + done.stdout
     return done
 
@@ -168,7 +168,7 @@ def test_ranks_that_cannot_do_it_end_with_one_error(tmp_path: Path) -> None:
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    done = bench_here("overlap", *TINY, "--time-out", "2", "--out", str(tmp_path), code=2)
+    done = bench_here("overlap", *TINY, "--timeout", "2", "--out", str(tmp_path), code=2)
     assert "2 s" in done.stderr or "ended with code" in done.stderr
 
 

@@ -44,9 +44,7 @@ def opened(case: KernelCase, name: str) -> Opened:
 @pytest.mark.parametrize("only", ["adam", pytest.param("adam,host", marks=pytest.mark.slow)])
 def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> None:
     args = ("--device", "cpu", "--only", only, "--seconds", "60", "--out", str(tmp_path))
-    done = command(
-        "bench", "kernels", *args, "--check", "--json", "--commit", "abc", time_out_s=150
-    )
+    done = command("bench", "kernels", *args, "--check", "--json", "--commit", "abc", timeout_s=150)
     assert done.returncode in (0, 1), done.stderr  # 1: a busy machine misses the bar of host time
     report = json.loads(done.stdout)
     rows = read(tmp_path / "kernels.csv")

@@ -31,7 +31,7 @@ def raced() -> Any:
 
 
 def test_ways_train_alike_and_rows_tell_what_is_exposed(pool: Pool) -> None:
-    (report, told), (nothing, _) = pool(2).run(raced, replace=True, time_out_s=110)
+    (report, told), (nothing, _) = pool(2).run(raced, replace=True, timeout_s=110)
     assert nothing is None
     rows = {row["way"]: row for row in report["rows"]}
     assert [row["way"] for row in told] == list(rows) == list(OPTIMIZERS)

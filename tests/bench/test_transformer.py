@@ -55,7 +55,7 @@ def raced() -> Any:
 
 
 def test_ways_train_alike_and_rows_tell_what_overlap_gains(pool: Pool) -> None:
-    (report, told), (nothing, _) = pool(2).run(raced, replace=True, time_out_s=110)
+    (report, told), (nothing, _) = pool(2).run(raced, replace=True, timeout_s=110)
     assert nothing is None
     *rows, absent = told
     assert [row["way"] for row in report["rows"]] == [row["way"] for row in told] == list(WAYS)
@@ -101,7 +101,7 @@ def float8_offs() -> tuple[float, float, float]:
 
 def test_float8_is_held_against_what_a_rounding_moves(pool: Pool) -> None:
     """Which is more than what other dtypes may be off; a wrong gradient is more than that."""
-    told = pool(2).run(float8_offs, time_out_s=110)
+    told = pool(2).run(float8_offs, timeout_s=110)
     assert all(off <= limit("compile-fp8") for off, _, _ in told)
     assert any(plain > LIMIT for _, plain, _ in told)
     assert all(wrong > limit("compile-fp8") for _, _, wrong in told)

@@ -70,13 +70,13 @@ def invoke(*args: str, text: str = "") -> tuple[int, str, str]:
 
 
 def command(
-    *args: str, stdin: str | None = None, env: dict[str, str] | None = None, time_out_s: float = 60
+    *args: str, stdin: str | None = None, env: dict[str, str] | None = None, timeout_s: float = 60
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m interlace` in a process of its own."""
     found = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(
         [sys.executable, "-m", "interlace", *args],
-        **{"input": stdin, "env": found, "timeout": time_out_s, "cwd": ROOT},
+        **{"input": stdin, "env": found, "timeout": timeout_s, "cwd": ROOT},
         capture_output=True,
         text=True,
         check=False,

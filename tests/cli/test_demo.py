@@ -21,7 +21,7 @@ from interlace.verify import check
 def run(folder: Path, *args: str) -> dict[str, Any]:
     """The report of a demo that writes into `folder`."""
     done = command(
-        *("demo", "--json", "--time-out", "570", "--out", str(folder), *args), time_out_s=580
+        *("demo", "--json", "--timeout", "570", "--out", str(folder), *args), timeout_s=580
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "no progress is shown beside JSON"

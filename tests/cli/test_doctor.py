@@ -188,7 +188,7 @@ def test_ranks_that_do_not_meet_in_the_store(monkeypatch: pytest.MonkeyPatch) ->
     given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(app, ["doctor", "--json", "--time-out", "1"])
+    done = CliRunner().invoke(app, ["doctor", "--json", "--timeout", "1"])
     error = json.loads(done.stdout)["error"]
     assert (done.exit_code, error["type"]) == (2, "CommTimeoutError")
     assert "MASTER_ADDR and MASTER_PORT can be reached" in error["message"]

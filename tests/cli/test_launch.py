@@ -20,19 +20,19 @@ from interlace import errors
 from interlace.launch import launch
 
 
-def run(*does: str, time_out_s: float = 60.0) -> Any:
+def run(*does: str, timeout_s: float = 60.0) -> Any:
     """What launch returned or raised; none of the processes it started is left."""
     heard: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         given = {"does": does, "folder": folder}
         try:
-            result: Any = launch(work, given, len(does), heard.append, time_out_s, "the demo")
+            result: Any = launch(work, given, len(does), heard.append, timeout_s, "the demo")
         except errors.InterlaceError as error:
             result = error
         pids = [int(path.name) for path in Path(folder).iterdir()]
     assert heard, "no rank was started"
     assert not any(map(running, pids))
-    assert len(pids) == len(does) or time_out_s < 60
+    assert len(pids) == len(does) or timeout_s < 60
     return result
 
 
@@ -97,7 +97,7 @@ def test_a_dead_rank_s_log_is_repeated() -> None:
 
 def test_time_out_ends_all() -> None:
     began = time.monotonic()
-    result = run("wait", "hang", time_out_s=2.0)
+    result = run("wait", "hang", timeout_s=2.0)
     assert isinstance(result, errors.CommTimeoutError)
     assert "did not end in 2 s (ranks [0, 1] are still at it)" in str(result)
     assert time.monotonic() - began < 10

@@ -35,10 +35,10 @@ def on_each(function: Callable[[int], T]) -> list[T]:
         return list(threads.map(function, range(SIZE)))
 
 
-def meet(board: Board, topic: str, me: int, time_out_s: float) -> list[int] | str:
+def meet(board: Board, topic: str, me: int, timeout_s: float) -> list[int] | str:
     """What all said, or why there was no meeting."""
     try:
-        notes = board.exchange(topic, {"rank": me}, time_out_s)
+        notes = board.exchange(topic, {"rank": me}, timeout_s)
     except AgreementError as error:
         return str(error)
     return [note["rank"] for note in notes]

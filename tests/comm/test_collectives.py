@@ -29,7 +29,7 @@ from interlace.errors import UnsupportedError
 from interlace.ir import KINDS
 from interlace.verify.in_place import COLLECTIVES
 
-TIME_OUT_S = 20.0
+TIMEOUT_S = 20.0
 COLUMNS = 3
 Shape = tuple[int, ...]
 
@@ -54,16 +54,16 @@ def meet() -> tuple[TeamComm, BoundedWait]:
     group = dist.group.WORLD
     assert group is not None
     team = team_of(group, "tp")
-    team.setup(TIME_OUT_S)
-    return team, BoundedWait(TIME_OUT_S, lambda: "the op under test", team.control.check)
+    team.setup(TIMEOUT_S)
+    return team, BoundedWait(TIMEOUT_S, lambda: "the op under test", team.control.check)
 
 
 def bind(team: TeamComm, backend: str, specs: list[Spec], topic: str) -> list[Run]:
     if backend == "gloo":
-        gloo = team.backend("gloo", "cpu", TIME_OUT_S)
-        return [bind_collective(gloo, spec, TIME_OUT_S) for spec in specs]
+        gloo = team.backend("gloo", "cpu", TIMEOUT_S)
+        return [bind_collective(gloo, spec, TIMEOUT_S) for spec in specs]
     stage = max(map(staged_nbytes, specs))
-    space = Workspace(team, topic, Demand(stage_nbytes=stage), TIME_OUT_S)
+    space = Workspace(team, topic, Demand(stage_nbytes=stage), TIMEOUT_S)
     return [bind_peer_collective(space, spec, k + 1) for k, spec in enumerate(specs)]
 
 
@@ -294,7 +294,7 @@ def test_ucc_reads_from_a_copy_of_what_it_writes() -> None:
             self.apart = src.untyped_storage().data_ptr() != dst.untyped_storage().data_ptr()
             return self
 
-        def wait(self, time_out: object) -> None:
+        def wait(self, timeout: object) -> None:
             pass
 
     backend, whole = Ucc(), torch.zeros(8)

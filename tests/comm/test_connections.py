@@ -27,7 +27,7 @@ from interlace.ir import parse, parse_set
 from interlace.options import Options
 from interlace.runtime import Executor
 
-TIME_OUT_S = 1.5
+TIMEOUT_S = 1.5
 Heard = tuple[str, str, float]
 
 
@@ -87,12 +87,12 @@ def played() -> Iterator[tuple[World, Any]]:
         yield world, team
 
 
-def ask(team: Any, time_out_s: float = TIME_OUT_S) -> Heard:
+def ask(team: Any, timeout_s: float = TIMEOUT_S) -> Heard:
     """What is heard when the backend is asked for to prepare something, and how long that takes."""
     team.num_prepared += 1
     begun, heard = time.monotonic(), ("result", "")
     try:
-        backend = team.backend("nccl", "cuda", time_out_s)
+        backend = team.backend("nccl", "cuda", timeout_s)
         assert not backend.aborted
     except InterlaceError as error:
         heard = type(error).__name__, str(error)
@@ -104,7 +104,7 @@ def asked_again(how: str) -> list[Heard]:
     rank = dist.get_rank()
     with played() as (world, team):
         if how == "late" and rank == 1:
-            time.sleep(2 * TIME_OUT_S)
+            time.sleep(2 * TIMEOUT_S)
         if how == "refused":
             world.problem = "Duplicate GPU detected"
         if how == "fails before":
@@ -151,7 +151,7 @@ def released() -> list[Heard]:
         mine = Nccl("nccl", dist.distributed_c10d._get_default_store(), rank, 2)
         with mock.patch.object(backends.Connections, "users", return_value=mine):
             if rank == 1:
-                time.sleep(2 * TIME_OUT_S)
+                time.sleep(2 * TIMEOUT_S)
             found = [ask(team)]
             dist.barrier()
             release_teams()

@@ -100,7 +100,7 @@ def prepare_over_a_stopped_store() -> Outcome:
         waking = threading.Timer(25.0, os.kill, (pid, signal.SIGCONT))
         waking.start()
         os.kill(pid, signal.SIGSTOP)
-        found = attempt(lambda: prepared("get", time_out_s=LIMIT_S))
+        found = attempt(lambda: prepared("get", timeout_s=LIMIT_S))
         os.kill(pid, signal.SIGCONT)
         waking.cancel()
     dist.barrier()

@@ -29,7 +29,7 @@ class Blocks:
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
 
-    def alloc(self, nbytes: int, time_out_s: float) -> int:
+    def alloc(self, nbytes: int, timeout_s: float) -> int:
         self.log.append(("alloc", OWN))
         return OWN
 

@@ -56,7 +56,7 @@ def job(port: int, dying: int | None, asks: int, compiles: bool) -> list[float]:
     try:
         if compiles:
             assert consent_of_ranks(["layer"], [(group, True)], LIMIT_S) == [True]
-        options = Options(time_out_s=LIMIT_S)
+        options = Options(timeout_s=LIMIT_S)
         executor = Executor(parse(TEXT), groups={"tp": group}, options=options).prepare()
         y, z = executor.run([torch.full((4,), float(rank))])
         return [y[0].item(), z[0].item()]

@@ -35,7 +35,7 @@ def _let_go_in_turn(times: int) -> list[list[tuple[str, int]]]:
 
 def test_a_slot_goes_when_every_rank_has_let_it_go(pool: Pool) -> None:
     both, one = [("kept", 4096), ("lent", 8192)], [("kept", 4096)]
-    assert pool(3).run(_let_go_in_turn, 3, time_out_s=60) == [[both, both, one]] * 3
+    assert pool(3).run(_let_go_in_turn, 3, timeout_s=60) == [[both, both, one]] * 3
 
 
 TEXT = """
@@ -68,5 +68,5 @@ def _many_sizes(count: int) -> list[int]:
 
 
 def test_sizes_that_are_not_used_any_more_take_no_memory(pool: Pool) -> None:
-    for seen in pool(2).run(_many_sizes, 6, time_out_s=60):
+    for seen in pool(2).run(_many_sizes, 6, timeout_s=60):
         assert seen[-1] <= 2 * max(seen[0], 4096), seen

@@ -29,7 +29,7 @@ class Device:
     def private_stream(self) -> int:
         return 5
 
-    def finish(self, stream: int, time_out_s: float) -> None:
+    def finish(self, stream: int, timeout_s: float) -> None:
         """What stands in the queue is done."""
         assert stream == 5
         self.finished += 1

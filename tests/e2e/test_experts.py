@@ -72,7 +72,7 @@ def against_eager(
     """Three steps of a module, eager and compiled."""
     found: dict[str, Any] = {"different": []}
     far = torch.zeros(())
-    given = {"time_out_s": 30.0, **options}
+    given = {"timeout_s": 30.0, **options}
     with capture() as captured:
         compiled = torch.compile(
             module, backend="interlace", options=given, fullgraph=True, dynamic=False
@@ -114,7 +114,7 @@ def assert_overlapped(found: dict[str, Any], strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equals_eager(pool: Pool, strategy: str, ranks: int, seed: int) -> None:
     args = (Experts, 1, "float32", False, seed, STRATEGIES[strategy])
-    for found in pool(ranks).run(compare, *args, time_out_s=100.0):
+    for found in pool(ranks).run(compare, *args, timeout_s=100.0):
         assert_overlapped(found, strategy)
         assert found["far"] < 1e-5
         if has_avx512():
@@ -126,7 +126,7 @@ def test_other_spellings(pool: Pool, kind: type[Experts], seed: int) -> None:
     """On integers, which are exact in bf16 too (grouped matmuls take no other type on GPUs)."""
     dtype = "bfloat16" if kind in (Grouped, Layers) else "float32"
     args = (kind, 1, dtype, True, seed, STRATEGIES["peer"])
-    for found in pool(2).run(compare, *args, time_out_s=100.0):
+    for found in pool(2).run(compare, *args, timeout_s=100.0):
         assert_overlapped(found, "peer")
         assert not found["different"]
 
@@ -137,7 +137,7 @@ def infer(seed: int) -> list[str]:
     module = filled(Grouped(group, torch.bfloat16), seed, True)
     torch.manual_seed(seed + dist.get_rank())
     x = torch.randint(-1, 2, (group.size() * EXPERTS, ROOM, DIM)).bfloat16()
-    options = {"time_out_s": 30.0, **STRATEGIES["peer"]}
+    options = {"timeout_s": 30.0, **STRATEGIES["peer"]}
     with torch.no_grad(), capture() as captured:
         compiled = torch.compile(module, backend="interlace", options=options, dynamic=False)
         if not torch.equal(compiled(x), module(x)):
@@ -147,12 +147,12 @@ def infer(seed: int) -> list[str]:
 
 
 def test_inference(pool: Pool, seed: int) -> None:
-    assert pool(2).run(infer, seed, time_out_s=100.0) == [[DISPATCH, COMBINE]] * 2
+    assert pool(2).run(infer, seed, timeout_s=100.0) == [[DISPATCH, COMBINE]] * 2
 
 
 def test_what_data_decide_stays_whole_and_says_so(pool: Pool, seed: int) -> None:
     args = (Counted, 1, "bfloat16", True, seed, STRATEGIES["peer"])
-    for found in pool(2).run(compare, *args, time_out_s=100.0):
+    for found in pool(2).run(compare, *args, timeout_s=100.0):
         assert found["sites"] == [[("all_to_all", "serial")] * 2] * 2
         assert found["whole"] == [2, 2]
         assert all("groups have sizes known beforehand" in why for why in found["reasons"])
@@ -161,7 +161,7 @@ def test_what_data_decide_stays_whole_and_says_so(pool: Pool, seed: int) -> None
 
 def test_one_axis_of_two(pool: Pool, seed: int) -> None:
     args = (Experts, 2, "float32", True, seed, STRATEGIES["peer"])
-    for found in pool(4).run(compare, *args, time_out_s=100.0):
+    for found in pool(4).run(compare, *args, timeout_s=100.0):
         assert_overlapped(found, "peer")
         assert not found["different"]
 
@@ -174,7 +174,7 @@ def compare_routed(seed: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_layer_with_a_router(pool: Pool, seed: int) -> None:
-    for found in pool(2).run(compare_routed, seed, STRATEGIES["peer"], time_out_s=100.0):
+    for found in pool(2).run(compare_routed, seed, STRATEGIES["peer"], timeout_s=100.0):
         assert_overlapped(found, "peer")
         assert found["far"] < 1e-5
         if has_avx512():
@@ -190,7 +190,7 @@ def compare_in_order(seed: int) -> list[str]:
     traces: list[list[Tensor]] = []
     for options in ({}, {"in_order": True}):
         torch.compiler.reset()
-        given = {"time_out_s": 30.0, **STRATEGIES["peer"], **options}
+        given = {"timeout_s": 30.0, **STRATEGIES["peer"], **options}
         compiled = torch.compile(module, backend="interlace", options=given)
         trace = step(compiled, module, x, grad)
         with torch.no_grad():
@@ -205,7 +205,7 @@ def compare_in_order(seed: int) -> list[str]:
 
 
 def test_equals_in_order(pool: Pool, seed: int) -> None:
-    for different in pool(2).run(compare_in_order, seed, time_out_s=100.0):
+    for different in pool(2).run(compare_in_order, seed, timeout_s=100.0):
         assert not different
 
 
@@ -230,7 +230,7 @@ def test_the_function_of_the_docs(pool: Pool, seed: int) -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "moe.md"
     blocks = page.read_text().split("```python\n")[1:]
     (code,) = (block.split("```")[0] for block in blocks if block.startswith("def experts("))
-    for found in pool(2).run(compare_shown, code, seed, time_out_s=100.0):
+    for found in pool(2).run(compare_shown, code, seed, timeout_s=100.0):
         assert_overlapped(found, "peer")
         assert found["far"] < 1e-5
         if has_avx512():

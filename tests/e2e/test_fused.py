@@ -102,7 +102,7 @@ def compare(steps: int, seed: int) -> tuple[list[list[str]], list[int]]:
     "ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"{n}-ranks"
 )
 def test_training_equals_that_by_copies(pool: Pool, ranks: int, seed: int) -> None:
-    for wrong, fused in pool(ranks).run(compare, 5, seed, time_out_s=280.0):
+    for wrong, fused in pool(ranks).run(compare, 5, seed, timeout_s=280.0):
         assert wrong == [[], [], [], []]
         assert len(fused) == 2  # forward and backward
         assert all(fused), fused

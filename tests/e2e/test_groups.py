@@ -18,7 +18,7 @@ from interlace.launch import has_avx512
 from interlace.passes import run_pipeline
 from interlace.runtime import Executor
 
-OPTIONS = {"strategy": "peer", "time_out_s": 20.0}
+OPTIONS = {"strategy": "peer", "timeout_s": 20.0}
 
 
 def integers(seed: int, *sizes: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ def gathers_in_bits(seed: int) -> dict[str, str]:
     for name, options in {"serial": "strategy=serial", **STRATEGIES}.items():
         passes = f"find_sites,decompose{{{options}}},schedule,plan_memory,insert_sync"
         lowered = run_pipeline(program, passes)
-        given = interlace.Options(time_out_s=20.0)
+        given = interlace.Options(timeout_s=20.0)
         with Executor(lowered, groups={"tp": _world()}, options=given).prepare() as executor:
             (results[name],) = executor.run([x, w])
         if not torch.equal(results[name], results["serial"]):

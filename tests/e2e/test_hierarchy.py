@@ -19,7 +19,7 @@ from tests.e2e.experts import Experts, Gated, Grouped
 from tests.e2e.test_experts import assert_overlapped, compare
 from tests.e2e.test_uneven_exchange import differences
 from tests.runtime.programs import Outcome, attempt, world_group
-from tests.runtime.test_faults import TIME_OUT_S
+from tests.runtime.test_faults import TIMEOUT_S
 from tests.support.hosts import Hosts, HostsPool, made_or_skipped
 from tests.support.pool import Died
 
@@ -143,7 +143,7 @@ def exact(
             x, w = (torch.randint(-3, 4, s, generator=own).float() for s in ((rows, K), (K, N)))
             expected, program = plain(kind, x, w, sizes), text_of(kind, sizes, hosts)
             for strategy in strategies:
-                options = Options(strategy=strategy, time_out_s=30, **more)
+                options = Options(strategy=strategy, timeout_s=30, **more)
                 made, groups = lower(program, options), {"tp": world_group()}
                 with Executor(made, groups=groups, device=device, options=options) as executor:
                     executor.prepare()
@@ -174,7 +174,7 @@ def test_all_strategies_on_hosts(
 @pytest.mark.slow
 def test_uneven_all_to_alls_across_hosts(pairs: HostsPool, seed: int) -> None:
     splits = [[1, 2, 3, 2], [3, 1, 2, 2], [2, 3, 1, 2], [2, 2, 2, 2]]
-    for far in pairs(4).run(differences, splits, seed, time_out_s=100.0):
+    for far in pairs(4).run(differences, splits, seed, timeout_s=100.0):
         assert max(far) <= 1e-5, far
 
 
@@ -189,7 +189,7 @@ def run_on(
     is killed in one."""
     program = lower(text_of("gather", [64] * 4, [[0, 1], [2, 3]]), Options(strategy=strategy))
     transport: Any = "nccl" if device == "cuda" else "auto"
-    options = Options(time_out_s=TIME_OUT_S, transport=transport)
+    options = Options(timeout_s=TIMEOUT_S, transport=transport)
     groups = {"tp": world_group()}
     executor = Executor(program, groups=groups, device=device, options=options).prepare()
     own = torch.Generator().manual_seed(seed + dist.get_rank())
@@ -226,7 +226,7 @@ def test_a_rank_killed_in_a_run_is_named(pairs: HostsPool, tmp_path: Path, seed:
     for error, text, seconds in results:
         assert error == "PeerError"
         assert re.search(r"rank 3( on host interlace-b)? of team tp\w* (died|stopped)", text), text
-        assert seconds < TIME_OUT_S + 5
+        assert seconds < TIMEOUT_S + 5
 
 
 MESH = """def both(dp: Team[[0, 2], [1, 3]], tp: Team[[0, 1], [2, 3]], x: f32[4]):
@@ -248,16 +248,16 @@ def on_a_mesh(how: str) -> Outcome:
 
     def before(rank: int, index: int, op: object) -> None:
         if rank == 3 and how == "in an op" and stalls.is_set():
-            time.sleep(TIME_OUT_S + 4)
+            time.sleep(TIMEOUT_S + 4)
 
-    options = Options(time_out_s=TIME_OUT_S)
+    options = Options(timeout_s=TIMEOUT_S)
     executor = Executor(parse(MESH), groups=groups, options=options, before_op=before).prepare()
     x = torch.ones(4)
     executor.run([x])
     dist.barrier()
     stalls.set()
     if me == 3 and how == "between runs":
-        time.sleep(TIME_OUT_S + 4)
+        time.sleep(TIMEOUT_S + 4)
         return "", "", 0.0
     return attempt(lambda: executor.run([x]))
 
@@ -274,7 +274,7 @@ def test_the_rank_that_is_behind_a_wait_on_another_team_is_named(
     for error, text, seconds in results[:3]:
         assert error in ("CommTimeoutError", "PeerError"), text
         assert "rank 3 on host interlace-d" in text, text
-        assert seconds < TIME_OUT_S + 5
+        assert seconds < TIMEOUT_S + 5
 
 
 VANISH = "cut off", "killed", "gone"
@@ -304,7 +304,7 @@ def vanish(
         away = "interlace-a" if rank > 1 else "interlace-b"
         named = re.search(rf"ranks? .* on host {away}", text)
         slowest = max(slowest, seconds)
-        if error not in ("CommTimeoutError", "PeerError") or not named or seconds > TIME_OUT_S + 5:
+        if error not in ("CommTimeoutError", "PeerError") or not named or seconds > TIMEOUT_S + 5:
             wrong.append(f"rank {rank}, after {seconds:.1f} s: {error}: {text}")
     return wrong, slowest
 
@@ -332,7 +332,7 @@ def test_where_the_host_of_the_store_vanishes_no_rank_blames_its_own_host(
         assert error in ("CommTimeoutError", "PeerError"), text
         assert "on host interlace-a" in text, text
         assert "on host interlace-b does not answer" not in text, text
-        assert seconds < TIME_OUT_S + 5
+        assert seconds < TIMEOUT_S + 5
 
 
 @pytest.mark.slow
@@ -343,6 +343,6 @@ def test_experts_across_hosts(
 ) -> None:
     dtype = "float32" if kind is Experts else "bfloat16"
     args = (kind, 1, dtype, True, seed, {"strategy": strategy})
-    for found in pairs(4).run(compare, *args, time_out_s=100.0):
+    for found in pairs(4).run(compare, *args, timeout_s=100.0):
         assert_overlapped(found, strategy)
         assert not found["different"]

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from tests.nn.test_parallel_linear import KINDS, differentiated, drawn, ours, plain
 from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, world_group
-from tests.runtime.test_faults import TIME_OUT_S, suffer
+from tests.runtime.test_faults import TIMEOUT_S, suffer
 from tests.support.hosts import Hosts, HostsPool, made_or_skipped
 from tests.support.pool import Died, Pool
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +57,7 @@ def compared(strategies: tuple[str, ...], seed: int) -> tuple[list[str], set[str
     for strategy in strategies:
         for kind in KINDS[:3]:
             given = drawn(kind, 3, True, torch.float32, seed, integers=True)
-            options = {"strategy": strategy, "time_out_s": 30}
+            options = {"strategy": strategy, "timeout_s": 30}
             found = differentiated(lambda *a, k=kind, o=options: ours(k, *a, options=o), *given)
             expected = differentiated(lambda *a, k=kind: plain(k, *a), *given)
             if not all(map(torch.equal, found, expected)):
@@ -117,7 +117,7 @@ def step(across: str, seed: int, strategy: str) -> tuple[bool, str, list[Any]]:
         y = function(*leaves)
         return [y.detach(), *torch.autograd.grad(y.sum(), leaves)]
 
-    options: Any = {"time_out_s": 20.0, "strategy": strategy}
+    options: Any = {"timeout_s": 20.0, "strategy": strategy}
     with capture() as captured:
         call = torch.compile(fn, backend="interlace", options=options)
         found = results(call)
@@ -152,7 +152,7 @@ def test_a_step_on_two_hosts_has_the_bits_of_one_host(
 
 
 def refused() -> Outcome:
-    return attempt(lambda: prepared("put", time_out_s=10.0))
+    return attempt(lambda: prepared("put", timeout_s=10.0))
 
 
 def test_shared_memory_is_refused(pool: HostsPool) -> None:
@@ -164,14 +164,14 @@ def test_shared_memory_is_refused(pool: HostsPool) -> None:
 
 def astray(how: str, seed: int) -> list[Outcome]:
     """Rank 1 calls another Program than the others, or prepares one alone; then all reset."""
-    one, two = (prepared(kind, time_out_s=10.0) for kind in ("shift", "pipeline"))
+    one, two = (prepared(kind, timeout_s=10.0) for kind in ("shift", "pipeline"))
     me = dist.get_rank()
 
     def run(executor: Any) -> Outcome:
         return attempt(lambda: executor.run(inputs_of(executor.program, me, seed)))
 
     if how == "alone" and me == 1:
-        found = [attempt(lambda: prepared("pipeline", time_out_s=10.0))]
+        found = [attempt(lambda: prepared("pipeline", timeout_s=10.0))]
     else:
         found = [run(two if me == 1 else one)]
     one.reset()
@@ -213,7 +213,7 @@ def stages_that_list_their_teams_in_another_order() -> Outcome:
     return y
 """)
     given: Any = dict(zip("ab", groups, strict=True))
-    executor = Executor(stage, groups=given, options=Options(time_out_s=10))
+    executor = Executor(stage, groups=given, options=Options(timeout_s=10))
 
     def runs() -> list[float]:
         executor.prepare()
@@ -254,7 +254,7 @@ def pipelined(runs: int) -> list[float]:
             if me == world - 1 and begun == 1:
                 store.wait(["pipelined/3"], timedelta(seconds=10))
 
-    groups, options = {"pp": world_group()}, Options(time_out_s=15)
+    groups, options = {"pp": world_group()}, Options(timeout_s=15)
     executor = Executor(stage, groups=groups, options=options, before_op=before).prepare()
     return [executor.run([torch.full((4,), float(n))])[0][0].item() for n in range(runs)]
 
@@ -269,7 +269,7 @@ def test_a_rank_that_raises_is_named_with_its_host(pool: HostsPool, kind: str, s
         assert failed[0] == ("ExecutorError" if rank == 1 else "PeerError")
         assert "the planted fault" in failed[1]
         assert rank == 1 or "rank 1 on host interlace-b of team tp stopped" in failed[1]
-        assert failed[2] < TIME_OUT_S
+        assert failed[2] < TIMEOUT_S
         assert again[0] == "ExecutorError"
         assert after[1] == "equal"
 
@@ -280,7 +280,7 @@ def test_a_rank_that_stalls_is_named_with_its_host(pool: HostsPool, kind: str, s
     for rank, (failed, _, after) in enumerate(pool(3).run(suffer, kind, "stalls", 1, seed)):
         assert failed[0] in ("CommTimeoutError", "PeerError")
         assert rank == 1 or "rank 1 on host interlace-b is in run " in failed[1], failed[1]
-        assert failed[2] < TIME_OUT_S + 5
+        assert failed[2] < TIMEOUT_S + 5
         assert after[1] == "equal"
 
 
@@ -291,4 +291,4 @@ def test_a_killed_rank_is_named_with_its_host(pool: HostsPool, kind: str, seed: 
     for ((error, text, seconds),) in results:
         assert error == "PeerError"
         assert "rank 1 on host interlace-b of team tp died" in text
-        assert seconds < TIME_OUT_S
+        assert seconds < TIMEOUT_S

@@ -57,7 +57,7 @@ def measured(
 def test_links_inside_and_between(
     pool: HostsPool, world: int, most: int, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = pool(world).run(measured, str(tmp_path), most, kinds, time_out_s=100)
+    found = pool(world).run(measured, str(tmp_path), most, kinds, timeout_s=100)
     assert found[0][0] == ((0, 1), (2, 3)[: world - 2])
     path, other = tmp_path / "0.json", tmp_path / "2.json"
     assert [file for _, file in found] == [str(path), "", str(other), ""][:world]

@@ -119,7 +119,7 @@ def test_doctor_ends_where_gloo_reaches_no_other_host(hosts: Hosts) -> None:
             "link set end up",
         ):
             subprocess.run(hosts.command(number, "ip", *what.split()), check=True, timeout=10)
-    program = (*DOCTOR, "--time-out", "20")
+    program = (*DOCTOR, "--timeout", "20")
     first, _ = run_on(hosts, 1, program, program, interface="other")
     facts = json.loads(first.stdout)
     assert [host["gloo"] for host in facts["hosts"]] == [
@@ -133,7 +133,7 @@ def test_doctor_ends_where_gloo_reaches_no_other_host(hosts: Hosts) -> None:
 
 def test_doctor_ends_where_a_rank_never_comes(hosts: Hosts) -> None:
     elsewhere = ("--no-python", "sleep", "60")
-    first, _ = run_on(hosts, 1, (*DOCTOR, "--time-out", "2"), elsewhere, left_s=0)
+    first, _ = run_on(hosts, 1, (*DOCTOR, "--timeout", "2"), elsewhere, left_s=0)
     error = json.loads(first.stdout)["error"]
     assert error["type"] == "AgreementError"
     assert "rank 1 did not come to 'doctor' within 2 s, as rank 0 did" in error["message"]
@@ -161,7 +161,7 @@ def run_and_list(seed: int) -> list[str]:
         if me % 2 == place:
             team_of(group, "inside").setup(20)
     for kind in ("shift", "pipeline"):
-        executor = prepared(kind, time_out_s=20.0)
+        executor = prepared(kind, timeout_s=20.0)
         executor.run(inputs_of(executor.program, me, seed))
         executor.reset()
         executor.run(inputs_of(executor.program, me, seed))

@@ -65,7 +65,7 @@ def arguments(mesh: DeviceMesh, rows: int = 8, grad: bool = True) -> list[Any]:
 def many_sizes(how: str, cache_size: int, sizes: int) -> tuple[int, int, bool]:
     """Calls of many sizes: the most Executors held at once, those at the end, and equality."""
     mesh = mesh_of()
-    options = {"cache_size": cache_size, "time_out_s": 20.0}
+    options = {"cache_size": cache_size, "timeout_s": 20.0}
     up, down = (whole(arg) for arg in arguments(mesh, grad=False)[1:])
 
     def fn(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def many_sizes(how: str, cache_size: int, sizes: int) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize("how", ["torch.compile", "interlace.compile"])
 def test_executors_of_many_sizes_are_bounded(pool: Pool, how: str) -> None:
-    for most, last, equal in pool(2).run(many_sizes, how, 2, 5, time_out_s=90):
+    for most, last, equal in pool(2).run(many_sizes, how, 2, 5, timeout_s=90):
         assert equal
         assert most <= 3, "more than the two that the option allows (and one not yet dropped)"
         assert last == 2
@@ -100,7 +100,7 @@ def with_options(**options: Any) -> tuple[bool, str, list[str]]:
     """The feed-forward with options: equal to eager?, the Program's text, its sites' strategies."""
     mesh = mesh_of()
     args = arguments(mesh)
-    call = interlace.compile(Function(feed_forward), *args, options={"time_out_s": 20.0, **options})
+    call = interlace.compile(Function(feed_forward), *args, options={"timeout_s": 20.0, **options})
     equal = torch.equal(whole(call(*args)), whole(feed_forward(*args)))
     text, taken = str(call.program), [site.strategy for site in call.program.sites]
     call.close()
@@ -119,7 +119,7 @@ def transports(names: tuple[str, ...]) -> dict[str, tuple[bool, str]]:
 
 
 def test_the_transport_is_the_one_asked_for(pool: Pool) -> None:
-    for found in pool(2).run(transports, ("auto", "gloo", "peer", "nccl", "ucc"), time_out_s=90):
+    for found in pool(2).run(transports, ("auto", "gloo", "peer", "nccl", "ucc"), timeout_s=90):
         assert all(found[name] == (True, "") for name in ("auto", "gloo", "peer"))
         for name in ("nccl", "ucc"):
             equal, why = found[name]
@@ -140,7 +140,7 @@ def resharded() -> dict[str, tuple[bool, list[str]]]:
     given = (x, w.to(torch.bfloat16))
     wanted = whole(fn(*given))
     for position in ("auto", "before", "after"):
-        options = {"resharding": position, "strategy": "serial", "time_out_s": 20.0}
+        options = {"resharding": position, "strategy": "serial", "timeout_s": 20.0}
         call = interlace.compile(Function(fn), *given, options=options)
         gathers = [op for op in call.program.ops if isinstance(op, Collective)]
         boxes = call.program.boxes(dist.get_rank())
@@ -185,7 +185,7 @@ def regather(choice: bool | str) -> dict[str, Any]:
     """Gradients, the sizes that forward leaves for backward, and backward's communications."""
     mesh = mesh_of()
     args = arguments(mesh, rows=16)
-    options = {"regather": choice, "strategy": "peer", "time_out_s": 20.0}
+    options = {"regather": choice, "strategy": "peer", "timeout_s": 20.0}
     call = interlace.compile(Function(feed_forward), *args, options=options)
     y = call(*args)
     (y.to_local() ** 2).sum().backward()
@@ -234,7 +234,7 @@ def collectives_of_the_demo() -> list[tuple[int, int, list[tuple[str, str, str]]
     model = parallelize(Transformer(config), mesh)
     tokens = torch.randint(config.vocabulary, (config.batch, config.sequence))
     with capture() as captured:
-        options: Any = {"time_out_s": 20.0, "strategy": "peer"}
+        options: Any = {"timeout_s": 20.0, "strategy": "peer"}
         call = torch.compile(
             model, backend="interlace", options=options, fullgraph=True, dynamic=False
         )
@@ -253,7 +253,7 @@ def collectives_of_the_demo() -> list[tuple[int, int, list[tuple[str, str, str]]
     "ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["2-ranks", "4-ranks"]
 )
 def test_every_collective_of_the_demo_is_explained(pool: Pool, ranks: int) -> None:
-    for graphs in pool(ranks).run(collectives_of_the_demo, time_out_s=100):
+    for graphs in pool(ranks).run(collectives_of_the_demo, timeout_s=100):
         assert len(graphs) == 2
         for count, lost, sites, text in graphs:
             assert lost == 0

@@ -73,7 +73,7 @@ def run_stage(backend: str, seed: int, drop: str, runs: int) -> list[torch.Tenso
         ("low", "high")[rank // 2]: rows[rank // 2],
         "pipe": columns[rank % 2],
     }
-    executor = Executor(program, groups=groups, options=Options(time_out_s=15.0))
+    executor = Executor(program, groups=groups, options=Options(timeout_s=15.0))
     results: list[torch.Tensor] = []
     try:
         with executor.prepare():

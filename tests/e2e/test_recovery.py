@@ -45,7 +45,7 @@ def fail_and_recover() -> tuple[str, bool, bool]:
         "2": RowwiseParallel(output_layouts=Shard(0)),
     }
     parallelize_module(mlp, mesh, plan)
-    options = {"strategy": "peer", "time_out_s": 20.0}
+    options = {"strategy": "peer", "timeout_s": 20.0}
     compiled = torch.compile(mlp, backend="interlace", options=options)
     x = torch.randn(4, 8)
     with capture() as captured, torch.no_grad():
@@ -88,7 +88,7 @@ def one_group_for_two_teams() -> str:
     """The error of a Program whose teams were given one group."""
     groups = {"a": world_group(), "b": world_group()}
     with pytest.raises(TeamError) as error:
-        Executor(parse(TWO_TEAMS), groups=groups, options=Options(time_out_s=20)).prepare()
+        Executor(parse(TWO_TEAMS), groups=groups, options=Options(timeout_s=20)).prepare()
     return str(error.value)
 
 

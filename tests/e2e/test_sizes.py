@@ -27,7 +27,7 @@ def run_sizes(
     kind: str, strategy: str, ranks: int, uneven: bool, sizes: list[int], seed: int
 ) -> list[str]:
     """On one rank: what is wrong, and how many Executors served the sizes."""
-    pipeline, options = LOWER.format(STRATEGIES[strategy]), Options(time_out_s=20)
+    pipeline, options = LOWER.format(STRATEGIES[strategy]), Options(timeout_s=20)
     groups = {"tp": world_group()}
     classes: list[Executor] = []
     wrong: list[str] = []
@@ -71,7 +71,7 @@ def test_a_run_is_that_of_the_program_for_its_size(
     few = [least, 1, *(rng.randrange(2, 40) for _ in range(3))]
     sizes = [*few, *(rng.randrange(2, 300) for _ in range(count - 5))]
     facts = kind, strategy, ranks, uneven, sizes, seed
-    for wrong in pool(ranks).run(run_sizes, *facts, time_out_s=580):
+    for wrong in pool(ranks).run(run_sizes, *facts, timeout_s=580):
         assert not wrong, (ranks, uneven, sizes)
 
 
@@ -80,7 +80,7 @@ def run_wrong(size: int, other: int) -> list[str]:
     program = run_pipeline(
         serial("all_gather_matmul", 2, size, False), LOWER.format("strategy=peer")
     )
-    options = Options(time_out_s=5)
+    options = Options(timeout_s=5)
     executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
     told: list[str] = []
     try:
@@ -130,7 +130,7 @@ def f(tp: Team[2], S: Size[6], T: Size[3], s: f32[S], t: f32[T], x: f32[S + T, 3
 
 def run_uneven(name: str) -> tuple[str, str, list[str]]:
     """The class that was proved, the one that this rank runs, and what is wrong."""
-    options = Options(time_out_s=10)
+    options = Options(timeout_s=10)
     groups, rank, wrong = {"tp": world_group()}, dist.get_rank(), list[str]()
     program = parse(UNEVEN[name])
     executor = Executor(program, groups=groups, options=options).prepare()
@@ -152,7 +152,7 @@ def run_uneven(name: str) -> tuple[str, str, list[str]]:
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_ranks_with_views_of_their_own_run_the_class_that_was_proved(pool: Pool, name: str) -> None:
-    told = pool(2).run(run_uneven, name, time_out_s=60)
+    told = pool(2).run(run_uneven, name, timeout_s=60)
     assert len({told[0][0], *(own for _, own, _ in told)}) == 1
     assert [wrong for *_, wrong in told] == [[], []]
 
@@ -171,7 +171,7 @@ def run_tokens() -> list[bool]:
     """On one rank: whether each run is right, where ranks hold different numbers of tokens."""
     program = run_pipeline(parse(TOKENS), LOWER.format("strategy=serial"))
     groups, right = {"tp": world_group()}, list[bool]()
-    with Executor(program, groups=groups, options=Options(time_out_s=20)).prepare() as executor:
+    with Executor(program, groups=groups, options=Options(timeout_s=20)).prepare() as executor:
         for sizes in ((64, 64), (60, 60), (64, 35), (3, 1000)):
             g = torch.Generator().manual_seed(sum(sizes))
             parts = [torch.randn(size, 8, generator=g) for size in sizes]
@@ -181,7 +181,7 @@ def run_tokens() -> list[bool]:
 
 
 def test_sizes_that_no_exchange_depends_on_may_differ(pool: Pool) -> None:
-    assert pool(2).run(run_tokens, time_out_s=60) == [[True] * 4] * 2
+    assert pool(2).run(run_tokens, timeout_s=60) == [[True] * 4] * 2
 
 
 APART = """
@@ -197,7 +197,7 @@ def run_apart() -> list[float]:
     """On one rank: results where two ranks alone exchange a size that all three know."""
     rank = dist.get_rank()
     program, results = parse(APART.format(rank=rank, op=OPS[rank])), list[float]()
-    options = Options(time_out_s=20)
+    options = Options(timeout_s=20)
     with Executor(program, groups={"tp": world_group()}, options=options).prepare() as executor:
         for size in (16, 20, 16):
             y, d = torch.zeros(size), torch.zeros(4)
@@ -207,7 +207,7 @@ def run_apart() -> list[float]:
 
 
 def test_sizes_that_any_rank_exchanges_are_the_same_on_all(pool: Pool) -> None:
-    assert pool(3).run(run_apart, time_out_s=60) == [[1.0, 3.0] * 3] * 2 + [[3.0, 3.0] * 3]
+    assert pool(3).run(run_apart, timeout_s=60) == [[1.0, 3.0] * 3] * 2 + [[3.0, 3.0] * 3]
 
 
 def test_a_place_in_a_peers_memory_is_exchanged() -> None:

@@ -52,7 +52,7 @@ def run_shapes(kind: str, strategy: str, ranks: int, dtype: str, seed: int) -> d
         x, w = sample.inputs[rank]
         expected = reference(kind, rows_of(shape, ranks), x, w)
         for in_order in (False, True) if site.strategy == "fused" else (False,):
-            options = Options(time_out_s=20, in_order=in_order)
+            options = Options(timeout_s=20, in_order=in_order)
             executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
             for _ in range(3):  # the slots are used in turn
                 (found,) = executor.run([x, w])

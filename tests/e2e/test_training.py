@@ -47,7 +47,7 @@ def compiled(model: nn.Module, options: dict[str, Any] | None) -> Callable[[Tens
     if options is None:
         return model
     torch.compiler.reset()
-    given: dict[str, Any] = {"time_out_s": 40.0, **options}
+    given: dict[str, Any] = {"timeout_s": 40.0, **options}
     return torch.compile(model, backend="interlace", options=given)
 
 
@@ -223,7 +223,7 @@ def compare_strategies(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, 4], ids=["2-ranks", "4-ranks"])
 def test_twenty_steps(pool: Pool, ranks: int, seed: int) -> None:
-    results = pool(ranks).run(compare_ways, STRATEGIES["peer"], STEPS, seed, time_out_s=380.0)
+    results = pool(ranks).run(compare_ways, STRATEGIES["peer"], STEPS, seed, timeout_s=380.0)
     for rank, found in enumerate(results):
         assert not found["in order"], f"rank {rank}: overlapped and in order differ"
         if ranks == 2 and has_avx512():  # two addends have one order
@@ -239,7 +239,7 @@ def test_twenty_steps(pool: Pool, ranks: int, seed: int) -> None:
 )
 def test_integers_equal_serial(pool: Pool, ranks: int, drawn: int, seed: int) -> None:
     args = (train_integers, STEPS, seed, drawn)
-    for rank, found in enumerate(pool(ranks).run(compare_strategies, *args, time_out_s=280.0)):
+    for rank, found in enumerate(pool(ranks).run(compare_strategies, *args, timeout_s=280.0)):
         assert len(found) == drawn
         assert not any(found.values()), f"rank {rank}: {found}"
 
@@ -259,7 +259,7 @@ def accumulated(seed: int) -> dict[str, list[str]]:
 
 @pytest.mark.timeout(200)
 def test_gradients_that_matmuls_add_up(pool: Pool, seed: int) -> None:
-    for rank, found in enumerate(pool(2).run(accumulated, seed, time_out_s=180.0)):
+    for rank, found in enumerate(pool(2).run(accumulated, seed, timeout_s=180.0)):
         assert found == {"serial": [], "peer": [], "copies": []}, f"rank {rank}"
 
 
@@ -275,6 +275,6 @@ def test_gradients_that_matmuls_add_up(pool: Pool, seed: int) -> None:
 )
 def test_strategies_equal_serial_in_fp32(pool: Pool, train: Train, drawn: int, seed: int) -> None:
     args = (train, 2, seed, drawn)
-    for rank, found in enumerate(pool(2).run(compare_strategies, *args, time_out_s=280.0)):
+    for rank, found in enumerate(pool(2).run(compare_strategies, *args, timeout_s=280.0)):
         assert len(found) == drawn
         assert not any(found.values()), f"rank {rank}: {found}"

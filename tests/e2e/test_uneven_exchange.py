@@ -48,7 +48,7 @@ def differences(splits: list[list[int]], seed: int) -> list[float]:
 @pytest.mark.parametrize("name", SPLITS)
 def test_ranks_exchange_alike(pool: Pool, name: str, seed: int) -> None:
     """Each would choose a collective or messages by its own rows: they choose together."""
-    for far in pool(3).run(differences, SPLITS[name], seed, time_out_s=100.0):
+    for far in pool(3).run(differences, SPLITS[name], seed, timeout_s=100.0):
         assert max(far) <= 1e-5, far
 
 
@@ -78,7 +78,7 @@ def told(splits: list[list[int]]) -> tuple[str, str, list[float]]:
 @pytest.mark.parametrize("name", ["one rank even", "none even"])
 def test_explain_lists_uneven_exchanges_and_proves_the_set(pool: Pool, name: str) -> None:
     """Each rank's Program has its own rows: alone, as if all ranks ran it, it would be stuck."""
-    each = pool(3).run(told, SPLITS[name], time_out_s=100.0)
+    each = pool(3).run(told, SPLITS[name], timeout_s=100.0)
     for by_torch, by_us, times in each:
         assert by_torch == by_us
         assert times == each[0][2], "ranks predict one timeline, of all of them"

@@ -60,7 +60,7 @@ def agree(
     assert report.verdicts["direction"] == sound, report
     dying = range(configuration.ranks) if refused else ()
     errors = pool(configuration.ranks).run(
-        run_pipeline, configuration, seed, time_out_s=120, may_die=dying
+        run_pipeline, configuration, seed, timeout_s=120, may_die=dying
     )
     print(f"{configuration}: {errors}")
     assert (Died(REFUSED) in errors) == refused, errors

@@ -20,7 +20,7 @@ import interlace
 from interlace.errors import RecordingError
 
 Case = Callable[[int, list[dist.ProcessGroup]], None]
-TIME_OUT_S = 0.5
+TIMEOUT_S = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def about_to_hang(groups: list[dist.ProcessGroup]) -> None:
     """All ranks have come this far; from here on what waits ends soon."""
     dist.barrier()
     for group in groups:
-        c10d._set_pg_timeout(timedelta(seconds=TIME_OUT_S), group)
+        c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
 
 
 def reduces(group: dist.ProcessGroup, size: int = 4, dtype: torch.dtype = torch.float32) -> None:

@@ -106,7 +106,7 @@ def trained(strategy: str, steps: int) -> tuple[list[float], list[str]]:
     [(2, "peer", 8), pytest.param(4, "ring", 20, marks=pytest.mark.slow)],
 )
 def test_training(pool: Pool, world: int, strategy: str, steps: int) -> None:
-    results = pool(world).run(trained, strategy, steps, time_out_s=200)
+    results = pool(world).run(trained, strategy, steps, timeout_s=200)
     assert all(result == results[0] for result in results)
     losses, kinds = results[0]
     assert losses[-1] < losses[0]
@@ -135,7 +135,7 @@ def empty_batches() -> list[tuple[int, ...]]:
         "down": RowwiseParallel(output_layouts=rows),
     }
     parallelize_module(model, mesh, plan)
-    call = torch.compile(model, backend=backend, dynamic=False, options={"time_out_s": 20})
+    call = torch.compile(model, backend=backend, dynamic=False, options={"timeout_s": 20})
     shapes: list[tuple[int, ...]] = []
     for batch in (0, 2, 0, 2):
         x = torch.ones(batch, 2, 32, requires_grad=True)
@@ -186,7 +186,7 @@ def dropout_against_eager(checkpointed: bool) -> None:
     ids=["plain", "checkpointed"],
 )
 def test_dropout(pool: Pool, checkpointed: bool) -> None:
-    pool(2).run(dropout_against_eager, checkpointed, time_out_s=120)
+    pool(2).run(dropout_against_eager, checkpointed, timeout_s=120)
 
 
 # -- blocks, meshes, processes --------------------------------------------------------------------
@@ -348,7 +348,7 @@ def other_sizes(lengths: list[int], dynamic: bool | None) -> list[float]:
     def fn(x: Any) -> Any:
         return (x * 2 + x.shape[0]).sum().full_tensor()
 
-    options: Any = {"time_out_s": 30.0}
+    options: Any = {"timeout_s": 30.0}
     call = torch.compile(fn, backend=backend, dynamic=dynamic, options=options, fullgraph=True)
     far: list[float] = []
     for rows in lengths:

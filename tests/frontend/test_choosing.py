@@ -19,7 +19,7 @@ from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
 
-TIME_OUT_S = 30.0
+TIMEOUT_S = 30.0
 Told = tuple[str, float]
 
 
@@ -38,7 +38,7 @@ def differing(own: list[dict[str, Any]], biased: list[bool], trains: bool) -> tu
     x, w, b = torch.ones(4, 8), torch.ones(8, 8).requires_grad_(trains), torch.ones(8)
 
     def call(options: dict[str, Any], bias: bool) -> Tensor:
-        given: Any = {"time_out_s": TIME_OUT_S, **options}
+        given: Any = {"timeout_s": TIMEOUT_S, **options}
         step = torch.compile(gather_linear, backend="interlace", dynamic=False, options=given)
         y = step(x, w, b if bias else None)
         if trains:
@@ -112,7 +112,7 @@ def compile_or_prepare() -> str:
     """What a rank that compiles hears where another prepares a Program by hand."""
     torch.compiler.reset()
     group: Any = dist.group.WORLD
-    options, given = Options(time_out_s=TIME_OUT_S), cast(Any, {"time_out_s": TIME_OUT_S})
+    options, given = Options(timeout_s=TIMEOUT_S), cast(Any, {"timeout_s": TIMEOUT_S})
     step = torch.compile(gather_linear, backend="interlace", options=given)
     try:
         if dist.get_rank() == 0:
@@ -155,7 +155,7 @@ def backward_in_another_order(kind: Any, dynamic: bool) -> list[str]:
     """What becomes of steps of two layers: backward in one order, in two, and in one again."""
     torch.compiler.reset()
     torch._dynamo.reset()
-    given: Any = {"time_out_s": TIME_OUT_S}
+    given: Any = {"timeout_s": TIMEOUT_S}
     layers = [
         torch.compile(kind(1.0 + i), backend="interlace", dynamic=dynamic, options=given)
         for i in range(2)

@@ -66,7 +66,7 @@ def run(steps: list[Routes], seed: int, grad: bool, whole: bool = False) -> dict
     model, wrong, keys = Experts(), [], []
     scalars = torch._dynamo.config.patch(capture_scalar_outputs=whole)
     with capture() as captured, torch.set_grad_enabled(grad), scalars:
-        options: Any = {"time_out_s": 20.0}
+        options: Any = {"timeout_s": 20.0}
         call = torch.compile(model, backend=backend, options=options)
         for number, routes in enumerate(steps):
             sent = routes[rank]
@@ -130,7 +130,7 @@ def test_steps_train_alike(pool: Pool, first: Routes, seed: int) -> None:
     special = [FIRST_AS_BEFORE, NONE_FOR_ONE, ONES, EVEN]
     second = next(r for r in iter(lambda: drawn(rng, ROWS, 3), []) if not as_first(first, r))
     steps = [first, second, *special, *(drawn(rng, ROWS, 3) for _ in range(6))]
-    for told in pool(3).run(run, steps, seed, True, time_out_s=110):
+    for told in pool(3).run(run, steps, seed, True, timeout_s=110):
         check(told)
         assert told["bound"] == 0 or first is EVEN
 
@@ -138,7 +138,7 @@ def test_steps_train_alike(pool: Pool, first: Routes, seed: int) -> None:
 def test_sizes_within_a_graph(pool: Pool, seed: int) -> None:
     rng = random.Random(seed)
     steps = [UNEVEN, NONE_FOR_ONE, ONES, *(drawn(rng, ROWS, 3) for _ in range(4))]
-    for told in pool(3).run(run, steps, seed, True, True, time_out_s=110):
+    for told in pool(3).run(run, steps, seed, True, True, timeout_s=110):
         check(told)
         assert told["bound"] == 0
 
@@ -147,7 +147,7 @@ def test_tokens_one_by_one(pool: Pool, seed: int) -> None:
     """All sizes are 0 or 1, and each rank compiles for others of them."""
     rng = random.Random(seed)
     steps = [drawn(rng, 1, 3) for _ in range(24)]
-    for told in pool(3).run(run, steps, seed, False, time_out_s=110):
+    for told in pool(3).run(run, steps, seed, False, timeout_s=110):
         check(told)
         assert told["bound"] == 0
 

@@ -193,7 +193,7 @@ def test_autograd_hears_of_what_is_written_in_place(pool: Pool) -> None:
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_a_sharded_layer(pool: Pool, mode: str) -> None:
-    found = pool(2).run(layer, mode, time_out_s=90)
+    found = pool(2).run(layer, mode, timeout_s=90)
     assert found == [(True, ["R True", "S(0) True"])] * 2
 
 

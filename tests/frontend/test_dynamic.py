@@ -74,7 +74,7 @@ def style(name: str, wrapped: bool, sizes: list[tuple[int, int]]) -> list[str]:
     torch.set_num_threads(1)
     mesh, place = world_mesh(), PLACES[name]
     model = feed_forward(mesh, place, place)
-    options: Any = {"time_out_s": 60.0}
+    options: Any = {"timeout_s": 60.0}
     call = torch.compile(model, backend=backend, dynamic=True, options=options)
     inputs: list[torch.Tensor] = []
     for b, s in sizes:
@@ -99,7 +99,7 @@ def style(name: str, wrapped: bool, sizes: list[tuple[int, int]]) -> list[str]:
 def test_batch_and_sequence_change_at_once(pool: Pool, seed: int, name: str, wrapped: bool) -> None:
     rng = random.Random(seed)
     sizes = [(rng.randrange(2, 5), rng.randrange(8, 24)) for _ in range(3)]
-    assert pool(2).run(style, name, wrapped, sizes, time_out_s=110) == [[], []]
+    assert pool(2).run(style, name, wrapped, sizes, timeout_s=110) == [[], []]
 
 
 def batches_and_lengths() -> tuple[list[str], str]:
@@ -108,7 +108,7 @@ def batches_and_lengths() -> tuple[list[str], str]:
     torch.set_num_threads(1)
     mesh = world_mesh()
     model = feed_forward(mesh, Shard(1), Shard(1))
-    options: Any = {"time_out_s": 60.0, "strategy": "peer"}
+    options: Any = {"timeout_s": 60.0, "strategy": "peer"}
     call: Any = torch.compile(model, backend=backend, dynamic=True, options=options)
     inputs: list[torch.Tensor] = [
         DTensor.from_local(torch.randn(batch, rows, WIDTH), mesh, [Shard(1)])
@@ -121,7 +121,7 @@ def batches_and_lengths() -> tuple[list[str], str]:
 def test_a_batch_that_a_class_pins_is_a_number(pool: Pool) -> None:
     """Rows are scattered as often as there are sequences, so each batch size has its Programs: for
     all lengths of a bucket, and overlapped."""
-    for wrong, told in pool(2).run(batches_and_lengths, time_out_s=110):
+    for wrong, told in pool(2).run(batches_and_lengths, timeout_s=110):
         assert wrong == []
         assert "for these sizes alone" not in told
         assert "traced" not in told
@@ -139,7 +139,7 @@ def whole_model(lengths: list[int]) -> list[str]:
     tokens = [
         torch.randint(0, 32, (2, n), generator=torch.Generator().manual_seed(n)) for n in lengths
     ]
-    options: Any = {"time_out_s": 60.0}
+    options: Any = {"timeout_s": 60.0}
     return steps(
         model, torch.compile(model, backend=backend, dynamic=True, options=options), tokens
     )
@@ -148,7 +148,7 @@ def whole_model(lengths: list[int]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_whole_model(pool: Pool) -> None:
-    assert pool(2).run(whole_model, [8, 12, 14], time_out_s=290) == [[], []]
+    assert pool(2).run(whole_model, [8, 12, 14], timeout_s=290) == [[], []]
 
 
 def what_torch_cannot_trace() -> str:

@@ -64,7 +64,7 @@ def run(which: str, strategy: str, seed: int) -> tuple[bytes, list[str], str]:
     torch.manual_seed(seed + dist.get_rank())
     x = torch.randn(64, 64).bfloat16()
     with capture() as captured, torch.no_grad():
-        options: Any = {"strategy": strategy, "time_out_s": 30.0}
+        options: Any = {"strategy": strategy, "timeout_s": 30.0}
         y = torch.compile(MODELS[which], backend=backend, options=options, fullgraph=True)(x, w)
     sites = [f"{s.kind} {s.strategy}" for s in captured.graphs[0].bound[0].program.sites]
     return bytes(y.flatten().view(torch.uint8).tolist()), sites, captured.explain()

@@ -102,8 +102,8 @@ def changing_lengths(cache_size: int) -> tuple[int, int, int, int]:
 
 def test_changing_lengths_share_one_graph(pool: Pool) -> None:
     # four lengths of three buckets, so three Programs each way
-    assert pool(2).run(changing_lengths, 64, time_out_s=110) == [(2, 3, 3, 2)] * 2
+    assert pool(2).run(changing_lengths, 64, timeout_s=110) == [(2, 3, 3, 2)] * 2
 
 
 def test_cache_of_programs_is_bounded(pool: Pool) -> None:
-    assert pool(2).run(changing_lengths, 2, time_out_s=110) == [(2, 2, 2, 2)] * 2
+    assert pool(2).run(changing_lengths, 2, timeout_s=110) == [(2, 2, 2, 2)] * 2

@@ -96,7 +96,7 @@ def checkpointed(lengths: list[int]) -> list[float]:
     torch.compiler.reset()
     plain, mesh = attention()
     block = checkpoint_wrapper(attention()[0])
-    block.compile(backend="interlace", fullgraph=True, options={"time_out_s": 40.0})
+    block.compile(backend="interlace", fullgraph=True, options={"timeout_s": 40.0})
     found: list[float] = []
     for length in lengths:
         torch.manual_seed(length)
@@ -111,7 +111,7 @@ def checkpointed(lengths: list[int]) -> list[float]:
 
 
 def test_checkpointing_inside_a_block_of_changing_lengths(pool: Pool) -> None:
-    for far in pool(2).run(checkpointed, [16, 24, 20, 26], time_out_s=240):
+    for far in pool(2).run(checkpointed, [16, 24, 20, 26], timeout_s=240):
         assert max(far) < 1e-5
 
 
@@ -124,7 +124,7 @@ def generated(first: int, steps: int) -> list[float]:
         input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
     )
     table = parallelize_module(table, mesh, style)
-    options: Any = {"time_out_s": 40.0}
+    options: Any = {"timeout_s": 40.0}
     call = torch.compile(layer, backend="interlace", dynamic=True, options=options)
     found: list[float] = []
     with torch.no_grad():
@@ -135,7 +135,7 @@ def generated(first: int, steps: int) -> list[float]:
 
 
 def test_a_sequence_grows_by_one_token(pool: Pool) -> None:
-    for far in pool(2).run(generated, 7, 4, time_out_s=240):
+    for far in pool(2).run(generated, 7, 4, timeout_s=240):
         assert max(far) < 1e-5
 
 
@@ -147,7 +147,7 @@ def summed(lengths: list[int]) -> list[float]:
     def total(x: Any) -> torch.Tensor:
         return (x * 2).sum(0).redistribute(mesh, [Replicate()]).to_local()
 
-    options: Any = {"time_out_s": 40.0}
+    options: Any = {"timeout_s": 40.0}
     call: Any = torch.compile(total, backend="interlace", dynamic=True, options=options)
     found: list[float] = []
     for length in lengths:
@@ -158,7 +158,7 @@ def summed(lengths: list[int]) -> list[float]:
 
 
 def test_ranks_whose_own_rows_are_as_before_bind_with_the_others(pool: Pool) -> None:
-    assert pool(2).run(summed, [7, 8, 9, 10, 9], time_out_s=200) == [[0.0] * 5] * 2
+    assert pool(2).run(summed, [7, 8, 9, 10, 9], timeout_s=200) == [[0.0] * 5] * 2
 
 
 def reasons(lengths: list[int], own: bool) -> tuple[list[str], str]:
@@ -192,7 +192,7 @@ def reasons(lengths: list[int], own: bool) -> tuple[list[str], str]:
 
 
 def test_a_length_that_is_bound_anew_says_why(pool: Pool) -> None:
-    for lines, text in pool(2).run(reasons, [20, 24, 40], False, time_out_s=120):
+    for lines, text in pool(2).run(reasons, [20, 24, 40], False, timeout_s=120):
         assert len(lines) == 2  # 20 and 24 are of one class
         assert "number 2 of its graph" in lines[1]
         assert "<= 31" in lines[1].partition("those before are for")[2]
@@ -200,7 +200,7 @@ def test_a_length_that_is_bound_anew_says_why(pool: Pool) -> None:
 
 
 def test_ranks_whose_programs_differ_say_so(pool: Pool) -> None:
-    for lines, text in pool(2).run(reasons, [20, 24], True, time_out_s=120):
+    for lines, text in pool(2).run(reasons, [20, 24], True, timeout_s=120):
         assert len(lines) == 2
         assert all("for these sizes alone: " in line for line in lines), lines
         assert "sizes: for these sizes alone" in text or "; for these sizes alone" in text

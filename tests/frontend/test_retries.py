@@ -42,7 +42,7 @@ def attempts(call: Any, late: int, reset: bool) -> list[str]:
 def late_to_train(late: int) -> tuple[list[str], bool]:
     model, tokens = make()
     want = step(model, model, tokens)
-    call = compiled(model, time_out_s=LIMIT_S)
+    call = compiled(model, timeout_s=LIMIT_S)
     told = attempts(lambda: call(tokens), late, reset=False)
     got = step(call, model, tokens)
     return told, abs(want[0] - got[0]) < 1e-5 and bits(step(call, model, tokens)[1]) == bits(got[1])
@@ -51,7 +51,7 @@ def late_to_train(late: int) -> tuple[list[str], bool]:
 def late_to_infer(late: int) -> tuple[list[str], bool]:
     torch.compiler.reset()
     group: Any = dist.group.WORLD
-    options: Any = {"time_out_s": LIMIT_S}
+    options: Any = {"timeout_s": LIMIT_S}
     call = torch.compile(
         lambda x: funcol.all_reduce(x, "sum", group), backend=backend, options=options
     )
@@ -74,7 +74,7 @@ def short_batch(rank: int) -> tuple[str, list[bool]]:
     """One rank alone has a short batch; later all have it."""
     torch.compiler.reset()
     group: Any = dist.group.WORLD
-    options: Any = {"time_out_s": LIMIT_S}
+    options: Any = {"timeout_s": LIMIT_S}
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return funcol.all_reduce(x, "sum", group)

@@ -130,7 +130,7 @@ def said(model: nn.Module, folder: Path) -> str:
     """How compiling with a folder of schedules ends: an error's type and text, or nothing."""
     try:
         interlace.compile(
-            model, batch(), options=Options(schedules=str(folder), time_out_s=20)
+            model, batch(), options=Options(schedules=str(folder), timeout_s=20)
         ).close()
     except interlace.InterlaceError as error:
         return f"{type(error).__name__}: {error}"

@@ -78,7 +78,7 @@ def train(lengths: list[int], options: dict[str, Any]) -> dict[str, Any]:
 def test_lengths_share_programs(pool: Pool, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [1, 2, 3, *(rng.randrange(16, 64) for _ in range(12))]
-    for told in pool(2).run(train, lengths, {"time_out_s": 60.0}, time_out_s=110):
+    for told in pool(2).run(train, lengths, {"timeout_s": 60.0}, timeout_s=110):
         assert told["wrong"] == 0
         assert len(told["classes"]) < len(lengths), told["classes"]
         assert any("<=" in each for each in told["classes"])
@@ -108,7 +108,7 @@ def test_200_lengths_leave_no_memory_behind(pool: Pool, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(64, 256) for _ in range(220)]
     own, others = [
-        pool(2).run(growth, which, lengths, time_out_s=290, replace=True)  # in new processes
+        pool(2).run(growth, which, lengths, timeout_s=290, replace=True)  # in new processes
         for which in (backend, "aot_eager")
     ]
     for mine, theirs in zip(own, others, strict=True):
@@ -177,7 +177,7 @@ def decode(tokens: int) -> tuple[bool, int]:
 
 
 def test_a_cache_that_grows(pool: Pool) -> None:
-    for equal, programs in pool(2).run(decode, 24, time_out_s=110):
+    for equal, programs in pool(2).run(decode, 24, timeout_s=110):
         assert equal
         assert programs < 12
 
@@ -228,7 +228,7 @@ def decode_in_place(tokens: int) -> tuple[bool, bool, int]:
 
 
 def test_a_cache_that_is_written_in_place(pool: Pool) -> None:
-    for equal, cache, programs in pool(2).run(decode_in_place, 20, time_out_s=110):
+    for equal, cache, programs in pool(2).run(decode_in_place, 20, timeout_s=110):
         assert equal
         assert cache
         assert programs < 16
@@ -265,14 +265,14 @@ def scalars(lengths: list[tuple[int, int]]) -> list[str]:
 def test_sizes_that_reach_scalars(pool: Pool, seed: int) -> None:
     rng = random.Random(seed)
     sizes = [(rng.randrange(2, 6), 2 * rng.randrange(4, 16)) for _ in range(5)]
-    assert pool(2).run(scalars, sizes, time_out_s=110) == [[], []]
+    assert pool(2).run(scalars, sizes, timeout_s=110) == [[], []]
 
 
 def other_lengths() -> str:
     """What a rank is told whose peers run another length."""
     torch.compiler.reset()
     model = feed_forward()
-    options: Any = {"time_out_s": 4.0}
+    options: Any = {"timeout_s": 4.0}
     call = torch.compile(model, backend=backend, dynamic=True, options=options)
     with torch.no_grad():
         for length in (20, 24, 28):
@@ -286,7 +286,7 @@ def other_lengths() -> str:
 
 @pytest.mark.timeout(90)
 def test_ranks_with_other_lengths_are_told(pool: Pool) -> None:
-    told = pool(2).run(other_lengths, time_out_s=60, replace=True)
+    told = pool(2).run(other_lengths, timeout_s=60, replace=True)
     assert all(told), told
     assert any("s0 = 20" in each and "s0 = 24" in each for each in told), told
 
@@ -323,7 +323,7 @@ def own_lengths(steps: list[tuple[int, int]]) -> bool:
     def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return all_reduce(x.t() @ x, "sum", group), (x @ w).sum(0)
 
-    options: Any = {"time_out_s": 30.0}
+    options: Any = {"timeout_s": 30.0}
     call, equal = torch.compile(fn, backend=backend, options=options), True
     for lengths in steps:
         x, w = torch.randn(lengths[rank], 4), torch.randn(4, 4)
@@ -334,4 +334,4 @@ def own_lengths(steps: list[tuple[int, int]]) -> bool:
 
 def test_ranks_with_lengths_of_their_own(pool: Pool) -> None:
     steps = [(5, 6), (7, 9), (8, 10), (7, 9)]
-    assert pool(2).run(own_lengths, steps, time_out_s=90) == [True, True]
+    assert pool(2).run(own_lengths, steps, timeout_s=90) == [True, True]

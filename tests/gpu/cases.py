@@ -248,7 +248,7 @@ def prepared(
     case: Case, strategy: str, before_op: BeforeOp | None = None, **options: Any
 ) -> Executor:
     """An Executor of a case on this rank's GPU."""
-    chosen = {"time_out_s": 20.0, **STRATEGIES[strategy], **options}
+    chosen = {"timeout_s": 20.0, **STRATEGIES[strategy], **options}
     if case.device == "cuda":
         chosen = {**transport(), **chosen}
     return Executor(

@@ -60,7 +60,7 @@ def compare(strategy: str, dtype: str, regions: str, seed: int) -> tuple[list[fl
     torch.compiler.reset()
     kind = getattr(torch, dtype)
     mlp = model(kind)
-    options = {"strategy": strategy, "regions": regions, "time_out_s": 30.0}
+    options = {"strategy": strategy, "regions": regions, "timeout_s": 30.0}
     with capture() as captured:
         compiled = torch.compile(mlp, backend="interlace", options=options)
         steps = [train(compiled, mlp, seed + number, kind) for number in range(3)]
@@ -91,7 +91,7 @@ CASES = {
 @pytest.mark.parametrize("strategy", CASES)
 def test_a_compiled_model_trains_as_eager_does(gpus: Ranks, strategy: str, seed: int) -> None:
     dtype, regions = CASES[strategy]
-    for apart, taken in gpus.run(compare, strategy, dtype, regions, seed, time_out_s=150):
+    for apart, taken in gpus.run(compare, strategy, dtype, regions, seed, timeout_s=150):
         assert max(apart) < TOLERANCE[dtype]
         assert strategy in taken or strategy == "auto", taken
 
@@ -104,7 +104,7 @@ def decode_steps(device: str, graph: bool, seed: int) -> tuple[float, bool]:
     torch.manual_seed(seed)
     block = parallelise_block(Block(64, 8, 128).to(device), mesh)
     caches = [[torch.zeros(2, 8 // world, 48, 8, device=device) for _ in range(2)] for _ in "ab"]
-    options = {"graph": graph, "time_out_s": 30.0}
+    options = {"graph": graph, "timeout_s": 30.0}
     compiled = interlace.compile(block, mesh=mesh, options=options)
     kept: list[torch.Tensor] = []
     apart = 0.0
@@ -124,6 +124,6 @@ def decode_steps(device: str, graph: bool, seed: int) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_decode_steps_go_past_autograd(gpus: Ranks, graph: bool, seed: int) -> None:
-    for apart, direct in gpus.run(decode_steps, "cuda", graph, seed, time_out_s=150):
+    for apart, direct in gpus.run(decode_steps, "cuda", graph, seed, timeout_s=150):
         assert apart < 1e-4
         assert direct

@@ -231,7 +231,7 @@ def several_ranks(seed: int) -> list[str]:
 
 
 def test_several_ranks(gpus: Ranks, seed: int) -> None:
-    found = gpus.run(several_ranks, seed, time_out_s=200)
+    found = gpus.run(several_ranks, seed, timeout_s=200)
     assert not any(found), found
 
 
@@ -265,5 +265,5 @@ def several_ranks_linear(seed: int) -> list[str]:
 
 
 def test_several_ranks_linear(gpus: Ranks, seed: int) -> None:
-    found = gpus.run(several_ranks_linear, seed, time_out_s=120)
+    found = gpus.run(several_ranks_linear, seed, timeout_s=120)
     assert not any(found), found

@@ -40,7 +40,7 @@ def compare(kind: type[Experts], dtype: str, seed: int, options: dict[str, Any])
     group = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",)).get_group("ep")
     module = filled(kind(group, wanted_type), seed, exact=True).to("cuda")
     torch.manual_seed(seed + dist.get_rank())
-    given = {"time_out_s": 30.0, "regions": "eager", **transport(), **options}
+    given = {"timeout_s": 30.0, "regions": "eager", **transport(), **options}
     wrong: list[str] = []
     with capture() as captured:
         compiled = torch.compile(
@@ -67,14 +67,14 @@ def compare(kind: type[Experts], dtype: str, seed: int, options: dict[str, Any])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equals_eager_on_integers(gpus: Ranks, strategy: str, dtype: str, seed: int) -> None:
-    for wrong in gpus.run(compare, Experts, dtype, seed, STRATEGIES[strategy], time_out_s=150):
+    for wrong in gpus.run(compare, Experts, dtype, seed, STRATEGIES[strategy], timeout_s=150):
         assert not wrong
 
 
 @pytest.mark.parametrize("kind", [Gated, Grouped, Layers])
 def test_other_spellings(gpus: Ranks, kind: type[Experts], seed: int) -> None:
     dtype = "float32" if kind is Gated else "bfloat16"
-    for wrong in gpus.run(compare, kind, dtype, seed, STRATEGIES["peer"], time_out_s=150):
+    for wrong in gpus.run(compare, kind, dtype, seed, STRATEGIES["peer"], timeout_s=150):
         assert not wrong
 
 
@@ -96,7 +96,7 @@ def prepared(
     world: int, tokens: int, transport_of_peer: str | None = None, **options: Any
 ) -> Executor:
     """A layer of four experts a rank, bound."""
-    chosen = Options(time_out_s=30.0, **transport(), **options)
+    chosen = Options(timeout_s=30.0, **transport(), **options)
     program = lower(
         parse(layer(world, 4, tokens, WIDE, INNER, "bf16")), chosen, transport=transport_of_peer
     )
@@ -128,5 +128,5 @@ def compare_in_order(seed: int) -> list[str]:
 
 
 def test_equals_in_order(gpus: Ranks, seed: int) -> None:
-    for wrong in gpus.run(compare_in_order, seed, time_out_s=150):
+    for wrong in gpus.run(compare_in_order, seed, timeout_s=150):
         assert not wrong

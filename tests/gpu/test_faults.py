@@ -27,7 +27,7 @@ from interlace.runtime.cuda.waits import watchdog as watchdog_file
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
-TIME_OUT_S = 1.5
+TIMEOUT_S = 1.5
 LATE_S = 3.0
 """How long after the time-out the error may come."""
 STRATEGIES = ("peer-get", "peer-put", "fused", "beside", "exchange", "pipeline", "ring")
@@ -62,11 +62,11 @@ def die() -> None:
 
 
 def stall_host() -> None:
-    time.sleep(TIME_OUT_S * 2)
+    time.sleep(TIMEOUT_S * 2)
 
 
 def stall_device() -> None:
-    torch.cuda._sleep(int(CYCLES_PER_S * TIME_OUT_S * 2))
+    torch.cuda._sleep(int(CYCLES_PER_S * TIMEOUT_S * 2))
 
 
 def raise_it() -> None:
@@ -80,7 +80,7 @@ def suffer(strategy: str, what: str, victim: int, seed: int) -> list[Outcome]:
     """The run with the fault, one more, and two after a reset."""
     case = Case("all_gather_matmul", dist.get_world_size())
     fault = Fault(victim, ACTIONS[what])
-    executor = prepared(case, strategy, fault, time_out_s=TIME_OUT_S)
+    executor = prepared(case, strategy, fault, timeout_s=TIMEOUT_S)
     inputs = case.inputs(seed, exact=True)
     first = finish(executor, case, inputs)
     assert first[0] == "result", first
@@ -99,7 +99,7 @@ def suffer(strategy: str, what: str, victim: int, seed: int) -> list[Outcome]:
     executor.close()
     begun = time.monotonic()
     gc.collect()  # what NCCL left behind goes at once, and holds up nobody
-    assert time.monotonic() - begun < TIME_OUT_S
+    assert time.monotonic() - begun < TIMEOUT_S
     return found
 
 
@@ -109,7 +109,7 @@ def test_a_stalled_rank_is_a_time_out_on_the_others(
     gpus: Ranks, strategy: str, what: str, seed: int
 ) -> None:
     victim = seed % gpus.world
-    results = gpus.run(suffer, strategy, what, victim, seed, time_out_s=45)
+    results = gpus.run(suffer, strategy, what, victim, seed, timeout_s=45)
     others = [found for rank, found in enumerate(results) if rank != victim]
     assert any(found[0][0] == "CommTimeoutError" for found in results)
     if strategy in NAMED:
@@ -117,7 +117,7 @@ def test_a_stalled_rank_is_a_time_out_on_the_others(
     for found in others:
         error, text, seconds = found[0]
         assert error in ("CommTimeoutError", "PeerError"), text
-        assert seconds < TIME_OUT_S + LATE_S
+        assert seconds < TIMEOUT_S + LATE_S
         assert "all_gather_matmul" in text
         assert found[1][0] in ("ExecutorError", "CommTimeoutError", "PeerError")
 
@@ -127,11 +127,11 @@ def test_a_rank_that_comes_late_to_a_replay_is_a_time_out_on_the_others(
     gpus: Ranks, strategy: str, seed: int
 ) -> None:
     victim = seed % gpus.world
-    for rank, found in enumerate(gpus.run(late_replay, strategy, victim, seed, time_out_s=60)):
+    for rank, found in enumerate(gpus.run(late_replay, strategy, victim, seed, timeout_s=60)):
         first, second, *after = found
         if rank != victim:
             assert first[0] in ("CommTimeoutError", "PeerError"), first
-            assert first[2] < TIME_OUT_S + LATE_S
+            assert first[2] < TIMEOUT_S + LATE_S
         assert second[0] in ("ExecutorError", "CommTimeoutError", "PeerError"), second
         assert [outcome[0] for outcome in after] == ["result"] * 3, after
 
@@ -139,13 +139,13 @@ def test_a_rank_that_comes_late_to_a_replay_is_a_time_out_on_the_others(
 def late_replay(strategy: str, victim: int, seed: int) -> list[Outcome]:
     """The replay that one rank is late for, the next one, and three after a reset."""
     case = Case("all_gather_matmul", dist.get_world_size())
-    executor = prepared(case, strategy, graph=True, time_out_s=TIME_OUT_S)
-    beside = prepared(case, strategy, graph=True, time_out_s=TIME_OUT_S)
+    executor = prepared(case, strategy, graph=True, timeout_s=TIMEOUT_S)
+    beside = prepared(case, strategy, graph=True, timeout_s=TIMEOUT_S)
     inputs = case.inputs(seed, exact=True)
     first, *_ = [finish(each, case, inputs) for each in (executor, beside, executor)]
     meet()
     if dist.get_rank() == victim:
-        time.sleep(TIME_OUT_S * 2)
+        time.sleep(TIMEOUT_S * 2)
     found = [finish(executor, case, inputs) for _ in range(2)]
     meet()
     executor.reset()
@@ -162,12 +162,12 @@ def test_a_run_behind_the_callers_long_work_is_not_late(
     gpus: Ranks, strategy: str, graph: bool, seed: int
 ) -> None:
     """Nor are those behind it; all ranks work as long."""
-    gpus.run(come_behind, strategy, graph, seed, time_out_s=60)
+    gpus.run(come_behind, strategy, graph, seed, timeout_s=60)
 
 
 def come_behind(strategy: str, graph: bool, seed: int) -> None:
     case = Case("all_gather_matmul", dist.get_world_size())
-    executor = prepared(case, strategy, graph=graph, time_out_s=TIME_OUT_S)
+    executor = prepared(case, strategy, graph=graph, timeout_s=TIMEOUT_S)
     inputs = case.inputs(seed, exact=True)
     first = finish(executor, case, inputs)
     meet()
@@ -176,7 +176,7 @@ def come_behind(strategy: str, graph: bool, seed: int) -> None:
     for _ in range(random.Random(seed).randrange(1, 40)):
         run(executor, case, inputs)
     last = finish(executor, case, inputs)
-    assert time.monotonic() - begun > TIME_OUT_S, "it was no long work"
+    assert time.monotonic() - begun > TIMEOUT_S, "it was no long work"
     assert last[:2] == first[:2]
     executor.close()
 
@@ -184,13 +184,13 @@ def come_behind(strategy: str, graph: bool, seed: int) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_exception_on_one_rank_is_heard_by_all(gpus: Ranks, strategy: str, seed: int) -> None:
     victim = seed % gpus.world
-    case = gpus.run(hear, strategy, victim, seed, time_out_s=45)
+    case = gpus.run(hear, strategy, victim, seed, timeout_s=45)
     for rank, (error, text, seconds) in enumerate(case):
         assert error in (("ValueError", "ExecutorError") if rank == victim else ("PeerError",)), (
             text
         )
         assert "the planted fault" in text
-        assert seconds < TIME_OUT_S + LATE_S
+        assert seconds < TIMEOUT_S + LATE_S
 
 
 def heard_within(runs: int, executor: Executor, case: Case, inputs: list[torch.Tensor]) -> Outcome:
@@ -210,7 +210,7 @@ def hear(strategy: str, victim: int, seed: int) -> Outcome:
     """What each rank hears of an exception on one, in this run or the next; then all is well."""
     case = Case("all_gather_matmul", dist.get_world_size())
     fault = Fault(victim, raise_it)
-    executor = prepared(case, strategy, fault, time_out_s=10.0)
+    executor = prepared(case, strategy, fault, timeout_s=10.0)
     inputs = case.inputs(seed, exact=True)
     first = finish(executor, case, inputs)
     meet()
@@ -229,7 +229,7 @@ def hear(strategy: str, victim: int, seed: int) -> Outcome:
 def test_a_failure_at_any_moment_ends_what_nccl_does(gpus: Ranks, strategy: str, seed: int) -> None:
     """Also while another rank issues the op that then waits for ever: Note [Aborts]."""
     # Replaced after it: torch's own NCCL of the default group may be among what is ended.
-    found = gpus.run(hear_often, strategy, seed, time_out_s=60, replace=True)
+    found = gpus.run(hear_often, strategy, seed, timeout_s=60, replace=True)
     for rank, heard in enumerate(found):
         for number, (error, text, seconds) in enumerate(heard):
             victim = number % gpus.world == rank
@@ -243,7 +243,7 @@ def hear_often(strategy: str, seed: int) -> list[Outcome]:
     case = Case("all_gather_matmul", dist.get_world_size())
     rng = random.Random(seed)
     fault = Fault(0, raise_it)
-    executor = prepared(case, strategy, fault, time_out_s=10.0)
+    executor = prepared(case, strategy, fault, timeout_s=10.0)
     inputs = case.inputs(seed, exact=True)
     first = finish(executor, case, inputs)
     found: list[Outcome] = []
@@ -270,7 +270,7 @@ def test_nobody_is_left_in_a_connection_by_a_rank_that_fails_before_its_first_op
     gpus: Ranks, strategy: str, seed: int
 ) -> None:
     victim = seed % gpus.world
-    found = gpus.run(fail_at_first, strategy, victim, seed, time_out_s=45)
+    found = gpus.run(fail_at_first, strategy, victim, seed, timeout_s=45)
     for rank, (error, text, seconds) in enumerate(found):
         assert error == ("ValueError" if rank == victim else "PeerError"), text
         assert "the planted fault" in text
@@ -306,12 +306,12 @@ def fail_at_first(strategy: str, victim: int, seed: int) -> Outcome:
 def test_a_rank_that_does_not_come_to_connect_is_a_time_out(gpus: Ranks, seed: int) -> None:
     """Rank 0 too, which all others come to; and the next try connects them."""
     victim = seed % gpus.world
-    heard = gpus.run(connect_without, victim, time_out_s=60)
+    heard = gpus.run(connect_without, victim, timeout_s=60)
     del heard[victim]
     for error, text, seconds in heard:
         assert error in ("BackendError", "AgreementError"), "the first's own, or what it told"
         assert "could not connect team tp" in text
-        assert seconds < TIME_OUT_S + LATE_S
+        assert seconds < TIMEOUT_S + LATE_S
     assert "BackendError" in [error for error, _, _ in heard]
 
 
@@ -321,7 +321,7 @@ def connect_without(victim: int) -> Outcome:
     team, found = team_of(group, "tp"), ("", "", 0.0)
     team.setup(20)
     if dist.get_rank() != victim:
-        found = attempt(lambda: team.backend("nccl", "cuda", TIME_OUT_S))
+        found = attempt(lambda: team.backend("nccl", "cuda", TIMEOUT_S))
     meet()
     team.num_prepared += 1  # as with whatever is prepared next
     backend = team.backend("nccl", "cuda", 20.0)
@@ -335,7 +335,7 @@ def connect_without(victim: int) -> Outcome:
 @pytest.mark.parametrize("strategy", some("peer-put", "exchange"))
 def test_a_killed_rank_is_named_on_all_others(gpus: Ranks, strategy: str, seed: int) -> None:
     victim = seed % gpus.world
-    results = gpus.run(bury, strategy, victim, seed, time_out_s=45, may_die=[victim])
+    results = gpus.run(bury, strategy, victim, seed, timeout_s=45, may_die=[victim])
     for rank, found in enumerate(results):
         if rank == victim:
             assert found == Died(-signal.SIGKILL)
@@ -350,7 +350,7 @@ def bury(strategy: str, victim: int, seed: int) -> Outcome:
     """What a rank hears when another is killed in the middle of issuing a run."""
     case = Case("matmul_reduce_scatter", dist.get_world_size())
     fault = Fault(victim, die)
-    executor = prepared(case, strategy, fault, time_out_s=10.0)
+    executor = prepared(case, strategy, fault, timeout_s=10.0)
     inputs = case.inputs(seed)
     finish(executor, case, inputs)
     meet()
@@ -367,7 +367,7 @@ def call_in_different_order(pair: tuple[str, str], seed: int) -> list[Outcome]:
     """Rank 0 calls the second Program first; afterwards all reset and call in order."""
     world = dist.get_world_size()
     cases = [Case("all_gather_matmul", world), Case("matmul_reduce_scatter", world)]
-    made = [prepared(c, s, time_out_s=5.0) for c, s in zip(cases, pair, strict=True)]
+    made = [prepared(c, s, timeout_s=5.0) for c, s in zip(cases, pair, strict=True)]
     inputs = [case.inputs(seed, exact=True) for case in cases]
     for index in (0, 1):
         assert finish(made[index], cases[index], inputs[index])[0] == "result"
@@ -390,7 +390,7 @@ def call_in_different_order(pair: tuple[str, str], seed: int) -> list[Outcome]:
 def test_ranks_that_call_in_different_order_hear_both_names(
     gpus: Ranks, pair: tuple[str, str], seed: int
 ) -> None:
-    for first, *after in gpus.run(call_in_different_order, pair, seed, time_out_s=45):
+    for first, *after in gpus.run(call_in_different_order, pair, seed, timeout_s=45):
         error, text, seconds = first
         assert error in ("AgreementError", "CommTimeoutError", "PeerError"), text
         assert "all_gather_matmul_even_bf16" in text

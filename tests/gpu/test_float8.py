@@ -177,7 +177,7 @@ def layers(strategy: str, seed: int) -> list[str]:
             for overlap in (True, False):
                 given = [t.clone().requires_grad_() for t in (x, *ups, down)]
                 facts: Any = {"group": group, "recipe": recipe}
-                options = {"strategy": strategy, "overlap": overlap, "time_out_s": 60.0}
+                options = {"strategy": strategy, "overlap": overlap, "timeout_s": 60.0}
                 facts["options"] = options | transport()
                 a, b = all_gather_linear(given[0], given[1:3], **facts)
                 y = linear_reduce_scatter(torch.relu(a) * b / 512, given[3], **facts)
@@ -195,4 +195,4 @@ def layers(strategy: str, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["auto", "peer", "fused"])
 def test_layers_over_ranks(gpus: Ranks, strategy: str, seed: int) -> None:
-    assert gpus.run(layers, strategy, seed, time_out_s=200) == [[]] * gpus.world
+    assert gpus.run(layers, strategy, seed, timeout_s=200) == [[]] * gpus.world

@@ -50,7 +50,7 @@ def losses(y: torch.Tensor) -> torch.Tensor:
 
 
 def compiled(module: nn.Module, how: str) -> Call:
-    options = {"graph": True, "time_out_s": 30.0, **transport()}
+    options = {"graph": True, "timeout_s": 30.0, **transport()}
     if how == "blocks":
         for block in module.children():
             block.compile(backend=backend, options=options)
@@ -133,6 +133,6 @@ def cut_over(weight: Any) -> int:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_fresh_process_trains_in_graphs(fresh: Ranks, how: str, seed: int) -> None:
-    for off, pairs in fresh.run(trained, how, seed, time_out_s=120):
+    for off, pairs in fresh.run(trained, how, seed, timeout_s=120):
         assert off < CLOSE
         assert pairs, "a graph was never captured"

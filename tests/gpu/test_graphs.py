@@ -66,7 +66,7 @@ def replay(strategy: str, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_replays_give_the_bits_of_eager_runs(gpus: Ranks, strategy: str, seed: int) -> None:
-    for wrong in gpus.run(replay, strategy, seed, time_out_s=90):
+    for wrong in gpus.run(replay, strategy, seed, timeout_s=90):
         assert not wrong
 
 
@@ -91,7 +91,7 @@ def mixed(seed: int) -> list[str]:
 
 
 def test_graphs_and_eager_runs_take_turns(gpus: Ranks, seed: int) -> None:
-    for wrong in gpus.run(mixed, seed, time_out_s=60):
+    for wrong in gpus.run(mixed, seed, timeout_s=60):
         assert not wrong
 
 
@@ -120,7 +120,7 @@ def from_a_new_thread(strategy: str, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["serial", "peer-put", "fused", "exchange"])
 def test_a_new_thread_may_call(gpus: Ranks, strategy: str, seed: int) -> None:
-    for wrong in gpus.run(from_a_new_thread, strategy, seed, time_out_s=90):
+    for wrong in gpus.run(from_a_new_thread, strategy, seed, timeout_s=90):
         assert not wrong
 
 
@@ -180,7 +180,7 @@ def in_memory_made_anew(text: str, seed: int) -> list[str]:
 @pytest.mark.parametrize("text", [PUT, GET], ids=["put", "get"])
 def test_a_replay_copies_to_peers_from_memory_made_anew(gpus: Ranks, text: str, seed: int) -> None:
     """captured.py, Note [Copies and allocations]; within one GPU this shows little."""
-    for wrong in gpus.run(in_memory_made_anew, text, seed, time_out_s=90):
+    for wrong in gpus.run(in_memory_made_anew, text, seed, timeout_s=90):
         assert not wrong
 
 

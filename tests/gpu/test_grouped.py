@@ -343,7 +343,7 @@ def layer_wise(model: nn.Module, **facts: Any) -> LayerWise:
     """Buckets of one layer each, and an optimizer that leaves weights alone."""
     mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    facts = {"bucket_bytes": 1 << 16, "options": Options(time_out_s=30), **facts}
+    facts = {"bucket_bytes": 1 << 16, "options": Options(timeout_s=30), **facts}
     return LayerWise(sgd, model, mesh, **facts)
 
 
@@ -367,7 +367,7 @@ def by_reducer(seed: int) -> list[str]:
 
 @pytest.mark.nccl
 def test_main_gradients_over_nccl_are_exact(gpus: Ranks, seed: int) -> None:
-    assert gpus.run(by_reducer, seed, time_out_s=120) == [[]] * gpus.world
+    assert gpus.run(by_reducer, seed, timeout_s=120) == [[]] * gpus.world
 
 
 def by_ddp(seed: int) -> list[str]:
@@ -395,7 +395,7 @@ def by_ddp(seed: int) -> list[str]:
 
 @pytest.mark.nccl
 def test_under_ddp_over_nccl(gpus: Ranks, seed: int) -> None:
-    assert gpus.run(by_ddp, seed, time_out_s=120) == [[]] * gpus.world
+    assert gpus.run(by_ddp, seed, timeout_s=120) == [[]] * gpus.world
 
 
 def overlaps(seed: int) -> list[bool]:
@@ -425,4 +425,4 @@ def overlaps(seed: int) -> list[bool]:
 
 @pytest.mark.nccl
 def test_reduction_runs_beside_the_backward(gpus: Ranks, seed: int) -> None:
-    assert gpus.run(overlaps, seed, time_out_s=120) == [[False, True, True]] * gpus.world
+    assert gpus.run(overlaps, seed, timeout_s=120) == [[False, True, True]] * gpus.world

@@ -19,7 +19,7 @@ from interlace.runtime.cuda.waits.watchdog import EXIT_CODE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
-TIME_OUT_S = 1.5
+TIMEOUT_S = 1.5
 LATE_S = 4.0
 """How long after the time-out an error may come."""
 ENDS_S = 6.0
@@ -71,7 +71,7 @@ def wait_behind(
 ) -> Outcome:
     """A run that one rank comes to too late, and something behind it that the host waits for."""
     case, rank = Case("all_gather_matmul", dist.get_world_size()), dist.get_rank()
-    executor = prepared(case, strategy, graph=graph, time_out_s=TIME_OUT_S)
+    executor = prepared(case, strategy, graph=graph, timeout_s=TIMEOUT_S)
     inputs, z = case.inputs(seed, exact=True), torch.zeros(1 << 22, device="cuda")
     first = finish(executor, case, inputs)
     assert finish(executor, case, inputs)[:2] == first[:2]
@@ -80,7 +80,7 @@ def wait_behind(
     torch.cuda.synchronize()
     meet()
     if rank == victim:
-        time.sleep(TIME_OUT_S + ENDS_S)
+        time.sleep(TIMEOUT_S + ENDS_S)
         return finish(executor, case, inputs)
 
     def both() -> None:
@@ -106,7 +106,7 @@ def look_at(
             error, text, seconds = outcome
             assert error in ("CommTimeoutError", "PeerError"), text
             assert rank == victim or "raised" in outcomes, "the driver was not held up"
-            assert seconds < TIME_OUT_S + ENDS_S
+            assert seconds < TIMEOUT_S + ENDS_S
         else:
             begun, _, text = (folder / str(rank)).read_text().partition("\n")
             assert "ended" in outcomes
@@ -114,7 +114,7 @@ def look_at(
             assert f"rank {rank} ends its process" in text
             assert "held up" in text
             assert "(most recent call first)" in text, "the stacks of the threads are missing"
-            assert (folder / str(rank)).stat().st_mtime - float(begun) < TIME_OUT_S + ENDS_S
+            assert (folder / str(rank)).stat().st_mtime - float(begun) < TIMEOUT_S + ENDS_S
         assert "all_gather_matmul" in text
         texts += [text] if rank != victim else []
     assert any(f"rank {victim}" in text for text in texts), "nobody names the culprit"
@@ -134,7 +134,7 @@ def test_a_process_that_waits_in_the_driver_behind_a_stalled_run_ends_itself(
     victim = seed % gpus.world
     given = (strategy, graph, what, victim, seed, str(tmp_path))
     stalled = set(range(gpus.world)) - {victim}
-    look_at(gpus.run(wait_behind, *given, time_out_s=60, may_die=stalled), victim, tmp_path)
+    look_at(gpus.run(wait_behind, *given, timeout_s=60, may_die=stalled), victim, tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["peer-get", "fused"])
@@ -143,7 +143,7 @@ def test_a_host_that_waits_outside_of_the_driver_is_released(
 ) -> None:
     victim = seed % gpus.world
     given = (strategy, False, "item", victim, seed, str(tmp_path))
-    found = gpus.run(wait_behind, *given, time_out_s=60, replace=True)
+    found = gpus.run(wait_behind, *given, timeout_s=60, replace=True)
     look_at(found, victim, tmp_path, outcomes=("raised",))
 
 
@@ -157,7 +157,7 @@ def test_a_wait_behind_nccl_is_bounded(
     victim = seed % gpus.world
     given = (strategy, False, what, victim, seed, str(tmp_path))
     stalled = set(range(gpus.world)) - {victim}
-    found = gpus.run(wait_behind, *given, time_out_s=60, may_die=stalled, replace=True)
+    found = gpus.run(wait_behind, *given, timeout_s=60, may_die=stalled, replace=True)
     look_at(found, victim, tmp_path, outcomes=("ended", "raised"))
 
 
@@ -169,13 +169,13 @@ def test_a_process_whose_streams_share_one_queue_ends_itself(
     ranks, victim = one_queue(gpus.world), seed % gpus.world
     given = (strategy, False, what, victim, seed, str(tmp_path))
     stalled = set(range(gpus.world)) - {victim}
-    look_at(ranks.run(wait_behind, *given, time_out_s=60, may_die=stalled), victim, tmp_path)
+    look_at(ranks.run(wait_behind, *given, timeout_s=60, may_die=stalled), victim, tmp_path)
 
 
 def capture_beside(strategy: str, victim: int, seed: int) -> tuple[str, Outcome]:
     """A stall while another thread captures a graph, in the mode that forbids most to others."""
     case = Case("all_gather_matmul", dist.get_world_size())
-    executor = prepared(case, strategy, time_out_s=TIME_OUT_S)
+    executor = prepared(case, strategy, timeout_s=TIMEOUT_S)
     inputs, z = case.inputs(seed, exact=True), torch.zeros(1 << 22, device="cuda")
     first = finish(executor, case, inputs)
     begun, ends, stream = threading.Event(), threading.Event(), torch.cuda.Stream()
@@ -209,7 +209,7 @@ def capture_beside(strategy: str, victim: int, seed: int) -> tuple[str, Outcome]
     heard = ("", "", 0.0)
     if dist.get_rank() != victim:  # which does not come at all
         heard = attempt(only_run)
-        engine, deadline = executor.engine, time.monotonic() + TIME_OUT_S + LATE_S
+        engine, deadline = executor.engine, time.monotonic() + TIMEOUT_S + LATE_S
         assert engine is not None
         while engine.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)  # this thread may not ask for events
@@ -230,7 +230,7 @@ def test_a_capture_of_another_thread_outlives_a_stall(
     gpus: Ranks, strategy: str, seed: int
 ) -> None:
     victim = seed % gpus.world
-    found = gpus.run(capture_beside, strategy, victim, seed, time_out_s=40)
+    found = gpus.run(capture_beside, strategy, victim, seed, timeout_s=40)
     for rank, (told, (error, text, seconds)) in enumerate(found):
         assert told == "captured"
         if rank != victim:
@@ -261,5 +261,5 @@ def right_on_one_queue(seed: int) -> list[str]:
 
 def test_one_queue_is_enough(gpus: Ranks, one_queue: Pool, seed: int) -> None:
     """Every strategy ends, and is right: no stream waits for what stands behind it in a queue."""
-    for wrong in one_queue(gpus.world).run(right_on_one_queue, seed, time_out_s=120):
+    for wrong in one_queue(gpus.world).run(right_on_one_queue, seed, timeout_s=120):
         assert not wrong, "\n".join(wrong)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tests.e2e.test_hierarchy import ALL, SERVE, exact, run_on, text_of
 from tests.runtime.programs import attempt, world_group
-from tests.runtime.test_faults import TIME_OUT_S
+from tests.runtime.test_faults import TIMEOUT_S
 from tests.support.pool import Died, Pool, work
 
 from interlace.options import Options
@@ -63,7 +63,7 @@ def test_all_strategies_on_two_hosts_of_two_ranks(
     pairs: NamedHosts, kind: str, graph: bool, seed: int
 ) -> None:
     more = {"graph": graph, "transport": "nccl"}
-    found = pairs(4).run(_exact, kind, seed, more, time_out_s=140.0)
+    found = pairs(4).run(_exact, kind, seed, more, timeout_s=140.0)
     assert found == [[]] * 4
 
 
@@ -76,12 +76,12 @@ def test_a_killed_rank_is_named_with_its_host(
     pairs: NamedHosts, strategy: str, tmp_path: Path, seed: int
 ) -> None:
     args = str(tmp_path / "running"), seed, 3, strategy, "cuda"
-    results = pairs(4).run(run_on, *args, may_die={3}, time_out_s=140.0)
+    results = pairs(4).run(run_on, *args, may_die={3}, timeout_s=140.0)
     assert results.pop(3) == Died(-signal.SIGKILL)
     for error, text, seconds in results:
         assert error in ("PeerError", "CommTimeoutError"), text
         assert "rank 3" in text, text
-        assert seconds < TIME_OUT_S + 5
+        assert seconds < TIMEOUT_S + 5
 
 
 def astray(seed: int) -> list[str]:
@@ -89,7 +89,7 @@ def astray(seed: int) -> list[str]:
     found, made = list[str](), list[Executor]()
     for name in ("one", "two"):
         serial = text_of("reduce", [4] * 4, [[0, 1], [2, 3]]).replace(name=name)
-        options = Options(strategy="serial", transport="nccl", time_out_s=20)
+        options = Options(strategy="serial", transport="nccl", timeout_s=20)
         program = lower(serial, options)
         groups = {"tp": world_group()}
         made.append(Executor(program, groups=groups, device="cuda", options=options).prepare())
@@ -104,7 +104,7 @@ def astray(seed: int) -> list[str]:
 def test_a_rank_that_calls_another_program_is_told_before_data_moves(
     pairs: NamedHosts, seed: int
 ) -> None:
-    for error, text, soon, after in pairs(4).run(astray, seed, time_out_s=100.0):
+    for error, text, soon, after in pairs(4).run(astray, seed, timeout_s=100.0):
         assert error == "AgreementError", text
         assert "rank 1 on host interlace-a called 'two'" in text
         assert (soon, after) == ("True", "True")

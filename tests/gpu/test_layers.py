@@ -31,7 +31,7 @@ def trained(seed: int, recipe: Recipe | None, rows: int, **options: Any) -> list
     ups = [torch.randn(384, 512, device="cuda").bfloat16().requires_grad_() for _ in range(2)]
     down = torch.randn(512, 384, device="cuda").bfloat16().requires_grad_()
     facts: Any = {"group": dist.group.WORLD, "recipe": recipe}
-    facts["options"] = {"time_out_s": 60.0, **options, **transport()}
+    facts["options"] = {"timeout_s": 60.0, **options, **transport()}
     found: list[Tensor] = []
     for _ in range(STEPS):
         for _ in range(MICRO_BATCHES):
@@ -65,4 +65,4 @@ def graphs(strategy: str, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["auto", "peer"])
 def test_with_graphs(gpus: Ranks, strategy: str, seed: int) -> None:
-    assert gpus.run(graphs, strategy, seed, time_out_s=200) == [[]] * gpus.world
+    assert gpus.run(graphs, strategy, seed, timeout_s=200) == [[]] * gpus.world

@@ -30,7 +30,7 @@ def prepared(kind: str, tensor: torch.Tensor, **options: Any) -> Executor:
         parse(TEXTS[kind](dist.get_world_size())),
         groups={"tp": world_group()},
         device="cuda",
-        options=Options(time_out_s=20.0, **transport(), **options),
+        options=Options(timeout_s=20.0, **transport(), **options),
         registered={REGISTERED[kind]: tensor},
     ).prepare()
 
@@ -115,7 +115,7 @@ KINDS = {"read": read, "write": write, "update": update}
 @pytest.mark.parametrize("kind", KINDS)
 def test_is_right_bit_by_bit(gpus: Ranks, kind: str, mode: str, seed: int) -> None:
     options = {"in_order": mode == "in-order", "graph": mode == "graph"}
-    for wrong in gpus.run(KINDS[kind], seed, options, time_out_s=90):
+    for wrong in gpus.run(KINDS[kind], seed, options, timeout_s=90):
         assert not wrong, "\n".join(wrong)
 
 
@@ -163,7 +163,7 @@ def share_allocations(seed: int) -> list[str]:
 
 
 def test_allocations_are_shared_and_come_and_go(gpus: Ranks, seed: int) -> None:
-    for wrong in gpus.run(share_allocations, seed, time_out_s=90):
+    for wrong in gpus.run(share_allocations, seed, timeout_s=90):
         assert not wrong, "\n".join(wrong)
 
 
@@ -190,7 +190,7 @@ def give_another(seed: int, graph: bool) -> list[str]:
 
 @pytest.mark.parametrize("graph", [False, True], ids=["streams", "graph"])
 def test_another_tensor_stops_all_ranks_until_a_reset(gpus: Ranks, graph: bool, seed: int) -> None:
-    first, *others = gpus.run(give_another, seed, graph, time_out_s=90, replace=True)
+    first, *others = gpus.run(give_another, seed, graph, timeout_s=90, replace=True)
     assert first[0].startswith("ExecutorError: input 0 ('x') of gather_matmul is registered")
     for told in others:
         assert told[0].startswith("PeerError")
@@ -222,5 +222,5 @@ def of_another_kind(where: str) -> str:
     ("where", "said"), [("cpu", "is on cpu"), ("expandable", "expandable_segments:False")]
 )
 def test_memory_that_cannot_be_shared(gpus: Ranks, where: str, said: str) -> None:
-    for told in gpus.run(of_another_kind, where, time_out_s=60, replace=True):
+    for told in gpus.run(of_another_kind, where, timeout_s=60, replace=True):
         assert said in told

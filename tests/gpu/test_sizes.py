@@ -53,7 +53,7 @@ def f(tp: Team[{ranks}], S: Size[{rows}], x: bf16[{ranks} * S, 128], w: bf16[128
 def run_sizes(kind: str, strategy: str, sizes: list[int], seed: int) -> list[str]:
     """What is wrong on one rank."""
     ranks, wrong = dist.get_world_size(), list[str]()
-    chosen = {"time_out_s": 20.0, **transport(), **STRATEGIES[strategy]}
+    chosen = {"timeout_s": 20.0, **transport(), **STRATEGIES[strategy]}
     options = Options.from_dict(chosen)
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
 
@@ -98,7 +98,7 @@ def test_a_run_is_that_of_the_program_for_its_size(
         *(rng.randrange(36, 60, 4) for _ in range(4)),
         *(rng.choice([256, 384, 512]) for _ in "abc"),
     ]
-    for wrong in gpus.run(run_sizes, kind, strategy, sizes, seed, time_out_s=150):
+    for wrong in gpus.run(run_sizes, kind, strategy, sizes, seed, timeout_s=150):
         assert not wrong
 
 
@@ -130,8 +130,8 @@ def decode(tokens: int, options: dict[str, Any]) -> tuple[float, int, int, str]:
 @pytest.mark.parametrize("options", [{"regions": "eager"}, {}, {"graph": True}], ids=str)
 def test_a_cache_that_grows(gpus: Ranks, options: dict[str, Any]) -> None:
     """The first sizes have CUDA graphs, if those are asked for, and others have none."""
-    given = {"time_out_s": 30.0, **options}
-    for apart, programs, captured, told in gpus.run(decode, 24, given, time_out_s=150):
+    given = {"timeout_s": 30.0, **options}
+    for apart, programs, captured, told in gpus.run(decode, 24, given, timeout_s=150):
         assert apart < 1e-4
         assert programs < 12 + MOST_CAPTURED
         assert captured == (MOST_CAPTURED if "graph" in options else 0)

@@ -10,6 +10,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
 
 def test_whatever_comes_in_whatever_order(gpus: Ranks, seed: int) -> None:
-    for wrong, counts in gpus.run(soak, seed, 30.0, "cuda", time_out_s=120, replace=True):
+    for wrong, counts in gpus.run(soak, seed, 30.0, "cuda", timeout_s=120, replace=True):
         assert not wrong
         assert counts["run"] > 40, counts

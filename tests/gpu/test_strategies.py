@@ -79,7 +79,7 @@ def verify_all(kind: str, strategy: str, seed: int) -> list[str]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_is_right_and_equal_to_in_order(gpus: Ranks, kind: str, strategy: str, seed: int) -> None:
-    for wrong in gpus.run(verify_all, kind, strategy, seed, time_out_s=120):
+    for wrong in gpus.run(verify_all, kind, strategy, seed, timeout_s=120):
         assert not wrong, "\n".join(wrong)
 
 
@@ -103,5 +103,5 @@ def read_nothing_stale(seed: int) -> list[str]:
 
 
 def test_nothing_is_read_that_was_not_written(gpus: Ranks, seed: int) -> None:
-    for wrong in gpus.run(read_nothing_stale, seed, time_out_s=120):
+    for wrong in gpus.run(read_nothing_stale, seed, timeout_s=120):
         assert not wrong, "\n".join(wrong)

@@ -85,7 +85,7 @@ def delayed(strategy: str, seed: int) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_delays_and_streams_never_change_a_bit(gpus: Ranks, strategy: str, seed: int) -> None:
-    for wrong, slept in gpus.run(delayed, strategy, seed, time_out_s=90):
+    for wrong, slept in gpus.run(delayed, strategy, seed, timeout_s=90):
         assert not wrong
         assert slept > RUNS
 
@@ -118,7 +118,7 @@ def interleaved(seed: int, streams: int) -> list[str]:
 
 @pytest.mark.parametrize("streams", [1, 3], ids=["one stream", "three streams"])
 def test_executors_of_one_team_take_turns(gpus: Ranks, streams: int, seed: int) -> None:
-    for wrong in gpus.run(interleaved, seed, streams, time_out_s=90):
+    for wrong in gpus.run(interleaved, seed, streams, timeout_s=90):
         assert not wrong
 
 
@@ -151,7 +151,7 @@ def many_calls(strategy: str, graph: bool, calls: int, seed: int) -> dict[str, A
 def test_two_thousand_calls_leak_nothing(
     gpus: Ranks, strategy: str, graph: bool, seed: int
 ) -> None:
-    for found in gpus.run(many_calls, strategy, graph, 2000, seed, time_out_s=60):
+    for found in gpus.run(many_calls, strategy, graph, 2000, seed, timeout_s=60):
         assert found["right"]
         assert found["torch"] <= 0
         assert found["device"] < 8 << 20, "memory of the device that torch does not count"
@@ -185,6 +185,6 @@ def many_executors(strategy: str, rounds: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("strategy", ["peer-get", "fused", "exchange"])
 def test_closed_executors_give_their_memory_back(gpus: Ranks, strategy: str) -> None:
-    for gone, held in gpus.run(many_executors, strategy, 20, time_out_s=60):
+    for gone, held in gpus.run(many_executors, strategy, 20, timeout_s=60):
         assert gone < 8 << 20
         assert held <= 0

@@ -63,7 +63,7 @@ def check_all(cases: list[tuple[Case, bool]]) -> tuple[list[str], list[bytes]]:
 
 
 def verify(pool: Pool, cases: list[tuple[Case, bool]], world: int) -> None:
-    found = pool(world).run(check_all, cases, time_out_s=100)
+    found = pool(world).run(check_all, cases, timeout_s=100)
     assert not any(wrong for wrong, _ in found), found
     for rank, (_, bits) in enumerate(found):
         assert bits == found[0][1], f"the losses of rank {rank} are not the bits of rank 0"

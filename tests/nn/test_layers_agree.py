@@ -22,7 +22,7 @@ from interlace.nn.functional import (
     replicated_linear,
 )
 
-OPTIONS = {"time_out_s": 30}
+OPTIONS = {"timeout_s": 30}
 ROWS, INNER = 4, 3
 
 

@@ -123,7 +123,7 @@ def ours(kind: str, given: Any, recipe: Recipe, strategy: str | None) -> list[Te
     rest = iter(leaves)
     others: Any = [t if t is None else next(rest) for t in (x, *ws, *bs)]
     x, ws, bs = others[0], others[1 : 1 + len(ws)], others[1 + len(ws) :]
-    options = {"time_out_s": 30, **({"strategy": strategy} if strategy else {"overlap": False})}
+    options = {"timeout_s": 30, **({"strategy": strategy} if strategy else {"overlap": False})}
     facts: Any = {"group": dist.group.WORLD, "recipe": recipe, "options": options}
     if kind in MANY:
         call = all_gather_linear if kind == "all_gather" else replicated_linear
@@ -202,7 +202,7 @@ def test_bits_of_the_recipe_without_overlap(pool: Pool, world: int, seed: int) -
          rng.random() < 0.5, rng.choice(["", "", "outlier", "zeros", "inf", "nan"]))
         for kind in KINDS for name in RECIPES
     ]  # fmt: skip
-    for wrong in pool(world).run(compare, cases, seed, time_out_s=110):
+    for wrong in pool(world).run(compare, cases, seed, timeout_s=110):
         assert wrong == []
 
 

@@ -151,7 +151,7 @@ def far(found: Tensors, expected: Tensors, exact: Tensors, dtype: torch.dtype) -
 
 def options_of(strategy: str) -> dict[str, Any]:
     """Of a test's layer."""
-    return {"strategy": strategy, "time_out_s": 30}
+    return {"strategy": strategy, "timeout_s": 30}
 
 
 Case = tuple[str, str, int, bool, torch.dtype]
@@ -203,7 +203,7 @@ def test_like_plain_linear_and_collectives(pool: Pool, world: int, seed: int) ->
         for strategy in strategies
     ]
     cases += [(kind, "auto", rng.choice([0, 7]), True, torch.float32) for kind in KINDS]
-    for wrong in pool(world).run(compare, cases, seed, time_out_s=100):
+    for wrong in pool(world).run(compare, cases, seed, timeout_s=100):
         assert not wrong
 
 

@@ -44,7 +44,7 @@ RECIPES = {
     "team": Recipe(scale="team"),
     "rows": ROW_WISE,
 }
-OPTIONS: Any = {"time_out_s": 30.0}
+OPTIONS: Any = {"timeout_s": 30.0}
 Given = tuple[Tensor, list[Tensor], list[Any]]
 
 
@@ -125,7 +125,7 @@ def traced(kind: str, seed: int) -> list[str]:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_has_the_bits_and_the_sites(pool: Pool, kind: str, seed: int) -> None:
-    for wrong in pool(2).run(traced, kind, seed, time_out_s=140):
+    for wrong in pool(2).run(traced, kind, seed, timeout_s=140):
         assert not wrong, wrong
 
 
@@ -157,7 +157,7 @@ def apart(seed: int) -> list[str]:
 
 
 def test_other_backends_break_their_graph(pool: Pool, seed: int) -> None:
-    for wrong in pool(2).run(apart, seed, time_out_s=100):
+    for wrong in pool(2).run(apart, seed, timeout_s=100):
         assert not wrong, wrong
 
 
@@ -196,7 +196,7 @@ def styled(seed: int) -> list[str]:
 
 
 def test_styles_with_a_recipe_are_one_graph(pool: Pool, seed: int) -> None:
-    for wrong in pool(2).run(styled, seed, time_out_s=100):
+    for wrong in pool(2).run(styled, seed, timeout_s=100):
         assert not wrong, wrong
 
 
@@ -218,7 +218,7 @@ def without_gradients(seed: int) -> list[str]:
 @pytest.mark.strict
 @pytest.mark.timeout(150)
 def test_a_graph_without_gradients_has_the_bits(pool: Pool, seed: int) -> None:
-    for wrong in pool(2).run(without_gradients, seed, time_out_s=140):
+    for wrong in pool(2).run(without_gradients, seed, timeout_s=140):
         assert not wrong, wrong
 
 
@@ -265,7 +265,7 @@ def kept_bytes(seed: int) -> list[str]:
 
 
 def test_a_graph_keeps_no_more_than_layers_do(pool: Pool, seed: int) -> None:
-    for wrong in pool(2).run(kept_bytes, seed, replace=True, time_out_s=100):
+    for wrong in pool(2).run(kept_bytes, seed, replace=True, timeout_s=100):
         assert not wrong, wrong
 
 
@@ -289,5 +289,5 @@ def frozen(seed: int) -> list[str]:
 
 
 def test_of_frozen_weights_nothing_of_x_is_kept(pool: Pool, seed: int) -> None:
-    for found in pool(2).run(frozen, seed, time_out_s=100):
+    for found in pool(2).run(frozen, seed, timeout_s=100):
         assert not found, found

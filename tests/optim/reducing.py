@@ -98,7 +98,7 @@ def loss_of(model: nn.Module, x: torch.Tensor, sizes: torch.Tensor) -> torch.Ten
 
 def optimizing(model: nn.Module, lr: float = 0.0, **facts: Any) -> LayerWise:
     """A LayerWise of SGD; at the rate 0 weights stay."""
-    facts = {"bucket_bytes": SMALL, "options": Options(time_out_s=20), **facts}
+    facts = {"bucket_bytes": SMALL, "options": Options(timeout_s=20), **facts}
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
     return LayerWise(sgd, model, mesh, **facts)

@@ -187,7 +187,7 @@ def disagree() -> str:
     """Ranks whose Parameters differ; no group is left of the attempt."""
     groups = len(dist.distributed_c10d._world.pg_map)
     with pytest.raises(InterlaceError) as caught:
-        optimizing(nn.Linear(4, 4 + 100 * dist.get_rank()), options=Options(time_out_s=5))
+        optimizing(nn.Linear(4, 4 + 100 * dist.get_rank()), options=Options(timeout_s=5))
     assert isinstance(caught.value, AgreementError)
     assert len(dist.distributed_c10d._world.pg_map) == groups
     return str(caught.value)
@@ -202,7 +202,7 @@ def stalls(seed: int) -> tuple[str, float]:
     """Rank 1 does not come to the third step in time; afterwards both go on."""
     model = mixture(seed)
     x, sizes = batch(seed, 0)
-    with optimizing(model, options=Options(time_out_s=2)) as made:
+    with optimizing(model, options=Options(timeout_s=2)) as made:
         for _ in range(2):
             loss_of(model, x, sizes).backward()
             wanted = main_grads(made)["up.weight"]

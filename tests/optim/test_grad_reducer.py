@@ -56,7 +56,7 @@ def train_beside_ddp(seed: int, overlap: bool) -> list[str]:
     parallel = DistributedDataParallel(looped, gradient_as_bucket_view=True)
     plain = torch.optim.SGD(looped.parameters(), lr=0.5, momentum=0.5)
     wrong: list[str] = []
-    options = Options(overlap=overlap, time_out_s=20)
+    options = Options(overlap=overlap, timeout_s=20)
     with optimizing(model, lr=0.5, options=options) as made:
         assert made._reducer is not None
         assert len(made._reducer.buckets) > 3
@@ -129,7 +129,7 @@ def reduced(
     """Steps' main gradients, and this rank's own part of them."""
     model = mixture(seed, dtype)
     found, own = [], []
-    with optimizing(model, op=op, options=Options(transport=transport, time_out_s=20)) as made:
+    with optimizing(model, op=op, options=Options(transport=transport, timeout_s=20)) as made:
         for step in range(2):
             backward(made, model, seed, step)
             found.append(main_grads(made))
@@ -170,7 +170,7 @@ def waits_inside(seed: int, overlap: bool) -> list[bool]:
     Backward stands still there until it is, or the time is over.
     """
     model, seen = mixture(seed), []
-    options = Options(overlap=overlap, time_out_s=20, trace=True)
+    options = Options(overlap=overlap, timeout_s=20, trace=True)
     with optimizing(model, options=options) as made:
 
         def look(_: object) -> None:

@@ -27,7 +27,7 @@ def trained(how: str, power: int, seed: int) -> list[torch.Tensor]:
         seed, lambda: nn.Sequential(nn.Linear(DIM, WIDE, bias=False), nn.Linear(WIDE, 64, False))
     )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    facts: dict[str, Any] = {"options": Options(time_out_s=30)}
+    facts: dict[str, Any] = {"options": Options(timeout_s=30)}
     if how == "fully_shard":
         for layer in module:
             fully_shard(layer, mesh=mesh)

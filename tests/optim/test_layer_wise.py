@@ -50,7 +50,7 @@ def both_ways(
     made = []
     for overlap in (True, False):
         module = model(seed).to(device)
-        options = Options(time_out_s=20, transport=transport)
+        options = Options(timeout_s=20, transport=transport)
         facts: Any = {"overlap_param_gather": overlap, "options": options}
         facts["check_replicas_every"] = 1
         with slowly(seed) if overlap else slowly(None):
@@ -110,7 +110,7 @@ def test_gathers_where_a_rank_cannot_share_memory(pool: Pool, seed: int) -> None
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_hundred_steps(pool: Pool, world: int, optimizer: str, seed: int) -> None:
-    assert pool(world).run(both_ways, seed, 200, optimizer, time_out_s=300) == [[]] * world
+    assert pool(world).run(both_ways, seed, 200, optimizer, timeout_s=300) == [[]] * world
 
 
 def recorded(seed: int, steps: int, optimizer: str) -> tuple[Grads, dict[str, torch.Tensor]]:
@@ -225,7 +225,7 @@ def test_clips_over_owners(pool: Pool, norm_type: float, seed: int) -> None:
 
 
 def told_of(seed: int) -> str:
-    with layer_wise(model(seed), options=Options(trace=True, time_out_s=20)) as optimizing:
+    with layer_wise(model(seed), options=Options(trace=True, timeout_s=20)) as optimizing:
         train(optimizing, optimizing.module, seed, range(2))
         optimizing.synchronize()
         assert all(timeline.spans for timeline in optimizing.timelines())

@@ -58,7 +58,7 @@ def trained(
     if backend is not None and how != "after":
         run = compile_it()
     inner = OPTIMIZERS[optimizer](module.parameters())
-    facts: Any = {"bucket_bytes": 1 << 12, "options": Options(time_out_s=30)}
+    facts: Any = {"bucket_bytes": 1 << 12, "options": Options(timeout_s=30)}
     losses, draw = [], torch.Generator().manual_seed(seed + mesh["dp"].get_local_rank())
     with slowly(None if backend is None else seed):
         optimizing = LayerWise(inner, module, mesh["dp"], check_replicas_every=1, **facts)
@@ -102,7 +102,7 @@ def test_compiled_has_the_bits_of_eager(pool: Pool, case: tuple[Any, ...], seed:
 
 @pytest.mark.parametrize("backend", ["interlace", "aot_eager"])
 def test_with_owners_on_several_ranks(pool: Pool, backend: str, seed: int) -> None:
-    ranks = pool(4).run(off, seed, (2, 2), backend, "ours", "layers", True, time_out_s=200)
+    ranks = pool(4).run(off, seed, (2, 2), backend, "ours", "layers", True, timeout_s=200)
     assert ranks == [[]] * 4
 
 

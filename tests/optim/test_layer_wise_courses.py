@@ -347,7 +347,7 @@ def killed(seed: int, victim: int, transport: Transport) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with before_ops(die):
-        optimizing = layer_wise(module, options=Options(time_out_s=10, transport=transport))
+        optimizing = layer_wise(module, options=Options(timeout_s=10, transport=transport))
     train(optimizing, module, seed, range(2))
     module(batch(seed, 2)).sum().backward()
     optimizing.clip_grad_norm_(1.0)
@@ -370,7 +370,7 @@ def stalled(seed: int) -> list[str]:
             time.sleep(3)
 
     with before_ops(stall):
-        optimizing = layer_wise(module, options=Options(time_out_s=1))
+        optimizing = layer_wise(module, options=Options(timeout_s=1))
     with optimizing:
         train(optimizing, module, seed, range(2))
         kept, state = weights(module), torch_copy(optimizing.state_dict())

@@ -186,7 +186,7 @@ def sharded(seed: int) -> list[float]:
         module = model(seed, lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
         parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         inner = OPTIMIZERS["sgd"](module.parameters())
-        facts = {"overlap_param_gather": overlap, "options": Options(time_out_s=20)}
+        facts = {"overlap_param_gather": overlap, "options": Options(timeout_s=20)}
         with slowly(seed if overlap else None):
             optimizing = LayerWise(inner, module, mesh["dp"], bucket_bytes=1, **facts)
         read = []

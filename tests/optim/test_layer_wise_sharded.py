@@ -101,7 +101,7 @@ def rows_of(mesh: Grid, seed: int, step: int) -> torch.Tensor:
 
 
 def optimized(module: nn.Module, mesh: Grid, optimizer: str, **options: Any) -> LayerWise:
-    options = {"bucket_bytes": layerwise.SMALL, "options": Options(time_out_s=20), **options}
+    options = {"bucket_bytes": layerwise.SMALL, "options": Options(timeout_s=20), **options}
     return LayerWise(OPTIMIZERS[optimizer](module.parameters()), module, mesh.dp, **options)
 
 
@@ -138,7 +138,7 @@ def recorded(
     """The gradients that this rank's optimizer saw in each step, and the weights at the end."""
     mesh, seen = grid(tp), []
     module = parallel(seed, mesh)
-    options = Options(time_out_s=20, transport=transport)
+    options = Options(timeout_s=20, transport=transport)
     with optimized(module, mesh, optimizer, options=options, check_replicas_every=1) as optimizing:
         names = named(optimizing)
 
@@ -273,7 +273,7 @@ def thin(seed: int) -> list[str]:
         optimizing: Any = plain
         if tp is not None:
             facts: Any = {"bucket_bytes": 64, "overlap_param_gather": False}
-            optimizing = LayerWise(plain, module, mesh.dp, options=Options(time_out_s=10), **facts)
+            optimizing = LayerWise(plain, module, mesh.dp, options=Options(timeout_s=10), **facts)
         for _ in range(3):
             torch.stack([full(m).square().sum() for m in module.parameters()]).sum().backward()
             optimizing.step()
@@ -292,7 +292,7 @@ def stages(seed: int) -> bool:
     if mesh[pp].get_local_rank() == 0:
         whole_one, over = module.weight.detach(), mesh[dp]
         module.weight = nn.Parameter(distribute_tensor(whole_one, mesh[tp], [Shard(0)]))
-    optimizer, options = Muon(module.parameters(), lr=0.1), Options(time_out_s=10)
+    optimizer, options = Muon(module.parameters(), lr=0.1), Options(timeout_s=10)
     with LayerWise(optimizer, module, over, options=options) as optimizing:
         return ", home " in optimizing.explain()
 
@@ -422,7 +422,7 @@ def expert_parallel(seed: int) -> tuple[list[str], list[torch.Tensor], Tensors]:
     replicas, ep = grid(2)
     module, told, norms = model(seed, Experts), [], []
     module.experts = nn.Parameter(distribute_tensor(module.experts.detach(), ep, [Shard(0)]))
-    facts: Any = {"bucket_bytes": layerwise.SMALL, "options": Options(time_out_s=20)}
+    facts: Any = {"bucket_bytes": layerwise.SMALL, "options": Options(timeout_s=20)}
     optimizing = [
         LayerWise(Muon([module.experts], lr=0.02), module, replicas, **facts),
         LayerWise(

@@ -94,7 +94,7 @@ def muon(module: nn.Module, kind: str = "ours", **options: Any) -> Optimizer:
 
 
 def wrapped(optimizer: Optimizer, module: nn.Module, **facts: Any) -> LayerWise:
-    options = Options(**{"time_out_s": 20, **facts.pop("options", {})})
+    options = Options(**{"timeout_s": 20, **facts.pop("options", {})})
     over: Any = getattr(next(module.parameters()), "device_mesh", None) or layerwise.mesh()
     over = over["shards"] if over.ndim > 1 else over
     return LayerWise(optimizer, module, over, **{"bucket_bytes": 1, "options": options, **facts})
@@ -156,7 +156,7 @@ def test_overlapped_is_synchronous_bit_for_bit(
     ("kind", "facts"), [("torch", "plain"), *(("ours", facts) for facts in FACTS)]
 )
 def test_two_hundred_steps(pool: Pool, kind: str, facts: str, seed: int) -> None:
-    found = pool(4).run(both_ways, seed, 200, kind, FACTS[facts], time_out_s=300)
+    found = pool(4).run(both_ways, seed, 200, kind, FACTS[facts], timeout_s=300)
     assert found == [[]] * 4
 
 
@@ -349,7 +349,7 @@ def beside_tensor_parallelism(seed: int, norm_type: float) -> list[float]:
         grads = [full({"": p.grad})[""].flatten() for p in module.parameters()]
         return torch.linalg.vector_norm(torch.cat(grads), norm_type).item()
 
-    with LayerWise(optimizer, module, mesh["dp"], options=Options(time_out_s=20)) as optimizing:
+    with LayerWise(optimizer, module, mesh["dp"], options=Options(timeout_s=20)) as optimizing:
         torch.manual_seed(seed + mesh["dp"].get_local_rank())
         module(torch.randint(16, (32,))).square().sum().backward()
         dist.all_reduce(module.alone.weight.grad.to_local(), group=mesh.get_group("dp"))
@@ -467,7 +467,7 @@ def killed(seed: int, victim: int) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     with before_ops(die):
-        optimizing = wrapped(muon(module), module, options={"time_out_s": 10})
+        optimizing = wrapped(muon(module), module, options={"timeout_s": 10})
     train(optimizing, module, seed, range(2))
     module(batch(seed, 2)).sum().backward()
     armed.append(True)
@@ -496,7 +496,7 @@ def stalled(seed: int) -> list[str]:
             time.sleep(5)
 
     with before_ops(stall):
-        optimizing = wrapped(muon(module), module, options={"time_out_s": 2})
+        optimizing = wrapped(muon(module), module, options={"timeout_s": 2})
     with optimizing:
         train(optimizing, module, seed, range(2))
         held = {n: p.clone() for n, p in module.state_dict().items()}

@@ -220,7 +220,7 @@ def executor_of(
     **options: object,
 ) -> Executor:
     """An Executor over the default group, which is the team `tp`."""
-    made = Options.from_dict({"time_out_s": 20.0, **options})
+    made = Options.from_dict({"timeout_s": 20.0, **options})
     own = parse(program) if isinstance(program, str) else program
     given = {"groups": {"tp": world_group()}, "registered": registered, "options": made}
     return Executor(own, before_op=before_op, **given)

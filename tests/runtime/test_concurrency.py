@@ -161,7 +161,7 @@ def test_slowed_communication_is_hidden_under_computation(pool: Pool, kind: str)
 
 
 def pause_between_runs() -> int:
-    with prepared("pipeline", time_out_s=0.5) as executor:
+    with prepared("pipeline", timeout_s=0.5) as executor:
         inputs = inputs_of(executor.program, dist.get_rank(), 0)
         executor.run(inputs)
         time.sleep(1.8)

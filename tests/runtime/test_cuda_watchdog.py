@@ -62,7 +62,7 @@ class Device:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake, Device]]:
     """An engine on such a device."""
-    with bound("gather", "put", time_out_s=LIMIT_S) as found:
+    with bound("gather", "put", timeout_s=LIMIT_S) as found:
         device = Device()
         monkeypatch.setattr(found.driver, "record", device.record)
         monkeypatch.setattr(found.driver, "done", device.done)

@@ -23,7 +23,7 @@ from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.tensor_parallel import parallelize
 
-OPTIONS = Options(time_out_s=20)
+OPTIONS = Options(timeout_s=20)
 PLAN = {
     "0": ColwiseParallel(input_layouts=Shard(0)),
     "2": RowwiseParallel(output_layouts=Shard(0)),
@@ -86,7 +86,7 @@ def compiled(by_torch: bool) -> None:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     sharded = parallelize_module(mlp(), mesh, PLAN)
     if by_torch:
-        call: Any = torch.compile(sharded, backend="interlace", options={"time_out_s": 20})
+        call: Any = torch.compile(sharded, backend="interlace", options={"timeout_s": 20})
     else:
         call = interlace.compile(sharded, options=OPTIONS)
     styled, x = mlp(), torch.ones(4, 16)
@@ -121,7 +121,7 @@ def nccl_on_cpu() -> None:
     """A transport that no tensor of the CPU can take, also where no op would need it."""
     x, w = torch.ones(2, 3), torch.ones(4, 3)
     for strategy in ("auto", "peer", "serial"):
-        options = Options(transport="nccl", strategy=strategy, time_out_s=20)
+        options = Options(transport="nccl", strategy=strategy, timeout_s=20)
         with pytest.raises(BackendError, match="'nccl' is not there for tensors of the CPU"):
             all_gather_linear(x, w, group=dist.group.WORLD, options=options)
 
@@ -129,10 +129,10 @@ def nccl_on_cpu() -> None:
 @pytest.mark.parametrize("use", [functional, executors, optimizers, nccl_on_cpu])
 @pytest.mark.timeout(110)
 def test_typed(pool: Pool, use: Callable[[], None]) -> None:
-    pool(2).run(use, time_out_s=100, replace=True)
+    pool(2).run(use, timeout_s=100, replace=True)
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
 @pytest.mark.timeout(110)
 def test_typed_of_compiled_modules(pool: Pool, by_torch: bool) -> None:
-    pool(2).run(compiled, by_torch, time_out_s=100, replace=True)
+    pool(2).run(compiled, by_torch, timeout_s=100, replace=True)

@@ -44,9 +44,9 @@ def prepare_with_few(kind: str, counts: list[int], seed: int) -> list[tuple[int,
     found: list[tuple[int, Outcome, bool]] = []
     for count in counts:
         with left(count) if dist.get_rank() else contextlib.nullcontext():
-            outcome = attempt(lambda: prepared(kind, time_out_s=20.0).close())
+            outcome = attempt(lambda: prepared(kind, timeout_s=20.0).close())
         dist.barrier()
-        with prepared(kind, time_out_s=20.0) as executor:
+        with prepared(kind, timeout_s=20.0) as executor:
             inputs = inputs_of(executor.program, dist.get_rank(), seed)
             equal = torch.equal(executor.run(inputs)[0], executor.run(inputs)[0])
         found.append((count, outcome, equal))
@@ -59,7 +59,7 @@ def prepare_with_few(kind: str, counts: list[int], seed: int) -> list[tuple[int,
 @pytest.mark.parametrize("kind", ["get", "shift"])
 def test_few_descriptors_are_a_typed_error_on_all_ranks(pool: Pool, kind: str, seed: int) -> None:
     counts = [0, 1, 2, 5, 64]
-    here, there = pool(2).run(prepare_with_few, kind, counts, seed, time_out_s=110, replace=True)
+    here, there = pool(2).run(prepare_with_few, kind, counts, seed, timeout_s=110, replace=True)
     for (_, mine, equal), (count, theirs, also) in zip(here, there, strict=True):
         for error, text, seconds in (mine, theirs):
             assert error in ("result", "SharedMemoryError", "BackendError", "AgreementError"), text

@@ -21,7 +21,7 @@ from interlace.nn.functional import all_gather_linear
 from interlace.options import Options
 from interlace.runtime import Executor
 
-TIME_OUT_S = 20.0
+TIMEOUT_S = 20.0
 GATHER = """
 def gather(tp: Team[{0}], x: f32[1, 1]):
     y = empty(f32[{0}, 1])
@@ -38,7 +38,7 @@ class Interrupt(KeyboardInterrupt):
 
 def step_of(kind: str, group: Any) -> Step:
     """A first collective step on a group that nothing has run on; it gathers."""
-    options = Options(time_out_s=TIME_OUT_S)
+    options = Options(timeout_s=TIMEOUT_S)
     if kind == "layer":
         one = torch.ones(1, 1)
         return lambda x: all_gather_linear(x, one, group=group, options=options)
@@ -47,7 +47,7 @@ def step_of(kind: str, group: Any) -> Step:
         executor = Executor(program, groups={"tp": group}, options=options)
         return lambda x: executor.prepare().run([x])[0]
     torch.compiler.reset()
-    own: Any = {"time_out_s": TIME_OUT_S}
+    own: Any = {"timeout_s": TIMEOUT_S}
     call = torch.compile(
         lambda x: funcol.all_gather_tensor(x, 0, group) * 1, backend="interlace", options=own
     )
@@ -71,7 +71,7 @@ def steps(kind: str, fault: str, first: int, early: bool) -> list[Result]:
         except (interlace.InterlaceError, ValueError, KeyboardInterrupt) as error:
             taken = time.monotonic() - start
             found.append((type(error).__name__, str(error), taken))
-            interlace.reset(TIME_OUT_S)
+            interlace.reset(TIMEOUT_S)
     return found
 
 
@@ -142,12 +142,12 @@ _kept: list[Any] = []
 def keep_groups() -> None:
     """Process groups that were reset, and are kept although others take their place."""
     _kept.extend(dist.new_group() for _ in range(3))
-    interlace.reset(TIME_OUT_S)
+    interlace.reset(TIMEOUT_S)
 
 
 def steps_on_new_groups() -> list[list[list[float]]]:
     """First steps on groups that are named as those that were kept; one reset came before."""
-    interlace.reset(TIME_OUT_S)
+    interlace.reset(TIMEOUT_S)
     dist.barrier()
     found: list[list[list[float]]] = []
     for _ in range(3):

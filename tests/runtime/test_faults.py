@@ -22,7 +22,7 @@ from interlace.ir import Alloc, Notify, Op, Program, Record, parse
 from interlace.options import Options
 from interlace.runtime import Executor
 
-TIME_OUT_S = 2.5
+TIMEOUT_S = 2.5
 
 
 class Fault:
@@ -46,7 +46,7 @@ def die() -> None:
 
 
 def stall() -> None:
-    time.sleep(TIME_OUT_S * 1.6)
+    time.sleep(TIMEOUT_S * 1.6)
 
 
 def raise_it() -> None:
@@ -68,7 +68,7 @@ def early_op(program: Program, seed: int) -> int:
 def plant(kind: str, what: str, victim: int, seed: int) -> tuple[Executor, Fault]:
     """An Executor that has run once, with a fault that will hit `victim` in the next run."""
     fault = Fault(victim, 0, ACTIONS[what])
-    executor = prepared(kind, before_op=fault, time_out_s=TIME_OUT_S)
+    executor = prepared(kind, before_op=fault, timeout_s=TIMEOUT_S)
     fault.index = early_op(executor.program, seed)
     executor.run(inputs_of(executor.program, dist.get_rank(), seed))
     dist.barrier()  # no rank's fault reaches another's first run
@@ -109,7 +109,7 @@ def test_a_killed_rank_is_named_on_all_others_at_once(
         ((error, text, seconds),) = results[rank]
         assert error == "PeerError"
         assert f"rank {victim} of team tp died" in text
-        assert seconds < TIME_OUT_S
+        assert seconds < TIMEOUT_S
 
 
 @pytest.mark.parametrize("kind", [*TEXTS, *FLAT])
@@ -122,7 +122,7 @@ def test_a_raising_op_stops_all_ranks_until_they_reset(pool: Pool, kind: str, se
         assert failed[0] == ("ExecutorError" if rank == victim else "PeerError")
         assert "ValueError: the planted fault" in failed[1]
         assert rank == victim or f"rank {victim} of team tp stopped" in failed[1]
-        assert failed[2] < TIME_OUT_S
+        assert failed[2] < TIMEOUT_S
         assert again[0] == "ExecutorError"
         assert "reset()" in again[1]
         assert after[1] == "equal"
@@ -143,7 +143,7 @@ def test_a_stalled_rank_is_named_within_the_time_out(pool: Pool, kind: str, seed
         assert f"(op {early_op(program_of(kind, world), seed)} of" in text, "the op that stalls"
         assert "what the streams of rank" in text
         assert kind != "flat-peer" or "all_reduce" in text.partition("did last")[2]
-        assert TIME_OUT_S - 0.5 < seconds < TIME_OUT_S + 1.5
+        assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 1.5
     assert results[victim][0][0] == "PeerError"
     assert all(results[rank][2][1] == "equal" for rank in range(world))
 
@@ -151,7 +151,7 @@ def test_a_stalled_rank_is_named_within_the_time_out(pool: Pool, kind: str, seed
 def run_until_it_fails(kind: str, victim: int, seed: int) -> tuple[list[Outcome], bool, bool]:
     """A fault at any op of any stream; the other ranks hear of it in this run or the next."""
     fault = Fault(victim, 0, raise_it)
-    executor = prepared(kind, before_op=fault, time_out_s=10)
+    executor = prepared(kind, before_op=fault, timeout_s=10)
     ops = executor.program.ops
     steps = [i for i in range(len(ops)) if not isinstance(ops[i], Alloc) or _symmetric(ops[i])]
     fault.index = random.Random(seed).choice(steps)
@@ -193,7 +193,7 @@ def hang_in_compute() -> list[Outcome]:
             raise_it()
 
     armed = False
-    executor = Executor(parse(TWO_STREAMS), options=Options(time_out_s=0.5), before_op=before)
+    executor = Executor(parse(TWO_STREAMS), options=Options(timeout_s=0.5), before_op=before)
     executor.prepare()
     executor.run([torch.ones(2)])
     armed = True

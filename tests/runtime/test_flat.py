@@ -53,7 +53,7 @@ def test_peers_can_read_where_a_rank_is(pool: Pool) -> None:
 
 def blocked() -> list[Outcome]:
     """Another thread is at the team, and lets go in time or does not."""
-    executor = executor_of(TEXT, time_out_s=0.5).prepare()
+    executor = executor_of(TEXT, timeout_s=0.5).prepare()
     dist.barrier()
     found: list[Outcome] = []
     for seconds in (0.2, 1.5):

@@ -50,7 +50,7 @@ def in_a_child(acts: dict[str, Callable[[], object]]) -> dict[str, Outcome]:
 
 def fork_amid_runs(kind: str, seed: int) -> tuple[dict[str, Outcome], list[bool]]:
     """Rank 0 forks while all ranks run, and the child does all that reaches other ranks."""
-    executor = prepared(kind, time_out_s=20.0)
+    executor = prepared(kind, timeout_s=20.0)
     alone = Executor(parse(TWO_STREAMS)).prepare()
     square = alone.run([torch.eye(4)])[0]
     inputs = inputs_of(executor.program, dist.get_rank(), seed)
@@ -80,7 +80,7 @@ def fork_amid_runs(kind: str, seed: int) -> tuple[dict[str, Outcome], list[bool]
     interlace.reset()
     equal += [torch.equal(executor.run(inputs)[0], wanted) for _ in range(20)]
     equal.append(
-        bool(prepared("slots", time_out_s=20.0).run(inputs_of(program_of("slots", 2), 0, 1)))
+        bool(prepared("slots", timeout_s=20.0).run(inputs_of(program_of("slots", 2), 0, 1)))
     )
     executor.close()
     return found, equal
@@ -100,7 +100,7 @@ def test_a_forked_child_cannot_take_its_parents_place(pool: Pool, kind: str, see
 
 def child_of_multiprocessing(seed: int) -> tuple[int | None, bool]:
     """A child as DataLoader starts one: it inherits Executors, and ends without a word."""
-    executor = prepared("shift", time_out_s=20.0)
+    executor = prepared("shift", timeout_s=20.0)
     inputs = inputs_of(executor.program, dist.get_rank(), seed)
     (wanted,) = executor.run(inputs)
     child: Any = multiprocessing.get_context("fork").Process(target=gc.collect, daemon=False)

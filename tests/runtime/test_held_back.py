@@ -120,7 +120,7 @@ def wrong_runs(
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     wrong = 0
-    options = Options(transport=backend, time_out_s=20.0)
+    options = Options(transport=backend, timeout_s=20.0)
     groups = groups or {team.name: world_group() for team in program.teams}
     params = program.instantiate(rank).params
     registered = {b.name: torch.empty(b.shape) for b in params if b.registered}  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -274,7 +274,7 @@ if __name__ == "__main__":
     shared, parts = Pool(), random.Random(start)
     while runs < int(sys.argv[1]):
         size = parts.choice((2, 3, 4))
-        found = shared(size).run(many, parts.getrandbits(32), 50, time_out_s=600)
+        found = shared(size).run(many, parts.getrandbits(32), 50, timeout_s=600)
         assert not any(wrong for wrong, _ in found), "\n".join(found[0][0])
         sorts += found[0][1]
         runs += 50 * RUNS

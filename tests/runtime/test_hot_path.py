@@ -211,7 +211,7 @@ def test_a_thread_that_waits_too_long_gets_an_error() -> None:
         held.set()
         assert release.wait(30)
 
-    options = Options(time_out_s=0.2)
+    options = Options(timeout_s=0.2)
     executor = Executor(program(1), options=options, before_op=hold).prepare()
     x, w = given()
     thread = threading.Thread(target=executor.run, args=([x, w],))

@@ -65,7 +65,7 @@ def test_a_sound_schedule_may_wait_for_ever_in_order(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_refuses_to_compare_with_it(kind: str) -> None:
-    args = ["run", "-", "--check-against", "in-order", "--runs", "1", "--time-out", "20"]
+    args = ["run", "-", "--check-against", "in-order", "--runs", "1", "--timeout", "20"]
     done = CliRunner().invoke(app, args, input=text_of(kind))
     assert done.exit_code == 1
     assert "SoundnessError: unsound in order, one op after another" in done.stderr
@@ -74,7 +74,7 @@ def test_the_command_refuses_to_compare_with_it(kind: str) -> None:
 
 def prepare(text: str, in_order: bool) -> Outcome:
     """How a text is prepared."""
-    executor = executor_of(text, time_out_s=3.0, in_order=in_order)
+    executor = executor_of(text, timeout_s=3.0, in_order=in_order)
     try:
         return attempt(executor.prepare)
     finally:

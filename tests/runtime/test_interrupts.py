@@ -32,7 +32,7 @@ SOON_S = 5.0
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_interrupt_at_a_random_moment_is_raised_at_once(pool: Pool, way: str, seed: int) -> None:
-    for trials in pool(2).run(campaign, way, seed, 8, time_out_s=110):
+    for trials in pool(2).run(campaign, way, seed, 8, timeout_s=110):
         assert [wrong for trial in trials if (wrong := trial.wrong(SOON_S))] == []
 
 
@@ -112,7 +112,7 @@ def test_layers_whose_binding_an_interrupt_ended_are_bound_anew(pool: Pool, seed
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", WAYS)
 def test_many_interrupts_at_random_moments(pool: Pool, way: str, seed: int) -> None:
-    for trials in pool(3).run(campaign, way, seed, 150, time_out_s=1700):
+    for trials in pool(3).run(campaign, way, seed, 150, timeout_s=1700):
         assert [wrong for trial in trials if (wrong := trial.wrong())] == []
 
 
@@ -156,7 +156,7 @@ def _handles_signals(code: CodeType, at: int) -> bool:
 
 def interrupted_runs(kind: str, seed: int, count: int) -> tuple[int, list[str]]:
     """Runs that an interrupt ends, each at another place: how many of them, and what went wrong."""
-    executor = prepared(kind, time_out_s=20.0)
+    executor = prepared(kind, timeout_s=20.0)
     inputs, draw = inputs_of(executor.program, dist.get_rank(), seed), random.Random(seed)
     (wanted,) = executor.run(inputs)
     whole, wrong, hits = Interrupt(0), list[str](), 0
@@ -204,7 +204,7 @@ def test_an_interrupt_at_every_call_of_a_run(pool: Pool, kind: str, seed: int) -
 
 
 def check_interrupted_runs(pool: Pool, kind: str, seed: int, count: int) -> None:
-    results = pool(2).run(interrupted_runs, kind, seed, count, time_out_s=100 + count / 2)
+    results = pool(2).run(interrupted_runs, kind, seed, count, timeout_s=100 + count / 2)
     assert [wrong for _, wrong in results] == [[], []]
     assert sum(hits for hits, _ in results) > count / 2
 

@@ -49,7 +49,7 @@ def miss_one(absent: int, seed: int) -> list[Outcome]:
     found: list[Outcome] = []
 
     def one(limit: float) -> bool:
-        with executor_of(program, time_out_s=limit).prepare() as executor:
+        with executor_of(program, timeout_s=limit).prepare() as executor:
             (y,) = executor.run(inputs_of(program, me, seed))
             return torch.equal(y, executor.run(inputs_of(program, me, seed))[0])
 
@@ -88,7 +88,7 @@ def miss_one_of_two_teams(absent: int, seed: int) -> list[Outcome]:
             found.append(("absent", "", 0.0))
         else:
             limit = 20 if number else 2 * LIMIT_S
-            executor = Executor(program, groups=groups, options=Options(time_out_s=limit))
+            executor = Executor(program, groups=groups, options=Options(timeout_s=limit))
             inputs = inputs_of(program, me, seed)
             found.append(attempt(lambda e=executor, i=inputs: len(e.prepare().run(i))))
             executor.close()
@@ -112,7 +112,7 @@ def reset_late(late: int, seed: int) -> tuple[list[Outcome], Outcome]:
         if armed and rank == 0:
             raise ValueError("the planted fault")
 
-    executor = prepared("pipeline", before_op=fail, time_out_s=5)
+    executor = prepared("pipeline", before_op=fail, timeout_s=5)
     inputs = inputs_of(executor.program, me, seed)
     assert attempt(lambda: executor.run(inputs))[0] != "result"
     armed, tries = False, []
@@ -149,14 +149,14 @@ def bind_what_cannot_be() -> tuple[list[Outcome], list[int], Outcome]:
     """Prepares a Program with an operator that there is not, twice; then one that goes well."""
     slots = team_of(world_group(), "tp").slots
     before, held = sum(slots.holders.values()), list[int]()
-    bad = executor_of(BAD_OP.format("aten.nonsense.out"), time_out_s=10)
+    bad = executor_of(BAD_OP.format("aten.nonsense.out"), timeout_s=10)
     found = list[Outcome]()
     for _ in range(2):
         found.append(attempt(bad.prepare))
         held.append(sum(slots.holders.values()) - before)
     found.append(attempt(lambda: bad.run([torch.ones(4)])))
     bad.close()
-    good = executor_of(BAD_OP.format("aten.neg.out"), time_out_s=10)
+    good = executor_of(BAD_OP.format("aten.neg.out"), timeout_s=10)
     after = attempt(lambda: good.prepare().run([torch.ones(4)])[0].tolist())
     held.append(sum(slots.holders.values()) - before)
     good.close()
@@ -197,7 +197,7 @@ def rebind_that_fails() -> tuple[list[Outcome], list[int]]:
     Counted.closes.clear()
     counted = Counted, torch.device("cpu")
     with mock.patch.object(executor_file, "engine_for", return_value=counted):
-        executor = prepared("pipeline", time_out_s=10)
+        executor = prepared("pipeline", timeout_s=10)
     inputs = inputs_of(executor.program, dist.get_rank(), 1)
     executor.run(inputs)
     executor.reset()

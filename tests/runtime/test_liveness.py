@@ -95,7 +95,7 @@ def test_a_process_that_met_once_is_watched_in_all_meetings(pool: Pool, seed: in
 
 
 def consent_alone() -> Outcome:
-    executor = prepared("get", time_out_s=LIMIT_S)
+    executor = prepared("get", timeout_s=LIMIT_S)
     inputs = inputs_of(executor.program, dist.get_rank(), 1)
     executor.run(inputs)
     if dist.get_rank():
@@ -155,7 +155,7 @@ def leave_a_mesh() -> Outcome:
     mesh, me = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
     program = parse(MESH.format("gloo"))
     groups = {name: mesh.get_group(name) for name in ("dp", "tp")}
-    x, options = torch.ones(4), Options(time_out_s=LIMIT_S)
+    x, options = torch.ones(4), Options(timeout_s=LIMIT_S)
     with Executor(program, groups=groups, options=options).prepare() as both:
         both.run(inputs_of(program, me, 1))
     executors = {
@@ -204,7 +204,7 @@ def leave_with_the_store() -> Outcome:
     """Rank 0 holds the store of a meeting. It hears that rank 2 died, and leaves; rank 1 waits for
     it, and lives of processes are all that it has."""
     me, told = dist.get_rank(), [0]
-    prepared("get", time_out_s=LIMIT_S)
+    prepared("get", timeout_s=LIMIT_S)
     if me == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         told = [store.port]
@@ -259,7 +259,7 @@ def test_the_time_out_follows_the_groups_and_a_warning_names_who_is_late(pool: P
         if rank == 0:
             (text,) = told
             assert "rank 1 has not entered run 2" in text
-            assert "33 at most (option time_out_s)" in text
+            assert "33 at most (option timeout_s)" in text
 
 
 def prepare_late(seconds: float) -> tuple[Outcome, list[str]]:
@@ -286,8 +286,8 @@ def test_a_warning_names_who_is_late_to_a_meeting(pool: Pool) -> None:
 def before_each_transfer(act: Callable[[], None]) -> Iterator[None]:
     """Does something between the rendezvous of a collective on gloo and this rank's part of it."""
 
-    def bound(backend: Any, spec: Spec, time_out_s: float) -> Any:
-        run = bind_collective(backend, spec, time_out_s)
+    def bound(backend: Any, spec: Spec, timeout_s: float) -> Any:
+        run = bind_collective(backend, spec, timeout_s)
 
         def held(src: Any, dst: Any, wait: BoundedWait) -> None:
             act()
@@ -304,7 +304,7 @@ def step_for(seconds: float, limit: float, within: str) -> Outcome:
     run, or `within` a collective or a message."""
     nap = 0.3 * dist.get_rank()
     with before_each_transfer(lambda: time.sleep(nap if within else 0)):
-        executor = prepared("shift" if within == "message" else "pipeline", time_out_s=limit)
+        executor = prepared("shift" if within == "message" else "pipeline", timeout_s=limit)
     inputs = inputs_of(executor.program, dist.get_rank(), 1)
     end = time.monotonic() + seconds
 
@@ -395,7 +395,7 @@ def ask_a_stopped_store() -> tuple[float, str, bool]:
 def test_a_stopped_holder_of_the_store_is_waited_for_in_bounded_time(pool: Pool) -> None:
     seconds, told, again = pool(2).run(ask_a_stopped_store, replace=True)[1]
     assert "the store of torch.distributed has not answered for 1 s" in told
-    assert "time_out_s" in told
+    assert "timeout_s" in told
     assert seconds < 3.5
     assert again, "it is asked again once it answers"
 
@@ -417,7 +417,7 @@ def stop_within(kind: str, victim: int, limit: float) -> Outcome:
         return as_bytes(tensor)
 
     with before_each_transfer(stop), mock.patch.object(messages, "as_bytes", stopped):
-        executor = prepared(kind, time_out_s=limit)
+        executor = prepared(kind, timeout_s=limit)
         inputs = inputs_of(executor.program, dist.get_rank(), 1)
         executor.run(inputs)
         armed = True

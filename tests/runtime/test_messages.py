@@ -70,7 +70,7 @@ def own_program(text: str) -> Program:
 
 def run(text: str, backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
     program = own_program(text)
-    with executor_of(program, transport=backend, time_out_s=10.0).prepare() as executor:
+    with executor_of(program, transport=backend, timeout_s=10.0).prepare() as executor:
         for turn in range(20):
             found = executor.run(inputs_of(program, dist.get_rank(), seed + turn))
         return found

@@ -22,15 +22,15 @@ from interlace.ir import Program, parse
 from interlace.runtime import Executor
 
 
-def executor(program: Program | str, time_out_s: float = 3.0) -> Executor:
-    return executor_of(program, time_out_s=time_out_s)
+def executor(program: Program | str, timeout_s: float = 3.0) -> Executor:
+    return executor_of(program, timeout_s=timeout_s)
 
 
 # -- order ---------------------------------------------------------------------------------------
 
 
 def call_in_different_order(first: str, second: str) -> list[Outcome]:
-    one, two = prepared(first, time_out_s=10), prepared(second, time_out_s=10)
+    one, two = prepared(first, timeout_s=10), prepared(second, timeout_s=10)
     inputs = {id(e): inputs_of(e.program, dist.get_rank(), 5) for e in (one, two)}
     one.run(inputs[id(one)])
     dist.barrier()  # or a slow rank hears of it in the run that must still go well

@@ -156,7 +156,7 @@ def refused(case: str) -> str:
         tensor = torch.empty(3, K)
     if first and case == "dtype":
         tensor = torch.empty(size, dtype=torch.float64)
-    executor = registering("gather_put", tensor, time_out_s=20)
+    executor = registering("gather_put", tensor, timeout_s=20)
     if first and case == "name":
         own = {"y": torch.empty(size), "z": torch.empty(3)}
         executor = executor_of(TEXTS["gather_put"](dist.get_world_size()), registered=own)
@@ -215,7 +215,7 @@ def moved() -> list[str]:
     """The registered tensor itself is given other memory: peers would reach the old."""
     y = torch.empty(2 * ROWS, K)
     told: list[str] = []
-    with registering("gather_put", y, time_out_s=20) as executor:
+    with registering("gather_put", y, timeout_s=20) as executor:
         executor.prepare().run([torch.ones(ROWS, K)])
         dist.barrier()
         if dist.get_rank() == 0:
@@ -243,7 +243,7 @@ def far() -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("b", "a"))
     groups = {name: mesh.get_group(name) for name in "ab"}
     given = {"x": torch.empty(4 if dist.get_rank() else 5), "y": torch.empty(4)}
-    options = Options(time_out_s=20)
+    options = Options(timeout_s=20)
     with pytest.raises(InterlaceError) as caught:
         Executor(parse(text), groups=groups, registered=given, options=options).prepare()
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -283,7 +283,7 @@ def give_another(seed: int) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     x, w = drawn(rank, seed, ROWS, K), drawn(0, seed, K, N)
     told: list[str] = []
-    with registering("gather_matmul", x, time_out_s=20).prepare() as executor:
+    with registering("gather_matmul", x, timeout_s=20).prepare() as executor:
         executor.run([x, w])
         with pytest.raises(InterlaceError) as caught:
             executor.run([x.clone() if rank == 0 else x, w])

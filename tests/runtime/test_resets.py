@@ -27,7 +27,7 @@ from interlace.ir import Notify, Op
 from interlace.options import Options
 from interlace.runtime import Executor
 
-TIME_OUT_S = 20.0
+TIMEOUT_S = 20.0
 
 
 def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> list[Outcome]:
@@ -39,7 +39,7 @@ def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> 
             raise ValueError("of its own code")
 
     armed, me = False, dist.get_rank()
-    executor = prepared("get", stop, time_out_s=TIME_OUT_S)
+    executor = prepared("get", stop, timeout_s=TIMEOUT_S)
     inputs = inputs_of(executor.program, me, seed)
     (before,) = executor.run(inputs)
     dist.barrier()
@@ -49,10 +49,10 @@ def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> 
 
     def act() -> object:
         if kind == "compile":
-            return consent_of_ranks(["mlp"], [(world_group(), True)], TIME_OUT_S)
+            return consent_of_ranks(["mlp"], [(world_group(), True)], TIMEOUT_S)
         if kind == "learn":
             store = dist.PrefixStore(str(seed), dist.distributed_c10d._get_default_store())
-            return learn_groups([((0, 1, 2),)], me, TIME_OUT_S, store)
+            return learn_groups([((0, 1, 2),)], me, TIMEOUT_S, store)
         if kind == "prepare":
             return executor_of(program_of("shift", 3)).prepare()
         return executor.run(inputs)
@@ -62,7 +62,7 @@ def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> 
         time.sleep(0.5)
     if me != first:
         found.append(attempt(act))
-    found.append(attempt(lambda: reset_teams(TIME_OUT_S)))
+    found.append(attempt(lambda: reset_teams(TIMEOUT_S)))
     found.append(attempt(lambda: torch.equal(executor.run(inputs)[0], before)))
     executor.close()
     return found
@@ -91,7 +91,7 @@ def test_who_resets_first_is_heard_at_once_and_met(
 
 def reset_of_several(seed: int) -> list[Outcome]:
     """Rank 1 resets all teams while rank 0 waits for it in a run of one, and then of the other."""
-    program, options = program_of("get", 2), Options(time_out_s=TIME_OUT_S)
+    program, options = program_of("get", 2), Options(timeout_s=TIMEOUT_S)
     inputs = inputs_of(program, dist.get_rank(), seed)
     groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
     executors = [Executor(program, groups={"tp": g}, options=options).prepare() for g in groups]
@@ -101,7 +101,7 @@ def reset_of_several(seed: int) -> list[Outcome]:
         dist.barrier()
         if dist.get_rank() == 0:
             found.append(attempt(lambda executor=executor: executor.run(inputs)))
-        found.append(attempt(lambda: reset_teams(TIME_OUT_S)))
+        found.append(attempt(lambda: reset_teams(TIMEOUT_S)))
     for executor in executors:
         executor.run(inputs)
         executor.close()
@@ -120,14 +120,14 @@ def test_a_reset_is_heard_at_once_in_each_of_several_teams(pool: Pool, seed: int
 
 def reset_unasked(seed: int) -> tuple[bool, bool]:
     """A reset when nothing failed: whether the user's connections stay, and runs go on."""
-    executor, me = prepared("pipeline", time_out_s=TIME_OUT_S), dist.get_rank()
+    executor, me = prepared("pipeline", timeout_s=TIMEOUT_S), dist.get_rank()
     inputs = inputs_of(executor.program, me, seed)
     (before,) = executor.run(inputs)
     team = team_of(world_group(), "tp")
-    backend = team.backend("gloo", "cpu", TIME_OUT_S)
+    backend = team.backend("gloo", "cpu", TIMEOUT_S)
     for _ in range(2):
-        reset_teams(TIME_OUT_S)
-    same = team.backend("gloo", "cpu", TIME_OUT_S) is backend
+        reset_teams(TIMEOUT_S)
+    same = team.backend("gloo", "cpu", TIMEOUT_S) is backend
     right = torch.equal(executor.run(inputs)[0], before)
     executor.close()
     return same, right
@@ -160,7 +160,7 @@ def reset_beside_a_run(slow: int, seed: int) -> list[Outcome]:
     executor.run(inputs)
     dist.barrier()
     armed = True
-    found = [attempt(lambda: executor.run(inputs)), attempt(lambda: reset_teams(TIME_OUT_S))]
+    found = [attempt(lambda: executor.run(inputs)), attempt(lambda: reset_teams(TIMEOUT_S))]
     executor.close()
     return found
 
@@ -176,7 +176,7 @@ def reset_beside_a_group_that_is_gone(seed: int) -> list[Outcome]:
     """A group that some ranks still refer to after its end."""
     group: Any = dist.new_group([0, 1])
     executor = Executor(
-        program_of("get", 2), groups={"tp": group}, options=Options(time_out_s=TIME_OUT_S)
+        program_of("get", 2), groups={"tp": group}, options=Options(timeout_s=TIMEOUT_S)
     ).prepare()
     executor.close()
     del executor

@@ -92,7 +92,7 @@ def test_a_run_within_a_run_of_another_size_is_refused() -> None:
             except ExecutorError as error:
                 told.append(str(error))
 
-    executor = Executor(parse(TEXT), before_op=nested, options=Options(time_out_s=5))
+    executor = Executor(parse(TEXT), before_op=nested, options=Options(timeout_s=5))
     x = given(12)
     assert torch.equal(executor.prepare().run([x])[0], expected(x))
     executor.close()

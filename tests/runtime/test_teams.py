@@ -29,7 +29,7 @@ from interlace.ir import Program, parse, parse_set
 from interlace.options import Backend, Options
 from interlace.runtime import Executor
 
-OPTIONS = Options(time_out_s=10.0)
+OPTIONS = Options(timeout_s=10.0)
 
 MESH = """
 def mesh(dp: Team[2], tp: Team[2], x: f32[2, 3], w: f32[3, 4]):
@@ -179,7 +179,7 @@ def kinds(tp: Team[3], x: f32[rows[tp.rank], 2], even: f32[3, 2]):
 
 
 def run_kinds(backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
-    with executor_of(KINDS, transport=backend, time_out_s=10.0).prepare() as executor:
+    with executor_of(KINDS, transport=backend, timeout_s=10.0).prepare() as executor:
         for _ in range(3):
             found = executor.run(inputs_of(executor.program, dist.get_rank(), seed))
         return found
@@ -205,7 +205,7 @@ def exchanged(tp: Team[3], x: f32[5, 2]):
 
 
 def run_exchanged(backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
-    with executor_of(EXCHANGED, transport=backend, time_out_s=10.0).prepare() as executor:
+    with executor_of(EXCHANGED, transport=backend, timeout_s=10.0).prepare() as executor:
         return executor.run(inputs_of(executor.program, dist.get_rank(), seed))
 
 
@@ -233,7 +233,7 @@ def run_mixed(first: str, second: str) -> object:
     lines = MIXED.format("one", "two").splitlines()
     if dist.get_rank() == 1 and first != second:
         lines[4], lines[5] = lines[5], lines[4]
-    own = executor_of("\n".join(lines), time_out_s=3.0)
+    own = executor_of("\n".join(lines), timeout_s=3.0)
     return attempt(lambda: [t.tolist() for t in own.prepare().run([torch.ones(2)])])
 
 

@@ -67,7 +67,7 @@ def mesh(dp: Team[2], tp: Team[2], x: f32[2]):
 def fail_on_a_mesh() -> tuple[str, float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups = {name: mesh.get_group(name) for name in ("dp", "tp")}
-    options = Options(time_out_s=20.0)
+    options = Options(timeout_s=20.0)
     sound = parse(MESH.format("main: record(made)\n    grads: wait(made)"))
     Executor(sound, groups=groups, options=options).prepare().close()
     dist.barrier()

@@ -66,7 +66,7 @@ def job(folder: str, victim: int, delay: float, seed: int) -> None:
     try:
         for number, kind in enumerate(cycle(random.Random(seed).sample(list(TEXTS), len(TEXTS)))):
             consent_of_ranks([str(number)], [(world_group(), True)], LIMIT_S)
-            with prepared(kind, time_out_s=LIMIT_S) as executor:
+            with prepared(kind, timeout_s=LIMIT_S) as executor:
                 executor.run(inputs_of(executor.program, rank, seed))
             if number % 2:
                 release_teams()
@@ -84,7 +84,7 @@ def trial(pool: Pool, world: int, seed: int) -> tuple[int, list[tuple[str, str, 
     draw = random.Random(seed)
     victim, delay = draw.randrange(world), draw.uniform(0.0, LONGEST_S)
     with tempfile.TemporaryDirectory(prefix="deaths-") as folder:
-        pool(world).run(job, folder, victim, delay, seed, may_die=range(world), time_out_s=60)
+        pool(world).run(job, folder, victim, delay, seed, may_die=range(world), timeout_s=60)
         survivors = [rank for rank in range(world) if rank != victim]
         return victim, [json.loads(Path(folder, f"{r}.json").read_text()) for r in survivors]
 

@@ -414,7 +414,7 @@ def fake_engine(
         registered=held,
     )
     options = options or Options()
-    flight, limit = Flight(plan.program, rank), options.time_out_s or 60.0
+    flight, limit = Flight(plan.program, rank), options.timeout_s or 60.0
     inputs, outputs = (
         Parameters(
             program.name,

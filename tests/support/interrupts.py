@@ -76,7 +76,7 @@ def functional_step(seed: int, **options: Any) -> Step:
     mine = x.chunk(world)[rank].clone().requires_grad_()
     up, down = up.chunk(world)[rank].clone(), down.chunk(world, 1)[rank].clone()
     weights = [up.requires_grad_(), down.requires_grad_()]
-    settings = {"group": group, "options": {"time_out_s": LIMIT_S, **options}}
+    settings = {"group": group, "options": {"timeout_s": LIMIT_S, **options}}
 
     def step() -> list[torch.Tensor]:
         hidden = all_gather_linear(mine, up, **settings)
@@ -95,7 +95,7 @@ def compiled_step(seed: int, **options: Any) -> Step:
         "2": RowwiseParallel(output_layouts=Shard(0)),
     }
     model = parallelize_module(mlp, mesh, plan)
-    backend = {"backend": "interlace", "options": {"time_out_s": LIMIT_S, **options}}
+    backend = {"backend": "interlace", "options": {"timeout_s": LIMIT_S, **options}}
     compiled: Any = torch.compile(model, **backend)
     x = torch.randn(12, 32).chunk(dist.get_world_size())[dist.get_rank()].clone()
 
@@ -175,7 +175,7 @@ def main(count: int, world: int = 2) -> None:
     try:
         for way in WAYS:
             seed = random.SystemRandom().randrange(1 << 30)
-            ranks = pool(world).run(campaign, way, seed, each, time_out_s=40 * each)
+            ranks = pool(world).run(campaign, way, seed, each, timeout_s=40 * each)
             told = [trial for trials in ranks for trial in trials]
             hit = sorted(trial.seconds for trial in told if trial.victim)
             resets = sorted(trial.reset_s for trial in told)

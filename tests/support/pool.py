@@ -103,12 +103,12 @@ class Ranks:
         self,
         function: Callable[..., Any],
         *args: Any,
-        time_out_s: float = 60.0,
+        timeout_s: float = 60.0,
         may_die: Collection[int] = (),
         replace: bool = False,
     ) -> list[Any]:
         """`function(*args)` on every rank; the results by rank, `Died` for a rank in `may_die`."""
-        return self.pool.run(self.world, function, args, time_out_s, may_die, replace)
+        return self.pool.run(self.world, function, args, timeout_s, may_die, replace)
 
 
 def preload() -> None:
@@ -145,7 +145,7 @@ class Pool:
         world: int,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        time_out_s: float,
+        timeout_s: float,
         may_die: Collection[int],
         replace: bool,
     ) -> list[Any]:
@@ -161,11 +161,11 @@ class Pool:
                 task = Task(
                     *(function.__module__, getattr(module, "__file__", None)),
                     *(function.__qualname__, args, (str(ROOT), *sys.path), rank, world),
-                    *(str(self._generation), f"{folder}/{rank}", 0.9 * time_out_s),
+                    *(str(self._generation), f"{folder}/{rank}", 0.9 * timeout_s),
                     self._device,
                 )
                 connection.send_bytes(pickle.dumps(task))
-            answers = self._collect(world, time_out_s)
+            answers = self._collect(world, timeout_s)
             failures: list[str] = []
             results: list[Any] = []
             for rank in range(world):
@@ -181,7 +181,7 @@ class Pool:
                 else:
                     where = self._stacks(rank, Path(f"{folder}/{rank}"))
                     failures.append(
-                        f"rank {rank} of {world} did not finish in {time_out_s:g} s:\n{where}"
+                        f"rank {rank} of {world} did not finish in {timeout_s:g} s:\n{where}"
                     )
         if failures or replace or any(isinstance(result, Died) for result in results):
             self.close()
@@ -249,9 +249,9 @@ class Pool:
         """The function that a rank's process runs, and its first arguments."""
         return (work,)
 
-    def _collect(self, world: int, time_out_s: float) -> dict[int, tuple[str, Any]]:
+    def _collect(self, world: int, timeout_s: float) -> dict[int, tuple[str, Any]]:
         answers: dict[int, tuple[str, Any]] = {}
-        deadline = time.monotonic() + time_out_s
+        deadline = time.monotonic() + timeout_s
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world])}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for ready in wait(list(waiting), left):
@@ -264,7 +264,7 @@ class Pool:
                     process.join(END_S)
                     answers[rank] = ("died", process.exitcode)
                 if answers[rank][0] != "ok":  # the others have little reason to come back
-                    deadline = min(deadline, time.monotonic() + max(10.0, time_out_s / 2))
+                    deadline = min(deadline, time.monotonic() + max(10.0, timeout_s / 2))
         return answers
 
 

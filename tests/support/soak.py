@@ -20,7 +20,7 @@ from tests.gpu.cases import KINDS, STRATEGIES, Case, here, meet, prepared
 from interlace.errors import InterlaceError
 from interlace.ir import Op
 
-TIME_OUT_S = 3.0
+TIMEOUT_S = 3.0
 INPUTS = 3
 LEAST = 41
 """Runs, however slow the machine."""
@@ -55,9 +55,7 @@ class Subject:
 
     def prepare(self) -> None:
         hook = None if self.graph else self.fault
-        self.executor = prepared(
-            self.case, self.name, hook, graph=self.graph, time_out_s=TIME_OUT_S
-        )
+        self.executor = prepared(self.case, self.name, hook, graph=self.graph, timeout_s=TIMEOUT_S)
 
 
 class Soak:
@@ -159,7 +157,7 @@ class Soak:
         subject, victim = self.alike.choice(self.subjects), self.alike.randrange(self.world)
         meet()
         if self.rank == victim:
-            time.sleep(TIME_OUT_S * 1.5)
+            time.sleep(TIMEOUT_S * 1.5)
         self._until_it_fails(subject, "", 3)
 
     def _until_it_fails(self, subject: Subject, text: str, runs: int) -> None:
@@ -173,7 +171,7 @@ class Soak:
                 break
         assert heard, f"{subject.name} graph={subject.graph} heard nothing"
         assert text in heard, heard
-        assert time.monotonic() - start < TIME_OUT_S * 1.5 + 5
+        assert time.monotonic() - start < TIMEOUT_S * 1.5 + 5
         meet()
         subject.fault.left = -1
         subject.executor.reset()

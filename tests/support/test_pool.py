@@ -67,7 +67,7 @@ def test_a_failure_names_the_rank_and_leaves_a_working_pool(
     pool: Pool, how: str, words: str
 ) -> None:
     with pytest.raises(RankFailure, match="rank 1 of 2") as caught:
-        pool(2).run(misbehave, how, time_out_s=3)
+        pool(2).run(misbehave, how, timeout_s=3)
     assert any(word in str(caught.value) for word in words.split("|"))
     assert [value for _, value in pool(2).run(total, 1.0)] == [1.0, 1.0]
 
@@ -75,7 +75,7 @@ def test_a_failure_names_the_rank_and_leaves_a_working_pool(
 @pytest.mark.slow
 def test_where_a_rank_stands_is_told_although_it_keeps_the_lock(pool: Pool) -> None:
     with pytest.raises(RankFailure, match="rank 1 of 2 did not finish") as caught:
-        pool(2).run(hold_the_lock, time_out_s=24)
+        pool(2).run(hold_the_lock, timeout_s=24)
     assert "in hold_the_lock" in str(caught.value).split("did not finish")[1]
 
 

@@ -128,7 +128,7 @@ def like_whole(kind: str, seed: int) -> list[str]:
 )
 @pytest.mark.timeout(110)
 def test_trains_and_generates_as_the_whole_model(pool: Pool, kind: str, seed: int) -> None:
-    for wrong in pool(2).run(like_whole, kind, seed, time_out_s=100):
+    for wrong in pool(2).run(like_whole, kind, seed, timeout_s=100):
         assert not wrong
 
 
@@ -161,7 +161,7 @@ def compiled_like_whole(kind: str, seed: int) -> list[str]:
 @pytest.mark.parametrize("kind", NEWER)
 @pytest.mark.timeout(230)
 def test_compiled_as_the_whole_model(pool: Pool, kind: str, seed: int) -> None:
-    for wrong in pool(2).run(compiled_like_whole, kind, seed, time_out_s=220):
+    for wrong in pool(2).run(compiled_like_whole, kind, seed, timeout_s=220):
         assert not wrong
 
 

@@ -177,7 +177,7 @@ def under_fsdp(seed: int) -> list[str]:
 
 @pytest.mark.timeout(110)
 def test_under_fsdp(pool: Pool, seed: int) -> None:
-    for wrong in pool(4).run(under_fsdp, seed, time_out_s=100):
+    for wrong in pool(4).run(under_fsdp, seed, timeout_s=100):
         assert not wrong
 
 

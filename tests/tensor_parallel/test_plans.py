@@ -186,6 +186,6 @@ def compiled(seed: int) -> str:
 
 @pytest.mark.timeout(110)
 def test_a_graph_has_torchs_own_layers(pool: Pool, seed: int) -> None:
-    for told in pool(2).run(compiled, seed, time_out_s=100):
+    for told in pool(2).run(compiled, seed, timeout_s=100):
         for name in ("attention.wq", "attention.wo", "feed_forward.w1", "feed_forward.w2"):
             assert name in told, told

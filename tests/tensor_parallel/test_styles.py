@@ -204,5 +204,5 @@ LAYOUTS = [
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
 @pytest.mark.timeout(110)
 def test_trains_as_torchs_styles_do(pool: Pool, world: int, layout: str, seed: int) -> None:
-    for wrong in pool(world).run(compared, layout, seed, time_out_s=100):
+    for wrong in pool(world).run(compared, layout, seed, timeout_s=100):
         assert not wrong

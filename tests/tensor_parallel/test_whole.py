@@ -114,7 +114,7 @@ def read_by_others(seed: int) -> list[str]:
 
 @pytest.mark.timeout(120)
 def test_weights_that_others_read_are_as_in_the_whole_model(pool: Pool, seed: int) -> None:
-    for wrong in pool(2).run(read_by_others, seed, time_out_s=110):
+    for wrong in pool(2).run(read_by_others, seed, timeout_s=110):
         assert not wrong
 
 

@@ -84,7 +84,7 @@ def test_all_schedules_with_one_fault(
 def run_with_delays(text: str, serial: str, seed: int) -> str:
     """Compares a rank's results with delays with those of the serial schedule."""
     rank, groups = dist.get_rank(), {"tp": world_group()}
-    options, jitter = Options(time_out_s=20), Jitter(seed + rank)
+    options, jitter = Options(timeout_s=20), Jitter(seed + rank)
     jitter.on = True
     with (
         Executor(

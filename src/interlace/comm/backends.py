@@ -1,7 +1,7 @@
 """A team's backends of torch: the user's own NCCL where it serves, others that the team connects.
 
     connections = Connections(team, weakref.ref(group), store)
-    gloo = connections.get("gloo", "cpu", None, "connect/1", time_out_s=60)    # all ranks, together
+    gloo = connections.get("gloo", "cpu", None, "connect/1", timeout_s=60)    # all ranks, together
 
 Note [Connected by all or by none]
     Ranks connect in a meeting (Note [All or none] in board.py), a new one whenever they prepare a
@@ -71,7 +71,7 @@ def require_backend(name: str) -> None:
 
 
 def limit_s(asked: float | None, groups: Iterable[dist.ProcessGroup] = ()) -> float:
-    """The bound of every wait: the option `time_out_s`, else the longest time-out that these
+    """The bound of every wait: the option `timeout_s`, else the longest time-out that these
     process groups have themselves, or the default group."""
     if asked is not None:
         return asked
@@ -95,7 +95,7 @@ def connect(
     store: dist.Store,
     me: int,
     size: int,
-    time_out_s: float,
+    timeout_s: float,
     whose: str,
     look: Callable[[], object] = lambda: None,
     ended: Callable[[], Collection[int]] = tuple,
@@ -103,10 +103,10 @@ def connect(
     """A new backend, which all its members make together. `look` raises where one of them has given
     up, `ended` tells whose processes are gone, `whose` is for messages."""
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
-    limit, own = timedelta(seconds=time_out_s + MARGIN_S), _within(store, time_out_s)
+    limit, own = timedelta(seconds=timeout_s + MARGIN_S), _within(store, timeout_s)
     call = Errand(lambda: cls(own, me, size, timeout=limit))
     try:
-        return await_ranks(call, time_out_s, ended, look)
+        return await_ranks(call, timeout_s, ended, look)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise BackendError(
             f"the backend {name!r} of {whose} could not be connected: {error}"
@@ -115,13 +115,13 @@ def connect(
 
 def await_ranks(
     call: Errand,
-    time_out_s: float,
+    timeout_s: float,
     ended: Callable[[], Collection[int]],
     look: Callable[[], object],
 ) -> Any:
     """The result of a call in which the ranks of a backend meet. Raises what it or `look` raises;
     `TimeoutError` where not all come in time, or the process of one has ended."""
-    patience = Patience(time_out_s)
+    patience = Patience(timeout_s)
 
     def check_ended() -> None:
         if gone := sorted(ended()):
@@ -132,7 +132,7 @@ def await_ranks(
         check_ended()
         if patience.is_over():
             raise TimeoutError(
-                f"not all of its ranks came within {time_out_s:g} s: see whether one failed, "
+                f"not all of its ranks came within {timeout_s:g} s: see whether one failed, "
                 f"stalled or took another path through the model; {LONGER}"
             )
     deadline = Patience(END_S)
@@ -150,12 +150,12 @@ def cut(backend: Any) -> None:
             backend.recv([word], peer, CUT_TAG).wait(timedelta(milliseconds=1))
 
 
-def _within(store: dist.Store, time_out_s: float) -> dist.Store:
+def _within(store: dist.Store, timeout_s: float) -> dist.Store:
     """The store with a time-out of its own. NCCL connects with its first op: there ranks wait in
     the store for the first of them, by default for half an hour, and no abort reaches them."""
-    own = apart(store, time_out_s)
+    own = apart(store, timeout_s)
     if own is not store:
-        own.set_timeout(timedelta(seconds=time_out_s))
+        own.set_timeout(timedelta(seconds=timeout_s))
     return own
 
 
@@ -181,15 +181,15 @@ def apart(store: Any, limit_s: float) -> Any:
         return store
 
 
-def end(made: list[Any], time_out_s: float, whose: str) -> None:
+def end(made: list[Any], timeout_s: float, whose: str) -> None:
     """Ends what was made, and forgets it (Note [Aborts] in nccl.py), or raises `TeamError`."""
     left = [backend for backend in made if backend.name() == "nccl"]
     if left:
         from interlace.comm.cuda.nccl import abort, all_ended
 
-        if not all_ended(abort(left), time_out_s):
+        if not all_ended(abort(left), timeout_s):
             raise TeamError(
-                f"NCCL did not end the connections of {whose} within {time_out_s:g} s: end the "
+                f"NCCL did not end the connections of {whose} within {timeout_s:g} s: end the "
                 "process"
             )
     made.clear()
@@ -234,30 +234,30 @@ class Connections:
         return name
 
     def get(
-        self, name: str, device: str, on: torch.device | None, where: str, time_out_s: float
+        self, name: str, device: str, on: torch.device | None, where: str, timeout_s: float
     ) -> Any:
         """The backend; `where` its ranks meet to connect it, NCCL's with their devices `on`."""
         key = (name, device)
         if key not in self._kept:
-            self._kept[key] = self._connect(key, on, where, time_out_s)
+            self._kept[key] = self._connect(key, on, where, timeout_s)
         return self._kept[key]
 
-    def renew(self, on: torch.device | None, where: str, time_out_s: float) -> None:
+    def renew(self, on: torch.device | None, where: str, timeout_s: float) -> None:
         for key in sorted(self._kept):
             self._spend(key)
-            self._kept[key] = self._connect(key, on, where, time_out_s)
+            self._kept[key] = self._connect(key, on, where, timeout_s)
 
-    def end(self, time_out_s: float) -> None:
-        end(self.made, time_out_s, self.whose)
+    def end(self, timeout_s: float) -> None:
+        end(self.made, timeout_s, self.whose)
 
-    def close(self, time_out_s: float, failed: bool) -> None:
+    def close(self, timeout_s: float, failed: bool) -> None:
         """Ends and forgets all; `failed` says whether runs on them did."""
         if failed:
             with contextlib.suppress(InterlaceError):
                 for key in self._kept:
                     self._spend(key)
         self._kept.clear()
-        self.end(time_out_s)
+        self.end(timeout_s)
 
     def _spend(self, key: Key) -> None:
         """Says, also to teams of this group that come later, that the user's backend is no good."""
@@ -266,7 +266,7 @@ class Connections:
     def _mark(self, key: Key) -> str:
         return f"{self._team.key}/{'/'.join(key)}/spent"
 
-    def _connect(self, key: Key, on: torch.device | None, where: str, time_out_s: float) -> Any:
+    def _connect(self, key: Key, on: torch.device | None, where: str, timeout_s: float) -> Any:
         """The user's backend or a new one, once all ranks have it: see the Note above."""
         (name, device), team, board = key, self._team, self._team.board
         topic = f"{team.topic or team.key}/{name}/{device}"
@@ -292,14 +292,14 @@ class Connections:
                 if backend is None:
                     store = c10d.PrefixStore(f"interlace/{place}/backend", self._store)
                     known = self.whose, look, ended
-                    backend = connect(name, store, team.me, team.size, time_out_s, *known)
+                    backend = connect(name, store, team.me, team.size, timeout_s, *known)
                     self.made.append(backend)
                 if name == "nccl":
                     from interlace.comm.cuda.nccl import join  # which needs the CUDA driver
 
-                    join(backend, on, time_out_s, self.whose, board.ended, look)
+                    join(backend, on, timeout_s, self.whose, board.ended, look)
                     joined = True
-            board.exchange(place, {}, time_out_s)
+            board.exchange(place, {}, timeout_s)
         except BaseException:
             if theirs:
                 with contextlib.suppress(InterlaceError):

@@ -195,7 +195,7 @@ class HostsControl(Control):
         mine = bytearray(self._head())
         src, dst = (torch.frombuffer(each, dtype=torch.uint8) for each in (mine, gathered))
         try:
-            bind_collective(gloo, spec, wait.time_out_s)(src, dst, wait)
+            bind_collective(gloo, spec, wait.timeout_s)(src, dst, wait)
         except RuntimeError as error:
             raise self._cause(error) from error
         for peer, theirs in enumerate(HEAD.iter_unpack(gathered)):

@@ -3,7 +3,7 @@
 `bind_collective` gives one function per op, with everything decided beforehand that does not change
 from run to run:
 
-    gloo = team.backend("gloo", "cpu", time_out_s=60)
+    gloo = team.backend("gloo", "cpu", timeout_s=60)
     run = bind_collective(gloo, Spec("all_gather", 4, me=0, parts=(8,) * 4, dtype=torch.int8), 60)
     run(src, dst, wait)
 
@@ -78,7 +78,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
+def bind_collective(backend: Any, spec: Spec, timeout_s: float) -> Run:
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
         if backend.name() == "gloo" and spec.dtype not in _TYPES:
@@ -89,7 +89,7 @@ def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
     if spec.kind != "barrier" and sum(spec.parts) == 0:
         return lambda src, dst, wait: None  # the rendezvous before it was all
     margin = MARGIN_S if backend.name() == "gloo" else 0.0  # Note [Whose time-out] in backends.py
-    run = _Binder(backend, spec, timedelta(seconds=time_out_s + margin)).bind()
+    run = _Binder(backend, spec, timedelta(seconds=timeout_s + margin)).bind()
     return _apart(run) if backend.name() == "ucc" else run
 
 

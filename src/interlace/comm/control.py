@@ -279,7 +279,7 @@ class Control:
         """Names what the ranks asked of one another last: the run before it, and how often."""
         return f"{self._mine[ENTERED]}.{self._mine[ASKED]}"
 
-    def exchange(self, number: int, time_out_s: float, what: str) -> tuple[int, ...]:
+    def exchange(self, number: int, timeout_s: float, what: str) -> tuple[int, ...]:
         """The numbers of all ranks, which ask for one another's in the same order. No store is
         asked; `what` is for messages."""
         mine, cells = self._mine, self._cells
@@ -312,7 +312,7 @@ class Control:
                 raise called_reset(first)
             self.check()
 
-        wait = BoundedWait(time_out_s, lambda: f"{what} of team {self.team}", check)
+        wait = BoundedWait(timeout_s, lambda: f"{what} of team {self.team}", check)
         wait.until(answered, lambda: self.where(sorted(self._unasked(count))))
         return tuple(theirs[at] for theirs in cells)
 

@@ -18,14 +18,14 @@ from interlace.comm.rendezvous.liveness import moment
 from interlace.comm.teams import ResetCount, TeamComm, count_key, counts, live_teams
 
 
-def reset_teams(time_out_s: float | None = None) -> None:
+def reset_teams(timeout_s: float | None = None) -> None:
     """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
 
     Every rank calls it, once for each failure. Who waits for a rank that is here hears of it at
     once. It is collective for teams that are set up; ranks of others are told, and not waited for.
     Where nothing failed, connections stay.
     """
-    limit, teams = limit_s(time_out_s), live_teams()
+    limit, teams = limit_s(timeout_s), live_teams()
     set_up = [team for team in teams if team.is_set_up]
     whole = {team.group_name for team in set_up}
     early = [group for group in _groups() if group.group_name not in whole]
@@ -68,15 +68,15 @@ def _groups() -> list[dist.ProcessGroup]:
     return [group for group in c10d._world.pg_map if group.size() > 1]
 
 
-def reset_in_turn(teams: Sequence[TeamComm], time_out_s: float, renew: bool = True) -> None:
+def reset_in_turn(teams: Sequence[TeamComm], timeout_s: float, renew: bool = True) -> None:
     """Resets these teams, in an order that all ranks share; peers hear of it in all at once."""
     for team in teams:
         team.check_alive()
     try:
         for team in teams:
-            team.begin_reset(time_out_s)
+            team.begin_reset(timeout_s)
         for team in teams:
-            team.reset(time_out_s, renew)
+            team.reset(timeout_s, renew)
         forget_unset({team.group_name for team in teams})
     except BaseException as error:
         for team in teams:

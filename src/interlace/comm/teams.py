@@ -5,7 +5,7 @@ the pool of symmetric slots, a backend for each op that asks for one, and a boun
 the store:
 
     team = team_of(mesh.get_group("tp"), "tp")
-    team.setup(time_out_s=60)                        # all ranks of the group, together
+    team.setup(timeout_s=60)                        # all ranks of the group, together
 
 Note [One queue per team]
     What ranks do on a team must happen in one order, whatever Executor does it, so everything that
@@ -201,27 +201,27 @@ class TeamComm:
         self.topic = f"{self.key}/{self.party.name}"
         self.slots.topic = f"{self.topic}/slots"
 
-    def setup(self, time_out_s: float) -> None:
+    def setup(self, timeout_s: float) -> None:
         """Makes the control block, once. All ranks of the team call it together."""
         if self._control is not None:
             return
-        meet([self], "set up its team", time_out_s)
+        meet([self], "set up its team", timeout_s)
         note: Note = {"process": list(identity())}
         topic = f"{self.topic}/setup/{self.num_prepared}"
-        notes = self.board.exchange(f"{topic}/hello", note, time_out_s)
+        notes = self.board.exchange(f"{topic}/hello", note, timeout_s)
         with self.board.attending([f"{topic}/memory", f"{topic}/control"]):  # who comes next
             lives = [PeerProcess.of(*n["process"]) for n in notes]
         if self.apart:
-            self.backend("gloo", "cpu", time_out_s)
-            store = apart(c10d._get_default_store(), time_out_s)
+            self.backend("gloo", "cpu", timeout_s)
+            store = apart(c10d._get_default_store(), timeout_s)
             board = Board(store, self.ranks, self.rank, limit_s=SHORT_S)
             board.lives.update(zip(self.ranks, lives, strict=True))
             own = weakref.proxy(self)
-            gloo = lambda: own.backend("gloo", "cpu", time_out_s)  # noqa: E731
+            gloo = lambda: own.backend("gloo", "cpu", timeout_s)  # noqa: E731
             facts = self._names(), board, f"{topic}/control", gloo, between_hosts
             control: Control = HostsControl(self.name, self.ranks, self.me, *facts)
         else:
-            shared = share(self.board, topic, NBYTES, {}, time_out_s)
+            shared = share(self.board, topic, NBYTES, {}, timeout_s)
             cells = [segment.cells for segment in shared.segments]
             control = Control(self.name, self.ranks, self.me, cells, lives, self.board.word)
         self._lives, self._control = lives, control
@@ -232,15 +232,15 @@ class TeamComm:
         self.control.fail(error)
         self.board.leave_word(error)
 
-    def consult(self, what: str, note: Note, time_out_s: float) -> list[Note]:
+    def consult(self, what: str, note: Note, timeout_s: float) -> list[Note]:
         """Exchanges notes, to agree on `what`, and returns those of all ranks of the team; tells
         peers that wait for this rank in a run of any team of these ranks."""
-        meet([self], repr(what), time_out_s)
+        meet([self], repr(what), timeout_s)
         self.board.announce()
         place, over = self.board.next_round(f"{self.topic}/{what}")
         over = over if self.me == 0 else []
         with attending((team, place) for team in known_teams([self.ranks])) as look:
-            return self.board.exchange(place, note, time_out_s, look, over)
+            return self.board.exchange(place, note, timeout_s, look, over)
 
     def hear_resets(self) -> None:
         """Raises where a peer called reset() that this rank has not called; asks the store a few
@@ -265,14 +265,14 @@ class TeamComm:
                 return note["first"]
         return None
 
-    def exchange(self, number: int, what: str, time_out_s: float) -> tuple[int, ...]:
+    def exchange(self, number: int, what: str, timeout_s: float) -> tuple[int, ...]:
         """The numbers that all ranks tell of `what`, by shared memory where there is some."""
         control = self._control
         if control is None or isinstance(control, HostsControl):
-            notes = self.consult("ask for numbers", {"number": number, "what": what}, time_out_s)
+            notes = self.consult("ask for numbers", {"number": number, "what": what}, timeout_s)
             return tuple(note["number"] for note in notes)
         with self.lock:
-            return control.exchange(number, time_out_s, what)
+            return control.exchange(number, timeout_s, what)
 
     @contextlib.contextmanager
     def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
@@ -297,23 +297,23 @@ class TeamComm:
         finally:
             control.attend("")
 
-    def backend(self, name: str | None, device: str, time_out_s: float) -> Any:
+    def backend(self, name: str | None, device: str, timeout_s: float) -> Any:
         """The torch backend of that name (or as the group's own) for tensors on `device`; the
         user's NCCL where it has one. The first time, all ranks ask for it together."""
         on = None if self._cuda is None else self._cuda.device
-        meet([self], "set up its team", time_out_s)
+        meet([self], "set up its team", timeout_s)
         name, where = self.backend_name(name, device), f"connect/{self.num_prepared}"
-        return self._connections.get(name, device, on, where, time_out_s)
+        return self._connections.get(name, device, on, where, timeout_s)
 
     def backend_name(self, name: str | None, device: str) -> str:
         return self._connections.name(name, device)
 
-    def cuda(self, device: torch.device, time_out_s: float) -> CudaSide:
+    def cuda(self, device: torch.device, timeout_s: float) -> CudaSide:
         """The team's device side; all ranks make it together, with their first Program on CUDA."""
         if self._cuda is None:
             from interlace.comm.cuda.side import CudaSide  # which needs the CUDA driver
 
-            self._cuda = CudaSide(self, device, time_out_s)
+            self._cuda = CudaSide(self, device, timeout_s)
         elif self._cuda.device != device:
             raise TeamError(
                 f"team {self.name} is on {self._cuda.device}, and a Program is to run on {device}: "
@@ -321,30 +321,30 @@ class TeamComm:
             )
         return self._cuda
 
-    def begin_reset(self, time_out_s: float) -> None:
+    def begin_reset(self, timeout_s: float) -> None:
         """Peers that wait for this rank, in a run or in a meeting, hear that it resets."""
         with self.lock:
             if self._cuda is not None:
-                self._cuda.finish(self.control.quiet, time_out_s)
+                self._cuda.finish(self.control.quiet, timeout_s)
             self.control.begin_reset()
 
-    def reset(self, time_out_s: float, renew: bool = True) -> None:
+    def reset(self, timeout_s: float, renew: bool = True) -> None:
         """Forgets a failure, on all ranks together: counts start anew, and connections that may be
         unusable are replaced (without `renew` only where a rank tells of a failure). Memory stays;
         a reset that fails leaves the team out of order."""
         self._in_reset = True
         try:
-            self._reset(time_out_s, renew)
+            self._reset(timeout_s, renew)
         finally:
             self._in_reset = False
 
-    def _reset(self, time_out_s: float, renew: bool) -> None:
+    def _reset(self, timeout_s: float, renew: bool) -> None:
         with self.lock:
-            self.begin_reset(time_out_s)
+            self.begin_reset(timeout_s)
             on = None
             if self._cuda is not None:
                 on = self._cuda.device
-                self._cuda.drain(time_out_s)
+                self._cuda.drain(timeout_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
             count = self.count
@@ -355,10 +355,10 @@ class TeamComm:
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
             try:
-                told = self.board.exchange(topic, mine, time_out_s)
+                told = self.board.exchange(topic, mine, timeout_s)
                 renew = any(note["renew"] for note in told)
                 if renew:
-                    self._connections.end(time_out_s)
+                    self._connections.end(timeout_s)
             except BaseException as error:
                 self.resets = before
                 if isinstance(error, InterlaceError) and self._ahead(self.count.number) is not None:
@@ -372,9 +372,9 @@ class TeamComm:
                 self.slots.reset()
                 if self._cuda is not None:
                     self._cuda.reset()
-                self.board.exchange(f"{topic}/renewal", {}, time_out_s)
+                self.board.exchange(f"{topic}/renewal", {}, timeout_s)
                 if renew:
-                    self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
+                    self._connections.renew(on, f"reconnect/{self.resets}", timeout_s)
                 count.unfinished = False
             except BaseException as error:
                 self.control.fail(error)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from interlace.commands.files import count_gpus, make_folder, read_machine
-from interlace.commands.options import Calibration, Device, Json, Strategy, TimeOut
+from interlace.commands.options import Calibration, Device, Json, Strategy, Timeout
 from interlace.commands.output import command, print_json, say, table
 from interlace.errors import BackendError, OptionError, TeamError
 
@@ -42,7 +42,7 @@ def demo(
     ),
     strategy: Strategy = "auto",
     calibration: Calibration = None,
-    time_out: TimeOut = 300,
+    timeout: Timeout = 300,
     json: Json = False,
 ) -> None:
     """Train a small tensor-parallel model three ways, and show what was overlapped.
@@ -71,13 +71,13 @@ def demo(
         calibration=str(calibration.resolve()) if calibration else None,
     )
     plan.model.check(int(os.environ["WORLD_SIZE"]) if started else world)
-    work = functools.partial(train, out, time_out)
+    work = functools.partial(train, out, timeout)
     if started:
         report = work(plan, lambda event: None)
     else:
         from interlace.launch import launch
 
-        report = launch(work, plan, world, _progress(plan, world, json), time_out, "the demo")
+        report = launch(work, plan, world, _progress(plan, world, json), timeout, "the demo")
     if report is not None and json:
         print_json(report)
     elif report is not None:
@@ -112,15 +112,15 @@ def _plan(device: str, layers: int, **options: Any) -> TrainingPlan:
     return TrainingPlan(model=replace(LARGE, layers=layers), **options)
 
 
-def train(out: Path, time_out_s: float, plan: TrainingPlan, tell: Tell) -> dict[str, Any] | None:
+def train(out: Path, timeout_s: float, plan: TrainingPlan, tell: Tell) -> dict[str, Any] | None:
     """Works as one of the ranks."""
     from datetime import timedelta
 
     from interlace.demo.train import work
     from interlace.launch import joined
 
-    limit = timedelta(seconds=plan.time_out_s)
-    with joined(plan.device, limit, time_out_s, exact=True) as device:
+    limit = timedelta(seconds=plan.timeout_s)
+    with joined(plan.device, limit, timeout_s, exact=True) as device:
         return work(plan, out, tell, device)
 
 

@@ -66,8 +66,13 @@ class Inspection:
 
 @command
 def doctor(
-    time_out: Annotated[
-        float, typer.Option(help="Under torchrun: seconds within which all ranks are to come.")
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            "--time-out",
+            help="Under torchrun: seconds within which all ranks are to come.",
+        ),
     ] = 60,
     json: Json = False,
 ) -> None:
@@ -79,7 +84,7 @@ def doctor(
     checks, hosts = list(look()), list[dict[str, Any]]()
     joins = not any(c.state == "broken" and c.name in ("torch", "gloo") for c in checks)
     if joins and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        rank, hosts, found = look_at_job(checks, time_out)
+        rank, hosts, found = look_at_job(checks, timeout)
         if rank:
             return
         checks += found
@@ -227,7 +232,7 @@ def look_at_gpus(torch: Any) -> Iterator[Inspection]:
 
 
 def look_at_job(
-    own: Sequence[Inspection], time_out_s: float
+    own: Sequence[Inspection], timeout_s: float
 ) -> tuple[int, list[dict[str, Any]], list[Inspection]]:
     """This rank; the hosts of the job; and what keeps them apart. All ranks call it.
 
@@ -243,16 +248,16 @@ def look_at_job(
 
     prepare_for_gpus(os.environ)
     try:
-        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=time_out_s)))
+        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except (RuntimeError, ValueError) as error:
         raise CommTimeoutError(
             f"the ranks of this job did not meet in the store of torch.distributed: {error}. See "
             "that all are started, and that MASTER_ADDR and MASTER_PORT can be reached from here"
         ) from error
-    board = Board(store, range(world), rank, "interlace/doctor", limit_s=time_out_s)
+    board = Board(store, range(world), rank, "interlace/doctor", limit_s=timeout_s)
     board.announce()
     by_host: dict[str, dict[str, Any]] = {}
-    for other, note in enumerate(board.exchange("doctor", _note(own), time_out_s)):
+    for other, note in enumerate(board.exchange("doctor", _note(own), timeout_s)):
         by_host.setdefault(note["host"], {**note, "ranks": []})["ranks"].append(other)
     hosts = [*by_host.values()]
     checks = [*job_checks(hosts)]
@@ -266,8 +271,8 @@ def look_at_job(
     ended, gloo = (lambda: board.ended({*board.ranks})), dist.PrefixStore("doctor", store)
     try:  # init_process_group would wait far longer for those that another cannot reach
         with board.attending(["gloo"]):
-            group = connect("gloo", gloo, rank, world, time_out_s, "all ranks", look, ended)
-        board.exchange("gloo", {}, time_out_s)
+            group = connect("gloo", gloo, rank, world, timeout_s, "all ranks", look, ended)
+        board.exchange("gloo", {}, timeout_s)
         group.barrier().wait()  # none leaves, perhaps with the store, while others ask it
     except (InterlaceError, RuntimeError) as error:
         fix = "let hosts reach where gloo listens, on any port (firewalls: docs/how-to/hosts.md)"

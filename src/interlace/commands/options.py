@@ -32,4 +32,6 @@ Strategy = Annotated[
         metavar="NAME", help=f"How sites are overlapped: {', '.join(get_args(StrategyName))}."
     ),
 ]
-TimeOut = Annotated[float, typer.Option(help="Seconds after which all ranks end.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", "--time-out", help="Seconds after which all ranks end.")
+]

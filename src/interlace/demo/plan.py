@@ -63,7 +63,7 @@ class TrainingPlan:
     seed: int = 0
     strategy: StrategyName = "auto"
     calibration: str | None = None
-    time_out_s: float = 60.0
+    timeout_s: float = 60.0
     device: str = "cpu"
     """`cpu`, or `cuda`: a GPU for each rank."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -81,6 +81,6 @@ class TrainingPlan:
             in_order=way == "in_order",
             strategy=self.strategy,
             calibration=self.calibration,
-            time_out_s=self.time_out_s,
+            timeout_s=self.timeout_s,
             trace=True,
         )

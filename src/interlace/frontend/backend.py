@@ -117,7 +117,7 @@ class Compilation:
         except CalibrationError:  # all ranks are told as they bind
             machine = None
         alone, known = elsewhere is not None, self.setting.places
-        cut = Partition(options.regather, machine, options.time_out_s, alone, known)
+        cut = Partition(options.regather, machine, options.timeout_s, alone, known)
         return {
             "fw_compiler": lambda gm, _: self._compile("forward", gm),
             "bw_compiler": lambda gm, _: self._compile("backward", gm),

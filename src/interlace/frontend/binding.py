@@ -150,7 +150,7 @@ def bind(
     place = placed(device)
     options, noted = with_regions(options, place)
     plain = imported.program
-    imported = dataclasses.replace(imported, program=on_hosts(plain, groups, options.time_out_s))
+    imported = dataclasses.replace(imported, program=on_hosts(plain, groups, options.timeout_s))
     agreed = facts_of_all(imported.program, groups, options, _machine(options, place.type), layer)
     spread = [team.name for team in imported.program.teams if team.hosts is not None]
     apart = [team_of(groups[name], name).apart for name in spread]
@@ -225,7 +225,7 @@ def with_regions(options: Options, device: torch.device) -> tuple[Options, list[
 # -- facts that all ranks choose by ----------------------------------------------------------------
 
 STEP = "choose how to overlap"
-OWN = frozenset(("time_out_s", "trace", "static_outputs", "calibration"))
+OWN = frozenset(("timeout_s", "trace", "static_outputs", "calibration"))
 """Options that concern one rank, or (the calibration) are compared by what they stand for."""
 DIFFER = "the ranks' graphs differ, and overlapped they do not fit together: all run serially"
 
@@ -250,7 +250,7 @@ def facts_of_all(
 ) -> AgreedFacts:
     """Gathers the ranks' facts of this graph; an error of one (as in `machine`) is raised on all.
     `layer` has the arguments of a layer that must be the same on all ranks."""
-    limit = limit_s(options.time_out_s, groups.values())
+    limit = limit_s(options.timeout_s, groups.values())
     teams = {team_of(group, name, limit) for name, group in groups.items()}
     if not teams:
         if isinstance(machine, InterlaceError):

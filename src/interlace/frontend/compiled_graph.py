@@ -282,7 +282,7 @@ class CompiledGraph:
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
         if self.setting.numbers is not None:
-            self._places.ask(self.setting.numbers, self.setting.options.time_out_s)
+            self._places.ask(self.setting.numbers, self.setting.options.timeout_s)
         if self.unscheduled:
             return
         if self._traced is None and self._suits_inductor():
@@ -382,7 +382,7 @@ class CompiledGraph:
         return bound
 
     def _teams(self) -> Teams:
-        return Teams.of_torch(self.setting.meshes, self.setting.options.time_out_s)
+        return Teams.of_torch(self.setting.meshes, self.setting.options.timeout_s)
 
     def _imported(
         self, args: Sequence[Any] | None = None, sizes: Mapping[str, int] | None = None

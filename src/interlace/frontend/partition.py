@@ -63,7 +63,7 @@ class Partition:
     regather: bool | str = "auto"
     """True, False, or `auto`: where the gather is hidden by the matmuls it feeds, by `machine`."""
     machine: Machine | None = None
-    time_out_s: float | None = None
+    timeout_s: float | None = None
     """Seconds that ranks wait for one another to decide alike; None: as process groups do."""
     alone: bool = False
     """True if no peer can be asked: all are taken to decide as this rank does."""
@@ -99,7 +99,7 @@ class Partition:
             places = [location(node).module for node, _ in found]
             wishes = [(group_of(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
             wanted = self.places.decided(
-                graph, lambda: consent_of_ranks(places, wishes, self.time_out_s)
+                graph, lambda: consent_of_ranks(places, wishes, self.timeout_s)
             )
         marked = [item for item, wish in zip(found, wanted, strict=True) if wish]
         for node, moved in marked:

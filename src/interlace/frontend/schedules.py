@@ -123,7 +123,7 @@ def scheduled(
         problem = error
     text = digest(print_program(essence(found))) if found is not None else ""
     note = {"graph": key_of(graph), "text": text, "problem": str(problem or "")}
-    limit = limit_s(options.time_out_s, groups.values())
+    limit = limit_s(options.timeout_s, groups.values())
     teams = {team_of(group, name, limit) for name, group in groups.items()}
     for team in sorted(teams, key=lambda team: team.key):
         told = team.consult("take schedules from files", note, limit)

@@ -10,7 +10,7 @@ A DeviceMesh says how all ranks are grouped. For process groups made by hand eac
 its own, so the ranks tell each other through the store: each writes the groups that it is in, and
 reads those of the ranks that they connect it to, until the circle closes.
 
-    groups = learn_groups([((0, 1),), ((0, 2),)], rank=0, time_out_s=None)
+    groups = learn_groups([((0, 1),), ((0, 2),)], rank=0, timeout_s=None)
 
 Ranks decide alike on what each would decide by its own sizes. With uneven shards the ranks' matmuls
 take different times, so near a threshold one rank would gather again in backward and another not.
@@ -64,15 +64,15 @@ class Teams:
         rank: int,
         find: Callable[[str], KnownTeam],
         given: bool = False,
-        time_out_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         """`given` outright, teams need not be learnt, and have no process groups."""
         self.rank, self._find = rank, find
-        self._given, self._time_out_s = given, time_out_s
+        self._given, self._timeout_s = given, timeout_s
         self._used: dict[str, KnownTeam] = {}
 
     @classmethod
-    def of_torch(cls, meshes: Iterable[DeviceMesh] = (), time_out_s: float | None = None) -> Teams:
+    def of_torch(cls, meshes: Iterable[DeviceMesh] = (), timeout_s: float | None = None) -> Teams:
         """The teams of torch.distributed in this process; `meshes` name them."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls(0, _no_groups, given=True)
@@ -80,7 +80,7 @@ class Teams:
         return cls(
             dist.get_rank(),
             lambda group: axes.get(group) or _plain_group(group),
-            time_out_s=time_out_s,
+            timeout_s=timeout_s,
         )
 
     @classmethod
@@ -121,13 +121,13 @@ class Teams:
         if self._given:
             return wish
         wishes = [(self.process_groups()[team], wish)]
-        return consent_of_ranks(places, wishes, self._time_out_s, what)[0]
+        return consent_of_ranks(places, wishes, self._timeout_s, what)[0]
 
     def used(self) -> tuple[tuple[Team, ...], tuple[int, ...] | None]:
         """The Teams of the Program, and its ranks: all that its collectives connect to this one."""
         known = [team for team in self._used.values() if team.size > 1]
         if not self._given and len(known) > 1 and not all(k.complete for k in known):
-            learnt = learn_groups([k.groups for k in known], self.rank, self._time_out_s)
+            learnt = learn_groups([k.groups for k in known], self.rank, self._timeout_s)
             known = [replace(k, groups=g) for k, g in zip(known, learnt, strict=True)]
         ranks = connected(self.rank, [team.groups for team in known])
         teams = tuple(
@@ -207,7 +207,7 @@ def _no_groups(name: str) -> KnownTeam:
 
 
 def learn_groups(
-    teams: Sequence[Groups], rank: int, time_out_s: float | None, store: object = None
+    teams: Sequence[Groups], rank: int, timeout_s: float | None, store: object = None
 ) -> list[Groups]:
     """Every group of each team, of which some are known, that is connected to `rank`.
 
@@ -216,7 +216,7 @@ def learn_groups(
     """
     if store is None:
         store = dist.distributed_c10d._get_default_store()
-    limit = limit_s(time_out_s)
+    limit = limit_s(timeout_s)
     board = Board(store, (), rank, "interlace/teams", limit)
     board.lives.update(known_lives())
     board.announce()
@@ -265,7 +265,7 @@ def _agrees(other: int, theirs: Mine, known: Mapping[int, Mine]) -> bool:
 def consent_of_ranks(
     places: Sequence[str],
     wishes: Sequence[Wish],
-    time_out_s: float | None = None,
+    timeout_s: float | None = None,
     what: str = "what backward gathers again",
 ) -> list[bool]:
     """Returns each wish, True only if all ranks of its process group share it.
@@ -278,7 +278,7 @@ def consent_of_ranks(
     if not (dist.is_available() and dist.is_initialized()):
         return agreed
     groups = [_process_group(group) if isinstance(group, str) else group for group, _ in wishes]
-    limit = limit_s(time_out_s, groups)
+    limit = limit_s(timeout_s, groups)
     teams = [team_of(group, "", limit) for group in groups]
     digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
     for team in sorted({*teams}, key=lambda team: team.key):  # in an order that all ranks share

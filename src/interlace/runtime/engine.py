@@ -65,7 +65,7 @@ class ShareRequest:
     teams: Mapping[str, TeamComm]
     device: torch.device
     graph: bool
-    time_out_s: float
+    timeout_s: float
     registered: Wanted
     backends: Sequence[tuple[str, str]]
     """Team and name of each backend that a rank of the team needs, in the order of connecting."""
@@ -136,7 +136,7 @@ class EngineContext:
     options: Options
     device: torch.device
     flight: Flight
-    time_out_s: float
+    timeout_s: float
     before_op: BeforeOp | None
     inputs: Parameters
     outputs: Parameters
@@ -159,13 +159,13 @@ class EngineContext:
     def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> BoundedWait:
         """Bounded wait of op `index` (or, if it is a Fused, of one of its members)."""
         return BoundedWait(
-            self.time_out_s, lambda: self.flight.describe(index, member), check, self.log
+            self.timeout_s, lambda: self.flight.describe(index, member), check, self.log
         )
 
     def wait_for(self, what: str, check: Callable[[], None]) -> BoundedWait:
         """Bounded wait of this rank for something that is no op."""
         name = self.plan.program.name
-        return BoundedWait(self.time_out_s, lambda: f"{what} of {name!r}", check, self.log)
+        return BoundedWait(self.timeout_s, lambda: f"{what} of {name!r}", check, self.log)
 
     def log(self) -> str:
         """Log of the streams, and of who does not answer in a team that spans hosts: a rank of this

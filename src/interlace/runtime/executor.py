@@ -151,7 +151,7 @@ class Executor:
         self.host = frozenset(host)
         self._given = dict(registered or {})
         self._operators = frozenset(operators)
-        self.limit_s = limit_s(self.options.time_out_s, self._groups.values())
+        self.limit_s = limit_s(self.options.timeout_s, self._groups.values())
         self._teams: dict[str, TeamComm] = {}
         self._lock: Any = threading.RLock()
         self.agreement: Agreement | None = None
@@ -313,7 +313,7 @@ class Executor:
             options=self.options,
             device=self.device,
             flight=Flight(program, self.rank),
-            time_out_s=self.limit_s,
+            timeout_s=self.limit_s,
             before_op=self.before_op,
             inputs=Parameters(program.name, "input", params[0], *facts),
             outputs=Parameters(program.name, "output", params[1], *facts),

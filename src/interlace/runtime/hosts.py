@@ -18,13 +18,13 @@ from interlace.ir import Program
 
 
 def on_hosts(
-    program: Program, groups: Mapping[str, ProcessGroup], time_out_s: float | None = None
+    program: Program, groups: Mapping[str, ProcessGroup], timeout_s: float | None = None
 ) -> Program:
     """The Program, whose teams that span hosts say so. Collective: the ranks of each meet.
 
-    `groups` has the process group of each team; `time_out_s` is as in `Options`.
+    `groups` has the process group of each team; `timeout_s` is as in `Options`.
     """
-    limit = limit_s(time_out_s, groups.values())
+    limit = limit_s(timeout_s, groups.values())
     known = {team.name for team in program.teams}
     found = {name: team_of(group, name, limit) for name, group in groups.items() if name in known}
     if found:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from interlace.commands.files import count_gpus
-from interlace.commands.options import Device, Json, TimeOut
+from interlace.commands.options import Device, Json, Timeout
 from interlace.commands.output import command, print_json, say, table
 from interlace.commands.pages import check_places
 from interlace.errors import CalibrationError
@@ -61,7 +61,7 @@ def calibrate(
     ] = None,
     device: Device = "auto",
     world: World = None,
-    time_out: TimeOut = 580,
+    timeout: Timeout = 580,
     verbose: Verbose = False,
     json: Json = False,
 ) -> None:
@@ -96,7 +96,7 @@ def calibrate(
         with tempfile.TemporaryDirectory() as folder:
             settings = CalibrationSettings(
                 device=place.device,
-                time_out=time_out,
+                timeout=timeout,
                 verbose=verbose,
                 links=links,
                 sites=None if several_hosts() else sites,

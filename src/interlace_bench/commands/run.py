@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from interlace.commands.files import on_mesh, parse_mesh, read_programs
-from interlace.commands.options import Device, Json, Mesh, TimeOut
+from interlace.commands.options import Device, Json, Mesh, Timeout
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 from interlace.commands.pages import check_places
 from interlace.errors import InputError, OptionError, TeamError
@@ -75,7 +75,7 @@ def run(
         Path | None,
         typer.Option("-o", "--out", help="Write the measured timeline as JSON."),
     ] = None,
-    time_out: TimeOut = 300,
+    timeout: Timeout = 300,
     json: Json = False,
 ) -> None:
     """Run a schedule on this machine: results, times, a timeline.
@@ -94,7 +94,7 @@ def run(
 
     if inputs is not None:
         need_safetensors()
-    if runs < 1 or time_out <= 0:
+    if runs < 1 or timeout <= 0:
         raise OptionError("give --runs >= 1 and --time-out > 0")
     started = "WORLD_SIZE" in os.environ  # by torchrun
     if started and world is None and mesh is None:
@@ -126,16 +126,16 @@ def run(
         runs=runs,
         html=_whole(html),
         out=_whole(out),
-        time_out_s=min(time_out, 60.0),
+        timeout_s=min(timeout, 60.0),
     )
     here = int(os.environ["LOCAL_WORLD_SIZE"]) if started else len(ranks)
-    work = functools.partial(on_rank, _place(device, here), time_out)
+    work = functools.partial(on_rank, _place(device, here), timeout)
     if started:
         report = work(settings, lambda event: None)
     else:
         from interlace.launch import launch
 
-        report = launch(work, settings, len(ranks), lambda event: None, time_out, str(file))
+        report = launch(work, settings, len(ranks), lambda event: None, timeout, str(file))
     if report is None:
         return
     if json:
@@ -190,15 +190,15 @@ def _place(device: Device, ranks: int) -> str:
     return found if enough or device != "auto" else "cpu"
 
 
-def on_rank(device: str, time_out_s: float, settings: RunSettings, tell: Tell) -> Report | None:
+def on_rank(device: str, timeout_s: float, settings: RunSettings, tell: Tell) -> Report | None:
     """Works as one of the ranks; on GPUs that compare results, equal ops give equal bits."""
     from datetime import timedelta
 
     from interlace.launch import joined
     from interlace_bench.schedule import work
 
-    limit, exact = timedelta(seconds=settings.time_out_s), bool(settings.against)
-    with joined(device, limit, time_out_s, exact=exact) as where:
+    limit, exact = timedelta(seconds=settings.timeout_s), bool(settings.against)
+    with joined(device, limit, timeout_s, exact=exact) as where:
         return work(settings, where)
 
 

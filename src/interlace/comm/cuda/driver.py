@@ -137,9 +137,9 @@ class Driver:
             self._private = int(self.check("cuStreamCreate", made))
         return self._private
 
-    def finish(self, stream: int, time_out_s: float = 10.0) -> None:
+    def finish(self, stream: int, timeout_s: float = 10.0) -> None:
         """Waits until the stream is done, bounded."""
-        deadline = time.monotonic() + time_out_s
+        deadline = time.monotonic() + timeout_s
         while True:
             (error,) = self._cu.cuStreamQuery(stream)
             if not error:
@@ -147,13 +147,13 @@ class Driver:
             if int(error) != NOT_READY:
                 self.fail("cuStreamQuery", error)
             if time.monotonic() > deadline:
-                raise CommTimeoutError(f"a CUDA stream is not done after {time_out_s:g} s")
+                raise CommTimeoutError(f"a CUDA stream is not done after {timeout_s:g} s")
             time.sleep(POLL_S)
 
     def finish_device(self) -> None:
         self.check("cuCtxSynchronize", self._cu.cuCtxSynchronize())
 
-    def alloc(self, nbytes: int, time_out_s: float = 10.0) -> int:
+    def alloc(self, nbytes: int, timeout_s: float = 10.0) -> int:
         """Device memory, filled with zeros. Where none is left torch gives up what it caches."""
         error, *found = self._cu.cuMemAlloc(nbytes)
         if error and int(error) == OUT_OF_MEMORY:
@@ -167,7 +167,7 @@ class Driver:
             )
         base = int(found[0])
         try:
-            self.fill(base, 0, nbytes // 4, time_out_s)
+            self.fill(base, 0, nbytes // 4, timeout_s)
         except BaseException:
             self.free(base)
             raise
@@ -176,11 +176,11 @@ class Driver:
     def free(self, base: int) -> None:
         self._cu.cuMemFree(base)
 
-    def fill(self, address: int, value: int, count: int, time_out_s: float = 10.0) -> None:
+    def fill(self, address: int, value: int, count: int, timeout_s: float = 10.0) -> None:
         stream = self.private_stream()
         filled = self._cu.cuMemsetD32Async(address, value & 0xFFFFFFFF, count, stream)
         self.check("cuMemsetD32Async", filled)
-        self.finish(stream, time_out_s)
+        self.finish(stream, timeout_s)
 
     def read(self, address: int, count: int) -> list[int]:
         """Reads 32-bit words, whatever other streams are doing."""

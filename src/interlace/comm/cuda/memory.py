@@ -1,6 +1,6 @@
 """Device memory that every rank of a team maps: plain allocations, shared by CUDA IPC handles.
 
-    memory = share_memory(driver, board, "slots/1", 1 << 26, time_out_s=60)
+    memory = share_memory(driver, board, "slots/1", 1 << 26, timeout_s=60)
     memory.bases[2]            # the address, here, of the memory of rank 2 of the team
 
 Handles go through the store, so set-up is bounded. An allocation is a multiple of 2 MiB: smaller
@@ -50,7 +50,7 @@ class PeerMemory:
 
 
 def share_memory(
-    driver: Driver, board: Board, topic: str, nbytes: int, time_out_s: float
+    driver: Driver, board: Board, topic: str, nbytes: int, timeout_s: float
 ) -> PeerMemory:
     """All ranks of the board allocate a block and map everyone's. Where one fails, all raise its
     error, and give back what no peer can have mapped."""
@@ -58,12 +58,12 @@ def share_memory(
     problem: InterlaceError | None = None
     base, told, bases = 0, dict[str, object](), list[int]()
     try:
-        base = driver.alloc(size, time_out_s)
+        base = driver.alloc(size, timeout_s)
         told = {"handle": driver.handle(base)}
     except InterlaceError as error:
         problem = error
     try:
-        notes = board.exchange(f"{topic}/device memory", told, time_out_s, problem=problem)
+        notes = board.exchange(f"{topic}/device memory", told, timeout_s, problem=problem)
     except InterlaceError as error:
         if base and not isinstance(error, PeerError):  # of a lost store: others may have met
             driver.free(base)
@@ -74,7 +74,7 @@ def share_memory(
     except InterlaceError as error:
         problem = error
     try:
-        board.exchange(f"{topic}/mapped device memory", {}, time_out_s, problem=problem)
+        board.exchange(f"{topic}/mapped device memory", {}, timeout_s, problem=problem)
     except InterlaceError:
         for member, opened in enumerate(bases):
             if member != me:
@@ -83,10 +83,10 @@ def share_memory(
     return PeerMemory(driver, me, size, tuple(bases))
 
 
-def own_memory(driver: Driver, me: int, size: int, nbytes: int, time_out_s: float) -> PeerMemory:
+def own_memory(driver: Driver, me: int, size: int, nbytes: int, timeout_s: float) -> PeerMemory:
     """A block that no other of the `size` ranks maps, nor has one here: their bases are 0."""
     nbytes = align(nbytes, GRAIN)
-    base = driver.alloc(nbytes, time_out_s)
+    base = driver.alloc(nbytes, timeout_s)
     return PeerMemory(driver, me, nbytes, tuple(base if n == me else 0 for n in range(size)))
 
 
@@ -144,9 +144,9 @@ class CudaSlotPool(SlotPool):
         self._device = device
         self._memories: list[tuple[PeerMemory, set[tuple[str, int]]]] = []
 
-    def _add(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
+    def _add(self, topic: str, keys: list[tuple[str, int]], timeout_s: float) -> None:
         total = sum(2 * align(nbytes, ALIGN) for _, nbytes in keys)
-        memory = share_memory(self._driver, self._board, topic, total, time_out_s)
+        memory = share_memory(self._driver, self._board, topic, total, timeout_s)
         self._memories.append((memory, set(keys)))
         start = 0
         for name, nbytes in keys:
@@ -154,8 +154,8 @@ class CudaSlotPool(SlotPool):
             self.slots[name, nbytes] = slot  # pyright: ignore
             start += 2 * align(nbytes, ALIGN)
 
-    def _drop(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
-        super()._drop(topic, keys, time_out_s)
+    def _drop(self, topic: str, keys: list[tuple[str, int]], timeout_s: float) -> None:
+        super()._drop(topic, keys, timeout_s)
         for _, held in self._memories:
             held.difference_update(keys)
         gone = [memory for memory, held in self._memories if not held]
@@ -164,7 +164,7 @@ class CudaSlotPool(SlotPool):
         for memory in gone:
             memory.unmap()
         self._memories = [item for item in self._memories if item[1]]
-        self._board.exchange(f"{topic}/unmapped", {}, time_out_s)
+        self._board.exchange(f"{topic}/unmapped", {}, timeout_s)
         for memory in gone:
             memory.free()
 

@@ -1,9 +1,9 @@
 """NCCL: its ranks connected, its collectives and messages issued on a stream, its end.
 
     join(backend, device, 60, "team tp on rank 0", ended, look)     # all ranks of it, together
-    run = bind_on_stream(backend, spec, time_out_s=60)
+    run = bind_on_stream(backend, spec, timeout_s=60)
     run(src, dst)                                  # on the current stream; returns when issued
-    if not all_ended(abort([backend]), time_out_s=10): ...
+    if not all_ended(abort([backend]), timeout_s=10): ...
 
 Note [Connecting]
     NCCL connects in its first op, in a call that waits for all ranks and that no abort reaches: its
@@ -54,7 +54,7 @@ backend that Interlace made. Returning while the interpreter ends, it would abor
 def join(
     backend: Any,
     device: torch.device | None,
-    time_out_s: float,
+    timeout_s: float,
     whose: str,
     ended: Callable[[], Collection[int]],
     look: Callable[[], None],
@@ -65,11 +65,11 @@ def join(
 
     def act() -> None:
         relax_captures()
-        meet(backend, used, time_out_s)
+        meet(backend, used, timeout_s)
 
     call = Errand(act)
     try:
-        await_ranks(call, time_out_s, ended, look)
+        await_ranks(call, timeout_s, ended, look)
     except BaseException as error:
         abort([backend])
         if not isinstance(error, Exception) or not (
@@ -80,11 +80,11 @@ def join(
         raise BackendError(f"NCCL could not connect {whose}: {error}") from error
 
 
-def meet(backend: Any, device: torch.device, time_out_s: float) -> None:
+def meet(backend: Any, device: torch.device, timeout_s: float) -> None:
     """A barrier, for which the host waits."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         spec = Spec("barrier", backend.size(), backend.rank(), parts=(), dtype=torch.uint8)
-        bind_on_stream(backend, spec, time_out_s)(None, None)
+        bind_on_stream(backend, spec, timeout_s)(None, None)
         torch.cuda.current_stream().synchronize()
 
 
@@ -97,21 +97,21 @@ def leave_unregistered() -> None:
 class StreamWait(BoundedWait):
     """A stream's wait for a collective: the stream is ordered after it, and the host goes on."""
 
-    def __init__(self, time_out_s: float) -> None:
-        super().__init__(time_out_s, lambda: "a collective")
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s, lambda: "a collective")
 
     def finish(self, work: Any, missing: Any = None) -> None:
         if work is not None:
             work.wait()
 
 
-def bind_on_stream(backend: Any, spec: Spec, time_out_s: float) -> Run:
+def bind_on_stream(backend: Any, spec: Spec, timeout_s: float) -> Run:
     if backend.name() == "gloo":
         raise BackendError(
             "gloo cannot be ordered with CUDA streams: choose transport='nccl' or 'peer', or run "
             "the Program on the CPU"
         )
-    run, wait = bind_collective(backend, spec, time_out_s), StreamWait(time_out_s)
+    run, wait = bind_collective(backend, spec, timeout_s), StreamWait(timeout_s)
 
     def issue(src: torch.Tensor | None, dst: torch.Tensor | None) -> None:
         try:
@@ -168,8 +168,8 @@ def abort(backends: Sequence[Any]) -> list[threading.Thread]:
     return threads
 
 
-def all_ended(aborts: Sequence[threading.Thread], time_out_s: float) -> bool:
-    deadline = time.monotonic() + time_out_s
+def all_ended(aborts: Sequence[threading.Thread], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
     for thread in aborts:
         thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in aborts)

@@ -1,7 +1,7 @@
 """Memory of callers that peers map: any CUDA tensor, by the IPC handle of the allocation it is in.
 
     registry = side.registry
-    held = registry.register("3/tp", {"w": (w, nbytes)}, ("w",), writes=(), time_out_s=60)
+    held = registry.register("3/tp", {"w": (w, nbytes)}, ("w",), writes=(), timeout_s=60)
     held["w"].copies[1]         # the bytes of rank 1's tensor, mapped here
     registry.let_go(held["w"])  # by whoever got it, when none of its runs is under way
 
@@ -73,7 +73,7 @@ class Registry:
         wanted: Wanted,
         inputs: Collection[str],
         writes: Collection[str],
-        time_out_s: float,
+        timeout_s: float,
     ) -> dict[str, Registered]:
         """Makes these tensors reachable on every rank of the team, or raises on every rank."""
         team, gone = self._team, list[int]()
@@ -84,7 +84,7 @@ class Registry:
             note["params"] = {n: self._describe(n, *wanted[n]) for n in sorted(wanted)}
         except Exception as error:
             problem = _as_ours(error, "told to its peers")
-        notes, written = tell(team, topic, note, writes, problem, time_out_s)
+        notes, written = tell(team, topic, note, writes, problem, timeout_s)
         held: dict[str, Registered] = {}
         with contextlib.ExitStack() as failed:
             try:
@@ -99,7 +99,7 @@ class Registry:
             except Exception as error:
                 problem = _as_ours(error, "mapped")
             place = f"{team.topic}/registered/{topic}/mapped parameters"
-            team.board.exchange(place, {}, time_out_s, problem=problem)
+            team.board.exchange(place, {}, timeout_s, problem=problem)
             failed.pop_all()
         with self._lock:  # all peers came here, so each has heard what is gone
             for number in gone:

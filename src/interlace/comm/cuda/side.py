@@ -1,6 +1,6 @@
 """The device side of a team: words, slots, and the hand-over from one run to the next.
 
-    side = team.cuda(device, time_out_s=60)        # all ranks, together, at the first Program
+    side = team.cuda(device, timeout_s=60)        # all ranks, together, at the first Program
     number = side.enter()                          # this rank issues its next run
 
 Note [Two runs apart]
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class CudaSide:
-    def __init__(self, team: TeamComm, device: torch.device, time_out_s: float) -> None:
+    def __init__(self, team: TeamComm, device: torch.device, timeout_s: float) -> None:
         self.team = weakref.proxy(team)
         self.device = device
         self.size, self.me = team.size, team.me
@@ -58,11 +58,11 @@ class CudaSide:
         self.shares_gpu = False
         """True if another rank of the team is on this GPU: copies to it need a processor."""
         if team.apart:  # nothing reaches into peers' memory: `refuse_memory`
-            memory = own_memory(self.driver, self.me, self.size, HEAP_NBYTES, time_out_s)
+            memory = own_memory(self.driver, self.me, self.size, HEAP_NBYTES, timeout_s)
         else:
-            memory = share_memory(self.driver, team.board, place, HEAP_NBYTES, time_out_s)
+            memory = share_memory(self.driver, team.board, place, HEAP_NBYTES, timeout_s)
             mine = str(torch.cuda.get_device_properties(device).uuid)
-            told = team.board.exchange(f"{place}/gpu", {"gpu": mine}, time_out_s)
+            told = team.board.exchange(f"{place}/gpu", {"gpu": mine}, timeout_s)
             self.shares_gpu = [note["gpu"] for note in told].count(mine) > 1
         self.heap = WordHeap(self.driver, memory)
         self.access = WordAccess(self.driver)
@@ -95,17 +95,17 @@ class CudaSide:
         flag_nbytes: int,
         words_nbytes: int,
         stop_at: int,
-        time_out_s: float,
+        timeout_s: float,
     ) -> None:
         """Staging memory for exchanges, of the size that any rank needs. All ranks call this."""
         board, place = self.team.board, f"{self.team.topic}/area/{topic}"
-        notes = board.exchange(f"{place}/need", {"needed": needed}, time_out_s)
+        notes = board.exchange(f"{place}/need", {"needed": needed}, timeout_s)
         most = max(int(note["needed"]) for note in notes)
         if not most or (self.areas and self.areas[-1].stage_nbytes >= most):
             return
         stage = area_nbytes(most)
         nbytes = stage + flag_nbytes + words_nbytes
-        memory = share_memory(self.driver, board, place, nbytes, time_out_s)
+        memory = share_memory(self.driver, board, place, nbytes, timeout_s)
         self.areas.append(Area(memory, stage, flag_nbytes, words_nbytes, stop_at))
 
     @property
@@ -140,21 +140,21 @@ class CudaSide:
                     each.callback(space.release)
                 each.callback(self.access.fill, address, self.run + RELEASED, self.size)
 
-    def finish(self, well: Callable[[], bool], time_out_s: float) -> None:
+    def finish(self, well: Callable[[], bool], timeout_s: float) -> None:
         """Waits for the end of what this rank has under way, while all goes well."""
-        deadline = time.monotonic() + time_out_s
+        deadline = time.monotonic() + timeout_s
         while self.last is not None and well() and not self.driver.done(self.last[1]):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.001)
 
-    def drain(self, time_out_s: float) -> None:
+    def drain(self, timeout_s: float) -> None:
         """After a failure: lets go of all that this rank has under way, and waits for its end."""
-        patience, why = Patience(time_out_s), ""
+        patience, why = Patience(timeout_s), ""
         while self.last is not None and not self.driver.done(self.last[1]):
             if patience.is_over():
                 raise CommTimeoutError(
-                    f"the device of rank {self.team.rank} is not done {time_out_s:g} s after a "
+                    f"the device of rank {self.team.rank} is not done {timeout_s:g} s after a "
                     f"failure: end this process{why}"
                 )
             try:

@@ -1,11 +1,11 @@
 """Words: 32-bit counters that all ranks of a team map, and what waits for them.
 
-    space = CudaSpace(side, "3/tp", ("ready",), span=2, uses=True, gets=(), time_out_s=60)
+    space = CudaSpace(side, "3/tp", ("ready",), span=2, uses=True, gets=(), timeout_s=60)
     space.theirs("ready", [1])           # the words that this rank raises on member 1
     space.begin()                        # a run: values count from `space.base` on
     access = WordAccess(driver)
     access.fill(address, value=1 << 30, count=8)    # DriverHeldUpError if it takes too long
-    access.rest(time_out_s=10)           # after it no abandoned call can write any more
+    access.rest(timeout_s=10)           # after it no abandoned call can write any more
 
 Values only grow, from run to run too: a word has reached a value when their difference, as a signed
 32-bit number, is not negative. So nothing is reset between runs. A value v of a signal is the
@@ -97,7 +97,7 @@ class CudaSpace:
         span: int,
         uses: bool,
         gets: Sequence[str],
-        time_out_s: float,
+        timeout_s: float,
         raises: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """`raises` has the last values of a run that this rank tells each member, by signal."""
@@ -110,7 +110,7 @@ class CudaSpace:
         place = f"{side.team.topic}/device space/{topic}"
         try:
             told = {**note, "raises": last}
-            self._notes = side.team.board.exchange(place, told, time_out_s)
+            self._notes = side.team.board.exchange(place, told, timeout_s)
         except BaseException:
             if self.num_words:
                 side.heap.give(self._first, self.num_words)  # no peer heard of them
@@ -201,13 +201,13 @@ class WordAccess:
         """Sets 32-bit words of this rank's part, and returns when they are set."""
         self._call(lambda: self._driver.fill(address, value & 0xFFFFFFFF, count))
 
-    def rest(self, time_out_s: float) -> None:
+    def rest(self, timeout_s: float) -> None:
         """Returns when no abandoned call is under way any more."""
-        deadline = time.monotonic() + time_out_s
+        deadline = time.monotonic() + timeout_s
         calls = list(self._abandoned)
         if not all([call.is_back(max(0.0, deadline - time.monotonic())) for call in calls]):
             raise CommTimeoutError(
-                f"a call of the CUDA driver has not returned after {time_out_s:g} s, and may write "
+                f"a call of the CUDA driver has not returned after {timeout_s:g} s, and may write "
                 "signal words at any time: end this process"
             )
         if calls:

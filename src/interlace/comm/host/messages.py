@@ -218,11 +218,11 @@ def _end(parts: Sequence[Transfer], wait: BoundedWait) -> None:
     def missing() -> str:
         return "\n".join(part.team.control.where([part.peer]) for part in parts if part.works)
 
-    wait.result_of(_ends(parts, wait.time_out_s), missing)
+    wait.result_of(_ends(parts, wait.timeout_s), missing)
 
 
-def _ends(parts: Sequence[Transfer], time_out_s: float) -> Errand:
-    limit = timedelta(seconds=time_out_s + MARGIN_S)
+def _ends(parts: Sequence[Transfer], timeout_s: float) -> Errand:
+    limit = timedelta(seconds=timeout_s + MARGIN_S)
     waits = [part.ending(limit) for part in parts]
     return Errand(lambda: [wait() for wait in waits])
 

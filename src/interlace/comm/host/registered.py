@@ -1,6 +1,6 @@
 """Registered parameters: memory that the caller allocated and that peers read and write.
 
-    held = share_on_host(team, "3/tp", {"w": (w, nbytes)}, ("w",), writes=(), time_out_s=60)
+    held = share_on_host(team, "3/tp", {"w": (w, nbytes)}, ("w",), writes=(), timeout_s=60)
     held["w"].copies[1]        # the bytes of the parameter on rank 1 of the team
 
 Ranks exchange where their parameters lie once, while they prepare a Program; runs exchange nothing.
@@ -66,12 +66,12 @@ def tell(
     note: Note,
     writes: Collection[str],
     problem: InterlaceError | None,
-    time_out_s: float,
+    timeout_s: float,
 ) -> tuple[list[Note], frozenset[str]]:
     """Exchanges notes on what is registered; gives the names that any rank writes."""
     told = {"note": note, "writes": sorted(writes)}
     place = f"{team.topic}/registered/{topic}/registered parameters"
-    notes = team.board.exchange(place, told, time_out_s, problem=problem)
+    notes = team.board.exchange(place, told, timeout_s, problem=problem)
     return [n["note"] for n in notes], frozenset(name for n in notes for name in n["writes"])
 
 
@@ -81,13 +81,13 @@ def share_on_host(
     wanted: Wanted,
     inputs: Collection[str],
     writes: Collection[str],
-    time_out_s: float,
+    timeout_s: float,
 ) -> dict[str, Registered]:
     """Blocks of shared memory for parameters in the memory of the CPU; all ranks call it."""
-    _, written = tell(team, topic, {}, writes, None, time_out_s)
+    _, written = tell(team, topic, {}, writes, None, timeout_s)
     total = sum(align(nbytes) for _, nbytes in wanted.values())
     place = f"{team.topic}/registered/{topic}"
-    shared, start = share(team.board, place, total, {}, time_out_s), 0
+    shared, start = share(team.board, place, total, {}, timeout_s), 0
     held: dict[str, Registered] = {}
     for name, (tensor, nbytes) in sorted(wanted.items()):
         copies = tuple(segment.bytes(start, nbytes) for segment in shared.segments)

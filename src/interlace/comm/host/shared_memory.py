@@ -4,7 +4,7 @@ One rank creates a segment, its peers open it by name, and the name goes away as
 mapped. A process that is killed before that leaves its names to the next one that creates a segment
 there. Pages are reserved at creation: writing to a full tmpfs is a SIGBUS and not an exception.
 
-    shared = share(board, "ws/1", nbytes=1 << 20, note={"slots": 2}, time_out_s=60)
+    shared = share(board, "ws/1", nbytes=1 << 20, note={"slots": 2}, timeout_s=60)
     shared.segments[1].bytes(0, 64)      # the memory of rank 1 of the team
 
     >>> segment = Segment.create(4096)
@@ -184,7 +184,7 @@ class SharedSegments:
     notes: tuple[Note, ...]
 
 
-def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) -> SharedSegments:
+def share(board: Board, topic: str, nbytes: int, note: Note, timeout_s: float) -> SharedSegments:
     """All ranks of the board create a segment of their own size and map everyone's. Where one
     fails, all raise its error; no name of a segment stays."""
     mine: Segment | None = None
@@ -196,14 +196,14 @@ def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) 
             told = {"path": mine.path, "nbytes": mine.nbytes, "note": note}
         except InterlaceError as error:
             problem = error
-        notes = board.exchange(f"{topic}/memory", told, time_out_s, problem=problem)
+        notes = board.exchange(f"{topic}/memory", told, timeout_s, problem=problem)
         try:
             for member, their in enumerate(notes):
                 here = mine if member == board.me else None
                 segments.append(here or Segment.open(their["path"], their["nbytes"]))
         except InterlaceError as error:
             problem = error
-        board.exchange(f"{topic}/mapped memory", {}, time_out_s, problem=problem)
+        board.exchange(f"{topic}/mapped memory", {}, timeout_s, problem=problem)
         return SharedSegments(board.me, tuple(segments), tuple(their["note"] for their in notes))
     finally:
         if mine is not None:

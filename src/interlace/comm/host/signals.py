@@ -3,7 +3,7 @@
 A signal is a 64-bit cell of shared memory with one writer, whose values only grow: a `stamp` puts
 the number of the run above the value that the Program counts from the start of the run.
 
-    >>> wait = BoundedWait(time_out_s=5, describe=lambda: "expect(ready, 1)")
+    >>> wait = BoundedWait(timeout_s=5, describe=lambda: "expect(ready, 1)")
     >>> wait.until(lambda: cells[3] >= stamp(run, 1))
 
 Note [Memory order]
@@ -67,7 +67,7 @@ def _no_detail() -> str:
 class BoundedWait:
     """The wait of an op: its time-out, checks that end it early, and texts for its errors."""
 
-    time_out_s: float
+    timeout_s: float
     describe: Callable[[], str]
     check: Callable[[], None] = _nothing
     """Raises when waiting has become pointless: a peer failed, or another stream of this rank."""
@@ -89,7 +89,7 @@ class BoundedWait:
         for _ in range(spins):
             if ready():
                 return fence()
-        now, patience = time.monotonic(), Patience(self.time_out_s)
+        now, patience = time.monotonic(), Patience(self.timeout_s)
         next_check, pause = now + CHECK_EVERY_S, 10e-6
         while not ready():
             if now >= next_check:
@@ -112,11 +112,11 @@ class BoundedWait:
 
     def finish(self, work: Any) -> None:
         """Waits for a torch `Work`, in slices, so that a peer's failure ends the wait early."""
-        patience = Patience(self.time_out_s)
+        patience = Patience(self.timeout_s)
         try:
             while True:
                 try:
-                    work.wait(timedelta(seconds=min(SLICE_S, self.time_out_s)))
+                    work.wait(timedelta(seconds=min(SLICE_S, self.timeout_s)))
                     return
                 except RuntimeError:
                     if work.is_completed():  # its own error, or done just as our slice ended
@@ -133,7 +133,7 @@ class BoundedWait:
 
     def late(self, missing: str = "") -> CommTimeoutError:
         """The time-out's error, with what is missing and the flight log."""
-        first = f"no progress in {self.time_out_s:g} s: {self.describe()}"
+        first = f"no progress in {self.timeout_s:g} s: {self.describe()}"
         log = self.log()
         return CommTimeoutError(_lines(first, "" if missing in log else missing, log, LONGER))
 

@@ -5,7 +5,7 @@ given back take n - 2. Counts go on from run to run and from Program to Program,
 may be a run ahead of its peers without a barrier, and slots of one name and size are shared by
 all Executors.
 
-    pool.ensure("1", {"s0": 1 << 20}, time_out_s=60)    # all ranks, while they prepare
+    pool.ensure("1", {"s0": 1 << 20}, timeout_s=60)    # all ranks, while they prepare
     use = pool.slots["s0", 1 << 20].next_use()          # a take: which copy, and its number
 """
 
@@ -83,22 +83,22 @@ class SlotPool:
     def nbytes(self) -> int:
         return sum(2 * align(slot.nbytes) for slot in self.slots.values())
 
-    def ensure(self, topic: str, wanted: Mapping[str, int], time_out_s: float) -> dict[str, Slot]:
+    def ensure(self, topic: str, wanted: Mapping[str, int], timeout_s: float) -> dict[str, Slot]:
         """The slots of these names, large enough on every rank; all ranks call it, under a new
         topic."""
         idle = [list(key) for key in self.slots if not self.holders.get(key)]
         topic, told = f"{self.topic}/{topic}", {"slots": dict(wanted), "idle": idle}
-        notes = self._board.exchange(f"{topic}/slots", told, time_out_s)
+        notes = self._board.exchange(f"{topic}/slots", told, timeout_s)
         sizes: dict[str, int] = {}
         for name, nbytes in (item for note in notes for item in note["slots"].items()):
             sizes[name] = max(sizes.get(name, 0), nbytes)
         idle_here = [{(name, size) for name, size in note["idle"]} for note in notes]
         gone = sorted(set.intersection(*idle_here) - set(sizes.items()))
         if gone:
-            self._drop(topic, gone, time_out_s)
+            self._drop(topic, gone, timeout_s)
         missing = sorted(key for key in sizes.items() if key not in self.slots)
         if missing:
-            self._add(topic, missing, time_out_s)
+            self._add(topic, missing, timeout_s)
         for name in wanted:
             key = name, sizes[name]
             self.holders[key] = self.holders.get(key, 0) + 1
@@ -109,16 +109,16 @@ class SlotPool:
         if self.holders.get(key):
             self.holders[key] -= 1
 
-    def _drop(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
+    def _drop(self, topic: str, keys: list[tuple[str, int]], timeout_s: float) -> None:
         """Forgets slots that nobody holds; all ranks do it together."""
         for key in keys:
             del self.slots[key]
             self.holders.pop(key, None)
 
-    def _add(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
+    def _add(self, topic: str, keys: list[tuple[str, int]], timeout_s: float) -> None:
         at = align(16 * len(keys), PAGE)
         total = at + sum(2 * align(nbytes) for _, nbytes in keys)
-        shared = share(self._board, topic, total, {}, time_out_s)
+        shared = share(self._board, topic, total, {}, timeout_s)
         for index, (name, nbytes) in enumerate(keys):
             facts = name, nbytes, shared.segments, shared.me, at, 2 * index
             self.slots[name, nbytes] = Slot(*facts)

@@ -1,7 +1,7 @@
 """An Executor's share of a team beside slots: signals, message boxes and a staging area.
 
     demand = Demand(signals=("ready",), sends=(Message("peer", 1, 0, 4096),))
-    space = Workspace(team, "forward", demand, time_out_s=60)      # all ranks, together
+    space = Workspace(team, "forward", demand, timeout_s=60)      # all ranks, together
     space.notify("ready", member=1, value=2)
     space.expect("ready", member=1, value=2, wait=wait)
 
@@ -54,7 +54,7 @@ class MessageBox:
 
 
 class Workspace:
-    def __init__(self, team: TeamComm, topic: str, demand: Demand, time_out_s: float) -> None:
+    def __init__(self, team: TeamComm, topic: str, demand: Demand, timeout_s: float) -> None:
         self.team, size, cell = team, team.size, 0
 
         def cells(count: int) -> int:
@@ -74,10 +74,10 @@ class Workspace:
         at += align(demand.stage_nbytes)
         place = f"{team.topic}/space/{topic}"
         if team.apart:  # messages meet in gloo, and nothing else may be asked for
-            self._notes = tuple(team.board.exchange(f"{place}/messages", note, time_out_s))
+            self._notes = tuple(team.board.exchange(f"{place}/messages", note, timeout_s))
             self._cells = [memoryview(b"")] * size
             return
-        shared = share(team.board, place, at, note, time_out_s)
+        shared = share(team.board, place, at, note, timeout_s)
         self._segments, self._notes = shared.segments, shared.notes
         self._cells = [segment.cells for segment in shared.segments]
         members = zip(shared.segments, shared.notes, strict=True)

@@ -4,8 +4,8 @@ Set-up happens through them: small JSON texts under a topic, read by polling, so
 bounded and a note that says "I failed" ends it at once.
 
     board = Board(store, ranks=(0, 1, 2), rank=0)
-    notes = board.collect({1: "host/1", 2: "host/2"}, time_out_s=10)   # of the ranks that came
-    notes = board.exchange("host", {"boot": "..."}, time_out_s=10)     # all ranks', or none
+    notes = board.collect({1: "host/1", 2: "host/2"}, timeout_s=10)   # of the ranks that came
+    notes = board.exchange("host", {"boot": "..."}, timeout_s=10)     # all ranks', or none
 
 Note [All or none]
     A rank that gives up leaves its notes behind, and the others may have read them by then. So each
@@ -208,13 +208,13 @@ class Board:
         ranks: Iterable[int],
         missing: Callable[[], Collection[int]],
         what: str,
-        time_out_s: float,
+        timeout_s: float,
         look: Callable[[], object] = lambda: None,
     ) -> list[int]:
         """Asks `missing`, first of these ranks, until it names none, one of them has ended, or
         `look` raises; the ranks that it named last. `what` is for messages."""
-        self.limit_s = time_out_s
-        patience, pause, absent = Patience(time_out_s), SHORTEST_PAUSE_S, [*ranks]
+        self.limit_s = timeout_s
+        patience, pause, absent = Patience(timeout_s), SHORTEST_PAUSE_S, [*ranks]
 
         def late() -> str:
             return f"{self.named(absent)} did not come to {what}"
@@ -235,14 +235,14 @@ class Board:
             pause = min(pause * 1.5, LONGEST_PAUSE_S)
 
     def absence(
-        self, absent: Sequence[int], come: Iterable[int], what: str, time_out_s: float
+        self, absent: Sequence[int], come: Iterable[int], what: str, timeout_s: float
     ) -> str:
         """Why ranks did not come to what the others came to."""
         if gone := sorted(self.ended(absent) & {*absent}):
             return self.farewell(gone, f"come to {what}")
         who, others = self.named(absent), self.named(sorted(come))
         return (
-            f"{who} did not come to {what} within {time_out_s:g} s, as {others} did: see whether "
+            f"{who} did not come to {what} within {timeout_s:g} s, as {others} did: see whether "
             "it failed, stalled, did not recompile as the others did, or took another path through "
             f"the model; {LONGER}"
         )
@@ -250,7 +250,7 @@ class Board:
     def collect(
         self,
         topics: Mapping[int, str],
-        time_out_s: float,
+        timeout_s: float,
         meetings: Sequence[str] = (),
         look: Callable[[], object] = lambda: None,
     ) -> dict[int, Note]:
@@ -265,14 +265,14 @@ class Board:
             return [] if over else [rank for rank in topics if rank not in found]
 
         what = repr(_purpose(next(iter(topics.values())))) if topics else ""
-        self.poll(topics, missing, what, time_out_s, look)
+        self.poll(topics, missing, what, timeout_s, look)
         return found
 
     def exchange(
         self,
         topic: str,
         note: Note,
-        time_out_s: float,
+        timeout_s: float,
         look: Callable[[], object] = lambda: None,
         over: Sequence[str] = (),
         problem: InterlaceError | None = None,
@@ -288,19 +288,19 @@ class Board:
             with contextlib.suppress(InterlaceError):
                 self.decide(topic, str(problem))  # so that nobody waits for the others first
             raise problem
-        self.limit_s = time_out_s
+        self.limit_s = timeout_s
         self.post(mine, note)
         with self.attending([topic]):
-            found = self.collect(topics, time_out_s, [topic], look)
+            found = self.collect(topics, timeout_s, [topic], look)
             for rank in topics:
                 if (error := found.get(rank, {}).get("error")) is not None:
                     raise as_told(rank, error)
             missing, why = [rank for rank in topics if rank not in found], ""
             if missing:
-                why = self.absence(missing, found, repr(_purpose(topic)), time_out_s)
+                why = self.absence(missing, found, repr(_purpose(topic)), timeout_s)
             self.decide(topic, why)
         if missing:  # all had come, as a peer saw
-            found = self.collect(topics, time_out_s)
+            found = self.collect(topics, timeout_s)
         numbered = topic.rpartition("/")[2].isdigit()
         verdict = [] if numbered or self.rank != self.ranks[0] else [f"{topic}/verdict"]
         self.forget(self.ranks, [mine, *over, *verdict])
@@ -461,14 +461,14 @@ def greet(
     board: Board,
     parties: Sequence[Party],
     what: str,
-    time_out_s: float,
+    timeout_s: float,
     look: Callable[[], object] = lambda: None,
 ) -> None:
     """Finds the names of these parties; all their ranks call it, to do `what` (for messages)."""
     if not parties:
         return
     everyone = {rank for party in parties for rank in party.ranks}
-    board.limit_s = time_out_s
+    board.limit_s = timeout_s
     board.announce()
 
     def missing() -> set[int]:
@@ -478,18 +478,18 @@ def greet(
         return {rank for party in parties if not party.name for rank in party.missing}
 
     with board.attending(()):
-        if absent := board.poll(everyone - {board.rank}, missing, what, time_out_s, look):
-            raise AgreementError(board.absence(absent, everyone - {*absent}, what, time_out_s))
+        if absent := board.poll(everyone - {board.rank}, missing, what, timeout_s, look):
+            raise AgreementError(board.absence(absent, everyone - {*absent}, what, timeout_s))
 
 
-def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:
+def meet(teams: Sequence[TeamComm], what: str, timeout_s: float) -> None:
     """The processes of each team find one another, once; all their ranks call it, to do `what`."""
     new, why = [team for team in teams if not team.topic], ""
     try:
         with contextlib.ExitStack() as attended:
             looks = [attended.enter_context(team.attending("")) for team in teams if new]
             hear = lambda: [look() for look in looks]  # noqa: E731
-            greet(teams[0].board, [team.party for team in new], what, time_out_s, hear)
+            greet(teams[0].board, [team.party for team in new], what, timeout_s, hear)
     except BaseException as error:
         why = str(error) or type(error).__name__
         raise

@@ -1,6 +1,6 @@
 """Time-outs that count observed time, and calls that may not come back.
 
-    patience = Patience(time_out_s)
+    patience = Patience(timeout_s)
     while not there():
         if patience.is_over(lambda: "rank 1 has not come"):
             raise CommTimeoutError(...)
@@ -31,16 +31,16 @@ from typing import Any
 
 LONGEST_STEP_S = 1.0
 WARN_AFTER_S = 60.0
-LONGER = "if it is only late, give the option time_out_s more seconds"
+LONGER = "if it is only late, give the option timeout_s more seconds"
 
 
 class Patience:
     """A bound in observed time; after a minute of waiting it warns, once, of what is missing."""
 
-    def __init__(self, time_out_s: float) -> None:
-        self.time_out_s = time_out_s
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._warned = False
-        self._longest = min(LONGEST_STEP_S, time_out_s / 4)
+        self._longest = min(LONGEST_STEP_S, timeout_s / 4)
         self.restart()
 
     def restart(self) -> None:
@@ -53,14 +53,14 @@ class Patience:
         now = time.monotonic()
         self.waited_s += min(now - self._last, self._longest)
         self._last = now
-        if self.waited_s > self.time_out_s:
+        if self.waited_s > self.timeout_s:
             return True
         if missing is not None and self.waited_s > WARN_AFTER_S and not self._warned:
             self._warned = True
             with contextlib.suppress(RuntimeWarning):  # where warnings are errors
                 warnings.warn(
-                    f"waiting for {self.waited_s:.0f} s, of {self.time_out_s:.0f} at most (option "
-                    f"time_out_s): {missing()}",
+                    f"waiting for {self.waited_s:.0f} s, of {self.timeout_s:.0f} at most (option "
+                    f"timeout_s): {missing()}",
                     RuntimeWarning,
                     stacklevel=2,
                 )

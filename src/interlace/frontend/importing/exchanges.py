@@ -84,7 +84,7 @@ class GraphPlaces:
         known = self._known.traced
         self.traced = self.traced or next((known[key] for key in self.places if key in known), "")
 
-    def ask(self, numbers: bool, time_out_s: float | None) -> None:
+    def ask(self, numbers: bool, timeout_s: float | None) -> None:
         """Has the ranks of all its teams say whether sizes of exchanges are data, if not known.
 
         `numbers` says whether the traced function takes numbers, which may be others in each call:
@@ -97,7 +97,7 @@ class GraphPlaces:
         places = [self._kind, *(location(node).module for node in nodes)]
         for group in dict.fromkeys(map(group_of, communications(self.graph))):
             wishes = [(group, not data)]  # what one axis of a mesh says is told along the next
-            told = consent_of_ranks(places, wishes, time_out_s, "whether sizes are data")
+            told = consent_of_ranks(places, wishes, timeout_s, "whether sizes are data")
             data = not told[0]
         if data:
             self.traced = DATA

@@ -143,7 +143,7 @@ def known(
     found = own.known.get(key)
     if found is not None and not found[0].expired():
         return found[1]
-    limit, team = limit_s(options.time_out_s, [group]), own.team
+    limit, team = limit_s(options.timeout_s, [group]), own.team
     given = ", ".join(f"bias[{i}]" for i, biased in enumerate(layer.biased) if biased)
     what = f"{name_of(layer)} with {given or 'no bias'}"
     asked = team.exchange(_digest(layer, options), what, limit)

@@ -118,7 +118,7 @@ class LayerWise:
     bits. `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones
     have less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that,
     else by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`.
-    `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
+    `options`: `timeout_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
     `trace` keeps `timelines()`. On GPUs of one host weights are copied from their owners' memory by
     copy engines, and gradients reduced by NCCL; `transport="nccl"` has NCCL do both, which needs
     SMs while the optimizer and the forward compute; with `transport="peer"` ranks read each other's

@@ -29,12 +29,12 @@ def share(request: ShareRequest) -> TeamResources:
     with torch.cuda.device(request.device):
         shared = _share(request)
         for team, backend in request.backends:
-            request.teams[team].backend(backend, request.device.type, request.time_out_s)
+            request.teams[team].backend(backend, request.device.type, request.timeout_s)
     return shared
 
 
 def _share(request: ShareRequest) -> TeamResources:
-    plan, device, limit = request.plan, request.device, request.time_out_s
+    plan, device, limit = request.plan, request.device, request.timeout_s
     graph, kept = request.graph, request.kept
     slots: dict[str, Any] = {}
     spaces: dict[str, Any] = {}
@@ -87,10 +87,10 @@ def _register(request: ShareRequest) -> dict[str, Registered]:
     """The caller's tensors that peers reach, by name; `kept` lets go of the peers'."""
     plan, found = request.plan, dict[str, Registered]()
     inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
-    facts = inputs, written(plan.program), request.time_out_s
+    facts = inputs, written(plan.program), request.timeout_s
     for name, team in request.ordered():
         if name in request.registered:
-            registry = team.cuda(request.device, request.time_out_s).registry
+            registry = team.cuda(request.device, request.timeout_s).registry
             topic = f"{team.num_prepared}/{name}"
             made = registry.register(topic, request.registered[name], *facts)
             found |= made

@@ -140,7 +140,7 @@ class HostBinder:
         else:
             backend = self.resources.backends[op.team, turn.backend]
             wait = replace(wait, behind=control.behind, cut=partial(cut, backend))
-            bind = lambda spec: bind_collective(backend, spec, wait.time_out_s)  # noqa: E731
+            bind = lambda spec: bind_collective(backend, spec, wait.timeout_s)  # noqa: E731
         run: Run | None = None
 
         def size(parts: tuple[int, ...]) -> None:

@@ -91,7 +91,7 @@ class CpuEngine(Engine):
 
     @staticmethod
     def share(request: ShareRequest) -> TeamResources:
-        plan, limit = request.plan, request.time_out_s
+        plan, limit = request.plan, request.timeout_s
         slots, spaces = dict[str, Slot](), dict[str, Workspace]()
         registered: dict[str, Registered] = {}
         inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
@@ -292,7 +292,7 @@ class CpuEngine(Engine):
             while not worker.is_done(0.1):
                 if self._failure is None:
                     continue
-                patience = patience or Patience(self.context.time_out_s)
+                patience = patience or Patience(self.context.timeout_s)
                 if patience.is_over():
                     worker.lost = True
                     raise ExecutorError(
@@ -444,7 +444,7 @@ class StreamOrder:
         reached, run = self._reached, self.run
         if reached.get(point) == run:
             return
-        patience, stood = Patience(wait.time_out_s + self._grace_s), list[int]()
+        patience, stood = Patience(wait.timeout_s + self._grace_s), list[int]()
         bell = Bell()
         try:
             self._waiting[bell] = None

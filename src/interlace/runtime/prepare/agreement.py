@@ -5,7 +5,7 @@ so on. Equal hashes agree. So do equal skeletons: Programs that differ only in s
 vocabulary's offset on each rank, say), or in the part that Calls read of an input that nothing
 writes. Others are verified as a set, as a pipeline's stages are.
 
-    agreement = agree(program, rank, teams, time_out_s=60)
+    agreement = agree(program, rank, teams, timeout_s=60)
     agreement.tag                # 64 bits that name what all of these ranks prepared together
 
 A rank that does not come is named, which also tells a recompilation on one rank alone.
@@ -112,7 +112,7 @@ def agree(
     program: Program,
     rank: int,
     teams: Sequence[TeamComm],
-    time_out_s: float,
+    timeout_s: float,
     found: Registration | None = None,
     backends: Sequence[Sequence[str]] = (),
     in_order: bool = False,
@@ -141,13 +141,13 @@ def agree(
     for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
         mine["backends"][team.key] = list(needs)
     board, me = teams[0].board, teams[0].rank
-    entries = gather(mine, teams, time_out_s)
+    entries = gather(mine, teams, timeout_s)
     judge(entries, found.problem)
     _check_options(entries)
     place = _places(entries.values())[0]  # the same on all ranks, whose own teams differ
     with _told_once(board, f"{place}/fault", me, min(entries)):
         if len({entry["skeleton"] for entry in entries.values()}) > 1:
-            report, texts = _verify_set(board, entries, me, text, time_out_s)
+            report, texts = _verify_set(board, entries, me, text, timeout_s)
         else:
             report, texts = _proof(program, in_order), ()
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
@@ -160,18 +160,18 @@ def agree(
     return Agreement(tag, report, texts, tuple(tuple(sorted(names)) for names in used))
 
 
-def gather(mine: Note, teams: Sequence[TeamComm], time_out_s: float) -> dict[int, Note]:
+def gather(mine: Note, teams: Sequence[TeamComm], timeout_s: float) -> dict[int, Note]:
     """The notes of all ranks that teams join to this one, by global rank; each has the name of the
     Program that it is about, and what the rank is to do with it (`step`), the same on all of them.
     All of these ranks get them, or none."""
-    meet(teams, f"prepare Program {mine['name']!r}", time_out_s)
+    meet(teams, f"prepare Program {mine['name']!r}", timeout_s)
     left: list[str] = []
     board, me = teams[0].board, teams[0].rank
     mine["teams"] = []
     for team in teams:
         before = team.num_prepared
         team.num_prepared = team.board.round(f"{team.topic}/prepare", before)
-        team.board.limit_s = time_out_s
+        team.board.limit_s = timeout_s
         rounds = range(before, team.num_prepared) if team.me == 0 else ()
         left += [f"{team.topic}/prepare/{number}/verdict" for number in rounds]
         place = f"{team.topic}/prepare/{team.num_prepared}"
@@ -181,7 +181,7 @@ def gather(mine: Note, teams: Sequence[TeamComm], time_out_s: float) -> dict[int
     for place in places:
         board.post(f"{place}/{me}", mine)
     with attending(zip(teams, places, strict=True)) as look:
-        entries = _collect(board, me, mine, time_out_s, look)
+        entries = _collect(board, me, mine, timeout_s, look)
     board.forget(entries, [*left, *(f"{place}/{me}" for place in places), _text_of(me, mine)])
     if len({entry["step"] for entry in entries.values()}) > 1:
         steps = [f"rank {r} to {e['step']} {e['name']!r}" for r, e in sorted(entries.items())]
@@ -247,7 +247,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _collect(
-    board: Board, me: int, mine: Note, time_out_s: float, look: Callable[[], object] = lambda: None
+    board: Board, me: int, mine: Note, timeout_s: float, look: Callable[[], object] = lambda: None
 ) -> dict[int, Note]:
     """The entries of all ranks that teams join to this one, by global rank; all of these ranks get
     them, or none (Note [All or none] in board.py): a rank that sees everybody asks for the verdicts
@@ -256,12 +256,12 @@ def _collect(
     with board.attending(own):
         while wanted := _unknown(found):
             topics = {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}
-            came = board.collect(topics, time_out_s + LATER_S, own, look)
+            came = board.collect(topics, timeout_s + LATER_S, own, look)
             missing = [rank for rank in wanted if rank not in came]
             if missing:
                 _, team, number = wanted[missing[0]]
                 what = f"prepare Program {mine['name']!r} (number {number} of team {team})"
-                why = board.absence(missing, found, what, time_out_s)
+                why = board.absence(missing, found, what, timeout_s)
                 # One that is over ended the wait. If its verdict raises nothing, all are there by
                 # now, and the other teams' may not be given up.
                 for place in [p for p in own if board.is_over(p)] or own:
@@ -289,10 +289,10 @@ def _unknown(found: Mapping[int, Note]) -> dict[int, tuple[str, str, int]]:
 
 
 def _verify_set(
-    board: Board, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
+    board: Board, entries: Mapping[int, Note], me: int, text: str, timeout_s: float
 ) -> tuple[Report, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Proves different Programs as a set: the report, and the texts with their ranks."""
-    notes = texts_of(board, entries, me, text, time_out_s)
+    notes = texts_of(board, entries, me, text, timeout_s)
     texts = {rank: notes[entry["hash"]] for rank, entry in entries.items()}
     try:
         ranks = {key: ranks_of(entries, key) for key in sorted(notes)}
@@ -317,13 +317,13 @@ def _verify_set(
 
 
 def texts_of(
-    board: Board, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
+    board: Board, entries: Mapping[int, Note], me: int, text: str, timeout_s: float
 ) -> dict[str, str]:
     """The texts behind the hashes of the ranks' notes."""
     board.post(_text_of(me, entries[me]), {"text": text})
     holders = {entry["hash"]: rank for rank, entry in entries.items()}
     topics = {rank: _text_of(rank, entries[rank]) for rank in holders.values()}
-    found = board.collect(topics, time_out_s)
+    found = board.collect(topics, timeout_s)
     if silent := sorted(topics.keys() - found.keys()):
         place = entries[me]["teams"][0][0]
         raise AgreementError(f"{named(silent)} did not tell its Program ({place})")

@@ -76,7 +76,7 @@ def warm_up(engine: CudaEngine, teams: Sequence[TeamComm]) -> None:
         _run_once(engine)
     try:
         for team, place in places:
-            team.board.exchange(place, {}, engine.context.time_out_s)
+            team.board.exchange(place, {}, engine.context.timeout_s)
     except BaseException as error:
         engine.watched.fail(error)  # a reset then gives it another place
         raise

@@ -2,7 +2,7 @@
 
 issue = collective(binder, lane, index, op)
 issue = messages(binder, lane, index, (send, recv))
-ensure_area(side, topic, specs, time_out_s)          # all ranks, together, while they prepare
+ensure_area(side, topic, specs, timeout_s)          # all ranks, together, while they prepare
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
 
     def size(parts: tuple[int, ...]) -> None:
         nonlocal bound
-        bound = bind_on_stream(backend, replace(spec, parts=parts), binder.context.time_out_s)
+        bound = bind_on_stream(backend, replace(spec, parts=parts), binder.context.timeout_s)
 
     sizes.follow(spec.parts, size)
 
@@ -96,7 +96,7 @@ def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv])
     return lane.within(in_turn([check, lambda: issue([items[place] for place in places])]))
 
 
-def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], time_out_s: float) -> None:
+def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], timeout_s: float) -> None:
     """Staging memory that is large enough for these collectives on every rank."""
     from interlace.kernels.exchange import exchange
 
@@ -106,7 +106,7 @@ def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], time_out_s: f
         if spec.size > 1
     ]
     facts = exchange.FLAG_NBYTES, exchange.WORDS_NBYTES, exchange.STOP_AT
-    side.ensure_area(topic, max(sizes, default=0), *facts, time_out_s)
+    side.ensure_area(topic, max(sizes, default=0), *facts, timeout_s)
 
 
 def bind_exchange(

@@ -115,7 +115,7 @@ class Watched:
         self._context = context
         self._ended = self._seen = 0
         """The last run that is known to have ended, and what of that the watchdog has seen."""
-        self._patience = Patience(context.time_out_s)
+        self._patience = Patience(context.timeout_s)
         self._lock, self._counting = threading.RLock(), threading.Lock()
         self.failure: BaseException | None = None
         self.issuing = False
@@ -406,7 +406,7 @@ def end_process(report: str) -> None:
 
 def stalled(engine: CudaEngine, context: EngineContext, ended: int) -> str:
     """Which ranks the run after `ended` waits for, and where they are."""
-    limit, teams, behind = context.time_out_s, context.resources.teams, engine.entered - ended - 1
+    limit, teams, behind = context.timeout_s, context.resources.teams, engine.entered - ended - 1
     try:
         lines, place = _awaited(engine, context, behind), "in a collective or a computation"
     except BackendError as error:
@@ -423,7 +423,7 @@ def stalled(engine: CudaEngine, context: EngineContext, ended: int) -> str:
 
 def _awaited(engine: CudaEngine, context: EngineContext, behind: int) -> list[str]:
     """The signals that are missing of a run with `behind` others behind it, and from whom."""
-    limit, teams = context.time_out_s, context.resources.teams
+    limit, teams = context.timeout_s, context.resources.teams
     lines: list[str] = []
     missing: dict[str, set[int]] = {}
     for index, item in _single_ops(context):
