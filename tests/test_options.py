@@ -94,7 +94,7 @@ def test_the_former_name_of_the_time_out_is_read() -> None:
         assert former == Options(timeout_s=7.0)
     with pytest.raises(OptionError, match="are one: give timeout_s"):
         Options(timeout_s=7, time_out_s=8)
-    with pytest.raises(OptionError, match="option timeout_s=-1.0: give a number of seconds > 0"):
+    with pytest.raises(OptionError, match=r"option timeout_s=-1\.0: give a number of seconds > 0"):
         Options(time_out_s=-1)
 
 
