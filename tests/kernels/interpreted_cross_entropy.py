@@ -120,8 +120,7 @@ def check(draw: random.Random) -> None:
     layout.PART_TILES = 1
     layout.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
     layout.cut_of.cache_clear()
-    measured = world > 1 and draw.random() < 0.5
-    device_sizes = torch.tensor(sizes) if measured else None
+    device_sizes = torch.tensor(sizes) if world > 1 else None
     what = (
         dtype,
         batch,
@@ -135,7 +134,7 @@ def check(draw: random.Random) -> None:
     for rank, shard in enumerate(shards):
         start = sum(sizes[:rank])
         own = None if weights is None else weights[start : start + sizes[rank]]
-        place = Shards(rank, world, *((0, 0) if measured else (start, classes)), device_sizes)
+        place = Shards(rank, world, classes if world == 1 else 0, device_sizes)
         problems.append(Problem(shard, y, own, terms, place, new_word("cpu")))
     before = [shard.clone() for shard in shards]
     if world == 1:

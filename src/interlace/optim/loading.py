@@ -21,12 +21,12 @@ from interlace.errors import OptionError
 def refuse_removed(
     name: str, options: Mapping[str, object], replacements: Mapping[str, str]
 ) -> None:
-    """Raises OptionError for an option that class `name` had in a former release, TypeError for one
-    that never was.
+    """Raises OptionError for an option that `name` had in a former release, TypeError for one that
+    never was.
     """
     for option in options:
         if option not in replacements:
-            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {option!r}")
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
         raise OptionError(f"{option} is no option of {name} any more. fix: {replacements[option]}")
 
 

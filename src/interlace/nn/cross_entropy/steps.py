@@ -53,26 +53,25 @@ LARGE = 48_000
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Layout of the classes on the ranks: this one has some from `offset` on, of `classes` in all.
-
-    Where `sizes` is given (int64, one for each rank, on the device) the kernels read both there.
+    """Layout of the classes on the ranks: those of one rank alone, or of several, whose `sizes`
+    (int64, one for each rank) lie on the device, where kernels read them.
     """
 
     rank: int
     world: int
-    offset: int
     classes: int
+    """All classes, where one rank has them; else 0."""
     sizes: torch.Tensor | None = None
 
     @property
     def each(self) -> int:
         """The classes of a rank as all ranks reckon them alike, whatever they have."""
-        return LARGE if self.sizes is not None else -(-self.classes // self.world)
+        return LARGE if self.sizes is not None else self.classes
 
     @staticmethod
     def alone(classes: int) -> Shards:
         """All classes on this rank."""
-        return Shards(0, 1, 0, classes)
+        return Shards(0, 1, classes)
 
 
 @dataclass(frozen=True, slots=True)
