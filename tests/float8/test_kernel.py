@@ -28,7 +28,7 @@ NARROW = re.compile(r"st\.global\.(b32|(v\d\.)?b(8|16))|ld\.global\.(v\d\.)?b8")
 INEXACT = re.compile(r"\b(fma|mad)\.\w*\.?f32|\.ftz|\.approx|\.full")
 
 
-def test_kernels_have_the_bits_of_the_twin(seed: int) -> None:
+def test_kernels_have_the_bits_of_the_reference(seed: int) -> None:
     """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '25']\n"
     code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"

@@ -1,4 +1,4 @@
-"""Products of quantised matrices: against their twins, fp64, and each other's accuracy."""
+"""Products of quantised matrices: against their references, fp64, and each other's accuracy."""
 
 from __future__ import annotations
 

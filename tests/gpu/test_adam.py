@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interlace.errors import OptimizerError
 from interlace.optim import Adam, AdamW
-from interlace.optim.adam.arithmetic import AdamSpec, FlatParam, key_of, scalars, update_twin
+from interlace.optim.adam.arithmetic import AdamSpec, FlatParam, key_of, scalars, update_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -232,7 +232,7 @@ def test_more_than_2_to_the_31_elements(seed: int) -> None:
         flat = FlatParam(
             *(torch.full((1000,), x, dtype=BF16, device="cuda") for x in (1.0, 0.3, 0.0, 0.0))
         )
-        update_twin(spec, flat, row, key=key_of(seed, 0), base=start)
+        update_reference(spec, flat, row, key=key_of(seed, 0), base=start)
         at, state = slice(start, start + 1000), optimizer.state[param]
         assert torch.equal(param[at], flat.p)
         assert torch.equal(state["exp_avg"][at], flat.m)

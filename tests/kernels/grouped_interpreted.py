@@ -1,4 +1,4 @@
-"""Runs the kernels of grouped linear layers in Triton's interpreter, beside their twins.
+"""Runs the kernels of grouped linear layers in Triton's interpreter, beside their references.
 
 `python grouped_interpreted.py <seed> <cases>`. The interpreter cuts bfloat16 off instead of
 rounding, so elements are half or float here.
@@ -82,7 +82,7 @@ def check_wgrad(draw: random.Random) -> None:
 
 
 def check_rounding(draw: random.Random) -> None:
-    """The product is rounded to the buffer's type first, then the sum is, as the twin does it."""
+    """The product is rounded to the buffer's type first, then the sum is, as in the reference."""
     groups, ends = groups_of(draw)
     dy = spoil(torch.randn(groups.tokens, 16).half(), groups)
     x = spoil(torch.randn(groups.tokens, 32).half(), groups)

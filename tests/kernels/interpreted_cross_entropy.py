@@ -1,7 +1,7 @@
 """Runs the kernels of the cross-entropy in Triton's interpreter; `python <this> <seed> <rounds>`.
 
 The launches themselves are what is tested, with CPU tensors: how rows of any strides are found, how
-they are cut into parts, and each kernel with each of its options, against the twin in fp64.
+they are cut into parts, and each kernel with each of its options, against the reference in fp64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
-from interlace.nn.cross_entropy import launch, layout, twin
+from interlace.nn.cross_entropy import launch, layout, reference
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word
 
 
@@ -147,7 +147,7 @@ def check(draw: random.Random) -> None:
         None if weights is None else weights.double(), terms, Shards.alone(classes),
         new_word("cpu"),
     )  # fmt: skip
-    wanted, figures = twin.alone(whole)
+    wanted, figures = reference.alone(whole)
     for loss, kept in results:
         assert torch.equal(loss.nan_to_num(nan=-1.0), results[0][0].nan_to_num(nan=-1.0)), what
         close(loss, wanted, 1e-5, 1e-5 * (1 + offset), what)
@@ -160,20 +160,20 @@ def check(draw: random.Random) -> None:
         assert int(problems[0].word[1]) == int(y.reshape(-1)[noted - 1]), what
         assert int(problems[0].word[2]) == classes, what
     for problem in problems:
-        assert float(launch.count(problem)) == float(twin.count(problem)), what
+        assert float(launch.count(problem)) == float(reference.count(problem)), what
     lengths = [draw.choice([0, 7, draw.randrange(1, 5000)]) for _ in range(draw.randint(1, 3))]
     scaled = [strided(draw, (length,), dtype).contiguous() for length in lengths]
     factor = torch.tensor(draw.choice([1.0, 0.0, -1.7]))
-    by_twin = [tensor.clone() for tensor in scaled]
-    twin.scale(by_twin, factor)
+    by_reference = [tensor.clone() for tensor in scaled]
+    reference.scale(by_reference, factor)
     launch.scale(scaled, factor)
-    assert all(map(torch.equal, scaled, by_twin)), (what, lengths, factor)
+    assert all(map(torch.equal, scaled, by_reference)), (what, lengths, factor)
     mean = draw.random() < 0.5
     given = draw.choice([None, 3.5, torch.tensor(7)])
     for loss, kept in results[:1]:
         heavy = weights is not None
         got = launch.total(loss, kept, heavy, mean, given)
-        for a, b in zip(got, twin.total(wanted, figures, heavy, mean, given), strict=True):
+        for a, b in zip(got, reference.total(wanted, figures, heavy, mean, given), strict=True):
             close(a, b, 1e-5, 1e-5 * (1 + offset), (what, mean, given))
     up = draw.choice([None, "divisor", "number", "rows"])
     upstream = torch.randn(batch if up == "rows" else ()) if up in ("number", "rows") else None
@@ -184,7 +184,7 @@ def check(draw: random.Random) -> None:
     ]
     for shard, old in zip(shards, before, strict=True):
         assert torch.equal(shard, old), "the logits were written to"
-    expected = twin.gradient(
+    expected = reference.gradient(
         whole, figures, None if upstream is None else upstream.double(), divisor
     )
     unit = 2.0**-11 if dtype == torch.float16 else 1e-6
@@ -199,7 +199,7 @@ def check_masks(classes: int) -> None:
     y, terms = torch.tensor([classes - 1, 0]), Terms(smoothing=0.1)
     one = Problem(x, y, None, terms, Shards.alone(classes), new_word("cpu"))
     whole = Problem(x.double(), y, None, terms, Shards.alone(classes), new_word("cpu"))
-    close(launch.alone(one)[0], twin.alone(whole)[0], 1e-5, 0.0, classes)
+    close(launch.alone(one)[0], reference.alone(whole)[0], 1e-5, 0.0, classes)
 
 
 if __name__ == "__main__":

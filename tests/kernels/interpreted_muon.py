@@ -48,7 +48,7 @@ def described(matrices: torch.Tensor, rows: int, columns: int) -> TensorDescript
 
 
 def check(draw: random.Random) -> None:
-    """Products of any a and b: the lower triangle of what the twin gives, and its mirror image."""
+    """Products of any a and b: the lower triangle of the reference's, and its mirror image."""
     piece = draw.choice([8, 16])
     tile, step = piece * draw.choice([1, 2]), draw.choice([8, 16])
     count, rows = draw.randint(1, 3), 8 * draw.randint(1, 9)
@@ -94,8 +94,8 @@ def check_rounding() -> None:
 
 
 def check_elementwise(draw: random.Random) -> None:
-    """Momentum, look ahead and the sums of squares; decay and step: as the twins, in two roundings
-    at most where those have one, or one where those have two.
+    """Momentum, look ahead and the sums of squares; decay and step: as the references, in two
+    roundings at most where those have one, or one where those have two.
     """
     dtype = draw.choice([torch.float16, torch.float32])
     size, block = 16 * draw.randint(1, 40), 128

@@ -40,7 +40,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_kernel_has_the_bits_of_the_twin(seed: int, part: int) -> None:
+def test_kernel_has_the_bits_of_the_reference(seed: int, part: int) -> None:
     """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"
     code += f"sys.argv[1:] = ['{seed + part}', '5']\n"
@@ -78,7 +78,7 @@ def test_accesses_are_wide_and_nothing_spills(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_nothing_is_contracted_or_approximate(name: str) -> None:
-    """What the twin does in two roundings the kernel does in two: see the module's docstring."""
+    """The kernel rounds twice where the reference does: see the module's docstring."""
     for aligned in (False, True):
         ptx = adam_source(SPECS[name], aligned=aligned).compile().asm["ptx"]
         assert not re.search(r"\b(fma|mad)\.\w*\.?f(32|64)|\.ftz|\.approx|\.full", ptx)

@@ -20,7 +20,7 @@ SOURCE = Path(interlace.__file__).parents[1]
 
 
 @pytest.mark.kernels
-def test_kernels_compute_what_the_twin_does(seed: int) -> None:
+def test_kernels_compute_what_the_reference_does(seed: int) -> None:
     """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '20']\n"
     code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.exchange_support import Emulated, exchange_twin, late
+from tests.kernels.exchange_support import Emulated, exchange_reference, late
 
 from interlace.errors import UnsupportedError
 from interlace.kernels.exchange.exchange import REDUCED, PeerExchange, staging_nbytes
@@ -56,15 +56,15 @@ def parts_of(kind: str, rng: random.Random, size: int, most: int) -> tuple[int, 
             return tuple(rng.choice((0, 1, rng.randrange(most))) for _ in range(size))
 
 
-def interpreted_twin(kind: str, sources: list[torch.Tensor], parts: tuple[int, ...], **given):
-    """The twin's results as Triton's interpreter rounds: it cuts a bf16 off where hardware rounds.
+def interpreted_reference(kind: str, sources: list[torch.Tensor], parts: tuple[int, ...], **given):
+    """The reference's results as Triton's interpreter rounds, which cuts a bf16 off.
 
     That the compiled kernel rounds to nearest is read from its PTX, and tested on the device.
     """
     reduces = kind in ("all_reduce", "reduce_scatter", "reduce")
     if sources[0].dtype != torch.bfloat16 or not reduces:
-        return exchange_twin(kind, sources, parts, **given)
-    wide = exchange_twin(kind, [source.float() for source in sources], parts, **given)
+        return exchange_reference(kind, sources, parts, **given)
+    wide = exchange_reference(kind, [source.float() for source in sources], parts, **given)
     return [(x.view(torch.int32) & -65536).view(torch.float32).bfloat16() for x in wide]
 
 
@@ -107,7 +107,7 @@ def test_tables_say_what_the_collective_does(kind: str, seed: int) -> None:
                 ]
                 sources = sources_of(kind, parts, size, torch.float64, seed, merges)
                 sources = [source.round() for source in sources]
-                wanted = exchange_twin(kind, sources, parts, **given)
+                wanted = exchange_reference(kind, sources, parts, **given)
                 for found, expected in zip(play(moves, sources), wanted, strict=True):
                     assert torch.equal(found, expected)
                 assert len({(m.largest, m.slot, m.staged) for m in moves}) == 1, "all agree"
@@ -130,7 +130,7 @@ def test_parts_are_whole_grains_and_staging_holds_them(seed: int) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gives_the_bits_of_its_twin(kind: str, dtype: str, seed: int) -> None:
+def test_gives_the_bits_of_its_reference(kind: str, dtype: str, seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice((2, 3, 4))
     team = Emulated(size, 1 << 20)
@@ -139,7 +139,7 @@ def test_gives_the_bits_of_its_twin(kind: str, dtype: str, seed: int) -> None:
         parts, given = parts_of(kind, rng, size, 3000), {"root": rng.randrange(size)}
         sources = sources_of(kind, parts, size, FLOATS[dtype], seed + again, merges)
         given |= {"merges": merges}
-        wanted = interpreted_twin(kind, sources, parts, **given)
+        wanted = interpreted_reference(kind, sources, parts, **given)
         options = {"one_shot": rng.random() < 0.5, "blocks": rng.randrange(1, 9)}
         for found, expected in zip(
             team.run(kind, sources, parts, **given, **options), wanted, strict=True
@@ -155,7 +155,7 @@ def test_every_reduction(reduce: str, seed: int) -> None:
         if reduce == "avg" and dtype == torch.int32:
             continue
         sources = sources_of("all_reduce", (1001,), 3, dtype, seed, False)
-        wanted = interpreted_twin("all_reduce", sources, (1001,), reduce=reduce)
+        wanted = interpreted_reference("all_reduce", sources, (1001,), reduce=reduce)
         for one_shot in (True, False):
             for found in team.run("all_reduce", sources, (1001,), reduce=reduce, one_shot=one_shot):
                 assert torch.equal(found, wanted[0])
@@ -176,7 +176,7 @@ def test_in_place(seed: int) -> None:
     team = Emulated(3, 1 << 17)
     for one_shot in (True, False):
         sources = sources_of("all_reduce", (5000,), 3, torch.bfloat16, seed, False)
-        wanted = interpreted_twin("all_reduce", sources, (5000,))
+        wanted = interpreted_reference("all_reduce", sources, (5000,))
         given = [source.clone() for source in sources]
         for found in team.run("all_reduce", given, (5000,), in_place=True, one_shot=one_shot):
             assert torch.equal(found, wanted[0])
@@ -196,7 +196,7 @@ def test_one_set_of_memory_serves_calls_of_every_kind_and_size(seed: int) -> Non
         sources = sources_of(kind, parts, size, torch.bfloat16, seed + again, False)
         one_shot = rng.random() < 0.5
         found = team.run(kind, sources, parts, blocks=blocks, one_shot=one_shot)
-        for mine, wanted in zip(found, interpreted_twin(kind, sources, parts), strict=True):
+        for mine, wanted in zip(found, interpreted_reference(kind, sources, parts), strict=True):
             assert torch.equal(mine[: len(wanted)], wanted)
     assert len(set(team.blocks)) > 1
 
@@ -213,7 +213,7 @@ def test_a_call_number_may_wrap_around(seed: int) -> None:
         assert late(team.flags[0].tolist(), calls - 1, moves, 1) == []
         assert late(team.flags[0].tolist(), calls, moves, 1) == [1]
         (found, _) = team.run("all_reduce", sources, (300,))
-        assert torch.equal(found, interpreted_twin("all_reduce", sources, (300,))[0])
+        assert torch.equal(found, interpreted_reference("all_reduce", sources, (300,))[0])
 
 
 # -- an interleaving model of flags and copies -----------------------------------------------------

@@ -29,7 +29,7 @@ SOURCE = Path(interlace.__file__).parents[1]
 BF16 = torch.bfloat16
 
 
-def test_kernels_compute_what_their_twins_do(seed: int) -> None:
+def test_kernels_compute_what_their_references_do(seed: int) -> None:
     """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '6']\n"
     code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"

@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_kernel_computes_what_its_twin_does(seed: int) -> None:
+def test_the_kernel_computes_what_its_reference_does(seed: int) -> None:
     """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '6']\n"
     code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
@@ -183,7 +183,7 @@ def orthogonal(x: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def test_launches_are_given_what_they_name(programs: type[Launched], seed: int) -> None:
-    """Two products a step, in the standard iteration; results agree with the twin's."""
+    """Two products a step, in the standard iteration; results agree with the reference's."""
     torch.manual_seed(seed)
     for shape in ((16, 48), (3, 24, 40)):
         x = torch.randn(shape).to(BF16)
@@ -199,7 +199,7 @@ def test_launches_are_given_what_they_name(programs: type[Launched], seed: int) 
 
 
 def test_squares_are_completed_where_rounding_allows(programs: type[Launched], seed: int) -> None:
-    """Either way the factor is that of the twin; steep polynomials, and such without c, add g."""
+    """Either way the factor is the reference's; steep polynomials, and such without c, add g."""
     torch.manual_seed(seed)
     x = torch.randn(2, 24, 40).to(BF16) / 30
     steep = (8.47, -25.1, 18.6), (1.5, -0.5, 0.0), (1.5, 0.0, 0.0)
@@ -222,7 +222,7 @@ def test_updates_near_zero_are_divided_by_a_tiny_eps(programs: type[Launched], s
     torch.testing.assert_close(found, wanted, rtol=0.03, atol=1e-3)
 
 
-def test_what_the_kernel_does_not_serve_goes_by_the_twin(programs: type[Launched]) -> None:
+def test_what_the_kernel_does_not_serve_goes_by_the_reference(programs: type[Launched]) -> None:
     """Rows or columns that are no multiples of 16 bytes, strided matrices, and empty ones; and
     stacks of transposed ones in which a step along the columns ends in the next matrix.
     """

@@ -8,7 +8,7 @@
 
 Several ranks gather what `steps.pack` makes of the stats, and all finish from the same numbers in
 the same order: their losses are the same bits. The steps are Triton kernels on CUDA (launch.py) and
-plain torch elsewhere and for float64 (twin.py); both have these functions:
+plain torch elsewhere and for float64 (reference.py); both have these functions:
 
     stats(problem)                  [parts, K, rows]: maximum, sum of exponentials, ... of each row
     pack(problem, stats)            [K, rows]: parts joined, and the target's logit
@@ -111,7 +111,7 @@ def new_word(kind: str) -> torch.Tensor:
 
 
 def steps_for(logits: torch.Tensor) -> ModuleType:
-    """The kernels, or their twin."""
+    """The kernels, or their reference."""
     return _steps(logits.is_cuda and logits.dtype in FAST)
 
 
@@ -121,6 +121,6 @@ def _steps(fast: bool) -> ModuleType:
         from interlace.nn.cross_entropy import launch as cross_entropy_launch
 
         return cross_entropy_launch
-    from interlace.nn.cross_entropy import twin as cross_entropy_twin
+    from interlace.nn.cross_entropy import reference as cross_entropy_reference
 
-    return cross_entropy_twin
+    return cross_entropy_reference

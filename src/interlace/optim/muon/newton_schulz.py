@@ -14,8 +14,8 @@ Note [One factor]
 
 Note [Symmetric products]
     They cost about half of dense ones where the kernel `serves`, which computes the lower triangle
-    and mirrors it: its results are symmetric bit for bit. The twin is what torch.optim.Muon calls,
-    whose results are symmetric within rounding.
+    and mirrors it: its results are symmetric bit for bit. The reference is what torch.optim.Muon
+    calls, whose results are symmetric within rounding.
 
 Note [Completed square]
     a + b g + c g^2 is c (g + h)^2 + a - b h / 2 with h = b / (2 c), which reads one matrix and not
