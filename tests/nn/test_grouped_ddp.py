@@ -1,8 +1,8 @@
 """GroupedLinear under torch's own DistributedDataParallel, on real processes.
 
-The reference is a loop of Linears under DDP of its own. On two ranks the mean is exact in any order,
-so that the bits must be equal; on four, DDP's buckets decide the order of the sum, and numbers are
-chosen so that no sum rounds.
+The reference is a loop of Linears under DDP of its own. On two ranks the mean is exact in any
+order, so that the bits must be equal; on four, DDP's buckets decide the order of the sum, and
+numbers are chosen so that no sum rounds.
 """
 
 from __future__ import annotations
