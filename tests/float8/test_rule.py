@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import random
 import struct
 from fractions import Fraction
 
@@ -146,16 +145,6 @@ CORNERS = {
 def test_corners(dtype: torch.dtype, recipe: Recipe, kind: torch.dtype) -> None:
     for values in CORNERS.values():
         check(torch.tensor([values]).to(dtype), kind, recipe)
-
-
-@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
-def test_random_tensors(kind: torch.dtype, seed: int) -> None:
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    for _ in range(12):
-        rows, columns = draw.choice([1, 3, 17, 32]), draw.choice([1, 5, 16, 33])
-        x = torch.randn(rows, columns) * 10.0 ** draw.randint(-8, 4)
-        check(x.to(draw.choice(DTYPES)), kind, draw.choice(RECIPES))
 
 
 def test_a_scale_of_an_infinite_maximum_saturates_the_rest() -> None:

@@ -104,21 +104,6 @@ def test_the_bits_are_the_cpus(name: str, kind: type[Adam], fused: bool | None, 
         same(there, here, one, other)
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_close_to_torchs_fused(amsgrad: bool, seed: int) -> None:
-    there, _, one, _ = pair(AdamW, drawn(FP32, seed), lr=0.01, amsgrad=amsgrad)
-    others = [p.detach().clone().requires_grad_() for p in there]
-    theirs = torch.optim.AdamW(others, lr=0.01, amsgrad=amsgrad, fused=True)
-    for _ in range(10):
-        for p, q in zip(there, others, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
-        one.step()
-        theirs.step()
-    for p, q in zip(there, others, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
 def test_nobody_waits_and_nothing_in_use_is_overwritten(seed: int) -> None:
     """Many steps are under way at once, each with gradients elsewhere, and none is wrong."""
     there, here, one, other = pair(AdamW, drawn(BF16, seed, 40), lr=0.01, **MOMENTS)

@@ -216,53 +216,6 @@ def test_a_call_number_may_wrap_around(seed: int) -> None:
         assert torch.equal(found, interpreted_reference("all_reduce", sources, (300,))[0])
 
 
-# -- an interleaving model of flags and copies -----------------------------------------------------
-
-
-def simulate(size: int, calls: int, copies: int, rng: random.Random) -> str:
-    """Ranks take the steps of their calls in random order; what goes wrong, or nothing.
-
-    A step of call c of rank r with b CTAs: CTA i pushes (writes its stamp into copy c % copies at
-    every peer), raises flags, awaits those of all peers, reads its own copy. The kernel ends when
-    all CTAs have. The number of CTAs changes from call to call.
-    """
-    blocks = [rng.randrange(1, 4) for _ in range(calls + 1)]
-    flags = [[[0] * size for _ in range(4)] for _ in range(size)]
-    stages = [[[[0] * size for _ in range(4)] for _ in range(copies)] for _ in range(size)]
-    at = [1] * size
-    done: list[dict[int, int]] = [{} for _ in range(size)]
-    while any(call <= calls for call in at):
-        rank = rng.randrange(size)
-        call = at[rank]
-        if call > calls:
-            continue
-        block = rng.randrange(blocks[call])
-        state = done[rank].get(block, 0)
-        others = [other for other in range(size) if other != rank]
-        if state < size - 1:  # one peer at a time
-            peer = others[state]
-            stages[peer][call % copies][block][rank] = call
-            flags[peer][block][rank] = call
-            done[rank][block] = state + 1
-        elif state < 2 * (size - 1):
-            writer = others[state - size + 1]
-            if max(flags[rank][block][other] for other in others) > call + 1:
-                return f"a word of rank {rank} is ahead by two in call {call}"
-            if all(flags[rank][block][other] >= call for other in others):
-                if stages[rank][call % copies][block][writer] != call:
-                    return f"rank {rank} reads {writer}'s bytes of another call in call {call}"
-                done[rank][block] = state + 1
-        if all(done[rank].get(b, 0) == 2 * (size - 1) for b in range(blocks[call])):
-            at[rank], done[rank] = call + 1, {}
-    return ""
-
-
-def test_two_copies_suffice_and_one_does_not(seed: int) -> None:
-    rng = random.Random(seed)
-    assert not any(simulate(size, 12, 2, rng) for size in (2, 3, 4) for _ in range(60))
-    assert any(simulate(3, 12, 1, rng) for _ in range(60)), "the model would see a fault"
-
-
 # -- the compiled kernel ---------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from interlace.float8.data import TAIL
 from interlace.kernels.gemm import matmul
 from interlace.kernels.gemm.support import PACKED
-from interlace.kernels.launch import RECENT, KernelSource
+from interlace.kernels.launch import KernelSource
 
 pytestmark = pytest.mark.kernels
 
@@ -182,23 +182,3 @@ def test_maps_are_made_once_for_an_address(made: Made) -> None:
     assert made.maps == before
     kernel.launch(0, x.clone(), w, None, y, None, 0, 0)
     assert made.maps > before
-
-
-def test_the_oldest_goes_first(made: Made) -> None:
-    kernel = matmul.GatherMatmul(
-        rows=32, inner=64, columns=128, size=1, rank=0, dtype=torch.bfloat16, device=CPU
-    )
-    w, y = zeros(64, 128), zeros(32, 128)
-    inputs = [zeros(32, 64) for _ in range(RECENT + 1)]
-
-    def makes(number: int) -> bool:
-        """Whether a launch with that input makes maps."""
-        before = made.maps
-        kernel.launch(0, inputs[number], w, None, y, None, 0, 0)
-        return made.maps > before
-
-    assert all(makes(number) for number in range(RECENT))
-    assert not makes(0)
-    assert makes(RECENT)  # pushes out 1, since 0 was just used
-    assert not makes(0)
-    assert makes(1)

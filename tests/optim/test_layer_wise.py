@@ -28,7 +28,6 @@ from tests.optim.layerwise import (
 )
 from tests.support.pool import Pool
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -104,13 +103,6 @@ def unmapped(seed: int) -> tuple[list[bool], list[str]]:
 def test_gathers_where_a_rank_cannot_share_memory(pool: Pool, seed: int) -> None:
     """All ranks fall back, and the weights have the same bits."""
     assert pool(3).run(unmapped, seed) == [([False, True], [])] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_hundred_steps(pool: Pool, world: int, optimizer: str, seed: int) -> None:
-    assert pool(world).run(both_ways, seed, 200, optimizer, timeout_s=300) == [[]] * world
 
 
 def recorded(seed: int, steps: int, optimizer: str) -> tuple[Grads, dict[str, torch.Tensor]]:
@@ -304,41 +296,3 @@ class Rounded(nn.Linear):
 
 def test_parameters_of_two_types(pool: Pool, seed: int) -> None:
     assert pool(2).run(in_bf16, seed) == [[], []]
-
-
-def apart(seed: int) -> list[str]:
-    """Experts, with replicas in pairs of ranks, have a LayerWise of their own in the same model."""
-    made, rank = [], dist.get_rank()
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
-    for overlap in (True, False):
-        module = model(seed)
-        experts = [*module.blocks[1].parameters()]
-        torch.manual_seed(seed + rank % 2)
-        for param in experts:
-            nn.init.normal_(param)
-        rest = [p for p in module.parameters() if all(p is not other for other in experts)]
-        facts: Any = {"overlap_param_gather": overlap, "bucket_bytes": layerwise.SMALL}
-        with slowly(seed if overlap else None):
-            optimizing = [
-                LayerWise(torch.optim.AdamW(experts, lr=0.01), module, both["replica"], **facts),
-                LayerWise(torch.optim.AdamW(rest, lr=0.01), module, layerwise.mesh(), **facts),
-            ]
-        for step in range(6):
-            module(batch(seed, step)).square().mean().backward()
-            for each in optimizing:
-                each.step()
-                each.zero_grad()
-        for each in optimizing:
-            each.close()
-        found: list[Any] = [None] * 4
-        dist.all_gather_object(found, weights(module))
-        for name, value in found[rank].items():
-            alike = [other for other in range(4) if torch.equal(found[other][name], value)]
-            wanted = [rank % 2, rank % 2 + 2] if "blocks.1" in name else [0, 1, 2, 3]
-            assert alike == wanted, name
-        made.append(found[rank])
-    return differing(*made)
-
-
-def test_groups_of_experts_are_kept_apart(pool: Pool, seed: int) -> None:
-    assert pool(4).run(apart, seed) == [[]] * 4
