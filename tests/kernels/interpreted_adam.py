@@ -1,4 +1,4 @@
-"""Runs the Adam kernels in Triton's interpreter; `python interpreted_adam.py <seed> <cases>`.
+"""Runs the Adam kernels in Triton's interpreter; see test_interpreted.py.
 
 Whole optimizers: tables, addresses and rows of scalars are those that a GPU would get. Each case
 is stepped twice, by the kernel and by the reference, and everything must have the same bits.
@@ -8,17 +8,12 @@ is stepped twice, by the kernel and by the reference, and everything must have t
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import warnings
 from typing import Any
 
 import torch
-from triton.runtime import interpreter
+from tests.support.interpreting import run
 
 from interlace.kernels import launch as launcher
 from interlace.optim import Adam, AdamW
@@ -27,16 +22,8 @@ from interlace.optim.adam import table as adam_table
 from interlace.optim.adam.arithmetic import AdamSpec, key_of, scalars, update_reference
 
 warnings.filterwarnings("ignore", message="overflow encountered")
-patch_tensor = interpreter._patch_lang_tensor
 
 
-def patch_index(tensor: Any, scope: Any) -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch_index
 LAUNCHED: list[str] = []
 
 
@@ -183,10 +170,4 @@ def check_far(draw: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    drawn = random.Random(int(sys.argv[1]))
-    random.seed(int(sys.argv[1]))
-    torch.manual_seed(int(sys.argv[1]))
-    check_far(drawn)
-    for _ in range(int(sys.argv[2])):
-        check_optimizer(drawn)
-    print("all right")
+    run(check_optimizer, once=check_far)

@@ -1,4 +1,4 @@
-"""Runs the kernels of the cross-entropy in Triton's interpreter; `python <this> <seed> <rounds>`.
+"""Runs the kernels of the cross-entropy in Triton's interpreter; see test_interpreted.py.
 
 The launches themselves are what is tested, with CPU tensors: how rows of any strides are found, how
 they are cut into parts, and each kernel with each of its options, against the reference in fp64.
@@ -6,17 +6,12 @@ they are cut into parts, and each kernel with each of its options, against the r
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import warnings
 from typing import Any
 
 import torch
-from triton.runtime import interpreter
+from tests.support.interpreting import run
 
 from interlace.nn.cross_entropy import launch, layout, reference
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word
@@ -33,21 +28,6 @@ launch.launch = interpreted
 
 # Infinities and their differences are among what is tested.
 warnings.filterwarnings("ignore", category=RuntimeWarning)
-
-patch_tensor: Any = interpreter._patch_lang_tensor  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def patch_index(tensor: Any, *scope: Any) -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    patch_tensor(tensor, *scope)
-    index = lambda self: int(self.handle.data.item())  # noqa: E731
-    if scope:
-        scope[0].set_attr(tensor, "__index__", index)
-    else:
-        tensor.__index__ = index
-
-
-interpreter._patch_lang_tensor = patch_index  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def strided(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -203,9 +183,4 @@ def check_masks(classes: int) -> None:
 
 
 if __name__ == "__main__":
-    drawn = random.Random(int(sys.argv[1]))
-    torch.manual_seed(int(sys.argv[1]))
-    check_masks(drawn.choice([64, 133, 3000]))
-    for _ in range(int(sys.argv[2])):
-        check(drawn)
-    print("all right")
+    run(check, once=lambda draw: check_masks(draw.choice([64, 133, 3000])))

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support.resources import spills
 
-import interlace
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word
-
-SCRIPT = Path(__file__).with_name("interpreted_cross_entropy.py")
-SOURCE = Path(interlace.__file__).parents[1]
-
-
-@pytest.mark.kernels
-def test_kernels_compute_what_the_reference_does(seed: int) -> None:
-    """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '20']\n"
-    code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "all right"
-
 
 FLAGS: dict[str, Any] = {
     "RANK": 0, "WORLD": 1, "MEASURED": False, "DIMS": 1, "EVEN": True,

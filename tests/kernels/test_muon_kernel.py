@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-import interlace
 from interlace.kernels import launch as launcher
 from interlace.optim import Muon
 from interlace.optim.muon import launch, newton_schulz, update
@@ -29,8 +25,6 @@ from interlace.optim.muon.kernel import (
 
 pytestmark = pytest.mark.kernels
 
-SCRIPT = Path(__file__).with_name("interpreted_muon.py")
-SOURCE = Path(interlace.__file__).parents[1]
 BF16 = torch.bfloat16
 SHARED = 228 * 1024
 """Bytes of shared memory of a processor, of which each block's first 1024 are the driver's."""
@@ -43,17 +37,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def test_the_kernel_computes_what_its_reference_does(seed: int) -> None:
-    """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '6']\n"
-    code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "all right"
 
 
 @pytest.mark.parametrize(

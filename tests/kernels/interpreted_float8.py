@@ -1,4 +1,4 @@
-"""Runs the FP8 kernels in Triton's interpreter, beside references; `python <this> <seed> <cases>`.
+"""Runs the FP8 kernels in Triton's interpreter, beside references; see test_interpreted.py.
 
 The launches themselves are what is tested, with CPU tensors. Triton's interpreter does not round
 to FP8 as a GPU does (it lets no carry out of the mantissa, and cuts small numbers off) and has no
@@ -10,12 +10,7 @@ leaves out.
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 import triton.language as tl
+from tests.support.interpreting import run
 from triton.runtime import interpreter
 
 from interlace.float8 import E4M3, E5M2, Recipe, kernel, launch
@@ -32,15 +28,8 @@ from interlace.float8.rule import amax_reference, scale_of
 from interlace.kernels import launch as launcher
 
 warnings.filterwarnings("ignore", category=RuntimeWarning)
-patch_tensor = interpreter._patch_lang_tensor
 fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
 TORCH = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
-
-
-def patch_index(tensor: Any, scope: Any) -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def convert(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
@@ -85,7 +74,6 @@ class Interpreted:
         self.source.kernel[(grid,)](*args, **self.source.constants)
 
 
-interpreter._patch_lang_tensor = patch_index
 interpreter.InterpreterBuilder.create_fp_to_fp = convert
 interpreter.InterpreterBuilder.create_inline_asm = assembled
 interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
@@ -216,11 +204,4 @@ def check_turn(draw: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    drawn = random.Random(int(sys.argv[1]))
-    torch.manual_seed(int(sys.argv[1]))
-    for _ in range(int(sys.argv[2])):
-        check(drawn)
-        check_turn(drawn)
-        check_guess(drawn)
-    check_race()
-    print("all right")
+    run(check, check_turn, check_guess, once=lambda _: check_race())
