@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.launched import Launched
 from tests.support.resources import spills
 
 pytest.importorskip("triton")
@@ -73,32 +74,6 @@ def test_sums_of_sizes_compile(sizes: torch.dtype, block: int) -> None:
 
 
 # -- launches -------------------------------------------------------------------------------------
-
-
-class Launched:
-    """Stands in for a compiled kernel, and writes down its launches by argument."""
-
-    def __init__(self, source: Any, device: torch.device) -> None:
-        self.source, self.launches = source, []
-
-    def launch(self, stream: int, grid: int, args: tuple[Any, ...], columns: int = 1) -> None:
-        source, given, found = self.source, list(args), {}
-        names = source.kernel.arg_names
-        constants = [name for name in names if name in source.constants]
-        assert names[-len(constants) :] == constants, "the launcher gives the constants last"
-        for name in names[: -len(constants)]:
-            if source.types[name].startswith("tensordesc"):
-                found[name] = tuple(given[:5])
-                del given[:5]
-            else:
-                found[name] = given.pop(0)
-                assert type(found[name]) is int
-            if source.types[name][0] == "*" and source.divisible.get(name, 16) == 16:
-                assert found[name] % 16 == 0, "compiled for a multiple of 16"
-            elif source.divisible.get(name) == 16:
-                assert found[name] % 16 == 0
-        assert not given
-        self.launches.append((stream, grid, columns, found))
 
 
 class Mapped:
