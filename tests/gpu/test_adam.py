@@ -168,24 +168,6 @@ def test_a_step_in_a_graph_is_refused(seed: int) -> None:
         torch.cuda.synchronize()
 
 
-def test_grad_scaler(seed: int) -> None:
-    there, here, one, other = pair(AdamW, drawn(FP32, seed), lr=0.01)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=100)
-    factor = 1024.0
-    scaler.scale(torch.ones(1, device="cuda"))
-    for step in range(4):
-        for p, q in zip(there, here, strict=True):
-            q.grad = torch.randn_like(q)
-            p.grad = (q.grad * (float("inf") if step == 1 else factor)).cuda()
-        scaler.step(one)
-        scaler.update()
-        if step == 1:
-            factor /= 2
-        else:
-            other.step()
-    same(there, here, one, other)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_takes_no_memory(name: str) -> None:
     """Beyond its tables: no fp32 copy of a state, which others make."""

@@ -316,10 +316,6 @@ def test_every_course_of_a_step(pool: Pool, kind: str, no_sync: bool, seed: int)
     assert pool(2).run(run_course, kind, seed, 2, no_sync) == [[], []]
 
 
-def test_four_ranks(pool: Pool, seed: int) -> None:
-    assert pool(4).run(run_course, "tied", seed, 3, True) == [[]] * 4
-
-
 # -- what it is made of ---------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from tests.optim import layerwise
 from tests.optim.layerwise import (
-    DIM,
     OPTIMIZERS,
     batch,
     before_ops,
@@ -27,14 +26,13 @@ from tests.optim.layerwise import (
     weights,
 )
 from tests.support.pool import Pool
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from interlace.comm.host import registered
 from interlace.errors import BackendError
 from interlace.ir import Collective
-from interlace.optim import AdamW, LayerWise
+from interlace.optim import LayerWise
 from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.layer_wise.optimizer import by_copies_if_possible
 from interlace.options import Options, Transport
@@ -266,33 +264,3 @@ def dropped(seed: int) -> list[str]:
 
 def test_gathers_end_without_their_optimizer(pool: Pool, seed: int) -> None:
     assert pool(2).run(dropped, seed) == [[], []]
-
-
-def in_bf16(seed: int) -> list[str]:
-    """Parameters of two types, with masters beside them; what differs between the ways."""
-    made = []
-    for overlap in (True, False):
-        module = model(seed, lambda: nn.Sequential(nn.Linear(DIM, DIM), Rounded()))
-        plain = AdamW(module.parameters(), lr=0.01, master_weights="remainder")
-        facts: Any = {"overlap_param_gather": overlap, "check_replicas_every": 1}
-        with slowly(seed if overlap else None):
-            optimizing = LayerWise(plain, module, layerwise.mesh(), bucket_bytes=512, **facts)
-        with optimizing:
-            train(optimizing, module, seed, range(8))
-        made.append(weights(module))
-        assert {p.dtype for p in module.parameters()} == {torch.float32, torch.bfloat16}
-    return differing(*made)
-
-
-class Rounded(nn.Linear):
-    """A layer in bf16 among others."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM, 8, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.bfloat16()).float()
-
-
-def test_parameters_of_two_types(pool: Pool, seed: int) -> None:
-    assert pool(2).run(in_bf16, seed) == [[], []]
