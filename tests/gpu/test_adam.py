@@ -85,7 +85,7 @@ def same(there: list[Tensor], here: list[Tensor], one: Adam, other: Adam) -> Non
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 @pytest.mark.parametrize("fused", [None, True])
 def test_the_bits_are_the_cpus(name: str, kind: type[Adam], fused: bool | None, seed: int) -> None:
-    """Kernel and twin on different devices; with NaN, infinities, zeros and tiny numbers."""
+    """Kernel and reference on different devices; with NaN, infinities, zeros and tiny numbers."""
     dtype, options = KINDS[name]
     there, here, one, other = pair(
         kind, drawn(dtype, seed), lr=0.01, weight_decay=0.1, seed=seed, fused=fused, **options
@@ -185,7 +185,7 @@ def test_a_step_takes_no_memory(name: str) -> None:
 
 
 def test_more_than_2_to_the_31_elements(seed: int) -> None:
-    """Places before, at and after the 2^31st and 2^32nd element, against the twin."""
+    """Places before, at and after the 2^31st and 2^32nd element, against the reference."""
     count = (1 << 32) + 100_003
     if torch.cuda.mem_get_info()[0] < 9 * count:
         pytest.skip("needs 40 GB")

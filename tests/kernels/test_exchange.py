@@ -68,52 +68,6 @@ def interpreted_reference(kind: str, sources: list[torch.Tensor], parts: tuple[i
     return [(x.view(torch.int32) & -65536).view(torch.float32).bfloat16() for x in wide]
 
 
-def play(moves: list, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the tables say, element by element in plain torch."""
-    size = len(moves)
-    results = [torch.zeros(m.taken, dtype=sources[0].dtype) for m in moves]
-
-    def sent(s: int, o: int) -> torch.Tensor:
-        at, num = moves[s].send_at[o], moves[s].send_n[o]
-        return sources[s][at : at + num]
-
-    for me in range(size):
-        at, num = moves[me].take_at, moves[me].take_n
-        if moves[me].reduces:
-            if num[me]:
-                total = torch.stack([sent(s, me).float() for s in range(size)]).sum(0)
-                results[me][at[me] : at[me] + num[me]] = total.to(sources[0].dtype)
-        else:
-            for s in range(size):
-                results[me][at[s] : at[s] + num[s]] = sent(s, me)
-    for me in range(size):
-        if moves[me].twice:
-            for s in range(size):
-                at, num = moves[s].take_at[s], moves[s].take_n[s]
-                results[me][at : at + num] = results[s][at : at + num]
-    return results
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tables_say_what_the_collective_does(kind: str, seed: int) -> None:
-    rng = random.Random(seed)
-    for size in (2, 3, 4, 8):
-        for one_shot in (True, False):
-            for merges in (False, kind == "all_to_all"):
-                parts, root = parts_of(kind, rng, size, 400), rng.randrange(size)
-                given = {"root": root, "merges": merges}
-                moves = [
-                    moves_of(kind, parts, r, size, one_shot=one_shot, **given) for r in range(size)
-                ]
-                sources = sources_of(kind, parts, size, torch.float64, seed, merges)
-                sources = [source.round() for source in sources]
-                wanted = exchange_reference(kind, sources, parts, **given)
-                for found, expected in zip(play(moves, sources), wanted, strict=True):
-                    assert torch.equal(found, expected)
-                assert len({(m.largest, m.slot, m.staged) for m in moves}) == 1, "all agree"
-                assert [m.source for m in moves] <= [len(s) for s in sources]
-
-
 def test_parts_are_whole_grains_and_staging_holds_them(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
