@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.launched import Launched
 from tests.support.resources import spills
 
 pytest.importorskip("triton")
 
-import interlace
 from interlace.float8 import E4M3, E5M2, Recipe, amax_of, launch, quantization, quantize
 from interlace.kernels import launch as launcher
 
 pytestmark = pytest.mark.kernels
 
-SCRIPT = Path(__file__).with_name("interpreted_float8.py")
-SOURCE = Path(interlace.__file__).parents[1]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ALIGNED, ODD = (True,) * 3, (False,) * 3
 NARROW = re.compile(r"st\.global\.(b32|(v\d\.)?b(8|16))|ld\.global\.(v\d\.)?b8")
 INEXACT = re.compile(r"\b(fma|mad)\.\w*\.?f32|\.ftz|\.approx|\.full")
-
-
-def test_kernels_have_the_bits_of_the_twin(seed: int) -> None:
-    """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '25']\n"
-    code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "all right"
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -96,53 +80,33 @@ def test_what_is_not_aligned_is_not_read_wide(kind: torch.dtype) -> None:
         assert not INEXACT.search(ptx)
 
 
-class Launched:
-    """Stands in for a compiled kernel: what it is given must be what it was compiled for."""
-
-    grids: list[tuple[str, int]]
-
-    def __init__(self, source: Any, device: torch.device) -> None:
-        self.source = source
-
-    def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
-        source = self.source
-        names = source.kernel.arg_names
-        assert names[len(args) :] == [name for name in names if name in source.constants]
-        kinds = {"*": (torch.Tensor, type(None)), "i": (int,), "f": (float,)}
-        elements = {"*i16": torch.int16, "*fp16": torch.float16, "*fp32": torch.float32}
-        elements |= {"*fp8e4nv": E4M3, "*fp8e5": E5M2, "*i32": torch.int32}
-        for name, value in zip(names, args, strict=False):
-            assert isinstance(value, kinds[source.types[name][0]]), (name, value)
-            by = source.divisible.get(name, 1)
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == elements[source.types[name]]
-                assert value.data_ptr() % source.divisible.get(name, 16) == 0
-            elif isinstance(value, int):
-                assert value % by == 0
-        self.grids.append((source.kernel.__name__, grid))
-
-
 def test_two_launches_for_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that reads for the maximum, one that casts and transposes; views are read in place."""
-    Launched.grids = []
-    monkeypatch.setattr(launcher, "LoadedKernel", Launched)
+    grids: list[tuple[str, int]] = []
+
+    class Noted(Launched):
+        def launch(self, stream: int, grid: int, args: tuple[Any, ...], columns: int = 1) -> None:
+            super().launch(stream, grid, args, columns)
+            grids.append((self.source.kernel.__name__, grid))
+
+    monkeypatch.setattr(launcher, "LoadedKernel", Noted)
     monkeypatch.setattr(launch, "stream_of", lambda device: 7)
     monkeypatch.setattr(quantization, "has_kernels", lambda device: True)
     launcher.kernel_of.cache_clear()
     for dtype in DTYPES:
         x = torch.ones(300, 520, dtype=dtype)
         for view in (x, x[:, 3:516], x[1:, :512], x.view(2, 150, 520)[:, :, :511]):
-            Launched.grids.clear()
+            grids.clear()
             made = quantize(view, E4M3, transpose=True)
             assert made.transposed is not None
-            assert Launched.grids == [("amax_kernel", launch.PARTS), ("cast_kernel", 3 * 5 - (
+            assert grids == [("amax_kernel", launch.PARTS), ("cast_kernel", 3 * 5 - (
                 0 if view.shape[-1] > 512 else 3))]  # fmt: skip
-    Launched.grids.clear()
+    grids.clear()
     assert amax_of(torch.zeros(0, 16)).tolist() == [0.0] * launch.PARTS
     quantize(torch.zeros(0, 16), E4M3, transpose=True)
-    assert not Launched.grids
+    assert not grids
     quantize(torch.ones(5, 16), E5M2, Recipe(eps=1.0), amax=torch.ones(3)[1:])
-    assert Launched.grids == [("cast_kernel", 1)]
+    assert grids == [("cast_kernel", 1)]
     quantize(torch.ones(5, 300), E4M3, Recipe(scaling="row"), transpose=True)
-    assert Launched.grids[1:] == [("lines_kernel", 1), ("lines_kernel", 3), ("cast_kernel", 3)]
+    assert grids[1:] == [("lines_kernel", 1), ("lines_kernel", 3), ("cast_kernel", 3)]
     launcher.kernel_of.cache_clear()

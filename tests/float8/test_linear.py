@@ -229,10 +229,10 @@ def test_what_is_kept_until_backward(monkeypatch: pytest.MonkeyPatch, seed: int)
         monkeypatch.setattr(float8_linear, "keeps_transposes", lambda *_: False)
         linear(plain[0], plain[1], None, recipe).float().square().sum().backward()
         for one, other in zip(given, plain, strict=True):
-            mine, twins = one.grad, other.grad
-            assert (mine is None) == (twins is None)
-            if mine is not None and twins is not None:
-                assert torch.equal(mine, twins)
+            mine, references = one.grad, other.grad
+            assert (mine is None) == (references is None)
+            if mine is not None and references is not None:
+                assert torch.equal(mine, references)
 
 
 def test_autocast_leaves_what_torch_leaves() -> None:

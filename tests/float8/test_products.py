@@ -1,4 +1,4 @@
-"""Products of quantised matrices: against their twins, fp64, and each other's accuracy."""
+"""Products of quantised matrices: against their references, fp64, and each other's accuracy."""
 
 from __future__ import annotations
 
@@ -34,12 +34,6 @@ def exact(a: Float8Data, b: Float8Data) -> tuple[Tensor, Tensor]:
     """`a @ b.T` of what they stand for in fp64, and the sum of the terms' magnitudes."""
     left, right = (x.data.double() * x.scale_inv.double() for x in (a, b))
     return left @ right.t(), left.abs() @ right.abs().t()
-
-
-def sqnr(found: Tensor, wanted: Tensor) -> float:
-    """Signal to noise, in decibels."""
-    noise = (found.double() - wanted).square().sum()
-    return float(10 * (wanted.square().sum() / noise).log10())
 
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -134,35 +128,6 @@ def sharded(x: Tensor, kind: torch.dtype, by_shard: bool) -> list[Float8Data]:
     """Four shards, by a scale each or by one."""
     amax = None if by_shard else x.abs().amax().float()
     return [quantize(part, kind, amax=amax) for part in x.chunk(4)]
-
-
-@pytest.mark.parametrize("spoil", ["nothing", "outlier", "sizes", "zeros"])
-def test_a_scale_each_is_no_less_accurate(spoil: str, seed: int) -> None:
-    """SQNR of the output and of the weight gradient; a shard of other size gains most."""
-    torch.manual_seed(seed)
-    x, dy, w = drawn(256, 128), drawn(256, 64) * 1e-3, drawn(64, 128)
-    if spoil == "outlier":
-        x[-1, 5] = 1e4
-        dy[-1, 3] = 1e4
-    if spoil == "sizes":
-        x[:128] *= 1e-4
-        dy[:128] *= 1e-5
-    if spoil == "zeros":
-        x[64:128] = 0
-    w8 = quantize(w, E4M3)
-    wanted = x.double() @ w.double().t()
-    wanted_w = dy.double().t() @ x.double()
-    found: list[tuple[float, ...]] = []
-    for by_shard in (True, False):
-        xs, dys = sharded(x, E4M3, by_shard), sharded(dy, E5M2, by_shard)
-        y = torch.cat([matmul(part, w8, torch.float32) for part in xs])
-        rows = slice(0, 64)  # those of a shard without the outlier
-        found.append((sqnr(y, wanted), sqnr(y[rows], wanted[rows]), sqnr(wgrad(dys, xs), wanted_w)))
-    slack = 0.5  # decibels: both round, each in its own way
-    for each, one in zip(*found, strict=True):
-        assert each >= one - slack
-    if spoil == "sizes":
-        assert found[0][1] > found[1][1] + 3
 
 
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import random
 import struct
 from fractions import Fraction
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from interlace.float8 import E4M3, E5M2, Float8Data, Recipe, amax_of, quantize
 from interlace.float8.data import TAIL
-from interlace.float8.rule import cast_twin
+from interlace.float8.rule import cast_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FLT_MAX = struct.unpack("<f", bytes.fromhex("ffff7f7f"))[0]
@@ -148,16 +147,6 @@ def test_corners(dtype: torch.dtype, recipe: Recipe, kind: torch.dtype) -> None:
         check(torch.tensor([values]).to(dtype), kind, recipe)
 
 
-@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
-def test_random_tensors(kind: torch.dtype, seed: int) -> None:
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    for _ in range(12):
-        rows, columns = draw.choice([1, 3, 17, 32]), draw.choice([1, 5, 16, 33])
-        x = torch.randn(rows, columns) * 10.0 ** draw.randint(-8, 4)
-        check(x.to(draw.choice(DTYPES)), kind, draw.choice(RECIPES))
-
-
 def test_a_scale_of_an_infinite_maximum_saturates_the_rest() -> None:
     x = torch.tensor([[INF, -INF, 449.0, 464.0, 61440.0, -0.0, NAN]])
     for kind, largest in LARGEST.items():
@@ -175,7 +164,7 @@ def test_casts_saturate_in_every_torch(kind: torch.dtype) -> None:
     """449, 464 and 61440 are NaN or infinite in the casts of some."""
     values = [448.0, 449.0, 464.0, 464.1, 480.0, 1e4, 57344.0, 61440.0, 65536.0, FLT_MAX, INF]
     values += [-x for x in values] + [0.0, -0.0, NAN, -NAN]
-    made = cast_twin(torch.tensor(values), torch.ones(1), kind).view(torch.uint8)
+    made = cast_reference(torch.tensor(values), torch.ones(1), kind).view(torch.uint8)
     assert made.tolist() == [byte_of(x, kind) for x in values]
 
 

@@ -27,17 +27,15 @@ def device() -> torch.device:
     return torch.device("cuda", 0)
 
 
-def check(case: Case, device: torch.device, rank: int = 0, told: bool = True) -> list[str]:
+def check(case: Case, device: torch.device, rank: int = 0) -> list[str]:
     """What is wrong with this rank's loss and gradients."""
     x, y, weight, up = case.draw()
     own = slice(sum(case.sizes[:rank]), sum(case.sizes[: rank + 1]))
     local = laid_out(x[..., own].to(device), case.layout).requires_grad_()
     part = None if weight is None else weight[own].to(device)
     several = len(case.sizes) > 1
-    loss = cross_entropy(
-        local, y.to(device), part, group=dist.group.WORLD if several else None,
-        shard_sizes=case.sizes if several and told else None, **case.options(),
-    )  # fmt: skip
+    group = dist.group.WORLD if several else None
+    loss = cross_entropy(local, y.to(device), part, group=group, **case.options())
     wanted, gradient, room, slack = reference(case)
     before = local.detach().clone()
     wrong = [what for what in [far(loss, wanted, room)] if what]
@@ -225,8 +223,7 @@ def several_ranks(seed: int) -> list[str]:
     wrong: list[str] = []
     for _ in range(40):
         sizes = (*draw.choices([64, 1000, 37, 0, 8064], k=world - 1), 64)
-        told = draw.random() < 0.5
-        wrong += check(arbitrary(draw, sizes=sizes), device, dist.get_rank(), told)
+        wrong += check(arbitrary(draw, sizes=sizes), device, dist.get_rank())
     return wrong
 
 

@@ -19,7 +19,7 @@ from interlace.float8 import E4M3, E5M2, ROW_WISE, Recipe, amax_of, linear, quan
 from interlace.float8.data import numbers, scales, width
 from interlace.float8.linear import pack
 from interlace.float8.products import multiply_into
-from interlace.float8.quantization import quantize_twin, turn_into, turn_twin
+from interlace.float8.quantization import quantize_reference, turn_into, turn_reference
 from interlace.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 
 pytestmark = [
@@ -45,7 +45,7 @@ def drawn(draw: random.Random) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
-def test_kernels_have_the_bits_of_the_twin(kind: torch.dtype, seed: int) -> None:
+def test_kernels_have_the_bits_of_the_reference(kind: torch.dtype, seed: int) -> None:
     """Rounding to FP8 too, which Triton's interpreter does not show."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -61,7 +61,7 @@ def test_kernels_have_the_bits_of_the_twin(kind: torch.dtype, seed: int) -> None
         rows, across = (
             torch.empty(m, width(k), dtype=kind, device="cuda") for m, k in (x.shape, x.t().shape)
         )
-        quantize_twin(x, recipe, None if by_row else amax_of(x), rows, across)
+        quantize_reference(x, recipe, None if by_row else amax_of(x), rows, across)
         assert made.transposed is not None
         for one, other in ((made.packed, rows), (made.transposed, across)):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (x, recipe)
@@ -80,14 +80,14 @@ def test_a_guessed_scale_changes_no_bit(form: str, seed: int) -> None:
         rows, across = (
             torch.empty(m, width(k), dtype=kind, device="cuda") for m, k in (x.shape, x.t().shape)
         )
-        quantize_twin(x, Recipe(), amax_of(x), rows, across)
+        quantize_reference(x, Recipe(), amax_of(x), rows, across)
         wanted = {"rows": (rows,), "across": (across,), "pair": (rows, across)}[form]
         for one, other in zip(made if form == "pair" else (made,), wanted, strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (x, kind)
 
 
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
-def test_turning_has_the_bits_of_the_twin(kind: torch.dtype, seed: int) -> None:
+def test_turning_has_the_bits_of_the_reference(kind: torch.dtype, seed: int) -> None:
     """Shards of scales far from each other; or bytes alone."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -105,7 +105,7 @@ def test_turning_has_the_bits_of_the_twin(kind: torch.dtype, seed: int) -> None:
         other = by if given and draw.random() < 0.5 else None
         mine, twin = (packed.new_empty(columns, width(len(packed))) for _ in range(2))
         turn_into(mine, packed, other, given)
-        turn_twin(twin, packed, other, given)
+        turn_reference(twin, packed, other, given)
         assert torch.equal(mine.view(torch.uint8), twin.view(torch.uint8)), (blocks, rows, columns)
 
 

@@ -70,31 +70,6 @@ def test_replays_give_the_bits_of_eager_runs(gpus: Ranks, strategy: str, seed: i
         assert not wrong
 
 
-def mixed(seed: int) -> list[str]:
-    """Graphs and eager runs of several Programs on one team, in turn."""
-    case = Case("matmul_reduce_scatter", dist.get_world_size())
-    rng, names = random.Random(seed), ("peer-put", "fused", "exchange")
-    made = [prepared(case, name, graph=graph) for name in names for graph in (True, False)]
-    inputs = [case.inputs(seed + number, exact=True) for number in range(3)]
-    wanted = [case.by_nccl(given[0], given[1]) for given in inputs]
-    found: list[tuple[int, torch.Tensor]] = []
-    for _ in range(60):
-        which = rng.randrange(3)
-        found.append((which, run(rng.choice(made), case, inputs[which])))
-    for executor in made:
-        executor.synchronize()
-    torch.cuda.synchronize()
-    wrong = [f"call {i}" for i, (n, y) in enumerate(found) if not torch.equal(y, wanted[n])]
-    for executor in made:
-        executor.close()
-    return wrong
-
-
-def test_graphs_and_eager_runs_take_turns(gpus: Ranks, seed: int) -> None:
-    for wrong in gpus.run(mixed, seed, timeout_s=60):
-        assert not wrong
-
-
 def from_a_new_thread(strategy: str, seed: int) -> list[str]:
     """Runs of threads whose current device is the first one, whichever this rank's is."""
     case = Case("all_gather_matmul", dist.get_world_size())

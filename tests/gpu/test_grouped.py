@@ -254,18 +254,6 @@ def test_a_single_row_of_odd_stride() -> None:
     assert not layer.weight.grad[0].any()
 
 
-@pytest.mark.parametrize("sizes", [[40, 0, 200, 3], [64, 64, 64, 64]])
-def test_a_compiled_function_stays_inside_the_rows(sizes: list[int]) -> None:
-    """Sizes that ask for too many rows are cut off there as well."""
-    layer = layer_of([1] * 4, 128, 64)
-    x = torch.randn(64, 128, device="cuda", dtype=BF16)
-    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    given = torch.tensor(sizes, device="cuda")
-    assert torch.equal(run(x, given), layer(x, given))
-    with pytest.raises(Exception, match="int32 or int64"):
-        torch.compile(layer, backend="aot_eager")(x, given.float())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_other_types_go_by_loop_and_say_so(dtype: torch.dtype) -> None:
     layer: Any = GroupedLinear(2, 64, 32, device="cuda", dtype=dtype)

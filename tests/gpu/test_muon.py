@@ -1,4 +1,4 @@
-"""Muon on a GPU: its kernel beside its twin, and torch.optim.Muon's bits without it.
+"""Muon on a GPU: its kernel beside its reference, and torch.optim.Muon's bits without it.
 
 How fast it is, `interlace bench kernels --only muon` says.
 """

@@ -68,7 +68,7 @@ def reduced(parts: Sequence[torch.Tensor], reduce: str) -> torch.Tensor:
     return out
 
 
-def exchange_twin(
+def exchange_reference(
     kind: str,
     sources: Sequence[torch.Tensor],
     parts: Sequence[int],

@@ -1,42 +1,29 @@
-"""Runs the Adam kernels in Triton's interpreter; `python interpreted_adam.py <seed> <cases>`.
+"""Runs the Adam kernels in Triton's interpreter; see test_interpreted.py.
 
 Whole optimizers: tables, addresses and rows of scalars are those that a GPU would get. Each case
-is stepped twice, by the kernel and by the twin, and everything must have the same bits.
+is stepped twice, by the kernel and by the reference, and everything must have the same bits.
 """
 
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import warnings
 from typing import Any
 
 import torch
-from triton.runtime import interpreter
+from tests.support.interpreting import run
 
 from interlace.kernels import launch as launcher
 from interlace.optim import Adam, AdamW
 from interlace.optim.adam import plan as adam_plan
 from interlace.optim.adam import table as adam_table
-from interlace.optim.adam.arithmetic import AdamSpec, key_of, scalars, update_twin
+from interlace.optim.adam.arithmetic import AdamSpec, key_of, scalars, update_reference
 
 warnings.filterwarnings("ignore", message="overflow encountered")
-patch_tensor = interpreter._patch_lang_tensor
 
 
-def patch_index(tensor: Any, scope: Any) -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch_index
 LAUNCHED: list[str] = []
 
 
@@ -118,24 +105,24 @@ def overwrite(params: list[torch.Tensor], draw: random.Random) -> None:
 
 
 def check_optimizer(draw: random.Random) -> None:
-    """The same steps through the kernel and through the twin."""
+    """The same steps through the kernel and through the reference."""
     master = draw.choice([None, "fp32", "remainder"])
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if master != "remainder" else [])
     params, options = params_of(draw, dtypes), options_of(draw)
     options |= {"master_weights": master}
-    twins = [p.detach().clone().requires_grad_() for p in params]
+    references = [p.detach().clone().requires_grad_() for p in params]
     kind = draw.choice([Adam, AdamW])
-    by_kernel, by_twin = kind(params, **options), kind(twins, **options)
+    by_kernel, by_reference = kind(params, **options), kind(references, **options)
     for step in range(3):
         if step == 1:
             again = draw.random()
             overwrite(params, random.Random(again))
-            overwrite(twins, random.Random(again))
+            overwrite(references, random.Random(again))
         skip = draw.choice([None, 0])
         grads = gradients(params, skip)
-        for param, twin, grad in zip(params, twins, grads, strict=True):
+        for param, reference, grad in zip(params, references, grads, strict=True):
             param.grad = grad
-            twin.grad = None if grad is None else grad.clone()
+            reference.grad = None if grad is None else grad.clone()
         LAUNCHED.clear()
         adam_plan.served = lambda device: True
         by_kernel.step()
@@ -143,13 +130,17 @@ def check_optimizer(draw: random.Random) -> None:
             assert "adam_kernel" in LAUNCHED, (options, LAUNCHED)
         adam_plan.served = lambda device: False
         LAUNCHED.clear()
-        by_twin.step()
+        by_reference.step()
         assert not LAUNCHED
-        for number, (param, twin) in enumerate(zip(params, twins, strict=True)):
+        for number, (param, reference) in enumerate(zip(params, references, strict=True)):
             what = (kind.__name__, options, step, number, param.shape, param.dtype)
-            what = (*what, by_kernel.state[param].get("step"), by_twin.state[twin].get("step"))
-            same(param, twin, what)
-            mine, other = by_kernel.state[param], by_twin.state[twin]
+            what = (
+                *what,
+                by_kernel.state[param].get("step"),
+                by_reference.state[reference].get("step"),
+            )
+            same(param, reference, what)
+            mine, other = by_kernel.state[param], by_reference.state[reference]
             assert sorted(mine) == sorted(other), what
             for name in mine:
                 word = torch.int16 if name == "remainder" else mine[name].dtype
@@ -167,7 +158,7 @@ def check_far(draw: random.Random) -> None:
     key = key_of(draw.randrange(1 << 64), 5)
     hyper: Any = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     row = scalars(draw.randrange(1, 10**6), **hyper)
-    update_twin(spec, flat, row, key=key, base=base, chunk=draw.choice([None, 100]))
+    update_reference(spec, flat, row, key=key, base=base, chunk=draw.choice([None, 100]))
     p, g, m, v = made
     work = adam_table.TableRow(
         p.data_ptr(), m.data_ptr(), v.data_ptr(), 0, 0, count=count, base=base, key=key
@@ -179,10 +170,4 @@ def check_far(draw: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    drawn = random.Random(int(sys.argv[1]))
-    random.seed(int(sys.argv[1]))
-    torch.manual_seed(int(sys.argv[1]))
-    check_far(drawn)
-    for _ in range(int(sys.argv[2])):
-        check_optimizer(drawn)
-    print("all right")
+    run(check_optimizer, once=check_far)

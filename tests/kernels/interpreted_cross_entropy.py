@@ -1,24 +1,19 @@
-"""Runs the kernels of the cross-entropy in Triton's interpreter; `python <this> <seed> <rounds>`.
+"""Runs the kernels of the cross-entropy in Triton's interpreter; see test_interpreted.py.
 
 The launches themselves are what is tested, with CPU tensors: how rows of any strides are found, how
-they are cut into parts, and each kernel with each of its options, against the twin in fp64.
+they are cut into parts, and each kernel with each of its options, against the reference in fp64.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import warnings
 from typing import Any
 
 import torch
-from triton.runtime import interpreter
+from tests.support.interpreting import run
 
-from interlace.nn.cross_entropy import launch, layout, twin
+from interlace.nn.cross_entropy import launch, layout, reference
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word
 
 
@@ -33,21 +28,6 @@ launch.launch = interpreted
 
 # Infinities and their differences are among what is tested.
 warnings.filterwarnings("ignore", category=RuntimeWarning)
-
-patch_tensor: Any = interpreter._patch_lang_tensor  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def patch_index(tensor: Any, *scope: Any) -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    patch_tensor(tensor, *scope)
-    index = lambda self: int(self.handle.data.item())  # noqa: E731
-    if scope:
-        scope[0].set_attr(tensor, "__index__", index)
-    else:
-        tensor.__index__ = index
-
-
-interpreter._patch_lang_tensor = patch_index  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def strided(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -120,8 +100,7 @@ def check(draw: random.Random) -> None:
     layout.PART_TILES = 1
     layout.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
     layout.cut_of.cache_clear()
-    measured = world > 1 and draw.random() < 0.5
-    device_sizes = torch.tensor(sizes) if measured else None
+    device_sizes = torch.tensor(sizes) if world > 1 else None
     what = (
         dtype,
         batch,
@@ -135,7 +114,7 @@ def check(draw: random.Random) -> None:
     for rank, shard in enumerate(shards):
         start = sum(sizes[:rank])
         own = None if weights is None else weights[start : start + sizes[rank]]
-        place = Shards(rank, world, *((0, 0) if measured else (start, classes)), device_sizes)
+        place = Shards(rank, world, classes if world == 1 else 0, device_sizes)
         problems.append(Problem(shard, y, own, terms, place, new_word("cpu")))
     before = [shard.clone() for shard in shards]
     if world == 1:
@@ -148,7 +127,7 @@ def check(draw: random.Random) -> None:
         None if weights is None else weights.double(), terms, Shards.alone(classes),
         new_word("cpu"),
     )  # fmt: skip
-    wanted, figures = twin.alone(whole)
+    wanted, figures = reference.alone(whole)
     for loss, kept in results:
         assert torch.equal(loss.nan_to_num(nan=-1.0), results[0][0].nan_to_num(nan=-1.0)), what
         close(loss, wanted, 1e-5, 1e-5 * (1 + offset), what)
@@ -161,20 +140,20 @@ def check(draw: random.Random) -> None:
         assert int(problems[0].word[1]) == int(y.reshape(-1)[noted - 1]), what
         assert int(problems[0].word[2]) == classes, what
     for problem in problems:
-        assert float(launch.count(problem)) == float(twin.count(problem)), what
+        assert float(launch.count(problem)) == float(reference.count(problem)), what
     lengths = [draw.choice([0, 7, draw.randrange(1, 5000)]) for _ in range(draw.randint(1, 3))]
     scaled = [strided(draw, (length,), dtype).contiguous() for length in lengths]
     factor = torch.tensor(draw.choice([1.0, 0.0, -1.7]))
-    by_twin = [tensor.clone() for tensor in scaled]
-    twin.scale(by_twin, factor)
+    by_reference = [tensor.clone() for tensor in scaled]
+    reference.scale(by_reference, factor)
     launch.scale(scaled, factor)
-    assert all(map(torch.equal, scaled, by_twin)), (what, lengths, factor)
+    assert all(map(torch.equal, scaled, by_reference)), (what, lengths, factor)
     mean = draw.random() < 0.5
     given = draw.choice([None, 3.5, torch.tensor(7)])
     for loss, kept in results[:1]:
         heavy = weights is not None
         got = launch.total(loss, kept, heavy, mean, given)
-        for a, b in zip(got, twin.total(wanted, figures, heavy, mean, given), strict=True):
+        for a, b in zip(got, reference.total(wanted, figures, heavy, mean, given), strict=True):
             close(a, b, 1e-5, 1e-5 * (1 + offset), (what, mean, given))
     up = draw.choice([None, "divisor", "number", "rows"])
     upstream = torch.randn(batch if up == "rows" else ()) if up in ("number", "rows") else None
@@ -185,7 +164,7 @@ def check(draw: random.Random) -> None:
     ]
     for shard, old in zip(shards, before, strict=True):
         assert torch.equal(shard, old), "the logits were written to"
-    expected = twin.gradient(
+    expected = reference.gradient(
         whole, figures, None if upstream is None else upstream.double(), divisor
     )
     unit = 2.0**-11 if dtype == torch.float16 else 1e-6
@@ -200,13 +179,8 @@ def check_masks(classes: int) -> None:
     y, terms = torch.tensor([classes - 1, 0]), Terms(smoothing=0.1)
     one = Problem(x, y, None, terms, Shards.alone(classes), new_word("cpu"))
     whole = Problem(x.double(), y, None, terms, Shards.alone(classes), new_word("cpu"))
-    close(launch.alone(one)[0], twin.alone(whole)[0], 1e-5, 0.0, classes)
+    close(launch.alone(one)[0], reference.alone(whole)[0], 1e-5, 0.0, classes)
 
 
 if __name__ == "__main__":
-    drawn = random.Random(int(sys.argv[1]))
-    torch.manual_seed(int(sys.argv[1]))
-    check_masks(drawn.choice([64, 133, 3000]))
-    for _ in range(int(sys.argv[2])):
-        check(drawn)
-    print("all right")
+    run(check, once=lambda draw: check_masks(draw.choice([64, 133, 3000])))

@@ -1,4 +1,4 @@
-"""Runs Muon's kernels in Triton's interpreter: `python <this> <seed> <cases>`.
+"""Runs Muon's kernels in Triton's interpreter: see test_interpreted.py.
 
 The interpreter cuts bfloat16 off instead of rounding, so elements are half or float here.
 """
@@ -7,32 +7,15 @@ The interpreter cuts bfloat16 off instead of rounding, so elements are half or f
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
+from tests.support.interpreting import run
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from interlace.optim.muon.kernel import descend_kernel, momentum_kernel, symmetric_kernel, triangle
-
-patch_tensor = interpreter._patch_lang_tensor
-
-
-def patch_index(tensor: Any, scope: Any) -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch_index
 
 
 @triton.jit
@@ -48,7 +31,7 @@ def described(matrices: torch.Tensor, rows: int, columns: int) -> TensorDescript
 
 
 def check(draw: random.Random) -> None:
-    """Products of any a and b: the lower triangle of what the twin gives, and its mirror image."""
+    """Products of any a and b: the lower triangle of the reference's, and its mirror image."""
     piece = draw.choice([8, 16])
     tile, step = piece * draw.choice([1, 2]), draw.choice([8, 16])
     count, rows = draw.randint(1, 3), 8 * draw.randint(1, 9)
@@ -94,8 +77,8 @@ def check_rounding() -> None:
 
 
 def check_elementwise(draw: random.Random) -> None:
-    """Momentum, look ahead and the sums of squares; decay and step: as the twins, in two roundings
-    at most where those have one, or one where those have two.
+    """Momentum, look ahead and the sums of squares; decay and step: as the references, in two
+    roundings at most where those have one, or one where those have two.
     """
     dtype = draw.choice([torch.float16, torch.float32])
     size, block = 16 * draw.randint(1, 40), 128
@@ -136,12 +119,4 @@ def check_triangle() -> None:
 
 
 if __name__ == "__main__":
-    drawn = random.Random(int(sys.argv[1]))
-    torch.manual_seed(int(sys.argv[1]))
-    torch.set_num_threads(1)
-    for _ in range(int(sys.argv[2])):
-        check(drawn)
-        check_elementwise(drawn)
-    check_rounding()
-    check_triangle()
-    print("all right")
+    run(check, check_elementwise, once=lambda _: (check_rounding(), check_triangle()))

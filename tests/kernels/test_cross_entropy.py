@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.launched import Launched
 from tests.support.resources import spills
 
-import interlace
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word
-
-SCRIPT = Path(__file__).with_name("interpreted_cross_entropy.py")
-SOURCE = Path(interlace.__file__).parents[1]
-
-
-@pytest.mark.kernels
-def test_kernels_compute_what_the_twin_does(seed: int) -> None:
-    """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '20']\n"
-    code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "all right"
-
 
 FLAGS: dict[str, Any] = {
     "RANK": 0, "WORLD": 1, "MEASURED": False, "DIMS": 1, "EVEN": True,
@@ -127,23 +108,6 @@ def test_scaling_by_one_moves_nothing(element: torch.dtype, count: int) -> None:
     assert leaves.end() < wide.start()
 
 
-class Launched:
-    """Stands in for a compiled kernel: what it is given must be what it was compiled for."""
-
-    def __init__(self, source: Any, device: torch.device) -> None:
-        self.source, self.launched = source, []
-
-    def launch(self, stream: int, grid: int, args: tuple[Any, ...], columns: int = 1) -> None:
-        source, given = self.source, {}
-        names = source.kernel.arg_names
-        assert names[len(args) :] == [name for name in names if name in source.constants]
-        kinds = {"*": (torch.Tensor, type(None)), "i": (int,), "f": (float,)}
-        for name, value in zip(names, args, strict=False):
-            assert isinstance(value, kinds[source.types[name][0]]), (name, value)
-            given[name] = value
-        self.launched.append((stream, grid, columns, given))
-
-
 @pytest.mark.kernels
 @pytest.mark.parametrize("rows", [3, 5000])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -161,6 +125,7 @@ def test_kernels_are_given_what_they_name(
         return programs[source.kernel.__name__][-1]
 
     monkeypatch.setattr(launcher, "LoadedKernel", made)
+    monkeypatch.setattr(Launched, "aligned", False)
     monkeypatch.setattr(launch, "stream_of", lambda device: 7)
     launcher.kernel_of.cache_clear()
     x, y = torch.zeros(2 * rows, 4097)[:, 1:], torch.zeros(2 * rows, dtype=torch.int64)
@@ -174,7 +139,7 @@ def test_kernels_are_given_what_they_name(
         launch.scale([kept[0], losses[:0], grad], loss)
     launcher.kernel_of.cache_clear()
     assert all(len(of_kernel) == 1 for of_kernel in programs.values())
-    stream, grid, columns, given = programs["grad_kernel"][0].launched[1]
+    stream, grid, columns, given = programs["grad_kernel"][0].launches[1]
     assert (stream, grid, columns) == (7, rows, 1)
     assert given["out"] is kept
     assert given["grad"] is grad
@@ -184,12 +149,12 @@ def test_kernels_are_given_what_they_name(
     assert given["local"] == given["g_row"] == 4096
     assert (given["step"], given["skew"], given["first_row"]) == (4097, (1 + rows) % 4, rows)
     assert given["logits"].data_ptr() % 16 == 0
-    _, grid, columns, given = programs["stats_kernel"][0].launched[1]
+    _, grid, columns, given = programs["stats_kernel"][0].launches[1]
     assert (grid, columns > 1) == (rows, rows == 3)
     assert (given["losses"] is None) == (rows == 3)
     assert ("merge_kernel" in programs) == (rows == 3)
-    assert programs["total_kernel"][0].launched[1][3]["rows"] == rows
-    _, grid, columns, given = programs["scale_kernel"][0].launched[1]
+    assert programs["total_kernel"][0].launches[1][3]["rows"] == rows
+    _, grid, columns, given = programs["scale_kernel"][0].launches[1]
     assert (grid, columns) == (min(launch.SCALERS, 2 * rows), 2)
     assert given["second"] is grad
     assert given["third"] is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.exchange_support import exchange_twin, late
+from tests.kernels.exchange_support import exchange_reference, late
 from tests.kernels.test_exchange import FLOATS, KINDS, parts_of, sources_of
 
 from interlace.kernels.exchange.exchange import FLAG_NBYTES, STOP_AT, WORDS_NBYTES, PeerExchange
@@ -82,7 +82,7 @@ class Team:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gives_the_bits_of_its_twin(kind: str, dtype: str, seed: int) -> None:
+def test_gives_the_bits_of_its_reference(kind: str, dtype: str, seed: int) -> None:
     rng = random.Random(seed)
     for size in (2, 3, 4):
         team = Team(size)
@@ -90,7 +90,7 @@ def test_gives_the_bits_of_its_twin(kind: str, dtype: str, seed: int) -> None:
             most = rng.choice((50, 5000, 60_000))
             parts, root = parts_of(kind, rng, size, most), rng.randrange(size)
             sources = sources_of(kind, parts, size, FLOATS[dtype], seed + again, False)
-            wanted = exchange_twin(kind, sources, parts, root=root)
+            wanted = exchange_reference(kind, sources, parts, root=root)
             options = {"one_shot": rng.random() < 0.5, "root": root}
             for found, expected in zip(
                 team.run(kind, sources, parts, rng, **options), wanted, strict=True
@@ -107,7 +107,7 @@ def test_many_calls_of_changing_size_with_delays(seed: int) -> None:
         kind = rng.choice(("all_gather", "reduce_scatter", "all_reduce"))
         parts = parts_of(kind, rng, size, rng.choice((40, 100_000)))
         sources = sources_of(kind, parts, size, torch.bfloat16, seed + number, False)
-        wanted = exchange_twin(kind, sources, parts)
+        wanted = exchange_reference(kind, sources, parts)
         bound = team.bind(
             kind, torch.bfloat16, parts, blocks=rng.randrange(1, 33), one_shot=rng.random() < 0.5
         )
@@ -149,7 +149,7 @@ def test_a_graph_replays_with_changed_inputs(seed: int) -> None:
         else:
             team.launch(bound, given, made)
         torch.cuda.synchronize()
-        wanted = exchange_twin("all_reduce", sources, (rows,))[0].cuda()
+        wanted = exchange_reference("all_reduce", sources, (rows,))[0].cuda()
         assert all(torch.equal(found, wanted) for found in made)
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.launched import Launched
 from tests.support.resources import spills
-
-import interlace
 
 pytest.importorskip("triton")
 
@@ -24,20 +20,7 @@ from interlace.nn.grouped.products import ROWS, SUMS, TILE
 
 pytestmark = pytest.mark.kernels
 
-SCRIPT = Path(__file__).with_name("grouped_interpreted.py")
-SOURCE = Path(interlace.__file__).parents[1]
 BF16 = torch.bfloat16
-
-
-def test_kernels_compute_what_their_twins_do(seed: int) -> None:
-    """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '6']\n"
-    code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "all right"
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
@@ -91,32 +74,6 @@ def test_sums_of_sizes_compile(sizes: torch.dtype, block: int) -> None:
 
 
 # -- launches -------------------------------------------------------------------------------------
-
-
-class Launched:
-    """Stands in for a compiled kernel, and writes down its launches by argument."""
-
-    def __init__(self, source: Any, device: torch.device) -> None:
-        self.source, self.launches = source, []
-
-    def launch(self, stream: int, grid: int, args: tuple[Any, ...], columns: int = 1) -> None:
-        source, given, found = self.source, list(args), {}
-        names = source.kernel.arg_names
-        constants = [name for name in names if name in source.constants]
-        assert names[-len(constants) :] == constants, "the launcher gives the constants last"
-        for name in names[: -len(constants)]:
-            if source.types[name].startswith("tensordesc"):
-                found[name] = tuple(given[:5])
-                del given[:5]
-            else:
-                found[name] = given.pop(0)
-                assert type(found[name]) is int
-            if source.types[name][0] == "*" and source.divisible.get(name, 16) == 16:
-                assert found[name] % 16 == 0, "compiled for a multiple of 16"
-            elif source.divisible.get(name) == 16:
-                assert found[name] % 16 == 0
-        assert not given
-        self.launches.append((stream, grid, columns, found))
 
 
 class Mapped:

@@ -10,43 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.launched import Launched
 
 pytest.importorskip("triton")
 
 from interlace.float8.data import TAIL
 from interlace.kernels.gemm import matmul
 from interlace.kernels.gemm.support import PACKED
-from interlace.kernels.launch import RECENT, KernelSource
 
 pytestmark = pytest.mark.kernels
 
 CPU = torch.device("cpu")
-
-
-class Launched:
-    """Stands in for a compiled kernel; `named()` are the arguments of the last launch by name."""
-
-    def __init__(self, source: KernelSource, device: torch.device) -> None:
-        self.source = source
-        self.launches: list[tuple[int, int, tuple[Any, ...]]] = []
-
-    def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
-        self.launches.append((stream, grid, args))
-
-    def named(self) -> dict[str, Any]:
-        """Fails if there are too few arguments or too many."""
-        names = self.source.kernel.arg_names
-        constants = [name for name in names if name in self.source.constants]
-        assert names[-len(constants) :] == constants, "the launcher gives the constants last"
-        given, found = list(self.launches[-1][2]), {}
-        for name in names[: -len(constants)]:
-            if self.source.types[name].startswith("tensordesc"):
-                found[name] = tuple(given[:5])
-                del given[:5]
-            else:
-                found[name] = given.pop(0)
-        assert not given
-        return found
 
 
 class Made:
@@ -98,7 +72,7 @@ def test_gather_is_given_what_it_names(made: Made, transposed: bool) -> None:
     w = zeros(128, 64).t() if transposed else zeros(64, 128)
     kernel.launch(7, x, w, slots, y, bias, 4096, (1 << 32) + 5)
     (program,) = made.programs
-    got = program.named()
+    got = program.launches[-1][3]
     assert program.launches[-1][0] == 7
     assert got["x_desc"] == map_of(x, 32, 64)
     assert got["slots_desc"] == map_of(slots, 128, 64)
@@ -125,7 +99,7 @@ def test_packed_rows_are_described_without_their_scales(made: Made) -> None:
     y = zeros(256, 256)
     kernel.launch(7, x, w.t(), slots, y, None, 4096, 5)
     (program,) = made.programs
-    got = program.named()
+    got = program.launches[-1][3]
     for name, tensor in (("x", x), ("slots", slots), ("w", w)):
         address = tensor.data_ptr()
         assert got[f"{name}_desc"] == (f"map of {address}", len(tensor), 208, 208 + TAIL, 1)
@@ -145,7 +119,7 @@ def test_scatter_is_given_what_it_names(made: Made) -> None:
     x, w, stage, own = zeros(192, 72), zeros(72, 128), zeros(192, 128), zeros(64, 128)
     kernel.launch(9, x, w, stage, own, None, 8192)
     (program,) = made.programs
-    got = program.named()
+    got = program.launches[-1][3]
     assert got["x_desc"] == map_of(x, 192, 72)
     assert got["w_desc"] == map_of(w, 72, 128)
     assert got["stage_desc"] == map_of(stage, 192, 128)
@@ -182,23 +156,3 @@ def test_maps_are_made_once_for_an_address(made: Made) -> None:
     assert made.maps == before
     kernel.launch(0, x.clone(), w, None, y, None, 0, 0)
     assert made.maps > before
-
-
-def test_the_oldest_goes_first(made: Made) -> None:
-    kernel = matmul.GatherMatmul(
-        rows=32, inner=64, columns=128, size=1, rank=0, dtype=torch.bfloat16, device=CPU
-    )
-    w, y = zeros(64, 128), zeros(32, 128)
-    inputs = [zeros(32, 64) for _ in range(RECENT + 1)]
-
-    def makes(number: int) -> bool:
-        """Whether a launch with that input makes maps."""
-        before = made.maps
-        kernel.launch(0, inputs[number], w, None, y, None, 0, 0)
-        return made.maps > before
-
-    assert all(makes(number) for number in range(RECENT))
-    assert not makes(0)
-    assert makes(RECENT)  # pushes out 1, since 0 was just used
-    assert not makes(0)
-    assert makes(1)

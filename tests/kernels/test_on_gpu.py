@@ -15,7 +15,7 @@ import torch
 
 from interlace.float8 import E4M3, E5M2, Float8Data, Recipe, quantize
 from interlace.float8.products import multiply_into
-from interlace.kernels import sum_slots, sum_slots_twin
+from interlace.kernels import sum_slots, sum_slots_reference
 from interlace.kernels.gemm.support import (
     CONFIGS,
     SPECIALIZED,
@@ -318,18 +318,18 @@ def test_scatter_with_copies_behind_it(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(4, 1024, 512), (2, 777, 13), (3, 5000), (1, 64), (8, 3, 8)])
-def test_sum_is_the_twin_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_sum_is_the_reference_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     gpu()
     slots = drawn(*shape, dtype=dtype)
-    assert torch.equal(sum_slots(slots), sum_slots_twin(slots))
+    assert torch.equal(sum_slots(slots), sum_slots_reference(slots))
     out = torch.empty_like(slots[0])
     assert sum_slots(slots, out=out) is out
-    assert torch.equal(out, sum_slots_twin(slots))
+    assert torch.equal(out, sum_slots_reference(slots))
 
 
 @pytest.mark.parametrize("count", [8, 4096, 3 * 32768 + 24, 1 << 22])
 def test_a_sum_waits_for_all_its_words(line: Line, count: int) -> None:
-    """What is put late, by copies and words on another stream, is in it: bits of the twin."""
+    """What is put late, by copies and words on another stream, is in it: bits of the reference."""
     from interlace.kernels.exchange.sums import SumSlots
 
     made = drawn(3, count)
@@ -347,7 +347,7 @@ def test_a_sum_waits_for_all_its_words(line: Line, count: int) -> None:
         line.copy(slots[index + 1], part)
         line.write((5, 9)[index], 7 + index)
     torch.cuda.synchronize()
-    assert torch.equal(out, sum_slots_twin(made))
+    assert torch.equal(out, sum_slots_reference(made))
 
 
 def test_in_a_graph() -> None:

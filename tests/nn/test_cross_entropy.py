@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from tests.nn.cross_entropy_cases import LAYOUTS, Case, arbitrary, far, laid_out, reference
 
-from interlace.errors import InputError, InterlaceError, TargetError, UnsupportedError
+from interlace.errors import (
+    InputError,
+    InterlaceError,
+    OptionError,
+    TargetError,
+    UnsupportedError,
+)
 from interlace.nn import CrossEntropyLoss
 from interlace.nn.cross_entropy.loss import Reduction
 from interlace.nn.functional import cross_entropy, linear_cross_entropy, raise_pending
@@ -211,7 +217,6 @@ def test_a_target_that_is_no_class() -> None:
         ({"denominator": 3, "reduction": "none"}, "a denominator divides the sum"),
         ({"denominator": torch.ones(2)}, "denominator is (2,)"),
         ({"group": "tp"}, "`group` is 'tp'"),
-        ({"shard_sizes": [5, 4]}, "shard_sizes is [5, 4]"),
     ],
 )
 def test_what_does_not_fit(change: dict, told: str) -> None:
@@ -223,6 +228,18 @@ def test_what_does_not_fit(change: dict, told: str) -> None:
         cross_entropy(**given)
     assert told in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_a_removed_option_is_refused_with_its_replacement() -> None:
+    x, y = torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64)
+    calls = (
+        lambda: cross_entropy(x, y, shard_sizes=[9]),
+        lambda: linear_cross_entropy(x, x, y, shard_sizes=[9]),
+        lambda: CrossEntropyLoss(shard_sizes=[9]),
+    )
+    for call in calls:
+        with pytest.raises(OptionError, match=r"shard_sizes is no option of .* fix: leave it out"):
+            call()
 
 
 def test_a_second_derivative_is_an_error() -> None:

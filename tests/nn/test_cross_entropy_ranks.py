@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from tests.nn.cross_entropy_cases import Case, arbitrary, far, laid_out, reference
 from tests.support.pool import Pool
 
-from interlace.errors import InputError, TargetError
+from interlace.errors import AgreementError, InputError, TargetError
 from interlace.nn.cross_entropy import vocabulary
 from interlace.nn.functional import cross_entropy, linear_cross_entropy, raise_pending
 
@@ -24,7 +27,7 @@ SIZES = {
 """How many classes each rank has: as many, uneven, and with ranks that have none."""
 
 
-def check(case: Case, told: bool) -> tuple[list[str], bytes]:
+def check(case: Case) -> tuple[list[str], bytes]:
     """What is wrong with this rank's loss and part of the gradient; the bits of the loss."""
     rank, wrong = dist.get_rank(), []
     x, y, weight, up = case.draw()
@@ -32,9 +35,8 @@ def check(case: Case, told: bool) -> tuple[list[str], bytes]:
     own = slice(start, start + case.sizes[rank])
     local = laid_out(x[..., own], case.layout).requires_grad_()
     before = local.detach().clone()
-    options: dict[str, Any] = {"shard_sizes": case.sizes} if told else {}
     part = None if weight is None else weight[own]
-    loss = cross_entropy(local, y, part, group=dist.group.WORLD, **case.options(), **options)
+    loss = cross_entropy(local, y, part, group=dist.group.WORLD, **case.options())
     wanted, gradient, room, slack = reference(case)
     up = up.to(loss.dtype)
     for _ in range(2):
@@ -57,12 +59,12 @@ def check(case: Case, told: bool) -> tuple[list[str], bytes]:
     return [f"{what}; {case}" for what in wrong], bytes(bits.tolist())
 
 
-def check_all(cases: list[tuple[Case, bool]]) -> tuple[list[str], list[bytes]]:
-    results = [check(case, told) for case, told in cases]
+def check_all(cases: list[Case]) -> tuple[list[str], list[bytes]]:
+    results = [check(case) for case in cases]
     return [what for wrong, _ in results for what in wrong], [bits for _, bits in results]
 
 
-def verify(pool: Pool, cases: list[tuple[Case, bool]], world: int) -> None:
+def verify(pool: Pool, cases: list[Case], world: int) -> None:
     found = pool(world).run(check_all, cases, timeout_s=100)
     assert not any(wrong for wrong, _ in found), found
     for rank, (_, bits) in enumerate(found):
@@ -73,12 +75,11 @@ def verify(pool: Pool, cases: list[tuple[Case, bool]], world: int) -> None:
 def test_grid(pool: Pool, world: int, seed: int) -> None:
     draw = random.Random(seed)
     cases = [
-        (arbitrary(draw, sizes=sizes, dtype=dtype, reduction=reduction, smoothing=smoothing), told)
+        arbitrary(draw, sizes=sizes, dtype=dtype, reduction=reduction, smoothing=smoothing)
         for sizes in SIZES[world]
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         for reduction in ("none", "mean", "sum")
         for smoothing in (0.0, 0.1)
-        for told in (False, True)
     ]
     verify(pool, cases, world)
 
@@ -88,7 +89,7 @@ def test_128256_classes(pool: Pool, world: int, seed: int) -> None:
     for sizes in ((128256 // world,) * world, (100_000, *(28256 // (world - 1),) * (world - 1))):
         case = Case(seed=seed, batch=(2,), sizes=sizes, dtype=torch.bfloat16, ignored=0.0,
                     smoothing=0.1, weighted=True, z_loss=1e-4)  # fmt: skip
-        verify(pool, [(case, False)], world)
+        verify(pool, [case], world)
 
 
 def special() -> None:
@@ -144,44 +145,68 @@ def test_masked(pool: Pool) -> None:
     pool(3).run(masked, (4, 6, 3))
 
 
-def count_collectives() -> list[int]:
-    """How many collectives a call takes: told nothing, and told the sizes; forward and backward."""
-    started: list[int] = []
-    real = vocabulary.start_gather
-
-    def counted(*args: Any) -> Any:
-        started.append(1)
-        return real(*args)
-
-    vocabulary.start_gather = counted
-    try:
-        found = []
+def count_collectives() -> int:
+    """How many gathers a call takes, forward and backward."""
+    with mock.patch.object(vocabulary, "start_gather", wraps=vocabulary.start_gather) as gather:
         x, y = torch.randn(3, 4, requires_grad=True), torch.tensor([1, 2, 3])
-        for sizes in (None, [4] * dist.get_world_size()):
-            started.clear()
-            cross_entropy(x, y, group=dist.group.WORLD, shard_sizes=sizes).backward()
-            found.append(len(started))
-        return found
-    finally:
-        vocabulary.start_gather = real
+        cross_entropy(x, y, group=dist.group.WORLD).backward()
+    return gather.call_count
 
 
 def test_collectives_of_a_call(pool: Pool) -> None:
-    assert pool(2).run(count_collectives) == [[2, 1]] * 2
+    assert pool(2).run(count_collectives) == [2, 2]
 
 
-def wrong_sizes() -> None:
-    x, y = torch.randn(3, 4), torch.tensor([1, 2, 3])
-    for sizes in ([4], [3, 5], [4, 4, 4]):
-        with pytest.raises(InputError, match="has 4 classes"):
-            cross_entropy(x, y, group=dist.group.WORLD, shard_sizes=sizes)
+def targets_of_all_ranks() -> None:
+    x, group = torch.randn(3, 4), dist.group.WORLD
     with pytest.raises(TargetError, match="row 0 is 8, where there are classes 0 to 7"):
-        cross_entropy(x, torch.tensor([8, 0, 7]), group=dist.group.WORLD, check_targets=True)
-    assert cross_entropy(x, torch.tensor([7, 0, 7]), group=dist.group.WORLD).isfinite()
+        cross_entropy(x, torch.tensor([8, 0, 7]), group=group, check_targets=True)
+    assert cross_entropy(x, torch.tensor([7, 0, 7]), group=group).isfinite()
 
 
-def test_wrong_sizes(pool: Pool) -> None:
-    pool(2).run(wrong_sizes)
+def test_targets_of_all_ranks(pool: Pool) -> None:
+    pool(2).run(targets_of_all_ranks)
+
+
+DIFFER: dict[str, tuple[str, Any, Any]] = {
+    "reduction": ("reduction='none'=1, and rank 1 reduction='none'=0", "none", "mean"),
+    "label_smoothing": ("label_smoothing=0, and rank 1 label_smoothing=1", 0.0, 0.1),
+    "z_loss": ("z_loss=1, and rank 1 z_loss=0", 0.1, 0.0),
+    "softcap": ("softcap=0, and rank 1 softcap=1", None, 5.0),
+    "chunk_size": ("chunk_size=0, and rank 1 chunk_size=2", None, 2),
+    "overlap": ("overlap=1, and rank 1 overlap=0", True, False),
+    "class_weight": ("class weights=1, and rank 1 class weights=0", torch.ones(4), None),
+    "rows": ("rows=3, and rank 1 rows=2", 3, 2),
+    "requires_grad": ("requires_grad of hidden=0, and rank 1 requires_grad", False, True),
+    "dtype": ("dtype=2, and rank 1 dtype=0", torch.float32, torch.bfloat16),
+}
+"""Arguments of two ranks, and what is said of them."""
+
+
+def different(name: str) -> None:
+    """What a call of each loss raises; after it the ranks agree, and are right."""
+    told, *values = DIFFER[name]
+    given = {name: values[dist.get_rank()]}
+    rows, dtype = given.pop("rows", 3), given.pop("dtype", torch.float32)
+    hidden = torch.ones(3, 2, dtype=dtype)[:rows].requires_grad_(given.pop("requires_grad", False))
+    weight, target = torch.ones(4, 2, dtype=dtype), torch.tensor([0, 5, 7])[:rows]
+    for _ in range(2):  # also where this rank had no peer with the same arguments
+        with pytest.raises(AgreementError, match=re.escape(told)):
+            linear_cross_entropy(hidden, weight, target, group=dist.group.WORLD, **given)
+    if name not in ("chunk_size", "overlap", "requires_grad"):
+        if "class_weight" in given:
+            given["weight"] = given.pop("class_weight")
+        with pytest.raises(AgreementError, match=re.escape(told)):
+            cross_entropy(hidden @ weight.t(), target, group=dist.group.WORLD, **given)
+    loss = linear_cross_entropy(
+        torch.ones(3, 2), torch.ones(4, 2), torch.tensor([0, 5, 7]), group=dist.group.WORLD
+    )
+    assert loss.item() == pytest.approx(math.log(8))
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_ranks_with_different_arguments_raise_alike(pool: Pool, name: str) -> None:
+    pool(2).run(different, name)
 
 
 def by_dtensor(classes: int) -> None:

@@ -1,8 +1,8 @@
 """GroupedLinear under torch's own DistributedDataParallel, on real processes.
 
-The twin is a loop of Linears under DDP of its own. On two ranks the mean is exact in any order, so
-that the bits must be equal; on four, DDP's buckets decide the order of the sum, and numbers are
-chosen so that no sum rounds.
+The reference is a loop of Linears under DDP of its own. On two ranks the mean is exact in any
+order, so that the bits must be equal; on four, DDP's buckets decide the order of the sum, and
+numbers are chosen so that no sum rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.reducing import Looped, Mixture, batch, grads_alike, loss_of, mixture
+from tests.optim.reducing import Looped, batch, grads_alike, loss_of, mixture
 from tests.support.pool import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -124,9 +124,9 @@ def whole(model: nn.Module, draw: torch.Generator) -> None:
 def exact(seed: int, kind: str, reentrant: bool) -> list[str]:
     """Gradients against those of all ranks' data in one process, exactly."""
     draw = torch.Generator().manual_seed(seed)
-    model, twin = Twice(kind, reentrant), Twice(kind, False)
+    model, reference = Twice(kind, reentrant), Twice(kind, False)
     whole(model, draw)
-    twin.load_state_dict(model.state_dict())
+    reference.load_state_dict(model.state_dict())
     attach(model)
     unused = kind == "tied"  # with reentrant checkpoints DDP cannot look for them
     if not unused:
@@ -137,18 +137,18 @@ def exact(seed: int, kind: str, reentrant: bool) -> list[str]:
     world, wrong = dist.get_world_size(), []
     for step in range(3):
         parallel.zero_grad(set_to_none=False)
-        twin.zero_grad()
+        reference.zero_grad()
         for micro in range(2):
             xs = torch.randint(-3, 4, (world, 12, 16), generator=draw).float()
             sizes = torch.tensor([[3, 0, 7, 2], [12, 0, 0, 0], [0, 4, 4, 4], [1, 2, 3, 6]])[:world]
             for x, size in zip(xs, sizes, strict=True):
-                twin(x, size).sum().backward()
+                reference(x, size).sum().backward()
             with parallel.no_sync() if micro == 0 else nullcontext():
                 x = xs[dist.get_rank()].clone().requires_grad_()
                 parallel(x, sizes[dist.get_rank()]).sum().backward()
         for name in ("weight", "bias"):
             found = getattr(model.shared, name).grad
-            wanted = getattr(twin.shared, name).grad / world
+            wanted = getattr(reference.shared, name).grad / world
             if not torch.equal(found, wanted):
                 wrong.append(f"step {step}, {name}: off by {(found - wanted).abs().max():g}")
         rest = model.unused.weight.grad
@@ -165,11 +165,3 @@ def test_tied_unused_and_recomputed_layers(
     pool: Pool, kind: str, reentrant: bool, world: int, seed: int
 ) -> None:
     assert pool(world).run(exact, seed, kind, reentrant) == [[]] * world
-
-
-def test_the_twins_agree(seed: int) -> None:
-    """The two models of this file compute the same, so that comparing them says something."""
-    torch.manual_seed(seed)
-    model = Mixture()
-    x, sizes = torch.randn(24, 16), torch.tensor([5, 0, 12, 7])
-    assert torch.equal(model(x, sizes), Looped(model)(x, sizes))

@@ -34,7 +34,7 @@ SIZES = {
 
 
 class Loop(nn.Module):
-    """The twin: a Linear for each group, with the same weights."""
+    """The reference: a Linear for each group, with the same weights."""
 
     def __init__(self, layer: GroupedLinear) -> None:
         super().__init__()
@@ -356,11 +356,11 @@ def test_a_copy_is_not_attached_and_keeps_no_state_of_it(seed: int) -> None:
     layer, _ = pair(seed)
     main = torch.zeros_like(layer.weight)
     _held = GradAccumulator(layer.weight, main)
-    twin = copy.deepcopy(layer)
-    assert sorted(twin.state_dict()) == ["bias", "weight"]
-    twin(rows(4), [4, 0, 0, 0]).sum().backward()
+    reference = copy.deepcopy(layer)
+    assert sorted(reference.state_dict()) == ["bias", "weight"]
+    reference(rows(4), [4, 0, 0, 0]).sum().backward()
     assert not main.any()
-    assert twin.weight.grad is not None
+    assert reference.weight.grad is not None
 
 
 @pytest.mark.parametrize("attached", [False, True])

@@ -235,7 +235,7 @@ def test_no_gradient_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch, see
     assert [grads is None for grads in wanted] == [True, False]
 
 
-def chunks_of_uneven_classes() -> list[float]:
+def chunks_of_uneven_classes() -> float:
     """How far the loss of 10 classes on one rank and 3 on the other is from that of all, where each
     rank's own classes would have chunks of its own."""
     generator = torch.Generator().manual_seed(7)
@@ -245,16 +245,12 @@ def chunks_of_uneven_classes() -> list[float]:
     whole, own = cross_entropy(hidden @ weight.t(), target), weight.split(sizes)[rank]
     with mock.patch.object(linear_loss, "AT_ONCE", 2560):
         assert default_size(2800, sizes[0]) != default_size(2800, sizes[1])
-        losses = [
-            linear_cross_entropy(hidden, own, target, group=dist.group.WORLD, shard_sizes=told)
-            for told in (sizes, None)
-        ]
-    return [(loss - whole).abs().item() for loss in losses]
+        loss = linear_cross_entropy(hidden, own, target, group=dist.group.WORLD)
+    return (loss - whole).abs().item()
 
 
 def test_ranks_with_uneven_classes_have_chunks_alike(pool: Pool) -> None:
-    for far in pool(2).run(chunks_of_uneven_classes):
-        assert max(far) < 1e-5
+    assert max(pool(2).run(chunks_of_uneven_classes)) < 1e-5
 
 
 def test_float16_sums_do_not_overflow() -> None:
@@ -366,7 +362,7 @@ def test_logits_are_never_whole(reduction: Reduction, seed: int) -> None:
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-def cut(seed: int, sizes: tuple[int, ...], dtype: torch.dtype, told: bool) -> tuple[Any, ...]:
+def cut(seed: int, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """What is wrong on this rank; the bits of the loss and gradients, with and without overlap."""
     rank, wrong, bits = dist.get_rank(), [], []
     hidden, weight, bias, target, class_weight = drawn(seed, 23, 16, sum(sizes), dtype)
@@ -390,7 +386,7 @@ def cut(seed: int, sizes: tuple[int, ...], dtype: torch.dtype, told: bool) -> tu
             parts = leaves(hidden, weight[own], bias[own])
             loss = linear_cross_entropy(
                 parts[0], parts[1], target, parts[2], chunk_size=5, overlap=overlap,
-                group=dist.group.WORLD, shard_sizes=sizes if told else None, **options,
+                group=dist.group.WORLD, **options,
             )  # fmt: skip
             loss.backward(up.to(loss.dtype))
             found = tuple(part.grad for part in parts)
@@ -409,7 +405,6 @@ def cut(seed: int, sizes: tuple[int, ...], dtype: torch.dtype, told: bool) -> tu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("sizes", [(20, 20), (40, 1), (7, 0, 30), (10, 11, 3, 1)], ids=str)
 def test_cut(pool: Pool, sizes: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
-    for told in (False, True):
-        found = pool(len(sizes)).run(cut, seed, sizes, dtype, told)
-        assert not any(wrong for wrong, _ in found), found
-        assert all(bits == found[0][1] for _, bits in found), "loss and hidden's gradient"
+    found = pool(len(sizes)).run(cut, seed, sizes, dtype)
+    assert not any(wrong for wrong, _ in found), found
+    assert all(bits == found[0][1] for _, bits in found), "loss and hidden's gradient"

@@ -206,33 +206,6 @@ def test_bits_of_the_recipe_without_overlap(pool: Pool, world: int, seed: int) -
         assert wrong == []
 
 
-def trained(seed: int) -> tuple[list[float], bool]:
-    """Losses of two layers in FP8, the column-parallel output being a local tensor."""
-    torch.manual_seed(seed + dist.get_rank())
-    group, recipe = dist.group.WORLD, Recipe()
-    up, down = (torch.nn.Parameter(torch.randn(n, k) / 8) for n, k in ((64, 32), (32, 64)))
-    optimizer = torch.optim.SGD([up, down], lr=0.05)
-    x = torch.randn(32, 32)
-    losses: list[float] = []
-    for _ in range(8):
-        with torch.autocast("cpu", torch.bfloat16):
-            h = torch.relu(all_gather_linear(x, up, group=group, recipe=recipe))
-            y = linear_reduce_scatter(h, down, group=group, recipe=recipe)
-        loss = (y.float() - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.all_reduce(value := loss.detach().clone())
-        losses.append(float(value))
-    return losses, bool(up.isfinite().all() and down.isfinite().all())
-
-
-def test_losses_fall_and_stay_finite(pool: Pool, seed: int) -> None:
-    for losses, finite in pool(2).run(trained, seed):
-        assert finite
-        assert losses[-1] < losses[0]
-
-
 def refusals() -> list[str]:
     x, w = torch.randn(4, 32), torch.randn(16, 32)
     said: list[str] = []

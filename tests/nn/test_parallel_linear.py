@@ -166,12 +166,12 @@ def compare(cases: list[Case], seed: int) -> list[str]:
 def compared(
     kind: str, strategy: str, rows: int, biased: bool, dtype: torch.dtype, seed: int
 ) -> list[str]:
-    """A layer beside its serial twin, the plain one, and that in fp64; on integers bit for bit."""
+    """A layer beside the serial one, the plain one, and that in fp64; on integers bit for bit."""
 
     def layer(*given: Any) -> Tensors:
         return ours(kind, *given, options=options_of(strategy))
 
-    def twin(*given: Any) -> Tensors:
+    def reference(*given: Any) -> Tensors:
         return ours(kind, *given, options={**options_of(strategy), "overlap": False})
 
     def rival(*given: Any) -> Tensors:
@@ -182,9 +182,9 @@ def compared(
     expected = differentiated(rival, x, ws, bs, ups)
     exact = differentiated(rival, x.double(), *double)
     wrong = far(differentiated(layer, x, ws, bs, ups), expected, exact, dtype)
-    wrong += far(differentiated(twin, x, ws, bs, ups), expected, exact, dtype)
+    wrong += far(differentiated(reference, x, ws, bs, ups), expected, exact, dtype)
     given = drawn(kind, rows, biased, dtype, seed, integers=True)
-    found, serial, expected = (differentiated(call, *given) for call in (layer, twin, rival))
+    found, serial, expected = (differentiated(call, *given) for call in (layer, reference, rival))
     for i, (mine, same, theirs) in enumerate(zip(found, serial, expected, strict=True)):
         if not (torch.equal(mine, same) and torch.equal(mine, theirs)):
             wrong.append(f"bits of result {i}")

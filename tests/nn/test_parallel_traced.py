@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from tests.frontend.models import Function
 from tests.support.pool import Pool
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import interlace
@@ -30,7 +29,6 @@ from interlace.nn.functional import (
     linear_reduce_scatter,
     replicated_linear,
 )
-from interlace.tensor_parallel import OverlapColwise, OverlapRowwise, parallelize
 
 KINDS = {
     "all_gather": (all_gather_linear, "all_gather_matmul", "matmul_reduce_scatter"),
@@ -158,45 +156,6 @@ def apart(seed: int) -> list[str]:
 
 def test_other_backends_break_their_graph(pool: Pool, seed: int) -> None:
     for wrong in pool(2).run(apart, seed, timeout_s=100):
-        assert not wrong, wrong
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
-def styled(seed: int) -> list[str]:
-    """A model of our styles with a recipe, compiled as one graph, beside itself."""
-    mesh, rows = init_device_mesh("cpu", (dist.get_world_size(),)), Shard(1)
-    torch.manual_seed(seed)
-    model: Any = FeedForward()
-    x: Any = torch.randn(2, 16, 64)
-    how: Any = {"recipe": Recipe()}
-    plan: Any = {
-        "up": OverlapColwise(input_layouts=rows, **how),
-        "down": OverlapRowwise(output_layouts=rows, **how),
-    }
-    parallelize(model, mesh, plan)
-    found: list[list[Any]] = []
-    with capture() as captured:
-        for run in (model, torch.compile(model, backend=backend, fullgraph=True, options=OPTIONS)):
-            y = run(x.requires_grad_())
-            y.square().sum().backward()
-            found.append([y.detach(), *(p.grad.full_tensor() for p in model.parameters()), x.grad])
-            model.zero_grad()
-            x.grad = None
-    kinds = [site.kind for graph in captured.graphs for site in graph.bound[0].program.sites]
-    assert {"all_gather_matmul", "matmul_reduce_scatter"} <= set(kinds), kinds
-    return [str(i) for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
-
-
-def test_styles_with_a_recipe_are_one_graph(pool: Pool, seed: int) -> None:
-    for wrong in pool(2).run(styled, seed, timeout_s=100):
         assert not wrong, wrong
 
 

@@ -35,14 +35,14 @@ class Mixture(nn.Module):
 class Looped(nn.Module):
     """The same of plain Linears, for torch's own DistributedDataParallel."""
 
-    def __init__(self, twin: Mixture) -> None:
+    def __init__(self, reference: Mixture) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.inner.load_state_dict(twin.inner.state_dict())
-        self.outer.load_state_dict(twin.outer.state_dict())
+        self.inner.load_state_dict(reference.inner.state_dict())
+        self.outer.load_state_dict(reference.outer.state_dict())
         self.up = nn.ModuleList(nn.Linear(DIM, HIDDEN) for _ in range(GROUPS))
         self.down = nn.ModuleList(nn.Linear(HIDDEN, DIM, bias=False) for _ in range(GROUPS))
-        pairs: Any = ((self.up, twin.up), (self.down, twin.down))
+        pairs: Any = ((self.up, reference.up), (self.down, reference.down))
         for layers, grouped in pairs:
             for group, layer in enumerate(layers):
                 layer.weight.data.copy_(grouped.weight.data[group])
@@ -65,11 +65,11 @@ def grads_alike(mixture: Mixture, looped: Looped, found: dict[str, torch.Tensor]
         if not param.requires_grad:
             continue
         module, _, leaf = name.partition(".")
-        twin = getattr(looped, module)
-        if isinstance(twin, nn.ModuleList):
-            wanted = torch.stack([getattr(layer, leaf).grad for layer in twin])
+        reference = getattr(looped, module)
+        if isinstance(reference, nn.ModuleList):
+            wanted = torch.stack([getattr(layer, leaf).grad for layer in reference])
         else:
-            wanted = getattr(twin, leaf).grad
+            wanted = getattr(reference, leaf).grad
         if not torch.equal(found[name], wanted):
             wrong.append(f"{name}: off by {(found[name] - wanted).abs().max():g}")
     return wrong

@@ -306,13 +306,13 @@ def test_a_copy_is_an_optimizer_of_its_own(seed: int) -> None:
     optimizer = AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    for copied, param in zip(twin_model.parameters(), model.parameters(), strict=True):
+    reference_model, reference = copy.deepcopy((model, optimizer))
+    for copied, param in zip(reference_model.parameters(), model.parameters(), strict=True):
         copied.grad = param.grad
     optimizer.step()
-    assert float(twin.state[twin_model.weight]["step"]) == 1
-    twin.step()
-    assert torch.equal(twin_model.weight, model.weight)
+    assert float(reference.state[reference_model.weight]["step"]) == 1
+    reference.step()
+    assert torch.equal(reference_model.weight, model.weight)
 
 
 @pytest.mark.parametrize("fused", [None, True])

@@ -19,7 +19,7 @@ from interlace.optim.adam.arithmetic import (
     shifted,
     step_keys,
     store,
-    update_twin,
+    update_reference,
 )
 
 BF16 = torch.bfloat16
@@ -139,10 +139,10 @@ def test_bits_hang_on_the_elements_number_alone(seed: int) -> None:
     cut = [t.clone() for t in whole]
     row = scalars(77, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     key = key_of(seed, 1)
-    update_twin(spec, FlatParam(*whole), row, key=key, base=base)
+    update_reference(spec, FlatParam(*whole), row, key=key, base=base)
     for start, stop in itertools.pairwise((0, 3, 1777, 1778, 4000, count)):
         part = FlatParam(*(t[start:stop] for t in cut))
-        update_twin(spec, part, row, key=key, base=base + start)
+        update_reference(spec, part, row, key=key, base=base + start)
     assert all(map(torch.equal, whole, cut))
 
 

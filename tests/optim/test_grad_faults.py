@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import threading
-import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim.reducing import batch, loss_of, main_grads, mixture, optimizing
+from tests.optim.reducing import main_grads, optimizing
 from tests.support.pool import Pool
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from interlace.errors import (
     AgreementError,
-    CommTimeoutError,
     GradientError,
     InterlaceError,
     PeerError,
 )
-from interlace.optim import GradAccumulator, LayerWise
+from interlace.optim import LayerWise
 from interlace.optim.bucket_runs import Worker
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -80,23 +75,6 @@ def counts_nothing() -> None:
 
 def test_learns_from_the_first_step_that_counts(pool: Pool) -> None:
     pool(1).run(counts_nothing)
-
-
-def shard() -> str:
-    """A tensor-parallel Parameter, as an accumulator is given it."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model: Any = nn.Linear(4, 4)
-    parallelize_module(model, mesh, ColwiseParallel())
-    with pytest.raises(GradientError) as found:
-        GradAccumulator(model.weight, torch.zeros(model.weight.shape))
-    model(torch.ones(2, 4)).sum().backward()  # and it is as it was
-    assert model.weight.grad is not None
-    return str(found.value)
-
-
-def test_a_buffer_of_the_whole_shape_holds_no_shard(pool: Pool) -> None:
-    for told in pool(2).run(shard):
-        assert "cannot hold the gradient of torch.float32 [2, 4]" in told
 
 
 def strays(seed: int) -> None:
@@ -196,42 +174,6 @@ def disagree() -> str:
 def test_ranks_must_have_the_same_parameters(pool: Pool) -> None:
     for told in pool(2).run(disagree, replace=True):
         assert "rank" in told
-
-
-def stalls(seed: int) -> tuple[str, float]:
-    """Rank 1 does not come to the third step in time; afterwards both go on."""
-    model = mixture(seed)
-    x, sizes = batch(seed, 0)
-    with optimizing(model, options=Options(timeout_s=2)) as made:
-        for _ in range(2):
-            loss_of(model, x, sizes).backward()
-            wanted = main_grads(made)["up.weight"]
-            made.zero_grad()
-        dist.barrier()
-        began = time.monotonic()
-        if dist.get_rank() == 1:
-            time.sleep(3.5)
-        error: Any = None
-        try:
-            loss_of(model, x, sizes).backward()
-            made.clip_grad_norm_(1.0)
-        except InterlaceError as caught:
-            error = caught
-        took = time.monotonic() - began
-        assert isinstance(error, CommTimeoutError | PeerError), error
-        dist.barrier()
-        made.reset()
-        for _ in range(2):
-            loss_of(model, x, sizes).backward()
-            assert torch.equal(main_grads(made)["up.weight"], wanted)
-            made.zero_grad()
-    return str(error), took
-
-
-def test_a_rank_that_stalls_is_an_error_and_can_be_mended(pool: Pool, seed: int) -> None:
-    results = pool(2).run(stalls, seed, replace=True)
-    assert "reduce_bucket" in results[0][0]
-    assert all(took < 12 for _, took in results)
 
 
 # -- the thread of the CPU ------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from tests.optim import layerwise
 from tests.optim.layerwise import (
-    DIM,
     OPTIMIZERS,
     batch,
     before_ops,
@@ -27,15 +26,13 @@ from tests.optim.layerwise import (
     weights,
 )
 from tests.support.pool import Pool
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from interlace.comm.host import registered
 from interlace.errors import BackendError
 from interlace.ir import Collective
-from interlace.optim import AdamW, LayerWise
+from interlace.optim import LayerWise
 from interlace.optim.bucket_runs import BucketRuns
 from interlace.optim.layer_wise.optimizer import by_copies_if_possible
 from interlace.options import Options, Transport
@@ -104,13 +101,6 @@ def unmapped(seed: int) -> tuple[list[bool], list[str]]:
 def test_gathers_where_a_rank_cannot_share_memory(pool: Pool, seed: int) -> None:
     """All ranks fall back, and the weights have the same bits."""
     assert pool(3).run(unmapped, seed) == [([False, True], [])] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_hundred_steps(pool: Pool, world: int, optimizer: str, seed: int) -> None:
-    assert pool(world).run(both_ways, seed, 200, optimizer, timeout_s=300) == [[]] * world
 
 
 def recorded(seed: int, steps: int, optimizer: str) -> tuple[Grads, dict[str, torch.Tensor]]:
@@ -274,71 +264,3 @@ def dropped(seed: int) -> list[str]:
 
 def test_gathers_end_without_their_optimizer(pool: Pool, seed: int) -> None:
     assert pool(2).run(dropped, seed) == [[], []]
-
-
-def in_bf16(seed: int) -> list[str]:
-    """Parameters of two types, with masters beside them; what differs between the ways."""
-    made = []
-    for overlap in (True, False):
-        module = model(seed, lambda: nn.Sequential(nn.Linear(DIM, DIM), Rounded()))
-        plain = AdamW(module.parameters(), lr=0.01, master_weights="remainder")
-        facts: Any = {"overlap_param_gather": overlap, "check_replicas_every": 1}
-        with slowly(seed if overlap else None):
-            optimizing = LayerWise(plain, module, layerwise.mesh(), bucket_bytes=512, **facts)
-        with optimizing:
-            train(optimizing, module, seed, range(8))
-        made.append(weights(module))
-        assert {p.dtype for p in module.parameters()} == {torch.float32, torch.bfloat16}
-    return differing(*made)
-
-
-class Rounded(nn.Linear):
-    """A layer in bf16 among others."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM, 8, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.bfloat16()).float()
-
-
-def test_parameters_of_two_types(pool: Pool, seed: int) -> None:
-    assert pool(2).run(in_bf16, seed) == [[], []]
-
-
-def apart(seed: int) -> list[str]:
-    """Experts, with replicas in pairs of ranks, have a LayerWise of their own in the same model."""
-    made, rank = [], dist.get_rank()
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
-    for overlap in (True, False):
-        module = model(seed)
-        experts = [*module.blocks[1].parameters()]
-        torch.manual_seed(seed + rank % 2)
-        for param in experts:
-            nn.init.normal_(param)
-        rest = [p for p in module.parameters() if all(p is not other for other in experts)]
-        facts: Any = {"overlap_param_gather": overlap, "bucket_bytes": layerwise.SMALL}
-        with slowly(seed if overlap else None):
-            optimizing = [
-                LayerWise(torch.optim.AdamW(experts, lr=0.01), module, both["replica"], **facts),
-                LayerWise(torch.optim.AdamW(rest, lr=0.01), module, layerwise.mesh(), **facts),
-            ]
-        for step in range(6):
-            module(batch(seed, step)).square().mean().backward()
-            for each in optimizing:
-                each.step()
-                each.zero_grad()
-        for each in optimizing:
-            each.close()
-        found: list[Any] = [None] * 4
-        dist.all_gather_object(found, weights(module))
-        for name, value in found[rank].items():
-            alike = [other for other in range(4) if torch.equal(found[other][name], value)]
-            wanted = [rank % 2, rank % 2 + 2] if "blocks.1" in name else [0, 1, 2, 3]
-            assert alike == wanted, name
-        made.append(found[rank])
-    return differing(*made)
-
-
-def test_groups_of_experts_are_kept_apart(pool: Pool, seed: int) -> None:
-    assert pool(4).run(apart, seed) == [[]] * 4

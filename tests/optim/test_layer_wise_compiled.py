@@ -71,6 +71,7 @@ def trained(
             optimizing.step()
             optimizing.zero_grad()
             losses.append(loss.item())
+        assert not any("_orig_mod" in name for name in optimizing.state_dict()["state"])
         weights = {
             name: p.to_local().clone() if hasattr(p, "to_local") else p.detach().clone()
             for name, p in module.named_parameters()

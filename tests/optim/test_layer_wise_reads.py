@@ -39,7 +39,7 @@ def saved(module: nn.Module, _: object) -> torch.Tensor:
     return flat(other)
 
 
-def twin(module: nn.Module, _: object) -> torch.Tensor:
+def reference(module: nn.Module, _: object) -> torch.Tensor:
     other = copy.deepcopy(module)
     assert {type(param) for param in other.parameters()} == {nn.Parameter}
     assert other(torch.ones(2, DIM)).shape == (2, 8)
@@ -77,7 +77,7 @@ READS: dict[str, Read] = {
     "a Parameter copied": lambda _, held: [copy.copy(param).tolist() for param in held],
     "state_dict": lambda module, _: [value.tolist() for value in module.state_dict().values()],
     "another module": loaded,
-    "deepcopy": twin,
+    "deepcopy": reference,
     "torch.save": saved,
     "written in place": written,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import math
 import pickle
@@ -22,10 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from interlace.errors import OptimizerError
+from interlace.errors import OptimizerError, OptionError
 from interlace.nn import GroupedLinear
 from interlace.optim import AdamW, Muon, muon_groups
 from interlace.optim.muon.newton_schulz import (
+    FORMER_SETS,
     coefficients,
     flops,
     gram_pays,
@@ -303,11 +305,12 @@ def test_parts_are_matrices_of_their_own(batched: bool, seed: int) -> None:
         ((5,), {}, "use_muon=False"),
         ((8, 4), {"split_sizes": (4, 2)}, "add up to 6"),
         ((8, 4), {"head_dim": 3}, "not heads of head_dim=3"),
-        ((8, 4), {"split_dim": 1}, "columns are not cut any more. fix"),
+        ((8, 4), {"split_dim": 1}, "fix: leave it out: columns are not cut"),
         ((8, 4), {"lr": -1.0}, "cannot be negative"),
         ((8, 4), {"momentum": -0.5}, "cannot be negative"),
         ((8, 4), {"ns_steps": 100}, "from 1 to 99"),
-        ((8, 4), {"ns_coefficients": "polar_express"}, "sets have no names. fix"),
+        ((8, 4), {"ns_coefficients": "polar_express"}, "sets have no names any more. fix"),
+        ((8, 4), {"ns_coefficients": "other"}, "three numbers"),
         ((8, 4), {"ns_coefficients": (1.0, 2.0)}, "three numbers"),
         ((8, 4), {"adjust_lr_fn": "magic"}, "match_rms_adamw"),
         ((8, 4), {"lr": torch.ones(2)}, "give it one"),
@@ -321,6 +324,13 @@ def test_errors_say_what_to_do(shape: Any, options: Any, told: str) -> None:
     with pytest.raises(OptimizerError, match=told):
         optimizer.add_param_group({"params": params_of(1, [shape]), **options})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_removed_option_is_refused_with_its_replacement() -> None:
+    with pytest.raises(OptionError, match="split_dim is no option of Muon any more"):
+        Muon(params_of(0, [(8, 4)]), split_dim=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'split'"):
+        Muon(params_of(0, [(8, 4)]), split=1)
 
 
 def test_gradients_that_are_no_matrices_are_refused() -> None:
@@ -508,6 +518,24 @@ def test_torchs_checkpoint_is_loaded_and_another_kind_is_not(seed: int) -> None:
     rest = Muon([{"params": params_of(seed, SHAPES), "use_muon": False}])
     with pytest.raises(OptimizerError, match="use_muon=False here and True"):
         rest.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", FORMER_SETS)
+def test_a_named_set_is_refused_with_its_numbers(name: str) -> None:
+    """Following the fix gives the coefficients that the name had, for each number of steps."""
+    triples = FORMER_SETS[name]
+    for steps in (1, 5, 12):
+        optimizer = Muon(params_of(0, [(4, 6)]), ns_steps=steps)
+        state = optimizer.state_dict()
+        state["param_groups"][0].update(ns_coefficients=name, ns_steps=steps)
+        with pytest.raises(OptimizerError, match="fix: give the numbers of this one") as caught:
+            optimizer.load_state_dict(state)
+        numbers = ast.literal_eval(str(caught.value).rpartition("ns_coefficients=")[2])
+        state["param_groups"][0]["ns_coefficients"] = numbers
+        optimizer.load_state_dict(state)
+        cycles, last = name in ("quintic", "aol"), len(triples) - 1
+        wanted = [triples[n % len(triples) if cycles else min(n, last)] for n in range(steps)]
+        assert coefficients(optimizer.param_groups[0]["ns_coefficients"], steps) == tuple(wanted)
 
 
 def test_a_momentum_of_another_shape_is_refused(seed: int) -> None:

@@ -5,7 +5,7 @@
     y = matmul(x8, w8, torch.bfloat16)          # x @ weight.T
 
 recipe.py    which formats, whose maximum, how a scale is rounded
-rule.py      amax, scale and cast in plain torch: the twin, and the CPU's path
+rule.py      amax, scale and cast in plain torch: the reference, and the CPU's path
 kernel.py    the same as Triton kernels
 data.py      rows that carry their scale;  quantization.py: makes them
 products.py  GEMMs of such rows, and the weight gradient over shards

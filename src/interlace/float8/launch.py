@@ -143,7 +143,7 @@ def amax_into(found: Tensor, x: Tensor) -> None:
 def quantize(
     x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
 ) -> None:
-    """`quantize_twin` of a matrix that is not empty."""
+    """`quantize_reference` of a matrix that is not empty."""
     (rows, columns), device, by_row = x.shape, x.device, amax is None
     either = across if packed is None else packed
     assert either is not None
@@ -199,7 +199,7 @@ def _guesses(device: torch.device) -> int:
 
 
 def turn(packed: Tensor, by: Tensor | None, blocks: int, across: Tensor) -> None:
-    """`turn_twin` of a matrix that is not empty."""
+    """`turn_reference` of a matrix that is not empty."""
     rows, columns = len(packed), len(across)
     tiles = -(-rows // CAST_TILE["BM"]) * -(-columns // CAST_TILE["BK"])
     with on(packed.device):

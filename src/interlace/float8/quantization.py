@@ -1,4 +1,4 @@
-"""Quantises a tensor: checks it, then the kernels on CUDA and the twin elsewhere.
+"""Quantises a tensor: checks it, then the kernels on CUDA and the reference elsewhere.
 
     x8 = quantize(x, E4M3, recipe, transpose=True)
 
@@ -33,7 +33,7 @@ from torch import Tensor
 from interlace.errors import InputError, UnsupportedError
 from interlace.float8.data import Float8Data, numbers, scales, width
 from interlace.float8.recipe import FORMATS, Recipe
-from interlace.float8.rule import amax_twin, cast_twin, scale_of
+from interlace.float8.rule import amax_reference, cast_reference, scale_of
 
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 CAPABILITY, BY_KERNEL = (8, 9), (9, 0)
@@ -112,7 +112,7 @@ def amax_into(found: Tensor, x: Tensor) -> None:
     if launch := kernels(x):
         launch.amax_into(found, x)
     else:
-        found.copy_(amax_twin(x))
+        found.copy_(amax_reference(x))
 
 
 def quantize_into(
@@ -123,20 +123,20 @@ def quantize_into(
     `amax` has the maximum; without it each row has its scale.
     """
     launch = kernels(x)
-    (launch.quantize if launch else quantize_twin)(x, recipe, amax, packed, across)
+    (launch.quantize if launch else quantize_reference)(x, recipe, amax, packed, across)
 
 
-def quantize_twin(
+def quantize_reference(
     x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
 ) -> None:
     """`quantize_into` in plain torch."""
     for matrix, into in ((x, packed), (x.t(), across)):
         if into is not None:
             largest = torch.finfo(into.dtype).max
-            found = amax_twin(matrix, 1) if amax is None else amax.amax().reshape(1, 1)
+            found = amax_reference(matrix, 1) if amax is None else amax.amax().reshape(1, 1)
             scale = scale_of(found, largest, recipe)
             into.view(torch.uint8).zero_()
-            numbers(into)[:, : matrix.shape[1]] = cast_twin(matrix, scale, into.dtype)
+            numbers(into)[:, : matrix.shape[1]] = cast_reference(matrix, scale, into.dtype)
             scales(into).copy_(1 / scale)
 
 
@@ -147,10 +147,10 @@ def turn_into(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) ->
     if launch := kernels(packed):
         launch.turn(packed, by, blocks, across)
     else:
-        turn_twin(across, packed, by, blocks)
+        turn_reference(across, packed, by, blocks)
 
 
-def turn_twin(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) -> None:
+def turn_reference(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) -> None:
     """`turn_into` in plain torch."""
     rows, columns = len(packed), len(across)
     value, total = numbers(packed)[:, :columns], torch.ones(())
@@ -160,7 +160,7 @@ def turn_twin(across: Tensor, packed: Tensor, by: Tensor | None, blocks: int) ->
         inverse = inverse if by is None else inverse * scales(by)[:: rows // blocks]
         total = inverse.amax()
         share = torch.where(total > 0, inverse / total, 0.0).repeat_interleave(rows // blocks, 0)
-        found = cast_twin(value, share, packed.dtype).view(torch.uint8)
+        found = cast_reference(value, share, packed.dtype).view(torch.uint8)
     across.view(torch.uint8).zero_()
     across[:, :rows] = found.t().view(packed.dtype)
     scales(across).copy_(total)

@@ -1,7 +1,7 @@
-"""Current scaling in plain torch, one fp32 operation after another: the twin of kernel.py.
+"""Current scaling in plain torch, one fp32 operation after another: the reference of kernel.py.
 
-    scale = scale_of(amax_twin(x), 448.0, Recipe())
-    data = cast_twin(x, scale, torch.float8_e4m3fn)     # and scale_inv = 1 / scale
+    scale = scale_of(amax_reference(x), 448.0, Recipe())
+    data = cast_reference(x, scale, torch.float8_e4m3fn)     # and scale_inv = 1 / scale
 
 The rule is TransformerEngine's `Float8CurrentScaling`, bit for bit (docs/how-to/fp8.md).
 """
@@ -16,7 +16,7 @@ from interlace.float8.recipe import Recipe
 MAX = torch.finfo(torch.float32).max
 
 
-def amax_twin(x: Tensor, dim: int | None = None) -> Tensor:
+def amax_reference(x: Tensor, dim: int | None = None) -> Tensor:
     """The largest magnitude of all elements [1], or of each line along `dim` (kept); fp32.
 
     NaN does not count, and of nothing it is 0.
@@ -42,7 +42,7 @@ def scale_of(amax: Tensor, largest: float, recipe: Recipe) -> Tensor:
     return scale
 
 
-def cast_twin(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+def cast_reference(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
     """`x * scale`, saturated and rounded to nearest even; a NaN is byte 0x7F, whatever its sign."""
     most = torch.finfo(kind).max
     scaled = (x.float() * scale).clamp_(-most, most)  # torch's own cast saturates in some versions

@@ -1,4 +1,4 @@
-"""Kernels of our own, each beside its plain-torch twin. A Call names them `interlace.<kernel>`.
+"""Kernels of our own, each beside its reference in torch. A Call names them `interlace.<kernel>`.
 
     >>> sum_slots(torch.ones(4, 2))
     tensor([4., 4.])
@@ -26,10 +26,10 @@ def sum_slots(slots: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.
 
         if sums.serves(slots, out):
             return sums.sum_slots_cuda(slots, out)
-    return sum_slots_twin(slots, out=out)
+    return sum_slots_reference(slots, out=out)
 
 
-def sum_slots_twin(slots: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def sum_slots_reference(slots: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """The same in plain torch, for any type and device."""
     narrow = slots.is_floating_point() and slots.dtype.itemsize < 4
     wide = torch.float32 if narrow else slots.dtype
@@ -49,4 +49,4 @@ def sum_slots_twin(slots: torch.Tensor, *, out: torch.Tensor | None = None) -> t
 KERNELS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
     {"interlace.sum_slots": sum_slots}
 )
-"""The plain-torch twins, which are what the CPU runs: each returns its result, or fills `out`."""
+"""The references, which are what the CPU runs: each returns its result, or fills `out`."""

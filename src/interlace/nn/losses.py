@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from interlace.nn.cross_entropy.loss import REMOVED
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
+from interlace.optim.loading import refuse_removed
 
 
 class Loss(nn.Module):
@@ -30,11 +32,14 @@ class Loss(nn.Module):
             for name, param in params.items()
             if param.default is not param.empty and name not in tensors
         }
-        if unknown := sorted(options.keys() - self.defaults.keys()):
+        if unknown := sorted(options.keys() - self.defaults.keys() - REMOVED.keys()):
             raise TypeError(
                 f"{type(self).__name__} has no option {unknown[0]!r}: fix: take one of "
                 f"{', '.join(sorted(self.defaults))}"
             )
+        refuse_removed(
+            type(self).__name__, {n: options[n] for n in options if n in REMOVED}, REMOVED
+        )
         self.options = {**self.defaults, **options}
 
     def with_denominator(self, denominator: torch.Tensor | float | None) -> dict[str, Any]:

@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 import interlace
 from interlace.errors import ExecutorError
-from interlace.ir import Program, parse
+from interlace.ir import Program
+from interlace.ir.build import Builder, Handle
 from interlace.optim.layer_wise.ownership import BucketPlan
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -55,36 +56,51 @@ def all_reduced(
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A region of memory that goes from one rank to another, with its place at each."""
+    """A region of memory that goes from one rank to another, with its place at each. (A place that
+    lies on a rank which does not act is not needed: None.)
+    """
 
     source: int
     target: int
-    sent: str
-    taken: str
+    sent: Handle | None
+    taken: Handle | None
 
 
-def moved(moves: Sequence[Move], rank: int, team: str, way: str) -> list[str]:
-    """This rank's part of moves: one group of messages; or targets `get` from the registered memory
-    of sources; or sources `put` into that of targets. Who does that waits for each peer in turn.
+def write_moves(p: Builder, moves: Sequence[Move], rank: int, team: str, how: str) -> None:
+    """Writes this rank's part of moves: one group of messages; or targets `get` from the registered
+    memory of sources; or sources `put` into that of targets. Who does that waits for each peer in
+    turn.
     """
     sent = [(move, move.target) for move in moves if move.source == rank]
     taken = [(move, move.source) for move in moves if move.target == rank]
-    if way == "messages":
-        parts = [
-            *(f"send({move.sent}, peer={peer}, team={team})" for move, peer in sent),
-            *(f"recv({move.taken}, peer={peer}, team={team})" for move, peer in taken),
-        ]
-        return [f"group({', '.join(parts)}"] if parts else []
-    acting, waiting = (taken, sent) if way == "get" else (sent, taken)
+    if how == "messages":
+        if sent or taken:
+            with p.group():
+                for move, peer in sent:
+                    p.send(_known(move.sent), peer, team=team)
+                for move, peer in taken:
+                    p.recv(_known(move.taken), peer, team=team)
+        return
+    acting, waiting = (taken, sent) if how == "get" else (sent, taken)
+    write = p.get if how == "get" else p.put
     peers = dict.fromkeys(peer for _, peer in acting)
     others = sorted({peer for _, peer in waiting})
-    ops = [f"notify(there, to={peer}, team={team}" for peer in others]
+    for peer in others:
+        p.notify("there", peer, team=team)
     for peer in peers:
-        ops.append(f"expect(there, {peer}, team={team}")
-        own = (move for move, other in acting if other == peer)
-        ops += [f"{way}({move.sent}, {move.taken}, peer={peer}, team={team}" for move in own]
-    ops += [f"notify(over, to={peer}, team={team}" for peer in peers]
-    return ops + [f"expect(over, {peer}, team={team}" for peer in others]
+        p.expect("there", peer, team=team)
+        for move, other in acting:
+            if other == peer:
+                write(_known(move.sent), _known(move.taken), peer=peer, team=team)
+    for peer in peers:
+        p.notify("over", peer, team=team)
+    for peer in others:
+        p.expect("over", peer, team=team)
+
+
+def _known(place: Handle | None) -> Handle:
+    assert place is not None
+    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,54 +117,50 @@ class BucketExchange:
     """True if weights are copied from their owners' memory: on GPUs by copy engines, which leave
     every SM to the updates and the forward, while a collective would wait on some of them."""
 
-    def reduced(self, name: str, flat: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
+    def reduced(self, name: str, tensor: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
         """Gradients: shards are reduced, and what another rank owns of a shard goes to it."""
-        moves = [_move(m.holder, m.owner, m.start, m.stop) for m in self.plan.messages()]
-        way = "get" if self.peer else "messages"
-        reduce = f'reduce_scatter(flat, flat[dp.rank], reduce="{REDUCES[op]}", team=dp'
-        ops = [reduce, *moved(moves, rank, "dp", way)]
-        shared = self.peer and bool(moves)
-        return self._program(name, flat, ops, ranks, rank if moves else None, shared=shared)
+        messages = self.plan.messages()
+        with interlace.program(name, mesh={"dp": ranks}) as p:
+            flat = self._flat(p, tensor, shared=self.peer and bool(messages))
+            moves = [_move(flat, m.holder, m.owner, m.start, m.stop) for m in messages]
+            with p.stream("comm"), p.module(self.about):
+                p.reduce_scatter(flat, flat[p.dp.rank], reduce=REDUCES[op])
+                write_moves(p, moves, rank, "dp", "get" if self.peer else "messages")
+        return p.program.instantiate(rank) if messages else p.program
 
-    def gathered(self, name: str, flat: torch.Tensor, ranks: int, rank: int) -> Program:
+    def gathered(self, name: str, tensor: torch.Tensor, ranks: int, rank: int) -> Program:
         """Weights: what lies in others' shards goes there, and the shards are gathered; or, by
         `copies`, each rank gets what the others own.
         """
-        if self.copies and ranks > 1:
-            moves = [
-                _move(owner, reader, *bounds)
-                for owner, bounds in enumerate(pairwise(self.plan.bounds))
-                for reader in range(ranks)
-                if reader != owner and bounds[0] < bounds[1]
-            ]
-            moves.sort(key=lambda move: (move.source - rank) % ranks)  # each begins with another
-            ops = moved(moves, rank, "dp", "get")
-            return self._program(name, flat, ops, ranks, rank, shared=True)
-        moves = [_move(m.owner, m.holder, m.start, m.stop) for m in self.plan.messages()]
-        ops = [*moved(moves, rank, "dp", "messages"), "all_gather(flat[dp.rank], flat, team=dp"]
-        return self._program(name, flat, ops, ranks, rank if moves else None)
+        copies, messages = self.copies and ranks > 1, self.plan.messages()
+        with interlace.program(name, mesh={"dp": ranks}) as p:
+            flat = self._flat(p, tensor, shared=copies)
+            with p.stream("comm"), p.module(self.about):
+                if copies:
+                    moves = [
+                        _move(flat, owner, reader, *bounds)
+                        for owner, bounds in enumerate(pairwise(self.plan.bounds))
+                        for reader in range(ranks)
+                        if reader != owner and bounds[0] < bounds[1]
+                    ]
+                    # each rank begins with another
+                    moves.sort(key=lambda move: (move.source - rank) % ranks)
+                    write_moves(p, moves, rank, "dp", "get")
+                else:
+                    moves = [_move(flat, m.owner, m.holder, m.start, m.stop) for m in messages]
+                    write_moves(p, moves, rank, "dp", "messages")
+                    p.all_gather(flat[p.dp.rank], flat)
+        return p.program.instantiate(rank) if copies or messages else p.program
 
-    def _program(
-        self,
-        name: str,
-        flat: torch.Tensor,
-        ops: Sequence[str],
-        ranks: int,
-        rank: int | None,
-        *,
-        shared: bool = False,
-    ) -> Program:
-        """The ops, all on one buffer; with a rank, for that one alone. `shared`: peers read it."""
-        registered = ".registered(dp)" if shared else ""
-        kind = f"{NAMES[flat.dtype]}[{flat.numel()}]{registered}"
-        lines = [f'    comm: {op}, loc="{self.about}")' for op in ops]
-        program = parse("\n".join([f"def {name}(dp: Team[{ranks}], flat: {kind}):", *lines]))
-        return program if rank is None else program.instantiate(rank)
+    def _flat(self, p: Builder, tensor: torch.Tensor, *, shared: bool) -> Handle:
+        """The one buffer; `shared`: peers read it."""
+        registered = "dp" if shared else None
+        return p.input("flat", NAMES[tensor.dtype], (tensor.numel(),), registered=registered)
 
 
-def _move(source: int, target: int, start: int, stop: int) -> Move:
+def _move(flat: Handle, source: int, target: int, start: int, stop: int) -> Move:
     """A region that has the same place in both buffers."""
-    return Move(source, target, f"flat[{start}:{stop}]", f"flat[{start}:{stop}]")
+    return Move(source, target, flat[start:stop], flat[start:stop])
 
 
 class BucketRuns:

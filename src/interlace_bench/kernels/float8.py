@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.float8 import E4M3, Recipe, convert_to_float8, quantize
-from interlace.float8.rule import amax_twin, cast_twin, scale_of
+from interlace.float8.rule import amax_reference, cast_reference, scale_of
 from interlace_bench.kernels.case import (
     BOTH,
     OURS,
@@ -61,8 +61,8 @@ def cast_case(rows: int, columns: int, dtype: torch.dtype, device: torch.device)
     x = torch.randn(rows, columns, device=device).to(dtype)
 
     def plain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scale = scale_of(amax_twin(x), torch.finfo(E4M3).max, Recipe())
-        data = cast_twin(x, scale, E4M3)
+        scale = scale_of(amax_reference(x), torch.finfo(E4M3).max, Recipe())
+        data = cast_reference(x, scale, E4M3)
         return data, data.t().contiguous(), 1 / scale
 
     data, across, _ = plain(x)

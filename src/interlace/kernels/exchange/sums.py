@@ -1,4 +1,4 @@
-"""`interlace.sum_slots` on the GPU: the twin is in kernels/__init__.py, and the bits are the same.
+"""`interlace.sum_slots` on the GPU, with the bits of the reference in kernels/__init__.py.
 
 total = sum_slots_cuda(slots)                  # slots: [W, ...], any stride between them
 

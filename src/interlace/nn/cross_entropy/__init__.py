@@ -3,6 +3,6 @@
 loss.py         the loss of logits, its checks, and targets that are no class
 linear_loss.py  the loss of a linear layer;  chunks.py: of some rows at a time
 vocabulary.py   classes that are cut over ranks
-steps.py        what the losses call, between which ranks exchange;  twin.py: in plain torch
+steps.py        what the losses call, between which ranks exchange;  reference.py: in plain torch
 launch.py       in Triton: launches;  layout.py: how they are cut;  kernel.py: the kernels
 """

@@ -99,6 +99,7 @@ class Chunks:
         for wait in sums:
             wait()
         if not losses:
+            self.setup.ready()
             return steps.alone(self._problem(self._buffer(operands), 0, 0))
         if len(losses) == 1:
             return losses[0], kept[0]

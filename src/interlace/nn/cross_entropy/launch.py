@@ -164,7 +164,7 @@ def count(problem: Problem) -> torch.Tensor:
     found = torch.empty((), dtype=torch.float32, device=target.device)
     launch(
         "count_kernel", (1, 1), (target, found, shards.sizes),
-        (target.numel(), shards.offset, shards.classes, problem.terms.ignore_index),
+        (target.numel(), 0, shards.classes, problem.terms.ignore_index),
         (("RANK", shards.rank), ("WORLD", shards.world), ("MEASURED", shards.sizes is not None),
          ("BLOCK", 1024)),
     )  # fmt: skip

@@ -118,6 +118,6 @@ class KernelRows:
             logits = logits.as_strided((1,), (1,), logits.storage_offset() - skew)
         self.cut, self.rows, self.logits = cut, cut.rows, logits
         self.numbers = (
-            cut.rows, cut.local, shards.offset, shards.classes, problem.terms.ignore_index,
+            cut.rows, cut.local, 0, shards.classes, problem.terms.ignore_index,
             *cut.places, problem.first_row,
         )  # fmt: skip

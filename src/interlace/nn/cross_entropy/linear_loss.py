@@ -6,7 +6,6 @@ loss = linear_cross_entropy(hidden, weight, target, group=tp)      # some classe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,17 @@ import torch
 from interlace.errors import InputError
 from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.cross_entropy.chunks import Chunks, Operands
-from interlace.nn.cross_entropy.loss import LOGITS, LossSetup, Reduction, terms_of
+from interlace.nn.cross_entropy.loss import (
+    LOGITS,
+    REMOVED,
+    LossSetup,
+    Reduction,
+    facts_of,
+    terms_of,
+)
 from interlace.nn.cross_entropy.steps import steps_for
 from interlace.nn.cross_entropy.vocabulary import refuse_dtensors
+from interlace.optim.loading import refuse_removed
 from interlace.optim.untraced import eager
 
 
@@ -36,10 +43,10 @@ def linear_cross_entropy(
     softcap: float | None = None,
     denominator: torch.Tensor | float | None = None,
     check_targets: bool = False,
-    shard_sizes: Sequence[int] | None = None,
     chunk_size: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
     overlap: bool = True,
+    **removed: object,
 ) -> torch.Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` without the logits in memory.
 
@@ -58,10 +65,10 @@ def linear_cross_entropy(
         target: (...), int64 or int32.
         bias: (classes,), as the weight.
         class_weight, ignore_index, reduction, label_smoothing, group: see `cross_entropy`.
-        z_loss, softcap, denominator, check_targets, shard_sizes: see `cross_entropy`.
+        z_loss, softcap, denominator, check_targets: see `cross_entropy`.
         chunk_size: rows at a time, as many on all ranks. By default a seventh of them, at most as
-            many as make 200 million logits (380 MiB in bfloat16; with a group and no `shard_sizes`,
-            4096 rows) and at least 256: two chunks are held with a group, one without.
+            many as make 200 million logits (380 MiB in bfloat16; with a group, 4096 rows) and at
+            least 256: two chunks are held with a group, one without.
         accumulate_dtype: the type in which the gradients of weight and bias are added up over
             chunks, and held until backward. By default the weight's own: a sum is rounded once a
             chunk, and becomes the gradient itself. float32 rounds once in all, and holds twice the
@@ -74,8 +81,9 @@ def linear_cross_entropy(
         The loss in float32 (float64 for float64): a scalar, or (...) for "none".
 
     Raises:
-        TargetError, InputError: as `cross_entropy`.
+        TargetError, InputError, AgreementError: as `cross_entropy`.
     """
+    refuse_removed("linear_cross_entropy", removed, REMOVED)
     refuse_dtensors(hidden=hidden, weight=weight, target=target, bias=bias)
     refuse_dtensors(class_weight=class_weight, denominator=denominator)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
@@ -86,12 +94,15 @@ def linear_cross_entropy(
     terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, softcap, denominator)
     if chunk_size is not None and chunk_size < 1:
         raise InputError(f"chunk_size is {chunk_size}: take a positive number of rows")
-    setup = LossSetup.of(
-        target, hidden.device, weight.shape[0], terms, group, shard_sizes, check_targets
-    )
     if not torch.is_grad_enabled():  # `needs_input_grad` asks only the tensors themselves
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
+    facts = facts_of(
+        hidden, target, class_weight, terms, reduction,
+        **{"chunk_size": chunk_size or 0, "overlap": overlap,
+           "requires_grad of hidden": hidden.requires_grad},
+    )  # fmt: skip
+    setup = LossSetup.of(target, hidden.device, weight.shape[0], terms, group, facts, check_targets)
     rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
     chunks = Chunks(
         target=target.reshape(-1).contiguous(),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -30,11 +30,17 @@ from interlace.nn.autograd import first_order
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word, steps_for
 from interlace.nn.cross_entropy.vocabulary import Waiting, find_shards, gather, refuse_dtensors
 from interlace.nn.groups import group_of
+from interlace.optim.loading import refuse_removed
 from interlace.optim.untraced import eager
 
 Reduction = Literal["none", "mean", "sum"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+REMOVED = {
+    "shard_sizes": "leave it out: each call gathers the ranks' numbers of classes, with what shows "
+    "that all give the same arguments",
+}
+"""Options of former releases, and what serves instead."""
 
 
 @eager
@@ -51,7 +57,7 @@ def cross_entropy(
     softcap: float | None = None,
     denominator: torch.Tensor | float | None = None,
     check_targets: bool = False,
-    shard_sizes: Sequence[int] | None = None,
+    **removed: object,
 ) -> torch.Tensor:
     """The cross-entropy between logits and the indices of classes.
 
@@ -80,8 +86,6 @@ def cross_entropy(
             (no gradient flows to it). Under data parallelism, the number of tokens of all ranks
             over the number of ranks makes the averaged gradients exact.
         check_targets: raise `TargetError` at once. The host waits for the device.
-        shard_sizes: the number of classes of each rank of the group. Without it each call gathers
-            them on the device, besides the one small collective that the loss needs.
 
     Returns:
         The loss in float32 (float64 for float64 logits): a scalar, or (...) for "none".
@@ -91,12 +95,15 @@ def cross_entropy(
             the next call of a loss or of `raise_pending` raises, once the device has computed
             this one; with `check_targets`, this call raises.
         InputError: shapes, dtypes or options do not fit.
+        AgreementError: ranks of the group give other arguments (on CUDA, once for each set).
     """
+    refuse_removed("cross_entropy", removed, REMOVED)
     refuse_dtensors(logits=logits, target=target, weight=weight, denominator=denominator)
     check_inputs(logits, target, weight)
     terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, softcap, denominator)
+    facts = facts_of(logits, target, weight, terms, reduction)
     setup = LossSetup.of(
-        target, logits.device, logits.shape[-1], terms, group, shard_sizes, check_targets
+        target, logits.device, logits.shape[-1], terms, group, facts, check_targets
     )
     return CrossEntropy.apply(logits, target.contiguous(), weight, setup, reduction, denominator)
 
@@ -120,14 +127,16 @@ class LossSetup:
         classes: int,
         terms: Terms,
         group: Any,
-        shard_sizes: Sequence[int] | None,
+        facts: Mapping[str, int],
         check_targets: bool,
     ) -> LossSetup:
-        """Raises what earlier calls noted; starts to gather the ranks' numbers of `classes`."""
+        """Raises what earlier calls noted; starts to gather the ranks' numbers of `classes`, and
+        their `facts`.
+        """
         notes = notes_of("cuda" if device.type == "cuda" else "cpu")
         notes.check()
         group = group_of(group)
-        shards, ready = find_shards(group, classes, shard_sizes, device)
+        shards, ready = find_shards(group, classes, facts, device)
         if check_targets:
             ready()
             count = shards.classes if shards.sizes is None else int(shards.sizes.sum())
@@ -175,6 +184,30 @@ class CrossEntropy(torch.autograd.Function):
         with torch.no_grad():
             grad = steps_for(logits).gradient(problem, kept, upstream, divisor)
         return (first_order(grad), *(None,) * 5)
+
+
+def facts_of(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    terms: Terms,
+    reduction: str,
+    **more: int,
+) -> dict[str, int]:
+    """Arguments that all ranks of a group give alike, as numbers: vocabulary.py's FACTS."""
+    return {
+        "rows": target.numel(),
+        "chunk_size": 0,
+        "dtype": LOGITS.index(logits.dtype),
+        "reduction='none'": reduction == "none",
+        "overlap": 0,
+        "label_smoothing": terms.smoothing != 0.0,
+        "class weights": weight is not None,
+        "z_loss": terms.z_loss != 0.0,
+        "softcap": terms.softcap != 0.0,
+        "requires_grad of hidden": 0,
+        **more,
+    }
 
 
 def check_inputs(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> None:

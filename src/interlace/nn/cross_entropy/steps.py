@@ -8,7 +8,7 @@
 
 Several ranks gather what `steps.pack` makes of the stats, and all finish from the same numbers in
 the same order: their losses are the same bits. The steps are Triton kernels on CUDA (launch.py) and
-plain torch elsewhere and for float64 (twin.py); both have these functions:
+plain torch elsewhere and for float64 (reference.py); both have these functions:
 
     stats(problem)                  [parts, K, rows]: maximum, sum of exponentials, ... of each row
     pack(problem, stats)            [K, rows]: parts joined, and the target's logit
@@ -53,26 +53,25 @@ LARGE = 48_000
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Layout of the classes on the ranks: this one has some from `offset` on, of `classes` in all.
-
-    Where `sizes` is given (int64, one for each rank, on the device) the kernels read both there.
+    """Layout of the classes on the ranks: those of one rank alone, or of several, whose `sizes`
+    (int64, one for each rank) lie on the device, where kernels read them.
     """
 
     rank: int
     world: int
-    offset: int
     classes: int
+    """All classes, where one rank has them; else 0."""
     sizes: torch.Tensor | None = None
 
     @property
     def each(self) -> int:
         """The classes of a rank as all ranks reckon them alike, whatever they have."""
-        return LARGE if self.sizes is not None else -(-self.classes // self.world)
+        return LARGE if self.sizes is not None else self.classes
 
     @staticmethod
     def alone(classes: int) -> Shards:
         """All classes on this rank."""
-        return Shards(0, 1, 0, classes)
+        return Shards(0, 1, classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ def new_word(kind: str) -> torch.Tensor:
 
 
 def steps_for(logits: torch.Tensor) -> ModuleType:
-    """The kernels, or their twin."""
+    """The kernels, or their reference."""
     return _steps(logits.is_cuda and logits.dtype in FAST)
 
 
@@ -122,6 +121,6 @@ def _steps(fast: bool) -> ModuleType:
         from interlace.nn.cross_entropy import launch as cross_entropy_launch
 
         return cross_entropy_launch
-    from interlace.nn.cross_entropy import twin as cross_entropy_twin
+    from interlace.nn.cross_entropy import reference as cross_entropy_reference
 
-    return cross_entropy_twin
+    return cross_entropy_reference

@@ -1,23 +1,40 @@
 """A vocabulary that is cut over the ranks of a group: who has which classes, and the exchange.
 
-Ranks may have different numbers of classes, or none. Without `shard_sizes` each call gathers the
-ranks' numbers on the device, which hides behind the reading of the logits: no rank relies on what
-another might have forgotten, and the host never waits.
+Ranks may have different numbers of classes, or none. Each call gathers the ranks' numbers on the
+device, which hides behind the reading of the logits.
+
+Note [Calls that agree]
+    Which collectives a call makes, and of which sizes, depends on its arguments: on the rows, the
+    chunk size, the terms of the loss, and whether `hidden` wants a gradient. So the first gather of
+    a call, of the same size whatever the arguments, brings them along, and ranks whose arguments
+    differ raise before the next one. A CPU compares them in each call. On CUDA the host would wait
+    for the device: it does so the first time that it meets these arguments (the number of rows
+    apart), and not while a graph is captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
-from interlace.errors import InputError
+from interlace.errors import AgreementError, InputError
 from interlace.nn.cross_entropy.steps import Shards
 from interlace.nn.groups import is_dtensor
 
 Waiting = Callable[[], object]
 """Makes the current stream wait for a communication (on the CPU: the host)."""
+FACTS: Mapping[str, int] = {
+    **{"rows": 1 << 30, "chunk_size": 1 << 24, "dtype": 4},
+    **dict.fromkeys(("reduction='none'", "overlap", "label_smoothing", "class weights"), 2),
+    **dict.fromkeys(("z_loss", "softcap", "requires_grad of hidden"), 2),
+}
+"""Arguments that ranks must give alike, each with a bound of its numbers: all fit into one."""
+
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+"""Arguments that a rank has compared with its peers', by group."""
 
 
 def done() -> None:
@@ -25,27 +42,58 @@ def done() -> None:
 
 
 def find_shards(
-    group: dist.ProcessGroup | None,
-    local: int,
-    sizes: Sequence[int] | None,
-    device: torch.device,
+    group: dist.ProcessGroup | None, local: int, facts: Mapping[str, int], device: torch.device
 ) -> tuple[Shards, Waiting]:
-    """The layout of the classes, and a wait that comes before its `sizes` are read."""
+    """The layout of the classes, and a wait that comes before its `sizes` are read, and raises
+    AgreementError where ranks give other `facts`: Note [Calls that agree].
+    """
     if group is None:
-        if sizes is not None and list(sizes) != [local]:
-            raise InputError(f"shard_sizes is {list(sizes)}: one rank has all {local} classes")
         return Shards.alone(local), done
-    rank, world = group.rank(), group.size()
-    if sizes is not None:
-        if len(sizes) != world or sizes[rank] != local:
-            raise InputError(
-                f"shard_sizes is {list(sizes)}: rank {rank} of {world} has {local} classes"
+    code = 0
+    for name, bound in FACTS.items():
+        code = code * bound + min(facts[name], bound - 1)
+    own = torch.full((2,), local, dtype=torch.int64, device=device)
+    own[1:].fill_(code)
+    both = own.new_empty(group.size(), 2)
+    sizes = own.new_empty(group.size())
+    pending = [start_gather(both, own, group)]
+
+    def ready() -> None:
+        if pending:
+            pending.pop()()
+            sizes.copy_(both[:, 0])
+            if _compares(group, code, device):
+                compare(both[:, 1].tolist(), dist.get_process_group_ranks(group))
+
+    return Shards(group.rank(), group.size(), 0, sizes), ready
+
+
+def _compares(group: dist.ProcessGroup, code: int, device: torch.device) -> bool:
+    """True if the host looks at the arguments of all ranks."""
+    if device.type != "cuda":
+        return True
+    without_rows = code % (1 << sum(bound.bit_length() - 1 for bound in [*FACTS.values()][1:]))
+    known = _compared.setdefault(group, set())
+    if without_rows in known or torch.cuda.is_current_stream_capturing():
+        return False
+    known.add(without_rows)
+    return True
+
+
+def compare(codes: list[int], ranks: list[int]) -> None:
+    """Raises AgreementError for the first argument that a rank gives otherwise than the first."""
+    for rank, code in zip(ranks, codes, strict=True):
+        one, other = codes[0], code
+        differ: list[str] = []
+        for name, bound in [*FACTS.items()][::-1]:
+            (one, ours), (other, theirs) = divmod(one, bound), divmod(other, bound)
+            if ours != theirs:
+                differ.append(f"rank {ranks[0]} has {name}={ours}, and rank {rank} {name}={theirs}")
+        if differ:
+            raise AgreementError(
+                f"ranks give a loss different arguments: {differ[-1]} (of an option that is on or "
+                "off, 1 or 0). fix: give all ranks of the group the same arguments"
             )
-        return Shards(rank, world, sum(sizes[:rank]), sum(sizes)), done
-    own = torch.full((1,), local, dtype=torch.int64, device=device)
-    all_sizes = torch.empty(world, dtype=torch.int64, device=device)
-    work = start_gather(all_sizes, own, group)
-    return Shards(rank, world, 0, 0, all_sizes), work
 
 
 def start_gather(into: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> Waiting:

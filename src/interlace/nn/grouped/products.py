@@ -10,7 +10,7 @@ by kernel   torch's grouped GEMM for the rows, our kernels (grouped/kernel.py) f
 by loop     a matmul for each group, for the CPU, fp32 and odd sizes: the bits of a loop of
             `torch.nn.Linear`. The host needs the sizes, and waits for them if they are on a GPU.
 
-The loop is the kernels' twin. A gradient is rounded once to the type of its buffer, then added
+The loop is the kernels' reference. A gradient is rounded once to the type of its buffer, then added
 there: as autograd does for a buffer of the parameter's own type; beside 16-bit operands an fp32
 buffer gets the fp32 product.
 """

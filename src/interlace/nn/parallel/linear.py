@@ -59,7 +59,7 @@ def all_gather_linear(
         group: a process group of this rank, or a DeviceMesh of one dimension.
         dim: the dimension of x that is gathered: any but the last. Unless it is the first, x is
             copied, and the output is a view that is not contiguous.
-        options: `interlace.Options`, or a mapping of them; `overlap=False` runs the serial twin.
+        options: `interlace.Options`, or a mapping of them; `overlap=False` runs the serial Program.
         recipe: multiplies in FP8, and x travels in FP8 (docs/how-to/fp8.md). K, N are multiples
             of 16. Of a scale for each tensor, x is saved in FP8 too.
 

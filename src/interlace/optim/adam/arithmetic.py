@@ -1,10 +1,10 @@
-"""Adam's arithmetic on one tensor, in plain torch: the twin of adam/kernel.py, and the CPU's path.
+"""Adam's arithmetic on one tensor, in torch: the reference of adam/kernel.py, and the CPU's path.
 
     spec = AdamSpec(p=torch.bfloat16, g=torch.bfloat16, m=torch.bfloat16, v=torch.bfloat16)
     row = scalars(1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
-    update_twin(spec, FlatParam(p, g, m, v), row, key=key_of(seed=0, index=0))
+    update_reference(spec, FlatParam(p, g, m, v), row, key=key_of(seed=0, index=0))
 
-All arithmetic is fp32, one IEEE operation after another and none contracted, so the twin and the
+All arithmetic is fp32, one IEEE operation after another and none contracted, so reference and
 kernel give the same bits on every device. What is stored in bf16 with loss is rounded to nearest
 or, where `AdamSpec.stochastic`, up with the probability of what would be cut off. Kingma and Ba,
 "Adam" (arXiv:1412.6980); Loshchilov and Hutter, "Decoupled weight decay" (arXiv:1711.05101).
@@ -212,7 +212,7 @@ def root(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
 
 
-def update_twin(
+def update_reference(
     spec: AdamSpec,
     flat: FlatParam,
     row: Scalars,

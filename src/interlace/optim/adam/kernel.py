@@ -1,4 +1,4 @@
-"""Adam for many tensors in one launch; the twin, the notes and the arithmetic are in arithmetic.py.
+"""Adam for many tensors in one launch; the reference and the notes are in arithmetic.py.
 
 A block takes one chunk of one tensor. `owners` (int32) gives the tensor of each block; the table
 has FIELDS words for each tensor: addresses, length and key; `dynamic` has what may change at each

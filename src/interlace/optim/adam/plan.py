@@ -1,7 +1,7 @@
 """Plan of one step over all parameters, worked out once and used for as long as nothing moves.
 
 Parameters of one kind on one GPU go in one launch (table.py). Others, which is all on a CPU, go
-one after another through the twin.
+one after another through the reference.
 
 Note [Steps]
     Every parameter has a step of its own, as in torch.optim, which the host counts. Counting
@@ -41,7 +41,7 @@ from interlace.optim.adam.arithmetic import (
     Scalars,
     key_of,
     scalars,
-    update_twin,
+    update_reference,
 )
 from interlace.optim.adam.state import KEPT, PARAM_DTYPES, check_param, local, master_of, ready
 from interlace.optim.grad_accumulator import placed_grad
@@ -156,7 +156,7 @@ def update_singly(entry: ParamEntry, grad: Tensor, row: Scalars) -> None:
     if w is not None and entry.spec.master == "remainder":
         w = w.view(torch.int16)
     flat = FlatParam(flatten(local(entry.param).detach()), flatten(grad), m, v, vmax, w)
-    update_twin(entry.spec, flat, row, key=entry.key, base=entry.base)
+    update_reference(entry.spec, flat, row, key=entry.key, base=entry.base)
 
 
 def refuse_overlap(entries: Sequence[ParamEntry]) -> None:

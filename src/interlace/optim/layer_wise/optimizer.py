@@ -44,7 +44,6 @@ from interlace.errors import (
     BackendError,
     GradientError,
     OptimizerError,
-    OptionError,
     ReplicaError,
     UnsupportedError,
 )
@@ -67,6 +66,7 @@ from interlace.optim.layer_wise.update_plan import (
     planned,
     uncompiled,
 )
+from interlace.optim.loading import refuse_removed
 from interlace.optim.untraced import eager
 from interlace.options import Options
 
@@ -142,7 +142,7 @@ class LayerWise:
         options: Options | None = None,
         **removed: object,
     ) -> None:
-        refuse_removed(removed)
+        refuse_removed("LayerWise", removed, REMOVED)
         if mesh.ndim != 1:
             raise OptimizerError(
                 f"the mesh has {mesh.ndim} dimensions: give one of them, such as mesh['dp']"
@@ -451,14 +451,6 @@ class LayerWise:
         index = len(self._runs.executors) - len(self._shared) + list(self._shared).index(name)
         self._runs.start(index)
         self._runs.wait(index)
-
-
-def refuse_removed(options: Mapping[str, object]) -> None:
-    """Raises OptionError for an option of a former release, TypeError for one that never was."""
-    for name in options:
-        if name not in REMOVED:
-            raise TypeError(f"LayerWise.__init__() got an unexpected keyword argument {name!r}")
-        raise OptionError(f"{name} is no option of LayerWise any more. fix: {REMOVED[name]}")
 
 
 @eager

@@ -39,8 +39,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+import interlace
 from interlace.errors import InterlaceError, OptimizerError, UnsupportedError
-from interlace.ir import Program, parse
+from interlace.ir import Program
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketRuns, Write
 from interlace.optim.layer_wise.bucket_update import give_back, step_between
@@ -84,16 +85,18 @@ class ShardExchange:
         """Elements that each rank sends to the owner s, and has from it."""
         return tuple(stop - start for start, stop in pairwise(self.plan.bounds))
 
-    def program(self, name: str, way: str, ranks: int, rank: int) -> Program:
-        """Shards of all matrices to all shards of the own ones ("shards, owned"), or back."""
+    def program(self, name: str, to_owners: bool, ranks: int, rank: int) -> Program:
+        """Shards of all matrices to all shards of the own ones, or back."""
         parts = self.parts
-        own = ", ".join(str(ranks * part) for part in parts)
-        return parse(
-            f"def {name}(dp: Team[{ranks}], shards: bf16[{sum(parts)}], owned: bf16[own[dp.rank]]):"
-            f"\n    parts = table(dp, {', '.join(map(str, parts))})"
-            f"\n    own = table(dp, {own})"
-            f'\n    comm: all_to_all({way}, splits=parts, team=dp, loc="{self.about}")'
-        )
+        with interlace.program(name, mesh={"dp": ranks}) as p:
+            table = p.table("parts", parts)
+            own = p.table("own", [ranks * part for part in parts])
+            shards = p.input("shards", "bf16", (sum(parts),))
+            owned = p.input("owned", "bf16", (own[p.dp.rank],))
+            ends = (shards, owned) if to_owners else (owned, shards)
+            with p.stream("comm"), p.module(self.about):
+                p.all_to_all(*ends, splits=table)
+        return p.program
 
 
 def exchanges_of(
@@ -186,10 +189,9 @@ class ShardPipeline:
             self._placed(exchange, *pair, [*sharded.values()])
             for exchange, pair in zip(self._exchanges, buffers, strict=True)
         ]
-        ways = ("to_owners", "shards, owned"), ("to_shards", "owned, shards")
         self.programs: list[tuple[Write, Tensor, Tensor]] = [
-            (partial(exchange.program, f"{name}_{i}", way), *pair)
-            for name, way in ways
+            (partial(exchange.program, f"{name}_{i}", name == "to_owners"), *pair)
+            for name in ("to_owners", "to_shards")
             for i, (exchange, pair) in enumerate(zip(self._exchanges, buffers, strict=True))
         ]
 

@@ -30,8 +30,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from interlace.ir import Program, parse
-from interlace.optim.bucket_runs import NAMES, Move, Write, all_reduced, beside, moved, prepared
+import interlace
+from interlace.ir import Program
+from interlace.ir.build import Handle
+from interlace.optim.bucket_runs import (
+    NAMES,
+    Move,
+    Write,
+    all_reduced,
+    beside,
+    prepared,
+    write_moves,
+)
 from interlace.optim.grad_reducer import Bucket
 from interlace.optim.layer_wise.flat_weights import shown
 from interlace.optim.layer_wise.ownership import ALIGNMENT
@@ -61,27 +71,28 @@ class ShardPlace:
         return outer * (self.end - self.begin) * inner
 
     @property
-    def flat(self) -> str:
+    def is_region(self) -> bool:
+        """True if its place in the whole matrix is one region."""
+        return self.folded[0] == 1
+
+    def in_flat(self, flat: Handle) -> Handle:
         """Its place in the flat buffer."""
-        return f"flat[{self.start}:{self.start + self.numel}]"
+        return flat[self.start : self.start + self.numel]
 
-    @property
-    def whole(self) -> str:
+    def in_whole(self, whole: Handle) -> Handle:
         """Its place in the whole matrix, of 3 dimensions."""
-        matrix = f"whole[{self.at}:{self.at + math.prod(self.folded)}].view{self.folded}"
-        return f"{matrix}[:, {self.begin}:{self.end}]"
+        matrix = whole[self.at : self.at + math.prod(self.folded)].view(*self.folded)
+        return matrix[:, self.begin : self.end]
 
-    @property
-    def region(self) -> str | None:
+    def region(self, whole: Handle) -> Handle:
         """The same as a region, where it is one."""
-        outer, _, inner = self.folded
-        begin, end = self.at + self.begin * inner, self.at + self.end * inner
-        return f"whole[{begin}:{end}]" if outer == 1 else None
+        inner = self.folded[2]
+        return whole[self.at + self.begin * inner : self.at + self.end * inner]
 
-    def of_shape(self, place: str) -> str:
+    def of_shape(self, place: Handle) -> Handle:
         """A place of as many elements, of 3 dimensions."""
         outer, _, inner = self.folded
-        return f"{place}.view({outer}, {self.end - self.begin}, {inner})"
+        return place.view(outer, self.end - self.begin, inner)
 
 
 def shards_of(param: DTensor, home: int, start: int, at: int) -> Iterator[ShardPlace]:
@@ -107,38 +118,44 @@ class HomeExchange:
         self, name: str, flat: Tensor, whole: Tensor, to_homes: bool, ranks: int, rank: int
     ) -> Program:
         """Shards to homes, or whole matrices to shards."""
-        own: list[tuple[str, str]] = []
-        spread: list[tuple[str, str]] = []
-        """Copies on this rank, each to its place in the whole matrix: own shards, and staging
-        memory of shards that are no region there."""
-        moves: list[Move] = []
-        staged = 0
-        for shard in self.shards:
-            home, place = shard.home, shard.region
-            if shard.rank == home == rank:
-                own.append((shard.of_shape(shard.flat), shard.whole))
-            if home == rank != shard.rank and place is None:
-                place = f"staged[{staged}:{staged + shard.numel}]"
-                staged += shard.numel
-                spread.append((shard.of_shape(place), shard.whole))
-            if home != shard.rank:  # who has no home here needs no place in it
-                places = shard.flat, place or ""
-                ends = (shard.rank, home) if to_homes else (home, shard.rank)
-                moves.append(Move(*ends, *(places if to_homes else places[::-1])))
-        way = "messages" if not self.peer else "get" if to_homes else "put"
-        ops = moved(moves, rank, "tp", way)
-        if to_homes:
-            before, after = ([f"copy({a}, {b}" for a, b in each] for each in (own, spread))
-        else:
-            before, after = [f"copy({b}, {a}" for a, b in [*own, *spread]], []
-        ops = [*before, *ops, *after]
-        kind, registered = NAMES[flat.dtype], ".registered(tp)" if self.peer else ""
-        params = f"flat: {kind}[{flat.numel()}]{registered}, whole: {kind}[{whole.numel()}]"
-        lines = [f"def {name}(tp: Team[{ranks}], {params}):"]
-        if staged:
-            lines.append(f"    staged = alloc({kind}[{staged}])")
-        lines += [f'    comm: {op}, loc="{self.about}")' for op in ops] or ["    pass"]
-        return parse("\n".join(lines)).instantiate(rank)
+        kind, registered = NAMES[flat.dtype], "tp" if self.peer else None
+        with interlace.program(name, mesh={"tp": ranks}) as p:
+            parts = p.input("flat", kind, (flat.numel(),), registered=registered)
+            matrices = p.input("whole", kind, (whole.numel(),))
+            size = sum(shard.numel for shard in self.shards if self._is_staged(shard, rank))
+            staged = p.alloc("staged", kind, (size,)) if size else None
+            own: list[tuple[Handle, Handle]] = []
+            spread: list[tuple[Handle, Handle]] = []
+            """Copies on this rank, each to its place in the whole matrix: own shards, and staging
+            memory of shards that are no region there."""
+            moves: list[Move] = []
+            at = 0
+            for shard in self.shards:
+                home, part, place = shard.home, shard.in_flat(parts), None
+                if shard.rank == home == rank:
+                    own.append((shard.of_shape(part), shard.in_whole(matrices)))
+                if staged is not None and self._is_staged(shard, rank):
+                    place = staged[at : at + shard.numel]
+                    at += shard.numel
+                    spread.append((shard.of_shape(place), shard.in_whole(matrices)))
+                elif home == rank:  # who has no home here needs no place in it
+                    place = shard.region(matrices)
+                if home != shard.rank:
+                    ends = (shard.rank, home) if to_homes else (home, shard.rank)
+                    moves.append(Move(*ends, *((part, place) if to_homes else (place, part))))
+            how = "messages" if not self.peer else "get" if to_homes else "put"
+            with p.stream("comm"), p.module(self.about):
+                for source, target in own if to_homes else [*own, *spread]:
+                    p.copy(*((source, target) if to_homes else (target, source)))
+                write_moves(p, moves, rank, "tp", how)
+                for source, target in spread if to_homes else ():
+                    p.copy(source, target)
+        return p.program.instantiate(rank)
+
+    @staticmethod
+    def _is_staged(shard: ShardPlace, rank: int) -> bool:
+        """True for a shard of another rank whose place in its whole matrix here is no region."""
+        return shard.home == rank != shard.rank and not shard.is_region
 
 
 def homes_of(

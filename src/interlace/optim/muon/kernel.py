@@ -4,8 +4,8 @@
     ...                                                                     # Newton-Schulz
     w = w * factor + alpha * u                                              # descend_kernel
 
-These two are one pass over memory each. Their twins are the foreach operators in update.py; values
-are rounded where those round them. Of symmetric products the lower triangle is computed and
+These two are one pass over memory each. Their references are the foreach operators in update.py;
+values are rounded where those round them. Of symmetric products the lower triangle is computed and
 mirrored:
 
     y[i] = alpha * a[i] @ b[i]^T + beta * c[i] + gamma * identity     for each i of a batch

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from interlace.errors import OptimizerError
 from interlace.optim.adam.state import KEPT, fit
 from interlace.optim.adamw import AdamW, own_options
-from interlace.optim.loading import KeepsStates
+from interlace.optim.loading import KeepsStates, refuse_removed
 from interlace.optim.muon.newton_schulz import coefficients, flops
 from interlace.optim.muon.routing import explain_groups
 from interlace.optim.muon.update import (
@@ -32,6 +32,11 @@ from interlace.optim.muon.update import (
 )
 from interlace.optim.untraced import eager
 
+REMOVED = {
+    "split_dim": "leave it out: columns are not cut any more, and the matrix is made orthogonal "
+    "whole",
+}
+"""Options of former releases, and what serves instead."""
 ELEMENT_FLOPS = 4096.0
 """Cost of an element beside matrix products: the 16 to 28 bytes that move for it take as long
 as some 4,000 operations of the matrix units (an H200: 4.2 TB/s beside 700 TFLOP/s)."""
@@ -92,8 +97,11 @@ class Muon(KeepsStates):
         symmetric: bool = True,
         gram_variant: bool = False,
         adamw: Mapping[str, Any] | None = None,
+        **removed: object,
     ) -> None:
+        refuse_removed("Muon", removed, REMOVED)
         defaults = {**own_options(locals()), "use_muon": True}
+        del defaults["removed"]
         self._adamw_options = dict(defaults.pop("adamw") or {})
         self._forget()
         check_muon(defaults)
@@ -235,7 +243,4 @@ def check_muon(group: Mapping[str, Any]) -> None:
     if group["adjust_lr_fn"] not in ADJUSTMENTS:
         raise OptimizerError(f"adjust_lr_fn={group['adjust_lr_fn']!r}: one of {ADJUSTMENTS}")
     if group.get("split_dim"):
-        raise OptimizerError(
-            f"split_dim={group['split_dim']}: columns are not cut any more. fix: leave it out, and "
-            "the matrix is made orthogonal whole"
-        )
+        raise OptimizerError(f"split_dim={group['split_dim']}: fix: {REMOVED['split_dim']}")

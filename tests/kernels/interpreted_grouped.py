@@ -1,6 +1,6 @@
-"""Runs the kernels of grouped linear layers in Triton's interpreter, beside their twins.
+"""Runs the kernels of grouped linear layers in Triton's interpreter, beside their references.
 
-`python grouped_interpreted.py <seed> <cases>`. The interpreter cuts bfloat16 off instead of
+The interpreter cuts bfloat16 off instead of
 rounding, so elements are half or float here.
 """
 
@@ -8,32 +8,15 @@ rounding, so elements are half or float here.
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
-from typing import Any
 
 import torch
-from triton.runtime import interpreter
+from tests.support.interpreting import run
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.kernel import ends_kernel, rows_kernel, sums_kernel, wgrad_kernel
 from interlace.nn.grouped.products import Groups
-
-patch_tensor = interpreter._patch_lang_tensor
-
-
-def patch_index(tensor: Any, scope: Any) -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch_index
 
 BM, BN, BK = 16, 32, 16
 
@@ -82,7 +65,7 @@ def check_wgrad(draw: random.Random) -> None:
 
 
 def check_rounding(draw: random.Random) -> None:
-    """The product is rounded to the buffer's type first, then the sum is, as the twin does it."""
+    """The product is rounded to the buffer's type first, then the sum is, as in the reference."""
     groups, ends = groups_of(draw)
     dy = spoil(torch.randn(groups.tokens, 16).half(), groups)
     x = spoil(torch.randn(groups.tokens, 32).half(), groups)
@@ -157,10 +140,4 @@ def check_bounds(draw: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    drawn = random.Random(int(sys.argv[1]))
-    torch.manual_seed(int(sys.argv[1]))
-    for check in (check_wgrad, check_rounding, check_sums, check_rows, check_ends):
-        for _ in range(int(sys.argv[2])):
-            check(drawn)
-    check_bounds(drawn)
-    print("all right")
+    run(check_wgrad, check_rounding, check_sums, check_rows, check_ends, once=check_bounds)

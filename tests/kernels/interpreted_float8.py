@@ -1,4 +1,4 @@
-"""Runs the FP8 kernels in Triton's interpreter, beside their twins; `python <this> <seed> <cases>`.
+"""Runs the FP8 kernels in Triton's interpreter, beside references; see test_interpreted.py.
 
 The launches themselves are what is tested, with CPU tensors. Triton's interpreter does not round
 to FP8 as a GPU does (it lets no carry out of the mantissa, and cuts small numbers off) and has no
@@ -10,12 +10,7 @@ leaves out.
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -23,24 +18,18 @@ from typing import Any
 import numpy
 import torch
 import triton.language as tl
+from tests.support.interpreting import run
 from triton.runtime import interpreter
 
 from interlace.float8 import E4M3, E5M2, Recipe, kernel, launch
 from interlace.float8.data import width
-from interlace.float8.quantization import quantize_twin, turn_twin
-from interlace.float8.rule import amax_twin, scale_of
+from interlace.float8.quantization import quantize_reference, turn_reference
+from interlace.float8.rule import amax_reference, scale_of
 from interlace.kernels import launch as launcher
 
 warnings.filterwarnings("ignore", category=RuntimeWarning)
-patch_tensor = interpreter._patch_lang_tensor
 fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
 TORCH = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
-
-
-def patch_index(tensor: Any, scope: Any) -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def convert(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
@@ -85,7 +74,6 @@ class Interpreted:
         self.source.kernel[(grid,)](*args, **self.source.constants)
 
 
-interpreter._patch_lang_tensor = patch_index
 interpreter.InterpreterBuilder.create_fp_to_fp = convert
 interpreter.InterpreterBuilder.create_inline_asm = assembled
 interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
@@ -119,11 +107,11 @@ def blank(rows: int, columns: int, kind: torch.dtype) -> torch.Tensor:
     return torch.full((rows, width(columns)), 3.0).to(kind)
 
 
-def same(mine: torch.Tensor | None, twin: torch.Tensor | None, what: object) -> None:
-    if mine is None or twin is None:
-        assert mine is twin
+def same(mine: torch.Tensor | None, reference: torch.Tensor | None, what: object) -> None:
+    if mine is None or reference is None:
+        assert mine is reference
         return
-    one, other = mine.view(torch.uint8), twin.view(torch.uint8)
+    one, other = mine.view(torch.uint8), reference.view(torch.uint8)
     differ = (one != other).nonzero().tolist()
     shown = [(at, one[tuple(at)].item(), other[tuple(at)].item()) for at in differ[:5]]
     assert not differ, (one.shape, what, shown)
@@ -140,12 +128,12 @@ def check(draw: random.Random) -> None:
     )
     parts = torch.empty(launch.PARTS)
     launch.amax_into(parts, x)
-    assert torch.equal(parts.amax().reshape(1), amax_twin(x)), x
+    assert torch.equal(parts.amax().reshape(1), amax_reference(x)), x
     given = draw.choice([parts, parts, torch.tensor([3.0, 0.5, 2.0]), torch.tensor(torch.nan)])
     amax = None if by_row else given
     what = (x.shape, x.dtype, x.stride(), kind, recipe, forms, amax)
     shapes = {"rows": x.shape, "across": x.t().shape}
-    mine, twin = (
+    mine, reference = (
         [
             blank(shape[0], shape[1], kind) if form in forms else None
             for form, shape in shapes.items()
@@ -153,8 +141,8 @@ def check(draw: random.Random) -> None:
         for _ in range(2)
     )
     launch.quantize(x, recipe, amax, mine[0], mine[1])
-    quantize_twin(x, recipe, amax, twin[0], twin[1])
-    for one, other in zip(mine, twin, strict=True):
+    quantize_reference(x, recipe, amax, reference[0], reference[1])
+    for one, other in zip(mine, reference, strict=True):
         same(one, other, what)
 
 
@@ -163,37 +151,37 @@ def check_guess(draw: random.Random) -> None:
     x, kind = matrix(draw), draw.choice([E4M3, E5M2])
     recipe, forms = Recipe(), draw.choice(["rows", "across", "rows across"])
     shapes = {"rows": x.shape, "across": x.t().shape}
-    mine, twin = (
+    mine, reference = (
         [
             blank(shape[0], shape[1], kind) if form in forms else None
             for form, shape in shapes.items()
         ]
         for _ in range(2)
     )
-    quantize_twin(x, recipe, amax_twin(x), twin[0], twin[1])
-    scale = scale_of(amax_twin(x), torch.finfo(kind).max, recipe)
+    quantize_reference(x, recipe, amax_reference(x), reference[0], reference[1])
+    scale = scale_of(amax_reference(x), torch.finfo(kind).max, recipe)
     guess = draw.choice([scale, scale * 2, torch.zeros(1), torch.full((1,), torch.nan)])
     near = launch._guesses(x.device) and launch._kept[0][5:6]
     near.copy_(guess)
     launch.quantize_near(x, recipe, 5, mine[0], mine[1])
     assert torch.equal(near, scale), (near, scale)
-    for one, other in zip(mine, twin, strict=True):
+    for one, other in zip(mine, reference, strict=True):
         same(one, other, (x.shape, x.dtype, kind, forms, guess, scale))
 
 
 def check_race() -> None:
     """A tile that read another guess than the first, which was right, is seen."""
     x, kind = torch.randn(300, 150).bfloat16(), E4M3
-    twin, mine = blank(300, 150, kind), blank(300, 150, kind)
-    quantize_twin(x, Recipe(), amax_twin(x), twin, None)
-    right, tiles = scale_of(amax_twin(x), 448.0, Recipe()), 6
-    parts = torch.cat([amax_twin(x).expand(tiles), right.expand(tiles)]).contiguous()
+    reference, mine = blank(300, 150, kind), blank(300, 150, kind)
+    quantize_reference(x, Recipe(), amax_reference(x), reference, None)
+    right, tiles = scale_of(amax_reference(x), 448.0, Recipe()), 6
+    parts = torch.cat([amax_reference(x).expand(tiles), right.expand(tiles)]).contiguous()
     parts[tiles + 4] = right.item() * 2
     source = launch.guess_source(x.dtype, kind, True, False, True, (False,) * 3)
     args = (x.view(torch.int16), torch.zeros(1), parts, mine, mine.view(torch.int32), None, 300,
             150, 150, width(150), 0, Recipe().eps)  # fmt: skip
     Interpreted(source, x.device).launch(0, 2, args)
-    same(mine, twin, "race")
+    same(mine, reference, "race")
 
 
 def check_turn(draw: random.Random) -> None:
@@ -205,22 +193,15 @@ def check_turn(draw: random.Random) -> None:
         shards = [blank(rows, count, kind) for _ in range(blocks)]
         for shard in shards:
             x = torch.randn(rows, count) * 10.0 ** draw.randint(-6, 4)
-            quantize_twin(x, Recipe(), amax_twin(x), shard, None)
+            quantize_reference(x, Recipe(), amax_reference(x), shard, None)
         packed.append(torch.cat(shards))
     by = packed[1] if draw.random() < 0.5 else None
     given = draw.choice([0, blocks])
-    mine, twin = (blank(columns, len(packed[0]), kind) for _ in range(2))
+    mine, reference = (blank(columns, len(packed[0]), kind) for _ in range(2))
     launch.turn(packed[0], by if given else None, given, mine)
-    turn_twin(twin, packed[0], by if given else None, given)
-    same(mine, twin, (kind, given, rows, columns, by is None))
+    turn_reference(reference, packed[0], by if given else None, given)
+    same(mine, reference, (kind, given, rows, columns, by is None))
 
 
 if __name__ == "__main__":
-    drawn = random.Random(int(sys.argv[1]))
-    torch.manual_seed(int(sys.argv[1]))
-    for _ in range(int(sys.argv[2])):
-        check(drawn)
-        check_turn(drawn)
-        check_guess(drawn)
-    check_race()
-    print("all right")
+    run(check, check_turn, check_guess, once=lambda _: check_race())

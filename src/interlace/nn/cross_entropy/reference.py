@@ -63,7 +63,7 @@ def span(problem: Problem) -> tuple[torch.Tensor | int, torch.Tensor | int]:
     """The first class of this rank, and the number of classes of all."""
     shards = problem.shards
     if shards.sizes is None:
-        return shards.offset, shards.classes
+        return 0, shards.classes
     return shards.sizes[: shards.rank].sum(), shards.sizes.sum()
 
 

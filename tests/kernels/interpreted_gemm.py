@@ -1,4 +1,4 @@
-"""Runs the Triton kernels in Triton's interpreter, on the CPU; `python interpreted.py <seed>`.
+"""Runs the Triton kernels in Triton's interpreter, on the CPU; see test_interpreted.py.
 
 The interpreter has no inline assembly, so what waits, settles and orders is replaced by nothing:
 one block runs after another here. The order is the business of test_ptx_order.py.
@@ -8,34 +8,17 @@ one block runs after another here. The order is the business of test_ptx_order.p
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
+from tests.support.interpreting import run
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from interlace.kernels import sum_slots
 from interlace.kernels.exchange import sums
 from interlace.kernels.gemm import device, gather_kernel, scatter_kernel
-
-patch_tensor = interpreter._patch_lang_tensor
-
-
-def patch_index(tensor: Any, scope: Any) -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch_index
 
 
 @triton.jit
@@ -191,9 +174,4 @@ def check_sums(draw: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    drawn = random.Random(int(sys.argv[1]))
-    torch.manual_seed(int(sys.argv[1]))
-    for check in (check_gather, check_scatter, check_sums):
-        for _ in range(int(sys.argv[2])):
-            check(drawn)
-    print("all right")
+    run(check_gather, check_scatter, check_sums)
