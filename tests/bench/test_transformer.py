@@ -1,10 +1,8 @@
-"""`interlace bench transformer`: tiny layers trained on two ranks, and large ones predicted."""
+"""`interlace bench transformer`: tiny layers trained on two ranks."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +27,6 @@ from interlace_bench.layers.models import (
 from interlace_bench.layers.training import LIMIT, Candidates, Stages, limit, rows_of, work
 from interlace_bench.race import prepare
 from interlace_bench.ranks import here
-from interlace_bench.rows import read
 from interlace_bench.settings import TransformerSettings
 
 pytestmark = pytest.mark.timeout(300)
@@ -105,22 +102,6 @@ def test_float8_is_held_against_what_a_rounding_moves(pool: Pool) -> None:
     assert all(off <= limit("compile-fp8") for off, _, _ in told)
     assert any(plain > LIMIT for _, plain, _ in told)
     assert all(wrong > limit("compile-fp8") for _, _, wrong in told)
-
-
-def test_a_large_layer_is_predicted_without_gpus(tmp_path: Path) -> None:
-    given = ("--simulate", "h200", "--out", str(tmp_path), "--json")
-    report = json.loads(bench("--model", "llama3-70b", *given, "--check").stdout)
-    rows = {row["way"]: row for row in report["rows"]}
-    both = {way: row["forward_ms"] + row["backward_ms"] for way, row in rows.items()}
-    assert both["compile-fp8"] < both["ideal"] < both["compile"] < both["serial"]
-    assert rows["serial"]["exposed_ms"] == pytest.approx(both["serial"] - both["ideal"])
-    assert rows["compile"]["speedup"] == pytest.approx(both["serial"] / both["compile"])
-    assert {row["how"] for row in rows.values()} == {"predicted"}
-    assert {bar["bar"] for bar in report["bars"]} == {
-        *("over compiled with NCCL", "time over the ideal", "FP8 over ours in bf16")
-    }
-    assert all(bar["passed"] for bar in report["bars"])
-    assert len(read(tmp_path / "transformer.csv")) == 4
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -212,8 +193,6 @@ def test_rates_follow_from_the_times() -> None:
         (("--only", "magic"), "--only magic: choose from eager"),
         (("--dtype", "f8"), "'f8' is not one of 'bf16', 'f32'"),
         (("--layers", "0"), "must be >= 1"),
-        (("--simulate", "h200", "--world", "3"), "64 heads do not divide over 3 ranks"),
-        (("--simulate", "nowhere.json"), "cannot read calibration file nowhere.json"),
     ],
 )
 def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:

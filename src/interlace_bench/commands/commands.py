@@ -5,7 +5,6 @@ $ torchrun --nproc-per-node 4 -m interlace bench overlap         # takes torchru
 $ interlace bench overlap --device cpu --preset tiny --dtype f32 --out /tmp/rows
 $ interlace bench interconnect --device cpu --most 1MiB
 $ interlace bench layer --device cpu --only eager,interlace
-$ interlace bench transformer --model llama3-70b --simulate h200    # no GPU: predicted
 $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
 $ interlace bench optimizer --device cpu --link 0.2 --check
 
