@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from interlace.cli import app
 from interlace.float8 import Recipe
-from interlace_bench.bars import judge_transformer, missed
+from interlace_bench.bars import judge, missed
 from interlace_bench.layers.models import (
     MODELS,
     Gathered,
@@ -162,19 +162,19 @@ def layer_rows(compiled: float, peak: float, **more: float) -> list[dict[str, An
 
 
 def test_bars() -> None:
-    verdicts = judge_transformer(layer_rows(10.4, 100.0))
+    verdicts = judge("transformer", layer_rows(10.4, 100.0))
     assert [round(v.figure, 3) for v in verdicts] == [1.154, 1.04, 1.0]
     assert missed(verdicts) == []
-    slow, large = judge_transformer(layer_rows(11.0, 100.0)), layer_rows(10.4, 101.0)
+    slow, large = judge("transformer", layer_rows(11.0, 100.0)), layer_rows(10.4, 101.0)
     assert [v.passed for v in slow] == [False, False, True]
-    assert missed(judge_transformer(large)) == [
-        "llama3-70b compile: peak memory over compiled with NCCL"
+    assert missed(judge("transformer", large)) == [
+        "llama3-70b 1 1 8192 bf16 4 measured compile: peak memory over compiled with NCCL"
     ]
-    float8 = judge_transformer(layer_rows(10.4, 100.0, layers=10.2, **{"layers-fp8": 8.5}))
+    float8 = judge("transformer", layer_rows(10.4, 100.0, layers=10.2, **{"layers-fp8": 8.5}))
     assert (float8[-1].bar, round(float8[-1].figure, 3)) == ("FP8 over ours in bf16", 1.2)
     assert not float8[-1].passed
     others = [row | {"world": 2} for row in large]
-    assert judge_transformer(others) == []
+    assert judge("transformer", others) == []
 
 
 def test_rates_follow_from_the_times() -> None:
