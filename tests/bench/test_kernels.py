@@ -291,7 +291,7 @@ def test_host_times_take_turns_and_are_of_many_calls() -> None:
 
 
 def test_host_cases_compute_what_torch_does() -> None:
-    for case in host_cases(CPU):
+    for case in host_cases():
         made = case.build(CPU)
         for variant in made.variants:
             one = variant.open()
