@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from interlace.cli import app
+from interlace.demo.model import Plain
 from interlace.float8 import Recipe
 from interlace_bench.bars import judge, missed
 from interlace_bench.layers.models import (
@@ -21,7 +22,6 @@ from interlace_bench.layers.models import (
     Gathered,
     Layers,
     NoCommunication,
-    Plain,
     flops,
 )
 from interlace_bench.layers.training import LIMIT, Candidates, Stages, limit, rows_of, work

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from interlace.demo.model import Plain
 from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
@@ -43,7 +44,6 @@ from interlace_bench.layers.models import (
     Gathered,
     NoCommunication,
     Overlapped,
-    Plain,
     flops,
     on_shards,
     parallelized,

@@ -29,12 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
+from interlace.demo.model import Block
 from interlace.errors import OptionError
 from interlace.launch import Report, Tell
 from interlace.optim import LayerWise, Muon, muon_groups
 from interlace.options import Options
 from interlace_bench.kernels.case import needed, relative
-from interlace_bench.layers.models import LayerDims, Plain, TransformerLayer
+from interlace_bench.layers.models import LayerDims
 from interlace_bench.optimizer.link import slow_all_reduce, slow_link
 from interlace_bench.race import (
     Opened,
@@ -103,9 +104,7 @@ class Llama(nn.Module):
         super().__init__()
         dim = size.dims.dim
         self.embedding = nn.Embedding(size.vocabulary, dim)
-        self.layers = nn.ModuleList(
-            TransformerLayer(size.dims, 1, Plain()) for _ in range(size.layers)
-        )
+        self.layers = nn.ModuleList(Block(size.dims) for _ in range(size.layers))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, size.vocabulary, bias=False)
 
