@@ -24,7 +24,7 @@ from interlace_bench.layers.models import (
     NoCommunication,
     flops,
 )
-from interlace_bench.layers.training import LIMIT, Candidates, Stages, limit, rows_of, work
+from interlace_bench.layers.training import LIMIT, LayerVariants, Stages, limit, rows_of, work
 from interlace_bench.race import prepare
 from interlace_bench.ranks import here
 from interlace_bench.settings import TransformerSettings
@@ -69,7 +69,7 @@ def test_ways_train_alike_and_rows_tell_what_overlap_gains(pool: Pool) -> None:
 def checked() -> str | None:
     """The problem of `layers` that have forgotten to sum the gradients of norms."""
     settings = TransformerSettings(model="tiny", sequence=32, batch=2, dtype="f32")
-    trained = Candidates(settings, here(CPU))
+    trained = LayerVariants(settings, here(CPU))
     trained._sum = lambda copied: None  # type: ignore[method-assign]
     racer = prepare(trained.ranks, trained.variant("layers"))
     torch.compiler.reset()
@@ -85,7 +85,7 @@ def float8_offs() -> tuple[float, float, float]:
     """How far off FP8 is where inputs are rounded otherwise, in what such a rounding moves and in
     roundings; and where a gradient is wrong by a quarter."""
     settings = TransformerSettings(model="tiny", layers=3, sequence=64, dtype="bf16")
-    trained = Candidates(settings, here(CPU))
+    trained = LayerVariants(settings, here(CPU))
     known, units = trained._float8()
     serial, (x, target) = trained._layers({"strategy": "serial"}, Recipe()), trained.sets[0]
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(5)) - 0.5

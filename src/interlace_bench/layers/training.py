@@ -129,7 +129,7 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
 
 def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Report | None:
     """Races the variants; rank 0 gets the report."""
-    trained = Candidates(settings, ranks)
+    trained = LayerVariants(settings, ranks)
     racers = run_race(
         ranks,
         [trained.variant(name) for name in settings.names],
@@ -254,7 +254,7 @@ def limit(way: str) -> float:
     return FLOAT8_LIMIT if way in FLOAT8_LAYERS else LIMIT
 
 
-class Candidates:
+class LayerVariants:
     """The layers of a run, inputs in turn, and the variants."""
 
     def __init__(self, settings: TransformerSettings, ranks: Ranks) -> None:
