@@ -76,7 +76,7 @@ class BlockDims(Protocol):
 
 
 class Plain:
-    """How a block calls its linear maps: as they are; the surrounding code communicates."""
+    """Calls a block's linear maps as they are; the surrounding code communicates."""
 
     def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
         """Applies several column-parallel maps to one input."""
