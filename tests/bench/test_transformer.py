@@ -135,11 +135,10 @@ class Counted(Gathered):
         assert not any("interlace_bench" in str(node.target) for node in graph.nodes)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_the_stages_of_the_ideal_are_a_forward_and_a_backward(layers: int) -> None:
+def test_the_stages_of_the_ideal_are_a_forward_and_a_backward() -> None:
     """What follows a gather in backward depends on no gradient: Inductor would compute it, and all
     that follows from it, in forward. A layer has 7 maps, each with a matmul for x and one for w."""
-    counted, dims = Counted(), MODELS["tiny"]
+    counted, dims, layers = Counted(), MODELS["tiny"], 2
     maps = NoCommunication(torch.randn(1, 32, 64), 16)
     module = torch.compile(
         Layers(dims, layers, None, 2, maps), options={"post_grad_custom_pre_pass": counted}
