@@ -30,7 +30,7 @@ from train_llama import VOCABULARY, Llama  # an ordinary module, without a line 
 import interlace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LAYERS, DIM, HEAD, BATCH, SEQUENCE = 2, 128, 16, 2, 256
+LAYERS, DIM, HEAD, BATCH, SEQUENCE = 1, 128, 16, 2, 256
 
 
 def shard(model: Llama, mesh: DeviceMesh) -> None:

@@ -83,7 +83,7 @@ BLOCKS = [
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 SCHEDULES = [block for block in PYTHON if block.is_schedule]
 NOT_RUN = {
-    "README.md": "runs under torchrun, below",
+    "README.md": "runs below, and so do the schedules that it writes",
     "docs/how-to/hosts.md": "runs on two hosts, in tests/e2e/test_launching.py",
     "docs/reference/ops.md": "shows one op each",
 }
@@ -325,11 +325,10 @@ def test_each_check_belongs_to_one_block() -> None:
     assert found == dict.fromkeys(AFTER, 1)
 
 
-# the README's script as its reader starts it
+# the README's script
 
 PYTHONPATH = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 ENVIRON = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHONPATH}
-TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 README_CHECK = """
 eager = mlp._orig_mod
 gradients = [p.grad.to_local() for p in eager.parameters()]
@@ -339,40 +338,20 @@ eager_loss.backward()
 torch.testing.assert_close(loss, eager_loss)
 for ours, parameter in zip(gradients, eager.parameters(), strict=True):
     torch.testing.assert_close(ours, parameter.grad.to_local())
-print("equal to eager")
-torch.distributed.destroy_process_group()
-
-# Whatever holds a mesh keeps its groups' threads, and torch aborts where one of them wants the GIL
-# while the interpreter ends.
-import gc
-for _name in [name for name in globals() if not name.startswith("_") and name != "gc"]:
-    del globals()[_name]
-gc.collect()
 """
 
 
-def test_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
+def test_script_of_the_readme_runs(pool: Pool, tmp_path: Path) -> None:
     """Beside eager DTensor; and the schedules that it writes run alone."""
     (block,) = of_page("README.md")
-    script = tmp_path / "train.py"
-    script.write_text(block.code + README_CHECK)
-    done = subprocess.run(
-        [sys.executable, *TWO_RANKS, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env=ENVIRON,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal to eager") == 2
-    assert "2 communications, sound" in done.stdout
+    codes = [block.code, README_CHECK]
+    for printed in pool(2).run(run_blocks, codes, str(tmp_path), timeout_s=110.0):
+        assert "2 communications, sound" in printed
     assert (tmp_path / "step.html").exists()
     kinds = sorted(path.name.split("-")[0] for path in (tmp_path / "generated").glob("*.ilc"))
     assert kinds == ["backward"] * 2 + ["forward"] * 2
     (overlapped,) = (tmp_path / "generated").glob("forward-????????.ilc")
-    assert f"generated/{overlapped.name}" in done.stdout.splitlines()
+    assert f"generated/{overlapped.name}" in printed.splitlines()
     done = CliRunner().invoke(app, ["run", str(overlapped), "--check-against", "serial"])
     assert done.exit_code == 0, done.output
     assert "against serial" in done.output

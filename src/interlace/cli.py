@@ -55,6 +55,8 @@ GONE = {
         f"bench layer --{option}": "`--small` and `--large` choose the sizes"
         for option in ("dim", "hidden", "heads", "prefill", "decode", "cached", "dtype")
     },
+    "run --inputs": "`interlace.Executor` runs a schedule on tensors of your own",
+    "bench transformer --simulate": "`interlace simulate FILE` predicts an exported schedule",
     "calibrate --measure": "leave it out: all is measured",
     "calibrate --preset": "`--shapes` chooses the sites",
     **{

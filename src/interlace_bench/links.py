@@ -27,13 +27,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import interlace
 from interlace.comm.backends import require_backend
 from interlace.comm.host.shared_memory import Segment, share
 from interlace.comm.resets import reset_teams
 from interlace.cost.fit import Sample
 from interlace.cost.machine import link_bytes
 from interlace.errors import BackendError, InterlaceError
-from interlace.ir import parse
+from interlace.ir import Program
+from interlace.ir.ops import KINDS
 from interlace.options import BACKENDS, Options
 from interlace.runtime import Executor
 from interlace_bench.race import burst, describe
@@ -44,18 +46,6 @@ ROOF_SIZES = (64 << 20, 256 << 20)
 """Bytes of the copies that make the roof."""
 BURST_S = 2e-3
 REPEATS = 3
-ARGUMENTS = {
-    "all_gather": "x, y, ",
-    "reduce_scatter": 'x, y, reduce="sum", ',
-    "all_reduce": 'x, y, reduce="sum", ',
-    "broadcast": "x, y, root=0, ",
-    "all_to_all": "x, y, ",
-    "gather": "x, y, root=0, ",
-    "scatter": "x, y, root=0, ",
-    "reduce": 'x, y, reduce="sum", root=0, ',
-    "barrier": "",
-}
-"""Arguments of each kind of collective, as the text has them."""
 COLLECTIVES = 4
 """Collectives in a Program: what a run costs besides is spread over them."""
 TIMEOUT_S = 30.0
@@ -364,14 +354,18 @@ def backends(ranks: Ranks) -> tuple[list[str], dict[str, str]]:
     return there, absent
 
 
-def collective_text(kind: str, backend: str, world: int, elements: int) -> str:
+def collective_program(kind: str, backend: str, world: int, elements: int) -> Program:
     """A Program of a few collectives of that kind; the larger tensor has so many f32."""
     part = elements // world
-    x, y = {"all_gather": (part, elements), "gather": (part, elements)}.get(
-        kind, (elements, part if kind in ("reduce_scatter", "scatter") else elements)
-    )
-    line = f'    main: {kind}({ARGUMENTS[kind]}team=tp, backend="{backend}")\n'
-    return f"def {kind}(tp: Team[{world}], x: f32[{x}], y: f32[{y}]):\n{line * COLLECTIVES}"
+    sizes = {
+        **dict.fromkeys(("all_gather", "gather"), (part, elements)),
+        **dict.fromkeys(("reduce_scatter", "scatter"), (elements, part)),
+    }.get(kind, (elements, elements))
+    with interlace.program(kind, team=world) as p:
+        views = [p.input(name, "f32", (size,)) for name, size in zip("xy", sizes, strict=True)]
+        for _ in range(COLLECTIVES):
+            getattr(p, kind)(*views if kind != "barrier" else (), backend=backend)
+    return p.program
 
 
 def measure_collectives(
@@ -381,7 +375,7 @@ def measure_collectives(
     there = backends(ranks)[0]
     inside = ranks.within()
     for team in [inside] * (inside.size > 1) + [ranks] * bool(ranks.hosts):
-        for backend, kind in itertools.product(there, ARGUMENTS):
+        for backend, kind in itertools.product(there, KINDS):
             if backend == "peer" and team.hosts:
                 continue
             step(f"{backend} {kind}" + " between hosts" * bool(team.hosts))
@@ -398,7 +392,7 @@ def _collective(ranks: Ranks, backend: str, kind: str, nbytes: int) -> Figure:
     held: list[Executor] = []
 
     def measure() -> float:
-        program = parse(collective_text(kind, backend, world, elements))
+        program = collective_program(kind, backend, world, elements)
         options = Options(timeout_s=TIMEOUT_S)
         executor = Executor(
             program, groups={"tp": ranks.group}, device=ranks.device, options=options

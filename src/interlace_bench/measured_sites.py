@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from interlace.cost import Machine, SiteKey, SiteTime
@@ -27,16 +26,6 @@ def with_sites(machine: Machine, times: Iterable[SiteTime]) -> Machine:
     counts."""
     found = {(time.site, time.strategy): time for time in (*machine.sites, *times)}
     return machine.replace(sites=tuple(found.values()))
-
-
-def keeping_sites(machine: Machine, path: Path) -> Machine:
-    """The machine with the sites that its calibration file had: they took what they took."""
-    try:
-        before = Machine.load(path, any_host=True)
-    except CalibrationError:
-        return machine  # there was none, or none that can be read
-    same = (before.device, before.host) == (machine.device, machine.host)
-    return with_sites(machine, before.sites) if same else machine
 
 
 KINDS = {

@@ -2,7 +2,7 @@
 
     report = work(settings, device)         # on every rank of the default process group
 
-Each rank draws its inputs by seed and rank, or reads them; runs the Programs on copies of these;
+Each rank draws its inputs by seed and rank; runs the Programs on copies of these;
 compares results and inputs that were written in place; times the Programs in turn, run by run, of
 which the slowest rank counts; and records a timeline. Rank 0 reports, and writes the page.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import math
 import statistics
 import time
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.cost import Timeline, simulate
-from interlace.errors import BackendError, InputError
+from interlace.errors import InputError
 from interlace.ir import Buffer, Program, View
 from interlace.ir.text.printer import print_view
 from interlace.options import Options
@@ -54,7 +53,7 @@ WARM_UPS, TRACED_RUNS = 2, 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Programs to run, their reference, their inputs, and the files to write."""
+    """Programs to run, their reference, and the files to write."""
 
     programs: tuple[Program, ...]
     against: tuple[Program, ...] = ()
@@ -62,8 +61,6 @@ class RunSettings:
     against_name: str = ""
     in_order: bool = False
     """The reference runs one op after another."""
-    inputs: str | None = None
-    """Path of a safetensors file, in which `{rank}` stands for the rank."""
     seed: int = 0
     runs: int = 20
     html: str | None = None
@@ -156,7 +153,7 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
     ranks = here(device) if dist.get_world_size() > 1 else Alone(device)
     sets = [settings.programs, *([settings.against] if settings.against else [])]
     groups = groups_of([program for each in sets for program in each], ranks)
-    given, drawn = make_inputs(sets, settings, ranks)
+    given = make_inputs(sets, settings, ranks)
     with contextlib.ExitStack() as stack:
         opened: list[OpenedSchedule] = []
         for number, programs in enumerate(sets):
@@ -170,7 +167,6 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
             "outputs": {n: [str(_type(x)), digest(x)] for n, x in results[0].items()},
             "compared": {name: asdict(item) for name, item in compared.items()},
             "inputs": {n: str(_type(x)) for n, x in opened[0].inputs.items()},
-            "drawn": drawn,
         }
         seconds = timed(opened, settings.runs, ranks)
     told = ranks.exchange(note)
@@ -211,9 +207,8 @@ def inputs_of(program: Program) -> list[Buffer]:
 
 def make_inputs(
     sets: Sequence[Sequence[Program]], settings: RunSettings, ranks: Ranks
-) -> tuple[dict[str, Tensor], list[str]]:
-    """This rank's inputs by name, and those that were drawn. Raises InputError where the two sets
-    take others, or a file has others."""
+) -> dict[str, Tensor]:
+    """This rank's inputs by name. Raises InputError where the two sets take others."""
     signatures: list[dict[str, Buffer]] = []
     for programs in sets:
         program = next(p for p in programs if ranks.me in ranks_of(p))
@@ -227,27 +222,13 @@ def make_inputs(
                 f"{settings.against_name} takes other inputs: {', '.join(wrong)}. Results are "
                 "compared of schedules that have the same inputs"
             )
-    stored = read_tensors(settings.inputs, ranks.me) if settings.inputs else {}
-    if unknown := sorted(stored.keys() - first.keys()):
-        raise InputError(
-            f"{settings.inputs} holds {', '.join(unknown)}: the inputs are {', '.join(first)}"
-        )
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + ranks.me)
     given: dict[str, Tensor] = {}
     for name, buffer in first.items():
         box = whole(buffer)
         shape, dtype = tuple(map(int, box.sizes)), DTYPES[box.dtype]
-        value = draw_tensor(shape, dtype, generator)
-        if name in stored:
-            value = stored[name]
-            if (value.shape, value.dtype) != (shape, dtype):
-                raise InputError(
-                    f"{settings.inputs}: {name} is {_type(value)}, and rank {ranks.me} takes "
-                    f"{box.dtype}[{', '.join(map(str, shape))}]: store what a rank holds; where "
-                    "ranks hold different parts, a file for each, named with {rank}"
-                )
-        given[name] = value.to(ranks.device)
-    return given, [name for name in first if name not in stored]
+        given[name] = draw_tensor(shape, dtype, generator).to(ranks.device)
+    return given
 
 
 def draw_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -256,27 +237,6 @@ def draw_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gen
         wide = dtype if dtype.is_complex else torch.float32
         return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
     return torch.randint(2, shape, generator=generator).to(dtype)
-
-
-def need_safetensors() -> None:
-    """Raises BackendError where safetensors is not installed."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise BackendError(
-            "--inputs needs the package safetensors, which is not installed: pip install "
-            "'interlace[run]', or leave --inputs out to draw the inputs by --seed"
-        )
-
-
-def read_tensors(path: str, rank: int) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises InputError where it cannot be read."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    place = path.replace("{rank}", str(rank))
-    try:
-        return load_file(place)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot read {place}: {error}") from error
 
 
 def _empty(buffer: Buffer, device: torch.device) -> Tensor:

@@ -54,6 +54,8 @@ class BenchSettings:
     name: ClassVar[str]
     as_rivals: ClassVar[bool] = False
     """True where rivals are timed that have NCCL register what graphs touch."""
+    alone: ClassVar[bool] = False
+    """True if it takes this process alone, and no ranks."""
     out: Annotated[Path, typer.Option(help="Folder of the CSV rows.")] = RESULTS
     device: Device = "auto"
     commit: Annotated[str, typer.Option(help="Commit, where git cannot tell.")] = ""
@@ -65,11 +67,6 @@ class BenchSettings:
     def path(self) -> Path | None:
         """The file to which rows are appended as they come."""
         return self.out / f"{self.name}.csv"
-
-    @property
-    def alone(self) -> bool:
-        """True if it takes this process alone, and no ranks."""
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +160,6 @@ class TransformerSettings(RaceSettings):
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1
     dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16"
     strategy: Strategy = "auto"
-    simulate: Annotated[
-        str,
-        typer.Option(help="Run nothing, predict: a calibration file, or the model h200 or cpu."),
-    ] = ""
     check: Bars = False
     calibration: Calibration = None
     world: World = None
@@ -176,24 +169,14 @@ class TransformerSettings(RaceSettings):
         if min(self.layers, self.sequence, self.batch) < 1:
             raise OptionError("--layers, --sequence and --batch must be >= 1")
 
-    @property
-    def alone(self) -> bool:
-        """True if it predicts."""
-        return bool(self.simulate)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings(RaceSettings):
     """Ops, at sizes for a GPU or small ones."""
 
-    name, known = "kernels", KERNELS
+    name, known, alone = "kernels", KERNELS, True
     small: Small = None
     check: Bars = False
-
-    @property
-    def alone(self) -> bool:
-        """True: most is measured on one device."""
-        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+import interlace
 from interlace.errors import OptionError
 from interlace.float8 import E4M3, Float8Data, Recipe, amax_of, quantize
 from interlace.float8.data import ALIGNMENT, width
-from interlace.ir import Program, parse
+from interlace.ir import Program
 from interlace_bench.ranks import Ranks
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
@@ -80,33 +81,30 @@ class SiteCase:
 
     def program(self, world: int) -> Program:
         """The serial Program."""
-        m, k, n, t = self.m, self.k, self.n, self.dtype
+        m, n, t = self.m, self.n, self.dtype
+        k, out = (width(self.k), "bf16") if self.float8 else (self.k, t)
         gathers, part = self.op == "ag_gemm", m // world
-        given, out = "full" if gathers else "x", "bf16" if self.float8 else t
-        if self.float8:
-            k, w = width(k), f"{t}[{n}, {width(k)}]"
-            of = f"{given}, w.permute(1, 0), {world if gathers else 1}, None, True"
-            matmul = f"""y = empty({out}[{m}, {n}])
-    main: call("interlace.float8_mm.out", {of}, out=y)"""
-        else:
-            w = f"{t}[{k}, {n}]"
-            matmul = f'main: call("aten.mm.default", {given}, w, out=(y := {t}[{m}, {n}]))'
-        if gathers:
-            return parse(f"""
-def ag_gemm(tp: Team[{world}], x: {t}[{part}, {k}], w: {w}):
-    full = empty({t}[{m}, {k}])
-    main: all_gather(x, full, team=tp)
-    {matmul}
-    return y
-""")
-        kind, rows = ("reduce_scatter", part) if self.op == "gemm_rs" else ("all_reduce", m)
-        return parse(f"""
-def {self.op}(tp: Team[{world}], x: {t}[{m}, {k}], w: {w}):
-    {matmul}
-    out = empty({out}[{rows}, {n}])
-    main: {kind}(y, out, reduce="sum", team=tp)
-    return out
-""")
+        with interlace.program(self.op, team=world) as p:
+            x = p.input("x", t, (part if gathers else m, k))
+            w = p.input("w", t, (n, k) if self.float8 else (k, n))
+            if gathers:
+                rows, x = x, p.empty("full", t, (m, k))
+                p.all_gather(rows, x)
+            if self.float8:
+                y, size = p.empty("y", out, (m, n)), world if gathers else 1
+                p.call("interlace.float8_mm.out", x, w.permute(1, 0), size, None, True, out=y)
+            else:
+                y = p.fresh("y", t, (m, n))
+                p.call("aten.mm.default", x, w, out=y)
+            result = y
+            if self.op == "gemm_rs":
+                result = p.empty("out", out, (part, n))
+                p.reduce_scatter(y, result)
+            elif self.op == "gemm_ar":
+                result = p.empty("out", out, (m, n))
+                p.all_reduce(y, result)
+            p.returns(result)
+        return p.program
 
     def row_bytes(self) -> int:
         """The bytes of a row that is sent."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from interlace_bench.bars import BarVerdict, judge_kernels, judge_overlap, missed
+from interlace_bench.bars import BarVerdict, judge, missed
 from interlace_bench.rows import Row
 
 # -- overlap ---------------------------------------------------------------------------------------
@@ -17,12 +17,12 @@ def site(op: str, m: int, strategy: str, us: float, mode: str = "eager", **more:
     return {
         **{"op": op, "m": m, "k": 8192, "n": 8192, "strategy": strategy, "mode": mode},
         **{"median_us": us, "gemm_us": 100.0, "link_us": 60.0, "host_us": 30.0},
-        **{"host_runs": 1000, "error": "", **more},
+        **{"host_runs": 1000, "dtype": "bf16", "error": "", **more},
     }
 
 
 def found(verdicts: list[BarVerdict], bar: str, mode: str = "eager") -> BarVerdict:
-    (one,) = (v for v in verdicts if (v.bar, v.of["mode"]) == (bar, mode))
+    (one,) = (v for v in verdicts if (v.bar, v.mode) == (bar, mode))
     return one
 
 
@@ -33,17 +33,17 @@ def test_bars_are_judged_by_geometric_mean_and_worst() -> None:
         *(site("ag_gemm", 8192, "sequential", 150.0), site("ag_gemm", 4096, "sequential", 150.0)),
         site("ag_gemm", 8192, "get", 50.0, error="wrong"),
     ]
-    verdicts = judge_overlap(rows)
+    verdicts = judge("overlap", rows)
     mean = found(verdicts, "AG+GEMM R, geomean")
     assert mean.figure == pytest.approx(1.1)
     assert not mean.passed
-    assert mean.of["worst"].startswith("ag_gemm 4096,8192,8192")
+    assert mean.worst.startswith("ag_gemm 4096 8192 8192")
     assert found(verdicts, "AG+GEMM R, worst").figure == pytest.approx(1.21)
     gain = found(verdicts, "AG+GEMM over sequential, geomean")
     assert gain.passed
-    assert gain.of["worst"].startswith("ag_gemm 4096")
+    assert gain.worst.startswith("ag_gemm 4096")
     assert found(verdicts, "over the best fixed strategy, worst").figure == pytest.approx(1.1)
-    assert not [v for v in verdicts if v.of["mode"] == "graph" or "GEMM+RS" in v.bar]
+    assert not [v for v in verdicts if v.mode == "graph" or "GEMM+RS" in v.bar]
 
 
 @pytest.mark.parametrize(("us", "passes"), [(50.9, True), (51.1, False)])
@@ -53,7 +53,7 @@ def test_small_cases_may_be_a_microsecond_slower(us: float, passes: bool) -> Non
         site("gemm_rs", 64, "auto", us, **small),
         site("gemm_rs", 64, "sequential", 50.0, **small),
     ]
-    verdict = found(judge_overlap(rows), "small: us slower than max(2 %, 1 us) allows, worst")
+    verdict = found(judge("overlap", rows), "small: us slower than max(2 %, 1 us) allows, worst")
     assert verdict.passed is passes
 
 
@@ -62,7 +62,7 @@ def test_a_bar_is_missed_where_no_mode_clears_it() -> None:
         *(site("ag_gemm", 8192, "auto", 200.0), site("ag_gemm", 8192, "auto", 104.0, "graph")),
         site("ag_gemm", 8192, "sequential", 150.0),
     ]
-    verdicts = judge_overlap(rows)
+    verdicts = judge("overlap", rows)
     assert not found(verdicts, "AG+GEMM R, worst").passed
     assert found(verdicts, "AG+GEMM R, worst", mode="graph").passed
     assert (
@@ -95,7 +95,7 @@ def timed(dtype: str = "bf16") -> list[Row]:
 
 def figures(mode: str) -> dict[str, float]:
     """What `auto` is found to reach."""
-    found = [verdict for verdict in judge_overlap(timed()) if verdict.of["mode"] == mode]
+    found = [verdict for verdict in judge("overlap", timed()) if verdict.mode == mode]
     return {verdict.bar: round(verdict.figure, 4) for verdict in found}
 
 
@@ -110,14 +110,12 @@ def test_graphs_are_compared_with_graphs(mode: str) -> None:
 
 
 def test_fp8_has_a_bar_of_its_own() -> None:
-    (found,) = [
-        verdict for verdict in judge_overlap(timed("f8e4m3")) if verdict.of["mode"] == "graph"
-    ]
+    (found,) = [verdict for verdict in judge("overlap", timed("f8e4m3")) if verdict.mode == "graph"]
     assert (found.bar, found.limit) == ("FP8 AG+GEMM R, geomean", "<= 1.08")
     assert found.figure == pytest.approx(80 / 78)
-    both = judge_overlap([*timed(), *timed("f8e4m3")])
+    both = judge("overlap", [*timed(), *timed("f8e4m3")])
     plain = [verdict for verdict in both if not verdict.bar.startswith("FP8")]
-    assert plain == judge_overlap(timed())
+    assert plain == judge("overlap", timed())
     assert len(both) == len(plain) + 2
 
 
@@ -142,7 +140,7 @@ def kernel(of: dict[str, str], way: str, **figures: Any) -> dict[str, Any]:
 
 
 def kernel_bars(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, bool]]:
-    return {(v.bar, v.of["way"]): (round(v.figure, 4), v.passed) for v in judge_kernels(rows)}
+    return {(v.bar, v.way): (round(v.figure, 4), v.passed) for v in judge("kernels", rows)}
 
 
 @pytest.mark.parametrize(("share", "passed"), [(0.85, True), (0.849, False)])
@@ -157,7 +155,7 @@ def test_the_loss_is_judged_by_bandwidth_and_memory(share: float, passed: bool) 
         ("share of copy bandwidth", "interlace"): (share, passed),
         ("peak memory over torch.compile's", "interlace"): (1.0101, False),
     }
-    assert len(missed(judge_kernels(rows))) == (1 if passed else 2)
+    assert len(missed(judge("kernels", rows))) == (1 if passed else 2)
 
 
 def test_rows_that_tell_nothing_are_no_verdict() -> None:
@@ -165,8 +163,8 @@ def test_rows_that_tell_nothing_are_no_verdict() -> None:
     assert kernel_bars([kernel(CE, "interlace", share=0.9, peak_bytes=100.0), broken]) == {
         ("share of copy bandwidth", "interlace"): (0.9, True)
     }
-    assert judge_kernels([kernel(CE, "interlace", error="wrong")]) == []
-    assert judge_kernels([]) == missed([]) == []
+    assert judge("kernels", [kernel(CE, "interlace", error="wrong")]) == []
+    assert judge("kernels", []) == missed([]) == []
 
 
 def test_no_variant_clears_a_bar_for_the_default() -> None:
@@ -180,7 +178,7 @@ def test_no_variant_clears_a_bar_for_the_default() -> None:
         ("extra memory over unfused", "interlace"): (0.5, False),
         ("time over unfused", "interlace"): (1.0, True),
     }
-    assert len(missed(judge_kernels(rows))) == 1
+    assert len(missed(judge("kernels", rows))) == 1
 
 
 def test_adam_is_judged_by_bandwidth_and_rival() -> None:
@@ -190,7 +188,7 @@ def test_adam_is_judged_by_bandwidth_and_rival() -> None:
         kernel(ADAM, "torch", median_us=10.0, share=0.9),
         kernel(half, "interlace", median_us=5.0, share=0.89),
     ]
-    found = [(v.bar, v.of["case"].split(" ", 2)[2], v.passed) for v in judge_kernels(rows)]
+    found = [(v.bar, v.case.split(" ", 2)[2], v.passed) for v in judge("kernels", rows)]
     assert found == [
         ("share of copy bandwidth", "all f32 f32 step", True),
         ("share of copy bandwidth", "all bf16 bf16 step", False),
@@ -205,7 +203,7 @@ def test_muon_is_judged_by_its_default_way() -> None:
         for shape in ("8 layers of llama3-8b", "80 small matrices")
         for way, times in (("interlace", 1.6), ("interlace gram", 3.0), ("torch", 1.0))
     ]
-    found = [(v.of["way"], v.limit, v.figure, v.passed) for v in judge_kernels(rows)]
+    found = [(v.way, v.limit, v.figure, v.passed) for v in judge("kernels", rows)]
     assert found == [("interlace", ">= 1.5", 1.6, True), ("interlace", ">= 6", 1.6, False)]
 
 
@@ -220,7 +218,7 @@ def test_a_run_is_judged_on_every_device_at_every_size(device: str) -> None:
         for of, mine, calls in ((HOST, 13.0, 8), (few, 13.1, 1), (team, 50.0, 8), (loss, 90.0, ""))
         for way, us in (("interlace", mine), ("torch", 10.0))
     ]
-    found = [(v.of["case"].split(" f32")[0], v.figure, v.passed) for v in judge_kernels(rows)]
+    found = [(v.case.split(" f32")[0], v.figure, v.passed) for v in judge("kernels", rows)]
     assert found == [
         (f"host {HOST['shape']}", 1.3, True),
         (f"host {few['shape']}", 1.31, False),
@@ -233,4 +231,4 @@ def test_what_a_cpu_measures_of_bandwidth_is_not_judged() -> None:
         kernel(ADAM, "interlace", share=0.1, median_us=9.0, device="cpu"),
         kernel(ADAM, "torch", median_us=1.0, device="cpu"),
     ]
-    assert judge_kernels(rows) == []
+    assert judge("kernels", rows) == []

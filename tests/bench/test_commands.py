@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.schedules import ROOT, command
+from tests.cli.schedules import ROOT
 from typer.testing import CliRunner
 
 from interlace.cli import app
@@ -23,12 +23,6 @@ pytestmark = pytest.mark.timeout(300)
 TINY = ("--device", "cpu", "--preset", "tiny", "--dtype", "f32", "--host-runs", "5")
 
 
-def bench(*args: str) -> subprocess.CompletedProcess[str]:
-    done = command("bench", *args, timeout_s=250)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done
-
-
 def bench_here(*args: str, code: int = 0) -> Any:
     """The command in this process, where torch is there; its ranks are processes all the same."""
     done = CliRunner().invoke(app, ["bench", *args])
@@ -38,7 +32,7 @@ def bench_here(*args: str, code: int = 0) -> Any:
 
 def test_overlap(tmp_path: Path) -> None:
     only = "serial,put,auto,sequential"
-    done = bench("overlap", *TINY, "--only", only, "--out", str(tmp_path), "--seconds", "20")
+    done = bench_here("overlap", *TINY, "--only", only, "--out", str(tmp_path), "--seconds", "20")
     assert done.stderr == "", "there is no progress bar off a terminal"
     rows = read(tmp_path / "overlap.csv")
     assert {row["op"] for row in rows} == {"ag_gemm", "gemm_rs", "gemm_ar"}

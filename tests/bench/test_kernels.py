@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.cli.schedules import command
 from typer.testing import CliRunner
 
 from interlace.errors import OptionError, UnsupportedError
@@ -41,11 +40,15 @@ def opened(case: KernelCase, name: str) -> Opened:
 # -- the command ---------------------------------------------------------------------------------
 
 
+def invoked(*args: str) -> Any:
+    return CliRunner().invoke(bench, ["kernels", "--device", "cpu", *args])
+
+
 @pytest.mark.parametrize("only", ["adam", pytest.param("adam,host", marks=pytest.mark.slow)])
 def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> None:
-    args = ("--device", "cpu", "--only", only, "--seconds", "60", "--out", str(tmp_path))
-    done = command("bench", "kernels", *args, "--check", "--json", "--commit", "abc", timeout_s=150)
-    assert done.returncode in (0, 1), done.stderr  # 1: a busy machine misses the bar of host time
+    args = ("--only", only, "--seconds", "60", "--out", str(tmp_path))
+    done = invoked(*args, "--check", "--json", "--commit", "abc")
+    assert done.exit_code in (0, 1), done.stderr  # 1: a busy machine misses the bar of host time
     report = json.loads(done.stdout)
     rows = read(tmp_path / "kernels.csv")
     assert len(rows) == len(report["rows"]) > 10
@@ -70,10 +73,6 @@ def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> N
     assert all(float(row["share"]) == pytest.approx(1) for row in shared)
     judged = {"run over plain calls"} if "host" in only else set[str]()
     assert {verdict["bar"] for verdict in report["bars"]} == judged
-
-
-def invoked(*args: str) -> Any:
-    return CliRunner().invoke(bench, ["kernels", "--device", "cpu", *args])
 
 
 def test_the_command_as_a_table(tmp_path: Path) -> None:
@@ -210,27 +209,6 @@ def test_steps_that_are_wrong_are_seen(kind: adam.Format, monkeypatch: pytest.Mo
     assert adam._off(given, like) > adam.LOOSE
 
 
-def test_bytes_of_adam() -> None:
-    count = sum(map(math.prod, adam.layer_shapes()))
-    assert 1.3e9 < count < 1.5e9
-    cases = {case.shape.split(" ", 1)[1]: case for case in adam.adam_cases(small=True)}
-    elements, params = 16 * 16 + 33 + 32, 3
-    an_element = {
-        "all f32": 8,
-        "all bf16": 4,
-        "all bf16, stochastic": 4,
-        "bf16, f32 masters, bf16 moments": 8,
-        "bf16, remainders, bf16 moments": 6,
-    }
-    for name, size in an_element.items():
-        made = opened(cases[name], OURS)
-        made.run()
-        assert made.state() == size * elements + 4 * params, "the states, and a step for each"
-    masters = opened(cases["bf16, f32 masters, bf16 moments"], "torch masters")
-    masters.run()
-    assert masters.state() == 12 * elements + 4 * params
-
-
 @pytest.mark.parametrize("name", [OURS, "torch"])
 def test_grouped_gradients_that_are_wrong_are_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -291,7 +269,7 @@ def test_host_times_take_turns_and_are_of_many_calls() -> None:
 
 
 def test_host_cases_compute_what_torch_does() -> None:
-    for case in host_cases(CPU):
+    for case in host_cases():
         made = case.build(CPU)
         for variant in made.variants:
             one = variant.open()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from interlace.cli import app
 from interlace.ir import parse
 from interlace.optim import bucket_runs
-from interlace_bench.bars import judge_optimizer, missed
+from interlace_bench.bars import judge, missed
 from interlace_bench.optimizer.link import moved_bytes, slow_link
 from interlace_bench.optimizer.work import SIZES, Llama, work
 from interlace_bench.ranks import here
@@ -57,14 +57,16 @@ def row(**given: Any) -> dict[str, Any]:
 def test_bars() -> None:
     twin = row(way="synchronous", exposed_share=1.0, peak_bytes=100.0)
     good = [row(way="overlap"), twin]
-    assert len(judge_optimizer(good)) == 2
-    assert not missed(judge_optimizer(good))
-    assert len(judge_optimizer([each | {"device": "cuda"} for each in good])) == 3
+    assert len(judge("optimizer", good)) == 2
+    assert not missed(judge("optimizer", good))
+    assert len(judge("optimizer", [each | {"device": "cuda"} for each in good])) == 3
     for wrong in ({"exposed_share": 0.06}, {"peak_bytes": 102.0}):
-        assert len(missed(judge_optimizer([row(way="overlap", **wrong), twin]))) == 1
+        assert len(missed(judge("optimizer", [row(way="overlap", **wrong), twin]))) == 1
     slow = row(way="overlap", device="cuda", over_no_gather=1.04)
-    assert missed(judge_optimizer([slow])) == ["small f32, 2 ranks: step over one without a gather"]
-    assert not judge_optimizer([twin])
+    assert missed(judge("optimizer", [slow])) == [
+        "small f32 2 overlap: step over one without a gather"
+    ]
+    assert not judge("optimizer", [twin])
 
 
 @pytest.mark.parametrize(("option", "value"), [("--model", "huge"), ("--only", "ours")])

@@ -33,16 +33,10 @@ def test_sound(check, text: str, form: str) -> None:
     assert out.count("\n  sound ") == 3
 
 
-def test_unsound(check) -> None:
+def test_json(check) -> None:
     code, out, _ = check(CROSSED)
     assert (code, out.startswith("unsound: ")) == (1, True)
-    assert (
-        "the gradient of microbatch 0 from stage 1 arrives as the gradient of microbatch 1" in out
-    )
     assert "fix: issue the receives in the order of the sends" in out
-
-
-def test_json(check) -> None:
     code, out, _ = check(CROSSED, "--json")
     report = json.loads(out)
     assert (code, report["sound"], report["num_ranks"]) == (1, False, 2)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.cli.fake_rank import work
-from tests.cli.schedules import ROOT, command
+from tests.cli.schedules import ROOT, invoke
 
 from interlace import errors
 from interlace.launch import launch
@@ -168,12 +168,12 @@ def running(pid: int) -> bool:
         (["--world", "0"], "TeamError: --world 0: give at least one rank"),
         (["--world", "3"], "TeamError: the demo's model has heads=8, which 3 ranks do not divide"),
         (["--strategy", "magic"], "Invalid value for '--strategy'"),
+        (["--device", "tpu"], "Invalid value for '--device'"),
         (["--calibration", "/no/such.json"], "CalibrationError: cannot read calibration file"),
     ],
-    ids=["steps", "layers", "no-world", "world-of-3", "strategy", "calibration"],
+    ids=["steps", "layers", "no-world", "world-of-3", "strategy", "device", "calibration"],
 )
 def test_bad_arguments_are_refused_before_anything_starts(args: list[str], told: str) -> None:
-    done = command("demo", *args)
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
+    code, _, error = invoke("demo", *args)
+    assert (code, told in error) == (2, True)
+    assert "Traceback" not in error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -60,15 +59,12 @@ def reports(*each: RunSettings) -> list[Any]:
     return [work(one, torch.device("cpu")) for one in each]
 
 
-def refusals(*each: RunSettings) -> list[str]:
-    """The error of each, on this rank."""
-    told: list[str] = []
-    for one in each:
-        with pytest.raises(InputError) as found:
-            work(one, torch.device("cpu"))
-        told.append(str(found.value))
-        dist.barrier()
-    return told
+def refusal(one: RunSettings) -> str:
+    """The error of it, on this rank."""
+    with pytest.raises(InputError) as found:
+        work(one, torch.device("cpu"))
+    dist.barrier()
+    return str(found.value)
 
 
 def verdicts(report: dict[str, Any]) -> list[list[str]]:
@@ -94,7 +90,7 @@ def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> 
     assert [rank["outputs"] for rank in again["ranks"]] == outputs, "the seed says what is drawn"
     assert outputs[0]["y"][0] == "f32[128, 512]"
     assert outputs[0] != outputs[1], "each rank draws its own inputs"
-    assert report["ranks"][0]["drawn"] == ["x", "w"]
+    assert list(report["ranks"][0]["inputs"]) == ["x", "w"]
     assert 0 < report["least_ms"] <= report["median_ms"] <= report["most_ms"]
     assert report["against"]["runs"] == report["runs"] == 3
     assert report["files"] == [str(page)]
@@ -116,35 +112,9 @@ def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> 
     assert one["n"][0] == "i64[3]"
 
 
-def test_inputs_from_a_file(pool: Pool, tmp_path: Path) -> None:
-    save = pytest.importorskip("safetensors.torch").save_file
-    x, w = torch.randn(64, 256), torch.randn(256, 512)
-    save({"w": w}, tmp_path / "w.safetensors")
-    for rank in range(2):
-        save({"x": x + rank, "w": w}, tmp_path / f"all.rank{rank}.safetensors")
-    save({"x": x[:32].contiguous()}, tmp_path / "short.safetensors")
-    save({"y": x}, tmp_path / "other.safetensors")
-    (shared, own), _ = pool(2).run(
-        reports,
-        settings(SOUND, inputs=str(tmp_path / "w.safetensors")),
-        settings(SOUND, SERIAL, inputs=str(tmp_path / "all.rank{rank}.safetensors")),
-    )
-    assert [rank["drawn"] for rank in shared["ranks"]] == [["x"], ["x"]]
-    assert [rank["drawn"] for rank in own["ranks"]] == [[], []]
-    one, other = (rank["outputs"]["y"] for rank in own["ranks"])
-    assert one == other, "both ranks gather the same rows"
-    assert verdicts(own) == [["equal"]] * 2
-    for short, unknown, gone, differs in pool(2).run(
-        refusals,
-        settings(SOUND, inputs=str(tmp_path / "short.safetensors")),
-        settings(SOUND, inputs=str(tmp_path / "other.safetensors")),
-        settings(SOUND, inputs=str(tmp_path / "gone.safetensors")),
-        settings(SOUND, REGISTERED),
-    ):
-        assert "x is f32[32, 256], and rank" in short
-        assert "other.safetensors holds y: the inputs are x, w" in unknown
-        assert gone.startswith(f"cannot read {tmp_path / 'gone.safetensors'}")
-        assert "another takes other inputs: x, w, n" in differs
+def test_schedules_with_other_inputs_are_not_compared(pool: Pool) -> None:
+    for told in pool(2).run(refusal, settings(SOUND, REGISTERED)):
+        assert "another takes other inputs: x, w, n" in told
 
 
 @pytest.mark.parametrize(
@@ -168,7 +138,7 @@ def test_how_results_differ(found: list[Any], wanted: list[Any], verdict: str, a
     assert (told.verdict, told.at) == (verdict, at)
 
 
-def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run(tmp_path: Path) -> None:
     path = tmp_path / "sound.ilc"
     path.write_text(SOUND)
     code, _, error = invoke("run", "-", text=RACE)
@@ -187,9 +157,8 @@ def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert told in error
     code, _, error = invoke("run", "-", text=STAGES.split("\n\n\n")[1])
     assert (code, "unsound" in error) == (1, True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, _, error = invoke("run", str(path), "--inputs", "x.safetensors")
-    assert (code, error.startswith("error: BackendError: --inputs needs the package")) == (2, True)
+    assert (code, "run --inputs went" in error) == (2, True)
 
 
 def test_a_folder_stands_for_its_one_schedule(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.support.sample_files import read_samples, write_samples
 
 from interlace.cost import Machine, Sample, default_machine, fit
 from interlace.cost.gemm import gemm_seconds
@@ -168,19 +167,3 @@ def test_nothing_to_fit() -> None:
     for samples in ([], [Sample(kind="get", seconds=0.0)]):
         with pytest.raises(CalibrationError, match="nothing to calibrate with"):
             fit(samples, H200)
-
-
-def test_samples_as_text(tmp_path: Path) -> None:
-    samples = [
-        Sample(kind="get", backend="peer", protocol="ce", nbytes=1 << 30, seconds=1 / 3, ranks=4),
-        Sample(kind="gemm", dtype="bf16", shape=(1, 2, 3), seconds=1e-9, under="copies"),
-        Sample(kind="put", seconds=1.0, concurrent=True),
-    ]
-    path = tmp_path / "samples.csv"
-    write_samples(path, samples)
-    assert read_samples(path) == samples
-    path.write_text("kind,seconds\nlaunch,1e-6\n")
-    assert read_samples(path) == [Sample(kind="launch", seconds=1e-6)]
-    path.write_text("kind,seconds\nlaunch,soon\n")
-    with pytest.raises(CalibrationError, match="line 2 is no sample"):
-        read_samples(path)

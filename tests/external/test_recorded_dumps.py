@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from tests.external.recorded_runs import Run
 
 import interlace
+from interlace.errors import RecordingError
 from interlace_check.recorded import KINDS, RecordedFinding, RecordedReport
 
 Make = Callable[[bool], Run]
@@ -384,6 +385,36 @@ def test_global_ranks_of_groups_that_share_a_name(tmp_path: Path) -> None:
     report = interlace.check_recorded(folder)
     assert only(report, "missing").missing == (2,)
     assert report.programs[0].teams[0].groups == ((2, 3),)
+
+
+def test_gloo_groups_of_unknown_ranks_are_left_out_where_all_had_ended(tmp_path: Path) -> None:
+    """gloo records no ranks, and torch's own dump of it no groups but the default one."""
+
+    def dumped(folder: str, *ended: bool, ranks: Sequence[Sequence[int]] = ()) -> Path:
+        run = Run(2, backend="gloo")
+        run.group("tp", [0, 1])
+        for _ in ended:
+            run.each("all_reduce", [4], "tp")
+        written = run.write(tmp_path / folder)
+        for path in written.iterdir():
+            plain = json.loads(path.read_text())
+            plain["pg_config"].pop("tp")
+            for entry, done in zip(plain["entries"], ended, strict=True):
+                entry.update(state="scheduled", retired=done)
+            path.write_text(json.dumps(plain))
+        for number, each in enumerate(ranks):
+            config = {"tp": {"desc": "undefined", "ranks": list(each)}}
+            other = {"version": "2.10", "rank": 2 + number, "pg_config": config, "entries": []}
+            (written / f"trace_rank_{2 + number}.json").write_text(json.dumps(other))
+        return written
+
+    report = interlace.check_recorded(dumped("good", True, True))
+    assert report.sound
+    assert any("tp: it is unclear which ranks it has; 4 records" in one for one in report.assumed)
+    with pytest.raises(RecordingError, match="no dump says which ranks group tp has"):
+        interlace.check_recorded(dumped("bad", True, False))
+    with pytest.raises(RecordingError, match="2 groups of the name tp hold rank 0: ranks 0 to 2"):
+        interlace.check_recorded(dumped("two", False, ranks=([0, 1, 2], [0, 1, 3])))
 
 
 def test_the_programs_say_what_the_report_says(tmp_path: Path) -> None:

@@ -204,12 +204,3 @@ def test_the_sdist_runs_make(tmp_path: Path) -> None:
         assert (made / name).is_file()
     shown = run("make", "--dry-run", "demo", cwd=made, home=home)
     assert 'sh scripts/make-venv ".venv"' in shown
-
-
-def test_dependencies_are_few(checkout: Path, environment: Environment) -> None:
-    """What a plain install brings along is torch and the terminal; the rest are extras."""
-    environment.pip(*INSTALL, ".", cwd=checkout)
-    code = "import importlib.metadata as m; print('\\n'.join(m.requires('interlace')))"
-    required = environment.run(environment.python, "-c", code).splitlines()
-    plain = {line.split(">")[0] for line in required if "extra ==" not in line}
-    assert plain == {"torch", "typer", "rich"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,6 @@ def test_a_cpu_build_of_torch_is_enough() -> None:
     assert {name for name, listed in extras.items() if "triton" in names(listed)} == {
         "test-kernels"
     }
-
-
-def test_entry_points_lead_somewhere() -> None:
-    found = {
-        **PROJECT["scripts"],
-        **PROJECT["entry-points"]["torch_dynamo_backends"],
-    }
-    for target in found.values():
-        module, _, name = target.partition(":")
-        assert callable(getattr(import_module(module), name))
 
 
 def test_the_changelog_tells_of_this_version() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from tests.passes.plain_sites import plain_program
@@ -16,7 +15,7 @@ from interlace.ir import parse, validate
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.passes.strategies.choose import candidates
-from interlace_bench.measured_sites import keeping_sites, with_sites
+from interlace_bench.measured_sites import with_sites
 
 H200 = default_machine("cuda")
 
@@ -107,16 +106,3 @@ def test_what_a_graph_saves_is_the_hosts_time() -> None:
     )
     assert all(graph[label] <= eager[label] for label in eager)
     assert graph["peer/put"] < eager["peer/put"]
-
-
-def test_a_new_machine_keeps_the_sites_of_its_file(tmp_path: Path) -> None:
-    key = key_of(parse(SIZES["all_gather_matmul"]))
-    old = with_sites(H200, [SiteTime(site=key, strategy="serial", seconds=4e-3)])
-    path = tmp_path / "machine.json"
-    new = H200.replace(launch_s=9e-6, host="here")
-    assert keeping_sites(new, path) == new, "there is no file"
-    old.replace(host="here").save(path)
-    (kept,) = keeping_sites(new, path).sites
-    assert (kept.seconds, kept.strategy) == (4e-3, "serial")
-    old.replace(host="elsewhere").save(path)
-    assert keeping_sites(new, path) == new

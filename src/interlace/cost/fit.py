@@ -14,9 +14,8 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from interlace.cost.gemm import gemm_seconds
 from interlace.cost.machine import (
@@ -88,36 +87,6 @@ class Sample:
         each = self.ranks // self.hosts
         whole = interface_bytes(self.kind, self.nbytes, (each,) * self.hosts, shared)
         return whole * each if self.kind == "send" and self.concurrent and shared else whole
-
-
-HEADINGS = tuple(field.name for field in fields(Sample))
-
-
-def sample_of(row: Mapping[str, str], where: str) -> Sample:
-    """The sample of a row of text."""
-    given = {name: row[name] for name in HEADINGS if row.get(name)}
-    try:
-        return Sample(**{name: _READ.get(name, str)(text) for name, text in given.items()})
-    except (TypeError, ValueError) as error:
-        raise CalibrationError(f"{where} is no sample: {error}") from error
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    sizes = tuple(map(int, text.split("x")))
-    if len(sizes) != 3:
-        raise ValueError(f"shape {text!r} is not MxKxN")
-    return sizes
-
-
-_READ: Mapping[str, Callable[[str], Any]] = {
-    "seconds": float,
-    "nbytes": lambda text: int(float(text)),
-    "shape": _shape,
-    "ranks": int,
-    "hosts": int,
-    "concurrent": lambda text: text.lower() in ("1", "true"),
-}
-"""Parsers of the columns that are not text."""
 
 
 def fit(

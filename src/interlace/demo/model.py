@@ -10,11 +10,14 @@ block gathers the sequence before attention and before the feed-forward, and sca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -56,54 +59,91 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
+class BlockDims(Protocol):
+    """The dimensions of a block."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+
+class Plain:
+    """Calls a block's linear maps as they are; the surrounding code communicates."""
+
+    def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """Applies several column-parallel maps to one input."""
+        return [linear(x) for linear in linears]
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """Applies a row-parallel map."""
+        return linear(x)
+
+
+PLAIN = Plain()
+
+
 class Attention(nn.Module):
-    """Causal self-attention; each rank holds some of the heads."""
+    """Causal self-attention over the whole sequence; each rank holds some of the heads, which are
+    one of so many `parts` where the module has a rank's shards."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dims: BlockDims, parts: int = 1, maps: Plain = PLAIN) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.head_dim, self.maps = dims.dim // dims.heads, maps
+        self.grouped = dims.kv_heads < dims.heads
+        heads = dims.dim // parts
+        kv_heads = heads * dims.kv_heads // dims.heads
+        self.wq = nn.Linear(dims.dim, heads, bias=False)
+        self.wk = nn.Linear(dims.dim, kv_heads, bias=False)
+        self.wv = nn.Linear(dims.dim, kv_heads, bias=False)
+        self.wo = nn.Linear(heads, dims.dim, bias=False)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """Attention over the whole sequence."""
-        batch, length, _ = x.shape
-
-        def heads(y: Tensor) -> Tensor:
-            return y.view(batch, length, -1, self.head_dim).transpose(1, 2)
-
-        q, k, v = rotate(heads(self.wq(x)), table), rotate(heads(self.wk(x)), table), self.wv(x)
-        y = F.scaled_dot_product_attention(q, k, heads(v), is_causal=True)
-        return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+    def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
+        """Attention for this rank's rows, or for all rows where the surrounding code gathers."""
+        q, k, v = (
+            y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for y in self.maps.column(x, [self.wq, self.wk, self.wv])
+        )
+        if table is not None:
+            q, k = rotate(q, table), rotate(k, table)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return self.maps.row(y.transpose(1, 2).flatten(2), self.wo)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """SwiGLU between two maps: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dims: BlockDims, parts: int = 1, maps: Plain = PLAIN) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+        self.maps, hidden = maps, dims.hidden // parts
+        self.gate = nn.Linear(dims.dim, hidden, bias=False)
+        self.up = nn.Linear(dims.dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dims.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The block's second half."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.maps.column(x, [self.gate, self.up])
+        return self.maps.row(F.silu(gate) * up, self.down)
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dims: BlockDims, parts: int = 1, maps: Plain = PLAIN) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim)
-        self.attention = Attention(config)
-        self.feed_forward_norm = RMSNorm(config.dim)
-        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(dims.dim)
+        self.attention = Attention(dims, parts, maps)
+        self.feed_forward_norm = RMSNorm(dims.dim)
+        self.feed_forward = FeedForward(dims, parts, maps)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
         """One block."""
         x = x + self.attention(self.attention_norm(x), table)
         return x + self.feed_forward(self.feed_forward_norm(x))
@@ -152,25 +192,25 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
         },
     )
     for block in model.layers:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(
-                    input_layouts=(rows, None), desired_input_layouts=(whole, None)
-                ),
-                "attention.wq": ColwiseParallel(),
-                "attention.wk": ColwiseParallel(),
-                "attention.wv": ColwiseParallel(),
-                "attention.wo": RowwiseParallel(output_layouts=rows),
-                "feed_forward_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(
-                    input_layouts=(rows,), desired_input_layouts=(whole,)
-                ),
-                "feed_forward.gate": ColwiseParallel(),
-                "feed_forward.up": ColwiseParallel(),
-                "feed_forward.down": RowwiseParallel(output_layouts=rows),
-            },
-        )
+        parallelize_module(block, mesh, block_plan(rows))
     return model
+
+
+def block_plan(rows: Placement) -> dict[str, Any]:
+    """Tensor parallelism of a block whose ranks have some of the rows, or all (`Replicate`)."""
+    maps = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.gate", "feed_forward.up")
+    found: dict[str, Any] = {
+        **{name: ColwiseParallel() for name in maps},
+        "attention.wo": RowwiseParallel(output_layouts=rows),
+        "feed_forward.down": RowwiseParallel(output_layouts=rows),
+    }
+    if rows == Replicate():
+        return found
+    both = {"input_layouts": (rows, None), "desired_input_layouts": (Replicate(), None)}
+    one = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
+    return found | {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(**both),
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(**one),
+    }

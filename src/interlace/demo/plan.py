@@ -40,6 +40,11 @@ class ModelConfig:
         """Size of one attention head."""
         return self.dim // self.heads
 
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys: as many as there are."""
+        return self.heads
+
     def check(self, world: int) -> None:
         """Raises TeamError where the sizes do not divide over that many ranks."""
         for name in ("heads", "hidden", "vocabulary", "sequence"):

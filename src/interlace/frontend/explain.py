@@ -45,7 +45,7 @@ from interlace.ir import Program, Site
 from interlace.ir.program import communication_in_words
 from interlace.passes import lower
 from interlace.passes.strategies.choose import candidates
-from interlace.trace import Run, write_page
+from interlace.trace import Run
 from interlace.trace.figures import site_figures
 
 
@@ -95,6 +95,8 @@ def report(model: Callable[..., Any], path: str | Path) -> Path:
     runs = [_run(each) for each in bound]
     sound = all(each.report.sound for each in bound)
     facts = [("verifier", "sound" if sound else "unsound"), ("machine", bound[0].machine.name)]
+    from interlace.trace import write_page  # a run loads no page
+
     return write_page(runs, path, name_of(_plain(model)), facts)
 
 

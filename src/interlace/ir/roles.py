@@ -458,7 +458,7 @@ class PeerOrOthers(RankOrChunk):
         return Others(team) if team is not None else INDEX.read(text, node)
 
 
-class NamedSize(Role):
+class SizeExpression(Role):
     """An integer, or an expression of named sizes: `2 * S`, `(S - 1) // 2`."""
 
     def read(self, text: Reader, node: ast.expr) -> Int:
@@ -767,7 +767,7 @@ class Declaration(Role):
         rules.declare(value, ("local", "symmetric", "fresh"))
 
 
-class Members(Role):
+class MemberOps(Role):
     """The ops that stand in another, on its stream."""
 
     def write_field(self, text: Printer, thing: Op, field: FieldForm) -> list[Item]:
@@ -810,7 +810,7 @@ class Members(Role):
             rules.check(member)
 
 
-class PartsOfOp(Members):
+class PartsOfOp(MemberOps):
     """`part(...)` for each part of an op."""
 
     def write_field(self, text: Printer, thing: Op, field: FieldForm) -> list[Item]:
@@ -853,7 +853,7 @@ class Kernel(Role):
 STRING, NAME, TABLE, TEAM = String(), AnyName(), TableName(), TeamName()
 INTEGER, FLAG, LITERAL, REAL = Integer(), Flag(), Literal(), Real()
 DTYPE, INDEX, PEER = ElementType(), RankOrChunk(), PeerOrOthers()
-SIZE, DIM, PARTS = NamedSize(), Dimension(), PartsOfChunks()
+SIZE, DIM, PARTS = SizeExpression(), Dimension(), PartsOfChunks()
 INTEGERS, SIZES = Several(INTEGER), Several(SIZE)
 VIEW, ARG, KEYWORDS = ViewOfBuffer(), Argument(), Keywords()
 PART = PartsOfOp()
@@ -882,7 +882,7 @@ ROLES: Mapping[str, Role] = {
     "outs": Outs(),
     "fresh": Fresh(),
     "declaration": Declaration(),
-    "member": Members(),
+    "member": MemberOps(),
     "part": PART,
     "kernel": Kernel(),
 }

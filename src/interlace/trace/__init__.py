@@ -11,12 +11,19 @@ tracks.py     runs, what stands in one row, the arrows, and how files are writte
     runs = [Run((executor.program,), simulated, executor.timeline(), before=plain)]
     write_page(runs, "step.html")
     write_perfetto(runs, "step.json")
+
+A run loads neither page nor trace: the names of html.py and perfetto.py are imported when used.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from interlace.trace.figures import figures_json, figures_rows, figures_text
-from interlace.trace.html import html_page, write_page
-from interlace.trace.perfetto import write_perfetto
 from interlace.trace.tracks import Arrow, Run, Track, arrows, tracks
+
+if TYPE_CHECKING:
+    from interlace.trace.html import html_page, write_page
+    from interlace.trace.perfetto import write_perfetto
 
 __all__ = [
     "Arrow",
@@ -31,3 +38,11 @@ __all__ = [
     "write_page",
     "write_perfetto",
 ]
+
+_LAZY = {"html_page": "html", "write_page": "html", "write_perfetto": "perfetto"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

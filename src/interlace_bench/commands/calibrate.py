@@ -48,7 +48,7 @@ HOST_RUNS = 20
 def calibrate(
     given: Annotated[
         list[Path] | None,
-        typer.Option("--from", help="CSV of `bench overlap`, or of samples; measures nothing."),
+        typer.Option("--from", help="CSV of `bench overlap`; measures nothing."),
     ] = None,
     shapes: Shapes = "",
     dtype: Annotated[str, typer.Option(help="Element types; default: bf16, on CPUs f32.")] = "",
@@ -72,10 +72,9 @@ def calibrate(
     """
     if not given:
         check_places(out)
-    texts = [(path, _read(path)) for path in given or ()]
-    place = _Place(device, [row for _, rows in texts for row in rows], out)
-    machine = _from_samples(place.start(), texts, place.host)
-    rows: list[Mapping[str, Any]] = [row for _, rows in texts for row in rows if "op" in row]
+    rows: list[Mapping[str, Any]] = [row for path in given or () for row in _read(path)]
+    place = _Place(device, rows, out)
+    machine = place.start()
     skipped: list[str] = []
     first = True
     if not given:
@@ -139,7 +138,7 @@ class _Place:
     """Which machine is calibrated: this one, or for rows alone the one that they come from."""
 
     def __init__(self, device: Device, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
-        from interlace.cost import Machine, default_path, fingerprint
+        from interlace.cost import default_path, fingerprint
         from interlace.runtime.machine import gpus_of
         from interlace_bench.measured_sites import gpu_of
         from interlace_bench.ranks import pick_device
@@ -149,13 +148,10 @@ class _Place:
         self.device: Literal["cpu", "cuda"] = "cuda" if elsewhere else pick_device(device)
         self.cuda = self.device == "cuda"
         if elsewhere and not gpu:
-            if out is None or not out.exists():
-                raise CalibrationError(
-                    "the rows do not say which GPU they come from: calibrate where it is, or give "
-                    "its file as --out"
-                )
-            self.path, self.host = out, Machine.load(out, any_host=True).host
-            return
+            raise CalibrationError(
+                "the rows do not say which GPU they come from: give rows of `interlace bench "
+                "overlap`, or calibrate where the GPU is"
+            )
         gpus = f"{world} x {gpu}" if elsewhere else gpus_of(self.device)
         self.path, self.host = out or default_path(gpus), fingerprint(gpus)
         if gpu not in (gpus if self.cuda else self.host):
@@ -184,24 +180,6 @@ def _read(path: Path) -> list[dict[str, str]]:
             return [dict(row) for row in csv.DictReader(file)]
     except OSError as error:
         raise CalibrationError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _from_samples(
-    machine: Machine, texts: Sequence[tuple[Path, Sequence[Mapping[str, str]]]], host: str
-) -> Machine:
-    """The machine with what files of samples tell."""
-    from interlace.cost import fit
-    from interlace.cost.fit import sample_of
-
-    samples = [
-        sample_of(row, f"{path}, line {i}")
-        for path, rows in texts
-        for i, row in enumerate(rows, start=2)
-        if "op" not in row
-    ]
-    if not samples:
-        return machine
-    return fit(samples, machine, host=host).replace(sites=machine.sites)
 
 
 def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], place: _Place) -> Machine:

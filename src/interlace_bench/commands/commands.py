@@ -5,7 +5,6 @@ $ torchrun --nproc-per-node 4 -m interlace bench overlap         # takes torchru
 $ interlace bench overlap --device cpu --preset tiny --dtype f32 --out /tmp/rows
 $ interlace bench interconnect --device cpu --most 1MiB
 $ interlace bench layer --device cpu --only eager,interlace
-$ interlace bench transformer --model llama3-70b --simulate h200    # no GPU: predicted
 $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
 $ interlace bench optimizer --device cpu --link 0.2 --check
 
@@ -184,8 +183,7 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
 
     rows, headline = report["rows"], report.pop("headline", "")
     shown = [row for row in report.pop("shown", rows) if not row["error"]]
-    judge = getattr(bars, f"judge_{settings.name}", None)
-    verdicts = judge(rows) if judge is not None and getattr(settings, "check", False) else []
+    verdicts = bars.judge(settings.name, rows) if getattr(settings, "check", False) else []
     if settings.json:
         print_json({"schema": 1, **plain(report), "bars": [item.to_json() for item in verdicts]})
     else:
@@ -218,12 +216,14 @@ def _cell(form: str, row: Mapping[str, Any]) -> str:
 
 def _show_bars(verdicts: Sequence[BarVerdict]) -> None:
     cells = [
-        [v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED"]
-        + [str(value) for value in v.of.values()]
+        (
+            *(v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED"),
+            *(v.case or v.mode, v.way or v.worst),
+        )
         for v in verdicts
     ]
     say("")
-    table(("bar", "limit", "figure", "", *verdicts[0].of), cells, title="bars")
+    table(("bar", "limit", "figure", "", "of", "way, or the worst case"), cells, title="bars")
 
 
 bench = typer.Typer(

@@ -1,7 +1,7 @@
 """`interlace run FILE`: a schedule on real ranks, with its results, its times and its timeline.
 
 $ interlace run forward.ilc --check-against serial --html page.html
-$ interlace run ring.ilc --mesh tp=4 --inputs rows.safetensors
+$ interlace run ring.ilc --mesh tp=4
 $ torchrun --nproc-per-node 4 -m interlace run ring.ilc
 
 Alone, the command starts a process for each rank; under torchrun each process is a rank already,
@@ -50,13 +50,6 @@ def run(
     ] = None,
     mesh: Mesh = None,
     device: Device = "auto",
-    inputs: Annotated[
-        str | None,
-        typer.Option(
-            help="Inputs by name, in a safetensors file that every rank reads; with {rank} in the "
-            "path, a file for each rank. Inputs that are not in it are drawn."
-        ),
-    ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=MOST_SEED, help="Seed of the inputs that are drawn.")
     ] = 0,
@@ -90,10 +83,8 @@ def run(
     that of --check-against by more than its type rounds.
     """
     from interlace.verify import check
-    from interlace_bench.schedule import RunSettings, need_safetensors
+    from interlace_bench.schedule import RunSettings
 
-    if inputs is not None:
-        need_safetensors()
     if runs < 1 or timeout <= 0:
         raise OptionError("give --runs >= 1 and --time-out > 0")
     started = "WORLD_SIZE" in os.environ  # by torchrun
@@ -121,7 +112,6 @@ def run(
         against=programs if check_against == IN_ORDER else other,
         against_name=check_against or "",
         in_order=check_against == IN_ORDER,
-        inputs=inputs,
         seed=seed,
         runs=runs,
         html=_whole(html),
@@ -210,7 +200,7 @@ def show(report: dict[str, Any]) -> None:
     """The report for people."""
     against, ranks = report.get("against"), report["ranks"]
     where = "" if report["device"] == "cpu" else f" on {report['device']}"
-    drawn = ranks[0]["drawn"]
+    drawn = list(ranks[0]["inputs"])
     listed = ", ".join(drawn) if len(drawn) <= 6 else f"{len(drawn)} inputs"
     say(f"sound; {_count(report['world'], 'rank')}{where}; drawn by seed: {listed or 'nothing'}\n")
     names = dict.fromkeys(name for told in ranks for name in told["outputs"])

@@ -25,7 +25,7 @@ from interlace_bench.race import Opened, Variant
 from interlace_bench.sites import DTYPES
 
 WIDTH, HIDDEN, KEYS, CLASSES, LAYERS = 4096, 14336, 1024, 128256, 4
-LR, EPS, DECAY, BETAS = 1e-3, 1e-8, 0.01, (0.9, 0.999)
+LR = 1e-3
 STEPS = 3
 """Steps that are compared with fp64."""
 LOOSE = 4.0
@@ -140,19 +140,16 @@ def _off(make: Make, like: nn.Parameter) -> float:
     dtype = like.dtype
     (param,) = filled([(64, 64)], dtype, like.device, width=1e-4)
     assert param.grad is not None
-    x, g = param.detach().double(), param.grad.double()
-    m, v = torch.zeros_like(x), torch.zeros_like(x)
-    optimizer = make([param])
-    for step in range(1, STEPS + 1):
-        optimizer.step()
-        m = BETAS[0] * m + (1 - BETAS[0]) * g
-        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
-        x = x * (1 - LR * DECAY)
-        x -= LR * m / (1 - BETAS[0] ** step) / ((v / (1 - BETAS[1] ** step)).sqrt() + EPS)
-    rounding = torch.finfo(dtype).eps * float(x.abs().max()) * STEPS
+    x = nn.Parameter(param.detach().double())
+    x.grad = param.grad.double()
+    optimizers = make([param]), torch.optim.AdamW([x], lr=LR)
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.step()
+    rounding = torch.finfo(dtype).eps * float(x.detach().abs().max()) * STEPS
     # 16-bit moments move the update itself: by a rounding of each of them.
     rounding += STEPS * LR * torch.finfo(dtype).eps
-    return float((param.detach().double() - x).abs().max()) / rounding
+    return float((param.detach().double() - x.detach()).abs().max()) / rounding
 
 
 class Masters:

@@ -33,6 +33,7 @@ from interlace_bench.race import (
     race,
     run_race,
     time_in_turn,
+    worst,
 )
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row
@@ -42,6 +43,8 @@ OURS = "interlace"
 COPY = "copy"
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 """Size of what is copied: twice as many bytes move."""
+CHECKED = 16
+"""Rows of results that are compared."""
 BOTH, FORWARD = "forward+backward", "forward"
 
 
@@ -112,6 +115,25 @@ def unit(dtype: torch.dtype) -> float:
 def relative(found: Tensor, known: Tensor) -> float:
     """Deviation by root mean square, relative to the reference."""
     return float((found.to(known.dtype) - known).norm() / known.norm().clamp_min(1e-30))
+
+
+def against(plain: Run, inputs: Sequence[Any]) -> Callable[[Sequence[Tensor]], float]:
+    """Deviation of results from those of torch in wider numbers (fp32; of fp32 fp64): the furthest,
+    in units of `unit`; of each the first rows are compared."""
+    dtype = inputs[0].dtype
+    kind = torch.float32 if dtype.itemsize == 2 else torch.float64
+    wide = [
+        x.detach().to(kind).requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for x in inputs
+    ]
+    known = [x[:CHECKED].clone() if x.ndim else x for x in plain(*wide)]
+
+    def off(found: Sequence[Tensor]) -> float:
+        pairs = zip(found, known, strict=True)
+        far = [relative(a[: len(b)] if b.ndim else a, b) for a, b in pairs]
+        return worst(far) / unit(dtype)
+
+    return off
 
 
 def time_case(

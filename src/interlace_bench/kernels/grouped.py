@@ -3,15 +3,14 @@
     cases = grouped_cases(small=False)
 
 torch's grouped GEMM makes the gradient first, and then it is added. Rows of the result, of the
-gradient of x and the main gradient are compared with products in wide arithmetic, for the first
-group that has rows and the last.
+gradient of x and the main gradient are compared with products in wider numbers, for the first rows
+and groups.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +22,10 @@ from interlace_bench.kernels.case import (
     OURS,
     BuiltCase,
     KernelCase,
+    against,
     checked,
-    relative,
-    unit,
 )
-from interlace_bench.race import Run, worst
+from interlace_bench.race import Run
 from interlace_bench.sites import DTYPES
 
 LOOSE = 4.0
@@ -84,19 +82,28 @@ def grouped_case(
         main.zero_()  # what other variants added does not count
         layer, add = make(weight, main, on_device)
 
-        def run(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        def run(x: Tensor, dy: Tensor) -> list[Tensor]:
             x = x.detach().requires_grad_()
             y = layer(x)
             y.backward(dy)
             add()
-            return y.detach(), x.grad
+            assert x.grad is not None
+            return [y.detach(), x.grad]
 
         return run
 
-    makers = {OURS: lambda: of(grouped_layer), "torch": lambda: of(torch_layer)}
+    def plain(x: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:
+        """A product for each group; the last result is the gradient of the weight."""
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        parts = zip(x.split(sizes), weight, strict=True)
+        y = torch.cat([part @ of_group.t() for part, of_group in parts])
+        return [y.detach(), *torch.autograd.grad(y, (x, weight), dy)]
 
-    def off(found: tuple[Tensor, Tensor | None]) -> float:
-        return _off(found, main, (x, weight, dy), sizes)
+    makers = {OURS: lambda: of(grouped_layer), "torch": lambda: of(torch_layer)}
+    compare = against(plain, (x, weight, dy))
+
+    def off(found: list[Tensor]) -> float:
+        return compare([*found, main])
 
     flops = 3 * 2 * tokens * inner * outer
     return BuiltCase(variants=checked(makers, off, [(x, dy)]), flops=flops, limit=LOOSE)
@@ -126,24 +133,3 @@ def torch_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:
         param.grad = None
 
     return lambda x: torch._grouped_mm(x, param.transpose(1, 2), offs=ends), add
-
-
-def _off(
-    found: tuple[Tensor, Tensor | None],
-    main: Tensor,
-    given: tuple[Tensor, Tensor, Tensor],
-    sizes: Sequence[int],
-) -> float:
-    """The furthest of result, gradient of x, and main gradient; an empty group's is 0."""
-    (y, dx), (x, weight, dy) = found, given
-    assert dx is not None
-    wide = torch.float32 if x.element_size() == 2 else torch.float64
-    ends = list(itertools.accumulate(sizes))
-    taken = [g for g, size in enumerate(sizes) if size]
-    far = [float(main[g].abs().max()) for g, size in enumerate(sizes) if not size]
-    for g in (taken[0], taken[-1]):
-        rows = slice(ends[g] - sizes[g], ends[g])
-        w, part, up = (t.to(wide) for t in (weight[g], x[rows], dy[rows]))
-        far += [relative(y[rows], part @ w.t()), relative(dx[rows], up @ w)]
-        far.append(relative(main[g], up.t() @ part))
-    return worst(far) / unit(x.dtype)

@@ -1,18 +1,17 @@
 """Host time of a call: ours against the torch calls that do the same.
 
-    cases = host_cases(torch.device("cpu"))
+    cases = host_cases()
 
 Tensors are so small that the host is what takes the time; each figure is the median of 1,000 calls,
 a hundred of each variant in turn (of fewer where a call takes milliseconds). For an Executor, a
 run of a Program of 1, 8 or 32 calls on one stream is compared with the same calls of torch, one by
-one, with the same operators and outputs; the others are cases of the other ops.
+one, with the same operators and outputs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,14 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from interlace.ir import Program, parse
+import interlace
+from interlace.ir import Program
 from interlace.launch import Report, Tell
 from interlace.nn import functional
 from interlace.runtime import Executor
-from interlace_bench.kernels.adam import FORMATS, adam_case
-from interlace_bench.kernels.case import BOTH, OURS, BuiltCase, KernelCase, checked, time_case
-from interlace_bench.kernels.grouped import grouped_case
-from interlace_bench.kernels.losses import cross_entropy_case, linear_case
+from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase, checked, time_case
 from interlace_bench.race import Run
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
@@ -36,36 +33,15 @@ from interlace_bench.settings import KernelSettings
 
 COUNTS = (1, 8, 32)
 WIDTH = 64
-NUM_PARAMS, PARAM = 300, 1024
 LAYERS = ("all_gather_linear", "linear_reduce_scatter")
 LAYER = {False: (64, 64, 64), True: (1024, 4096, 2048)}
 """Rows of a rank, columns of the input and of the output; on CUDA, whose host goes on meanwhile, of
 a size that is overlapped."""
-LOSS = (64, 512, "f32", 0.0, 0.0, BOTH)
 
 
-def host_cases(device: torch.device) -> list[KernelCase]:
-    """The cases: `Executor.run()` first."""
-    shapes: list[tuple[int, ...]] = [(PARAM,)] * NUM_PARAMS
-    dtype = "bf16" if device.type == "cuda" else "f32"
-    small: list[tuple[str, str, Callable[[torch.device], BuiltCase]]] = [
-        ("cross_entropy 64x512", "f32", partial(cross_entropy_case, *LOSS)),
-        ("linear_cross_entropy 64x64x512", "f32", partial(linear_case, 64, 64, 512, "f32")),
-        (f"AdamW.step, {NUM_PARAMS} parameters", "f32", partial(adam_case, FORMATS[0], shapes)),
-        ("GroupedLinear 4x64x64x64", dtype, partial(grouped_case, 4, 64, 64, 64, "even", dtype)),
-    ]
-    return [
-        *(_case(f"Executor.run, {n} calls", partial(executor_case, n)) for n in reversed(COUNTS)),
-        *(_case(shape, partial(_host, build), dtype) for shape, dtype, build in small),
-    ]
-
-
-def _host(build: Callable[[torch.device], BuiltCase], device: torch.device) -> BuiltCase:
-    """The case of another op, of which the host's time counts: ours against torch alone."""
-    case = build(device)
-    names = (OURS, "torch", "torch foreach")
-    variants = [variant for variant in case.variants if variant.name in names]
-    return replace(case, variants=variants, nbytes=0, flops=0, host=True)
+def host_cases() -> list[KernelCase]:
+    """The cases of `Executor.run()` on one device."""
+    return [_case(f"Executor.run, {n} calls", partial(executor_case, n)) for n in reversed(COUNTS)]
 
 
 def _case(shape: str, build: Callable[[torch.device], BuiltCase], dtype: str = "f32") -> KernelCase:
@@ -77,17 +53,15 @@ def _case(shape: str, build: Callable[[torch.device], BuiltCase], dtype: str = "
 
 def program(calls: int, team: int = 1) -> Program:
     """A chain of so many matmuls and additions on one stream; of one rank, or a team's."""
-    ranks = f"tp: Team[{team}], " if team > 1 else ""
-    kind = f"f32[{WIDTH}, {WIDTH}]"
-    lines = [f"def chain({ranks}x: {kind}, w: {kind}, y: out[{kind}]):"]
-    lines += [f"    {name} = alloc({kind})" for name in "ab"[: calls - 1]]
-    source = "x"
-    for number in range(calls):
-        target = "y" if number == calls - 1 else "ab"[number % 2]
-        operator = "aten.add.out" if number % 2 else "aten.mm.out"
-        lines.append(f'    main: call("{operator}", {source}, w, out={target})')
-        source = target
-    return parse("\n".join(lines) + "\n")
+    kind: Any = "f32", (WIDTH, WIDTH)
+    with interlace.program("chain", team=team if team > 1 else None) as p:
+        x, w, y = p.input("x", *kind), p.input("w", *kind), p.output("y", *kind)
+        spare = [p.alloc(name, *kind) for name in "ab"[: calls - 1]]
+        for number in range(calls):
+            out = y if number == calls - 1 else spare[number % 2]
+            p.call("aten.add.out" if number % 2 else "aten.mm.out", x, w, out=out)
+            x = out
+    return p.program
 
 
 def chain(calls: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:

@@ -41,7 +41,7 @@ def cases_of(settings: KernelSettings, device: torch.device) -> list[KernelCase]
         "muon": muon_cases,
         "grouped": grouped_cases,
         "float8": float8_cases,
-        "host": lambda _: host_cases(device),
+        "host": lambda _: host_cases(),
     }
     found = {op: made[op](small) for op in KERNELS if op in settings.names}
     first = [cases[0] for cases in found.values()]

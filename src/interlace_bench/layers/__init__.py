@@ -2,6 +2,5 @@
 
 models.py     dimensions, layers with exchangeable linear maps, their DTensor plan, FLOP
 training.py   `bench transformer`: the ways to train layers, checked against eager, timed by stage
-predict.py    the same table for a machine that is not here, by the simulator
 inference.py  `bench layer`: a prefill and a decode step without gradients
 """

@@ -25,18 +25,15 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 import interlace
+from interlace.demo.model import Attention, Block, block_plan
 from interlace.demo.train import registered
 from interlace.errors import OptionError
 from interlace.frontend.compile import Compiled
 from interlace.launch import Tell
 from interlace_bench.layers.models import (
     LayerDims,
-    Plain,
-    TensorParallelAttention,
-    TransformerLayer,
     default_dtype,
     parallelized,
-    plan,
 )
 from interlace_bench.race import (
     Opened,
@@ -77,14 +74,14 @@ class StepSizes:
 SMALL = StepSizes(dims=LayerDims(32, 4, 4, 64), prefill=32, cached=8, dtype="f32")
 
 
-class CachedAttention(TensorParallelAttention):
+class CachedAttention(Attention):
     """One new token of each sequence against those in a cache; each rank holds some heads."""
 
     keys: Tensor
     values: Tensor
 
     def __init__(self, sizes: StepSizes, world: int) -> None:
-        super().__init__(sizes.dims, 1, Plain())
+        super().__init__(sizes.dims)
         shape = (sizes.decode, sizes.dims.heads // world, sizes.cached, self.head_dim)
         self.register_buffer("keys", torch.randn(shape), persistent=False)
         self.register_buffer("values", torch.randn(shape), persistent=False)
@@ -110,9 +107,9 @@ def make(step: str, sizes: StepSizes, mesh: DeviceMesh, ranks: Ranks) -> nn.Modu
             return whole.requires_grad_(False)
         torch.manual_seed(0)
         with default_dtype(dtype):
-            layer = TransformerLayer(sizes.dims, 1, Plain())
+            layer = Block(sizes.dims)
             layer.attention = CachedAttention(sizes, ranks.size)
-    parallelize_module(layer, mesh, plan(Replicate()))
+    parallelize_module(layer, mesh, block_plan(Replicate()))
     return layer.requires_grad_(False)
 
 

@@ -21,20 +21,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
-from interlace.demo.model import RMSNorm, rotary_table, rotate
+from interlace.demo.model import Block, Plain, block_plan, rotary_table
 from interlace.errors import OptionError
 from interlace.float8 import Recipe
 from interlace.float8.data import ALIGNMENT
@@ -85,18 +80,6 @@ def flops(dims: LayerDims, *, layers: int, batch: int, sequence: int) -> int:
 
 
 # -- linear maps -----------------------------------------------------------------------------------
-
-
-class Plain:
-    """The modules as they are; the surrounding code communicates."""
-
-    def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
-        """Applies several column-parallel maps to one input."""
-        return [linear(x) for linear in linears]
-
-    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        """Applies a row-parallel map."""
-        return linear(x)
 
 
 @dataclass(frozen=True)
@@ -199,64 +182,6 @@ class Narrow(torch.autograd.Function):
 # -- layers ----------------------------------------------------------------------------------------
 
 
-class TensorParallelAttention(nn.Module):
-    """Causal self-attention over the whole sequence; each rank holds some of the heads."""
-
-    def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
-        super().__init__()
-        self.head_dim, self.maps = dims.dim // dims.heads, maps
-        self.grouped = dims.kv_heads < dims.heads
-        heads = dims.dim // parts
-        kv_heads = heads * dims.kv_heads // dims.heads
-        self.wq = nn.Linear(dims.dim, heads, bias=False)
-        self.wk = nn.Linear(dims.dim, kv_heads, bias=False)
-        self.wv = nn.Linear(dims.dim, kv_heads, bias=False)
-        self.wo = nn.Linear(heads, dims.dim, bias=False)
-
-    def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
-        """Attention for this rank's rows, or for all rows where the surrounding code gathers."""
-        q, k, v = (
-            y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
-            for y in self.maps.column(x, [self.wq, self.wk, self.wv])
-        )
-        if table is not None:
-            q, k = rotate(q, table), rotate(k, table)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-        return self.maps.row(y.transpose(1, 2).flatten(2), self.wo)
-
-
-class TensorParallelFeedForward(nn.Module):
-    """SwiGLU between two maps."""
-
-    def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
-        super().__init__()
-        self.maps, hidden = maps, dims.hidden // parts
-        self.up = nn.Linear(dims.dim, hidden, bias=False)
-        self.gate = nn.Linear(dims.dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dims.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's second half."""
-        up, gate = self.maps.column(x, [self.up, self.gate])
-        return self.maps.row(F.silu(gate) * up, self.down)
-
-
-class TransformerLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
-
-    def __init__(self, dims: LayerDims, parts: int, maps: Plain) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(dims.dim)
-        self.attention = TensorParallelAttention(dims, parts, maps)
-        self.feed_forward_norm = RMSNorm(dims.dim)
-        self.feed_forward = TensorParallelFeedForward(dims, parts, maps)
-
-    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
-        """One layer."""
-        x = x + self.attention(self.attention_norm(x), table)
-        return x + self.feed_forward(self.feed_forward_norm(x))
-
-
 class Layers(nn.Module):
     """Layers one after another, and the table of positions that they share."""
 
@@ -265,7 +190,7 @@ class Layers(nn.Module):
     def __init__(self, dims: LayerDims, count: int, table: Tensor | None, parts: int, maps: Plain):
         super().__init__()
         self.register_buffer("table", table, persistent=False)
-        self.layers = nn.ModuleList(TransformerLayer(dims, parts, maps) for _ in range(count))
+        self.layers = nn.ModuleList(Block(dims, parts, maps) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's rows, [batch, sequence / ranks, dim], through all layers."""
@@ -283,28 +208,8 @@ def parallelized(
     with default_dtype(dtype):
         module = Layers(dims, count, table, 1, Plain())
     for layer in module.layers:
-        parallelize_module(layer, mesh, plan(Shard(1)))
+        parallelize_module(layer, mesh, block_plan(Shard(1)))
     return module
-
-
-def plan(rows: Placement) -> dict[str, Any]:
-    """Tensor parallelism of a layer whose ranks have some of the rows, or all (`Replicate`)."""
-    maps = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.up", "feed_forward.gate")
-    found: dict[str, Any] = {
-        **{name: ColwiseParallel() for name in maps},
-        "attention.wo": RowwiseParallel(output_layouts=rows),
-        "feed_forward.down": RowwiseParallel(output_layouts=rows),
-    }
-    if rows == Replicate():
-        return found
-    both = {"input_layouts": (rows, None), "desired_input_layouts": (Replicate(), None)}
-    one = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
-    return found | {
-        "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(**both),
-        "feed_forward_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(**one),
-    }
 
 
 def shards_of(layers: Layers) -> dict[str, nn.Parameter]:

@@ -24,7 +24,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from interlace.demo.model import Plain
 from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
@@ -44,7 +44,6 @@ from interlace_bench.layers.models import (
     Gathered,
     NoCommunication,
     Overlapped,
-    Plain,
     flops,
     on_shards,
     parallelized,
@@ -107,7 +106,7 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
     sizes = {"layers": settings.layers, "batch": settings.batch, "sequence": settings.sequence}
     tokens, work = settings.batch * settings.sequence / world, 3 * flops(dims, **sizes) / world
     ideals = {way: none if way in FLOAT8_LAYERS else times.get("ideal", none) for way in times}
-    base = [time.both for way, time in times.items() if way.startswith(("inductor", "serial"))]
+    base = [time.both for way, time in times.items() if way.startswith("inductor")]
     best = min((each for each in base if not math.isnan(each)), default=math.nan)
     return [
         {
@@ -128,15 +127,9 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
     ]
 
 
-def headline(settings: TransformerSettings, world: int) -> str:
-    """The part of the report's first line that says what was trained."""
-    what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
-    return f", {world} ranks, {what} in {settings.dtype}; in ms"
-
-
 def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Report | None:
     """Races the variants; rank 0 gets the report."""
-    trained = Candidates(settings, ranks)
+    trained = LayerVariants(settings, ranks)
     racers = run_race(
         ranks,
         [trained.variant(name) for name in settings.names],
@@ -156,21 +149,9 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Report | No
     close(racers.values())
     torch.compiler.reset()  # while the group of its graphs is there
     free(ranks)
-    said = headline(settings, ranks.size)
+    what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
+    said = f", {ranks.size} ranks, {what} in {settings.dtype}; in ms"
     return None if ranks.me else {"rows": rows, "facts": common, "headline": said}
-
-
-def measure(settings: TransformerSettings, tell: Tell) -> Report:
-    """Predicts, in place of measuring."""
-    from interlace.commands.files import read_machine
-    from interlace.cost import default_machine
-    from interlace_bench.layers.predict import predict
-
-    known = settings.simulate in ("cpu", "cuda", "h200")
-    machine = default_machine if known else lambda name: read_machine(Path(name))
-    report = predict(settings, machine(settings.simulate), settings.world or 4)
-    tell({"event": "rows", "rows": report["rows"]})
-    return report
 
 
 def slowest(ranks: Ranks, mine: Stages) -> Stages:
@@ -273,7 +254,7 @@ def limit(way: str) -> float:
     return FLOAT8_LIMIT if way in FLOAT8_LAYERS else LIMIT
 
 
-class Candidates:
+class LayerVariants:
     """The layers of a run, inputs in turn, and the variants."""
 
     def __init__(self, settings: TransformerSettings, ranks: Ranks) -> None:

@@ -29,12 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
+from interlace.demo.model import Block
 from interlace.errors import OptionError
 from interlace.launch import Report, Tell
 from interlace.optim import LayerWise, Muon, muon_groups
 from interlace.options import Options
 from interlace_bench.kernels.case import needed, relative
-from interlace_bench.layers.models import LayerDims, Plain, TransformerLayer
+from interlace_bench.layers.models import LayerDims
 from interlace_bench.optimizer.link import slow_all_reduce, slow_link
 from interlace_bench.race import (
     Opened,
@@ -103,9 +104,7 @@ class Llama(nn.Module):
         super().__init__()
         dim = size.dims.dim
         self.embedding = nn.Embedding(size.vocabulary, dim)
-        self.layers = nn.ModuleList(
-            TransformerLayer(size.dims, 1, Plain()) for _ in range(size.layers)
-        )
+        self.layers = nn.ModuleList(Block(size.dims) for _ in range(size.layers))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, size.vocabulary, bias=False)
 
@@ -118,7 +117,7 @@ class Llama(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class ModelUnderTraining:
     """A model that a variant trains."""
 
     module: nn.Module
@@ -141,7 +140,7 @@ class Trained:
         F.cross_entropy(self.module(tokens).flatten(0, 1), target.flatten()).backward()
 
 
-class Candidates:
+class OptimizerVariants:
     """The inputs of a run, which differ by rank, and the variants."""
 
     def __init__(self, settings: OptimizerSettings, ranks: Ranks) -> None:
@@ -153,7 +152,7 @@ class Candidates:
         tokens = torch.randint(self.size.vocabulary, shape, generator=draw).to(ranks.device)
         self.sets = [(each[0], each[1]) for each in tokens]
         self.waits: dict[str, list[float]] = {}
-        self._trained: dict[str, Trained] = {}
+        self._trained: dict[str, ModelUnderTraining] = {}
         self._before = math.nan
         self._first: dict[str, Tensor] = {}
         """The weights that the first variant of ours trained, by which others are judged."""
@@ -244,7 +243,7 @@ class Candidates:
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.ranks.device.type, (self.ranks.size,), mesh_dim_names=("dp",))
 
-    def _ours(self, name: str, model: Llama) -> Trained:
+    def _ours(self, name: str, model: Llama) -> ModelUnderTraining:
         adamw = {"lr": RATE, "stochastic_rounding": False}  # the same bits in any buckets
         muon = Muon(muon_groups(model), lr=RATE, adamw=adamw)
         with slow_link(self.bandwidth):
@@ -266,7 +265,7 @@ class Candidates:
                 reducer.finish()
             optimizer.synchronize()
 
-        return Trained(
+        return ModelUnderTraining(
             model,
             optimizer.step,
             optimizer.zero_grad,
@@ -275,7 +274,7 @@ class Candidates:
             lambda: optimizer.waited_s,
         )
 
-    def _ddp(self, model: Llama) -> Trained:
+    def _ddp(self, model: Llama) -> ModelUnderTraining:
         matrices, others = _parted(model)
         ddp: Any = DistributedDataParallel(
             model, device_ids=[self.ranks.device] if self.ranks.cuda else None
@@ -285,7 +284,7 @@ class Candidates:
         muon = torch.optim.Muon(matrices, lr=RATE)
         return _stepped(ddp, muon, torch.optim.AdamW(others, lr=RATE, weight_decay=0.0))
 
-    def _titan(self, model: Llama) -> Trained:
+    def _titan(self, model: Llama) -> ModelUnderTraining:
         """Shards of FSDP2, which gathers weights itself: DistMuon moves momentum and updates."""
         flex = needed("torchtitan.distributed.flex_shard", "torchtitan", self.ranks.device)
         fsdp: Any = importlib.import_module("torch.distributed.fsdp")
@@ -313,7 +312,7 @@ def _parted(model: Llama) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return matrices, [param for param in model.parameters() if id(param) not in inside]
 
 
-def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> Trained:
+def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> ModelUnderTraining:
     def step() -> None:
         for optimizer in optimizers:
             optimizer.step()
@@ -322,14 +321,14 @@ def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> Trained:
         for optimizer in optimizers:
             optimizer.zero_grad()
 
-    return Trained(module, step, zero)
+    return ModelUnderTraining(module, step, zero)
 
 
 def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Report | None:
     """Races the variants; rank 0 gets the report."""
     if settings.link and ranks.cuda:
         raise OptionError("--link is for ranks on CPUs: GPUs have the link that they have")
-    trained = Candidates(settings, ranks)
+    trained = OptimizerVariants(settings, ranks)
     variants = [trained.variant(name) for name in settings.names]
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
     first = prepare(ranks, variants[0])
@@ -346,7 +345,7 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Report | None
     return None if ranks.me else {**found, "headline": f", {ranks.size} ranks, {said}; in ms"}
 
 
-def _rows(trained: Candidates, racers: dict[str, Racer]) -> list[Row]:
+def _rows(trained: OptimizerVariants, racers: dict[str, Racer]) -> list[Row]:
     """The rows; of waits and memory the greatest of all ranks'."""
     ranks, size = trained.ranks, trained.size
     common = facts(ranks.device.type, trained.settings.commit)

@@ -12,7 +12,7 @@ dumps cannot say, and what was taken for granted instead, stands in `Aligned.ass
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +28,8 @@ from interlace_check.recorded.entries import (
 
 MAX_OPEN = 1024
 """Groups and channels whose open ops are looked at."""
+
+DUMP = "fix: dump with interlace.save_recording(folder), which notes the ranks of each group"
 
 Channel = tuple[GroupKey, int, int]
 """Messages of a group from one global rank to another."""
@@ -112,9 +114,13 @@ def align(dumps: Sequence[Dump]) -> Aligned:
 
 
 def _resolve(dumps: Sequence[Dump], aligned: Aligned) -> dict[GroupKey, tuple[int, ...]]:
-    """The members of each group; entries then name one and the same key for one group."""
+    """The members of each group; entries then name one and the same key for one group.
+
+    Where it is unclear which ranks a group has, its entries that had ended are left out.
+    """
     keys: dict[tuple[str, tuple[int, ...] | None], GroupKey] = {}
     configured: dict[str, list[GroupKey]] = defaultdict(list)
+    left_out: Counter[str] = Counter()
     for dump in dumps:
         for group in dump.groups:
             if (group.name, group.ranks) not in keys:
@@ -134,13 +140,27 @@ def _resolve(dumps: Sequence[Dump], aligned: Aligned) -> dict[GroupKey, tuple[in
                         f"{ranks_in_words(whole)}"
                     )
                 if len(known) != 1:
-                    raise RecordingError(
-                        f"no dump says which ranks group {group} has (gloo does not record them). "
-                        "fix: dump with interlace.save_recording(folder), which does"
-                    )
+                    if not entry.ended:
+                        raise RecordingError(_unclear(entry, known))
+                    left_out[str(group)] += 1
+                    continue
                 (group,) = known
             entry.group = keys.setdefault((group.name, group.ranks), group)
+    aligned.assumed += [
+        f"group {name}: it is unclear which ranks it has; {count} records of ops that had ended, "
+        "in time or by a time-out, were left out"
+        for name, count in left_out.items()
+    ]
     return {group: group.ranks or () for group in keys.values()}
+
+
+def _unclear(entry: Entry, known: Sequence[GroupKey]) -> str:
+    """The error for an op that may wait in a group of which the ranks are not known."""
+    if known:
+        listed = " and ".join(ranks_in_words(one.ranks or ()) for one in known)
+        found = f"{len(known)} groups of the name {entry.group} hold rank {entry.rank}: {listed}"
+        return f"{found}; no dump says of which its op is. {DUMP}"
+    return f"no dump says which ranks group {entry.group} has (gloo does not record them). {DUMP}"
 
 
 def _sorted_out(
@@ -153,7 +173,7 @@ def _sorted_out(
     issued: dict[GroupKey, dict[int, dict[int, list[Entry]]]] = defaultdict(dict)
     channels: dict[Channel, tuple[list[Entry], list[Entry]]] = {}
     for dump in dumps:
-        for entry in _latest(dump.entries):
+        for entry in _latest([one for one in dump.entries if one.group.ranks is not None]):
             if entry.peer is None:
                 mine = issued[entry.group].setdefault(dump.rank, {})
                 mine.setdefault(entry.seq, []).append(entry)
