@@ -6,7 +6,6 @@ import random
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace
-from interlace.errors import CacheWarning, UnsupportedError
+from interlace.errors import CacheWarning
 from interlace.frontend import backend
 
 WIDTH = 16
@@ -149,31 +148,6 @@ def whole_model(lengths: list[int]) -> list[str]:
 @pytest.mark.timeout(400)
 def test_a_whole_model(pool: Pool) -> None:
     assert pool(2).run(whole_model, [8, 12, 14], timeout_s=290) == [[], []]
-
-
-def what_torch_cannot_trace() -> str:
-    """What is told where torch fails in a trace of a DTensor whose sizes are symbolic."""
-    torch.compiler.reset()
-
-    def fails(*_: Any) -> Any:
-        raise TypeError("mul expected 2 arguments, got 3")
-
-    call: Any = torch.compile(
-        feed_forward(world_mesh(), Shard(0), Shard(0)), backend=backend, dynamic=True
-    )
-    with mock.patch("interlace.frontend.backend.aot_autograd", return_value=fails):
-        try:
-            call(torch.randn(8, WIDTH))
-        except UnsupportedError as error:
-            return str(error)
-    return ""
-
-
-def test_what_torch_cannot_trace_is_a_typed_error(pool: Pool) -> None:
-    for told in pool(2).run(what_torch_cannot_trace):
-        assert "torch cannot trace these DTensors" in told
-        assert "mul expected 2 arguments" in told
-        assert "dynamic=False" in told
 
 
 def warned(call: Callable[[torch.Tensor], Any], rows: list[int]) -> list[str]:

@@ -13,11 +13,8 @@ have none: see Note [As traced] in importing/exchanges.py.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.debugging import boxed_nop
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.cost import Machine
-from interlace.errors import CacheWarning, SizeError
+from interlace.errors import SizeError
 from interlace.frontend.binding import Bound, bind, placed, with_regions
+from interlace.frontend.caches import Shelf
 from interlace.frontend.calling.arguments import Imported, has_signature, signature
 from interlace.frontend.calling.forwards import Forwards
 from interlace.frontend.dynamo import GraphOrigin
@@ -76,97 +73,6 @@ class Setting:
     places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
 
 
-class Dropped:
-    """Keys that a bounded cache has evicted: warns once where one of them comes again."""
-
-    def __init__(self, name: str, capacity: int) -> None:
-        self._name, self._capacity = name, capacity
-        self._hashes: OrderedDict[int, None] = OrderedDict()
-        self._told = False
-
-    def note(self, key: Hashable) -> None:
-        """It was dropped; of the last few thousand that is known."""
-        log.info("evicted the oldest of %s, which keeps %d", self._name, self._capacity)
-        self._hashes[hash(key)] = None
-        if len(self._hashes) > MOST_DROPPED:
-            self._hashes.popitem(last=False)
-
-    def look(self, key: Hashable) -> None:
-        """It is made; perhaps again."""
-        if self._told or hash(key) not in self._hashes:
-            return
-        self._told = True
-        known, size = len(self._hashes) + self._capacity, self._capacity
-        warnings.warn(
-            f"{self._name} met about {known} sizes (or layouts, dtypes, plain values) and keeps "
-            f"{size}: one that was dropped comes again, and is compiled anew each time. Give "
-            f'options={{"cache_size": {known}}} or more, use torch.compile(..., dynamic=True), or '
-            "pad to fewer lengths",
-            CacheWarning,
-            stacklevel=2,
-        )
-
-
-MOST_DROPPED = 4096
-
-
-class Shelf:
-    """Bound Programs by signature: a bounded cache that drops the least recently used."""
-
-    def __init__(self, name: str, capacity: int) -> None:
-        self.capacity = capacity
-        self._dropped = Dropped(name, capacity)
-        self._lock = threading.RLock()
-        self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
-        self._watches: dict[int, weakref.ref[ProcessGroup]] = {}
-        self.last: tuple[Hashable, Bound, Mapping[str, int] | None] | None = None
-        """The one that was called last, with its signature, and what TorchDynamo's symbols were."""
-
-    def get(self, key: Hashable) -> Bound | None:
-        """The bound Program of a signature."""
-        with self._lock:
-            found = self._bound.get(key)
-            if found is not None:
-                self._bound.move_to_end(key)
-            return found
-
-    def fitting(self, values: Mapping[str, int]) -> Bound | None:
-        """A bound Program for a class of sizes with these values of TorchDynamo's symbols."""
-        with self._lock:
-            for key, bound in self._bound.items():
-                if bound.imported.symbols and bound.fits(values):
-                    self._bound.move_to_end(key)
-                    return bound
-        return None
-
-    def put(self, key: Hashable, bound: Bound, groups: Sequence[ProcessGroup]) -> None:
-        """Keeps a bound Program until there are too many, or one of its groups is gone."""
-        with self._lock:
-            self._dropped.look(_mark(key, bound))
-            self._bound[key] = bound
-            while len(self._bound) > self.capacity:
-                old, dropped = self._bound.popitem(last=False)
-                self._dropped.note(_mark(old, dropped))
-                dropped.executor.close()
-            for group in groups:
-                if id(group) not in self._watches:
-                    self._watches[id(group)] = weakref.ref(group, lambda _: self.clear())
-
-    def all(self) -> list[Bound]:
-        """Every bound Program, the most recently used last."""
-        with self._lock:
-            return list(self._bound.values())
-
-    def clear(self) -> None:
-        """Frees them all."""
-        with self._lock:
-            self.last = None
-            bound, self._bound = list(self._bound.values()), OrderedDict()
-            self._watches.clear()
-        for item in bound:
-            item.executor.close()
-
-
 def _about_sizes(before: Sequence[Bound], why: str) -> list[str]:
     """Remarks on a new Program's sizes: why earlier ones do not serve, why it serves no others."""
     remarks: list[str] = []
@@ -180,11 +86,6 @@ def _about_sizes(before: Sequence[Bound], why: str) -> list[str]:
     if why:
         remarks.append(f"for these sizes alone: {why}")
     return remarks
-
-
-def _mark(key: Hashable, bound: Bound) -> Hashable:
-    """Key of a Program for `Dropped`: its class of sizes if it has one, else its signature."""
-    return str(bound.executor.sizes) if bound.executor.sizes.sizes else key
 
 
 def recorded_signature(gm: fx.GraphModule) -> Hashable | None:

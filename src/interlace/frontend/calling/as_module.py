@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 _OWN = frozenset(
-    "fn options _keys _mesh _entries _dropped".split(),
+    "fn options _keys _mesh _entries".split(),
 )
 """Attributes of the compiled object itself; every other attribute is the model's."""
 
