@@ -38,17 +38,6 @@ def part(x: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
     return x.chunk(WORLD, dim)[rank]
 
 
-def all_gather_out(x: torch.Tensor) -> torch.Tensor:
-    out = x.new_empty(WORLD * x.shape[0], x.shape[1])
-    return wait(c10d.all_gather_into_tensor_out(x, WORLD, "g", out=out)) + 1
-
-
-def reduced_in_place(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    wait(c10d.all_reduce_(y, "sum", "g"))
-    return y
-
-
 def coalesced(op: Callable[..., Any], *args: Any) -> Callable[[torch.Tensor], Any]:
     return lambda x: [wait(y) for y in op([x, x.t().contiguous()], *args)]
 
@@ -66,7 +55,6 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Tensors, int], A
         lambda x: wait(c10d.all_gather_into_tensor(x.sum(), WORLD, "g")),
         lambda xs, r: torch.stack([x.sum() for x in xs]),
     ),
-    "all_gather_out": (all_gather_out, lambda xs, r: torch.cat(list(xs)) + 1),
     "reduce_scatter": (
         lambda x: wait(c10d.reduce_scatter_tensor(x, "sum", WORLD, "g")),
         lambda xs, r: part(total(xs), r),
@@ -87,7 +75,6 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Tensors, int], A
         lambda x: wait(c10d.all_reduce(x, "product", "g")),
         lambda xs, r: torch.stack(list(xs)).prod(0),
     ),
-    "all_reduce_in_place": (reduced_in_place, lambda xs, r: total(xs) * 2),
     "all_reduce_coalesced": (
         coalesced(c10d.all_reduce_coalesced, "sum", "g"),
         lambda xs, r: [total(xs), total(xs).t()],
@@ -198,6 +185,7 @@ def test_team_of_one_communicates_nothing() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "in place": (lambda x: c10d.all_reduce_(x * 2, "sum", "g"), "writes its argument.*functional"),
     "reduction": (lambda x: c10d.all_reduce(x, "band", "g"), "reduction 'band'.*Use one of"),
     "rows": (
         lambda x: c10d.reduce_scatter_tensor(x[:5], "sum", WORLD, "g"),

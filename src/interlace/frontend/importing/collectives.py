@@ -11,14 +11,12 @@ contiguous, as torch does. A team of one rank communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from interlace.frontend.importing.lowerings import passed_on
-from interlace.frontend.importing.nodes import flatten
-from interlace.ir import Alloc, Collective, Copy, Group, Recv, Send, Team, View
+from interlace.ir import Collective, Copy, Group, Recv, Send, Team, View
 from interlace.ir.sizes import Int
 
 if TYPE_CHECKING:
@@ -101,37 +99,6 @@ _all_reduce = _of(all_reduce, 1, 2)
 _broadcast = _of(broadcast, 1, 2)
 
 
-def _in_place(lower: Lowering, out: int | None = None) -> Lowering:
-    """A collective that writes an argument: `lower`, then a copy where it cannot write at once."""
-
-    def lowering(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
-        targets = imp.arg(args[0] if out is None else args[out])
-        start = len(imp.ops)
-        results = flatten(lower(imp, node, args))
-        for target, result in zip(flatten(targets), results, strict=True):
-            _into(imp, start, result, target)
-        return targets
-
-    return lowering
-
-
-def _into(imp: Importer, start: int, result: View, target: View) -> None:
-    """Makes a collective's fresh result `target` itself where that is contiguous, else copies."""
-    for i in range(start, len(imp.ops)):
-        op = imp.ops[i]
-        if isinstance(op, Collective) and op.dst == result and imp.box(target).contiguous:
-            reads_target = op.src is not None and op.src.buffer == target.buffer
-            if op.kind == "all_reduce" or not reads_target:
-                imp.ops[i] = replace(op, dst=target)
-                imp.ops[start:] = [
-                    made
-                    for made in imp.ops[start:]
-                    if not (isinstance(made, Alloc) and made.buffer.name == result.buffer)
-                ]
-                return
-    imp.copy_into(result, target)
-
-
 def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     src, team = imp.contiguous(imp.view(args[0])), imp.team(node, args[3])
     received, sent = imp.arg(args[1]), imp.arg(args[2])
@@ -186,6 +153,14 @@ def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View
     return imp.concatenated(parts, gather_dim, tuple(block), node.name)
 
 
+def _in_place(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+    raise imp.unsupported(
+        node,
+        "it writes its argument behind the graph's back",
+        "Use the functional collective of that name, which gives a new tensor",
+    )
+
+
 def _point_to_point(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
     raise imp.unsupported(
         node,
@@ -200,10 +175,8 @@ _PLAIN: dict[str, Lowering] = {
     **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), _all_reduce),
     "broadcast": _broadcast,
     "all_to_all_single": _all_to_all,
-    **dict.fromkeys(("all_reduce_", "all_reduce_coalesced_"), _in_place(_all_reduce)),
-    "broadcast_": _in_place(_broadcast),
-    "all_gather_into_tensor_out": _in_place(_all_gather, out=3),
-    "reduce_scatter_tensor_out": _in_place(_reduce_scatter, out=4),
+    **dict.fromkeys(("all_reduce_", "all_reduce_coalesced_", "broadcast_"), _in_place),
+    **dict.fromkeys(("all_gather_into_tensor_out", "reduce_scatter_tensor_out"), _in_place),
     **dict.fromkeys(("wait_tensor", "_wrap_tensor_autograd"), passed_on),
     **dict.fromkeys(("isend", "irecv", "batch_p2p_ops"), _point_to_point),
 }
