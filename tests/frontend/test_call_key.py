@@ -327,3 +327,9 @@ def test_a_tensor_that_a_module_hides_is_a_typed_error(net: nn.Module) -> None:
         interlace.compile(net, torch.ones(2, 4))
     if isinstance(net, Scaled):
         assert torch.equal(net.seen["w"], torch.ones(4)), "it is as it was"
+
+
+def test_the_error_of_a_hidden_tensor_says_where_it_is_and_who_reads_it() -> None:
+    told = r"\(Sequential\.1\.seen\.w, at .*test_call_key\.py:\d+\): pass it as"
+    with pytest.raises(UnsupportedError, match=told):
+        interlace.compile(nn.Sequential(nn.ReLU(), Scaled("read")), torch.ones(2, 4))

@@ -246,7 +246,7 @@ class Compiled(AsModule):
             rest = iter(given[len(call.names) :])
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(filled, spec)
-            with lent(self.fn, given[: len(call.names)]), Watch():
+            with lent(self.fn, given[: len(call.names)]), Watch(objects):
                 result = self.fn(*args, **kwargs)
             outputs, results = Outputs.of(result)
             found.append(outputs)

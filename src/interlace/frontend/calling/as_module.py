@@ -28,7 +28,15 @@ class AsModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:  # not set yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.fn, name)
+        try:
+            return getattr(self.fn, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"neither interlace's {type(self).__name__} nor the module that it compiled has an "
+                f"attribute {name!r} ({error})",
+                name=name,
+                obj=self,
+            ) from error
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _OWN:

@@ -59,6 +59,15 @@ def none_left(roots: Mapping[str, Any]) -> Iterator[None]:
         )
 
 
+def path_to(value: object, roots: Mapping[str, Any]) -> str:
+    """The name of a value that these objects hold, such as `Net.layer.scale`; else nothing."""
+    for holder, name in _containers(roots):
+        for key, item in _items(holder).items():
+            if item is value:
+                return f"{name}.{key}".replace("._modules.", ".")
+    return ""
+
+
 def _containers(roots: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
     """The lists, dictionaries and objects that can be reached, each once, with a name."""
     seen: set[int] = set()

@@ -178,8 +178,13 @@ def location(node: fx.Node) -> Loc:
 
 def raised_at(error: BaseException) -> str:
     """The line of the user's code that led to an error, as `file:line`; else nothing."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    mine = [frame for frame in frames if not frame[0].startswith((_TORCH, _OWN, "<"))]
+    return users_line(traceback.extract_tb(error.__traceback__))
+
+
+def users_line(frames: traceback.StackSummary) -> str:
+    """The innermost line that is neither torch's nor ours, as `file:line`; else nothing."""
+    lines = [(frame.filename, frame.lineno) for frame in frames]
+    mine = [line for line in lines if not line[0].startswith((_TORCH, _OWN, "<"))]
     return "{}:{}".format(*mine[-1]) if mine else ""
 
 
