@@ -172,7 +172,7 @@ class NotCompiled(ShortenTraceback):
         super().__init__(str(error), first_useful_frame=None)
         self.error = error
 
-    def remove_dynamo_frames(self) -> Any:
+    def remove_dynamo_frames(self) -> object:
         """The error that it stands for."""
         return self.error
 
@@ -198,11 +198,11 @@ class Backend:
     def __call__(
         self,
         gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
+        example_inputs: Sequence[object],
         *,
-        options: Options | Mapping[str, Any] | None = None,
+        options: Options | Mapping[str, object] | None = None,
         **others: object,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         """Compiles one graph of TorchDynamo."""
         try:
             for name, value in others.items():  # such as `mode`
@@ -229,9 +229,9 @@ class Backend:
     def compiled(
         self,
         gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
+        example_inputs: Sequence[object],
         options: Options,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         """Returns the callable that runs one graph."""
         look_for_lost_interrupts()
         places = gm.graph.find_nodes(op="placeholder")
@@ -312,7 +312,7 @@ def keep_saved() -> None:
         donated.clear()
 
 
-def options_from(options: Options | Mapping[str, Any] | None) -> Options:
+def options_from(options: Options | Mapping[str, object] | None) -> Options:
     """Options from what `torch.compile(options=...)` was given."""
     if isinstance(options, Options):
         return options
@@ -321,7 +321,7 @@ def options_from(options: Options | Mapping[str, Any] | None) -> Options:
     return Options.from_dict(dict(options or {}))
 
 
-def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
+def meshes_in(values: Iterable[object]) -> tuple[DeviceMesh, ...]:
     """The device meshes among arguments: themselves, and those of DTensors."""
     found = [getattr(value, "device_mesh", value) for value in values]
     real = [getattr(value, "real_obj", value) for value in found]

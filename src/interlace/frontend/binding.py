@@ -125,7 +125,7 @@ class Bound:
 
     def run(
         self,
-        args: Sequence[Any],
+        args: Sequence[object],
         values: Mapping[str, int] | None = None,
         origin: str | None = None,
     ) -> list[Any]:
@@ -143,7 +143,7 @@ def bind(
     groups: Mapping[str, ProcessGroup],
     options: Options,
     device: str = "cpu",
-    layer: Mapping[str, Any] | None = None,
+    layer: Mapping[str, object] | None = None,
 ) -> Bound:
     """Lowers and prepares; all ranks of the Program do it together. `layer` has what else must be
     the same on all of them."""
@@ -253,7 +253,7 @@ def facts_of_all(
     options: Options,
     machine: Machine | InterlaceError,
     written: Program | InterlaceError | None = None,
-    layer: Mapping[str, Any] | None = None,
+    layer: Mapping[str, object] | None = None,
 ) -> AgreedFacts:
     """Gathers the ranks' facts of this graph; an error of one (as in `machine`) is raised on all.
     `layer` has the arguments of a layer that must be the same on all ranks."""
@@ -330,7 +330,11 @@ def _calibration(machine: Machine, options: Options) -> dict[str, str]:
     return {"digest": digest(repr(plain)), "name": f"{machine.name!r}{where}"}
 
 
-def _inputs(graph: Program) -> list[tuple[str, str]]:
+Inputs = Sequence[tuple[str, str]]
+"""The name and the kind of each."""
+
+
+def _inputs(graph: Program) -> Inputs:
     """The name and the kind of each input, of a graph whose ranks all do the same."""
     if any(isinstance(op, Send | Recv | Group | Notify | Expect | Put | Get) for op in graph.ops):
         return []
@@ -378,7 +382,7 @@ def _compare(name: str, entries: Mapping[int, Note]) -> None:
         _compare_inputs(name, (first, one["inputs"]), (rank, entry["inputs"]))
 
 
-def _compare_inputs(name: str, one: tuple[int, Any], other: tuple[int, Any]) -> None:
+def _compare_inputs(name: str, one: tuple[int, Inputs], other: tuple[int, Inputs]) -> None:
     """Raises for an input that one rank alone has, or that is of another kind there."""
     sides = [(rank, {each: kind for each, kind in inputs}) for rank, inputs in (one, other)]
     (rank_1, inputs_1), (rank_2, inputs_2) = sides

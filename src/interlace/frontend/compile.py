@@ -55,7 +55,7 @@ def compile(
     module: nn.Module,
     *examples: object,
     mesh: DeviceMesh | None = None,
-    options: Options | Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, object] | None = None,
     **others: object,
 ) -> Compiled:
     """`module`, its communication overlapped with its computation.
@@ -112,7 +112,7 @@ class Outputs:
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         return cls(tree, [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]), tensors
 
-    def join(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def join(self, tensors: Sequence[object]) -> object:
         """The result with these tensors."""
         if self.tree.is_leaf():
             return tensors[0] if self.fixed[0] is _TENSOR else self.fixed[0]
@@ -125,13 +125,13 @@ class Outputs:
 class _Entry:
     """One combination of arguments: the compiled function, its graphs, what its outputs are."""
 
-    call: Callable[..., Any]
+    call: Callable[..., Sequence[object]]
     compilation: Compilation
     outputs: Outputs
     calls: int = 0
     direct: Direct | None = None
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def run(self, tensors: Sequence[torch.Tensor]) -> object:
         """A call through AOTAutograd; the second one shows whether others need it."""
         if self.direct is not None:  # its Executor was closed
             self.direct, self.calls = None, 0
@@ -156,7 +156,7 @@ class Compiled(AsModule):
             name_of(fn), options.cache_size, lambda entry: entry.compilation.close()
         )
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Returns the module's result for these arguments."""
         call = self._keys.of(args, kwargs)
         entry = self._entries.get(call.key) or self._add(call, args, kwargs)
@@ -221,10 +221,10 @@ class Compiled(AsModule):
         copied = memo[id(self)] = type(self)(copy.deepcopy(self.fn, memo), self._mesh, self.options)
         return copied
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> object:
         return type(self), (self.fn, self._mesh, self.options)
 
-    def _add(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    def _add(self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, Any]) -> _Entry:
         compile: Any = torch.compiler.disable(self._compile)  # within what it compiles too
         entry = compile(call, args, kwargs)
         self._entries.add(call.key, entry)
@@ -242,7 +242,7 @@ class Compiled(AsModule):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         found: list[Outputs] = []
 
-        def flat(*given: torch.Tensor) -> tuple[Any, ...]:
+        def flat(*given: torch.Tensor) -> tuple[object, ...]:
             rest = iter(given[len(call.names) :])
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(filled, spec)
@@ -274,10 +274,10 @@ class Compiled(AsModule):
 class _Function(nn.Module):
     """A function as the module without parameters that AOTAutograd wants."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., object]) -> None:
         super().__init__()
         self.fn = fn
 
-    def forward(self, *args: object) -> Any:
+    def forward(self, *args: object) -> object:
         """Returns the function's result."""
         return self.fn(*args)

@@ -47,6 +47,9 @@ from interlace.runtime.calling.regions import compile_symbolic
 
 log = logging.getLogger(__name__)
 
+Listener = Callable[[Sequence[object]], Callable[[Sequence[object]], None]]
+"""Is given the arguments of a call, and returns what is given the results."""
+
 MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
@@ -132,7 +135,7 @@ class CompiledGraph:
         place = next(filter(None, (location(node).module for node in gm.graph.nodes)), "")
         name = f"a {kind} graph{f' of {place}' if place else ''}"
         self._shelf = Shelf(name, setting.options.cache_size)
-        self.listener: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
+        self.listener: Listener | None = None
         """Is told the arguments of every call before it runs; what it gives is told the outputs."""
         weakref.finalize(self, self._shelf.clear)
 
@@ -224,7 +227,7 @@ class CompiledGraph:
         return results
 
     def _for(
-        self, key: Hashable, args: Sequence[Any]
+        self, key: Hashable, args: Sequence[object]
     ) -> tuple[Bound, Mapping[str, int] | None] | None:
         """The bound Program for arguments of this signature, with what the symbols are: of a class
         of sizes, if there can be one, else of these very sizes where the graph communicates. None:
@@ -286,7 +289,7 @@ class CompiledGraph:
         return Teams.of_torch(self.setting.meshes, self.setting.options.timeout_s)
 
     def _imported(
-        self, args: Sequence[Any] | None = None, sizes: Mapping[str, int] | None = None
+        self, args: Sequence[object] | None = None, sizes: Mapping[str, int] | None = None
     ) -> tuple[Imported, Teams]:
         """The serial Program with its calling convention, and the teams that it names: for these
         arguments' sizes, for the class of these sizes, or for the sizes that were traced."""

@@ -42,7 +42,7 @@ _HOLDERS = {"torch._dynamo.eval_frame": "fn", "torch.nn.modules.module": "self"}
 class GraphOrigin:
     """Where a graph of TorchDynamo comes from."""
 
-    callers: tuple[weakref.ref[Any], ...]
+    callers: tuple[weakref.ref[object], ...]
     """The modules and functions that were being called, the innermost first."""
     ended: str
     """Reason and place of the break that ends the graph; empty: it ends with its function."""
@@ -63,7 +63,7 @@ class GraphOrigin:
         return any(id(caller) in wanted for caller in self._alive())
 
     @property
-    def first(self) -> Any:
+    def first(self) -> object:
         """The innermost caller, if it is still there."""
         return next(self._alive(), None)
 
@@ -73,7 +73,7 @@ class GraphOrigin:
         ended = f", which a graph break ends: {self.ended}" if self.ended else ""
         return f"{name_of(self.first)}{ended}"
 
-    def _alive(self) -> Iterator[Any]:
+    def _alive(self) -> Iterator[object]:
         return (caller for ref in self.callers if (caller := ref()) is not None)
 
 
@@ -82,7 +82,7 @@ def name_of(what: object) -> str:
     return getattr(what, "__qualname__", type(what).__name__)
 
 
-def _callers() -> Iterator[weakref.ref[Any]]:
+def _callers() -> Iterator[weakref.ref[object]]:
     """Only torch's frames are asked for their locals: a user's would keep theirs alive longer."""
     frame = sys._getframe(1)
     while frame is not None:

@@ -47,7 +47,7 @@ from interlace.trace import Run, write_page
 from interlace.trace.figures import site_figures
 
 
-def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
+def explain(model: Callable[..., object] | Program, *, why: bool = False) -> str:
     """Each communication of a compiled model with its strategy, the reason, the predicted time and
     the measured one where a run was recorded.
 
@@ -70,7 +70,7 @@ def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
     return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
 
 
-def report(model: Callable[..., Any], path: str | Path) -> Path:
+def report(model: Callable[..., object], path: str | Path) -> Path:
     """Writes one HTML page with the timelines of a compiled model: predicted, and measured where a
     run was recorded. It takes what `explain` takes, except a Program, and returns the path.
 

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
@@ -43,7 +43,7 @@ MOST_TOLD = 12
 
 
 def export(
-    compiled: Callable[..., Any] | Captured,
+    compiled: Callable[..., object] | Captured,
     folder: str | os.PathLike[str],
     *,
     overwrite: bool = False,

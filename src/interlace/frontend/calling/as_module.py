@@ -53,7 +53,7 @@ class AsModule(nn.Module):
     def __len__(self) -> int:
         return len(self.fn)
 
-    def __getitem__(self, place: object) -> Any:
+    def __getitem__(self, place: object) -> object:
         return self.fn[place]
 
     def __setitem__(self, place: object, part: nn.Module) -> None:
@@ -68,13 +68,13 @@ class AsModule(nn.Module):
     def __bool__(self) -> bool:  # else asked of __len__, which few modules have
         return bool(self.fn)
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """The compiled call."""
         return self(*args, **kwargs)
 
 
-def _of_model(name: str) -> Callable[..., Any]:
-    def method(self: AsModule, *args: object, **kwargs: object) -> Any:
+def _of_model(name: str) -> Callable[..., object]:
+    def method(self: AsModule, *args: object, **kwargs: object) -> object:
         found = getattr(self.fn, name)(*args, **kwargs)
         return self if found is self.fn else found
 

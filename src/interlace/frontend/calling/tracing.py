@@ -96,7 +96,7 @@ def symbolic_sizes() -> Iterator[None]:
     register: Any = getattr(proxy_tensor, "_sym_register", None)
     handlers: Any = {**proxy_tensor._sympy_handlers(), sympy.Mul: _product}
 
-    def registered(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    def registered(tracer: Any, func: Any, args: tuple[object, ...], out: Any) -> None:
         sources = tracer.sympy_expr_tracker
         expr = out.node.expr if isinstance(out, torch.SymInt) else None
         before = sources.get(expr)
@@ -180,7 +180,7 @@ def checkpoints_marked() -> Iterator[None]:
     """Has `torch.utils.checkpoint(use_reentrant=False)` mark nodes instead of running twice."""
     numbers = itertools.count(1)
 
-    def marking(function: Callable[..., Any], *_: object, **__: object) -> Iterator[None]:
+    def marking(function: Callable[..., object], *_: object, **__: object) -> Iterator[None]:
         with fx_traceback.annotate({CHECKPOINT_KEY: next(numbers)}):
             yield
 
@@ -225,9 +225,9 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Any,
-        types: Sequence[Any],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Sequence[object],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         given = (*args, *(kwargs or {}).values())
         reads = getattr(func, "__name__", "") == "__get__"  # an attribute: sizes and the like

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from interlace.frontend.importing.lowerings import passed_on
+from interlace.frontend.importing.types import Args
 from interlace.ir import Collective, Copy, Group, Recv, Send, Team, View
 from interlace.ir.sizes import Int
 
@@ -84,7 +85,7 @@ def _of(lower: Callable[..., View], *places: int) -> Lowering:
     """A collective of a tensor, or of each of a list; `places` has the positions of what `lower`
     takes beside it."""
 
-    def lowering(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+    def lowering(imp: Importer, node: fx.Node, args: Args) -> Any:
         given = [args[i] for i in places]
         if isinstance(args[0], list | tuple):
             return tuple(lower(imp, node, src, *given) for src in imp.arg(args[0]))
@@ -99,7 +100,7 @@ _all_reduce = _of(all_reduce, 1, 2)
 _broadcast = _of(broadcast, 1, 2)
 
 
-def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _all_to_all(imp: Importer, node: fx.Node, args: Args) -> View:
     src, team = imp.contiguous(imp.view(args[0])), imp.team(node, args[3])
     received, sent = imp.arg(args[1]), imp.arg(args[2])
     if team.size == 1:
@@ -128,7 +129,7 @@ def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     return dst
 
 
-def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: Args) -> View:
     """Gathers along one dimension and shards another: blocks of one become blocks of the other."""
     src, gather_dim, shard_dim, group = imp.view(args[0]), args[1], args[2], args[3]
     team, sizes = imp.team(node, group), list(imp.sizes(src))
@@ -153,7 +154,7 @@ def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View
     return imp.concatenated(parts, gather_dim, tuple(block), node.name)
 
 
-def _in_place(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+def _in_place(imp: Importer, node: fx.Node, args: Args) -> Any:
     raise imp.unsupported(
         node,
         "it writes its argument behind the graph's back",
@@ -161,7 +162,7 @@ def _in_place(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
     )
 
 
-def _point_to_point(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+def _point_to_point(imp: Importer, node: fx.Node, args: Args) -> Any:
     raise imp.unsupported(
         node,
         "point-to-point messages carry tags, and a Program matches them in order",
@@ -181,7 +182,7 @@ _PLAIN: dict[str, Lowering] = {
     **dict.fromkeys(("isend", "irecv", "batch_p2p_ops"), _point_to_point),
 }
 
-COLLECTIVES: dict[str, Callable[[Importer, fx.Node, list[Any]], Any]] = {
+COLLECTIVES: dict[str, Callable[[Importer, fx.Node, Args], Any]] = {
     **{f"_c10d_functional.{name}.default": lower for name, lower in _PLAIN.items()},
     "_c10d_functional_autograd.all_gather_into_tensor.default": _all_gather,
     "_c10d_functional_autograd.reduce_scatter_tensor.default": _reduce_scatter,

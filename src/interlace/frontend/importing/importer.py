@@ -50,6 +50,7 @@ from interlace.frontend.importing.nodes import (
 from interlace.frontend.importing.symbols import size_class, size_of, sizes_of
 from interlace.frontend.importing.types import (
     NOWHERE,
+    Args,
     buffer_like,
     device_of,
     on_host,
@@ -66,6 +67,7 @@ from interlace.frontend.importing.views import (
 from interlace.frontend.teams import Teams
 from interlace.ir import (
     Alloc,
+    Arg,
     Box,
     Buffer,
     Call,
@@ -88,7 +90,7 @@ Value = Any
 """Value of a node: a View, a scalar, None, an `Opaque`, or a tuple of these."""
 
 
-Lowering = Callable[["Importer", fx.Node, list[Any]], Value]
+Lowering = Callable[["Importer", fx.Node, Args], Value]
 """Makes a value of a node and its bound arguments."""
 
 
@@ -358,7 +360,7 @@ class Importer:
             return f"argument {parameter_name(node, self.labels)}"
         return f"what {describe(node)} gives"
 
-    def _view(self, name: str, args: list[Any], value: torch.Tensor) -> View:
+    def _view(self, name: str, args: Args, value: torch.Tensor) -> View:
         source = self.view(args[0])
         buffer, box = self.buffers[source.buffer], self.box(source)
         if not box.numel and (empty := self.viewed(source, sizes_of(value.shape))) is not None:
@@ -371,7 +373,7 @@ class Importer:
             return self.reshaped(source, sizes_of(value.shape))
         return strided(box, self.value(args[0]), value, source)
 
-    def _split(self, node: fx.Node, name: str, args: list[Any], parts: Any) -> tuple[View, ...]:
+    def _split(self, node: fx.Node, name: str, args: Args, parts: Any) -> tuple[View, ...]:
         source = self.view(args[0])
         dim = self.arg(args[SPLITS[name]]) % len(self.sizes(source))
         start, found = 0, []
@@ -391,7 +393,7 @@ class Importer:
         args, schema = bound(node), node.target._schema  # pyright: ignore
         infos = [argument.alias_info for argument in schema.arguments]
         written = [arg for arg, info in zip(args, infos, strict=True) if info and info.is_write]
-        views = [view for arg in written for view in flatten(self.arg(arg))]
+        views: list[Any] = [view for arg in written for view in flatten(self.arg(arg))]
         if str(node.target) == "aten.copy_.default":
             self.copy_into(self.view(args[1]), views[0])
             return views[0]
@@ -455,9 +457,9 @@ class Importer:
     def call(
         self,
         fn: str,
-        args: tuple[Any, ...],
+        args: tuple[Arg, ...],
         result: Buffer,
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Arg] | None = None,
     ) -> View:
         """A Call that makes one result."""
         view = self.declare(result)
