@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,26 +151,6 @@ def rank_seed() -> int:
     return int(torch.randint(1 << 30, ()))
 
 
-def test_uneven_all_to_all_is_messages() -> None:
-    sent = [[1, 2, 3], [0, 6, 0], [2, 2, 2]]
-    each = []
-    for rank in range(WORLD):
-        received = [sent[other][rank] for other in range(WORLD)]
-
-        def fn(x: torch.Tensor, *splits: Any) -> torch.Tensor:
-            return wait(c10d.all_to_all_single(x, *splits, "g"))
-
-        exchange = functools.partial(lambda splits, x: fn(x, *splits), (received, sent[rank]))
-        gm = make_fx(exchange, tracing_mode="fake")(torch.ones(6, 9))
-        each.append(import_graph(gm, teams=Teams.of(GROUPS, rank)).program.instantiate(rank))
-    check(each).raise_if_unsound()
-    xs = inputs()
-    for rank, (result,) in enumerate(run_ranks(each, [[x] for x in xs], seed=rank_seed())):
-        pieces = [x.split(sent[other])[rank] for other, x in enumerate(xs)]
-        assert isinstance(result, torch.Tensor)
-        assert torch.equal(result, torch.cat(pieces))
-
-
 def test_team_of_one_communicates_nothing() -> None:
     gm = make_fx(lambda x: wait(c10d.all_reduce(x, "sum", "g")), tracing_mode="fake")(torch.ones(2))
     imported = import_graph(gm, teams=Teams.of({"g": ("tp", ((0,),))}))
@@ -187,6 +166,10 @@ def test_team_of_one_communicates_nothing() -> None:
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "in place": (lambda x: c10d.all_reduce_(x * 2, "sum", "g"), "writes its argument.*functional"),
     "reduction": (lambda x: c10d.all_reduce(x, "band", "g"), "reduction 'band'.*Use one of"),
+    "parts": (
+        lambda x: c10d.all_to_all_single(x, [1, 2, 3], [2, 2, 2], "g"),
+        "its parts are uneven.*Pad",
+    ),
     "rows": (
         lambda x: c10d.reduce_scatter_tensor(x[:5], "sum", WORLD, "g"),
         "5 rows do not divide among the 3 ranks of tp.*Pad",

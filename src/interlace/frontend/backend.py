@@ -42,7 +42,6 @@ from interlace.frontend.dynamo import (
     guard_sizes,
     look_for_lost_interrupts,
     source_name,
-    takes_numbers,
 )
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
@@ -243,7 +242,6 @@ class Backend:
             meshes_in(example_inputs),
             tuple(label(source) if source else "" for source in sources),
             device_of(example_inputs),
-            takes_numbers(),
             origin=origin,
             places=self._places,
         )

@@ -66,8 +66,6 @@ class Setting:
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
     device: str = "cpu"
-    numbers: bool | None = None
-    """True if TorchDynamo traced a function that takes numbers; None: it traced none."""
     elsewhere: Machine | None = None
     """The machine for which this is traced alone: no peer is asked, and nothing is bound."""
     origin: GraphOrigin | None = None
@@ -185,8 +183,7 @@ class CompiledGraph:
 
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
-        if self.setting.numbers is not None:
-            self._places.ask(self.setting.numbers, self.setting.options.timeout_s)
+        self._places.ask(self.setting.options.timeout_s)
         if self.unscheduled:
             return
         if self._traced is None and self._suits_inductor():

@@ -28,8 +28,8 @@ from torch import fx, nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
-from torch._dynamo.source import AttrSource, LocalSource, TensorProperty, TensorPropertySource
-from torch._guards import ChainedSource, TracingContext
+from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
 from interlace.frontend.importing.nodes import is_state
@@ -128,22 +128,6 @@ def guard_sizes(places: Sequence[fx.Node]) -> None:
                 known = TensorPropertySource(source, TensorProperty.SIZE, dim)
                 guard = known.make_guard(GuardBuilder.EQUALS_MATCH)
                 context.guards_context.dynamo_guards.add(guard)
-
-
-def takes_numbers() -> bool:
-    """Returns True if TorchDynamo specialised the traced function on numbers in its arguments.
-
-    Numbers that a closure or an attribute holds do not count; those of a list of numbers do.
-    """
-    context = TracingContext.try_get()
-    for guard in context.guards_context.dynamo_guards if context is not None else ():
-        source = guard.originating_source
-        while isinstance(source, ChainedSource) and not isinstance(source, AttrSource):
-            source = source.base
-        argument = isinstance(source, LocalSource) and source.is_input
-        if argument and guard.create_fn_name() == "CONSTANT_MATCH":
-            return True
-    return False
 
 
 # -- Note [Interrupts amid guards] ----------------------------------------------------------------

@@ -100,12 +100,6 @@ class Teams:
             self._used[name] = known = replace(known, name=unique)
         return Team(known.name, known.size)
 
-    def index(self, team: str) -> int:
-        """This rank's index in a team of that name."""
-        known = next(known for known in self._used.values() if known.name == team)
-        group = next(group for group in known.groups if self.rank in group)
-        return group.index(self.rank)
-
     def process_groups(self) -> dict[str, ProcessGroup]:
         """The process group of each team of the Program, by the team's name."""
         return {
@@ -113,13 +107,6 @@ class Teams:
             for group, known in self._used.items()
             if known.size > 1
         }
-
-    def consent(self, team: str, wish: bool, places: Sequence[str], what: str) -> bool:
-        """Returns True if this rank and all others of a team have this wish."""
-        if self._given:
-            return wish
-        wishes = [(self.process_groups()[team], wish)]
-        return consent_of_ranks(places, wishes, self._timeout_s, what)[0]
 
     def used(self) -> tuple[tuple[Team, ...], tuple[int, ...] | None]:
         """The Teams of the Program, and its ranks: all that its collectives connect to this one."""

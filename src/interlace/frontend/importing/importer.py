@@ -77,7 +77,6 @@ from interlace.ir import (
     Op,
     Program,
     Reshape,
-    Site,
     Team,
     View,
     views_in,
@@ -119,8 +118,6 @@ class Importer:
         self.buffers: dict[str, Buffer] = {}
         self.ops: list[Op] = []
         self.loc = Loc()
-        self.sites: list[Site] = []
-        """Communications that no pass could know for what they are."""
         self.host: set[str] = set()
         """Buffers that stay on the CPU in a graph on a GPU."""
         self._names: dict[str, int] = dict.fromkeys(TAKEN, 0)
@@ -137,12 +134,6 @@ class Importer:
             node for node in gm.graph.nodes if not returned.isdisjoint(aliases(node, True))
         }
         """Nodes that the output holds, or a view of them: they must not share with another."""
-
-    def evenly(self, team: Team, wish: bool) -> bool:
-        """Returns True if all ranks of a team would exchange rows evenly, each by its own sizes."""
-        nodes = [n for n in self.gm.graph.nodes if "all_to_all_single" in str(n.target)]
-        places = [self.program_name, *(location(node).module for node in nodes)]
-        return self.teams.consent(team.name, wish, places, "whether rows are exchanged evenly")
 
     def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
         """Returns True if a node that copies `views` may be a view of them instead."""
@@ -172,7 +163,6 @@ class Importer:
             params=(*self.params, *self.constant_params),
             ops=tuple(self.ops),
             results=tuple(results),
-            sites=tuple(self.sites),
             ranks=ranks,
         )
         self._check_host()
@@ -447,12 +437,6 @@ class Importer:
     def emit(self, op: Op) -> None:
         """Appends an op."""
         self.ops.append(op)
-
-    def site(self, kind: str, reason: str) -> int:
-        """A new site: its number, for its ops."""
-        number = len(self.sites) + 1
-        self.sites.append(Site(id=number, kind=kind, module=self.loc.module, reason=reason))
-        return number
 
     def call(
         self,
