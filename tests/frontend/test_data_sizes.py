@@ -19,6 +19,7 @@ from torch.distributed._functional_collectives import (
 )
 
 import interlace
+from interlace.errors import ExecutorError
 from interlace.frontend import backend, capture
 
 DIM, HIDDEN, ROWS = 8, 16, 12
@@ -172,6 +173,9 @@ def by_constants(splits: Routes, seed: int) -> tuple[list[bool], str]:
             y.square().sum().backward()
             assert given.grad is not None
             found.append([y.detach(), given.grad])
+    if captured.graphs[-1].unscheduled:
+        with pytest.raises(ExecutorError, match="there is no Program: the graph runs as traced"):
+            _ = ways[1].program
     return [all(map(torch.equal, found[0], each)) for each in found[1:]], captured.explain()
 
 

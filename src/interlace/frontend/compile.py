@@ -190,7 +190,9 @@ class Compiled(AsModule):
     @property
     def program(self) -> Program:
         """The overlapped Program of the forward pass."""
-        return self.bound[0].program
+        if not (programs := self.programs):
+            raise ExecutorError(f"there is no Program: the graph {self.graphs[0].unscheduled}")
+        return programs[0]
 
     @property
     def programs(self) -> tuple[Program, ...]:
