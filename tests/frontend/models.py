@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -144,6 +145,45 @@ def parallelise_block(block: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Modu
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attn.wo", "mlp.w2")}
     parallelize_module(block, mesh, plan, **how)
     return block
+
+
+def world_mesh() -> DeviceMesh:
+    """All ranks, for tensor parallelism."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def feed_forward(width: int, given: Placement, out: Placement) -> nn.Module:
+    """Two layers of tensor parallelism, with these layouts outside."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    plan = {
+        "0": ColwiseParallel(input_layouts=given),
+        "2": RowwiseParallel(output_layouts=out),
+    }
+    return parallelize_module(model, world_mesh(), plan)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """The tensor of all ranks, detached."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def wrong_steps(
+    model: nn.Module, call: Callable[..., Any], inputs: Sequence[torch.Tensor]
+) -> list[str]:
+    """Training steps through `call`, each compared with eager, gradients too: what differs."""
+    wrong: list[str] = []
+    for x in inputs:
+        found: list[list[torch.Tensor]] = []
+        for chosen in (call, model):
+            given = x.detach().clone().requires_grad_()
+            out = chosen(given)
+            out.square().sum().backward()
+            found.append([whole(out), whole(given.grad), *gradients(model).values()])
+        for mine, eager in zip(*found, strict=True):
+            if not torch.allclose(mine, eager, rtol=1e-4, atol=1e-4):
+                wrong.append(f"{tuple(x.shape)}: {(mine - eager).abs().max()}")
+    return wrong
 
 
 def local(tensor: Any) -> torch.Tensor:

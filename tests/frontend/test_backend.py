@@ -11,19 +11,14 @@ import torch.nn.functional as F
 from tests.frontend.models import (
     Model,
     bits,
+    feed_forward,
     gradients,
     local,
     parallelise,
 )
 from tests.support.pool import Pool
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.utils.checkpoint import checkpoint
 
 import interlace
@@ -115,26 +110,10 @@ def test_training(pool: Pool, world: int, strategy: str, steps: int) -> None:
     assert kinds.count("matmul_reduce_scatter") == 5, kinds
 
 
-class Gelu(nn.Module):
-    """A feed-forward of two matmuls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
 def empty_batches() -> list[tuple[int, ...]]:
     """Of three dimensions, in which what is saved for backward has strides by the rank."""
     torch.compiler.reset()
-    mesh, rows, model = init_device_mesh("cpu", (dist.get_world_size(),)), Shard(0), Gelu()
-    plan = {
-        "up": ColwiseParallel(input_layouts=rows),
-        "down": RowwiseParallel(output_layouts=rows),
-    }
-    parallelize_module(model, mesh, plan)
+    model = feed_forward(32, Shard(0), Shard(0))
     call = torch.compile(model, backend=backend, dynamic=False, options={"timeout_s": 20})
     shapes: list[tuple[int, ...]] = []
     for batch in (0, 2, 0, 2):

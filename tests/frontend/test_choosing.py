@@ -62,11 +62,8 @@ def differing(own: list[dict[str, Any]], biased: list[bool], trains: bool) -> tu
 
 OPTIONS: list[tuple[Any, Any, str, str]] = [
     ({"strategy": "ring"}, {"strategy": "peer"}, "strategy='ring'", "strategy='peer'"),
-    ({"strategy": "auto"}, {"strategy": "ring"}, "strategy='auto'", "strategy='ring'"),
     ({}, {"overlap": False}, "overlap=True", "overlap=False"),
-    ({}, {"cache_size": 3}, "cache_size=64", "cache_size=3"),
     ({"in_order": True}, {}, "in_order=True", "in_order=False"),
-    ({"regather": True}, {"regather": False}, "regather=True", "regather=False"),
     ({"regather": "auto"}, {"regather": True}, "regather='auto'", "regather=True"),
     ({}, {"schedules": "{folder}"}, "schedules=None", "schedules='a folder'"),
 ]

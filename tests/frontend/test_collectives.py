@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,17 +37,6 @@ def part(x: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
     return x.chunk(WORLD, dim)[rank]
 
 
-def all_gather_out(x: torch.Tensor) -> torch.Tensor:
-    out = x.new_empty(WORLD * x.shape[0], x.shape[1])
-    return wait(c10d.all_gather_into_tensor_out(x, WORLD, "g", out=out)) + 1
-
-
-def reduced_in_place(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    wait(c10d.all_reduce_(y, "sum", "g"))
-    return y
-
-
 def coalesced(op: Callable[..., Any], *args: Any) -> Callable[[torch.Tensor], Any]:
     return lambda x: [wait(y) for y in op([x, x.t().contiguous()], *args)]
 
@@ -66,7 +54,6 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Tensors, int], A
         lambda x: wait(c10d.all_gather_into_tensor(x.sum(), WORLD, "g")),
         lambda xs, r: torch.stack([x.sum() for x in xs]),
     ),
-    "all_gather_out": (all_gather_out, lambda xs, r: torch.cat(list(xs)) + 1),
     "reduce_scatter": (
         lambda x: wait(c10d.reduce_scatter_tensor(x, "sum", WORLD, "g")),
         lambda xs, r: part(total(xs), r),
@@ -87,7 +74,6 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Tensors, int], A
         lambda x: wait(c10d.all_reduce(x, "product", "g")),
         lambda xs, r: torch.stack(list(xs)).prod(0),
     ),
-    "all_reduce_in_place": (reduced_in_place, lambda xs, r: total(xs) * 2),
     "all_reduce_coalesced": (
         coalesced(c10d.all_reduce_coalesced, "sum", "g"),
         lambda xs, r: [total(xs), total(xs).t()],
@@ -165,26 +151,6 @@ def rank_seed() -> int:
     return int(torch.randint(1 << 30, ()))
 
 
-def test_uneven_all_to_all_is_messages() -> None:
-    sent = [[1, 2, 3], [0, 6, 0], [2, 2, 2]]
-    each = []
-    for rank in range(WORLD):
-        received = [sent[other][rank] for other in range(WORLD)]
-
-        def fn(x: torch.Tensor, *splits: Any) -> torch.Tensor:
-            return wait(c10d.all_to_all_single(x, *splits, "g"))
-
-        exchange = functools.partial(lambda splits, x: fn(x, *splits), (received, sent[rank]))
-        gm = make_fx(exchange, tracing_mode="fake")(torch.ones(6, 9))
-        each.append(import_graph(gm, teams=Teams.of(GROUPS, rank)).program.instantiate(rank))
-    check(each).raise_if_unsound()
-    xs = inputs()
-    for rank, (result,) in enumerate(run_ranks(each, [[x] for x in xs], seed=rank_seed())):
-        pieces = [x.split(sent[other])[rank] for other, x in enumerate(xs)]
-        assert isinstance(result, torch.Tensor)
-        assert torch.equal(result, torch.cat(pieces))
-
-
 def test_team_of_one_communicates_nothing() -> None:
     gm = make_fx(lambda x: wait(c10d.all_reduce(x, "sum", "g")), tracing_mode="fake")(torch.ones(2))
     imported = import_graph(gm, teams=Teams.of({"g": ("tp", ((0,),))}))
@@ -198,7 +164,12 @@ def test_team_of_one_communicates_nothing() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "in place": (lambda x: c10d.all_reduce_(x * 2, "sum", "g"), "writes its argument.*functional"),
     "reduction": (lambda x: c10d.all_reduce(x, "band", "g"), "reduction 'band'.*Use one of"),
+    "parts": (
+        lambda x: c10d.all_to_all_single(x, [1, 2, 3], [2, 2, 2], "g"),
+        "its parts are uneven.*Pad",
+    ),
     "rows": (
         lambda x: c10d.reduce_scatter_tensor(x[:5], "sum", WORLD, "g"),
         "5 rows do not divide among the 3 ranks of tp.*Pad",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.frontend.models import gradients
+from tests.frontend.models import Function, gradients
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import (
@@ -18,6 +18,8 @@ from torch.distributed._functional_collectives import (
     all_to_all_single_autograd,
 )
 
+import interlace
+from interlace.errors import ExecutorError
 from interlace.frontend import backend, capture
 
 DIM, HIDDEN, ROWS = 8, 16, 12
@@ -150,6 +152,41 @@ def test_tokens_one_by_one(pool: Pool, seed: int) -> None:
     for told in pool(3).run(run, steps, seed, False, timeout_s=110):
         check(told)
         assert told["bound"] == 0
+
+
+def by_constants(splits: Routes, seed: int) -> tuple[list[bool], str]:
+    """Whether an exchange of these constant sizes is that of eager, compiled in both ways."""
+    torch.compiler.reset()
+    rank, group = dist.get_rank(), dist.distributed_c10d._get_default_group()
+    sent, received = splits[rank], [row[rank] for row in splits]
+
+    def exchanged(x: Tensor, w: Tensor) -> Tensor:
+        return all_to_all_single_autograd(x @ w, received, sent, group).relu() * 2
+
+    torch.manual_seed(seed + rank)
+    x, w, found = torch.randn(sum(sent), DIM), torch.randn(DIM, 4), list[list[Tensor]]()
+    with capture() as captured:
+        ways = torch.compile(exchanged, backend=backend), interlace.compile(Function(exchanged))
+        for call in (exchanged, *ways):
+            given = x.clone().requires_grad_()
+            y = call(given, w)
+            y.square().sum().backward()
+            assert given.grad is not None
+            found.append([y.detach(), given.grad])
+    if captured.graphs[-1].unscheduled:
+        with pytest.raises(ExecutorError, match="there is no Program: the graph runs as traced"):
+            _ = ways[1].program
+    return [all(map(torch.equal, found[0], each)) for each in found[1:]], captured.explain()
+
+
+@pytest.mark.parametrize(
+    ("splits", "traced"), [([[2, 2, 2], [2, 1, 3], [2, 3, 1]], True), ([[2, 2, 2]] * 3, False)]
+)
+def test_sizes_that_are_constants(pool: Pool, splits: Routes, traced: bool, seed: int) -> None:
+    """Uneven on one rank, they run as traced on all of them."""
+    for equal, text in pool(3).run(by_constants, splits, seed, timeout_s=110):
+        assert equal == [True, True]
+        assert ("runs as traced" in text) == traced, text
 
 
 def split_by_counts(counts: list[list[int]]) -> tuple[bool, str]:

@@ -21,7 +21,7 @@ from interlace.frontend.compile import Compiled
 
 def direct(compiled: Compiled) -> bool:
     """Whether the arguments met last go past AOTAutograd."""
-    entry = next(reversed(compiled._entries.values()))
+    entry = compiled._entries.all()[-1]
     assert entry.calls > 1, "it has not been observed"
     return entry.direct is not None
 

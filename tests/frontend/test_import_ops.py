@@ -161,17 +161,6 @@ def _flat(name: str) -> tuple[Any, ...]:
     return fn, *(arg.detach().clone().requires_grad_() for arg in args)
 
 
-def test_higher_order_operator_is_refused_by_name() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
-
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    gm = make_fx(fn, tracing_mode="fake")(torch.ones(3))
-    with pytest.raises(UnsupportedError, match=r"cond.*cannot be lowered.*disable"):
-        import_graph(gm)
-
-
 def test_unknown_element_type_is_refused_by_name() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 

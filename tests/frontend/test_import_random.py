@@ -80,7 +80,7 @@ class Drawn:
         return [xs[-1], xs[len(xs) // 2] * 1, xs[-1].mT]
 
 
-@pytest.mark.parametrize("trial", range(40))
+@pytest.mark.parametrize("trial", range(16))
 def test_random_model(trial: int, seed: int) -> None:
     drawn = Drawn(seed)
     print(drawn.x.shape, "training" if drawn.training else "", [n for n, _ in drawn.layers])

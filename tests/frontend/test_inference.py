@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
 from tests.frontend.models import Block, local, parallelise_block
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
@@ -69,41 +67,3 @@ def prefill_and_decode(mode: str) -> tuple[int, list[str]]:
 def test_prefill_and_decode(pool: Pool, mode: str) -> None:
     # one Program for the prefill, one for every decode step
     assert pool(2).run(prefill_and_decode, mode) == [(2, ["inference", "inference"])] * 2
-
-
-def changing_lengths(cache_size: int) -> tuple[int, int, int, int]:
-    """Sequences of several lengths through one symbolic graph; forward and backward."""
-    torch.compiler.reset()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    w, v = (torch.randn(*sizes).requires_grad_() for sizes in ((6, 8), (8, 6)))
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        y = funcol.all_gather_tensor_autograd(x, 0, mesh["tp"])
-        y = F.linear(F.relu(F.linear(y, w)), v)
-        return funcol.reduce_scatter_tensor_autograd(y, "sum", 0, mesh["tp"])
-
-    with capture() as captured:
-        call = torch.compile(fn, backend=backend, dynamic=True, options={"cache_size": cache_size})
-        for length in (4, 8, 6, 8, 4, 20):
-            x = torch.randn(length, 8)
-            outcomes: list[list[torch.Tensor]] = []
-            for chosen in (call, fn):
-                out = chosen(x)
-                (out * out).sum().backward()
-                outcomes.append([out.detach(), *(p.grad for p in (w, v) if p.grad is not None)])
-                w.grad = v.grad = None
-            for mine, eager in zip(*outcomes, strict=True):
-                torch.testing.assert_close(mine, eager, rtol=1e-5, atol=1e-5)
-    forward, backward = captured.graphs
-    sites = sum(site.kind != "all_gather" for site in forward.bound[-1].program.sites)
-    return len(captured.graphs), len(forward.bound), len(backward.bound), sites
-
-
-def test_changing_lengths_share_one_graph(pool: Pool) -> None:
-    # four lengths of three buckets, so three Programs each way
-    assert pool(2).run(changing_lengths, 64, timeout_s=110) == [(2, 3, 3, 2)] * 2
-
-
-def test_cache_of_programs_is_bounded(pool: Pool) -> None:
-    assert pool(2).run(changing_lengths, 2, timeout_s=110) == [(2, 2, 2, 2)] * 2

@@ -63,18 +63,6 @@ def test_a_cache_that_grows_is_left_as_it_was(full: bool) -> None:
         assert cache.count == count
 
 
-def test_torchdynamo_has_a_cache_grow() -> None:
-    mine, theirs, layer = Cache(), Cache(), Decoder()
-    torch.compiler.reset()
-    compiled = torch.compile(layer, backend="interlace", dynamic=True)
-    with torch.no_grad():
-        for _ in range(3):
-            x = torch.randn(1, 8)
-            assert torch.equal(compiled(x, mine), layer(x, theirs))
-    assert all(map(torch.equal, tensors_of(mine), tensors_of(theirs)))
-    assert mine.count == 3
-
-
 def test_what_a_trace_leaves_as_it_fails_is_taken_out() -> None:
     cache = Cache()
 

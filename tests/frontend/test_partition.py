@@ -149,25 +149,6 @@ def test_ranks_with_uneven_weights_decide_alike(pool: Pool) -> None:
     assert pool(2).run(marked_by_auto, 5e8, (16_000, 1)) == [0, 0]
 
 
-def test_a_rank_that_compiles_alone_says_who_did_not_come(pool: Pool) -> None:
-    first, second = pool(2).run(alone)
-    assert "rank 1 did not come to 'what backward gathers again' within 0.5 s" in first
-    assert second == ""
-
-
-def alone() -> str:
-    from interlace.errors import AgreementError
-    from interlace.frontend.teams import consent_of_ranks
-
-    group: Any = dist.group.WORLD
-    try:
-        if dist.get_rank() == 0:
-            consent_of_ranks(["mlp"], [(group, True)], 0.5)
-    except AgreementError as error:
-        return str(error)
-    return ""
-
-
 def marked_by_auto(bandwidth: float, columns: tuple[int, ...] = (DIM, DIM)) -> int:
     """How many gathers `auto` marks on a machine with such links."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import interlace
-from interlace.strategies import StrategyName
 
 Setup = Callable[[DeviceMesh], tuple[Callable[..., Any], tuple[Any, ...]]]
 Kinds = dict[str, list[str]]
@@ -74,10 +73,7 @@ def batch_of_one(mesh: DeviceMesh) -> Any:
 
 
 def gather_dim_one(mesh: DeviceMesh) -> Any:
-    def fn(x: Any, w: Any, v: Any) -> Any:
-        return scatter(F.linear(F.linear(gather(x), w), v), 1)
-
-    return fn, (sharded(mesh, 1, 3, 4, 8), column(mesh), row(mesh))
+    return batch_of_one(mesh)[0], (sharded(mesh, 1, 3, 4, 8), column(mesh), row(mesh))
 
 
 def uneven_shards(mesh: DeviceMesh) -> Any:
@@ -120,45 +116,27 @@ def sliced_rows(mesh: DeviceMesh) -> Any:
     return fn, (sharded(mesh, 0, 4, 8), column(mesh))
 
 
+GATHER, SCATTER = ["all_gather_matmul"], ["matmul_reduce_scatter"]
+BOTH = {"forward": GATHER + SCATTER, "backward": GATHER + SCATTER}
 SPELLINGS: dict[str, tuple[Setup, Kinds]] = {
-    "biased_linear": (biased_linear, {"forward": ["all_gather_matmul"]}),
-    "three_dimensions": (three_dimensions, {"forward": ["all_gather_matmul"]}),
-    "batch_of_one": (
-        batch_of_one,
-        {
-            "forward": ["all_gather_matmul", "matmul_reduce_scatter"],
-            "backward": ["all_gather_matmul", "matmul_reduce_scatter"],
-        },
-    ),
-    "gather_dim_one": (
-        gather_dim_one,
-        {
-            "forward": ["all_gather_matmul", "matmul_reduce_scatter"],
-            "backward": ["all_gather_matmul", "matmul_reduce_scatter"],
-        },
-    ),
-    "uneven_shards": (
-        uneven_shards,
-        {
-            "forward": ["all_gather_matmul", "matmul_reduce_scatter"],
-            "backward": ["all_gather_matmul", "matmul_reduce_scatter"],
-        },
-    ),
-    "casts_and_pointwise": (casts_and_pointwise, {"forward": ["matmul_reduce_scatter"]}),
+    "biased_linear": (biased_linear, {"forward": GATHER}),
+    "three_dimensions": (three_dimensions, {"forward": GATHER}),
+    "batch_of_one": (batch_of_one, BOTH),
+    "gather_dim_one": (gather_dim_one, BOTH),
+    "uneven_shards": (uneven_shards, BOTH),
+    "casts_and_pointwise": (casts_and_pointwise, {"forward": SCATTER}),
     "all_reduced": (all_reduced, {"forward": ["matmul_all_reduce"]}),
-    "shared_gather": (shared_gather, {"forward": ["all_gather_matmul"]}),
+    "shared_gather": (shared_gather, {"forward": GATHER}),
 }
 
 
-def compiled_kinds(
-    name: str, strategy: StrategyName
-) -> tuple[dict[str, list[tuple[str, str]]], str]:
+def compiled_kinds(name: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
     """On one rank: the sites by graph; results and gradients must agree with eager exactly."""
     setups = {key: setup for key, (setup, _) in SPELLINGS.items()}
     setups |= {"selected_rows": selected_rows, "sliced_rows": sliced_rows}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     fn, args = setups[name](mesh)
-    options = interlace.Options(strategy=strategy)
+    options = interlace.Options(strategy="peer")
     compiled = interlace.compile(Function(fn), *args, mesh=mesh, options=options)
     outcomes = []
     for call in (fn, compiled):
@@ -175,17 +153,16 @@ def compiled_kinds(
     return sites, text
 
 
-@pytest.mark.parametrize("strategy", ["serial", "peer"])
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_spelling_is_a_site(pool: Pool, name: str, strategy: str) -> None:
-    for sites, text in pool(2).run(compiled_kinds, name, strategy):
+def test_spelling_is_a_site(pool: Pool, name: str) -> None:
+    for sites, text in pool(2).run(compiled_kinds, name):
         for graph, kinds in SPELLINGS[name][1].items():
             assert [kind for kind, _ in sites[graph]] == kinds, f"{sites}\n{text}"
 
 
 @pytest.mark.parametrize("name", ["selected_rows", "sliced_rows"])
 def test_rows_taken_from_the_gathered_dimension_are_no_site(pool: Pool, name: str) -> None:
-    for sites, text in pool(2).run(compiled_kinds, name, "peer"):
+    for sites, text in pool(2).run(compiled_kinds, name):
         ((kind, reason),) = sites["forward"]
         assert kind == "all_gather", text
         assert reason, text

@@ -10,23 +10,10 @@ import torch.distributed as dist
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.errors import AgreementError, TeamError
+from interlace.errors import TeamError
 from interlace.frontend import Teams, backend, capture
-from interlace.frontend.teams import as_axes, connected, learn_groups
+from interlace.frontend.teams import as_axes, connected
 from interlace.ir import Team
-
-
-class Board(dict[str, str]):
-    """A store in this process."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value
-
-    def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
 
 
 def test_connected_ranks_are_the_program() -> None:
@@ -44,20 +31,6 @@ def test_mesh_axes_need_no_groups() -> None:
     assert as_axes(odd, (0, 1, 2, 3)) == (odd, None)
     assert as_axes((), (0,)) == ((), None)
     assert as_axes((), (7,)) == ((), (7,))
-
-
-def test_ranks_learn_each_others_groups() -> None:
-    store = Board()
-    groups = {0: ((0, 1), (0, 2)), 1: ((0, 1), (1, 3)), 2: ((2, 3), (0, 2)), 3: ((2, 3), (1, 3))}
-    for rank, mine in groups.items():
-        teams = [(group,) for group in mine]
-        if rank < 3:
-            with pytest.raises(
-                AgreementError, match=r"ranks? \d.* did not come to say in which.* 0.05 s"
-            ):
-                learn_groups(teams, rank, 0.05, store)
-        else:
-            assert learn_groups(teams, rank, 5, store) == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
 
 
 def test_group_without_process_group_is_a_typed_error() -> None:

@@ -117,7 +117,7 @@ def decode_steps(device: str, graph: bool, seed: int) -> tuple[float, bool]:
             found = local(compiled(x, tuple(caches[1]), where))
             for mine, right in zip([found, *caches[1]], [want, *caches[0]], strict=True):
                 apart = max(apart, (mine - right).abs().max().item())
-    entry = next(reversed(compiled._entries.values()))
+    entry = compiled._entries.all()[-1]
     compiled.close()
     return apart, entry.direct is not None
 

@@ -21,7 +21,7 @@ from tests.support.pool import Pool
 
 import interlace
 from interlace.comm import team_of
-from interlace.frontend.teams import consent_of_ranks, learn_groups
+from interlace.frontend.teams import consent_of_ranks
 from interlace.ir import parse
 from interlace.nn.functional import all_gather_linear
 from interlace.runtime import Executor
@@ -68,7 +68,6 @@ def fork_amid_runs(kind: str, seed: int) -> tuple[dict[str, Outcome], list[bool]
             "prepare on an unused group": unused.prepare,
             "another team": lambda: team_of(pair, "tp"),
             "consent": lambda: consent_of_ranks(["a"], [(world_group(), True)], 20.0),
-            "groups": lambda: learn_groups([((0, 1),)], 0, 20.0),
             "layer": lambda: all_gather_linear(
                 torch.ones(1, 2), torch.ones(2, 2), group=world_group()
             ),

@@ -22,7 +22,7 @@ from tests.support.pool import Pool
 
 from interlace.comm import team_of
 from interlace.comm.resets import reset_teams
-from interlace.frontend.teams import consent_of_ranks, learn_groups
+from interlace.frontend.teams import consent_of_ranks
 from interlace.ir import Notify, Op
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -50,9 +50,6 @@ def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> 
     def act() -> object:
         if kind == "compile":
             return consent_of_ranks(["mlp"], [(world_group(), True)], TIMEOUT_S)
-        if kind == "learn":
-            store = dist.PrefixStore(str(seed), dist.distributed_c10d._get_default_store())
-            return learn_groups([((0, 1, 2),)], me, TIMEOUT_S, store)
         if kind == "prepare":
             return executor_of(program_of("shift", 3)).prepare()
         return executor.run(inputs)
@@ -71,7 +68,7 @@ def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
     ("kind", "failed"),
-    [("run", False), *itertools.product(["prepare", "compile", "learn"], [False, True])],
+    [("run", False), *itertools.product(["prepare", "compile"], [False, True])],
 )
 def test_who_resets_first_is_heard_at_once_and_met(
     pool: Pool, kind: str, failed: bool, early: bool, seed: int

@@ -3,6 +3,7 @@
 backend.py         torch.compile(model, backend="interlace")
 compile.py         interlace.compile(module, *examples): the same without TorchDynamo
 compiled_graph.py  a compiled graph, with a bound Program for each signature
+caches.py          bounded caches of what is compiled
 binding.py         serial Program -> agreed on, overlapped by one choice of all ranks, bound
 schedules.py       the Programs as files, and files run in place of generated Programs
 explain.py         interlace.explain and interlace.report: what became of each site, and why

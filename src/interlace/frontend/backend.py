@@ -25,15 +25,14 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import innermost_backend
-from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from interlace.errors import CalibrationError, InterlaceError, OptionError, UnsupportedError
+from interlace.errors import CalibrationError, InterlaceError, OptionError
 from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.tracing import symbolic_sizes
@@ -43,7 +42,6 @@ from interlace.frontend.dynamo import (
     guard_sizes,
     look_for_lost_interrupts,
     source_name,
-    takes_numbers,
 )
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
@@ -173,7 +171,7 @@ class NotCompiled(ShortenTraceback):
         super().__init__(str(error), first_useful_frame=None)
         self.error = error
 
-    def remove_dynamo_frames(self) -> Any:
+    def remove_dynamo_frames(self) -> object:
         """The error that it stands for."""
         return self.error
 
@@ -199,11 +197,11 @@ class Backend:
     def __call__(
         self,
         gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
+        example_inputs: Sequence[object],
         *,
-        options: Options | Mapping[str, Any] | None = None,
+        options: Options | Mapping[str, object] | None = None,
         **others: object,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         """Compiles one graph of TorchDynamo."""
         try:
             for name, value in others.items():  # such as `mode`
@@ -230,9 +228,9 @@ class Backend:
     def compiled(
         self,
         gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
+        example_inputs: Sequence[object],
         options: Options,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         """Returns the callable that runs one graph."""
         look_for_lost_interrupts()
         places = gm.graph.find_nodes(op="placeholder")
@@ -244,15 +242,12 @@ class Backend:
             meshes_in(example_inputs),
             tuple(label(source) if source else "" for source in sources),
             device_of(example_inputs),
-            takes_numbers(),
             origin=origin,
             places=self._places,
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
-        # Example inputs are the tensors of this call; what was traced has symbols where sizes vary.
-        traced = [node.meta.get("example_value") for node in places]
-        with compiling(), torchs_errors(gm, traced):
+        with compiling():
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare(origin.name)
         self._graphs.update(zip(self._count, compilation.graphs, strict=False))
@@ -304,29 +299,6 @@ def forget_tensors(context: TracingContext | None) -> None:
         describer.lookup_storage.clear()
 
 
-@contextlib.contextmanager
-def torchs_errors(gm: fx.GraphModule, traced: Sequence[Any]) -> Iterator[None]:
-    """Says what works where torch fails to trace DTensors whose sizes are symbolic."""
-    try:
-        yield
-    except (InterlaceError, TorchDynamoException):  # such as one that begins the trace anew
-        raise
-    except Exception as error:
-        values = [node.meta.get("example_value") for node in gm.graph.nodes]
-        sizes = [n for x in traced for n in (x.shape if isinstance(x, torch.Tensor) else [x])]
-        symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
-        if not symbolic or not any(isinstance(value, DTensor) for value in values):
-            raise
-        told = str(error).strip().splitlines()[:1] or [""]
-        raise UnsupportedError(
-            f"torch cannot trace these DTensors with sizes that change ({type(error).__name__}: "
-            f'{told[0]}); this is not of Interlace, and backend="aot_eager" fails alike. Use '
-            "torch.compile(..., dynamic=False) or interlace.compile, which compile for each size; "
-            "or dynamic=None with torch._dynamo.mark_dynamic for the batch alone, and lengths "
-            "padded to a few"
-        ) from error
-
-
 def keep_saved() -> None:
     """Tells AOTAutograd that backward reuses no memory of what was saved, and so may run again.
 
@@ -338,7 +310,7 @@ def keep_saved() -> None:
         donated.clear()
 
 
-def options_from(options: Options | Mapping[str, Any] | None) -> Options:
+def options_from(options: Options | Mapping[str, object] | None) -> Options:
     """Options from what `torch.compile(options=...)` was given."""
     if isinstance(options, Options):
         return options
@@ -347,7 +319,7 @@ def options_from(options: Options | Mapping[str, Any] | None) -> Options:
     return Options.from_dict(dict(options or {}))
 
 
-def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
+def meshes_in(values: Iterable[object]) -> tuple[DeviceMesh, ...]:
     """The device meshes among arguments: themselves, and those of DTensors."""
     found = [getattr(value, "device_mesh", value) for value in values]
     real = [getattr(value, "real_obj", value) for value in found]

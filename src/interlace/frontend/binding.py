@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -27,7 +27,7 @@ from interlace.comm.rendezvous.board import Note, as_told, failure
 from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, InterlaceError, SoundnessError
 from interlace.frontend.calling.arguments import Imported
-from interlace.frontend.schedules import path_of, scheduled, unsound
+from interlace.frontend.schedules import path_of, scheduled, text_of, unsound
 from interlace.ir import (
     Expect,
     Get,
@@ -125,7 +125,7 @@ class Bound:
 
     def run(
         self,
-        args: Sequence[Any],
+        args: Sequence[object],
         values: Mapping[str, int] | None = None,
         origin: str | None = None,
     ) -> list[Any]:
@@ -143,7 +143,7 @@ def bind(
     groups: Mapping[str, ProcessGroup],
     options: Options,
     device: str = "cpu",
-    layer: Mapping[str, Any] | None = None,
+    layer: Mapping[str, object] | None = None,
 ) -> Bound:
     """Lowers and prepares; all ranks of the Program do it together. `layer` has what else must be
     the same on all of them."""
@@ -151,16 +151,19 @@ def bind(
     options, noted = with_regions(options, place)
     plain = imported.program
     imported = dataclasses.replace(imported, program=on_hosts(plain, groups, options.timeout_s))
-    agreed = facts_of_all(imported.program, groups, options, _machine(options, place.type), layer)
+    graph = imported.program
+    machine = _attempted(machine_for, options, place.type)
+    written = _attempted(scheduled, kind, graph, groups, options)
+    agreed = facts_of_all(graph, groups, options, machine, written, layer)
     spread = [team.name for team in imported.program.teams if team.hosts is not None]
     apart = [team_of(groups[name], name).apart for name in spread]
     noted += [Remark("frontend", f"{text}: {UNSERVED}") for text in apart]
     if options.graph and (why := _uncaptured(imported)):
         options = dataclasses.replace(options, graph=False, static_outputs=False)
         noted.append(Remark("frontend", f"not captured in CUDA graphs: {why}"))
-    program = written = scheduled(kind, imported.program, groups, options)
+    program = agreed.written
     if program is None:
-        program, why = chosen(imported.program if options.overlap else plain, agreed, options)
+        program, why = chosen(graph if options.overlap else plain, agreed, options)
         noted += why
     else:
         noted.append(Remark("frontend", "its text is a file of the option schedules"))
@@ -170,25 +173,26 @@ def bind(
         device=place,
         options=options,
         host=imported.host,
-        operators=others(imported.program),  # of this process's own graph
+        operators=others(graph),  # of this process's own graph
     )
     try:
         executor.prepare()
     except SoundnessError as error:
-        if written is None:
+        if agreed.written is None:
             raise
-        raise unsound(path_of(kind, imported.program, options), written, error, options) from None
+        raise unsound(path_of(kind, graph, options), agreed.written, error, options) from None
     return Bound(kind, imported, executor, agreed.machine)
 
 
-def _machine(options: Options, device: str) -> Machine | InterlaceError:
-    """Returns the Machine that this rank chooses by; or the error, for the other ranks to hear."""
+def _attempted(facts: Callable[..., Fact], *args: object) -> Fact | InterlaceError:
+    """Returns what this rank chooses by; or the error, for the other ranks to hear."""
     try:
-        return machine_for(options, device)
+        return facts(*args)
     except InterlaceError as error:
         return error
 
 
+Fact = TypeVar("Fact")
 UNSERVED = "peer, fused and exchange, which reach into memory of peers, do not serve it"
 
 
@@ -239,6 +243,8 @@ class AgreedFacts:
     """The graphs of all ranks by digest, where they differ;"""
     ranks: Mapping[str, tuple[int, ...]]
     """and the ranks of the Program that have each."""
+    written: Program | None = None
+    """The Program of this rank's file, with the option `schedules`."""
 
 
 def facts_of_all(
@@ -246,16 +252,15 @@ def facts_of_all(
     groups: Mapping[str, ProcessGroup],
     options: Options,
     machine: Machine | InterlaceError,
-    layer: Mapping[str, Any] | None = None,
+    written: Program | InterlaceError | None = None,
+    layer: Mapping[str, object] | None = None,
 ) -> AgreedFacts:
     """Gathers the ranks' facts of this graph; an error of one (as in `machine`) is raised on all.
     `layer` has the arguments of a layer that must be the same on all ranks."""
     limit = limit_s(options.timeout_s, groups.values())
     teams = {team_of(group, name, limit) for name, group in groups.items()}
     if not teams:
-        if isinstance(machine, InterlaceError):
-            raise machine
-        return AgreedFacts(machine, {}, {})
+        return AgreedFacts(_checked(machine), {}, {}, _checked(written))
     rank, plain = program_rank(graph, groups), essence(graph)
     text = print_program(plain)
     mine: Note = {
@@ -270,13 +275,16 @@ def facts_of_all(
     }
     if isinstance(machine, InterlaceError):
         mine |= failure(machine)
+    elif isinstance(written, InterlaceError):
+        mine |= failure(AgreementError(str(written)))
     else:
         mine["calibration"] = _calibration(machine, options)
         mine["kernels"] = [machine.kernels, machine.packed_kernels]
+        mine["schedule"] = text_of(graph, written)
     ordered: Sequence[TeamComm] = sorted(teams, key=lambda team: team.key)
     entries = gather(mine, ordered, limit)
-    if isinstance(machine, InterlaceError):
-        raise machine
+    _compare_given(graph.name, entries)
+    machine, written = _checked(machine), _checked(written)
     for other, entry in sorted(entries.items()):
         if "error" in entry:
             raise as_told(other, entry["error"])
@@ -284,10 +292,17 @@ def facts_of_all(
     kernels, packed = (all(entry["kernels"][i] for entry in entries.values()) for i in (0, 1))
     machine = machine.replace(kernels=kernels, packed_kernels=packed)
     if len({entry["skeleton"] for entry in entries.values()}) == 1:
-        return AgreedFacts(machine, {}, {})
+        return AgreedFacts(machine, {}, {}, written)
     board, me = ordered[0].board, ordered[0].rank
     texts = texts_of(board, entries, me, text, limit)
-    return AgreedFacts(machine, texts, {key: ranks_of(entries, key) for key in sorted(texts)})
+    ranks = {key: ranks_of(entries, key) for key in sorted(texts)}
+    return AgreedFacts(machine, texts, ranks, written)
+
+
+def _checked(fact: Fact | InterlaceError) -> Fact:
+    if isinstance(fact, InterlaceError):
+        raise fact
+    return fact
 
 
 def chosen(graph: Program, agreed: AgreedFacts, options: Options) -> tuple[Program, list[Remark]]:
@@ -315,7 +330,11 @@ def _calibration(machine: Machine, options: Options) -> dict[str, str]:
     return {"digest": digest(repr(plain)), "name": f"{machine.name!r}{where}"}
 
 
-def _inputs(graph: Program) -> list[tuple[str, str]]:
+Inputs = Sequence[tuple[str, str]]
+"""The name and the kind of each."""
+
+
+def _inputs(graph: Program) -> Inputs:
     """The name and the kind of each input, of a graph whose ranks all do the same."""
     if any(isinstance(op, Send | Recv | Group | Notify | Expect | Put | Get) for op in graph.ops):
         return []
@@ -323,20 +342,27 @@ def _inputs(graph: Program) -> list[tuple[str, str]]:
     return [(b.name, f"{b.dtype} of {len(b.shape)} dimensions") for b in inputs]
 
 
-def _compare(name: str, entries: Mapping[int, Note]) -> None:
-    """Raises the first difference between the ranks; on all of them the same."""
+def _compare_given(name: str, entries: Mapping[int, Note]) -> None:
+    """Raises the first difference between what ranks are given; on all of them the same."""
     first = min(entries)
     for rank, entry in sorted(entries.items()):
-        one = entries[first]
         for what, noun in (("layer", "arguments"), ("options", "options")):
-            for key in one[what]:
-                ours, theirs = one[what][key], entry[what].get(key)
+            for key, ours in entries[first][what].items():
+                theirs = entry[what].get(key)
                 if ours != theirs:
                     raise AgreementError(
                         f"ranks give {name!r} different {noun}: rank {first} has {key}={ours!r}, "
                         f"and rank {rank} {key}={theirs!r}: give all ranks the same (pad what is "
                         "short)"
                     )
+
+
+def _compare(name: str, entries: Mapping[int, Note]) -> None:
+    """Raises the first difference between what ranks choose by; on all of them the same."""
+    first = min(entries)
+    texts: dict[str, tuple[int, str]] = {}
+    for rank, entry in sorted(entries.items()):
+        one = entries[first]
         ours, theirs = one["calibration"], entry["calibration"]
         if ours["digest"] != theirs["digest"]:
             mark = [side["digest"][:8] for side in (ours, theirs)]
@@ -346,10 +372,17 @@ def _compare(name: str, entries: Mapping[int, Note]) -> None:
                 f"({mark[1]}): give all ranks one file with the option `calibration`, or copy what "
                 "`interlace calibrate` wrote on one host to the others"
             )
+        graph, text = entry["schedule"]
+        other, known = texts.setdefault(graph, (rank, text))
+        if text != known:
+            raise AgreementError(
+                f"rank {rank} has another text of {name}-{graph}.ilc than rank {other}: give all "
+                "ranks the same files in the option `schedules`"
+            )
         _compare_inputs(name, (first, one["inputs"]), (rank, entry["inputs"]))
 
 
-def _compare_inputs(name: str, one: tuple[int, Any], other: tuple[int, Any]) -> None:
+def _compare_inputs(name: str, one: tuple[int, Inputs], other: tuple[int, Inputs]) -> None:
     """Raises for an input that one rank alone has, or that is of another kind there."""
     sides = [(rank, {each: kind for each, kind in inputs}) for rank, inputs in (one, other)]
     (rank_1, inputs_1), (rank_2, inputs_2) = sides

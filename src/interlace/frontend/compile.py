@@ -13,8 +13,7 @@ new combination of those is compiled anew; the least recently used is dropped be
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +28,14 @@ from interlace.cost import Machine
 from interlace.errors import ExecutorError, OptionError
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
+from interlace.frontend.caches import BoundedCache
 from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.as_module import AsModule
 from interlace.frontend.calling.call_key import CallKeys, ModuleCall
 from interlace.frontend.calling.direct import Direct, observed
 from interlace.frontend.calling.leftovers import none_left
 from interlace.frontend.calling.tracing import Watch, lent, refuse_sharded, tracing
-from interlace.frontend.compiled_graph import CompiledGraph, Dropped, Setting
+from interlace.frontend.compiled_graph import CompiledGraph, Setting
 from interlace.frontend.dynamo import name_of
 from interlace.frontend.importing.nodes import unwrapped
 from interlace.frontend.importing.types import device_of
@@ -55,7 +55,7 @@ def compile(
     module: nn.Module,
     *examples: object,
     mesh: DeviceMesh | None = None,
-    options: Options | Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, object] | None = None,
     **others: object,
 ) -> Compiled:
     """`module`, its communication overlapped with its computation.
@@ -112,7 +112,7 @@ class Outputs:
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         return cls(tree, [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]), tensors
 
-    def join(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def join(self, tensors: Sequence[object]) -> object:
         """The result with these tensors."""
         if self.tree.is_leaf():
             return tensors[0] if self.fixed[0] is _TENSOR else self.fixed[0]
@@ -125,13 +125,13 @@ class Outputs:
 class _Entry:
     """One combination of arguments: the compiled function, its graphs, what its outputs are."""
 
-    call: Callable[..., Any]
+    call: Callable[..., Sequence[object]]
     compilation: Compilation
     outputs: Outputs
     calls: int = 0
     direct: Direct | None = None
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def run(self, tensors: Sequence[torch.Tensor]) -> object:
         """A call through AOTAutograd; the second one shows whether others need it."""
         if self.direct is not None:  # its Executor was closed
             self.direct, self.calls = None, 0
@@ -152,17 +152,14 @@ class Compiled(AsModule):
         self.options = options
         self._keys = CallKeys(fn)
         self._mesh = mesh
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._dropped = Dropped(name_of(fn), options.cache_size)
+        self._entries: BoundedCache[_Entry] = BoundedCache(
+            name_of(fn), options.cache_size, lambda entry: entry.compilation.close()
+        )
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Returns the module's result for these arguments."""
-        call, entries = self._keys.of(args, kwargs), self._entries
-        entry = entries.get(call.key)
-        if entry is None:
-            entry = self._add(call, args, kwargs)
-        elif len(entries) > 1:
-            entries.move_to_end(call.key)
+        call = self._keys.of(args, kwargs)
+        entry = self._entries.get(call.key) or self._add(call, args, kwargs)
         direct = entry.direct
         if direct is not None and direct.executor.engine is not None:
             return direct(call.tensors)
@@ -171,16 +168,14 @@ class Compiled(AsModule):
     def prepare(self, *args: object, **kwargs: object) -> Compiled:
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
         call = self._keys.of(args, kwargs)
-        if call.key in self._entries:
-            self._entries.move_to_end(call.key)
-        else:
+        if self._entries.get(call.key) is None:
             self._add(call, args, kwargs)
         return self
 
     @property
     def bound(self) -> tuple[Bound, ...]:
         """The graphs of the arguments met last, forward before backward."""
-        if not self._entries:
+        if not self._entries.all():
             raise ExecutorError(
                 "nothing is compiled yet: call the compiled module, or give "
                 "interlace.compile the arguments of a call"
@@ -190,13 +185,14 @@ class Compiled(AsModule):
     @property
     def graphs(self) -> Sequence[CompiledGraph]:
         """Graphs of the arguments met last, forward before backward; none before the first call."""
-        entry = next(reversed(self._entries.values()), None)
-        return entry.compilation.graphs if entry is not None else ()
+        return [graph for entry in self._entries.all()[-1:] for graph in entry.compilation.graphs]
 
     @property
     def program(self) -> Program:
         """The overlapped Program of the forward pass."""
-        return self.bound[0].program
+        if not (programs := self.programs):
+            raise ExecutorError(f"there is no Program: the graph {self.graphs[0].unscheduled}")
+        return programs[0]
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -220,26 +216,20 @@ class Compiled(AsModule):
 
     def close(self) -> None:
         """Frees everything; a later call compiles anew."""
-        entries, self._entries = self._entries, OrderedDict()
-        for entry in entries.values():
-            entry.compilation.close()
+        self._entries.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """The same of a copy of the module, compiled anew when it is called."""
         copied = memo[id(self)] = type(self)(copy.deepcopy(self.fn, memo), self._mesh, self.options)
         return copied
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> object:
         return type(self), (self.fn, self._mesh, self.options)
 
-    def _add(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    def _add(self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, Any]) -> _Entry:
         compile: Any = torch.compiler.disable(self._compile)  # within what it compiles too
-        self._dropped.look(call.key)
-        entry = self._entries[call.key] = compile(call, args, kwargs)
-        while len(self._entries) > self.options.cache_size:
-            key, old = self._entries.popitem(last=False)
-            self._dropped.note(key)
-            old.compilation.close()
+        entry = compile(call, args, kwargs)
+        self._entries.add(call.key, entry)
         return entry
 
     def _compile(self, call: ModuleCall, *given: Any) -> _Entry:
@@ -254,11 +244,11 @@ class Compiled(AsModule):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         found: list[Outputs] = []
 
-        def flat(*given: torch.Tensor) -> tuple[Any, ...]:
+        def flat(*given: torch.Tensor) -> tuple[object, ...]:
             rest = iter(given[len(call.names) :])
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(filled, spec)
-            with lent(self.fn, given[: len(call.names)]), Watch():
+            with lent(self.fn, given[: len(call.names)]), Watch(objects):
                 result = self.fn(*args, **kwargs)
             outputs, results = Outputs.of(result)
             found.append(outputs)
@@ -286,10 +276,10 @@ class Compiled(AsModule):
 class _Function(nn.Module):
     """A function as the module without parameters that AOTAutograd wants."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., object]) -> None:
         super().__init__()
         self.fn = fn
 
-    def forward(self, *args: object) -> Any:
+    def forward(self, *args: object) -> object:
         """Returns the function's result."""
         return self.fn(*args)

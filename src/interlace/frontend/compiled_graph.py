@@ -13,11 +13,8 @@ have none: see Note [As traced] in importing/exchanges.py.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.debugging import boxed_nop
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.cost import Machine
-from interlace.errors import CacheWarning, SizeError
+from interlace.errors import SizeError
 from interlace.frontend.binding import Bound, bind, placed, with_regions
+from interlace.frontend.caches import Shelf
 from interlace.frontend.calling.arguments import Imported, has_signature, signature
 from interlace.frontend.calling.forwards import Forwards
 from interlace.frontend.dynamo import GraphOrigin
@@ -50,6 +47,9 @@ from interlace.runtime.calling.regions import compile_symbolic
 
 log = logging.getLogger(__name__)
 
+Listener = Callable[[Sequence[object]], Callable[[Sequence[object]], None]]
+"""Is given the arguments of a call, and returns what is given the results."""
+
 MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
@@ -66,105 +66,12 @@ class Setting:
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
     device: str = "cpu"
-    numbers: bool | None = None
-    """True if TorchDynamo traced a function that takes numbers; None: it traced none."""
     elsewhere: Machine | None = None
     """The machine for which this is traced alone: no peer is asked, and nothing is bound."""
     origin: GraphOrigin | None = None
     """Where TorchDynamo met it, if that traced it."""
     forwards: Forwards = field(default_factory=Forwards, compare=False)
     places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
-
-
-class Dropped:
-    """Keys that a bounded cache has evicted: warns once where one of them comes again."""
-
-    def __init__(self, name: str, capacity: int) -> None:
-        self._name, self._capacity = name, capacity
-        self._hashes: OrderedDict[int, None] = OrderedDict()
-        self._told = False
-
-    def note(self, key: Hashable) -> None:
-        """It was dropped; of the last few thousand that is known."""
-        log.info("evicted the oldest of %s, which keeps %d", self._name, self._capacity)
-        self._hashes[hash(key)] = None
-        if len(self._hashes) > MOST_DROPPED:
-            self._hashes.popitem(last=False)
-
-    def look(self, key: Hashable) -> None:
-        """It is made; perhaps again."""
-        if self._told or hash(key) not in self._hashes:
-            return
-        self._told = True
-        known, size = len(self._hashes) + self._capacity, self._capacity
-        warnings.warn(
-            f"{self._name} met about {known} sizes (or layouts, dtypes, plain values) and keeps "
-            f"{size}: one that was dropped comes again, and is compiled anew each time. Give "
-            f'options={{"cache_size": {known}}} or more, use torch.compile(..., dynamic=True), or '
-            "pad to fewer lengths",
-            CacheWarning,
-            stacklevel=2,
-        )
-
-
-MOST_DROPPED = 4096
-
-
-class Shelf:
-    """Bound Programs by signature: a bounded cache that drops the least recently used."""
-
-    def __init__(self, name: str, capacity: int) -> None:
-        self.capacity = capacity
-        self._dropped = Dropped(name, capacity)
-        self._lock = threading.RLock()
-        self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
-        self._watches: dict[int, weakref.ref[ProcessGroup]] = {}
-        self.last: tuple[Hashable, Bound, Mapping[str, int] | None] | None = None
-        """The one that was called last, with its signature, and what TorchDynamo's symbols were."""
-
-    def get(self, key: Hashable) -> Bound | None:
-        """The bound Program of a signature."""
-        with self._lock:
-            found = self._bound.get(key)
-            if found is not None:
-                self._bound.move_to_end(key)
-            return found
-
-    def fitting(self, values: Mapping[str, int]) -> Bound | None:
-        """A bound Program for a class of sizes with these values of TorchDynamo's symbols."""
-        with self._lock:
-            for key, bound in self._bound.items():
-                if bound.imported.symbols and bound.fits(values):
-                    self._bound.move_to_end(key)
-                    return bound
-        return None
-
-    def put(self, key: Hashable, bound: Bound, groups: Sequence[ProcessGroup]) -> None:
-        """Keeps a bound Program until there are too many, or one of its groups is gone."""
-        with self._lock:
-            self._dropped.look(_mark(key, bound))
-            self._bound[key] = bound
-            while len(self._bound) > self.capacity:
-                old, dropped = self._bound.popitem(last=False)
-                self._dropped.note(_mark(old, dropped))
-                dropped.executor.close()
-            for group in groups:
-                if id(group) not in self._watches:
-                    self._watches[id(group)] = weakref.ref(group, lambda _: self.clear())
-
-    def all(self) -> list[Bound]:
-        """Every bound Program, the most recently used last."""
-        with self._lock:
-            return list(self._bound.values())
-
-    def clear(self) -> None:
-        """Frees them all."""
-        with self._lock:
-            self.last = None
-            bound, self._bound = list(self._bound.values()), OrderedDict()
-            self._watches.clear()
-        for item in bound:
-            item.executor.close()
 
 
 def _about_sizes(before: Sequence[Bound], why: str) -> list[str]:
@@ -180,11 +87,6 @@ def _about_sizes(before: Sequence[Bound], why: str) -> list[str]:
     if why:
         remarks.append(f"for these sizes alone: {why}")
     return remarks
-
-
-def _mark(key: Hashable, bound: Bound) -> Hashable:
-    """Key of a Program for `Dropped`: its class of sizes if it has one, else its signature."""
-    return str(bound.executor.sizes) if bound.executor.sizes.sizes else key
 
 
 def recorded_signature(gm: fx.GraphModule) -> Hashable | None:
@@ -231,7 +133,7 @@ class CompiledGraph:
         place = next(filter(None, (location(node).module for node in gm.graph.nodes)), "")
         name = f"a {kind} graph{f' of {place}' if place else ''}"
         self._shelf = Shelf(name, setting.options.cache_size)
-        self.listener: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
+        self.listener: Listener | None = None
         """Is told the arguments of every call before it runs; what it gives is told the outputs."""
         weakref.finalize(self, self._shelf.clear)
 
@@ -281,8 +183,7 @@ class CompiledGraph:
 
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
-        if self.setting.numbers is not None:
-            self._places.ask(self.setting.numbers, self.setting.options.timeout_s)
+        self._places.ask(self.setting.options.timeout_s)
         if self.unscheduled:
             return
         if self._traced is None and self._suits_inductor():
@@ -323,7 +224,7 @@ class CompiledGraph:
         return results
 
     def _for(
-        self, key: Hashable, args: Sequence[Any]
+        self, key: Hashable, args: Sequence[object]
     ) -> tuple[Bound, Mapping[str, int] | None] | None:
         """The bound Program for arguments of this signature, with what the symbols are: of a class
         of sizes, if there can be one, else of these very sizes where the graph communicates. None:
@@ -385,7 +286,7 @@ class CompiledGraph:
         return Teams.of_torch(self.setting.meshes, self.setting.options.timeout_s)
 
     def _imported(
-        self, args: Sequence[Any] | None = None, sizes: Mapping[str, int] | None = None
+        self, args: Sequence[object] | None = None, sizes: Mapping[str, int] | None = None
     ) -> tuple[Imported, Teams]:
         """The serial Program with its calling convention, and the teams that it names: for these
         arguments' sizes, for the class of these sizes, or for the sizes that were traced."""

@@ -28,8 +28,8 @@ from torch import fx, nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
-from torch._dynamo.source import AttrSource, LocalSource, TensorProperty, TensorPropertySource
-from torch._guards import ChainedSource, TracingContext
+from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
 from interlace.frontend.importing.nodes import is_state
@@ -42,7 +42,7 @@ _HOLDERS = {"torch._dynamo.eval_frame": "fn", "torch.nn.modules.module": "self"}
 class GraphOrigin:
     """Where a graph of TorchDynamo comes from."""
 
-    callers: tuple[weakref.ref[Any], ...]
+    callers: tuple[weakref.ref[object], ...]
     """The modules and functions that were being called, the innermost first."""
     ended: str
     """Reason and place of the break that ends the graph; empty: it ends with its function."""
@@ -63,7 +63,7 @@ class GraphOrigin:
         return any(id(caller) in wanted for caller in self._alive())
 
     @property
-    def first(self) -> Any:
+    def first(self) -> object:
         """The innermost caller, if it is still there."""
         return next(self._alive(), None)
 
@@ -73,7 +73,7 @@ class GraphOrigin:
         ended = f", which a graph break ends: {self.ended}" if self.ended else ""
         return f"{name_of(self.first)}{ended}"
 
-    def _alive(self) -> Iterator[Any]:
+    def _alive(self) -> Iterator[object]:
         return (caller for ref in self.callers if (caller := ref()) is not None)
 
 
@@ -82,7 +82,7 @@ def name_of(what: object) -> str:
     return getattr(what, "__qualname__", type(what).__name__)
 
 
-def _callers() -> Iterator[weakref.ref[Any]]:
+def _callers() -> Iterator[weakref.ref[object]]:
     """Only torch's frames are asked for their locals: a user's would keep theirs alive longer."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -128,22 +128,6 @@ def guard_sizes(places: Sequence[fx.Node]) -> None:
                 known = TensorPropertySource(source, TensorProperty.SIZE, dim)
                 guard = known.make_guard(GuardBuilder.EQUALS_MATCH)
                 context.guards_context.dynamo_guards.add(guard)
-
-
-def takes_numbers() -> bool:
-    """Returns True if TorchDynamo specialised the traced function on numbers in its arguments.
-
-    Numbers that a closure or an attribute holds do not count; those of a list of numbers do.
-    """
-    context = TracingContext.try_get()
-    for guard in context.guards_context.dynamo_guards if context is not None else ():
-        source = guard.originating_source
-        while isinstance(source, ChainedSource) and not isinstance(source, AttrSource):
-            source = source.base
-        argument = isinstance(source, LocalSource) and source.is_input
-        if argument and guard.create_fn_name() == "CONSTANT_MATCH":
-            return True
-    return False
 
 
 # -- Note [Interrupts amid guards] ----------------------------------------------------------------

@@ -21,15 +21,13 @@ communication to the last end.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 
 from interlace.cost import Timeline, simulate
 from interlace.cost.choose import Estimate
@@ -49,7 +47,7 @@ from interlace.trace import Run
 from interlace.trace.figures import site_figures
 
 
-def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
+def explain(model: Callable[..., object] | Program, *, why: bool = False) -> str:
     """Each communication of a compiled model with its strategy, the reason, the predicted time and
     the measured one where a run was recorded.
 
@@ -61,8 +59,6 @@ def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
     if isinstance(model, Program):
         return explain_program(model, why)
     graphs, texts = graphs_of(model), list[str]()
-    if graphs and _compiles_ddp(model):
-        texts.append(DDP)
     if not graphs:
         return none_of(model)
     groups = [list(found) for _, found in itertools.groupby(graphs, key=_origin)]
@@ -74,7 +70,7 @@ def explain(model: Callable[..., Any] | Program, *, why: bool = False) -> str:
     return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
 
 
-def report(model: Callable[..., Any], path: str | Path) -> Path:
+def report(model: Callable[..., object], path: str | Path) -> Path:
     """Writes one HTML page with the timelines of a compiled model: predicted, and measured where a
     run was recorded. It takes what `explain` takes, except a Program, and returns the path.
 
@@ -98,21 +94,6 @@ def report(model: Callable[..., Any], path: str | Path) -> Path:
     from interlace.trace import write_page  # a run loads no page
 
     return write_page(runs, path, name_of(_plain(model)), facts)
-
-
-DDP = (
-    "DistributedDataParallel is what torch.compile was given: TorchDynamo leaves DDP's own forward "
-    "to Python, traces the forward of the module within where that is no class of torch's own "
-    "(such as nn.Sequential), and cuts its graph at DDP's buckets of gradients. The all-reduces of "
-    "gradients run outside of graphs, under backward. fix: compile the module and wrap what that "
-    'gives, DistributedDataParallel(torch.compile(module, backend="interlace"))'
-)
-
-
-def _compiles_ddp(model: object) -> bool:
-    """Returns True if torch.compile was given a DistributedDataParallel for this backend."""
-    ddp = isinstance(_plain(model), nn.parallel.DistributedDataParallel)
-    return ddp and _backend_of(model) == backend.__name__
 
 
 def _run(bound: Bound) -> Run:
@@ -149,42 +130,17 @@ def _plain(model: Any) -> Any:
     return model._orig_mod if isinstance(model, OptimizedModule) else innermost_fn(model)
 
 
-def _backend_of(model: object) -> str | None:
-    """The name of the backend that torch.compile was given; None: it did not make this."""
-    call = getattr(model, "_compiled_call_impl", None) or model
-    if isinstance(model, OptimizedModule):
-        found: Any = getattr(model.dynamo_ctx, "callback", None)
-    elif inspect.isfunction(call) and hasattr(call, "_torchdynamo_orig_callable"):
-        found = inspect.getclosurevars(call).nonlocals.get("callback")
-    else:
-        return None
-    found = innermost_backend(found)
-    return getattr(found, "compiler_name", None) or getattr(found, "__name__", str(found))
-
-
 def none_of(model: object) -> str:
     """Why there are no graphs of a model."""
-    name, by = name_of(_plain(model)), _backend_of(model)
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    inside = next((found for part in parts if (found := _backend_of(part))), None)
-    by = by or inside
+    name = name_of(_plain(model))
     if isinstance(model, Compiled):
         return f"{name}: nothing is compiled yet: call it, or give interlace.compile its arguments"
-    if by is None:
-        return (
-            f'{name} is not compiled: use torch.compile(model, backend="interlace") and call what '
-            "that gives, or give this function the model or function that was compiled"
-        )
-    if by != backend.__name__:
-        return f'{name} is compiled by backend={by!r}: use torch.compile(..., backend="interlace")'
-    if torch._dynamo.config.disable:
-        return f"{name}: TorchDynamo is off (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
-    if _compiles_ddp(model):
-        return f"{name} has no graph. {DDP}"
     return (
-        f"{name} has no graph now: it was not called yet, torch.compiler.reset() freed it, "
-        f"TorchDynamo runs graphs of another {name} for it, whose guards pass, or it found no "
-        "tensor operators in it (TORCH_LOGS=graph_breaks says what it skips)"
+        f"{name} has no graph now. Either it was not compiled by "
+        'torch.compile(..., backend="interlace"), or not called since, or torch.compiler.reset() '
+        "freed it; or TorchDynamo is off (TORCH_COMPILE_DISABLE), runs graphs of another "
+        f"{name} for it, whose guards pass, or found no tensor operators in it "
+        "(TORCH_LOGS=graph_breaks says what it skips)"
     )
 
 
@@ -198,8 +154,8 @@ def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
             "no graph communicates. Interlace overlaps collectives that are in the graph: those of "
             "DTensors (parallelize_module, redistribute) and functional ones "
             "(torch.distributed._functional_collectives). What DDP, fully_shard and hooks do runs "
-            "outside of it, and so does what comes after a graph break; in a world of one rank "
-            "there is nothing to send"
+            "outside of it (wrap the compiled module in DDP, not the other way round), and so does "
+            "what comes after a graph break; in a world of one rank there is nothing to send"
         )
     origins = [graph.setting.origin for graph in graphs]
     breaks = dict.fromkeys(origin.ended for origin in origins if origin and origin.ended)

@@ -18,18 +18,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
-from interlace.comm import limit_s, team_of
-from interlace.errors import (
-    AgreementError,
-    ExecutorError,
-    InterlaceError,
-    ScheduleError,
-    SoundnessError,
-)
+from interlace.errors import ExecutorError, ScheduleError, SoundnessError
 from interlace.ir import Program, Team, View, contiguous_strides
 from interlace.ir.roles import write_type
 from interlace.ir.sizes import deciding
@@ -50,7 +43,7 @@ MOST_TOLD = 12
 
 
 def export(
-    compiled: Callable[..., Any] | Captured,
+    compiled: Callable[..., object] | Captured,
     folder: str | os.PathLike[str],
     *,
     overwrite: bool = False,
@@ -112,33 +105,15 @@ def scheduled(
     kind: str, graph: Program, groups: Mapping[str, ProcessGroup], options: Options
 ) -> Program | None:
     """The Program that `options.schedules` has for a graph, placed on its ranks; None: it is to be
-    generated. Collective: where a rank has another text, or none that fits, all ranks raise."""
+    generated."""
     if options.schedules is None or not options.overlap:
         return None
-    found: Program | None = None
-    problem: InterlaceError | None = None
-    try:
-        found = _find(kind, graph, program_rank(graph, groups), Path(options.schedules))
-    except InterlaceError as error:
-        problem = error
-    text = digest(print_program(essence(found))) if found is not None else ""
-    note = {"graph": key_of(graph), "text": text, "problem": str(problem or "")}
-    limit = limit_s(options.timeout_s, groups.values())
-    teams = {team_of(group, name, limit) for name, group in groups.items()}
-    for team in sorted(teams, key=lambda team: team.key):
-        told = team.consult("take schedules from files", note, limit)
-        for rank, other in zip(team.ranks, told, strict=True):
-            same = other["graph"] != note["graph"] or other["text"] == text
-            why = f": {other['problem']}" if other["problem"] else ""
-            if not why and not same:
-                why = f" has another text of {kind}-{note['graph']}.ilc than rank {team.rank}"
-                why += f": give all ranks the same files in {options.schedules}"
-            if why and problem is None:
-                problem = AgreementError(f"rank {rank}{why}")
-                note = {**note, "problem": str(problem)}  # for the next team
-    if problem is not None:
-        raise problem
-    return found
+    return _find(kind, graph, program_rank(graph, groups), Path(options.schedules))
+
+
+def text_of(graph: Program, written: Program | None) -> tuple[str, str]:
+    """Digests that ranks compare: of a graph, and of the Program that a file has for it."""
+    return (key_of(graph), digest(print_program(essence(written)))) if written else ("", "")
 
 
 def key_of(graph: Program) -> str:

@@ -8,9 +8,7 @@ every rank and the verifier can put the ranks together:
 
 A DeviceMesh says how all ranks are grouped. For process groups made by hand each rank knows only
 its own, so the ranks tell each other through the store: each writes the groups that it is in, and
-reads those of the ranks that they connect it to, until the circle closes.
-
-    groups = learn_groups([((0, 1),), ((0, 2),)], rank=0, timeout_s=None)
+reads those of the ranks that they connect it to, until the circle closes (`learn_groups`).
 
 Ranks decide alike on what each would decide by its own sizes. With uneven shards the ranks' matmuls
 take different times, so near a threshold one rank would gather again in backward and another not.
@@ -29,14 +27,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.comm import Board, attending, known_lives, known_teams, limit_s, team_of
+from interlace.comm import limit_s, team_of
+from interlace.comm.rendezvous.board import Note
 from interlace.comm.teams import group_of_mesh
 from interlace.errors import AgreementError, TeamError
 from interlace.ir import Team, Where
+from interlace.runtime.prepare.agreement import gather
 
 Groups = tuple[tuple[int, ...], ...]
-Mine = tuple[tuple[int, ...], ...]
-"""One rank's own group in each team, in the order in which the graph uses them."""
 Wish = tuple[ProcessGroup | str, bool]
 """A process group (or its name), and whether this rank wants something that it all must do."""
 
@@ -102,12 +100,6 @@ class Teams:
             self._used[name] = known = replace(known, name=unique)
         return Team(known.name, known.size)
 
-    def index(self, team: str) -> int:
-        """This rank's index in a team of that name."""
-        known = next(known for known in self._used.values() if known.name == team)
-        group = next(group for group in known.groups if self.rank in group)
-        return group.index(self.rank)
-
     def process_groups(self) -> dict[str, ProcessGroup]:
         """The process group of each team of the Program, by the team's name."""
         return {
@@ -116,18 +108,11 @@ class Teams:
             if known.size > 1
         }
 
-    def consent(self, team: str, wish: bool, places: Sequence[str], what: str) -> bool:
-        """Returns True if this rank and all others of a team have this wish."""
-        if self._given:
-            return wish
-        wishes = [(self.process_groups()[team], wish)]
-        return consent_of_ranks(places, wishes, self._timeout_s, what)[0]
-
     def used(self) -> tuple[tuple[Team, ...], tuple[int, ...] | None]:
         """The Teams of the Program, and its ranks: all that its collectives connect to this one."""
         known = [team for team in self._used.values() if team.size > 1]
         if not self._given and len(known) > 1 and not all(k.complete for k in known):
-            learnt = learn_groups([k.groups for k in known], self.rank, self._timeout_s)
+            learnt = learn_groups(known, self.process_groups(), self._timeout_s)
             known = [replace(k, groups=g) for k, g in zip(known, learnt, strict=True)]
         ranks = connected(self.rank, [team.groups for team in known])
         teams = tuple(
@@ -207,59 +192,20 @@ def _no_groups(name: str) -> KnownTeam:
 
 
 def learn_groups(
-    teams: Sequence[Groups], rank: int, timeout_s: float | None, store: object = None
+    teams: Sequence[KnownTeam], groups: Mapping[str, ProcessGroup], timeout_s: float | None = None
 ) -> list[Groups]:
-    """Every group of each team, of which some are known, that is connected to `rank`.
-
-    Nothing but the store is used, so a rank that does not come costs a bounded wait and an error
-    that names it, not a hang.
-    """
-    if store is None:
-        store = dist.distributed_c10d._get_default_store()
-    limit = limit_s(timeout_s)
-    board = Board(store, (), rank, "interlace/teams", limit)
-    board.lives.update(known_lives())
-    board.announce()
-    sizes = "-".join(str(len(groups[0])) for groups in teams)
-    mine: Mine = tuple(next(g for g in groups if rank in g) for groups in teams)
-    published = _published(board, f"{sizes}/{rank}")
-    if mine not in published:  # it may use several sets of groups of these sizes
-        board.post(f"{sizes}/{rank}", {"groups": [*published, mine]})
-    known: dict[int, Mine] = {rank: mine}
-
-    def missing() -> set[int]:
-        while unread := {r for of in known.values() for group in of for r in group} - known.keys():
-            before = len(known)
-            for other in sorted(unread):
-                said = reversed(_published(board, f"{sizes}/{other}"))
-                if theirs := next((one for one in said if _agrees(other, one, known)), None):
-                    known[other] = theirs
-            if len(known) == before:
-                break
-        return unread
-
-    what = "say in which process groups it runs this graph"
-    meetings = ((team, f"interlace/teams/{sizes}") for team in known_teams(mine))
-    with attending(meetings) as look:
-        neighbours = {r for group in mine for r in group} - {rank}
-        if absent := board.poll(neighbours, missing, what, limit, look):
-            raise AgreementError(board.absence(absent, known, what, limit))
-    return [tuple(sorted({groups[i] for groups in known.values()})) for i in range(len(teams))]
-
-
-def _published(board: Board, topic: str) -> list[Mine]:
-    note = board.read(topic) or {"groups": []}
-    return [tuple(tuple(group) for group in mine) for mine in note["groups"]]
-
-
-def _agrees(other: int, theirs: Mine, known: Mapping[int, Mine]) -> bool:
-    """Returns True if the groups of rank `other` are consistent with those of the known ranks."""
-    return all(
-        groups[i] == theirs[i]
-        for groups in known.values()
-        for i in range(len(theirs))
-        if other in groups[i] or not set(groups[i]).isdisjoint(theirs[i])
-    )
+    """Returns every group of each team that is connected to this rank: all of these ranks tell
+    theirs. One that does not come costs a bounded wait and an error that names it, not a hang."""
+    limit, me = limit_s(timeout_s, groups.values()), dist.get_rank()
+    joined = {team_of(groups[team.name], team.name, limit) for team in teams}
+    note: Note = {
+        "step": "learn which process groups there are for",
+        "name": ", ".join(team.name for team in teams),
+        "groups": [next(group for group in team.groups if me in group) for team in teams],
+    }
+    entries = gather(note, sorted(joined, key=lambda team: team.key), limit)
+    told = [entry["groups"] for entry in entries.values()]
+    return [tuple(sorted({tuple(each[i]) for each in told})) for i in range(len(teams))]
 
 
 def consent_of_ranks(

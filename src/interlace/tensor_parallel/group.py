@@ -23,6 +23,7 @@ from interlace.tensor_parallel.styles import (
     ALL,
     FEATURES,
     Checked,
+    Forward,
     OverlapColwise,
     as_torch,
     distribute,
@@ -111,7 +112,7 @@ class OverlapColwiseGroup(Checked):
         module.register_forward_hook(functools.partial(_forget, style, first), always_call=True)
         return module
 
-    def _forward(self, index: int, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
+    def _forward(self, index: int, mesh: DeviceMesh) -> Forward:
         """The forward of one of the layers."""
         style = self._style
 
@@ -150,12 +151,12 @@ class _Shared:
     def forget(self) -> None:
         """Drops input and outputs."""
         self.input: Tensor | None = None
-        self.state: tuple[Any, ...] = ()
+        self.state: tuple[object, ...] = ()
         self.outputs: dict[int, Tensor] = {}
 
     @eager
     def output(
-        self, index: int, x: Tensor, compute: Callable[[Tensor, list[Any]], Sequence[Tensor]]
+        self, index: int, x: Tensor, compute: Callable[[Tensor, list[nn.Module]], Sequence[Tensor]]
     ) -> Tensor:
         """The output of a layer; an input that was changed in place is another one."""
         if x.is_inference():  # it does not tell whether it was changed
@@ -214,9 +215,9 @@ def _prepare_first(
     style: OverlapColwise,
     mesh: DeviceMesh,
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Makes a module's first argument a DTensor, by position or by name."""
     name = "" if args else next(iter(inspect.signature(module.forward).parameters))
     x = args[0] if args else kwargs.get(name)
@@ -233,7 +234,7 @@ def _rows(x: Tensor, style: OverlapColwise, mesh: DeviceMesh) -> DTensor:
     return x.redistribute(placements=ALL) if style.traced else x
 
 
-def _forget(style: OverlapColwise, name: str, module: Any, *_: Any) -> None:
+def _forget(style: OverlapColwise, name: str, module: Any, *_: object) -> None:
     """After a module's forward, drops what a layer was not asked for."""
     if not style.traced:
         module._interlace_groups[name].forget()

@@ -23,6 +23,7 @@ from interlace.errors import InputError, UnsupportedError
 from interlace.float8 import Recipe
 from interlace.tensor_parallel.styles import (
     Checked,
+    How,
     OverlapColwise,
     OverlapRowwise,
     check_layer,
@@ -41,7 +42,7 @@ def styles_of_words(
     model: nn.Module,
     words: Mapping[str, str],
     mesh: DeviceMesh,
-    how: dict[str, Any],
+    how: How,
     recipe: Recipe | None,
 ) -> dict[str, ParallelStyle]:
     """The style of each module that has a word; the errors of `parallelize` for words."""
@@ -69,7 +70,7 @@ def styles_of_words(
     return styles
 
 
-def _kinds(how: dict[str, Any], recipe: Recipe | None) -> dict[str, ParallelStyle]:
+def _kinds(how: How, recipe: Recipe | None) -> dict[str, ParallelStyle]:
     """The styles of a plan's words."""
     whole = Replicate()
     gathered = OverlapColwise(output_layouts=whole, **how)

@@ -41,6 +41,7 @@ from interlace.tensor_parallel.styles import (
     ALL,
     FEATURES,
     Checked,
+    How,
     OverlapColwise,
     OverlapRowwise,
     check_mesh,
@@ -116,7 +117,7 @@ def parallelize(
         )
     words = {name: word for name, word in found.items() if not isinstance(word, ParallelStyle)}
     theirs = {name: style for name, style in found.items() if name not in words}
-    how: dict[str, Any] = {"options": options}
+    how: How = {"options": options}
     styles = styles_of_words(model, words, mesh, how, recipe)
     kept = _rewrite(theirs, modules, styles, how, recipe)
     plain = {n: kept.get(n) or _why(styles[n], modules[n]) for n in found if n in styles}
@@ -206,7 +207,7 @@ def _rewrite(
     given: Mapping[str, Any],
     modules: Mapping[str, nn.Module],
     styles: dict[str, ParallelStyle],
-    how: dict[str, Any],
+    how: How,
     recipe: Recipe | None,
 ) -> dict[str, str]:
     """Adds styles that overlap in the place of torch's; why inputs are gathered as ever."""
@@ -236,11 +237,13 @@ def _rewrite(
     return kept
 
 
-def _overlapping(
-    style: Any, module: nn.Module, how: dict[str, Any], recipe: Recipe | None
-) -> ParallelStyle:
+def _overlapping(style: Any, module: nn.Module, how: How, recipe: Recipe | None) -> ParallelStyle:
     """The style in the place of torch's, or else itself."""
-    kinds: dict[Any, Any] = {ColwiseParallel: OverlapColwise, RowwiseParallel: OverlapRowwise}
+    kinds: dict[type, type[OverlapColwise | OverlapRowwise]]
+    kinds = {
+        ColwiseParallel: OverlapColwise,
+        RowwiseParallel: OverlapRowwise,
+    }
     if (kind := kinds.get(type(style))) is None:
         return style
     layouts = {key: getattr(style, key)[0] for key in ("input_layouts", "output_layouts")}

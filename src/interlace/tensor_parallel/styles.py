@@ -54,6 +54,11 @@ from interlace.nn.functional import (
 )
 from interlace.nn.parallel.linear import Given
 
+Forward = Callable[[nn.Linear, Tensor], Tensor]
+"""The forward of a layer that overlaps, as a function of the layer and its input."""
+How = dict[str, Any]
+"""The options of a layer's communication, as its function in nn.functional takes them."""
+
 FEATURES, ALL = (Shard(-1),), (Replicate(),)
 """Layouts: cut in the last dimension; the same on all ranks."""
 
@@ -155,7 +160,7 @@ class _Overlap(Checked):
         return module
 
     @abstractmethod
-    def _forward(self, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
+    def _forward(self, mesh: DeviceMesh) -> Forward:
         """The forward of a layer that overlaps."""
 
     def _partition(self, _: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -189,10 +194,10 @@ class OverlapColwise(_Overlap, ColwiseParallel):
         cut = Shard(0 if isinstance(module, nn.Linear) else 1)
         return {name: cut for name, _ in module.named_parameters()}
 
-    def _forward(self, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
+    def _forward(self, mesh: DeviceMesh) -> Forward:
         dim: Any = self.dim
 
-        def forward(self_: Any, input: Tensor) -> Tensor:
+        def forward(self_: nn.Linear, input: Tensor) -> Tensor:
             if self.traced:
                 return as_torch(self, ALL, self_, input, mesh)
             x = local(input, mesh, self.input_layouts, self.input_layouts)
@@ -223,10 +228,10 @@ class OverlapRowwise(_Overlap, RowwiseParallel):
         names = [name for name, _ in module.named_parameters()]
         return {name: cut if name == "weight" else Replicate() for name in names}
 
-    def _forward(self, mesh: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
+    def _forward(self, mesh: DeviceMesh) -> Forward:
         dim = self.dim
 
-        def forward(self_: Any, input: Tensor) -> Tensor:
+        def forward(self_: nn.Linear, input: Tensor) -> Tensor:
             if self.traced:
                 y = as_torch(self, FEATURES, self_, input, mesh)
                 # torch refuses in-place writes to what to_local() gives; a graph drops the clone.
@@ -269,7 +274,7 @@ def check_parameters(
     module: nn.Module,
     placements: Mapping[str, Placement],
     mesh: DeviceMesh,
-    planned: dict[int, Any],
+    planned: dict[int, Placement],
 ) -> None:
     """Refuses Parameters that are distributed, or are so elsewhere in another layout."""
     for name, placement in placements.items():
@@ -338,7 +343,7 @@ def local_of(module: nn.Module) -> list[Any]:
 def as_torch(
     style: ColwiseParallel | RowwiseParallel,
     wanted: tuple[Placement, ...],
-    module: Any,
+    module: nn.Linear,
     input: Tensor,
     mesh: DeviceMesh,
 ) -> Tensor:
@@ -350,7 +355,7 @@ def as_torch(
 
 def laid_out(
     style: ColwiseParallel | RowwiseParallel,
-    module: Any,
+    module: nn.Linear,
     y: Tensor,
     made: tuple[Placement, ...],
     mesh: DeviceMesh,

@@ -71,11 +71,11 @@ class Imported:
     symbols: Mapping[str, str] = field(default_factory=dict[str, str])
     """TorchDynamo's symbol for each named size of the Program."""
 
-    def gather(self, args: Sequence[Any]) -> list[Any]:
+    def gather(self, args: Sequence[object]) -> list[Any]:
         """The Program's inputs, from the graph's arguments."""
         return self.settled([args[position] for position in self.inputs])
 
-    def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def scatter(self, results: Sequence[object], args: Sequence[object]) -> list[Any]:
         """The graph's outputs, from the Program's results and the graph's arguments."""
         return [
             results[place]
@@ -85,7 +85,7 @@ class Imported:
         ]
 
 
-def signature(args: Sequence[Any]) -> Hashable:
+def signature(args: Sequence[object]) -> Hashable:
     """Facts of arguments that a Program depends on: sizes, strides, element types, numbers.
 
     The stride of a dimension of size 1, or of a tensor without elements, has no meaning, and may
@@ -99,7 +99,7 @@ def signature(args: Sequence[Any]) -> Hashable:
     )
 
 
-def has_signature(args: Sequence[Any], key: Hashable) -> bool:
+def has_signature(args: Sequence[object], key: Hashable) -> bool:
     """Returns True if `signature(args)` is `key`, in half the time and without hashing."""
     assert isinstance(key, tuple)
     if len(args) != len(key):
@@ -127,7 +127,9 @@ def strides_of(arg: torch.Tensor) -> tuple[int, ...]:
     return strides
 
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Call = Callable[..., Sequence[object]]
+"""A compiled graph with the arguments that TorchDynamo hands it."""
+Wrap = Callable[[Call], Call]
 
 
 class _Wait(torch.autograd.Function):
@@ -142,25 +144,26 @@ class _Wait(torch.autograd.Function):
         return gradient
 
 
-def without_waiting(example_inputs: Sequence[Any]) -> tuple[list[Any], Wrap]:
+def without_waiting(example_inputs: Sequence[object]) -> tuple[list[object], Wrap]:
     """The examples as plain tensors, and what makes a function of plain tensors take the others."""
-    positions = [i for i, x in enumerate(example_inputs) if isinstance(x, AsyncCollectiveTensor)]
-    plain = list(example_inputs)
-    for i in positions:
-        waiting = plain[i]
-        plain[i] = waiting.elem.detach().requires_grad_(waiting.requires_grad)
+    plain, positions = list(example_inputs), list[int]()
+    for i, waiting in enumerate(example_inputs):
+        if isinstance(waiting, AsyncCollectiveTensor):
+            positions.append(i)
+            plain[i] = waiting.elem.detach().requires_grad_(waiting.requires_grad)
 
-    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(compiled: Call) -> Call:
         if not positions:
             return compiled
 
-        def call(*args: object) -> Any:
+        def call(*args: object) -> Sequence[object]:
             given = list(args)
             for i in positions:
                 if isinstance(given[i], AsyncCollectiveTensor):
                     given[i] = _Wait.apply(given[i])
             return compiled(*given)
 
-        return torch.compiler.disable(call)
+        disabled: Any = torch.compiler.disable(call)
+        return disabled
 
     return plain, wrap

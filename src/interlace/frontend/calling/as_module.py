@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 _OWN = frozenset(
-    "fn options _keys _mesh _entries _dropped".split(),
+    "fn options _keys _mesh _entries".split(),
 )
 """Attributes of the compiled object itself; every other attribute is the model's."""
 
@@ -28,7 +28,15 @@ class AsModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:  # not set yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.fn, name)
+        try:
+            return getattr(self.fn, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"neither interlace's {type(self).__name__} nor the module that it compiled has an "
+                f"attribute {name!r} ({error})",
+                name=name,
+                obj=self,
+            ) from error
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _OWN:
@@ -45,7 +53,7 @@ class AsModule(nn.Module):
     def __len__(self) -> int:
         return len(self.fn)
 
-    def __getitem__(self, place: object) -> Any:
+    def __getitem__(self, place: object) -> object:
         return self.fn[place]
 
     def __setitem__(self, place: object, part: nn.Module) -> None:
@@ -60,13 +68,13 @@ class AsModule(nn.Module):
     def __bool__(self) -> bool:  # else asked of __len__, which few modules have
         return bool(self.fn)
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """The compiled call."""
         return self(*args, **kwargs)
 
 
-def _of_model(name: str) -> Callable[..., Any]:
-    def method(self: AsModule, *args: object, **kwargs: object) -> Any:
+def _of_model(name: str) -> Callable[..., object]:
+    def method(self: AsModule, *args: object, **kwargs: object) -> object:
         found = getattr(self.fn, name)(*args, **kwargs)
         return self if found is self.fn else found
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -34,16 +34,25 @@ class _Wrapped:
     kind: Any
     inner: tuple[tuple[str, int], ...]
     """Attributes with inner tensors, each with its place among the results."""
-    fixed: dict[str, Any]
+    fixed: dict[str, object]
     """Attributes that are the same in every call, such as a DeviceMesh."""
-    context: Any
+    context: object
     size: torch.Size
     stride: tuple[int, ...]
 
-    def around(self, results: Sequence[Any]) -> Any:
+    def around(self, results: Sequence[object]) -> object:
         """The output made of these results."""
         inner = self.fixed | {name: results[i] for name, i in self.inner}
         return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+
+
+class _Heard(NamedTuple):
+    """A run of the graph: arguments and results, and the tensors' versions before and after."""
+
+    given: Sequence[object]
+    entered: list[int | None]
+    results: Sequence[object]
+    left: list[int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +66,12 @@ class Direct:
     """Further treatment of the inputs; None if they need none."""
     outputs: tuple[int | _Wrapped, ...] | None
     """Results by place, or what is made of them; None: the results as they are."""
-    join: Callable[[Sequence[Any]], Any]
+    join: Callable[[Sequence[object]], Any]
     """Makes what the function gives of the outputs."""
     written: tuple[int, ...]
     """The tensors that AOTAutograd says the graph writes: autograd is told by their versions."""
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> object:
         """Returns the function's result for these tensors."""
         # An argument may want a gradient that no output has; and Note [Autocast is in the graph].
         if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
@@ -87,17 +96,17 @@ class Direct:
 
 
 def observed(
-    call: Callable[..., Any],
+    call: Callable[..., Sequence[object]],
     graph: CompiledGraph,
     tensors: Sequence[torch.Tensor],
-    join: Callable[[Sequence[Any]], Any],
-) -> tuple[Sequence[Any], Direct | None]:
+    join: Callable[[Sequence[object]], Any],
+) -> tuple[Sequence[object], Direct | None]:
     """The outputs of a call of this inference graph, and how to get them without AOTAutograd."""
-    heard: list[tuple[Any, ...]] = []
+    heard: list[_Heard] = []
 
-    def listen(given: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+    def listen(given: Sequence[object]) -> Callable[[Sequence[object]], None]:
         entered = _versions(tensors)
-        return lambda results: heard.append((given, entered, results, _versions(tensors)))
+        return lambda results: heard.append(_Heard(given, entered, results, _versions(tensors)))
 
     before, mode = _versions(tensors), torch.is_grad_enabled()
     graph.listener = listen
@@ -130,7 +139,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 def _inputs(
-    tensors: Sequence[torch.Tensor], given: Sequence[Any]
+    tensors: Sequence[torch.Tensor], given: Sequence[object]
 ) -> tuple[tuple[int, str | None], ...] | None:
     places: dict[int, tuple[int, str | None]] = {}
     for i, tensor in enumerate(tensors):
@@ -144,7 +153,7 @@ def _inputs(
 
 
 def _outputs(
-    outputs: Sequence[Any], results: Sequence[Any], places: Sequence[Any]
+    outputs: Sequence[object], results: Sequence[object], places: Sequence[Any]
 ) -> tuple[int | _Wrapped, ...] | None:
     """Outputs by place among the Program's results, or wrapped; None if `results` has others."""
     parts = [
@@ -165,7 +174,7 @@ def _outputs(
     )
 
 
-def _wrapped(output: Any, places: Mapping[str, Any]) -> _Wrapped:
+def _wrapped(output: Any, places: Mapping[str, object]) -> _Wrapped:
     inner = tuple((name, place) for name, place in places.items() if type(place) is int)
     fixed = {name: getattr(output, name) for name, at in places.items() if type(at) is not int}
     context = output.__tensor_flatten__()[1]

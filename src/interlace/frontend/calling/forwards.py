@@ -14,7 +14,7 @@ found, on all ranks alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,7 +36,7 @@ class Forwards:
         self._place = 0
         """Place among a backward's arguments of the tensor that identified its forward last."""
 
-    def note(self, results: Sequence[Any], args: Sequence[Any], kept: list[int]) -> None:
+    def note(self, results: Sequence[object], args: Sequence[object], kept: list[int]) -> None:
         """A forward pass was run: what is saved are the last of its results. `kept` has the places
         of those that the number is kept by; empty: the first of such passes, which finds them."""
         if (resets := num_resets()) != self._resets:  # ranks may have counted apart until then
@@ -54,7 +54,7 @@ class Forwards:
             key = tuple(sorted({storage._cdata for storage in storages}))
             self._names[key] = [*map(StorageWeakRef, storages)], f"of forward {self._number}"
 
-    def _telling(self, results: Sequence[Any], args: Sequence[Any]) -> list[int]:
+    def _telling(self, results: Sequence[object], args: Sequence[object]) -> list[int]:
         """The place of the last result that was made, if it is saved; or of all handed on."""
         given, found = {_storage(arg) for arg in args}, [*map(_storage, results)]
         made = [place for place, storage in enumerate(found) if storage and storage not in given]
@@ -62,7 +62,7 @@ class Forwards:
             return made[-1:]
         return [place for place, storage in enumerate(found) if storage and storage in given]
 
-    def origin(self, args: Sequence[Any]) -> str:
+    def origin(self, args: Sequence[object]) -> str:
         """The name of the forward pass that saved these arguments; empty where none is known."""
         places = [*range(len(args))]
         for place in [*places[self._place : self._place + 1], *places]:
@@ -77,12 +77,12 @@ class Forwards:
         return ""
 
 
-def _storage(value: Any) -> int:
+def _storage(value: object) -> int:
     """The identity of a plain tensor's storage; 0 for what has none."""
     return value.untyped_storage()._cdata if _is_plain(value) else 0
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
     return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
 
 

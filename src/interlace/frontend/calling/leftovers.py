@@ -28,7 +28,7 @@ _LEAVES = (torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, Me
 
 
 @contextlib.contextmanager
-def none_left(roots: Mapping[str, Any]) -> Iterator[None]:
+def none_left(roots: Mapping[str, object]) -> Iterator[None]:
     """Puts back what these objects held, where a trace has left a tensor of its own in them.
 
     Raises UnsupportedError then, or what the trace itself raises.
@@ -59,7 +59,16 @@ def none_left(roots: Mapping[str, Any]) -> Iterator[None]:
         )
 
 
-def _containers(roots: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+def path_to(value: object, roots: Mapping[str, object]) -> str:
+    """The name of a value that these objects hold, such as `Net.layer.scale`; else nothing."""
+    for holder, name in _containers(roots):
+        for key, item in _items(holder).items():
+            if item is value:
+                return f"{name}.{key}".replace("._modules.", ".")
+    return ""
+
+
+def _containers(roots: Mapping[str, object]) -> Iterator[tuple[Any, str]]:
     """The lists, dictionaries and objects that can be reached, each once, with a name."""
     seen: set[int] = set()
     todo = [(value, name) for name, value in roots.items()]

@@ -1,7 +1,7 @@
 """Patches in force while `interlace.compile` traces code that TorchDynamo does not see.
 
     with tracing(name):
-        graph = trace(module)      # whose own code runs `with lent(module, tensors), Watch()`
+        graph = trace(module)  # whose own code runs `with lent(module, tensors), Watch(objects)`
 
 - AOTAutograd sees what it is given: a parameter that is no argument would be a constant. So the
   module is lent its arguments in place of its parameters and buffers while its code runs.
@@ -19,6 +19,7 @@ import functools
 import itertools
 import operator
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.errors import TeamError, UnsupportedError
 from interlace.frontend.calling.call_key import tensors_of
-from interlace.frontend.importing.nodes import MODULE_KEY, flatten, raised_at
+from interlace.frontend.calling.leftovers import path_to
+from interlace.frontend.importing.nodes import MODULE_KEY, flatten, raised_at, users_line
 
 CHECKPOINT_KEY = "interlace_checkpoint"
 """Where a node's checkpointed region is noted, in `meta["custom"]`."""
@@ -94,7 +96,7 @@ def symbolic_sizes() -> Iterator[None]:
     register: Any = getattr(proxy_tensor, "_sym_register", None)
     handlers: Any = {**proxy_tensor._sympy_handlers(), sympy.Mul: _product}
 
-    def registered(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    def registered(tracer: Any, func: Any, args: tuple[object, ...], out: Any) -> None:
         sources = tracer.sympy_expr_tracker
         expr = out.node.expr if isinstance(out, torch.SymInt) else None
         before = sources.get(expr)
@@ -155,7 +157,12 @@ def _named_modules(module: nn.Module) -> Iterator[None]:
     def leave(*_: object) -> None:
         open_contexts.pop().__exit__(None, None, None)
 
+    def leave_all() -> None:
+        while open_contexts:  # torch calls no hook after an error while it is compiling
+            leave()
+
     with contextlib.ExitStack() as stack:
+        stack.callback(leave_all)
         for name, child in module.named_modules():
             if name:
                 before = child.register_forward_pre_hook(enter(name), prepend=True)
@@ -173,7 +180,7 @@ def checkpoints_marked() -> Iterator[None]:
     """Has `torch.utils.checkpoint(use_reentrant=False)` mark nodes instead of running twice."""
     numbers = itertools.count(1)
 
-    def marking(function: Callable[..., Any], *_: object, **__: object) -> Iterator[None]:
+    def marking(function: Callable[..., object], *_: object, **__: object) -> Iterator[None]:
         with fx_traceback.annotate({CHECKPOINT_KEY: next(numbers)}):
             yield
 
@@ -196,30 +203,37 @@ def mark_checkpoints(graph: fx.Graph) -> None:
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def unreached(name: str) -> UnsupportedError:
+def unreached(name: str, which: Sequence[str] = ()) -> UnsupportedError:
     """The error for a tensor that is neither an argument nor known to be held by the module."""
+    known = f" ({', '.join(filter(None, which))})" if any(which) else ""
     return UnsupportedError(
-        f"{name} uses a tensor that is not among its arguments, parameters and buffers: pass it "
-        "as an argument, register it (register_buffer), or use "
+        f"{name} uses a tensor that is not among its arguments, parameters and buffers{known}: "
+        "pass it as an argument, register it (register_buffer), or use "
         'torch.compile(module, backend="interlace")'
     )
 
 
 class Watch(TorchFunctionMode):
     """Ends a trace before anything is done to a tensor of which it knows nothing: torch ends it
-    only where such a tensor meets another, and would write this one, or take it for a constant."""
+    only where such a tensor meets another, and would write this one, or take it for a constant.
+    `objects` are those that may hold it, by name."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        super().__init__()
+        self._objects = objects
 
     def __torch_function__(
         self,
         func: Any,
-        types: Sequence[Any],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Sequence[object],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         given = (*args, *(kwargs or {}).values())
         reads = getattr(func, "__name__", "") == "__get__"  # an attribute: sizes and the like
-        if not reads and any(map(_is_real, flatten(given))):
-            raise unreached(str(func))
+        if not reads and (real := next(filter(_is_real, flatten(given)), None)) is not None:
+            line = users_line(traceback.extract_stack())
+            raise unreached(str(func), (path_to(real, self._objects), line and f"at {line}"))
         return func(*args, **(kwargs or {}))
 
 

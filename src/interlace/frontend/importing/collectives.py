@@ -11,14 +11,13 @@ contiguous, as torch does. A team of one rank communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from interlace.frontend.importing.lowerings import passed_on
-from interlace.frontend.importing.nodes import flatten
-from interlace.ir import Alloc, Collective, Copy, Group, Recv, Send, Team, View
+from interlace.frontend.importing.types import Args
+from interlace.ir import Collective, Team, View
 from interlace.ir.sizes import Int
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def _of(lower: Callable[..., View], *places: int) -> Lowering:
     """A collective of a tensor, or of each of a list; `places` has the positions of what `lower`
     takes beside it."""
 
-    def lowering(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+    def lowering(imp: Importer, node: fx.Node, args: Args) -> Any:
         given = [args[i] for i in places]
         if isinstance(args[0], list | tuple):
             return tuple(lower(imp, node, src, *given) for src in imp.arg(args[0]))
@@ -101,67 +100,18 @@ _all_reduce = _of(all_reduce, 1, 2)
 _broadcast = _of(broadcast, 1, 2)
 
 
-def _in_place(lower: Lowering, out: int | None = None) -> Lowering:
-    """A collective that writes an argument: `lower`, then a copy where it cannot write at once."""
-
-    def lowering(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
-        targets = imp.arg(args[0] if out is None else args[out])
-        start = len(imp.ops)
-        results = flatten(lower(imp, node, args))
-        for target, result in zip(flatten(targets), results, strict=True):
-            _into(imp, start, result, target)
-        return targets
-
-    return lowering
-
-
-def _into(imp: Importer, start: int, result: View, target: View) -> None:
-    """Makes a collective's fresh result `target` itself where that is contiguous, else copies."""
-    for i in range(start, len(imp.ops)):
-        op = imp.ops[i]
-        if isinstance(op, Collective) and op.dst == result and imp.box(target).contiguous:
-            reads_target = op.src is not None and op.src.buffer == target.buffer
-            if op.kind == "all_reduce" or not reads_target:
-                imp.ops[i] = replace(op, dst=target)
-                imp.ops[start:] = [
-                    made
-                    for made in imp.ops[start:]
-                    if not (isinstance(made, Alloc) and made.buffer.name == result.buffer)
-                ]
-                return
-    imp.copy_into(result, target)
-
-
-def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _all_to_all(imp: Importer, node: fx.Node, args: Args) -> View:
     src, team = imp.contiguous(imp.view(args[0])), imp.team(node, args[3])
     received, sent = imp.arg(args[1]), imp.arg(args[2])
     if team.size == 1:
         return imp.copied(src)
+    if len({*received, *sent}) > 1:  # those of compiled code run as traced: see exchanges.py
+        raise imp.unsupported(node, "its parts are uneven", "Pad them to one size")
     _, *rest = imp.sizes(src)
-    sizes = (sum(received), *rest)
-    if imp.evenly(team, len({*received, *sent}) == 1):
-        return _emit(imp, node, "all_to_all", team, src, sizes)
-    me = imp.teams.index(team.name)
-    dst = imp.empty("all_to_all", imp.box(src).dtype, sizes)
-    site = imp.site("all_to_all", "its parts are uneven on some rank: they travel as messages")
-    at = {"team": team.name, "site": site, "loc": imp.loc}
-    messages: list[Send | Recv] = []
-    for peer in range(team.size):
-        taken = src.slice(0, sum(sent[:peer]), sum(sent[: peer + 1]))
-        given = dst.slice(0, sum(received[:peer]), sum(received[: peer + 1]))
-        if peer == me and sent[peer]:
-            imp.emit(Copy(src=taken, dst=given, site=site, loc=imp.loc))
-            continue
-        if sent[peer]:
-            messages.append(Send(src=taken, peer=peer, **at))
-        if received[peer]:
-            messages.append(Recv(dst=given, peer=peer, **at))
-    if messages:
-        imp.emit(Group(ops=tuple(messages), site=site, loc=imp.loc))
-    return dst
+    return _emit(imp, node, "all_to_all", team, src, (sum(received), *rest))
 
 
-def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: Args) -> View:
     """Gathers along one dimension and shards another: blocks of one become blocks of the other."""
     src, gather_dim, shard_dim, group = imp.view(args[0]), args[1], args[2], args[3]
     team, sizes = imp.team(node, group), list(imp.sizes(src))
@@ -186,7 +136,15 @@ def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View
     return imp.concatenated(parts, gather_dim, tuple(block), node.name)
 
 
-def _point_to_point(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+def _in_place(imp: Importer, node: fx.Node, args: Args) -> Any:
+    raise imp.unsupported(
+        node,
+        "it writes its argument behind the graph's back",
+        "Use the functional collective of that name, which gives a new tensor",
+    )
+
+
+def _point_to_point(imp: Importer, node: fx.Node, args: Args) -> Any:
     raise imp.unsupported(
         node,
         "point-to-point messages carry tags, and a Program matches them in order",
@@ -200,15 +158,13 @@ _PLAIN: dict[str, Lowering] = {
     **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), _all_reduce),
     "broadcast": _broadcast,
     "all_to_all_single": _all_to_all,
-    **dict.fromkeys(("all_reduce_", "all_reduce_coalesced_"), _in_place(_all_reduce)),
-    "broadcast_": _in_place(_broadcast),
-    "all_gather_into_tensor_out": _in_place(_all_gather, out=3),
-    "reduce_scatter_tensor_out": _in_place(_reduce_scatter, out=4),
+    **dict.fromkeys(("all_reduce_", "all_reduce_coalesced_", "broadcast_"), _in_place),
+    **dict.fromkeys(("all_gather_into_tensor_out", "reduce_scatter_tensor_out"), _in_place),
     **dict.fromkeys(("wait_tensor", "_wrap_tensor_autograd"), passed_on),
     **dict.fromkeys(("isend", "irecv", "batch_p2p_ops"), _point_to_point),
 }
 
-COLLECTIVES: dict[str, Callable[[Importer, fx.Node, list[Any]], Any]] = {
+COLLECTIVES: dict[str, Callable[[Importer, fx.Node, Args], Any]] = {
     **{f"_c10d_functional.{name}.default": lower for name, lower in _PLAIN.items()},
     "_c10d_functional_autograd.all_gather_into_tensor.default": _all_gather,
     "_c10d_functional_autograd.reduce_scatter_tensor.default": _reduce_scatter,

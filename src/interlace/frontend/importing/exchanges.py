@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from interlace.frontend.importing.nodes import group_of, location
@@ -84,16 +83,12 @@ class GraphPlaces:
         known = self._known.traced
         self.traced = self.traced or next((known[key] for key in self.places if key in known), "")
 
-    def ask(self, numbers: bool, timeout_s: float | None) -> None:
-        """Has the ranks of all its teams say whether sizes of exchanges are data, if not known.
-
-        `numbers` says whether the traced function takes numbers, which may be others in each call:
-        then sizes may come from them, although TorchDynamo has traced constants.
-        """
+    def ask(self, timeout_s: float | None) -> None:
+        """Has the ranks of all its teams say whether sizes of exchanges are data, if not known."""
         nodes = exchanges(self.graph)
         if not nodes or self.traced:
             return
-        data = any(_is_data(node, numbers) for node in nodes)
+        data = any(map(_is_uneven, nodes))
         places = [self._kind, *(location(node).module for node in nodes)]
         for group in dict.fromkeys(map(group_of, communications(self.graph))):
             wishes = [(group, not data)]  # what one axis of a mesh says is told along the next
@@ -119,12 +114,12 @@ def _place(node: fx.Node) -> str:
     return node.meta.get("stack_trace") or str(location(node))
 
 
-def _is_data(node: fx.Node, numbers: bool) -> bool:
-    """Returns True if split sizes differ from each other, and may change in the next call."""
+def _is_uneven(node: fx.Node) -> bool:
+    """Returns True if split sizes differ from each other: they may change in the next call, even
+    where TorchDynamo has traced constants."""
     splits = [
         item.meta["val"] if isinstance(item, fx.Node) else item
         for sizes in node.args[1:3]
         for item in sizes  # pyright: ignore
     ]
-    symbolic = any(isinstance(size, torch.SymInt) for size in splits)
-    return (symbolic or numbers) and len(set(map(str, splits))) > 1
+    return len(set(map(str, splits))) > 1

@@ -50,6 +50,7 @@ from interlace.frontend.importing.nodes import (
 from interlace.frontend.importing.symbols import size_class, size_of, sizes_of
 from interlace.frontend.importing.types import (
     NOWHERE,
+    Args,
     buffer_like,
     device_of,
     on_host,
@@ -66,6 +67,7 @@ from interlace.frontend.importing.views import (
 from interlace.frontend.teams import Teams
 from interlace.ir import (
     Alloc,
+    Arg,
     Box,
     Buffer,
     Call,
@@ -75,7 +77,6 @@ from interlace.ir import (
     Op,
     Program,
     Reshape,
-    Site,
     Team,
     View,
     views_in,
@@ -88,7 +89,7 @@ Value = Any
 """Value of a node: a View, a scalar, None, an `Opaque`, or a tuple of these."""
 
 
-Lowering = Callable[["Importer", fx.Node, list[Any]], Value]
+Lowering = Callable[["Importer", fx.Node, Args], Value]
 """Makes a value of a node and its bound arguments."""
 
 
@@ -117,8 +118,6 @@ class Importer:
         self.buffers: dict[str, Buffer] = {}
         self.ops: list[Op] = []
         self.loc = Loc()
-        self.sites: list[Site] = []
-        """Communications that no pass could know for what they are."""
         self.host: set[str] = set()
         """Buffers that stay on the CPU in a graph on a GPU."""
         self._names: dict[str, int] = dict.fromkeys(TAKEN, 0)
@@ -135,12 +134,6 @@ class Importer:
             node for node in gm.graph.nodes if not returned.isdisjoint(aliases(node, True))
         }
         """Nodes that the output holds, or a view of them: they must not share with another."""
-
-    def evenly(self, team: Team, wish: bool) -> bool:
-        """Returns True if all ranks of a team would exchange rows evenly, each by its own sizes."""
-        nodes = [n for n in self.gm.graph.nodes if "all_to_all_single" in str(n.target)]
-        places = [self.program_name, *(location(node).module for node in nodes)]
-        return self.teams.consent(team.name, wish, places, "whether rows are exchanged evenly")
 
     def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
         """Returns True if a node that copies `views` may be a view of them instead."""
@@ -170,7 +163,6 @@ class Importer:
             params=(*self.params, *self.constant_params),
             ops=tuple(self.ops),
             results=tuple(results),
-            sites=tuple(self.sites),
             ranks=ranks,
         )
         self._check_host()
@@ -358,7 +350,7 @@ class Importer:
             return f"argument {parameter_name(node, self.labels)}"
         return f"what {describe(node)} gives"
 
-    def _view(self, name: str, args: list[Any], value: torch.Tensor) -> View:
+    def _view(self, name: str, args: Args, value: torch.Tensor) -> View:
         source = self.view(args[0])
         buffer, box = self.buffers[source.buffer], self.box(source)
         if not box.numel and (empty := self.viewed(source, sizes_of(value.shape))) is not None:
@@ -371,7 +363,7 @@ class Importer:
             return self.reshaped(source, sizes_of(value.shape))
         return strided(box, self.value(args[0]), value, source)
 
-    def _split(self, node: fx.Node, name: str, args: list[Any], parts: Any) -> tuple[View, ...]:
+    def _split(self, node: fx.Node, name: str, args: Args, parts: Any) -> tuple[View, ...]:
         source = self.view(args[0])
         dim = self.arg(args[SPLITS[name]]) % len(self.sizes(source))
         start, found = 0, []
@@ -391,7 +383,7 @@ class Importer:
         args, schema = bound(node), node.target._schema  # pyright: ignore
         infos = [argument.alias_info for argument in schema.arguments]
         written = [arg for arg, info in zip(args, infos, strict=True) if info and info.is_write]
-        views = [view for arg in written for view in flatten(self.arg(arg))]
+        views: list[Any] = [view for arg in written for view in flatten(self.arg(arg))]
         if str(node.target) == "aten.copy_.default":
             self.copy_into(self.view(args[1]), views[0])
             return views[0]
@@ -446,18 +438,12 @@ class Importer:
         """Appends an op."""
         self.ops.append(op)
 
-    def site(self, kind: str, reason: str) -> int:
-        """A new site: its number, for its ops."""
-        number = len(self.sites) + 1
-        self.sites.append(Site(id=number, kind=kind, module=self.loc.module, reason=reason))
-        return number
-
     def call(
         self,
         fn: str,
-        args: tuple[Any, ...],
+        args: tuple[Arg, ...],
         result: Buffer,
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Arg] | None = None,
     ) -> View:
         """A Call that makes one result."""
         view = self.declare(result)

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from interlace.frontend.importing.symbols import sizes_of
-from interlace.frontend.importing.types import buffer_like, dtype_of, on_host, same_layout
+from interlace.frontend.importing.types import Args, buffer_like, dtype_of, on_host, same_layout
 from interlace.ir import Alloc, Call, DType, View
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _plain(imp: Importer, node: fx.Node, fn: str | None = None) -> Any:
     return imp.call_like(node, fn or str(node.target), node.args, node.kwargs, imp.value(node))
 
 
-def _linear(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _linear(imp: Importer, node: fx.Node, args: Args) -> View:
     x, w = imp.view(args[0]), imp.view(args[1])
     bias = None if args[2] is None else imp.view(args[2])
     if not imp.sizes(x) or len(imp.sizes(w)) != 2:
@@ -63,14 +63,14 @@ def _linear(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     return rows_matmul(imp, node, x, w.permute(1, 0), bias)
 
 
-def _matmul(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _matmul(imp: Importer, node: fx.Node, args: Args) -> View:
     x, w = imp.view(args[0]), imp.view(args[1])
     if len(imp.sizes(x)) >= 2 and len(imp.sizes(w)) == 2:
         return rows_matmul(imp, node, x, w)
     return _plain(imp, node)
 
 
-def _bmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _bmm(imp: Importer, node: fx.Node, args: Args) -> View:
     """A batch that shares one right-hand matrix (expanded, or a batch of one) is one `mm`."""
     x, w = imp.view(args[0]), imp.view(args[1])
     box = imp.box(w)
@@ -84,14 +84,14 @@ def _bmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     return imp.reshaped(y, sizes_of(imp.value(node).shape))
 
 
-def _addmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _addmm(imp: Importer, node: fx.Node, args: Args) -> View:
     """`addmm` with a scaled operand stays as it is written; a plain one has no factors."""
     scaled = (args[3], args[4]) != (1, 1)
     given = (node.args, node.kwargs) if scaled else (args[:3], {})
     return imp.call_like(node, str(node.target), *given, imp.value(node))
 
 
-def _clone(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _clone(imp: Importer, node: fx.Node, args: Args) -> View:
     """A copy that changes nothing is a view, unless it leaves or its source is written."""
     source, value = imp.view(args[0]), imp.value(node)
     if imp.may_share(node, [source]) and same_layout(imp.box(source), value):
@@ -101,13 +101,13 @@ def _clone(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     return imp.call_like(node, "aten.clone.default", (args[0],), {}, value)
 
 
-def _to_copy(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _to_copy(imp: Importer, node: fx.Node, args: Args) -> View:
     same_device = imp.value(node).device == imp.value(args[0]).device
     moves = not same_device or imp.box(imp.view(args[0])).dtype != dtype_of(imp.value(node).dtype)
     return _plain(imp, node) if moves else _clone(imp, node, args)
 
 
-def _cat(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _cat(imp: Importer, node: fx.Node, args: Args) -> View:
     """Neighbours in memory are one view; empty 1-D tensors, which torch skips, go away."""
     value: torch.Tensor = imp.value(node)
     views = [view for view in imp.arg(args[0]) if imp.sizes(view) != (0,) or value.ndim == 1]
@@ -119,12 +119,12 @@ def _cat(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     return imp.call_like(node, "aten.cat.default", (args[0], dim), {}, value)
 
 
-def passed_on(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def passed_on(imp: Importer, node: fx.Node, args: Args) -> View:
     """The argument itself."""
     return imp.view(args[0])
 
 
-def _copy(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _copy(imp: Importer, node: fx.Node, args: Args) -> View:
     """`copy(x, y)`: the contents of `y` in the shape and element type of `x`."""
     value = imp.value(node)
     if on_host(value, imp.device):
@@ -136,7 +136,7 @@ def _copy(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     return dst
 
 
-def _index_put(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def _index_put(imp: Importer, node: fx.Node, args: Args) -> View:
     """One number where a mask is set: by `where`, which needs no count of the mask's elements.
 
     torch counts them on the host, so the host would wait for the device; and as a pointwise
@@ -192,13 +192,13 @@ def _inner(imp: Importer, node: fx.Node, target: object, args: object, value: ob
     return result
 
 
-def _run_and_save(imp: Importer, node: fx.Node, args: list[Any]) -> Value:
+def _run_and_save(imp: Importer, node: fx.Node, args: Args) -> Value:
     state, value = imp.value(node)
     saved = _save(imp, f"{node.name}_state", state)
     return saved, _inner(imp, node, node.args[0], node.args[1:], value)
 
 
-def _run_with(imp: Importer, node: fx.Node, args: list[Any]) -> Value:
+def _run_with(imp: Importer, node: fx.Node, args: Args) -> Value:
     state = imp.view(node.args[0])
     before = _save(imp, f"{node.name}_before", imp.value(node.args[0]))
     _restore(imp, state)

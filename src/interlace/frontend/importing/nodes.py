@@ -147,7 +147,7 @@ def output_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [item for item in flatten(graph.output_node().args[0]) if isinstance(item, fx.Node)]
 
 
-def flatten(value: object) -> Iterator[Any]:
+def flatten(value: object) -> Iterator[object]:
     """The items of nested lists and tuples."""
     if isinstance(value, list | tuple):
         for item in value:
@@ -178,8 +178,13 @@ def location(node: fx.Node) -> Loc:
 
 def raised_at(error: BaseException) -> str:
     """The line of the user's code that led to an error, as `file:line`; else nothing."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    mine = [frame for frame in frames if not frame[0].startswith((_TORCH, _OWN, "<"))]
+    return users_line(traceback.extract_tb(error.__traceback__))
+
+
+def users_line(frames: traceback.StackSummary) -> str:
+    """The innermost line that is neither torch's nor ours, as `file:line`; else nothing."""
+    lines = [(frame.filename, frame.lineno) for frame in frames]
+    mine = [line for line in lines if not line[0].startswith((_TORCH, _OWN, "<"))]
     return "{}:{}".format(*mine[-1]) if mine else ""
 
 
@@ -253,20 +258,24 @@ def describe(node: fx.Node) -> str:
 # -- the values of all nodes ----------------------------------------------------------------------
 
 
+Values = dict[fx.Node, Any]
+"""Every node's (fake) value, as tracing recorded it."""
+
+
 class _Recorder(fx.Interpreter):
     """Runs a graph and keeps every node's value."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.found: dict[fx.Node, Any] = {}
+        self.found: Values = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """The node's value, noted."""
         value = self.found[n] = super().run_node(n)
         return value
 
 
-def complete(gm: fx.GraphModule) -> dict[fx.Node, Any] | None:
+def complete(gm: fx.GraphModule) -> Values | None:
     """Every node's value as it was traced, where some have none noted; None where all have."""
     unknown = [n for n in gm.graph.nodes if n.op == "call_function" and "val" not in n.meta]
     if not unknown:
@@ -276,14 +285,14 @@ def complete(gm: fx.GraphModule) -> dict[fx.Node, Any] | None:
     return _recorded(gm, modes[0] if modes else FakeTensorMode(), given)
 
 
-def propagate(gm: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
+def propagate(gm: fx.GraphModule, args: Sequence[object]) -> Values:
     """Every node's fake value for these arguments; nothing is computed."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
     return _recorded(gm, mode, fakes)
 
 
-def _recorded(gm: fx.GraphModule, mode: FakeTensorMode, given: Sequence[Any]) -> dict[fx.Node, Any]:
+def _recorded(gm: fx.GraphModule, mode: FakeTensorMode, given: Sequence[object]) -> Values:
     recorder = _Recorder(gm)
     with mode, torch.no_grad():
         recorder.run(*given, enable_io_processing=False)

@@ -45,7 +45,7 @@ def size_of(value: Any) -> Int:
     return _size(value.node._expr) if isinstance(value, torch.SymInt) else int(value)
 
 
-def sizes_of(values: Iterable[Any]) -> tuple[Int, ...]:
+def sizes_of(values: Iterable[object]) -> tuple[Int, ...]:
     """Several of them, such as a fake tensor's shape."""
     return tuple(map(size_of, values))
 
@@ -96,14 +96,14 @@ class Symbols:
     `256 * s76` and no size `s76`.
     """
 
-    def __init__(self, placeholders: Sequence[Any]) -> None:
+    def __init__(self, placeholders: Sequence[object]) -> None:
         numbers = [
             (number.node._expr, index, read)
             for index, fake in enumerate(placeholders)
             for number, read in _numbers(fake)
         ]  # symbols by themselves first
         numbers.sort(key=lambda told: not isinstance(told[0], sympy.Symbol))
-        self._readers: dict[str, Callable[[Sequence[Any], Mapping[str, int]], int]] = {}
+        self._readers: dict[str, Callable[[Sequence[object], Mapping[str, int]], int]] = {}
         unknown = {symbol for expr, _, _ in numbers for symbol in expr.free_symbols}
         found = True
         while found:
@@ -120,7 +120,7 @@ class Symbols:
                     self._readers[symbol.name] = reader
         self._missing = sorted(map(str, unknown))
 
-    def values(self, args: Sequence[Any]) -> dict[str, int]:
+    def values(self, args: Sequence[object]) -> dict[str, int]:
         """The value of each in a call."""
         if self._missing:
             raise SizeError(f"no argument tells the size {self._missing[0]}")
@@ -134,7 +134,7 @@ class Symbols:
 
 def _solved(
     expr: Any, symbol: Any, index: int, read: Callable[[Any], int]
-) -> Callable[[Sequence[Any], Mapping[str, int]], int] | None:
+) -> Callable[[Sequence[object], Mapping[str, int]], int] | None:
     """Reader of a symbol from an argument that is linear in it, given the others; else None."""
     if expr == symbol:
         return lambda args, _: read(args[index])
@@ -145,7 +145,7 @@ def _solved(
         return None
     times, more = _size(factor), _size(rest)
 
-    def solve(args: Sequence[Any], known: Mapping[str, int]) -> int:
+    def solve(args: Sequence[object], known: Mapping[str, int]) -> int:
         by = at(times, known)
         value, left = divmod(read(args[index]) - at(more, known), by) if by else (0, 1)
         if left:

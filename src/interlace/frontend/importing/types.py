@@ -25,6 +25,9 @@ from interlace.runtime.values import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+Args = list[Any]
+"""A node's arguments by position: nodes, numbers, dtypes, lists of these; see `nodes.bound`."""
+
 NOWHERE = Where(0, {}, {})
 """Who asks for boxes of an imported Program, in which nothing depends on the rank."""
 
@@ -81,7 +84,7 @@ def scalar_word(value: object, device: torch.device) -> Any:
     return value
 
 
-def device_of(values: Iterable[Any]) -> str:
+def device_of(values: Iterable[object]) -> str:
     """The one device that is no CPU among the tensors, as `torch.device` takes it, else `cpu`."""
     found = {
         str(value.device)

@@ -12,13 +12,18 @@ compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from interlace.errors import ProgramError, SizeError
 from interlace.frontend.importing.symbols import size_of, sizes_of
-from interlace.frontend.importing.types import NOWHERE, dtype_of, same_layout, same_strides
+from interlace.frontend.importing.types import (
+    NOWHERE,
+    Args,
+    dtype_of,
+    same_layout,
+    same_strides,
+)
 from interlace.ir import (
     AsStrided,
     Box,
@@ -36,10 +41,10 @@ from interlace.ir import (
 )
 from interlace.ir.sizes import Int, unnoted
 
-Rule = Callable[[Sequence[Any], Box, torch.Tensor], tuple[Step, ...]]
+Rule = Callable[[Args, Box, torch.Tensor], tuple[Step, ...]]
 
 
-def slice_bounds(args: Sequence[Any], size: Int) -> tuple[Int, Int, int]:
+def slice_bounds(args: Args, size: Int) -> tuple[Int, Int, int]:
     """Start, stop and step of `slice(x, dim, start, stop, step)` for a dimension of `size`."""
     start = args[2] if len(args) > 2 and args[2] is not None else 0
     stop = args[3] if len(args) > 3 and args[3] is not None else size
@@ -48,13 +53,13 @@ def slice_bounds(args: Sequence[Any], size: Int) -> tuple[Int, Int, int]:
     return first, max(first, last), step
 
 
-def _slice(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
+def _slice(args: Args, box: Box, out: torch.Tensor) -> tuple[Step, ...]:
     dim = (args[1] if len(args) > 1 else 0) % len(box.sizes)
     start, stop, step = slice_bounds(args, box.sizes[dim])
     return (Slice(dim, start, stop),) if step == 1 else ()
 
 
-def _transpose(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
+def _transpose(args: Args, box: Box, out: torch.Tensor) -> tuple[Step, ...]:
     dims = list(range(len(box.sizes)))
     if dims:
         first, second = args[1], args[2]
@@ -62,16 +67,16 @@ def _transpose(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, 
     return (Permute(tuple(dims)),)
 
 
-def _permute(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
+def _permute(args: Args, box: Box, out: torch.Tensor) -> tuple[Step, ...]:
     return (Permute(tuple(dim % len(box.sizes) for dim in args[1])),)
 
 
-def _select(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
+def _select(args: Args, box: Box, out: torch.Tensor) -> tuple[Step, ...]:
     dim = args[1] % len(box.sizes)
     return (Select(dim, args[2] % box.sizes[dim]),)
 
 
-def _as_complex(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
+def _as_complex(args: Args, box: Box, out: torch.Tensor) -> tuple[Step, ...]:
     return Cast(dtype_of(out.dtype)), Select(len(box.sizes) - 1, 0)
 
 

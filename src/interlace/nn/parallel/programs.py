@@ -39,8 +39,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.teams import check_alive
 from interlace.frontend.binding import Bound, bind
+from interlace.frontend.caches import Shelf
 from interlace.frontend.calling.arguments import Imported
-from interlace.frontend.compiled_graph import MOST_CAPTURED, Shelf
+from interlace.frontend.compiled_graph import MOST_CAPTURED
 from interlace.nn.parallel.serial import LinearLayer, name_of, serial
 from interlace.options import Options
 

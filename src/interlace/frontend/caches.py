@@ -1,0 +1,123 @@
+"""Bounded caches of what is compiled: the least recently used goes first, and is closed.
+
+shelf = Shelf("a forward graph", options.cache_size)     # of bound Programs, by signature
+shelf.put(key, bound, groups)
+bound = shelf.get(key) or shelf.fitting({"s0": 128})
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from torch.distributed import ProcessGroup
+
+from interlace.errors import CacheWarning
+from interlace.frontend.binding import Bound
+
+log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+
+class BoundedCache(Generic[Item]):
+    """Keeps the most recently used; warns once where what it has dropped comes again."""
+
+    def __init__(self, name: str, capacity: int, close: Callable[[Item], None]) -> None:
+        self.capacity = capacity
+        self._name, self._close = name, close
+        self._lock = threading.RLock()
+        self._items: OrderedDict[Hashable, Item] = OrderedDict()
+        self._dropped: set[int] | None = set()
+        """Hashes of the marks of what was dropped; None once it has warned."""
+
+    def get(self, key: Hashable) -> Item | None:
+        """The item of this key."""
+        with self._lock:
+            item = self._items.get(key)
+            if item is not None and len(self._items) > 1:
+                self._items.move_to_end(key)
+            return item
+
+    def add(self, key: Hashable, item: Item) -> None:
+        """Keeps an item, and closes the oldest until there are no more than may be."""
+        with self._lock:
+            self._look(hash(self.mark(key, item)))
+            self._items[key] = item
+            while len(self._items) > self.capacity:
+                old, dropped = self._items.popitem(last=False)
+                log.info("evicted the oldest of %s, which keeps %d", self._name, self.capacity)
+                if self._dropped is not None:
+                    self._dropped.add(hash(self.mark(old, dropped)))
+                self._close(dropped)
+
+    def all(self) -> list[Item]:
+        """Every item, the most recently used last."""
+        with self._lock:
+            return list(self._items.values())
+
+    def clear(self) -> None:
+        """Closes them all."""
+        with self._lock:
+            items, self._items = list(self._items.values()), OrderedDict()
+        for item in items:
+            self._close(item)
+
+    def mark(self, key: Hashable, item: Item) -> Hashable:
+        """Identity of an item that comes again: its key."""
+        return key
+
+    def _look(self, mark: int) -> None:
+        if self._dropped is None or mark not in self._dropped:
+            return
+        known, self._dropped = len(self._dropped) + self.capacity, None
+        warnings.warn(
+            f"{self._name} met about {known} sizes (or layouts, dtypes, plain values) and keeps "
+            f"{self.capacity}: one that was dropped comes again, and is compiled anew each time. "
+            f'Give options={{"cache_size": {known}}} or more, use torch.compile(..., '
+            "dynamic=True), or pad to fewer lengths",
+            CacheWarning,
+            stacklevel=3,
+        )
+
+
+class Shelf(BoundedCache[Bound]):
+    """Bound Programs by signature, freed with their process groups."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        super().__init__(name, capacity, lambda bound: bound.executor.close())
+        self._watches: dict[int, weakref.ref[ProcessGroup]] = {}
+        self.last: tuple[Hashable, Bound, Mapping[str, int] | None] | None = None
+        """The one that was called last, with its signature, and what TorchDynamo's symbols were."""
+
+    def fitting(self, values: Mapping[str, int]) -> Bound | None:
+        """A bound Program for a class of sizes with these values of TorchDynamo's symbols."""
+        with self._lock:
+            for key, bound in self._items.items():
+                if bound.imported.symbols and bound.fits(values):
+                    return self.get(key)
+        return None
+
+    def put(self, key: Hashable, bound: Bound, groups: Sequence[ProcessGroup]) -> None:
+        """Keeps a bound Program until there are too many, or one of its groups is gone."""
+        with self._lock:
+            self.add(key, bound)
+            for group in groups:
+                if id(group) not in self._watches:
+                    self._watches[id(group)] = weakref.ref(group, lambda _: self.clear())
+
+    def mark(self, key: Hashable, item: Bound) -> Hashable:
+        """Its class of sizes if it has one, else its signature."""
+        return str(item.executor.sizes) if item.executor.sizes.sizes else key
+
+    def clear(self) -> None:
+        """Frees them all."""
+        with self._lock:
+            self.last = None
+            self._watches.clear()
+        super().clear()
