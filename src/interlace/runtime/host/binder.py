@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from interlace import ir
 from interlace.comm import (
-    HostsTransfer,
     PeerTransfer,
     Transfer,
     bind_collective,
@@ -168,13 +167,12 @@ class HostBinder:
         for number, op in enumerate(ops):
             message, sends = self.plan.messages[index, number], isinstance(op, ir.Send)
             box = self.resources.spaces[op.team].box(message, sends)
-            facts = self.resources.teams[op.team], message.member, box, sends
+            facts = self.resources.teams[op.team], message.member, sends
             if message.backend == "peer":
-                parts.append(PeerTransfer(*facts))
+                parts.append(PeerTransfer(*facts, box))
             else:
                 backend = self.resources.backends[op.team, message.backend]
-                kind = HostsTransfer if self.resources.teams[op.team].apart else Transfer
-                parts.append(kind(*facts, backend, message.nth))
+                parts.append(Transfer(*facts, backend, message.nth))
             places.append(self.values.own(op.src if isinstance(op, ir.Send) else op.dst))
         wait, items = self.wait_of(index), self.values.items
         return lambda: exchange(parts, [items[place] for place in places], wait)
