@@ -1,7 +1,7 @@
 """Programs with anything in them that the dataclasses can hold, whether or not it makes sense.
 
 Names with blanks and quotes, empty tuples, infinities, ops that refer to nothing: the text must
-carry all of it. For Programs that make sense see `random_programs.py`.
+carry all of it. For Programs that make sense see `tests/fuzzing/draw.py`.
 """
 
 from __future__ import annotations
