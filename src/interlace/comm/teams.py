@@ -412,8 +412,6 @@ class TeamComm:
         finally:
             self._control = None
             self.slots.slots.clear()
-            if self._cuda is not None:
-                self._cuda.registry.close()  # what is in use stays mapped until it is let go
             self._cuda = None
             for life in self._lives:
                 life.close()
