@@ -14,9 +14,6 @@ from tests.support.pool import Pool
 
 import interlace
 from interlace.errors import InterlaceError, UnsupportedError
-from interlace.launch import has_avx512
-from interlace.passes import run_pipeline
-from interlace.runtime import Executor
 
 OPTIONS = {"strategy": "peer", "timeout_s": 20.0}
 
@@ -86,52 +83,7 @@ def test_a_reduction_that_cannot_be_lowered_is_a_typed_error(pool: Pool, how: st
         assert "Use one of" in text, "how to mend it"
 
 
-# -- bits ------------------------------------------------------------------------------------------
-
-GATHER = """
-def gather(tp: Team[{0}], x: f32[7, 48], w: f32[48, 40]):
-    full = empty(f32[{1}, 48])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.mm.default", full, w, out=(y := f32[{1}, 40]))
-    return y
-"""
-STRATEGIES = {
-    "pipeline": "strategy=pipeline,chunks=2",
-    "ring": "strategy=ring",
-    "peer-get": "strategy=peer,transport=get",
-    "peer-put": "strategy=peer,transport=put",
-}
-
-
-def gathers_in_bits(seed: int) -> dict[str, str]:
-    """fp32 on any number of ranks: a gather reorders no sum, so no strategy changes a bit."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    program = interlace.parse(GATHER.format(world, 7 * world))
-    generator = torch.Generator().manual_seed(seed + rank)
-    x, w = (torch.randn(*sizes, generator=generator) for sizes in ((7, 48), (48, 40)))
-    results: dict[str, torch.Tensor] = {}
-    wrong: dict[str, str] = {}
-    for name, options in {"serial": "strategy=serial", **STRATEGIES}.items():
-        passes = f"find_sites,decompose{{{options}}},schedule,plan_memory,insert_sync"
-        lowered = run_pipeline(program, passes)
-        given = interlace.Options(timeout_s=20.0)
-        with Executor(lowered, groups={"tp": _world()}, options=given).prepare() as executor:
-            (results[name],) = executor.run([x, w])
-        if not torch.equal(results[name], results["serial"]):
-            wrong[name] = f"off by {(results[name] - results['serial']).abs().max().item():.3g}"
-        if lowered.sites[0].strategy not in options:
-            wrong[name] = f"not taken: {lowered.sites[0]}"
-    return wrong
-
-
 def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
-
-
-@pytest.mark.skipif(not has_avx512(), reason="MKL's strict mode needs AVX-512")
-@pytest.mark.parametrize("ranks", [3, 4], ids=lambda n: f"{n}-ranks")
-def test_a_gather_in_fp32_has_the_bits_of_serial(pool: Pool, ranks: int, seed: int) -> None:
-    for rank, wrong in enumerate(pool(ranks).run(gathers_in_bits, seed)):
-        assert not wrong, f"rank {rank}"

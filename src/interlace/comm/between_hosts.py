@@ -325,12 +325,15 @@ class HostsControl(Control):
         return silent
 
     def where(self, members: Sequence[int]) -> str:
+        """Who is missing. Members that answered wait for somebody else: for those that did not, be
+        they of another host and none of this rank's own peers in a ring."""
         self._ask()
+        silent = self.silent()
+        shown = [n for n in members if n in silent]
+        text = super().where(shown or (silent if members else ()) or members)
         if self._lost:
-            there = [n for n in members if self._hosts[n] != self._hosts[self.me]]
-            lost = "the store of the job does not answer: its host may be out of reach"
-            return "\n".join(filter(None, [super().where(there or members), lost]))
-        return super().where(members)
+            text += "\nthe store of the job does not answer: its host may be out of reach"
+        return text.lstrip()
 
     def _ask(self, awaits: bool = True) -> None:
         """Has the peers on all such teams say where they are, unless they just did. Where all of
