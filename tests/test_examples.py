@@ -105,6 +105,7 @@ def run_script(script: str, attempt: int) -> str:
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)},
         **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)},
     )
+    sys.path.insert(0, str(EXAMPLES))
     with mock.patch.object(sys, "argv", [script]), redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
