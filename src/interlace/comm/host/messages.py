@@ -1,9 +1,8 @@
 """Send and Recv: a rendezvous of two ranks, alone or in a Group whose members block no other.
 
-The sides meet in gloo itself or, with the backend `peer`, in shared memory, where the bytes go
-through the sender's segment. A side that leaves a message by gloo because of a failure cuts the
-backend's connections, so that none of its peers stays behind: they find the failure in the control
-block, and `reset()` makes new connections.
+The sides meet in the backend itself, gloo or UCC; `peer` has none, and messages go by gloo. A side
+that leaves a message because of a failure cuts gloo's connections, so that none of its peers stays
+behind: they find the failure in the control block, and `reset()` makes new connections.
 
     exchange([Transfer(..., sends=True), Transfer(..., sends=False)], [a, b], wait)      # a Group
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +19,7 @@ import torch
 
 from interlace.comm.backends import MARGIN_S, cut
 from interlace.comm.collectives import as_bytes
-from interlace.comm.host.signals import BoundedWait, fence, leave, stamp
-from interlace.comm.host.workspace import MessageBox
+from interlace.comm.host.signals import BoundedWait, leave
 from interlace.comm.rendezvous.patience import Errand
 from interlace.comm.teams import TeamComm
 
@@ -67,38 +66,36 @@ class Transfer:
         return wait
 
 
-class PeerTransfer(Transfer):
-    """One side of a message through shared memory; a receiver is there once it has taken it."""
+@dataclass(slots=True)
+class OwnMessage:
+    """A message of a rank to itself: the tensor, and the runs in which the sides came to it."""
 
-    def __init__(self, team: TeamComm, peer: int, sends: bool, box: MessageBox) -> None:
+    tensor: torch.Tensor | None = None
+    sent: int = 0
+    taken: int = 0
+
+
+class OwnTransfer(Transfer):
+    """One side of a message of a rank to itself, for which gloo has no connection."""
+
+    def __init__(self, team: TeamComm, peer: int, sends: bool, message: OwnMessage) -> None:
         super().__init__(team, peer, sends)
-        self._box = box
-        self._own, self._other = (box.sent, box.ready) if sends else (box.ready, box.sent)
-        self._mark = 0
-
-    def _say(self) -> None:
-        fence()
-        cells, place = self._own
-        cells[place] = self._mark
+        self._message = message
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """The sender puts the message where the receiver finds it, and tells so."""
-        self._mark = stamp(self.team.control.run, 1)
         if self.sends:
-            if self._box.data is not None:
-                self._box.data[: tensor.nbytes].copy_(as_bytes(tensor))
-            self._say()
+            self._message.tensor = tensor
+            self._message.sent = self.team.control.run
 
     def try_move(self, tensor: torch.Tensor) -> bool:
         """The receiver takes the message if it is there; the sender looks whether it was taken."""
-        cells, place = self._other
-        if cells[place] < self._mark:
+        message, run = self._message, self.team.control.run
+        if self.sends:
+            return message.taken == run
+        if message.sent != run or message.tensor is None:
             return False
-        if not self.sends:
-            fence()
-            if self._box.data is not None:
-                as_bytes(tensor).copy_(self._box.data[: tensor.nbytes])
-            self._say()
+        tensor.copy_(message.tensor.view(tensor.shape))
+        message.tensor, message.taken = None, run
         return True
 
 
