@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from interlace.comm.cuda import registry as registry_file
 from interlace.comm.cuda.registry import Registry
@@ -24,29 +25,6 @@ pytestmark = pytest.mark.timeout(60)
 
 T = TypeVar("T")
 LIMIT = 10.0
-
-
-class Store:
-    """What a Board needs of torch's store."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def set(self, key: str, text: str) -> None:
-        self._texts[key] = text
-
-    def get(self, key: str) -> str:
-        return self._texts[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._texts for key in keys)
-
-    def compare_set(self, key: str, expected: str, text: str) -> str:
-        assert expected == ""
-        return self._texts.setdefault(key, text)
-
-    def delete_key(self, key: str) -> bool:
-        return self._texts.pop(key, None) is not None
 
 
 class Driver:
@@ -99,7 +77,7 @@ class Team:
     """Ranks with a registry each."""
 
     def __init__(self, size: int = 2) -> None:
-        store = Store()
+        store = dist.HashStore()
         self.drivers = [Driver() for _ in range(size)]
         self.registries: list[Registry] = []
         for me, driver in enumerate(self.drivers):
