@@ -312,9 +312,7 @@ class HostsControl(Control):
         self._publish()
 
     def behind(self) -> str:
-        """Where the ranks stand that do not answer; or all others, if they do."""
-        self._ask()
-        return self.where(self.silent() or [n for n, _ in self._peers])
+        return self.where([n for n, _ in self._peers])
 
     def silent(self) -> list[int]:
         """Who did not answer: of ranks on this host, where the store is out of reach, that means
@@ -325,8 +323,8 @@ class HostsControl(Control):
         return silent
 
     def where(self, members: Sequence[int]) -> str:
-        """Who is missing. Members that answered wait for somebody else: for those that did not, be
-        they of another host and none of this rank's own peers in a ring."""
+        """Who is missing, and where each of them stands. A member that answered waits for somebody
+        else, as in a ring: where all did, the ranks that did not answer are named instead."""
         self._ask()
         silent = self.silent()
         shown = [n for n in members if n in silent]
