@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from tests.support.pool import Pool
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENVIRON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -86,26 +92,40 @@ SLOW: dict[str, tuple[int, list[str]]] = {
 """By script: ranks, and what rank 0 prints among other things."""
 
 
+def run_script(script: str, port: int) -> str:
+    """The printed text of a script on a rank whose environment is as under torchrun."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    os.environ.update(
+        ENVIRON,
+        **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
+    )
+    sys.path.insert(0, str(EXAMPLES))
+    with mock.patch.object(sys, "argv", [script]), redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 @pytest.mark.timeout(150)
-def test_an_example_runs_and_agrees(name: str) -> None:
+def test_an_example_runs_and_agrees(pool: Pool, name: str) -> None:
     if name == "hugging_face" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     ranks, told = (QUICK | SLOW)[name]
-    done = example(f"{name}.py", ranks, {}, 140)
-    assert done.returncode == 0, done.stderr
+    script = str(EXAMPLES / f"{name}.py")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    printed = pool(ranks).run(run_script, script, store.port, timeout_s=140.0, replace=True)[0]
     for part in told:
-        assert part in done.stdout
+        assert part in printed
 
 
-def test_hugging_face_says_what_is_missing() -> None:
-    hide = f"""import runpy, sys; sys.modules["transformers"] = None
-runpy.run_path({str(EXAMPLES / "hugging_face.py")!r})"""
-    done = subprocess.run(
-        [sys.executable, "-c", hide], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.endswith('needs transformers: pip install "transformers>=5.17"\n')
+def test_hugging_face_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "hugging_face.py"))
+    assert str(ended.value).endswith('needs transformers: pip install "transformers>=5.17"')
 
 
 def test_the_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

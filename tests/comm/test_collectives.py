@@ -120,97 +120,63 @@ def specs_of(kind: str, world: int, me: int) -> list[Spec]:
     return found
 
 
-def run_all(kind: str, backend: str, seed: int, topic: str) -> int:
-    """Runs every variant of a kind twice and compares; how many there were."""
+def run_all(kind: str, backend: str, seed: int, topic: str, in_place: bool) -> int:
+    """Runs every variant of a kind twice, each from memory of its own or in its form in place, and
+    compares; how many there were."""
     team, wait = meet()
-    specs = specs_of(kind, team.size, team.me)
+    specs, row = specs_of(kind, team.size, team.me), KINDS[kind]
+    if in_place:  # of larger parts too
+        specs = [
+            dataclasses.replace(s, parts=tuple(n * (k % 2 * seed % 5000 + 1) for n in s.parts))
+            for k, s in enumerate(specs)
+        ]
     runs = bind(team, backend, specs, topic)
-    for again in range(2):
+    for _ in range(2):
         team.control.enter(1, "collectives")
         for number, (spec, run) in enumerate(zip(specs, runs, strict=True)):
             team.control.reach(0, number + 1, wait)
-            row = KINDS[kind]
             given = [
                 values(seed + number, rank, numel_given(spec, rank), spec.dtype)
                 for rank in range(team.size)
             ]
             wanted = expected(spec, given)
-            src = given[spec.me].clone()
             reads = row.reads == "all" or spec.me == spec.root
-            dst = torch.full_like(wanted, 77) if wanted is not None else None
-            dst = dst.to(spec.dtype) if dst is not None else None
-            run(src if reads else None, dst, wait)
+            src = given[spec.me].clone()
+            own = slice(sum(spec.parts[: spec.me]), sum(spec.parts[: spec.me + 1]))
+            dst = None if wanted is None else torch.full_like(wanted, 77).to(spec.dtype)
+            changes = slice(0, 0)  # of the source
+            if in_place and COLLECTIVES[kind][0] != "own":
+                dst, changes = src, slice(None)
+            elif in_place and row.scales == "gather" and dst is not None:
+                dst[own] = src
+                src, changes = dst[own], slice(None)
+            elif in_place and row.scales == "scatter":
+                dst = src[own] if reads else src.new_empty(spec.parts[spec.me])
+                changes = own
+            run(src if reads else None, None if wanted is None else dst, wait)
             if dst is not None and wanted is not None:
-                assert torch.equal(dst, wanted.to(spec.dtype)), (again, spec, dst, wanted)
-            assert torch.equal(src, given[spec.me]), f"{spec} changed its source"
+                assert torch.equal(dst, wanted.to(spec.dtype)), (spec, dst, wanted)
+            after, before = src.clone(), given[spec.me].clone()
+            after[changes] = before[changes] = 0
+            assert torch.equal(after, before), f"{spec} changed its source"
         team.control.leave()
     return len(specs)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("backend", ["gloo", "peer"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
-def test_kind_moves_and_reduces_as_it_says(
-    pool: Pool, kind: str, backend: str, world: int, seed: int
-) -> None:
-    counts = pool(world).run(run_all, kind, backend, seed, f"{kind}-{seed}")
-    assert counts == [counts[0]] * world
-    assert counts[0] >= 8
-
-
-def in_place(kind: str, backend: str, seed: int, topic: str) -> int:
-    """Runs every variant of a kind in its form in place, and compares; how many there were."""
-    team, wait = meet()
-    specs = [
-        dataclasses.replace(
-            spec, parts=tuple(part * (k % 2 * seed % 5000 + 1) for part in spec.parts)
-        )
-        for k, spec in enumerate(specs_of(kind, team.size, team.me))
-    ]
-    runs = bind(team, backend, specs, topic)
-    team.control.enter(1, "in place")
-    for number, (spec, run) in enumerate(zip(specs, runs, strict=True)):
-        team.control.reach(0, number + 1, wait)
-        given = [
-            values(seed + number, rank, numel_given(spec, rank), spec.dtype)
-            for rank in range(team.size)
-        ]
-        wanted = expected(spec, given)
-        reads = KINDS[kind].reads == "all" or spec.me == spec.root
-        src = dst = given[spec.me].clone()
-        own = slice(sum(spec.parts[: spec.me]), sum(spec.parts[: spec.me + 1]))
-        if COLLECTIVES[kind][0] == "own":
-            if KINDS[kind].scales == "gather" and wanted is not None:
-                dst = torch.full_like(wanted, 77)
-                dst[own] = src
-                src = dst[own]
-            elif KINDS[kind].scales == "scatter":
-                dst = src[own] if reads else src.new_empty(spec.parts[spec.me])
-        run(src if reads else None, dst if wanted is not None else None, wait)
-        if wanted is not None:
-            assert torch.equal(dst, wanted.to(spec.dtype)), (spec, dst, wanted)
-        if KINDS[kind].scales == "scatter":
-            kept, was = src.clone(), given[spec.me].clone()
-            kept[own] = was[own] = 0
-            assert torch.equal(kept, was), f"{spec} changed its source"
-    team.control.leave()
-    return len(specs)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(
-    ("kind", "backend"),
+    ("kind", "backend", "in_place"),
     [
-        (kind, backend)
-        for kind, (_, backends) in COLLECTIVES.items()
-        for backend in backends
-        if backend in ("gloo", "peer")
+        *((kind, b, False) for kind in KINDS if kind != "barrier" for b in ("gloo", "peer")),
+        *((k, b, True) for k, (_, of) in COLLECTIVES.items() for b in of if b in ("gloo", "peer")),
     ],
 )
-def test_kind_works_in_place_where_the_verifier_allows_it(
-    pool: Pool, kind: str, backend: str, world: int, seed: int
+def test_kind_moves_and_reduces_as_it_says(
+    pool: Pool, kind: str, backend: str, in_place: bool, world: int, seed: int
 ) -> None:
-    counts = pool(world).run(in_place, kind, backend, seed, f"{kind}-in-place-{seed}")
+    """Also in place, where the verifier allows it."""
+    topic = f"{kind}-{seed}-{in_place}"
+    counts = pool(world).run(run_all, kind, backend, seed, topic, in_place)
     assert counts == [counts[0]] * world
     assert counts[0] >= 8
 

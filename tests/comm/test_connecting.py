@@ -53,15 +53,40 @@ def test_ranks_that_meet_are_connected(
     assert not backend.abort.called
 
 
-def test_a_rank_that_does_not_come_is_a_time_out(
-    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
+WORDS = RuntimeError("no route to host")
+GIVEN_UP = AgreementError("rank 1 gave up: out of memory")
+NOT_MET: dict[str, tuple[dict[str, Any], float, type[Exception], str]] = {
+    "late": ({}, 0.2, BackendError, "team tp on rank 0: not all of its ranks came within"),
+    "ended": (
+        {"ended": lambda: {3, 2}},
+        15.0,
+        BackendError,
+        "rank 0: the process of ranks 2 and 3 has ended",
+    ),
+    "gives up": (
+        {"look": mock.Mock(side_effect=[None, None, GIVEN_UP])},
+        15.0,
+        AgreementError,
+        "out of memory",
+    ),
+    "words": ({"meet": WORDS}, 5.0, BackendError, "team tp on rank 0: no route to host"),
+}
+"""What there is beside ranks that meet, the time-out, and the error."""
+
+
+@pytest.mark.parametrize("how", NOT_MET)
+def test_ranks_that_do_not_meet_are_an_error_and_not_waited_for(
+    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    backend = meets(monkeypatch, lambda *_: let_go.wait(20))
-    begun = time.monotonic()
-    with pytest.raises(BackendError, match=r"team tp on rank 0: not all of its ranks came within"):
-        nccl.join(backend, None, 0.2, "team tp on rank 0", nobody, nothing)
-    assert 0.2 <= time.monotonic() - begun < 10
+    beside, timeout_s, error, text = NOT_MET[how]
+    act = mock.Mock(side_effect=beside.get("meet", lambda *_: let_go.wait(20)))
+    backend, begun = meets(monkeypatch, act), time.monotonic()
+    checks = beside.get("ended", nobody), beside.get("look", nothing)
+    with pytest.raises(error, match=text) as caught:
+        nccl.join(backend, None, timeout_s, "team tp on rank 0", *checks)
+    assert time.monotonic() - begun < 10
     assert backend.abort.called
+    assert how != "words" or isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_a_thread_whose_own_wait_ends_as_late_is_not_left_behind(
@@ -79,41 +104,3 @@ def test_a_thread_whose_own_wait_ends_as_late_is_not_left_behind(
     with pytest.raises(BackendError, match="not all of its ranks came within"):
         nccl.join(backend, None, 0.2, "team tp on rank 0", nobody, nothing)
     assert left.is_set()
-
-
-def test_a_process_that_has_ended_is_not_waited_for(
-    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = meets(monkeypatch, lambda *_: let_go.wait(20))
-    begun = time.monotonic()
-    with pytest.raises(BackendError, match="rank 0: the process of ranks 2 and 3 has ended"):
-        nccl.join(backend, None, 15.0, "team tp on rank 0", lambda: {3, 2}, nothing)
-    assert time.monotonic() - begun < 10
-    assert backend.abort.called
-
-
-def test_a_rank_that_gives_up_is_not_waited_for(
-    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = meets(monkeypatch, lambda *_: let_go.wait(20))
-    begun = time.monotonic()
-
-    def look() -> None:
-        if time.monotonic() > begun + 0.1:
-            raise AgreementError("rank 1 gave up: out of memory")
-
-    with pytest.raises(AgreementError, match="out of memory"):
-        nccl.join(backend, None, 15.0, "team tp on rank 0", nobody, look)
-    assert time.monotonic() - begun < 10
-    assert backend.abort.called
-
-
-def test_what_nccl_says_is_told(let_go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no route to host")
-
-    backend = meets(monkeypatch, fail)
-    with pytest.raises(BackendError, match="team tp on rank 0: no route to host") as caught:
-        nccl.join(backend, None, 5.0, "team tp on rank 0", nobody, nothing)
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert backend.abort.called

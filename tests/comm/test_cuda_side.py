@@ -36,7 +36,7 @@ def test_words_count_anew_once_nothing_may_write_them() -> None:
         log.append(f"fill {address} {value} {count}")
 
     side = side_of(log)
-    side.driver, side.registry = SimpleNamespace(fill=fill), SimpleNamespace(trim=lambda _: None)
+    side.driver = SimpleNamespace(fill=fill)
     CudaSide.reset(side)
     assert log == ["rest", "fill 1008 0 2"]
     assert (side.generation, side.run, side.closed) == (4, 0, 0)

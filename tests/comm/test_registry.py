@@ -13,9 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from interlace.comm.cuda import registry as registry_file
-from interlace.comm.cuda.registry import KEPT, Registry
+from interlace.comm.cuda.registry import Registry
 from interlace.comm.host.registered import Registered
 from interlace.comm.rendezvous.board import Board
 from interlace.errors import BackendError, ExecutorError, InterlaceError, PeerError
@@ -24,29 +25,6 @@ pytestmark = pytest.mark.timeout(60)
 
 T = TypeVar("T")
 LIMIT = 10.0
-
-
-class Store:
-    """What a Board needs of torch's store."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def set(self, key: str, text: str) -> None:
-        self._texts[key] = text
-
-    def get(self, key: str) -> str:
-        return self._texts[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._texts for key in keys)
-
-    def compare_set(self, key: str, expected: str, text: str) -> str:
-        assert expected == ""
-        return self._texts.setdefault(key, text)
-
-    def delete_key(self, key: str) -> bool:
-        return self._texts.pop(key, None) is not None
 
 
 class Driver:
@@ -99,7 +77,7 @@ class Team:
     """Ranks with a registry each."""
 
     def __init__(self, size: int = 2) -> None:
-        store = Store()
+        store = dist.HashStore()
         self.drivers = [Driver() for _ in range(size)]
         self.registries: list[Registry] = []
         for me, driver in enumerate(self.drivers):
@@ -173,89 +151,23 @@ def test_two_tensors_of_one_allocation_are_mapped_once() -> None:
     assert [driver.num_opened for driver in team.drivers] == [1, 1], "nor for another Program"
     team.let_go(held)
     assert [len(registry.mapped) for registry in team.registries] == [1, 1]
-    team.let_go(again)
-    assert [len(registry.mapped) for registry in team.registries] == [1, 1], "kept for the next"
-    team.register([{"w": t[0]} for t in whole])
-    assert [driver.num_opened for driver in team.drivers] == [1, 1]
+    for _ in range(2):
+        team.let_go(again)
+        assert [driver.open_now for driver in team.drivers] == [[], []]
 
 
 def test_memory_that_was_freed_and_allocated_anew_is_mapped_anew() -> None:
     team = Team()
     first = tensors_of(team)
     held = team.register([{"w": t} for t in first])
-    team.let_go(held)
     for driver, tensor in zip(team.drivers, first, strict=True):
         driver.free(tensor)
         driver.alloc(tensor)  # the same address, another allocation
-    held = team.register([{"w": t} for t in first])
-    assert [driver.num_opened for driver in team.drivers] == [2, 2]
-    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "the old one is unmapped"
+    more = team.register([{"w": t} for t in first])
+    assert [len(driver.open_now) for driver in team.drivers] == [2, 2], "the old one is in use"
     team.let_go(held)
-
-
-def test_what_is_gone_but_in_use_stays_mapped_until_it_is_let_go() -> None:
-    team = Team()
-    first, second = tensors_of(team), tensors_of(team)
-    held = team.register([{"w": t} for t in first])
-    for driver, tensor in zip(team.drivers, first, strict=True):
-        driver.free(tensor)
-    team.register([{"w": t} for t in second])
-    assert [len(driver.open_now) for driver in team.drivers] == [2, 2]
-    team.let_go(held)
-    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "no longer than that"
-
-
-def test_news_of_what_is_gone_is_told_again_where_the_exchange_failed() -> None:
-    team = Team()
-    first, second = tensors_of(team), tensors_of(team)
-    team.let_go(team.register([{"w": t} for t in first]))
-    for driver, tensor in zip(team.drivers, first, strict=True):
-        driver.free(tensor)
-    wanted = [{"w": t} for t in second]
-    errors = team.register(wanted, ExecutorError("it has no shape"))
-    assert all(isinstance(error, InterlaceError) for error in errors)
-    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "nobody heard of it yet"
-    team.register(wanted)
-    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "the second's alone"
-
-
-def test_few_that_nobody_uses_stay_and_the_least_lately_used_goes_first() -> None:
-    team = Team()
-    tensors = [tensors_of(team) for _ in range(KEPT + 3)]
-    for one in tensors:
-        team.let_go(team.register([{"w": t} for t in one]))
-    assert [len(registry.mapped) for registry in team.registries] == [KEPT, KEPT]
-    opened = team.drivers[0].num_opened
-    team.let_go(team.register([{"w": t} for t in tensors[-KEPT]]))
-    assert team.drivers[0].num_opened == opened
-    team.let_go(team.register([{"w": t} for t in tensors[0]]))
-    assert team.drivers[0].num_opened == opened + 1
-    team.let_go(team.register([{"w": t} for t in tensors[-KEPT]]))
-    assert team.drivers[0].num_opened == opened + 1, "it was used after the others"
-    for registry in team.registries:
-        registry.close()
-        registry.close()
-    assert [driver.open_now for driver in team.drivers] == [[], []]
-
-
-def test_so_many_stay_of_each_peer_and_not_of_all_together() -> None:
-    team = Team(4)
-    for one in [tensors_of(team) for _ in range(KEPT + 1)]:
-        team.let_go(team.register([{"w": t} for t in one]))
-    assert [len(registry.mapped) for registry in team.registries] == [3 * KEPT] * 4
-
-
-def test_what_is_in_use_at_the_end_of_a_team_stays_mapped_until_it_is_let_go() -> None:
-    team = Team()
-    held = team.register([{"w": t} for t in tensors_of(team)])
-    team.let_go(team.register([{"w": t} for t in tensors_of(team)]))
-    for registry in team.registries:
-        registry.close()
-    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "streams may not be done"
-    team.let_go(held)
-    assert [driver.open_now for driver in team.drivers] == [[], []]
-    team.let_go(held)
-    assert [driver.open_now for driver in team.drivers] == [[], []]
+    assert [len(driver.open_now) for driver in team.drivers] == [1, 1]
+    team.let_go(more)
 
 
 @pytest.mark.parametrize("broken", ["handle", "tensor_at"])
@@ -295,8 +207,6 @@ def test_any_error_is_told_to_every_rank_and_leaves_no_use(
     assert isinstance(mine.__cause__, RuntimeError)
     assert isinstance(other, BackendError), "at once, not after the time-out"
     assert str(other).endswith("RuntimeError: as planned")
-    for registry in team.registries:
-        registry.trim(0)
     assert [driver.open_now for driver in team.drivers] == [[], []]
 
 
@@ -319,40 +229,23 @@ def test_what_ends_in_the_midst_of_another_thing_keeps_the_books_right() -> None
             plain(base)
             if rest:
                 registry.let_go(rest.pop())
-                registry.trim(0)
 
         driver.close = close  # pyright: ignore[reportAttributeAccessIssue]
         registry.let_go(mine["w"])
-        registry.trim(0)
         assert driver.open_now == []
         assert len(registry.mapped) == 0
 
 
 def test_threads_let_go_while_another_registers() -> None:
     team = Team()
-    tensors = [tensors_of(team) for _ in range(3 * KEPT)]
-    wanted = [[{"w": t} for t in one] for one in tensors]
-    ended = threading.Event()
-
-    def trim(registry: Registry) -> None:
-        while not ended.wait(1e-5):
-            registry.trim(0)
-
+    tensors = tensors_of(team)
     with ThreadPoolExecutor(2) as threads:
-        trims = [threads.submit(trim, registry) for registry in team.registries]
-        try:
-            for one in wanted:
-                held = team.register(one)
-                copies = [list(mine["w"].mappings) for mine in held]
-                for registry, keys in zip(team.registries, copies, strict=True):
-                    assert all(registry.mapped[key].users == 1 for key in keys)
-                team.let_go(held)
-        finally:
-            ended.set()
-        for done in trims:
-            done.result()
-    for registry in team.registries:
-        registry.trim(0)
+        ends = [
+            threads.submit(team.let_go, team.register([{"w": t} for t in tensors]))
+            for _ in range(24)
+        ]
+        for end in ends:
+            end.result()
     assert [driver.open_now for driver in team.drivers] == [[], []]
 
 
@@ -385,8 +278,6 @@ def test_a_mapping_that_fails_is_told_to_every_rank_and_leaves_none() -> None:
     errors = team.register([{"w": t} for t in tensors])
     assert all(isinstance(error, BackendError) for error in errors)
     assert "peer access" in str(errors[0])
-    for registry in team.registries:
-        registry.trim(0)
     assert [driver.open_now for driver in team.drivers] == [[], [], []]
     team.drivers[2].mappable = True
     held = team.register([{"w": t} for t in tensors])

@@ -131,25 +131,6 @@ def test_other_spellings(pool: Pool, kind: type[Experts], seed: int) -> None:
         assert not found["different"]
 
 
-def infer(seed: int) -> list[str]:
-    """On one rank: equal groups without gradients, where there is one graph only."""
-    group = group_of(1)
-    module = filled(Grouped(group, torch.bfloat16), seed, True)
-    torch.manual_seed(seed + dist.get_rank())
-    x = torch.randint(-1, 2, (group.size() * EXPERTS, ROOM, DIM)).bfloat16()
-    options = {"timeout_s": 30.0, **STRATEGIES["peer"]}
-    with torch.no_grad(), capture() as captured:
-        compiled = torch.compile(module, backend="interlace", options=options, dynamic=False)
-        if not torch.equal(compiled(x), module(x)):
-            return ["different"]
-        (program,) = captured.programs
-    return [site.kind for site in program.sites if site.strategy == "peer"]
-
-
-def test_inference(pool: Pool, seed: int) -> None:
-    assert pool(2).run(infer, seed, timeout_s=100.0) == [[DISPATCH, COMBINE]] * 2
-
-
 def test_what_data_decide_stays_whole_and_says_so(pool: Pool, seed: int) -> None:
     args = (Counted, 1, "bfloat16", True, seed, STRATEGIES["peer"])
     for found in pool(2).run(compare, *args, timeout_s=100.0):

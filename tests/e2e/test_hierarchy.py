@@ -310,14 +310,15 @@ def test_a_host_that_vanishes_in_a_run_is_named(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipeline", "ring"])
 def test_where_the_host_of_the_store_vanishes_no_rank_blames_its_own_host(
-    hosts: Hosts, pairs: HostsPool, tmp_path: Path, seed: int
+    hosts: Hosts, pairs: HostsPool, strategy: str, tmp_path: Path, seed: int
 ) -> None:
     """Ranks of the other host cannot hear even each other then."""
     mark = tmp_path / "running"
     once_running(mark, lambda: hosts.cut_off(0))
     try:
-        found = pairs(4).run(run_on, str(mark), seed, None, "pipeline", replace=True)
+        found = pairs(4).run(run_on, str(mark), seed, None, strategy, replace=True)
     finally:
         hosts.join(0)
     for error, text, seconds in found[2:]:

@@ -1,8 +1,8 @@
 """Every strategy on real processes: what an Executor gives equals plain torch.distributed.
 
 Data are small integers, exact in bf16 as well, so equality is exact whatever the order of a sum.
-Each test runs all shapes (even, uneven, one row, empty) of one site, strategy and team with a drawn
-dtype. The slow tests take every dtype.
+Each test runs all shapes (even, uneven, one row, empty) of one site and strategy with a drawn team
+and dtype. The slow tests take every team and dtype.
 """
 
 from __future__ import annotations
@@ -64,15 +64,19 @@ def run_shapes(kind: str, strategy: str, ranks: int, dtype: str, seed: int) -> d
 
 
 @pytest.mark.parametrize(
-    "dtype", ["drawn", *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES)]
+    ("dtype", "ranks"),
+    [
+        ("drawn", 0),
+        *(pytest.param(d, n, marks=pytest.mark.slow) for d in DTYPES for n in (2, 3, 4)),
+    ],
 )
-@pytest.mark.parametrize("ranks", [2, 3, 4], ids=lambda n: f"{n}-ranks")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_torch_distributed(
     pool: Pool, kind: str, strategy: str, ranks: int, dtype: str, seed: int
 ) -> None:
     if dtype == "drawn":
-        dtype = random.Random(seed).choice([*DTYPES])
+        draw = random.Random(seed)
+        dtype, ranks = draw.choice([*DTYPES]), draw.choice((2, 3, 4))
     for wrong in pool(ranks).run(run_shapes, kind, strategy, ranks, dtype, seed):
-        assert not wrong, dtype
+        assert not wrong, (ranks, dtype)

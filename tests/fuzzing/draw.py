@@ -9,12 +9,14 @@ races, and what is then mutilated on one rank makes deadlocks. Every op of the I
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
 
 from tests.fuzzing.collectives import draw_collective, draw_in_flight, uneven
 
+from interlace.errors import ProgramError
 from interlace.ir import (
     Alloc,
     Buffer,
@@ -43,6 +45,7 @@ from interlace.ir import (
     View,
     Wait,
     Where,
+    validate,
 )
 from interlace.ir.sizes import numbers
 
@@ -439,3 +442,11 @@ class Draw:
             self.ops.append(
                 Notify(signal=signal, peer=RankIndex("tp", 1), team="tp", stream=self.stream())
             )
+
+
+def well_formed(rng: random.Random, num_steps: int) -> Program:
+    """A drawn Program that validates: no stray wait comes before its event."""
+    while True:
+        program = Draw(rng).program(num_steps)
+        with contextlib.suppress(ProgramError):
+            return validate(program)

@@ -157,7 +157,7 @@ def share_allocations(seed: int) -> list[str]:
 
     for number in range(4, 8):
         again(number)
-    if len(side.registry.mapped) > count + 2 * (world - 1):
+    if len(side.registry.mapped) > count - (world - 1):
         wrong.append(f"{len(side.registry.mapped)} mappings stay, of memory that is gone")
     return wrong
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.support.random_programs import random_program
+from tests.fuzzing.draw import well_formed
 
 from interlace.ir import Fused, bindings, in_order, parse, spots
 
@@ -46,7 +46,7 @@ def test_any_program(seed: int) -> None:
     rng = random.Random(seed)
     met = 0
     for _ in range(300):
-        program = random_program(rng, num_ops=25)
+        program = well_formed(rng, 12)
         met += any(isinstance(op, Fused) for op in program.ops)
         order = in_order(program.ops)
         assert sorted(order) == [spot for spot, _ in spots(program.ops)]

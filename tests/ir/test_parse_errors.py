@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.support.random_programs import random_program
+from tests.fuzzing.draw import well_formed
 
 from interlace.errors import ParseError, ProgramError
 from interlace.ir import parse, parse_set, validate
@@ -209,7 +209,7 @@ def test_broken_texts_raise_typed_errors(seed: int) -> None:
     """Malformed files end in ParseError or ProgramError, never in anything else."""
     rng = random.Random(seed)
     texts = [path.read_text() for path in GOLDEN]
-    texts += [str(random_program(rng, num_ops=12)) + "\n" for _ in range(20)]
+    texts += [str(well_formed(rng, 6)) + "\n" for _ in range(20)]
     refused = 0
     for _ in range(2500):
         text = broken(rng, rng.choice(texts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.support.random_programs import random_program
+from tests.fuzzing.draw import well_formed
 
 from interlace.errors import ProgramError, TeamError
 from interlace.ir import (
@@ -95,7 +95,7 @@ def test_boxes_agree_before_and_after(seed: int) -> None:
     rng = random.Random(seed)
     compared = 0
     for _ in range(40):
-        program = random_program(rng)
+        program = well_formed(rng, 12)
         rank = rng.choice(program.world)
         concrete = program.instantiate(rank)
         mine, its = program.boxes(rank), concrete.boxes(rank)
@@ -131,7 +131,7 @@ def test_every_op_tells_what_it_touches(seed: int) -> None:
     rng = random.Random(seed)
     kinds: set[type[Op]] = set()
     for _ in range(60):
-        for op in random_program(rng).ops:
+        for op in well_formed(rng, 12).ops:
             renamed = map_views(op, lambda view: View(f"new_{view.buffer}", view.steps))
             fresh = {buffer.name for buffer in getattr(op, "fresh", ())}
             for access in (*renamed.reads(), *renamed.writes()):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.fuzzing.draw import well_formed
 from tests.support.arbitrary_programs import Arbitrary
-from tests.support.random_programs import random_program
 
 from interlace.ir import Op, parse, parse_set, print_set, validate
 from interlace.strategies import REPLACED
@@ -45,7 +45,7 @@ def test_well_formed_programs(seed: int) -> None:
     rng = random.Random(seed)
     kinds: set[str] = set()
     for _ in range(1000):
-        program = random_program(rng, num_ops=rng.randint(5, 40))
+        program = well_formed(rng, rng.randint(2, 20))
         text = str(program)
         read = parse(text)
         assert read == program, text
@@ -60,7 +60,7 @@ def test_programs_of_one_rank(seed: int) -> None:
     """What `instantiate` gives is a Program like any other."""
     rng = random.Random(seed)
     for _ in range(60):
-        program = random_program(rng)
+        program = well_formed(rng, 12)
         concrete = program.instantiate(rng.choice(program.world))
         assert "rank +" not in str(concrete)
         assert parse(str(concrete)) == validate(concrete)

@@ -524,13 +524,6 @@ def test_a_team_that_goes_ends_what_it_made(team: TeamComm) -> None:
     assert old.begun.is_set()
 
 
-def test_a_team_that_goes_closes_its_registry(team: TeamComm) -> None:
-    side: Any = team.cuda(torch.device("cuda"), 5)
-    release_teams()
-    side.registry.close.assert_called_once()
-    assert not team.is_set_up
-
-
 def test_a_reset_that_cannot_be_sure_of_the_words_leaves_a_failure(team: TeamComm) -> None:
     """Peers hear of it, and do not wait."""
     side: Any = team.cuda(torch.device("cuda"), 5)

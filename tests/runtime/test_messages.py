@@ -52,6 +52,14 @@ def crossed(tp: Team[2], x: f32[3, 4]):
     return a, b, none
 """
 
+# From a rank to itself, of a strided view.
+OWN = """
+def own(tp: Team[2], x: f32[4, 3]):
+    y = empty(f32[3, 4])
+    main: group(recv(y, peer=tp.rank), send(x.permute(1, 0), peer=tp.rank))
+    return y
+"""
+
 SYNCED = """
 def synced(x: f32[4]):
     t = alloc(f32[4])
@@ -77,7 +85,9 @@ def run(text: str, backend: Backend, seed: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("text", "world"), [(CHAIN, 3), (CROSSED, 2)], ids=["chain", "crossed"])
+@pytest.mark.parametrize(
+    ("text", "world"), [(CHAIN, 3), (CROSSED, 2), (OWN, 2)], ids=["chain", "crossed", "own"]
+)
 def test_messages_arrive(pool: Pool, text: str, world: int, backend: str, seed: int) -> None:
     programs = parse_set(text)
     owner = {rank: program for program in programs for rank in program.world}

@@ -1,7 +1,6 @@
 """Operators of torch through texts that declare nothing, held against eager.
 
-    python -m tests.support.operator_sweep            # all of op_db: counts, and why not, by reason
-    python -m tests.support.operator_sweep --sample 50 --seed 3
+    print(sweep(sample=50, seed=3))            # counts, and why not, by reason; None: all of op_db
 
 A case is *equal* where the text that says nothing of what the operator writes or draws runs, and
 its results, what it leaves in its arguments and the state of the random numbers have eager's bits,
@@ -11,9 +10,7 @@ and no result lies in an argument's memory; *refused* where a typed error says w
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -252,7 +249,6 @@ class Tally:
 
     cases: Counter[str] = field(default_factory=Counter[str])
     by_op: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    form: dict[str, str] = field(default_factory=dict)
     refused: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     otherwise: list[str] = field(default_factory=list)
     unfit: dict[str, str] = field(default_factory=dict)
@@ -263,7 +259,6 @@ class Tally:
             return
         self.cases[outcome] += 1
         self.by_op[case.fn][outcome] += 1
-        self.form[case.fn] = case.form
         if outcome == "refused":
             self.refused[reason].add(case.fn)
         if outcome == "otherwise":
@@ -275,13 +270,10 @@ class Tally:
         return [fn for fn, found in self.by_op.items() if found["equal"] and not found["otherwise"]]
 
     def __str__(self) -> str:
-        forms = Counter(self.form.values())
-        runs = Counter(self.form[fn] for fn in self.running)
         lines = [
             f"{len(self.by_op)} overloads in {sum(self.cases.values())} cases: "
             f"{len(self.running)} run ({len(self.running) / max(len(self.by_op), 1):.1%}), "
             f"{len(self.otherwise)} cases run otherwise",
-            *(f"  {form}: {runs[form]} of {count} run" for form, count in sorted(forms.items())),
             f"cases: {self.cases['equal']} equal, {self.cases['refused']} refused",
             f"{len({*self.unfit} - {*self.by_op})} overloads without a case (eager raises, or "
             "differs from run to run)",
@@ -303,17 +295,3 @@ def sweep(sample: int | None = None, seed: int = 0) -> Tally:
         for case in cases(sample, seed):
             tally.add(case, *attempt(case))
     return tally
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sample", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    tally = sweep(given.sample, given.seed)
-    print(tally)
-    return bool(tally.otherwise)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

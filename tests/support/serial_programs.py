@@ -12,257 +12,204 @@ depend on the order of a reduction.
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from interlace.ir import (
-    Alloc,
-    Arg,
-    Buffer,
-    Call,
-    Collective,
-    Copy,
-    Dim,
-    DType,
-    Expect,
-    Get,
-    Group,
-    Notify,
-    Op,
-    Program,
-    Put,
-    RankIndex,
-    Recv,
-    Send,
-    Site,
-    Table,
-    TableEntry,
-    Team,
-    View,
-)
+import interlace
+from interlace.ir import Dim, Program
+from interlace.ir.build import Handle
 
 WIDTH = 3
-RANK = RankIndex("tp")
 
 
 class Maker:
-    """Grows a Program op by op."""
+    """Grows a Program step by step."""
 
     def __init__(self, rng: random.Random, world: int) -> None:
         self.rng, self.world = rng, world
-        self.team = Team("tp", world)
+        self.p = p = interlace.program("serial", team=world)
+        self.tp = p.tp
         rows = tuple(rng.choice((1, 2, 2, 3)) for _ in range(world))
         self.even = rng.random() < 0.6
         if self.even:
             rows = (rows[0],) * world
-        self.rows = rows
-        self.table = Table("rows", "tp", rows)
-        self.total = sum(rows)
-        self.part: Dim = rows[0] if self.even else TableEntry("rows", RANK)
-        self.parts: int | str = world if self.even else "rows"
-        self.ops: list[Op] = []
+        self.rows, self.total = rows, sum(rows)
+        table = p.table("rows", rows)
+        self.part: Dim = rows[0] if self.even else table[self.tp.rank]
+        self.parts = world if self.even else table
         self.count = 0
-        self.sites = 0
-        self.params = [
-            Buffer("x", DType.f32, (self.part, WIDTH), "input"),
-            Buffer("y", DType.f32, (self.total, WIDTH), "input"),
-            Buffer("w", DType.f32, (WIDTH, WIDTH), "input"),
-        ]
-        self.shards, self.fulls, self.owned = ["x"], ["y"], list[str]()
+        x, y = (
+            p.input(name, "f32", (size, WIDTH))
+            for name, size in (("x", self.part), ("y", self.total))
+        )
+        self.w = p.input("w", "f32", (WIDTH, WIDTH))
+        self.shards, self.fulls, self.owned = [x], [y], list[Handle]()
 
     def name(self, stem: str) -> str:
         """A new name."""
         self.count += 1
         return f"{stem}{self.count}"
 
-    def site(self) -> int | None:
-        """Sometimes a new site."""
-        if self.rng.random() < 0.5:
-            return None
-        self.sites += 1
-        return self.sites
+    def at_site(self) -> AbstractContextManager[object]:
+        """Sometimes a new site, of the ops inside."""
+        return nullcontext() if self.rng.random() < 0.5 else self.p.site("all_gather")
 
-    def alloc(self, rows: Dim, kind: str = "fresh") -> str:
-        """A buffer of rows."""
-        name = self.name("b")
-        team = "tp" if kind == "symmetric" else None
-        self.ops.append(Alloc(buffer=Buffer(name, DType.f32, (rows, WIDTH), kind, team)))
-        return name
+    def empty(self, rows: Dim) -> Handle:
+        return self.p.empty(self.name("b"), "f32", (rows, WIDTH))
 
-    def call(self, fn: str, *args: Arg, rows: Dim) -> str:
+    def local(self) -> Handle:
+        return self.p.alloc(self.name("b"), "f32", (self.total, WIDTH))
+
+    def symmetric(self) -> Handle:
+        return self.p.alloc(self.name("b"), "f32", (self.total, WIDTH), symmetric=self.tp)
+
+    def call(self, fn: str, *args: object, rows: Dim) -> Handle:
         """A call with a fresh result, kept small."""
-        raw, name = self.name("t"), self.name("t")
-        made = Buffer(raw, DType.f32, (rows, WIDTH), "fresh")
-        self.ops.append(Call(fn=fn, args=args, fresh=(made,)))
-        small = Buffer(name, DType.f32, (rows, WIDTH), "fresh")
-        self.ops.append(Call(fn="aten.remainder.Scalar", args=(View(raw), 5), fresh=(small,)))
-        self.owned.append(name)
-        return name
+        raw, small = (self.p.fresh(self.name("t"), "f32", (rows, WIDTH)) for _ in range(2))
+        self.p.call(fn, *args, out=raw)
+        self.p.call("aten.remainder.Scalar", raw, 5, out=small)
+        self.owned.append(small)
+        return small
 
-    def pick(self, full: bool) -> str:
+    def keep(self, value: Handle, factor: int = 1) -> None:
+        """A product of a full value is one of the values from now on."""
+        self.fulls.append(self.call("aten.mul.Tensor", value, factor, rows=self.total))
+
+    def pick(self, full: bool) -> Handle:
         """A value so far, the late ones more often."""
         values = self.fulls if full else self.shards
         return self.rng.choice(values[-3:] + values)
 
-    def chunk(self, name: str, offset: int = 0) -> View:
+    def chunk(self, value: Handle, offset: int = 0) -> Handle:
         """The rows of a full value that belong to a rank."""
-        return View(name).chunk(RankIndex("tp", offset), self.parts)
+        return value.chunk(self.tp.rank + offset, self.parts)
 
     # what a step may be
 
     def pointwise(self) -> None:
         full = self.rng.random() < 0.5
-        a, b = View(self.pick(full)), View(self.pick(full))
+        a, b = self.pick(full), self.pick(full)
         rows = self.total if full else self.part
-        other: Arg = b if self.rng.random() < 0.5 else 3
-        fn = "aten.add.Tensor" if other is b else "aten.mul.Tensor"
+        fn, other = self.rng.choice((("aten.add.Tensor", b), ("aten.mul.Tensor", 3)))
         (self.fulls if full else self.shards).append(self.call(fn, a, other, rows=rows))
 
     def matmul(self) -> None:
         full = self.rng.random() < 0.6
         rows = self.total if full else self.part
-        made = self.call("aten.mm.default", View(self.pick(full)), View("w"), rows=rows)
+        made = self.call("aten.mm.default", self.pick(full), self.w, rows=rows)
         (self.fulls if full else self.shards).append(made)
 
     def chunked(self) -> None:
-        src, out = self.pick(True), self.alloc(self.total, "local")
+        src, out = self.pick(True), self.local()
         for offset in self.rng.sample(range(self.world), self.world):
-            chunk = self.chunk(src, offset)
-            self.ops.append(
-                Call(fn="aten.mm.out", args=(chunk, View("w")), outs=(self.chunk(out, offset),))
-            )
-        self.fulls.append(self.call("aten.mul.Tensor", View(out), 1, rows=self.total))
+            self.p.mm(self.chunk(src, offset), self.w, self.chunk(out, offset))
+        self.keep(out)
 
     def in_place(self) -> None:
         if self.owned:
-            name = self.rng.choice(self.owned)
-            self.ops.append(
-                Call(fn="aten.add_.Scalar", args=(View(name), 1), outs=(View(name),), mutates=True)
-            )
+            value = self.rng.choice(self.owned)
+            self.p.call("aten.add_.Scalar", value, 1, out=value, mutates=True)
 
     def gather(self) -> None:
         if not self.even:
             self.gather_get()
             return
-        out = self.alloc(self.total)
-        src = View(self.pick(False))
-        self.ops.append(
-            Collective(kind="all_gather", team="tp", src=src, dst=View(out), site=self.site())
-        )
+        src, out = self.pick(False), self.empty(self.total)
+        with self.at_site():
+            self.p.all_gather(src, out)
         self.fulls.append(out)
 
     def scatter(self) -> None:
         if self.even:
-            src, out = View(self.pick(True)), self.alloc(self.part)
-            self.ops.append(
-                Collective(kind="reduce_scatter", team="tp", src=src, dst=View(out), reduce="sum")
-            )
-            self.shards.append(self.call("aten.mul.Tensor", View(out), 1, rows=self.part))
+            src, out = self.pick(True), self.empty(self.part)
+            self.p.reduce_scatter(src, out, reduce="sum")
+            self.shards.append(self.call("aten.mul.Tensor", out, 1, rows=self.part))
 
     def reduce(self) -> None:
-        src, out = View(self.pick(True)), self.alloc(self.total)
-        self.ops.append(
-            Collective(kind="all_reduce", team="tp", src=src, dst=View(out), reduce="sum")
-        )
+        src, out = self.pick(True), self.empty(self.total)
+        self.p.all_reduce(src, out, reduce="sum")
         if self.rng.random() < 0.7:
-            self.fulls.append(self.call("aten.mul.Tensor", View(out), 1, rows=self.total))
+            self.keep(out)
         else:
             self.fulls.append(out)
 
     def gather_get(self) -> None:
         """Every rank offers its rows, and pulls those of the others; used in place."""
-        src, site = View(self.pick(False)), self.site()
-        full, ready = self.alloc(self.total, "symmetric"), self.name("ready")
-        self.ops.append(Copy(src=src, dst=self.chunk(full), site=site))
-        self.ops.append(Notify(signal=ready, peer=self.team.others, team="tp", site=site))
-        out = self.alloc(self.total, "local")
-        for offset in range(self.world):
-            chunk, peer = self.chunk(full, offset), RankIndex("tp", offset)
-            if offset:
-                self.ops.append(Expect(signal=ready, peer=peer, team="tp", site=site))
-                self.ops.append(Get(src=chunk, peer=peer, team="tp", site=site))
-            self.ops.append(
-                Call(
-                    fn="aten.mm.out",
-                    args=(chunk, View("w")),
-                    outs=(self.chunk(out, offset),),
-                    site=site,
-                )
-            )
-        self.fulls.append(self.call("aten.mul.Tensor", View(full), 2, rows=self.total))
-        self.fulls.append(self.call("aten.mul.Tensor", View(out), 1, rows=self.total))
+        p, me = self.p, self.tp.rank
+        src, full, ready, out = self.pick(False), self.symmetric(), self.name("ready"), self.local()
+        with self.at_site():
+            p.copy(src, self.chunk(full))
+            p.notify(ready, to=self.tp.others)
+            for offset in range(self.world):
+                chunk = self.chunk(full, offset)
+                if offset:
+                    p.expect(ready, me + offset)
+                    p.get(chunk, peer=me + offset)
+                p.mm(chunk, self.w, self.chunk(out, offset))
+        self.keep(full, 2)
+        self.keep(out)
 
     def gather_put(self) -> None:
         """Every rank pushes its rows to the others."""
-        src, site = View(self.pick(False)), self.site()
-        full, arrived = self.alloc(self.total, "symmetric"), self.name("arrived")
-        self.ops.append(Copy(src=src, dst=self.chunk(full), site=site))
-        for offset in range(1, self.world):
-            peer = RankIndex("tp", offset)
-            dst = self.chunk(full)
-            self.ops.append(Put(src=src, dst=dst, peer=peer, team="tp", site=site))
-            self.ops.append(Notify(signal=arrived, peer=peer, team="tp", site=site))
-        for offset in range(1, self.world):
-            peer = RankIndex("tp", offset)
-            self.ops.append(Expect(signal=arrived, peer=peer, team="tp", site=site))
-        self.fulls.append(self.call("aten.mul.Tensor", View(full), 1, rows=self.total))
+        p, peers = self.p, [self.tp.rank + offset for offset in range(1, self.world)]
+        src, full, arrived = self.pick(False), self.symmetric(), self.name("arrived")
+        with self.at_site():
+            p.copy(src, self.chunk(full))
+            for peer in peers:
+                p.put(src, self.chunk(full), peer=peer)
+                p.notify(arrived, to=peer)
+            for peer in peers:
+                p.expect(arrived, peer)
+        self.keep(full)
 
     def relay(self) -> None:
         """Rows go round the ring, one rank at a time: a signal grows with every step."""
-        src, site = View(self.pick(False)), self.site()
-        full, step = self.alloc(self.total, "symmetric"), self.name("step")
-        self.ops.append(Copy(src=src, dst=self.chunk(full), site=site))
-        for hop in range(1, self.world):
-            self.ops.append(
-                Notify(signal=step, peer=RankIndex("tp", 1), team="tp", value=hop, site=site)
-            )
-            back = RankIndex("tp", -1)
-            self.ops.append(Expect(signal=step, peer=back, team="tp", value=hop, site=site))
-            self.ops.append(Get(src=self.chunk(full, -hop), peer=back, team="tp", site=site))
-        self.fulls.append(self.call("aten.mul.Tensor", View(full), 1, rows=self.total))
+        p, me = self.p, self.tp.rank
+        src, full, step = self.pick(False), self.symmetric(), self.name("step")
+        with self.at_site():
+            p.copy(src, self.chunk(full))
+            for hop in range(1, self.world):
+                p.notify(step, to=me + 1, value=hop)
+                p.expect(step, me - 1, value=hop)
+                p.get(self.chunk(full, -hop), peer=me - 1)
+        self.keep(full)
 
     def ring(self) -> None:
         """Rows go round the ring in messages."""
-        src, site, full = View(self.pick(False)), self.site(), self.alloc(self.total)
-        self.ops.append(Copy(src=src, dst=self.chunk(full), site=site))
-        for hop in range(1, self.world):
-            give, take = self.chunk(full, 1 - hop), self.chunk(full, -hop)
-            messages = (
-                Send(src=give, peer=RankIndex("tp", 1), team="tp", site=site),
-                Recv(dst=take, peer=RankIndex("tp", -1), team="tp", site=site),
-            )
-            self.ops.append(Group(ops=messages, site=site))
+        p, me = self.p, self.tp.rank
+        src, full = self.pick(False), self.empty(self.total)
+        with self.at_site():
+            p.copy(src, self.chunk(full))
+            for hop in range(1, self.world):
+                with p.group():
+                    p.send(self.chunk(full, 1 - hop), peer=me + 1)
+                    p.recv(self.chunk(full, -hop), peer=me - 1)
         self.fulls.append(full)
 
     def fence(self) -> None:
         """Rows pushed to the next rank; a collective tells that they are there."""
-        src, site = View(self.pick(False)), self.site()
-        full = self.alloc(self.total, "symmetric")
-        self.ops.append(Copy(src=View(self.pick(True)), dst=View(full), site=site))
-        self.ops.append(Collective(kind="barrier", team="tp", site=site))
-        peer = RankIndex("tp", 1)
-        self.ops.append(Put(src=src, dst=self.chunk(full), peer=peer, team="tp", site=site))
-        self.ops.append(Collective(kind="barrier", team="tp", site=site))
-        self.fulls.append(self.call("aten.mul.Tensor", View(full), 1, rows=self.total))
+        p, src, full = self.p, self.pick(False), self.symmetric()
+        with self.at_site():
+            p.copy(self.pick(True), full)
+            p.barrier()
+            p.put(src, self.chunk(full), peer=self.tp.rank + 1)
+            p.barrier()
+        self.keep(full)
 
     def two_hops(self) -> None:
         """Rows pushed two ranks on; the signal comes by way of the rank between."""
         if self.world < 3:
             return
-        src, site = View(self.pick(False)), self.site()
-        full, first, second = (
-            self.alloc(self.total, "symmetric"),
-            self.name("first"),
-            self.name("second"),
-        )
-        self.ops.append(Copy(src=View(self.pick(True)), dst=View(full), site=site))
-        self.ops.append(Collective(kind="barrier", team="tp"))
-        far, on, back = RankIndex("tp", 2), RankIndex("tp", 1), RankIndex("tp", -1)
-        self.ops.append(Put(src=src, dst=self.chunk(full), peer=far, team="tp", site=site))
-        for signal in (first, second):
-            self.ops.append(Notify(signal=signal, peer=on, team="tp", site=site))
-            self.ops.append(Expect(signal=signal, peer=back, team="tp", site=site))
-        self.fulls.append(self.call("aten.mul.Tensor", View(full), 1, rows=self.total))
+        p, me, src, full = self.p, self.tp.rank, self.pick(False), self.symmetric()
+        with self.at_site():
+            p.copy(self.pick(True), full)
+            p.barrier()
+            p.put(src, self.chunk(full), peer=me + 2)
+            for signal in (self.name("first"), self.name("second")):
+                p.notify(signal, to=me + 1)
+                p.expect(signal, me - 1)
+        self.keep(full)
 
     def program(self, length: int, fences: bool) -> Program:
         """A Program of `length` such steps, which returns some of what it computed."""
@@ -274,16 +221,8 @@ class Maker:
         for _ in range(length):
             self.rng.choice(steps)()
         values = [*self.shards[1:], *self.fulls[1:]]
-        kept = self.rng.sample(values, min(len(values), 1 + len(values) // 3))
-        return Program(
-            name="serial",
-            teams=(self.team,),
-            tables=(self.table,),
-            params=tuple(self.params),
-            ops=tuple(self.ops),
-            results=tuple(map(View, kept)),
-            sites=tuple(Site(id=i + 1, kind="all_gather") for i in range(self.sites)),
-        )
+        self.p.returns(*self.rng.sample(values, min(len(values), 1 + len(values) // 3)))
+        return self.p.program
 
     def inputs(self) -> list[list[torch.Tensor]]:
         """Small integers for every rank."""

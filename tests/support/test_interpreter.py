@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tests.support.interpreter import Deadlock, LifetimeFault, run_ranks
 
-from interlace.ir import (
-    Alloc,
-    Buffer,
-    Call,
-    Collective,
-    Copy,
-    DType,
-    Expect,
-    Free,
-    Get,
-    Group,
-    Notify,
-    Op,
-    Program,
-    Put,
-    RankIndex,
-    Record,
-    Recv,
-    Send,
-    Team,
-    View,
-    Wait,
-)
-
-TP = Team("tp", 3)
-X = Buffer("x", DType.f32, (2, 2), "input")
-FULL = Buffer("full", DType.f32, (6, 2), "fresh")
-SLOT = Buffer("slot", DType.f32, (6, 2), "symmetric", "tp")
+from interlace.ir import Program, parse
 
 
-def program(*ops: Op, **fields: Any) -> Program:
-    fields.setdefault("results", (View("full"),))
-    return Program(teams=(TP,), params=(X,), ops=ops, **fields)
+def program(*lines: str) -> Program:
+    body = "\n".join(f"    {line}" for line in lines)
+    return parse(f"def f(tp: Team[3], x: f32[2, 2]):\n{body}\n")
 
 
 def inputs() -> list[list[torch.Tensor]]:
@@ -51,53 +22,46 @@ def gathered() -> torch.Tensor:
     return torch.cat([x for (x,) in inputs()])
 
 
-ME, NEXT, PREVIOUS = RankIndex("tp"), RankIndex("tp", 1), RankIndex("tp", -1)
-
-
-def mine(name: str, index: RankIndex = ME) -> View:
-    return View(name).chunk(index, 3)
+FULL, RETURN = "full = empty(f32[6, 2])", "return full"
+SLOT = "slot = alloc(f32[6, 2], symmetric=tp)"
+TAKEN = (FULL, "main: copy(slot, full)", "main: free(slot)", RETURN)
 
 
 def test_a_collective_gathers_in_team_order() -> None:
-    ops = (
-        Alloc(buffer=FULL),
-        Collective(kind="all_gather", team="tp", src=View("x"), dst=View("full")),
-    )
-    for (result,) in run_ranks(program(*ops), inputs()):
+    for (result,) in run_ranks(
+        program(FULL, "main: all_gather(x, full, team=tp)", RETURN), inputs()
+    ):
         assert torch.equal(result, gathered())
 
 
 def test_a_ring_of_sends_gathers(seed: int) -> None:
-    ops: list[Op] = [Alloc(buffer=FULL), Copy(src=View("x"), dst=mine("full"))]
-    for k in range(2):
-        send = Send(src=mine("full", ME - k), peer=NEXT, team="tp")
-        recv = Recv(dst=mine("full", ME - k - 1), peer=PREVIOUS, team="tp")
-        ops.append(Group(ops=(send, recv), stream="comm"))
-    events = [Record(event="e"), Wait(event="e", stream="comm")]
-    for (result,) in run_ranks(program(*ops[:2], *events, *ops[2:]), inputs(), seed=seed):
+    made = program(
+        FULL,
+        "main: copy(x, full[tp.rank])",
+        "main: record(e)",
+        "comm: wait(e)",
+        "comm: group(send(full[tp.rank], peer=tp.rank + 1), "
+        "recv(full[tp.rank - 1], peer=tp.rank - 1))",
+        "comm: group(send(full[tp.rank - 1], peer=tp.rank + 1), "
+        "recv(full[tp.rank - 2], peer=tp.rank - 1))",
+        RETURN,
+    )
+    for (result,) in run_ranks(made, inputs(), seed=seed):
         assert torch.equal(result, gathered())
 
 
 def test_sends_outside_a_group_deadlock() -> None:
-    ops = (
-        Alloc(buffer=FULL),
-        Send(src=View("x"), peer=NEXT, team="tp"),
-        Recv(dst=mine("full"), peer=PREVIOUS, team="tp"),
-    )
+    ops = "main: send(x, peer=tp.rank + 1)", "main: recv(full[tp.rank], peer=tp.rank - 1)"
     with pytest.raises(Deadlock, match="rank 2"):
-        run_ranks(program(*ops), inputs())
+        run_ranks(program(FULL, *ops, RETURN), inputs())
 
 
 def peer_gather(notify: bool = True) -> Program:
-    ops: list[Op] = [Alloc(buffer=SLOT), Copy(src=View("x"), dst=mine("slot"))]
-    if notify:
-        ops.append(Notify(signal="ready", peer=TP.others, team="tp"))
-    for k in (1, 2):
-        if notify:
-            ops.append(Expect(signal="ready", peer=ME + k, team="tp"))
-        ops.append(Get(src=mine("slot", ME + k), peer=ME + k, team="tp"))
-    ops += [Alloc(buffer=FULL), Copy(src=View("slot"), dst=View("full")), Free(buffer="slot")]
-    return program(*ops)
+    ops = [SLOT, "main: copy(x, slot[tp.rank])", *["main: notify(ready, to=tp.others)"] * notify]
+    for peer in ("tp.rank + 1", "tp.rank + 2"):
+        ops += [f"main: expect(ready, {peer})"] * notify
+        ops.append(f"main: get(slot[{peer}], peer={peer})")
+    return program(*ops, *TAKEN)
 
 
 @pytest.mark.parametrize("runs", [1, 4])
@@ -115,33 +79,29 @@ def test_an_unannounced_get_reads_poison_in_some_interleaving() -> None:
 
 
 def test_puts_arrive(seed: int) -> None:
-    ops: list[Op] = [Alloc(buffer=SLOT)]
-    for k in (0, 1, 2):
-        ops.append(Put(src=View("x"), dst=mine("slot"), peer=ME + k, team="tp"))
-    ops += [Notify(signal="put", peer=TP.others, team="tp")]
-    ops += [Expect(signal="put", peer=TP.others, team="tp"), Alloc(buffer=FULL)]
-    ops += [Copy(src=View("slot"), dst=View("full")), Free(buffer="slot")]
-    for (result,) in run_ranks(program(*ops), inputs(), seed=seed, runs=3):
+    made = program(
+        SLOT,
+        *(f"main: put(x, slot[tp.rank], peer=tp.rank + {k})" for k in (0, 1, 2)),
+        "main: notify(put, to=tp.others)",
+        "main: expect(put, tp.others)",
+        *TAKEN,
+    )
+    for (result,) in run_ranks(made, inputs(), seed=seed, runs=3):
         assert torch.equal(result, gathered())
 
 
 def test_use_after_free_is_a_fault() -> None:
-    local = Buffer("t", DType.f32, (2, 2))
-    ops = (Alloc(buffer=local), Free(buffer="t"), Copy(src=View("x"), dst=View("t")))
+    made = program("t = alloc(f32[2, 2])", "main: free(t)", "main: copy(x, t)")
     with pytest.raises(LifetimeFault, match="t after its free"):
-        run_ranks(program(*ops, results=()), inputs())
+        run_ranks(made, inputs())
 
 
 def test_unordered_streams_read_poison_in_some_interleaving_and_never_in_order() -> None:
-    local = Buffer("t", DType.f32, (2, 2))
-    twice = Call(
-        fn="aten.add.Tensor",
-        args=(View("t"), View("t")),
-        fresh=(Buffer("y", DType.f32, (2, 2), "fresh"),),
-        stream="side",
-    )
     made = program(
-        Alloc(buffer=local), Copy(src=View("x"), dst=View("t")), twice, results=(View("y"),)
+        "t = alloc(f32[2, 2])",
+        "main: copy(x, t)",
+        'side: call("aten.add.Tensor", t, t, out=(y := f32[2, 2]))',
+        "return y",
     )
     for (result,), (x,) in zip(run_ranks(made, inputs(), in_order=True), inputs(), strict=True):
         assert torch.equal(result, x + x)

@@ -312,9 +312,7 @@ class HostsControl(Control):
         self._publish()
 
     def behind(self) -> str:
-        """Where the ranks stand that do not answer; or all others, if they do."""
-        self._ask()
-        return self.where(self.silent() or [n for n, _ in self._peers])
+        return self.where([n for n, _ in self._peers])
 
     def silent(self) -> list[int]:
         """Who did not answer: of ranks on this host, where the store is out of reach, that means
@@ -325,12 +323,15 @@ class HostsControl(Control):
         return silent
 
     def where(self, members: Sequence[int]) -> str:
+        """Who is missing, and where each of them stands. A member that answered waits for somebody
+        else, as in a ring: where all did, the ranks that did not answer are named instead."""
         self._ask()
+        silent = self.silent()
+        shown = [n for n in members if n in silent]
+        text = super().where(shown or (silent if members else ()) or members)
         if self._lost:
-            there = [n for n in members if self._hosts[n] != self._hosts[self.me]]
-            lost = "the store of the job does not answer: its host may be out of reach"
-            return "\n".join(filter(None, [super().where(there or members), lost]))
-        return super().where(members)
+            text += "\nthe store of the job does not answer: its host may be out of reach"
+        return text.lstrip()
 
     def _ask(self, awaits: bool = True) -> None:
         """Has the peers on all such teams say where they are, unless they just did. Where all of

@@ -52,7 +52,7 @@ from interlace.comm.control import NBYTES, Control, called_reset
 from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import LOOK_EVERY_S, STORE_S, Board, Note, Party, meet, named
-from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, identity, precedes
+from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, precedes
 from interlace.errors import BackendError, InterlaceError, TeamError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class TeamComm:
     @property
     def hosts(self) -> tuple[str, ...]:
         """The host of each rank, once its processes have met."""
-        return tuple(self.party.hosts[rank] for rank in self.ranks)
+        return tuple(self.party.facts[rank]["host"] for rank in self.ranks)
 
     @property
     def by_host(self) -> tuple[tuple[int, ...], ...]:
@@ -206,11 +206,9 @@ class TeamComm:
         if self._control is not None:
             return
         meet([self], "set up its team", timeout_s)
-        note: Note = {"process": list(identity())}
-        topic = f"{self.topic}/setup/{self.num_prepared}"
-        notes = self.board.exchange(f"{topic}/hello", note, timeout_s)
+        topic, facts = f"{self.topic}/setup/{self.num_prepared}", self.party.facts
         with self.board.attending([f"{topic}/memory", f"{topic}/control"]):  # who comes next
-            lives = [PeerProcess.of(*n["process"]) for n in notes]
+            lives = [PeerProcess.of(*facts[rank]["process"]) for rank in self.ranks]
         if self.apart:
             self.backend("gloo", "cpu", timeout_s)
             store = apart(c10d._get_default_store(), timeout_s)
@@ -218,8 +216,10 @@ class TeamComm:
             board.lives.update(zip(self.ranks, lives, strict=True))
             own = weakref.proxy(self)
             gloo = lambda: own.backend("gloo", "cpu", timeout_s)  # noqa: E731
-            facts = self._names(), board, f"{topic}/control", gloo, between_hosts
-            control: Control = HostsControl(self.name, self.ranks, self.me, *facts)
+            store_facts = self._names(), board, f"{topic}/control"
+            control: Control = HostsControl(
+                self.name, self.ranks, self.me, *store_facts, gloo, between_hosts
+            )
         else:
             shared = share(self.board, topic, NBYTES, {}, timeout_s)
             cells = [segment.cells for segment in shared.segments]
@@ -412,8 +412,6 @@ class TeamComm:
         finally:
             self._control = None
             self.slots.slots.clear()
-            if self._cuda is not None:
-                self._cuda.registry.close()  # what is in use stays mapped until it is let go
             self._cuda = None
             for life in self._lives:
                 life.close()

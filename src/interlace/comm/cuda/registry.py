@@ -9,9 +9,7 @@ Note [Mapped once]
     A handle names a whole allocation (a segment of torch's caching allocator). Ranks exchange, once
     for all parameters of a Program, the handle, the driver's number of the allocation, which is
     never used again, and where in it the tensor lies. A mapping stands under (member, number) and
-    counts its users: tensors of one allocation, and Programs, share it. A few without users stay
-    for the next Program. One whose allocation is gone, as its rank tells, ends at once, or with its
-    last user: CUDA leaves open what memory that is freed while others map it contains.
+    counts its users: tensors of one allocation, and Programs, share it. It ends with its last user.
 
 Note [Let go at any time]
     Executors end in any thread, and in finalizers, which may begin amid what is done here, in the
@@ -24,10 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,9 +37,6 @@ from interlace.errors import BackendError, InterlaceError
 if TYPE_CHECKING:
     from interlace.comm.teams import TeamComm
 
-KEPT = 8
-"""Mappings for each peer that nobody uses and that stay all the same."""
-
 Key = tuple[int, int]
 
 
@@ -52,8 +46,6 @@ class MappedAllocation:
 
     base: int
     users: int = 1
-    gone: bool = False
-    """True if its rank has freed it: it is unmapped with its last user."""
 
 
 class Registry:
@@ -61,11 +53,9 @@ class Registry:
 
     def __init__(self, team: TeamComm, driver: Driver, device: torch.device) -> None:
         self._team, self._driver, self._device = team, driver, device
-        self._kept = KEPT * (len(team.ranks) - 1)
         self._lock = threading.RLock()
-        self.mapped: OrderedDict[Key, MappedAllocation] = OrderedDict()
-        """Allocations of peers that are mapped here, the last one used last."""
-        self._told: dict[int, int] = {}
+        self.mapped: dict[Key, MappedAllocation] = {}
+        """Allocations of peers that are mapped here."""
 
     def register(
         self,
@@ -76,21 +66,16 @@ class Registry:
         timeout_s: float,
     ) -> dict[str, Registered]:
         """Makes these tensors reachable on every rank of the team, or raises on every rank."""
-        team, gone = self._team, list[int]()
-        note: Note = {"gone": gone}
+        team, note = self._team, dict[str, Any]()
         problem: InterlaceError | None = None
         try:
-            gone += self._gone()
-            note["params"] = {n: self._describe(n, *wanted[n]) for n in sorted(wanted)}
+            note = {name: self._describe(name, *wanted[name]) for name in sorted(wanted)}
         except Exception as error:
             problem = _as_ours(error, "told to its peers")
         notes, written = tell(team, topic, note, writes, problem, timeout_s)
         held: dict[str, Registered] = {}
         with contextlib.ExitStack() as failed:
             try:
-                for member, theirs in enumerate(notes):
-                    for number in theirs["gone"]:
-                        self._forget((member, number))
                 for name, (tensor, nbytes) in wanted.items():
                     copies, keys = self._map(name, tensor, nbytes, notes)
                     facts = name in written, name in inputs
@@ -101,10 +86,6 @@ class Registry:
             place = f"{team.topic}/registered/{topic}/mapped parameters"
             team.board.exchange(place, {}, timeout_s, problem=problem)
             failed.pop_all()
-        with self._lock:  # all peers came here, so each has heard what is gone
-            for number in gone:
-                self._told.pop(number, None)
-        self.trim(self._kept)
         return held
 
     def _describe(self, name: str, tensor: torch.Tensor, nbytes: int) -> list[str | int]:
@@ -125,10 +106,7 @@ class Registry:
                 f"the registered parameter {name!r} spans several allocations of CUDA memory: "
                 "register a tensor that lies in one, such as torch.empty makes it"
             )
-        number = driver.buffer_id(base)
-        with self._lock:
-            self._told[number] = base
-        return [driver.handle(base), number, address - base]
+        return [driver.handle(base), driver.buffer_id(base), address - base]
 
     def _map(
         self, name: str, tensor: torch.Tensor, nbytes: int, notes: list[Note]
@@ -139,7 +117,7 @@ class Registry:
         keys: list[Key] = []
         try:
             for member, theirs in enumerate(notes):
-                handle, number, offset = theirs["params"][name]
+                handle, number, offset = theirs[name]
                 address, key = tensor.data_ptr(), (member, int(number))
                 if member != self._team.me:
                     address = self._use(key, handle).base + int(offset)
@@ -156,7 +134,6 @@ class Registry:
             if mapping is not None:
                 mapping.users += 1
                 if self.mapped.get(key) is mapping:  # a finalizer may have ended it before
-                    self.mapped.move_to_end(key)
                     return mapping
             mapping = self.mapped[key] = MappedAllocation(self._driver.open(handle))
             return mapping
@@ -164,51 +141,18 @@ class Registry:
     def let_go(self, held: Registered) -> None:
         """Releases a tensor that `register` returned; no run that used it may be under way."""
         self._release(held.mappings)
-        self.trim(self._kept)
 
     def _release(self, keys: Iterable[Key]) -> None:
         with self._lock:
             for key in keys:
                 mapping = self.mapped.get(key)
-                if mapping is not None:
-                    mapping.users -= 1
-                    if mapping.gone:
-                        self._close_idle(key)
-
-    def trim(self, kept: int) -> None:
-        """Ends mappings that nobody uses, but for so many."""
-        with self._lock:
-            idle = [key for key, mapping in list(self.mapped.items()) if not mapping.users]
-            for key in idle[: max(len(idle) - kept, 0)]:
-                self._close_idle(key)
-
-    def _forget(self, key: Key) -> None:
-        """The allocation is gone: the mapping goes too, now or with its last user."""
-        with self._lock:
-            mapping = self.mapped.get(key)
-            if mapping is not None:
-                mapping.gone = True
-                self._close_idle(key)
-
-    def _close_idle(self, key: Key) -> None:
-        mapping = self.mapped.get(key)
-        if mapping is None or mapping.users:
-            return
-        if self.mapped.pop(key, None) is mapping:  # else a finalizer was faster
-            on_gpu = self._device.type == "cuda"
-            with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
-                self._driver.close(mapping.base)
-
-    def _gone(self) -> list[int]:
-        """This rank's allocations that peers were told of and that are freed since."""
-        with self._lock:
-            told = list(self._told.items())
-        return [number for number, base in told if self._driver.buffer_id(base) != number]
-
-    def close(self) -> None:
-        """The team ends: so do mappings that nobody uses, and the others when they are let go."""
-        self._kept = 0
-        self.trim(0)
+                if mapping is None:
+                    continue
+                mapping.users -= 1
+                if not mapping.users and self.mapped.pop(key, None) is mapping:
+                    on_gpu = self._device.type == "cuda"
+                    with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
+                        self._driver.close(mapping.base)
 
 
 def _as_ours(error: Exception, what: str) -> InterlaceError:

@@ -168,7 +168,6 @@ class CudaSide:
         with self._lock:
             self.access.rest(REST_S)
             self.generation += 1
-            self.registry.trim(0)
             self.run = self.closed = 0
             self.teller = None
             self.driver.fill(self.heap.address(self.me, self._ended), 0, self.size)

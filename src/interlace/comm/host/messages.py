@@ -1,25 +1,17 @@
 """Send and Recv: a rendezvous of two ranks, alone or in a Group whose members block no other.
 
-Both sides meet in shared memory first; the bytes then go by the team's backend or, with the
-backend `peer`, through the sender's segment. So a message that nobody takes leaves no half-done
-operation in a backend, and a time-out can say who did not come.
+The sides meet in the backend itself, gloo or UCC; `peer` has none, and messages go by gloo. A side
+that leaves a message because of a failure cuts gloo's connections, so that none of its peers stays
+behind: they find the failure in the control block, and `reset()` makes new connections.
 
     exchange([Transfer(..., sends=True), Transfer(..., sends=False)], [a, b], wait)      # a Group
-
-Note [Both or neither]
-    A transfer by a backend blocks until the other side starts it too, and only its time-out ends
-    that: whoever leaves because of a failure must not leave the other behind. So each side's cell
-    says what it does: away, there, about to go (it saw the other there), going. Whoever is about to
-    go looks once more whether the other is there still; whoever leaves says that it is away, waits
-    while the other is about to go, and goes along if the other goes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,97 +19,39 @@ import torch
 
 from interlace.comm.backends import MARGIN_S, cut
 from interlace.comm.collectives import as_bytes
-from interlace.comm.host.signals import BoundedWait, fence, leave, stamp
-from interlace.comm.host.workspace import MessageBox
+from interlace.comm.host.signals import BoundedWait, leave
 from interlace.comm.rendezvous.patience import Errand
 from interlace.comm.teams import TeamComm
 
-AWAY, THERE, ABOUT, GOING = range(4)
-"""States in a side's cell for this run: Note [Both or neither]."""
-SETTLED_S = 1.0
-"""Longest time for which a live side is about to go."""
+LOOK_S = 0.05
+"""Time for a transfer that has ended to say so, when a wait for several is over."""
 
 
 class Transfer:
-    """One side of a message by a torch.distributed backend: begin, then try_move until True; its
-    `works` end later. An interrupt may come between any two steps: `leave` does what is left."""
+    """One side of a message by a torch.distributed backend, in which both sides meet."""
 
     def __init__(
-        self,
-        team: TeamComm,
-        peer: int,
-        box: MessageBox,
-        sends: bool,
-        backend: Any = None,
-        nth: int = 0,
+        self, team: TeamComm, peer: int, sends: bool, backend: Any = None, nth: int = 0
     ) -> None:
         self.team, self.peer, self.sends = team, peer, sends
-        self._box, self.backend, self._tag = box, backend, nth
-        (self._own, self._own_at), (self._other, self._other_at) = (
-            (box.sent, box.ready) if sends else (box.ready, box.sent)
-        )
-        self._run = 0
+        self.backend, self._tag = backend, nth
         self.works: list[Any] = []
         """Works that were started in the backend for this run."""
         self._ended: list[Any] = []
         """Works that have ended. One thread at a time waits, for gloo tells an end once."""
         self._turn = threading.Lock()
 
-    def _say(self, what: int) -> None:
-        self._own[self._own_at] = stamp(self._run, what)
-
-    def _hear(self) -> int:
-        return self._other[self._other_at]
-
     def begin(self, tensor: torch.Tensor) -> None:
-        """Tells the other side that this rank is there."""
-        self._forget()
-        self._run = self.team.control.run
-        fence()
-        self._say(THERE)
-
-    def try_move(self, tensor: torch.Tensor) -> bool:
-        """Starts the transfer once the other side is there."""
-        there = stamp(self._run, THERE)
-        if self._hear() < there:
-            return False
-        self._say(ABOUT)
-        fence()
-        if self._hear() < there:
-            self._say(THERE)
-            return False
-        self._go(tensor)
-        return True
-
-    def leave(self, tensor: torch.Tensor) -> None:
-        """Leaves because of a failure, if neither side is going."""
-        if self._run != self.team.control.run:
-            return  # it has not begun
-        if self._own[self._own_at] == stamp(self._run, GOING):
-            return self._go(tensor)
-        self._say(AWAY)
-        fence()
-        about, deadline = stamp(self._run, ABOUT), time.monotonic() + SETTLED_S
-        while self._hear() == about and time.monotonic() < deadline:
-            time.sleep(1e-4)
-        if self._hear() > about:
-            self._go(tensor)
-
-    def _go(self, tensor: torch.Tensor) -> None:
-        self._say(GOING)
-        fence()
-        self._start(tensor)
-
-    def _start(self, tensor: torch.Tensor) -> None:
-        """Starts the transfer, once. `extend` calls it and keeps its Work in one step, between
-        which no interrupt comes: a Work that is lost has no end."""
-        if tensor.numel() and not self.works:
+        """Starts the transfer. `extend` calls it and keeps its Work in one step, between which no
+        interrupt comes: a Work that is lost has no end."""
+        self.works, self._ended, self._turn = [], [], threading.Lock()
+        if tensor.numel():
             start = self.backend.send if self.sends else self.backend.recv
             self.works.extend(map(start, [[as_bytes(tensor)]], [self.peer], [self._tag]))
 
-    def _forget(self) -> None:
-        self.works, self._ended = [], []
-        self._turn = threading.Lock()
+    def try_move(self, tensor: torch.Tensor) -> bool:
+        """Returns True once this side has done what it does before the transfer's end."""
+        return True
 
     def ending(self, limit: timedelta) -> Callable[[], None]:
         """Returns a function that waits, in a thread, for the end of the started works."""
@@ -132,47 +66,37 @@ class Transfer:
         return wait
 
 
-class HostsTransfer(Transfer):
-    """One side of a message between hosts: the sides meet in gloo itself. Who leaves cuts it."""
+@dataclass(slots=True)
+class OwnMessage:
+    """A message of a rank to itself: the tensor, and the runs in which the sides came to it."""
+
+    tensor: torch.Tensor | None = None
+    sent: int = 0
+    taken: int = 0
+
+
+class OwnTransfer(Transfer):
+    """One side of a message of a rank to itself, for which gloo has no connection."""
+
+    def __init__(self, team: TeamComm, peer: int, sends: bool, message: OwnMessage) -> None:
+        super().__init__(team, peer, sends)
+        self._message = message
 
     def begin(self, tensor: torch.Tensor) -> None:
-        self._forget()
-        self._start(tensor)
-
-    def try_move(self, tensor: torch.Tensor) -> bool:
-        return True
-
-    def leave(self, tensor: torch.Tensor) -> None:
-        """Ends the transfer, and all others of the team."""
-        cut(self.backend)
-
-
-class PeerTransfer(Transfer):
-    """One side of a message through shared memory; a receiver is there once it has taken it."""
-
-    def begin(self, tensor: torch.Tensor) -> None:
-        """The sender puts the message where the receiver finds it, and tells so."""
-        self._run = self.team.control.run
         if self.sends:
-            if self._box.data is not None:
-                self._box.data[: tensor.nbytes].copy_(as_bytes(tensor))
-            fence()
-            self._say(THERE)
+            self._message.tensor = tensor
+            self._message.sent = self.team.control.run
 
     def try_move(self, tensor: torch.Tensor) -> bool:
         """The receiver takes the message if it is there; the sender looks whether it was taken."""
-        if self._hear() < stamp(self._run, THERE):
+        message, run = self._message, self.team.control.run
+        if self.sends:
+            return message.taken == run
+        if message.sent != run or message.tensor is None:
             return False
-        if not self.sends:
-            fence()
-            if self._box.data is not None:
-                as_bytes(tensor).copy_(self._box.data[: tensor.nbytes])
-            fence()
-            self._say(THERE)
+        tensor.copy_(message.tensor.view(tensor.shape))
+        message.tensor, message.taken = None, run
         return True
-
-    def leave(self, tensor: torch.Tensor) -> None:
-        """Nothing: the other side hears of the failure."""
 
 
 def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: BoundedWait) -> None:
@@ -182,9 +106,6 @@ def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: B
         _move(parts, packed, wait)
         _end(parts, wait)
     except BaseException:
-        for part, tensor in zip(parts, packed, strict=True):
-            with contextlib.suppress(RuntimeError):  # gloo's, of a peer that is gone
-                part.leave(tensor)
         _leave(parts)
         raise
     for part, tensor, pack in zip(parts, tensors, packed, strict=True):
@@ -216,7 +137,9 @@ def _end(parts: Sequence[Transfer], wait: BoundedWait) -> None:
         return
 
     def missing() -> str:
-        return "\n".join(part.team.control.where([part.peer]) for part in parts if part.works)
+        calls = [(part, _ends([part], wait.timeout_s)) for part in parts if part.works]
+        late = [part for part, call in calls if not call.is_back(LOOK_S)]
+        return "\n".join(part.team.control.where([part.peer]) for part in late)
 
     wait.result_of(_ends(parts, wait.timeout_s), missing)
 
@@ -228,7 +151,7 @@ def _ends(parts: Sequence[Transfer], timeout_s: float) -> Errand:
 
 
 def _leave(parts: Sequence[Transfer]) -> None:
-    """After a failure: the other sides that are going take part to the end, or are cut off."""
+    """After a failure: the transfers end soon, as their other sides are there, or are cut off."""
     if any(part.works for part in parts):
         call = _ends(parts, 0.0)
         leave(lambda: call.is_back(0.0), lambda: _cut(parts))

@@ -432,8 +432,8 @@ class Party:
     ranks: tuple[int, ...]
     host: str = ""
     """This rank's."""
-    hosts: dict[int, str] = field(default_factory=dict[int, str])
-    """The hosts of all ranks, once they have met."""
+    facts: dict[int, Note] = field(default_factory=dict[int, Note])
+    """The host and the process of each rank, once they have met."""
     word: str = field(default_factory=lambda: secrets.token_hex(8))
     name: str = ""
     missing: list[int] = field(default_factory=list[int])
@@ -446,14 +446,15 @@ class Party:
         heard = dict(zip(others, notes, strict=True))
         words = {str(rank): note["word"] for rank, note in heard.items() if note} | {me: self.word}
         if words != self.told.get("heard"):
-            self.told = {"word": self.word, "heard": words, "host": self.host}
+            own = {"host": self.host, "process": identity()}
+            self.told = {"word": self.word, "heard": words, **own}
             board.post(f"{self.topic}/{me}", self.told)
         self.missing = [
             rank for rank, note in heard.items() if not note or note["heard"].get(me) != self.word
         ]
         if not self.missing:
-            told = {rank: note["host"] for rank, note in heard.items() if note}
-            self.hosts = told | {board.rank: self.host}
+            self.facts = {rank: note for rank, note in heard.items() if note}
+            self.facts[board.rank] = self.told
             self.name = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()[:16]
 
 

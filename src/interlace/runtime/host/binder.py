@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from interlace import ir
 from interlace.comm import (
-    HostsTransfer,
-    PeerTransfer,
+    OwnMessage,
+    OwnTransfer,
     Transfer,
     bind_collective,
     bind_peer_collective,
@@ -42,6 +42,8 @@ class HostBinder:
         self.values = context.values
         self.resources = context.resources
         self.order = order
+        self.own_messages: dict[tuple[str, int], OwnMessage] = {}
+        """Messages of this rank to itself, by team and number."""
         self.wait_of = lambda index, member=0: context.wait(index, check, member)
 
     def bind(self, index: int, op: ir.Op, member: int = 0) -> Thunk | None:
@@ -167,14 +169,13 @@ class HostBinder:
         places: list[int] = []
         for number, op in enumerate(ops):
             message, sends = self.plan.messages[index, number], isinstance(op, ir.Send)
-            box = self.resources.spaces[op.team].box(message, sends)
-            facts = self.resources.teams[op.team], message.member, box, sends
-            if message.backend == "peer":
-                parts.append(PeerTransfer(*facts))
+            facts = self.resources.teams[op.team], message.member, sends
+            if not message.backend:
+                own = self.own_messages.setdefault((op.team, message.nth), OwnMessage())
+                parts.append(OwnTransfer(*facts, own))
             else:
                 backend = self.resources.backends[op.team, message.backend]
-                kind = HostsTransfer if self.resources.teams[op.team].apart else Transfer
-                parts.append(kind(*facts, backend, message.nth))
+                parts.append(Transfer(*facts, backend, message.nth))
             places.append(self.values.own(op.src if isinstance(op, ir.Send) else op.dst))
         wait, items = self.wait_of(index), self.values.items
         return lambda: exchange(parts, [items[place] for place in places], wait)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from interlace import ir
-from interlace.comm import Contacts, Demand, Message, Spec, staged_nbytes
+from interlace.comm import Contacts, Demand, Spec, staged_nbytes
 from interlace.errors import ProgramError, UnsupportedError
 from interlace.ir.sizes import greatest, number, numbers
 from interlace.runtime.values import DTYPES, nbytes
@@ -35,6 +35,21 @@ class Turn:
     team: str
     backend: str
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A Send to (or a Recv from) a member of the team: the `nth` of the pair in this direction."""
+
+    backend: str
+    """Empty for a message to itself, for which gloo has no connection."""
+    member: int
+    nth: int
+
+
+def message_backend(name: str) -> str:
+    """The backend of messages, given that of collectives: through peers' memory there are none."""
+    return "gloo" if name == "peer" else name
 
 
 class Plan:
@@ -77,10 +92,7 @@ class Plan:
                 raise ProgramError(f"op {spot[0]} waits for event {event!r}, never recorded")
         self.demands: Mapping[str, Demand] = {
             team.name: Demand(
-                tuple(self._signals.get(team.name, ())),
-                tuple(self._sends.get(team.name, ())),
-                tuple(self._recvs.get(team.name, ())),
-                self._stages.get(team.name, 0),
+                tuple(self._signals.get(team.name, ())), self._stages.get(team.name, 0)
             )
             for team in program.teams
             if team.name in self.where.members
@@ -98,21 +110,17 @@ class Plan:
             return "has symmetric buffers"
         if any(buffer.team == team for buffer in self.program.params if buffer.registered):
             return "has registered parameters"
-        demand = self.demands[team]
-        if demand.signals:
+        if self.demands[team].signals:
             return "has signals"
         if any(turn.team == team and turn.backend == "peer" for turn in self.turns.values()):
             return "has collectives of the backend 'peer'"
-        if any(message.backend == "peer" for message in (*demand.sends, *demand.recvs)):
-            return "has messages of the backend 'peer', or from a rank to itself"
         return ""
 
     def contacts(self, team: str) -> Contacts:
         """Whom this rank meets on a team by a backend of torch."""
-        demand = self.demands[team]
         ends = (
-            tuple(dict.fromkeys(m.member for m in messages if m.backend != "peer"))
-            for messages in (demand.recvs, demand.sends)
+            tuple(dict.fromkeys(m.member for m in listed.get(team, ()) if m.backend))
+            for listed in (self._recvs, self._sends)
         )
         turns = self.turns.values()
         gathers = any(turn.team == team and turn.backend != "peer" for turn in turns)
@@ -171,15 +179,12 @@ class Plan:
             self._stages[op.team] = max(self._stages.get(op.team, 0), staged_nbytes(largest(spec)))
 
     def _message(self, index: int, part: int, op: ir.Send | ir.Recv, backend: str) -> None:
-        member = self.where.index(op.peer)
+        member, backend = self.where.index(op.peer), message_backend(backend)
         if backend == "gloo" and member == self.where.member(op.team).index:
-            backend = "peer"  # gloo has no connection of a rank to itself
+            backend = ""
         listed = self._sends if isinstance(op, ir.Send) else self._recvs
         mine = listed.setdefault(op.team, [])
-        box = self.box(op.src if isinstance(op, ir.Send) else op.dst)
-        nth = sum(message.member == member for message in mine)
-        nbytes = greatest(box.nbytes) if backend == "peer" else 0
-        mine.append(Message(backend, member, nth, nbytes))
+        mine.append(Message(backend, member, sum(message.member == member for message in mine)))
         self.messages[index, part] = mine[-1]
 
 
@@ -210,13 +215,16 @@ def backends_of(
     for op in program.ops:
         for item in op.ops if isinstance(op, ir.Group) else (op,):
             if isinstance(item, ir.Collective | ir.Send | ir.Recv) and item.team in teams:
-                found[item.team].add(backend_of(item.team, item.backend))
+                name = backend_of(item.team, item.backend)
+                found[item.team].add(
+                    name if isinstance(item, ir.Collective) else message_backend(name)
+                )
     return [sorted(names - {"peer"}) for names in found.values()]
 
 
 def own_backends(plan: Plan) -> set[str]:
     used = {turn.backend for turn in plan.turns.values()}
-    return (used | {message.backend for message in plan.messages.values()}) - {"peer"}
+    return (used | {message.backend for message in plan.messages.values()}) - {"peer", ""}
 
 
 def merging(source: ir.Program) -> frozenset[int]:

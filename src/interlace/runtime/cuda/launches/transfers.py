@@ -81,7 +81,7 @@ def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv])
             "group of its own, on a stream of its own where one may have to wait for the other"
         )
     ((team, name),) = backends
-    if name == "peer":
+    if name in ("gloo", ""):
         raise UnsupportedError(
             "messages go by NCCL on CUDA: leave the backend of sends and receipts open, or "
             "use one-sided copies (strategy peer)"
