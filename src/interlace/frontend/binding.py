@@ -23,7 +23,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from interlace.comm import TeamComm, limit_s, team_of
-from interlace.comm.rendezvous.board import Note, as_told, failure
+from interlace.comm.rendezvous.board import Note
 from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, InterlaceError, SoundnessError
 from interlace.frontend.calling.arguments import Imported
@@ -268,18 +268,13 @@ def facts_of_all(
         "options": _told(options),
         "inputs": [] if graph.name == "backward" else _inputs(graph),
     }
-    if isinstance(machine, InterlaceError):
-        mine |= failure(machine)
-    else:
+    problem = machine if isinstance(machine, InterlaceError) else None
+    if not isinstance(machine, InterlaceError):
         mine["calibration"] = _calibration(machine, options)
         mine["kernels"] = [machine.kernels, machine.packed_kernels]
     ordered: Sequence[TeamComm] = sorted(teams, key=lambda team: team.key)
-    entries = gather(mine, ordered, limit)
-    if isinstance(machine, InterlaceError):
-        raise machine
-    for other, entry in sorted(entries.items()):
-        if "error" in entry:
-            raise as_told(other, entry["error"])
+    entries = gather(mine, ordered, limit, problem)
+    assert not isinstance(machine, InterlaceError)
     _compare(graph.name, entries)
     kernels, packed = (all(entry["kernels"][i] for entry in entries.values()) for i in (0, 1))
     machine = machine.replace(kernels=kernels, packed_kernels=packed)

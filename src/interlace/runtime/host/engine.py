@@ -58,12 +58,10 @@ class CpuEngine(Engine):
     """Runs the bound ops of one rank. A run that returned has ended, and raised what failed."""
 
     def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
         self._spans: list[tuple[int, float, float]] = []
-        self.context = context
         self._program, self._rank = context.plan.program, context.plan.rank
         self._flight, resources = context.flight, context.resources
-        self._teams = [(t, t.resets, t.control) for t in resources.teams.values()]
-        self._apart = context.between_hosts()
         self._inputs, self._outputs = context.inputs, context.outputs
         self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None
@@ -86,7 +84,6 @@ class CpuEngine(Engine):
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
         self._values = context.values
         self._start = context.values.starter((*self._inputs.names, *self._outputs.names))
-        self._under_way = False
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
     @staticmethod
@@ -168,11 +165,11 @@ class CpuEngine(Engine):
     def admit(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> object | None:
-        """True where the tensors fit, and no team was reset or released or has failed."""
+        """True where the tensors fit, and no team was reset or has gone or failed."""
         if not self._inputs.fit(inputs) or (out is not None and not self._outputs.fit(out)):
             return None
         for team, resets, control in self._teams:
-            if not team.is_as_of(resets, control):
+            if team.is_gone or not team.is_as_of(resets, control):
                 return None
         return True
 
@@ -183,7 +180,7 @@ class CpuEngine(Engine):
         at: object | None = None,
     ) -> tuple[Any, ...]:
         """Enters the teams, fills the table, drives the streams and reads the results."""
-        self._refuse_nested()
+        self.refuse_nested()
         entry = self._label.entry
         had_grad = torch.is_grad_enabled()
         try:
@@ -241,21 +238,11 @@ class CpuEngine(Engine):
             self._grad(True)
         self._under_way = False
 
-    def turn(self, at: Sequence[int]) -> None:
-        self._refuse_nested()
-        self._values.sizes.turn(at)
-
-    def _refuse_nested(self) -> None:
-        if self._under_way:
-            name = self._label.name
-            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
-
     def check(self) -> None:
         """Raises where waiting on is pointless: this rank or a peer has failed."""
         if self._failure is not None:
             raise Stopped
-        for _, _, control in self._teams:
-            control.check()
+        self.check_teams()
 
     def _drive_all(self) -> None:
         """Runs every stream to its end, each on its thread; an interrupt stops the streams before
@@ -272,34 +259,24 @@ class CpuEngine(Engine):
             self._drive(self._first)
         except BaseException as error:
             self._fail(error, -1)
-        while not self._joined():
-            pass
-
-    def _joined(self) -> bool:
-        try:
-            self._join()
-        except ExecutorError:
-            raise
-        except BaseException as error:
-            self._fail(error, -1)
-            return False
-        return True
-
-    def _join(self) -> None:
-        """Waits for the other streams; one that hangs in a computation gets a time-out's grace."""
         patience: Patience | None = None
-        for worker in self._workers:
-            while not worker.is_done(0.1):
-                if self._failure is None:
-                    continue
-                patience = patience or Patience(self.context.timeout_s)
-                if patience.is_over():
-                    worker.lost = True
-                    raise ExecutorError(
-                        f"stream {worker.name} of rank {self._rank} does not stop: it is in "
-                        f"{self._flight.text(self._flight.stands[worker.name][0])}; this Executor "
-                        "cannot be used again"
-                    ) from self._failure
+        running = [*self._workers]
+        while running:
+            try:
+                if running[0].is_done(0.1):
+                    running.pop(0)
+                elif self._failure is not None:  # one that hangs gets a time-out's grace
+                    patience = patience or Patience(self.context.timeout_s)
+                    running[0].lost = patience.is_over()
+            except BaseException as error:
+                self._fail(error, -1)
+            if running and running[0].lost:
+                name = running[0].name
+                raise ExecutorError(
+                    f"stream {name} of rank {self._rank} does not stop: it is in "
+                    f"{self._flight.text(self._flight.stands[name][0])}; this Executor cannot be "
+                    "used again"
+                ) from self._failure
 
     def _drive(self, stream: Stream) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""

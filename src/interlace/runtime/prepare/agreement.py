@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.comm import TeamComm, attending
-from interlace.comm.rendezvous.board import Board, Note, failure, meet, named
+from interlace.comm.rendezvous.board import Board, Note, as_told, failure, meet, named
 from interlace.errors import (
     AgreementError,
     InterlaceError,
@@ -34,7 +34,8 @@ from interlace.errors import (
     TeamError,
 )
 from interlace.ir import Arg, Call, Loc, Name, Program, View, parse, print_program
-from interlace.runtime.prepare.registered import Registration, judge
+from interlace.options import Options
+from interlace.runtime.prepare.registered import Registration
 from interlace.verify import Report, check
 
 TOLD_S = 5.0
@@ -42,6 +43,9 @@ TOLD_S = 5.0
 LATER_S = 0.5
 """Seconds that another rank may have begun later than this one: one that waits for a rank of
 another team then gives up first, and its verdict names that rank."""
+
+ALIKE = {"in_order": ("in order", "on its streams"), "graph": ("in CUDA graphs", "op by op")}
+"""Options that all ranks have alike, with what a rank does where they are set, and where not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +119,14 @@ def agree(
     timeout_s: float,
     found: Registration | None = None,
     backends: Sequence[Sequence[str]] = (),
-    in_order: bool = False,
+    options: Options | None = None,
 ) -> Agreement:
     """Agrees with every rank that is joined to this one by teams, and proves what they run: with
-    `in_order`, the twin that runs one op after another. What is wrong with what any rank registers
-    (`found`), all raise. `backends` has those that this rank's Program needs, for each of the
-    teams."""
-    found = found or Registration()
+    the option `in_order`, the twin that runs one op after another. What is wrong with what any rank
+    registers (`found`), all raise. `backends` has those that this rank's Program needs, for each of
+    the teams."""
+    found, options = found or Registration(), options or Options()
+    in_order = options.in_order
     plain = essence(program)
     text = print_program(plain)
     mine: Note = {
@@ -131,18 +136,16 @@ def agree(
         "hash": digest(text),
         "skeleton": digest(print_program(skeleton(plain))),
         "backends": {},
-        "in_order": in_order,
+        **{name: getattr(options, name) for name in ALIKE},
     }
-    if found.problem is not None:
-        mine |= failure(found.problem)
     if not teams:
-        judge({}, found.problem)
+        if found.problem is not None:
+            raise found.problem
         return Agreement(int(mine["hash"][:16], 16), _proof(program, in_order))
     for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
         mine["backends"][team.key] = list(needs)
     board, me = teams[0].board, teams[0].rank
-    entries = gather(mine, teams, timeout_s)
-    judge(entries, found.problem)
+    entries = gather(mine, teams, timeout_s, found.problem)
     _check_options(entries)
     place = _places(entries.values())[0]  # the same on all ranks, whose own teams differ
     with _told_once(board, f"{place}/fault", me, min(entries)):
@@ -160,10 +163,17 @@ def agree(
     return Agreement(tag, report, texts, tuple(tuple(sorted(names)) for names in used))
 
 
-def gather(mine: Note, teams: Sequence[TeamComm], timeout_s: float) -> dict[int, Note]:
+def gather(
+    mine: Note,
+    teams: Sequence[TeamComm],
+    timeout_s: float,
+    problem: InterlaceError | None = None,
+) -> dict[int, Note]:
     """The notes of all ranks that teams join to this one, by global rank; each has the name of the
     Program that it is about, and what the rank is to do with it (`step`), the same on all of them.
-    All of these ranks get them, or none."""
+    All of these ranks get them, or none. Where a rank has a `problem`, all raise it."""
+    if problem is not None:
+        mine |= failure(problem)
     meet(teams, f"prepare Program {mine['name']!r}", timeout_s)
     left: list[str] = []
     board, me = teams[0].board, teams[0].rank
@@ -189,6 +199,11 @@ def gather(mine: Note, teams: Sequence[TeamComm], timeout_s: float) -> dict[int,
             f"ranks meet to do different things: {', '.join(steps)}. Every rank must compile and "
             "prepare the same Programs in the same order"
         )
+    if problem is not None:
+        raise problem
+    for rank, entry in sorted(entries.items()):
+        if "error" in entry:
+            raise as_told(rank, entry["error"])
     return entries
 
 
@@ -223,13 +238,15 @@ def _proof(program: Program, in_order: bool) -> Report:
 
 
 def _check_options(entries: Mapping[int, Note]) -> None:
-    """All ranks run in order, or none; those of one Program go by the same backends."""
-    ways = {entry["in_order"]: rank for rank, entry in sorted(entries.items(), reverse=True)}
-    if len(ways) > 1:
-        raise AgreementError(
-            f"rank {ways[True]} would run {entries[ways[True]]['name']!r} in order, and rank "
-            f"{ways[False]} on its streams: give all ranks the same option `in_order`"
-        )
+    """Options that decide what ranks set up and run together are the same on all of them; those of
+    one Program go by the same backends."""
+    for option, (how, otherwise) in ALIKE.items():
+        ways = {entry[option]: rank for rank, entry in sorted(entries.items(), reverse=True)}
+        if len(ways) > 1:
+            raise AgreementError(
+                f"rank {ways[True]} would run {entries[ways[True]]['name']!r} {how}, and rank "
+                f"{ways[False]} {otherwise}: give all ranks the same option `{option}`"
+            )
     known: dict[tuple[str, str], tuple[int, list[str]]] = {}
     for rank, entry in sorted(entries.items()):
         for place, names in entry["backends"].items():
