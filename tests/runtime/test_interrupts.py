@@ -189,7 +189,7 @@ def interrupted_runs(kind: str, seed: int, count: int) -> tuple[int, list[str]]:
     return hits, wrong
 
 
-@pytest.mark.parametrize("kind", ["get", "shift", "pipeline"])
+@pytest.mark.parametrize("kind", ["get", "shift"])
 def test_an_interrupt_at_any_call_of_a_run_ends_it_and_a_reset_mends_it(
     pool: Pool, kind: str, seed: int
 ) -> None:
