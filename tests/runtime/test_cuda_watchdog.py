@@ -157,6 +157,15 @@ def test_no_event_is_asked_for_once_it_is_destroyed() -> None:
         assert marks.ended(1)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that patience goes by."""
+    now = [1000.0]
+    times = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(patience_file, "time", times)
+    return now
+
+
 def let_pass(seconds: float, clock: list[float], watched: Watched) -> None:
     """Time, in which the watchdog looks."""
     for _ in range(round(seconds / 0.5)):
@@ -165,13 +174,11 @@ def let_pass(seconds: float, clock: list[float], watched: Watched) -> None:
 
 
 def test_a_pause_of_the_whole_job_is_no_stall(
-    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+    fake: tuple[Fake, Device], clock: list[float]
 ) -> None:
     """The watchdog sees nothing of the pause, and what stalls after it is found as ever."""
     found, device = fake
-    clock, watched = [1000.0], found.engine.watched
-    now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    monkeypatch.setattr(patience_file, "time", now)
+    watched = found.engine.watched
     runs(found, device, 1)
     device.done_to = device.issued
     watched.finish()
@@ -185,13 +192,11 @@ def test_a_pause_of_the_whole_job_is_no_stall(
 
 
 def test_runs_behind_the_callers_long_work_are_not_late(
-    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch, seed: int
+    fake: tuple[Fake, Device], clock: list[float], seed: int
 ) -> None:
     """However many a device queues; the first that has begun is."""
     found, device = fake
-    clock, watched = [1000.0], found.engine.watched
-    now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    monkeypatch.setattr(patience_file, "time", now)
+    watched = found.engine.watched
     begun = device.issued + 1  # the first that they ask of the device
     runs(found, device, random.Random(seed).randrange(32, 1000))
     for place in (begun - 1, begun - 1, begun, begun):
@@ -202,13 +207,11 @@ def test_runs_behind_the_callers_long_work_are_not_late(
 
 
 def test_what_a_waiting_thread_sees_of_the_end_is_progress(
-    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+    fake: tuple[Fake, Device], clock: list[float]
 ) -> None:
     """A caller who synchronizes after every run, and is never found idle."""
     found, device = fake
-    clock, watched = [1000.0], found.engine.watched
-    now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    monkeypatch.setattr(patience_file, "time", now)
+    watched = found.engine.watched
     runs(found, device, 1)
     watched.look()
     for _ in range(6):
@@ -409,14 +412,12 @@ def test_what_stalls_is_told_though_words_cannot_be_read() -> None:
 
 
 def test_a_process_whose_driver_is_held_up_ends_itself_with_a_report(
-    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+    fake: tuple[Fake, Device], clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some seconds after the failure, which the peers have heard by then."""
     found, device = fake
-    clock, reports, watched = [1000.0], list[str](), found.engine.watched
-    now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    for file in (patience_file, watchdog_file):
-        monkeypatch.setattr(file, "time", now)
+    reports, watched = list[str](), found.engine.watched
+    monkeypatch.setattr(watchdog_file, "time", patience_file.time)
     held_up = mock.Mock(side_effect=DriverHeldUpError("the CUDA driver is held up"))
     monkeypatch.setattr(found.space, "value", held_up)
     monkeypatch.setattr(found.side, "release", held_up)

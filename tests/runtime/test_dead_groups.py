@@ -133,9 +133,13 @@ def all_in_turn() -> None:
     optimizers()
     nccl_on_cpu()
     compiled(by_torch=False)
-    compiled(by_torch=True)
 
 
 @pytest.mark.timeout(110)
 def test_typed(pool: Pool) -> None:
     pool(2).run(all_in_turn, timeout_s=100, replace=True)
+
+
+@pytest.mark.timeout(110)
+def test_typed_of_modules_that_torch_compiles(pool: Pool) -> None:
+    pool(2).run(compiled, True, timeout_s=100, replace=True)

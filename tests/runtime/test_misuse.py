@@ -70,12 +70,12 @@ def prepare_different(first: str, second: str) -> Outcome:
     return attempt(executor(parse(TEXTS[kind](dist.get_world_size()))).prepare)
 
 
-def test_ranks_that_prepare_different_programs_see_the_first_differing_line(pool: Pool) -> None:
+def test_ranks_that_prepare_different_programs_see_who_has_which(pool: Pool) -> None:
     for error, text, _ in pool(2).run(prepare_different, "get", "put"):
         assert error == "AgreementError"
         assert "rank 0, 'gather_matmul_get'" in text
         assert "rank 1, 'gather_matmul_put'" in text
-        assert "as a set they are not sound" in text
+        assert "ranks prepare Programs that do not go together" in text
 
 
 SCALARS = """

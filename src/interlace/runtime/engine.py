@@ -104,7 +104,8 @@ class RunLabel:
         """`peer_text` tells the ops of peers by index, where they are the same as this rank's."""
         self._name, self._tag_at, self._sizes = name, tag_at, sizes
         self.peer_text = peer_text
-        self._origin = ""
+        self.origin = ""
+        """What runs belong to, beside their Program."""
         sizes.follow(list(map(named, sizes.values)), self._turned)
 
     def _turned(self, _: tuple[int, ...]) -> None:
@@ -115,15 +116,15 @@ class RunLabel:
     def carry(self, origin: str) -> None:
         """Says what the next runs belong to, beside their Program: runs of equal Programs that
         belong to something else are others to the peers."""
-        if origin != self._origin:
-            self._origin = origin
+        if origin != self.origin:
+            self.origin = origin
             self._join()
 
     def _join(self) -> None:
         tag, name = self.tag, self.name
-        if self._origin:
-            tag ^= (zlib.crc32(self._origin.encode()) * MIXER) & MASK
-            name = f"{name} {self._origin}"
+        if self.origin:
+            tag ^= (zlib.crc32(self.origin.encode()) * MIXER) & MASK
+            name = f"{name} {self.origin}"
         self.entry = tag, name, self.peer_text
         """As `Control.enter` takes it. The tag is the same on all ranks that run these sizes."""
 

@@ -166,7 +166,6 @@ class Executor:
         self._measures: tuple[Measure | None, ...] = ()
         self._at: tuple[int, ...] = ()
         """The values of the named sizes that runs are of."""
-        self._origin = ""
         self._poison: tuple[str, list[int]] | None = None
         self._closed = False
 
@@ -303,7 +302,8 @@ class Executor:
         tag_at = functools.partial(agreement.tag_at, met)
         text = None if agreement.texts else Flight(self.program, self.rank).text
         label = RunLabel(program.name, tag_at, run_sizes, text)
-        label.carry(self._origin)
+        if self.engine is not None:
+            label.carry(self.engine.context.label.origin)
         return EngineContext(
             plan=plan,
             values=values,
@@ -347,11 +347,12 @@ class Executor:
         if not lock.acquire(False):
             self._wait_for_lock()
         try:
-            if origin is not None and origin != self._origin:
-                self.carry(origin)
             engine, at = self.engine, None  # another thread may have closed it
-            if engine is not None and self._poison is None and wanted in (None, self._at):
-                at = engine.admit(inputs, out)
+            if engine is not None:
+                if origin is not None:
+                    engine.context.label.carry(origin)
+                if self._poison is None and wanted in (None, self._at):
+                    at = engine.admit(inputs, out)
             if engine is None or at is None:
                 engine = self._ready_for(inputs, out, wanted)
             try:
@@ -389,7 +390,10 @@ class Executor:
         if self._measures:
             self._turn_to(measured_sizes(self._measures, inputs, wanted or self._at))
             self.engine.context.check(inputs, out)
-        self._check_teams()
+        for error in (self.engine.failure, *(t.control.failure() for t in self._teams.values())):
+            if error is not None:  # it stopped a peer since the last run, or an earlier Executor
+                self._fail(error)
+                raise error
         return self.engine
 
     def _fail(self, error: BaseException) -> None:
@@ -418,12 +422,6 @@ class Executor:
             check_process()
         if self._closed:
             raise ExecutorError(f"the Executor of {self.program.name} is closed: make another")
-
-    def carry(self, origin: str) -> None:
-        """The next runs belong to `origin`, as in `run`."""
-        self._origin = origin
-        if self.engine is not None:
-            self.engine.context.label.carry(origin)
 
     def _turn_to(self, at: tuple[int, ...]) -> None:
         """Makes the next runs those of these values of the named sizes."""
@@ -460,14 +458,6 @@ class Executor:
                 )
             self._poison = None
         return self.engine
-
-    def _check_teams(self) -> None:
-        """Raises what stopped a peer since the last run, or an earlier Executor of this rank."""
-        found = None if self.engine is None else self.engine.failure
-        for error in (found, *(team.control.failure() for team in self._teams.values())):
-            if error is not None:
-                self._fail(error)
-                raise error
 
     def reset(self) -> None:
         """After a failure: every rank of the teams calls it, and runs may go on."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from interlace.errors import BackendError, ProgramError, UnsupportedError
+from interlace.errors import ProgramError, UnsupportedError
 from interlace.ir import Arg, Name, Region
 from interlace.runtime.calling.effects import apart, may_share
 from interlace.runtime.calling.operators import decode, resolve
@@ -69,14 +69,9 @@ def _compiled(
         divides = any(word in task.key for word in ("div", "remainder", "fmod"))
         shares = _shares(call, layouts, device, divides)
     except Exception as error:
-        if _lacks_compiler(error):
-            raise BackendError(
-                f"Inductor cannot compile region {region.name!r}: there is no working C++ compiler "
-                "here. Install one (g++ or clang), or set the option regions='eager'"
-            ) from error
         raise UnsupportedError(
-            f"Inductor cannot compile region {region.name!r} ({type(error).__name__}: {error}); "
-            "set the option regions='eager'"
+            f"Inductor cannot compile region {region.name!r} ({type(error).__name__}: {error}). "
+            "fix: set the option regions='eager', or install a C++ compiler where there is none"
         ) from error
 
     return lambda *args: tuple(call(list(args))), shares
@@ -164,16 +159,6 @@ def _harmless(layout: Layout, device: torch.device, divides: bool) -> torch.Tens
     count = 0 if 0 in sizes else last + 1
     fill = 1 if divides and not dtype.is_floating_point else 0
     return torch.full((count,), fill, dtype=dtype, device=device).as_strided(sizes, strides)
-
-
-def _lacks_compiler(error: BaseException | None) -> bool:
-    while error is not None:
-        if type(error).__name__ in ("InvalidCxxCompiler", "FileNotFoundError"):
-            return True
-        if "InvalidCxxCompiler" in str(error) or "No working C++ compiler" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def unpack(results: Sequence[Any], count: int, fn: str) -> Sequence[Any]:

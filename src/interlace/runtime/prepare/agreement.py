@@ -310,9 +310,8 @@ def _verify_set(
 ) -> tuple[Report, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Proves different Programs as a set: the report, and the texts with their ranks."""
     notes = texts_of(board, entries, me, text, timeout_s)
-    texts = {rank: notes[entry["hash"]] for rank, entry in entries.items()}
+    ranks = {key: ranks_of(entries, key) for key in sorted(notes)}
     try:
-        ranks = {key: ranks_of(entries, key) for key in sorted(notes)}
         taken = Counter(entry["rank"] for entry in entries.values())
         for rank in (rank for rank, count in taken.items() if count > 1):
             raise ProgramError(f"rank {rank} of the Programs is prepared by more than one process")
@@ -323,13 +322,18 @@ def _verify_set(
         )
         report.raise_if_unsound()
     except (SoundnessError, ProgramError) as error:
-        why = str(error)
-        if isinstance(error, SoundnessError) and not _share_ranks(texts.values()):
-            first = {entry["hash"]: rank for rank, entry in entries.items()}
-            who = "\n".join(f"  {_alike(entries, rank)}" for rank in sorted(first.values()))
-            told = f"the Programs of these ranks are not sound as a set:\n{who}\n{why}"
-            raise AgreementError(told) from None
-        raise AgreementError(_difference(entries, texts, why)) from None
+        raise AgreementError(
+            "\n".join(
+                [
+                    "ranks prepare Programs that do not go together:",
+                    *(f"  {_holders(entries, key)}" for key in ranks),
+                    f"{error}",
+                    "Every rank must prepare the same Programs in the same order, or those of one "
+                    "set; look for code that depends on the rank, or for inputs whose shapes "
+                    "differ between ranks",
+                ]
+            )
+        ) from None
     return report, tuple((notes[key], of) for key, of in ranks.items())
 
 
@@ -361,37 +365,10 @@ def for_ranks(program: Program, ranks: tuple[int, ...]) -> list[Program]:
     return [program] if whole else [program.instantiate(rank) for rank in ranks]
 
 
-def _share_ranks(texts: Iterable[str]) -> bool:
-    """True if a rank is in several of these Programs, which then should be one."""
-    ranks = [rank for text in {*texts} for rank in parse(text).world]
-    return len({*ranks}) < len(ranks)
-
-
-def _alike(entries: Mapping[int, Note], rank: int) -> str:
-    """The ranks that have one rank's Program, and its name."""
-    alike = [r for r in sorted(entries) if entries[r]["hash"] == entries[rank]["hash"]]
-    return f"{named(alike)}, {entries[rank]['name']!r}"
-
-
-def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str) -> str:
-    """The message for Programs that do not go together: who, and the first line that differs."""
-    ranks = sorted(entries)
-    pair = ranks[0], next(rank for rank in ranks if texts[rank] != texts[ranks[0]])
-    lines = [[*texts[rank].splitlines(), "(the end)"] for rank in pair]
-    at = next(n for n in range(min(map(len, lines))) if lines[0][n] != lines[1][n])
-    shown: list[str] = []
-    for rank, text in zip(pair, lines, strict=True):
-        shown.append(f"  {_alike(entries, rank)}, line {at + 1}: {text[at].strip()}")
-    return "\n".join(
-        [
-            "ranks prepare Programs that do not go together; the first line that differs is",
-            *shown,
-            "and as a set they are not sound:",
-            why,
-            "Every rank must prepare the same Programs in the same order; look for code that "
-            "depends on the rank, or for inputs whose shapes differ between ranks",
-        ]
-    )
+def _holders(entries: Mapping[int, Note], key: str) -> str:
+    """The ranks that have one Program, and its name."""
+    alike = [rank for rank in sorted(entries) if entries[rank]["hash"] == key]
+    return f"{named(alike)}, {entries[alike[0]]['name']!r}"
 
 
 def program_rank(program: Program, groups: Mapping[str, dist.ProcessGroup]) -> int:
