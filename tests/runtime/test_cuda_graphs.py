@@ -32,7 +32,7 @@ from interlace.options import Options
 from interlace.runtime.cuda.graphs import graphs as graphs_file
 from interlace.runtime.cuda.graphs.captured import launcher
 from interlace.runtime.cuda.graphs.warm_up import capture_thread, warm_up
-from interlace.runtime.prepare.plan import Turn
+from interlace.runtime.prepare.plan import QueuePlace
 from interlace_bench.kernels.host import WIDTH, program
 
 CAPTURE = 4711
@@ -532,7 +532,7 @@ def step(tp: Team[2], x: f32[{WIDTH}], w: f32[{WIDTH}], y: out[f32[{2 * WIDTH}]]
         assert not graphs_file.Graphs(fake.engine).single
         assert os.environ.get("NCCL_GRAPH_REGISTER") == wish
         object.__setattr__(fake.engine.context.plan, "program", of)
-        object.__setattr__(fake.engine.context.plan, "turns", {1: Turn("tp", "nccl", 0)})
+        object.__setattr__(fake.engine.context.plan, "turns", {1: QueuePlace("tp", "nccl", 0)})
         made = graphs_file.Graphs(fake.engine)
         assert made.single
         assert made.bound == {"x", "y"}
