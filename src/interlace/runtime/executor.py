@@ -346,6 +346,7 @@ class Executor:
         lock = self._lock
         if not lock.acquire(False):
             self._wait_for_lock()
+        begun = True
         try:
             engine, at = self.engine, None  # another thread may have closed it
             if engine is not None:
@@ -354,12 +355,14 @@ class Executor:
                 if self._poison is None and wanted in (None, self._at):
                     at = engine.admit(inputs, out)
             if engine is None or at is None:
+                begun = False  # a refusal concerns no peer
                 engine = self._ready_for(inputs, out, wanted)
-            try:
-                return engine.issue(inputs, out, at)
-            except BaseException as error:  # what cannot be issued stops the peers too
+                begun = True
+            return engine.issue(inputs, out, at)
+        except BaseException as error:  # what cannot be issued stops the peers too
+            if begun:
                 self._fail(error)
-                raise
+            raise
         finally:
             lock.release()
 
