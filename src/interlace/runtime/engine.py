@@ -105,7 +105,7 @@ class RunLabel:
         self._name, self._tag_at, self._sizes = name, tag_at, sizes
         self.peer_text = peer_text
         self.origin = ""
-        """What runs belong to, beside their Program."""
+        """Mark of what the next runs belong to, beside their Program."""
         sizes.follow(list(map(named, sizes.values)), self._turned)
 
     def _turned(self, _: tuple[int, ...]) -> None:
