@@ -149,7 +149,7 @@ def timed(kind: str, delay: float, runs: int) -> tuple[float, float]:
     return statistics.median(found[0]), statistics.median(found[1])
 
 
-@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("kind", ["get", "shift", "pipeline"])
 def test_slowed_communication_is_hidden_under_computation(pool: Pool, kind: str) -> None:
     """With both slowed alike, an overlapped run takes a part of what the same ops take in order.
 

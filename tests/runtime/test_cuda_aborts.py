@@ -472,25 +472,6 @@ def test_ranks_meet_before_runs_do_what_waits_for_all(
     assert [given[:-1] for given in asked[1:]] == [(renewed, None, 7, *known)]
 
 
-def test_a_connection_that_failed_is_not_kept(
-    team: TeamComm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-
-    def fail(backend: Any, *_: object) -> None:
-        made.append(backend)
-        raise BackendError("not all came")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nccl, "join", fail)
-        with pytest.raises(BackendError, match="not all came"):
-            team.backend("nccl", "cuda", 5)
-    team.num_prepared += 1  # as with whatever is prepared next
-    later = team.backend("nccl", "cuda", 5)
-    assert later is not made[0]
-    assert later.joined.is_set()
-
-
 def test_a_reset_that_cannot_end_a_connection_mends_nothing(team: TeamComm) -> None:
     old = team.backend("nccl", "cuda", 5)
     old.stand_still()

@@ -15,14 +15,13 @@ from tests.runtime.cuda_sites import (
     logs_of,
     program,
     tensors,
-    writes_what_peers_use,
 )
 from tests.support.fake_cuda import MAIN, TILES, WORD, Launch, fake_engine, word
 from tests.support.fake_device import Entry, Order, ranges
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import BackendError, ExecutorError, ProgramError, TeamError
-from interlace.ir import FusedKernel, Get, parse
+from interlace.ir import FusedKernel, parse
 from interlace.ir.kernels import own_ranges
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -352,29 +351,6 @@ def test_runs_take_turns_with_the_copies_of_slots(site: str, strategy: str) -> N
                 if place is not None
             }
             assert found == {number % 2}
-
-
-@pytest.mark.parametrize(("site", "strategy"), [s for s in SERVED if s != ("reduce", "put")])
-def test_slots_are_taken_before_they_are_written(site: str, strategy: str) -> None:
-    """(A reduction by puts whose sums are fetched has slots of both kinds: its own rows are written
-    into one that nobody reads.)"""
-    gotten = any(isinstance(op, Get) for op in program(site, strategy).ops)
-    heard = [ended(1, peer) for peer in (0, 2, 3)]
-    with bound(site, strategy) as fake:
-        logs_of(fake, site, 4)
-        fake.side.closed = 0  # the last run was another Executor's, which heard of some ranks only
-        (log,) = logs_of(fake, site, 1)
-        order = Order(log)
-        seen = 0
-        for index, entry in enumerate(log):
-            if writes_what_peers_use(fake, entry, gotten):
-                seen += 1
-                for address in heard:
-                    takes = order.find("wait", entry[1], address, 5 - 2)
-                    assert any(order.before(take, index) for take in takes)
-        assert seen
-        (log,) = logs_of(fake, site, 1)  # after a run that awaited every other rank
-        assert not [entry for entry in log if entry[0] == "wait" and entry[2] in heard]
 
 
 OWN_ROWS = """

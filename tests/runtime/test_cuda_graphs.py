@@ -32,7 +32,7 @@ from interlace.options import Options
 from interlace.runtime.cuda.graphs import graphs as graphs_file
 from interlace.runtime.cuda.graphs.captured import launcher
 from interlace.runtime.cuda.graphs.warm_up import capture_thread, warm_up
-from interlace.runtime.prepare.plan import Turn
+from interlace.runtime.prepare.plan import QueuePlace
 from interlace_bench.kernels.host import WIDTH, program
 
 CAPTURE = 4711
@@ -308,21 +308,6 @@ def test_copies_are_a_part_of_the_run(graphed: Graphed, one_pair: None) -> None:
         assert list(graphed.graphs.through[3].places) == [0, 2]
 
 
-def test_a_tensor_that_is_not_in_one_piece_is_copied_by_torch(
-    graphed: Graphed, one_pair: None
-) -> None:
-    w, y = tensor(), tensor()
-    graphed.run([tensor(), w], [y])
-    other = torch.zeros(WIDTH, 2 * WIDTH)[:, :WIDTH].as_subclass(OnGpu)
-    empty = torch.empty_strided
-    with mock.patch.object(
-        torch, "empty_strided", lambda *a, **k: empty(*a, **k).as_subclass(OnGpu)
-    ):
-        found = graphed.run([other, w], [y])
-    assert found[0] == ("copy_", graphed.place(0), other.data_ptr())
-    assert [entry[0] for entry in found] == ["copy_", "replay", "record"]
-
-
 def expanded() -> torch.Tensor:
     return torch.rand(WIDTH).as_subclass(OnGpu).expand(WIDTH, WIDTH)
 
@@ -547,7 +532,7 @@ def step(tp: Team[2], x: f32[{WIDTH}], w: f32[{WIDTH}], y: out[f32[{2 * WIDTH}]]
         assert not graphs_file.Graphs(fake.engine).single
         assert os.environ.get("NCCL_GRAPH_REGISTER") == wish
         object.__setattr__(fake.engine.context.plan, "program", of)
-        object.__setattr__(fake.engine.context.plan, "turns", {1: Turn("tp", "nccl", 0)})
+        object.__setattr__(fake.engine.context.plan, "turns", {1: QueuePlace("tp", "nccl", 0)})
         made = graphs_file.Graphs(fake.engine)
         assert made.single
         assert made.bound == {"x", "y"}
@@ -932,14 +917,6 @@ def test_a_replay_of_what_lies_where_it_lay_is_a_launch_and_little_else(graphed:
         with pytest.raises(AssertionError, match="the long way"):
             fake.attempt(inputs, None)  # other tensors than the graphs know
     assert graphed.run(inputs, out)[0][0] == "replay"
-
-
-def test_what_a_replay_writes_of_registered_memory_is_seen_by_autograd(graphed: Graphed) -> None:
-    inputs, out = [tensor(), tensor()], [tensor()]
-    graphed.fake.engine.changes.registered[:] = inputs[1:]
-    for number in range(1, 4):
-        graphed.run(inputs, out)
-        assert inputs[1]._version == number
 
 
 def test_what_a_replay_writes_of_the_callers_is_seen_by_autograd(graphed: Graphed) -> None:

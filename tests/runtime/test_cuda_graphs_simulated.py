@@ -157,7 +157,6 @@ def test_peers_touch_what_is_registered_only_in_its_ranks_own_run(kind: str, see
             assert not simulate(replays.logs, random.Random(seed + number), look)
 
 
-@few_and_many
 @pytest.mark.parametrize(("site", "strategy"), SERVED)
 def test_schedules_of_passes_end_and_wait_for_no_more(site: str, strategy: str, seed: int) -> None:
     with contextlib.ExitStack() as stack:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,16 +11,14 @@ from unittest import mock
 import pytest
 import torch
 from tests.runtime.cuda_sites import runs_of
-from tests.support.fake_cuda import MAIN, Fake, fake_engine
+from tests.support.fake_cuda import Fake, fake_engine
 from tests.support.fake_device import Entry, simulate
 from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N
 
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.options import Options
-from interlace.runtime.cuda.binder import Binding
 from interlace.runtime.cuda.graphs.warm_up import warm_up
-from interlace.verify import check
 
 WORLD = 3
 SHAPES = {"gather_matmul": (ROWS, K), "gather_put": (WORLD * ROWS, K), "update": (WORLD * ROWS, K)}
@@ -203,38 +200,3 @@ def test_what_is_registered_may_be_a_tensor_of_inference() -> None:
         with mock.patch.object(torch.cuda, "current_stream"):
             warm_up(fakes[0].engine, [])
         assert tensors[0][:ROWS].eq(1).all()
-
-
-@pytest.mark.parametrize("graph", [False, True])
-def test_in_a_graph_the_hand_over_stands_before_what_touches_peers(graph: bool) -> None:
-    """Signals of a graph are taken back by the next run, aside; a stream that is not the one aside
-    and that tells peers of its gets must come after that, as one that writes slots does."""
-    program = parse(
-        "def f(tp: Team[2], x: f32[4].registered(tp), z: f32[4], y: out[f32[4]], n: out[f32[4]]):\n"
-        "    main: notify(begun, to=tp.others)\n"
-        "    comm: copy(z, n)\n"
-        "    main: expect(begun, tp.rank + 1)\n"
-        "    main: get(x, y, peer=tp.rank + 1)\n"
-        "    main: notify(done, to=tp.others)\n"
-        "    main: expect(done, tp.rank + 1)"
-    )
-    assert check(program).sound
-    tensors = [torch.zeros(4) for _ in range(5)]
-    with fake_engine(program, 0, registered={"x": tensors[:2]}) as fake:
-        engine = fake.engine
-        context = dataclasses.replace(engine.context, options=Options(graph=graph))
-        binding = Binding(context, engine.driver, engine.context.resources.spaces, engine)
-        context.values.begin(dict(zip("xzyn", (tensors[0], *tensors[2:]), strict=True)), {})
-        fake.side.run = 7
-        fake.log.clear()
-        binding.issue(MAIN, entry=1)
-        log = fake.log
-        awaited = [i for i, e in enumerate(log) if e[0] == "wait" and e[2] in fake.side.heard]
-        (got,) = (i for i, e in enumerate(log) if e[:2] == ("copy", MAIN))
-        if not graph:
-            assert not awaited, "words that only grow need no hand-over"
-            return
-        assert [log[i][1] for i in awaited] == [MAIN], "the stream that tells peers, once"
-        assert {log[i][2:] for i in awaited} == {(fake.side.heard[0], 5)}
-        told = next(i for i, e in enumerate(log) if e[0] == "write")
-        assert awaited[0] < told < got

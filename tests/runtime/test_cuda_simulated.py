@@ -153,9 +153,15 @@ REDUCED = BRANCHES.replace("x: bf16[32, 16]", "x: bf16[64, 16]").replace(
 
 @pytest.mark.parametrize("strategy", ["put", "fused", "ranges", "beside", "slabs"])
 @pytest.mark.parametrize(
-    "shared", [(), ("comm", "arrivals"), ("main", "arrivals"), ("main", "comm", "arrivals")]
+    ("shared", "ranks"),
+    [
+        ((), range(WORLD)),
+        (("comm", "arrivals"), (1, 3)),
+        (("main", "arrivals"), (2,)),
+        (("main", "comm", "arrivals"), range(WORLD)),
+        (("main", "comm", "arrivals"), (1, 3)),
+    ],
 )
-@pytest.mark.parametrize("ranks", [range(WORLD), (1, 3), (2,)], ids=str)
 def test_a_sum_beside_a_kernel_holds_up_no_put(
     strategy: str, shared: tuple[str, ...], ranks: Sequence[int], seed: int
 ) -> None:

@@ -126,13 +126,20 @@ def nccl_on_cpu() -> None:
             all_gather_linear(x, w, group=dist.group.WORLD, options=options)
 
 
-@pytest.mark.parametrize("use", [functional, executors, optimizers, nccl_on_cpu])
-@pytest.mark.timeout(110)
-def test_typed(pool: Pool, use: Callable[[], None]) -> None:
-    pool(2).run(use, timeout_s=100, replace=True)
+def all_in_turn() -> None:
+    """Each makes and destroys groups of its own."""
+    functional()
+    executors()
+    optimizers()
+    nccl_on_cpu()
+    compiled(by_torch=False)
 
 
-@pytest.mark.parametrize("by_torch", [False, True])
 @pytest.mark.timeout(110)
-def test_typed_of_compiled_modules(pool: Pool, by_torch: bool) -> None:
-    pool(2).run(compiled, by_torch, timeout_s=100, replace=True)
+def test_typed(pool: Pool) -> None:
+    pool(2).run(all_in_turn, timeout_s=100, replace=True)
+
+
+@pytest.mark.timeout(110)
+def test_typed_of_modules_that_torch_compiles(pool: Pool) -> None:
+    pool(2).run(compiled, True, timeout_s=100, replace=True)

@@ -97,7 +97,7 @@ def suffer(kind: str, what: str, victim: int, seed: int) -> list[Outcome]:
 
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [*((kind, 2) for kind in ("get", "pipeline", *FLAT)), *((k, 3) for k in TEXTS), ("shift", 4)],
+    [("pipeline", 2), ("flat-peer", 2), *((kind, 3) for kind in TEXTS)],
 )
 def test_a_killed_rank_is_named_on_all_others_at_once(
     pool: Pool, kind: str, world: int, seed: int
@@ -112,7 +112,7 @@ def test_a_killed_rank_is_named_on_all_others_at_once(
         assert seconds < TIMEOUT_S
 
 
-@pytest.mark.parametrize("kind", [*TEXTS, *FLAT])
+@pytest.mark.parametrize("kind", ["get", *FLAT])
 def test_a_raising_op_stops_all_ranks_until_they_reset(pool: Pool, kind: str, seed: int) -> None:
     world = 3
     victim = seed % world
@@ -169,7 +169,7 @@ def run_until_it_fails(kind: str, victim: int, seed: int) -> tuple[list[Outcome]
 
 @pytest.mark.parametrize("kind", TEXTS)
 def test_a_fault_anywhere_is_heard_by_all(pool: Pool, kind: str, seed: int) -> None:
-    for again in range(4):
+    for again in range(3):  # each rank in turn
         victim = (seed + again) % 3
         results = pool(3).run(run_until_it_fails, kind, victim, seed + again)
         for rank, (found, fired, same) in enumerate(results):

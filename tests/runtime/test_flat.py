@@ -79,22 +79,3 @@ def test_runs_wait_for_another_thread_and_not_for_ever(pool: Pool) -> None:
         assert waits[0] == after[0] == "result"
         assert fails[0] == "ExecutorError"
         assert "waited 0.5 s for another thread's run on the same teams" in fails[1]
-
-
-def refused(seed: int) -> list[Outcome]:
-    """What is wrong with an input is said before any peer is told of a run."""
-    executor = executor_of(TEXT).prepare()
-    control, wrong = own_team().control, given(seed)
-    executor.run(wrong)
-    before = control.run
-    wrong[0].resize_(2, 2)
-    found = [attempt(lambda: executor.run(wrong))]
-    assert control.run == before
-    return [*found, attempt(lambda: executor.run(given(seed)))]
-
-
-def test_an_input_that_changed_in_place_is_seen(pool: Pool, seed: int) -> None:
-    for refusal, after in pool(2).run(refused, seed):
-        assert refusal[0] == "ExecutorError"
-        assert "has shape [2, 2], not [4]" in refusal[1]
-        assert after[0] == "result"

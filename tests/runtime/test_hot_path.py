@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import ExecutorError
-from interlace.ir import Op, parse
-from interlace.options import Options
+from interlace.ir import parse
 from interlace.runtime import Executor
 from interlace_bench.kernels.host import WIDTH, chain, program
 
@@ -149,81 +146,6 @@ def test_a_result_of_another_shape_is_an_error_in_every_run() -> None:
         with pytest.raises(ExecutorError, match=r"\[4, 4\], but the Program has \[4, 2\]"):
             executor.run([torch.ones(4, 4)])
         executor.reset()
-
-
-TWO_STREAMS = """\
-def two(x: f32[4], y: out[f32[4]]):
-    t = alloc(f32[4])
-    main: call("aten.add.out", x, x, out=t)
-    main: record(e)
-    side: wait(e)
-    side: call("aten.add.out", t, x, out=y)
-"""
-
-
-def test_programs_that_order_or_are_watched_run_step_by_step() -> None:
-    seen: list[int] = []
-
-    def watch(rank: int, index: int, op: Op) -> None:
-        seen.append(index)
-
-    x = torch.ones(4)
-    two = Executor(parse(TWO_STREAMS)).prepare()
-    assert torch.equal(two.run([x])[0], 3 * x)
-    two.close()
-    watched = Executor(program(2), before_op=watch).prepare()
-    watched.run([*given()])
-    assert len(seen) >= 2
-    traced = Executor(program(2), options=Options(trace=True)).prepare()
-    traced.run([*given()])
-    assert len(traced.timeline().spans) >= 2
-
-
-SLOW = """\
-def slow(x: f32[1500, 1500], y: out[f32[1500, 1500]]):
-    t = alloc(f32[1500, 1500])
-    main: call("aten.mm.out", x, x, out=t)
-    main: call("aten.mm.out", t, x, out=y)
-"""
-
-
-def test_threads_take_turns_with_one_executor() -> None:
-    executor = Executor(parse(SLOW)).prepare()
-    inputs = [torch.randn(1500, 1500) for _ in range(4)]
-    wanted = [executor.run([x])[0] for x in inputs]
-    found: dict[int, torch.Tensor] = {}
-
-    def work(number: int) -> None:
-        found[number] = executor.run([inputs[number]])[0]
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert all(torch.equal(found[n], wanted[n]) for n in range(4))
-
-
-def test_a_thread_that_waits_too_long_gets_an_error() -> None:
-    begun, held, release = time.monotonic(), threading.Event(), threading.Event()
-
-    def hold(*_: object) -> None:
-        held.set()
-        assert release.wait(30)
-
-    options = Options(timeout_s=0.2)
-    executor = Executor(program(1), options=options, before_op=hold).prepare()
-    x, w = given()
-    thread = threading.Thread(target=executor.run, args=([x, w],))
-    thread.start()
-    assert held.wait(30)
-    with pytest.raises(ExecutorError, match="another thread"):
-        executor.run([x, w])
-    assert time.monotonic() - begun < 30
-    release.set()
-    thread.join(30)
-    executor.reset()
-    assert executor.run([x, w])[0].shape == (WIDTH, WIDTH)
 
 
 def test_a_run_within_a_run_of_its_own_is_refused() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from tests.runtime.programs import Outcome, attempt, executor_of
+from tests.runtime.programs import Outcome, attempt, executor_of, world_group
 from tests.support.pool import Pool
 from typer.testing import CliRunner
 
 from interlace import check
 from interlace.cli import app
-from interlace.ir import parse_set
+from interlace.comm import team_of
+from interlace.ir import parse, parse_set
+from interlace.options import Options
+from interlace.runtime.prepare.agreement import agree
 
 HEAD = "def f(tp: Team[2], x: f32[4], y: out[f32[4]], z: out[f32[4]]):\n    "
 BODIES = {
@@ -63,10 +66,9 @@ def test_a_sound_schedule_may_wait_for_ever_in_order(kind: str) -> None:
     assert str(report).startswith("unsound in order, one op after another: 1 fault")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_command_refuses_to_compare_with_it(kind: str) -> None:
+def test_the_command_refuses_to_compare_with_it() -> None:
     args = ["run", "-", "--check-against", "in-order", "--runs", "1", "--timeout", "20"]
-    done = CliRunner().invoke(app, args, input=text_of(kind))
+    done = CliRunner().invoke(app, args, input=text_of("messages"))
     assert done.exit_code == 1
     assert "SoundnessError: unsound in order, one op after another" in done.stderr
     assert "deadlock: ranks 0 and 1 wait for each other, in a circle" in done.stderr
@@ -85,6 +87,13 @@ def prepare_unlike(text: str) -> Outcome:
     return prepare(text, dist.get_rank() == 1)
 
 
+def agree_unlike(text: str) -> Outcome:
+    """As of GPUs: rank 1 would make words and capture graphs, for which rank 0 makes none."""
+    team, rank = team_of(world_group(), "tp"), dist.get_rank()
+    options = Options(graph=rank == 1)
+    return attempt(lambda: agree(parse(text), rank, [team], 3.0, options=options))
+
+
 @pytest.mark.parametrize("kind", BODIES)
 def test_an_executor_refuses_it(pool: Pool, kind: str) -> None:
     for error, text, _ in pool(2).run(prepare, text_of(kind), True):
@@ -99,3 +108,12 @@ def test_ranks_run_in_order_all_or_none(pool: Pool) -> None:
         assert error == "AgreementError"
         assert "rank 1 would run 'f' in order, and rank 0 on its streams" in text
     assert [error for error, *_ in pool(2).run(prepare, SAME, True)] == ["result"] * 2
+
+
+def test_ranks_run_in_graphs_all_or_none(pool: Pool) -> None:
+    """Else one would wait for words that the other does not make."""
+    for error, text, seconds in pool(2).run(agree_unlike, SAME):
+        assert error == "AgreementError"
+        assert "rank 1 would run 'f' in CUDA graphs, and rank 0 op by op" in text
+        assert "option `graph`" in text
+        assert seconds < 2

@@ -30,7 +30,6 @@ from tests.runtime.test_teams import MESH
 from tests.support.pool import Died, Pool
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.comm import known_lives
 from interlace.comm.collectives import Spec, as_bytes, bind_collective
 from interlace.comm.host import messages
 from interlace.comm.host.signals import BoundedWait
@@ -73,25 +72,6 @@ def test_nobody_waits_for_a_rank_that_died_before_the_first_meeting(
         assert error == "AgreementError"
         assert f"rank {victim} cannot come to" in text
         assert seconds < AT_ONCE_S
-
-
-def die_after_consent(victim: int) -> Outcome:
-    """Its process is known from the meeting before; its gloo connections say nothing."""
-    consent_of_ranks(["mlp"], [(world_group(), True)], LIMIT_S)
-    if dist.get_rank() == victim:
-        die()
-    store = dist.distributed_c10d._get_default_store()
-    board = Board(store, range(3), dist.get_rank(), "after", LIMIT_S)
-    board.next_probe = float("inf")
-    return attempt(lambda: board.exchange("t/1", {}, LIMIT_S))
-
-
-def test_a_process_that_met_once_is_watched_in_all_meetings(pool: Pool, seed: int) -> None:
-    victim = seed % 3
-    results = pool(3).run(die_after_consent, victim, may_die={victim})
-    for rank in {0, 1, 2} - {victim}:
-        assert f"rank {victim} cannot come to 't' any more" in results[rank][1]
-        assert results[rank][2] < AT_ONCE_S
 
 
 def consent_alone() -> Outcome:
@@ -197,38 +177,6 @@ def test_who_left_a_meeting_for_another_is_not_blamed(pool: Pool) -> None:
     error, text, seconds = pool(3).run(leave_a_meeting, may_die={1, 2})[0]
     assert error == "AgreementError"
     assert "rank 1 cannot come to '(0, 1)' any more, for it stopped: rank 2 cannot" in text
-    assert seconds < AT_ONCE_S
-
-
-def leave_with_the_store() -> Outcome:
-    """Rank 0 holds the store of a meeting. It hears that rank 2 died, and leaves; rank 1 waits for
-    it, and lives of processes are all that it has."""
-    me, told = dist.get_rank(), [0]
-    prepared("get", timeout_s=LIMIT_S)
-    if me == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        told = [store.port]
-    dist.broadcast_object_list(told)
-    if me:
-        store = dist.TCPStore("127.0.0.1", told[0], is_master=False)
-    pair = (0, 1) if me else (0, 2)
-    board = Board(store, pair, me, limit_s=LIMIT_S)
-    board.lives.update(known_lives())
-    dist.barrier()
-    if me == 2:
-        time.sleep(0.5)
-        die()
-    found = attempt(lambda: board.exchange(f"{pair}/1", {}, LIMIT_S))
-    if me == 0:
-        os._exit(7)
-    return found
-
-
-def test_who_left_with_the_store_for_another_is_not_blamed(pool: Pool) -> None:
-    error, text, seconds = pool(3).run(leave_with_the_store, may_die={0, 2})[1]
-    assert error in ("PeerError", "AgreementError")
-    assert "rank 2 has ended" in text or "rank 2 cannot" in text
-    assert "rank 0 cannot come to '(0, 1)' any more: the process" not in text
     assert seconds < AT_ONCE_S
 
 
@@ -361,43 +309,6 @@ def test_a_pause_of_the_whole_job_is_no_time_out(pool: Pool, within: str) -> Non
     results = pool(2).run(step_for, held_s + 2.5, limit, within, replace=True)
     thread.join()
     assert [found[:2] for found in results] == [("result", "done")] * 2
-
-
-def ask_a_stopped_store() -> tuple[float, str, bool]:
-    """Rank 0 holds a store and is stopped for some seconds; rank 1 asks meanwhile, and after."""
-    told: Any = [None]
-    if dist.get_rank() == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        told = [(store.port, os.getpid())]
-    dist.broadcast_object_list(told)
-    port, pid = told[0]
-    if dist.get_rank() == 0:
-        dist.barrier()
-        return 0.0, "", True
-    board = Board(dist.TCPStore("127.0.0.1", port, is_master=False), (0, 1), 1, limit_s=1.0)
-    assert board.read("nothing") is None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        begun = time.monotonic()
-        waking = in_a_while(5.0, lambda: os.kill(pid, signal.SIGCONT))
-        _, first, _ = attempt(lambda: board.exchange("t/1", {}, 1.0))
-        seconds = time.monotonic() - begun
-    finally:
-        os.kill(pid, signal.SIGCONT)
-        waking.cancel()
-    time.sleep(0.5)
-    board.post("t/2", {})
-    again = board.read("t/2") == {}
-    dist.barrier()
-    return seconds, first, again
-
-
-def test_a_stopped_holder_of_the_store_is_waited_for_in_bounded_time(pool: Pool) -> None:
-    seconds, told, again = pool(2).run(ask_a_stopped_store, replace=True)[1]
-    assert "the store of torch.distributed has not answered for 1 s" in told
-    assert "timeout_s" in told
-    assert seconds < 3.5
-    assert again, "it is asked again once it answers"
 
 
 def stop_within(kind: str, victim: int, limit: float) -> Outcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any
 
@@ -68,7 +67,7 @@ def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
     ("kind", "failed"),
-    [("run", False), *itertools.product(["prepare", "compile"], [False, True])],
+    [("run", False), ("prepare", False), ("prepare", True), ("compile", True)],
 )
 def test_who_resets_first_is_heard_at_once_and_met(
     pool: Pool, kind: str, failed: bool, early: bool, seed: int

@@ -156,7 +156,6 @@ def test_a_pipeline_that_does_not_fit_together_is_refused(pool: Pool) -> None:
     drop = '    main: send(z, peer=0, team=pipe, backend="gloo")\n'
     for error, text, _ in pool(4).run(run_stage, "gloo", 0, drop):
         assert error == "AgreementError"
-        assert "first line that differs" not in text, "each rank has its own on purpose"
         assert "ranks 0 and 1, 'first'" in text
         assert "ranks 2 and 3, 'second'" in text
 

@@ -339,9 +339,8 @@ def alone_or_teamed(
     lives = [PeerProcess.of(*identity()) for _ in range(size)]
     cells = [segment.cells for segment in segments]
     peers = [Control(name, range(size), member, cells, lives) for member in range(size)]
-    team: Any = mock.Mock(
-        control=peers[me], peers=peers, resets=0, topic=name, lock=threading.RLock(), size=size
-    )
+    facts: Any = {"resets": 0, "is_gone": False, "topic": name, "size": size}
+    team: Any = mock.Mock(control=peers[me], peers=peers, lock=threading.RLock(), **facts)
     if beside is not None:
         team = beside.team
     slots: Any = {}

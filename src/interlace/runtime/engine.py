@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from interlace.comm import (
     Use,
     Workspace,
 )
-from interlace.errors import BackendError, UnsupportedError
+from interlace.errors import BackendError, ExecutorError, UnsupportedError
 from interlace.ir import Op, Program
 from interlace.ir.sizes import named
 from interlace.options import Options
@@ -104,7 +104,8 @@ class RunLabel:
         """`peer_text` tells the ops of peers by index, where they are the same as this rank's."""
         self._name, self._tag_at, self._sizes = name, tag_at, sizes
         self.peer_text = peer_text
-        self._origin = ""
+        self.origin = ""
+        """Mark of what the next runs belong to, beside their Program."""
         sizes.follow(list(map(named, sizes.values)), self._turned)
 
     def _turned(self, _: tuple[int, ...]) -> None:
@@ -115,15 +116,15 @@ class RunLabel:
     def carry(self, origin: str) -> None:
         """Says what the next runs belong to, beside their Program: runs of equal Programs that
         belong to something else are others to the peers."""
-        if origin != self._origin:
-            self._origin = origin
+        if origin != self.origin:
+            self.origin = origin
             self._join()
 
     def _join(self) -> None:
         tag, name = self.tag, self.name
-        if self._origin:
-            tag ^= (zlib.crc32(self._origin.encode()) * MIXER) & MASK
-            name = f"{name} {self._origin}"
+        if self.origin:
+            tag ^= (zlib.crc32(self.origin.encode()) * MIXER) & MASK
+            name = f"{name} {self.origin}"
         self.entry = tag, name, self.peer_text
         """As `Control.enter` takes it. The tag is the same on all ranks that run these sizes."""
 
@@ -194,19 +195,23 @@ def unbound(op: Op, device: str) -> UnsupportedError:
     )
 
 
-class Engine(Protocol):
-    """Interface of a device: the runs of one Program. The Executor asks for nothing else. A device
-    inherits the methods that return None where it has nothing to do."""
-
-    context: EngineContext
+class Engine:
+    """A device: the runs of one Program. The Executor asks for nothing else. A device inherits the
+    methods that return nothing where it has nothing to do."""
 
     def __init__(self, context: EngineContext) -> None:
         """Binds every op. Needs no other rank."""
+        self.context = context
+        self._under_way = False
+        """True while a run is being issued."""
+        teams = dict.fromkeys(context.resources.teams.values())
+        self._teams = [(team, team.resets, team.control) for team in teams]
+        self._apart = context.between_hosts()
 
     @staticmethod
     def share(request: ShareRequest) -> TeamResources:
         """Sets up slots, words and backends; every rank of the teams calls it together."""
-        ...
+        raise NotImplementedError
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """Does the work needed once before runs, by all ranks of the teams together."""
@@ -216,23 +221,36 @@ class Engine(Protocol):
     ) -> object | None:
         """Returns the `at` of `issue` if a run may begin at once, such as the addresses of the
         tensors; None where the Executor must check the tensors, the device or the teams first."""
+        raise NotImplementedError
 
     def look(self) -> None:
         """Raises where the caller must not run anything now, such as inside of a graph capture."""
 
     def turn(self, at: Sequence[int]) -> None:
         """Makes the next runs those of these values of the named sizes; raises within a run."""
-        ...
+        self.refuse_nested()
+        self.context.values.sizes.turn(at)
 
     def issue(
         self,
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
-        at: object | None = None,
+        at: Any = None,
     ) -> tuple[Any, ...]:
         """One run, and its results. The Executor holds the lock, and everything was checked: by
         `admit`, which gave `at`, or (None) by the Executor."""
-        ...
+        raise NotImplementedError
+
+    def refuse_nested(self) -> None:
+        """Raises in a run of this engine's own."""
+        if self._under_way:
+            name = self.context.label.name
+            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
+
+    def check_teams(self) -> None:
+        """Raises what stopped a rank of a team."""
+        for _, _, control in self._teams:
+            control.check()
 
     @property
     def failure(self) -> BaseException | None:
@@ -241,7 +259,7 @@ class Engine(Protocol):
     @property
     def spans(self) -> list[tuple[int, float, float]]:
         """With the option `trace`: op, start and end of each op of the last run, in seconds."""
-        ...
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Returns when all runs have ended; raises what made one fail."""
@@ -256,6 +274,7 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Ends threads and gives back what the engine holds."""
+        raise NotImplementedError
 
 
 def engine_for(

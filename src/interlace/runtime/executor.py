@@ -18,7 +18,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,17 +99,13 @@ class TeamLocks:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Takes all of them, or none."""
-        taken = 0
-        try:
+        with contextlib.ExitStack() as taken:
             for lock in self._locks:
                 if not lock.acquire(blocking, timeout):
-                    break
-                taken += 1
-        finally:
-            if taken < len(self._locks):
-                for lock in self._locks[:taken]:
-                    lock.release()
-        return taken == len(self._locks)
+                    return False
+                taken.callback(lock.release)
+            taken.pop_all()
+        return True
 
     def release(self) -> None:
         for lock in self._locks:
@@ -170,7 +166,6 @@ class Executor:
         self._measures: tuple[Measure | None, ...] = ()
         self._at: tuple[int, ...] = ()
         """The values of the named sizes that runs are of."""
-        self._origin = ""
         self._poison: tuple[str, list[int]] | None = None
         self._closed = False
 
@@ -205,12 +200,14 @@ class Executor:
                 self._backend_name(name, None)
         if teams := self._ordered():
             self._lock = teams[0].lock if len(teams) == 1 else TeamLocks(teams)
+        self._wait_for_lock()
         # Made in inference mode, memory could not be written by runs out of it.
-        with self._locked(), torch.inference_mode(False), torch.no_grad():
+        with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+            stack.callback(self._lock.release)
             names = self._backend_name, self._teams
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
             found = collect(self.program, self.rank, self._given, self.device)
-            given = [*self._teams.values()], limit, found, used, self.options.in_order
+            given = [*self._teams.values()], limit, found, used, self.options
             self.agreement = agree(program, self.rank, *given)
             for team in teams:
                 team.setup(limit)
@@ -305,7 +302,8 @@ class Executor:
         tag_at = functools.partial(agreement.tag_at, met)
         text = None if agreement.texts else Flight(self.program, self.rank).text
         label = RunLabel(program.name, tag_at, run_sizes, text)
-        label.carry(self._origin)
+        if self.engine is not None:
+            label.carry(self.engine.context.label.origin)
         return EngineContext(
             plan=plan,
             values=values,
@@ -344,58 +342,62 @@ class Executor:
         CommTimeoutError, PeerError or AgreementError where a rank is late, failed or runs another
         Program: then `reset()`, called by all, lets runs go on.
         """
-        lock, wanted = self._lock, None
-        if sizes is not None:
-            try:
-                wanted = tuple([sizes[name] for name in self.sizes.values])
-            except KeyError as error:
-                raise ExecutorError(
-                    f"{self.program.name} has the named sizes {', '.join(self.sizes.values)}, and "
-                    f"`sizes` has no {error}. fix: give them all, or none"
-                ) from None
-        unfit = self.engine is None or self._poison is not None or self._is_gone()
-        if unfit or not lock.acquire(False):
-            return self._check_and_run(inputs, out, wanted, origin)
+        wanted = None if sizes is None else self._wanted(sizes)
+        lock = self._lock
+        if not lock.acquire(False):
+            self._wait_for_lock()
+        begun = True
         try:
-            engine = self.engine  # another thread may have closed it
-            if engine is not None and wanted in (None, self._at):
-                if origin is not None and origin != self._origin:
-                    self.carry(origin)
-                if (at := engine.admit(inputs, out)) is not None:
-                    return engine.issue(inputs, out, at)
+            engine, at = self.engine, None  # another thread may have closed it
+            if engine is not None:
+                if origin is not None:
+                    engine.context.label.carry(origin)
+                if self._poison is None and wanted in (None, self._at):
+                    at = engine.admit(inputs, out)
+            if engine is None or at is None:
+                begun = False  # a refusal concerns no peer
+                engine = self._ready_for(inputs, out, wanted)
+                begun = True
+            return engine.issue(inputs, out, at)
         except BaseException as error:  # what cannot be issued stops the peers too
-            self._fail(error)
+            if begun:
+                self._fail(error)
             raise
         finally:
             lock.release()
-        return self._check_and_run(inputs, out, wanted, origin)
 
-    def _check_and_run(
+    def _wanted(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        try:
+            return tuple([sizes[name] for name in self.sizes.values])
+        except KeyError as error:
+            raise ExecutorError(
+                f"{self.program.name} has the named sizes {', '.join(self.sizes.values)}, and "
+                f"`sizes` has no {error}. fix: give them all, or none"
+            ) from None
+
+    def _ready_for(
         self,
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
         wanted: tuple[int, ...] | None,
-        origin: str | None,
-    ) -> tuple[Any, ...]:
+    ) -> Engine:
+        """The engine, made ready for a run that it did not admit at once; raises what is wrong
+        with the run before anything of it is done."""
         engine = self._check_ready()
         if not self._measures:
             engine.context.check(inputs, out)
         engine.look()
-        with self._locked():
-            if self._bound_resets != self._resets():
-                self._bind(self._values(self._at))  # a reset renewed the backends
-            assert self.engine is not None
-            if origin is not None:
-                self.carry(origin)
-            if self._measures:  # no other thread turns to other sizes between
-                self._turn_to(measured_sizes(self._measures, inputs, wanted or self._at))
-                self.engine.context.check(inputs, out)
-            self._check_teams()
-            try:
-                return self.engine.issue(inputs, out)
-            except BaseException as error:
+        if self._bound_resets != self._resets():
+            self._bind(self._values(self._at))  # a reset renewed the backends
+        assert self.engine is not None
+        if self._measures:
+            self._turn_to(measured_sizes(self._measures, inputs, wanted or self._at))
+            self.engine.context.check(inputs, out)
+        for error in (self.engine.failure, *(t.control.failure() for t in self._teams.values())):
+            if error is not None:  # it stopped a peer since the last run, or an earlier Executor
                 self._fail(error)
-                raise
+                raise error
+        return self.engine
 
     def _fail(self, error: BaseException) -> None:
         if not self._teams:
@@ -405,26 +407,15 @@ class Executor:
         for team in self._teams.values():
             team.fail(error)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _wait_for_lock(self) -> None:
         """Serializes the work of this process on a team, by its lock."""
+        self._check_open()  # in a forked child, nobody would give it back
         if not self._lock.acquire(timeout=self.limit_s):
             shared = " on the same teams" if self._teams else ""
             raise ExecutorError(
                 f"{self.program.name} waited {self.limit_s:g} s for another thread's run{shared}: "
                 "call Executors from one thread"
             )
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def _is_gone(self) -> bool:
-        """True if the process group of a team was destroyed."""
-        for team in self._teams.values():
-            if team.is_gone:
-                return True
-        return False
 
     def _resets(self) -> list[int]:
         return [team.resets for team in self._teams.values()]
@@ -434,12 +425,6 @@ class Executor:
             check_process()
         if self._closed:
             raise ExecutorError(f"the Executor of {self.program.name} is closed: make another")
-
-    def carry(self, origin: str) -> None:
-        """The next runs belong to `origin`, as in `run`."""
-        self._origin = origin
-        if self.engine is not None:
-            self.engine.context.label.carry(origin)
 
     def _turn_to(self, at: tuple[int, ...]) -> None:
         """Makes the next runs those of these values of the named sizes."""
@@ -476,14 +461,6 @@ class Executor:
                 )
             self._poison = None
         return self.engine
-
-    def _check_teams(self) -> None:
-        """Raises what stopped a peer since the last run, or an earlier Executor of this rank."""
-        found = None if self.engine is None else self.engine.failure
-        for error in (found, *(team.control.failure() for team in self._teams.values())):
-            if error is not None:
-                self._fail(error)
-                raise error
 
     def reset(self) -> None:
         """After a failure: every rank of the teams calls it, and runs may go on."""

@@ -14,22 +14,7 @@ from interlace.errors import ExecutorError
 from interlace.ir import Box, Buffer, DType, Program, contiguous_strides
 from interlace.ir.sizes import Size, SizeClass, number, numbers
 from interlace.runtime.run_sizes import RunSizes
-from interlace.runtime.values import DTYPES, alike, at, whole
-
-
-def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Returns a function that makes tensors of the box as Inductor's code does, which takes half
-    the time of torch's public function; it uses the current device, if that is a GPU."""
-    sizes, strides, dtype = numbers(box.sizes), numbers(box.strides), DTYPES[box.dtype]
-    slow = functools.partial(torch.empty_strided, sizes, strides, dtype=dtype, device=device)
-    quick: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # pyright: ignore
-    if quick is None or device.type not in ("cpu", "cuda"):
-        return slow
-    if device.type == "cpu":
-        return functools.partial(quick, sizes, strides, dtype)
-    current: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
-    index = device.index or 0
-    return lambda: quick(sizes, strides, dtype) if current() == index else slow()
+from interlace.runtime.values import DTYPES, alike, at, maker, whole
 
 
 def may_be_lazy(box: Box) -> bool:
@@ -123,17 +108,20 @@ class Parameters:
         self._held = {i: known[name] for i, name in enumerate(self.names) if name in known}
         self._device, self._host = device, host
         self._asked = [whole(buffer) for buffer in params]
-        self._run_sizes = run_sizes or RunSizes({})
         self._boxes = list(self._asked)
         """As they are for the sizes of the run."""
+        self._known: dict[str, Any] = {"Tensor": torch.Tensor, "device": device}
+        """Values that the checks of tensors refer to by name."""
+        self._known["cpu"] = torch.device("cpu")
         self._makers: list[Callable[[], torch.Tensor]] = [torch.Tensor] * len(params)
         for index, box in enumerate(self._asked):
-            self._run_sizes.follow_box(box, functools.partial(self._size, index))
+            (run_sizes or RunSizes({})).follow_box(box, functools.partial(self._size, index))
         for index, held in self._held.items():
             self._makers[index] = lambda held=held: held.tensor
 
     def _size(self, index: int, box: Box) -> None:
         self._boxes[index] = box
+        self._known |= {f"sizes{index}": box.sizes, f"strides{index}": box.strides}
         if index not in self._held:
             self._makers[index] = maker(box, self._device)
 
@@ -142,22 +130,17 @@ class Parameters:
         the device and fit, and else False. Every run calls it: one expression, since a loop takes
         half as long again. (TorchDynamo's `TensorGuards` would end the process for a nested
         tensor.)"""
-        device = self._device
+        device, known = self._device, self._known
         tests = [f"len(tensors) == {len(self.names)}"]
-        known: dict[str, Any] = {"Tensor": torch.Tensor, "device": device}
-        known["cpu"] = torch.device("cpu")
         there = "{0}.device == device"
         if device.type == "cuda" and device.index is not None:  # half the time
             there = f"{{0}}.get_device() == {device.index}"
         for index, (name, box) in enumerate(zip(self.names, self._asked, strict=True)):
             tensor, dtype = f"t{index}", f"dtype{index}"
             known[dtype] = DTYPES[box.dtype]
-            facts = {f"sizes{index}": box.sizes, f"strides{index}": box.strides}
-            texts = {fact: repr(numbers) for fact, numbers in facts.items()}
-            for fact in facts if box.is_sized else ():
-                texts[fact] = fact
-                self._run_sizes.follow(facts[fact], functools.partial(known.__setitem__, fact))
-            sizes, strides = texts.values()
+            sizes, strides = f"sizes{index}", f"strides{index}"
+            if not box.is_sized:
+                sizes, strides = repr(box.sizes), repr(box.strides)
             on_cpu = name in self._host or not box.sizes
             tests += [
                 f"isinstance({tensor} := tensors[{index}], Tensor)",

@@ -10,12 +10,19 @@ A Program is bound once for a class of sizes. Whoever needs a size as a number f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from interlace.ir import Box
 from interlace.ir.sizes import Int, Size, at
 
 Tell = Callable[[tuple[int, ...]], object]
+T = TypeVar("T")
+
+
+class Sized(Generic[T]):
+    """Holder of something that is made for the sizes of the run, and made anew for others."""
+
+    now: T
 
 
 class RunSizes:
@@ -41,14 +48,23 @@ class RunSizes:
         tell(tuple([at(size, self.values) for size in sizes]))
         return differ
 
-    def follow_box(self, box: Box, tell: Callable[[Box], object]) -> None:
-        """The same for a box, whose numbers are its offset, sizes and strides."""
-        ndim = len(box.sizes)
+    def sized(self, sizes: Sequence[Int], make: Callable[[tuple[int, ...]], T]) -> Sized[T]:
+        """Holds what `make` makes of the numbers that these sizes are."""
+        held = Sized[T]()
+        self.follow(sizes, lambda numbers: setattr(held, "now", make(numbers)))
+        return held
+
+    def follow_box(self, box: Box, tell: Callable[..., object], *more: Int) -> bool:
+        """The same for a box, whose numbers are its offset, sizes and strides; `more` are told
+        behind it."""
+        ndim, count = len(box.sizes), len(more)
 
         def told(numbers: tuple[int, ...]) -> None:
-            tell(Box(numbers[0], numbers[1 : ndim + 1], numbers[ndim + 1 :], box.dtype))
+            here = numbers[count:]
+            sizes, strides = here[1 : ndim + 1], here[ndim + 1 :]
+            tell(Box(here[0], sizes, strides, box.dtype), *numbers[:count])
 
-        self.follow((box.offset, *box.sizes, *box.strides), told)
+        return self.follow((*more, box.offset, *box.sizes, *box.strides), told)
 
     def turn(self, at: Sequence[int]) -> None:
         """Tells all who follow the numbers for these values of the named sizes; after an error,

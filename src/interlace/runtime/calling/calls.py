@@ -25,6 +25,7 @@ from interlace.runtime.calling import regions as region_calls
 from interlace.runtime.calling.effects import apart, confirm, fills_list, may_share
 from interlace.runtime.calling.operators import decode, resolve
 from interlace.runtime.prepare.plan import Plan
+from interlace.runtime.run_sizes import Sized
 from interlace.runtime.values import DTYPES, ValueTable, alike, derive, whole
 
 Thunk = Callable[[], Any]
@@ -151,15 +152,14 @@ def _invoke(
 def _region(
     op: Call, region: Region, values: ValueTable, device: torch.device, compile_regions: bool
 ) -> tuple[Callable[..., Any], bool]:
-    decoded = partial(decode, device=device)
     views = op.views()
     touched = {view.buffer for view in views} | {buffer.name for buffer in op.fresh}
     boxes = [values.box(view) for view in views]
     sized = any(box.is_sized for box in boxes)
     if sized or not compile_regions or not values.host.isdisjoint(touched):
-        return region_calls.eager(region, resolve, decoded)
+        return region_calls.eager(region, device)
     layouts = tuple((numbers(box.sizes), numbers(box.strides), DTYPES[box.dtype]) for box in boxes)
-    return region_calls.inductor(region, resolve, decoded, layouts, device)
+    return region_calls.inductor(region, layouts, device)
 
 
 def _out_names(fn: Callable[..., Any]) -> tuple[str, ...]:
@@ -176,17 +176,15 @@ def _into(
     """A call that fills its outputs, by keyword or (`listed`) as one list; one that would resize
     them is an error, not a surprise."""
     items, places = values.items, [values.own(view) for view in op.outs]
-    wanted: list[tuple[int, ...]] = [() for _ in places]
-    for index, view in enumerate(op.outs):
-        values.sizes.follow(values.box(view).sizes, partial(wanted.__setitem__, index))
+    wanted = [values.sizes.sized(values.box(view).sizes, tuple) for view in op.outs]
     if len(places) == 1 and not listed:
-        (name,), (place,) = names, places
+        (name,), (place,), (only,) = names, places, wanted
 
         def run_one() -> None:
             out = items[place]
             call(**{name: out})
-            if out.shape != wanted[0]:
-                raise resized(op, out.shape, wanted[0])
+            if out.shape != only.now:
+                raise resized(op, out.shape, only.now)
 
         return run_one
 
@@ -194,8 +192,8 @@ def _into(
         outs = [items[place] for place in places]
         call(**({names[0]: outs} if listed else dict(zip(names, outs, strict=True))))
         for out, size in zip(outs, wanted, strict=True):
-            if out.shape != size:
-                raise resized(op, out.shape, size)
+            if out.shape != size.now:
+                raise resized(op, out.shape, size.now)
 
     return run
 
@@ -375,16 +373,13 @@ def _result(arg: Arg, plan: Plan, values: ValueTable) -> int | Callable[[], Any]
         held, box = values.registered, values.box(arg)
         if arg.buffer not in held:
             return values.own(arg)
-        name, boxes = arg.buffer, list[Box]()
+        name = arg.buffer
         of_now = lambda: values.registered[name].tensor  # noqa: E731
         if box == whole(plan.buffers[name]):
             return of_now
-
-        def take(found: Box) -> None:
-            boxes[:] = [found]
-
-        values.sizes.follow_box(box, take)
-        return lambda: derive(of_now(), boxes[0])
+        here = Sized[Box]()
+        values.sizes.follow_box(box, lambda found: setattr(here, "now", found))
+        return lambda: derive(of_now(), here.now)
     if isinstance(arg, tuple):
         return reader_of(arg, plan, values)
     if isinstance(arg, Size):

@@ -1,6 +1,6 @@
 """Regions: a group of aten calls that runs as one, eager or compiled by Inductor at bind time.
 
-run, shares = eager(region, resolve, decode)
+run, shares = eager(region, device)
 run(x, y)                         # a tuple, one tensor for each of the region's outputs
 """
 
@@ -14,20 +14,19 @@ from typing import Any
 
 import torch
 
-from interlace.errors import BackendError, ProgramError, UnsupportedError
+from interlace.errors import ProgramError, UnsupportedError
 from interlace.ir import Arg, Name, Region
 from interlace.runtime.calling.effects import apart, may_share
+from interlace.runtime.calling.operators import decode, resolve
 
-Resolve = Callable[[str], Callable[..., Any]]
-Decode = Callable[[Arg], Any]
 Run = Callable[..., tuple[Any, ...]]
 
 
-def eager(region: Region, resolve: Resolve, decode: Decode) -> tuple[Run, bool]:
+def eager(region: Region, device: torch.device) -> tuple[Run, bool]:
     """The region as a function that runs its calls one after another, freeing as it goes; True if
     an output may share memory with an input or another output."""
     shares = any(may_share(resolve(node.fn)) for node in region.body)
-    return graph_module(region, resolve, decode).forward, shares
+    return graph_module(region, device).forward, shares
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -39,17 +38,9 @@ class _Task:
 
     key: str
     region: Region = field(compare=False)
-    resolve: Resolve = field(compare=False)
-    decode: Decode = field(compare=False)
 
 
-def inductor(
-    region: Region,
-    resolve: Resolve,
-    decode: Decode,
-    layouts: tuple[Layout, ...],
-    device: torch.device,
-) -> tuple[Run, bool]:
+def inductor(region: Region, layouts: tuple[Layout, ...], device: torch.device) -> tuple[Run, bool]:
     """The region compiled by Inductor for arguments of these layouts, as `eager` gives it.
 
     Note [One compilation for all layers]: the result depends on the body, the layouts, the device
@@ -60,7 +51,7 @@ def inductor(
 
     key = repr((region.inputs, region.body, region.outputs))
     settings = config.get_hash(), torch.are_deterministic_algorithms_enabled()
-    return _compiled(_Task(key, region, resolve, decode), layouts, device, settings)
+    return _compiled(_Task(key, region), layouts, device, settings)
 
 
 def forget() -> None:
@@ -72,20 +63,15 @@ def _compiled(
     task: _Task, layouts: tuple[Layout, ...], device: torch.device, settings: tuple[Any, ...]
 ) -> tuple[Run, bool]:
     region = task.region
-    module = graph_module(region, task.resolve, task.decode)
+    module = graph_module(region, device)
     try:
         call = compile_graph(module, layouts, device)
         divides = any(word in task.key for word in ("div", "remainder", "fmod"))
         shares = _shares(call, layouts, device, divides)
     except Exception as error:
-        if _lacks_compiler(error):
-            raise BackendError(
-                f"Inductor cannot compile region {region.name!r}: there is no working C++ compiler "
-                "here. Install one (g++ or clang), or set the option regions='eager'"
-            ) from error
         raise UnsupportedError(
-            f"Inductor cannot compile region {region.name!r} ({type(error).__name__}: {error}); "
-            "set the option regions='eager'"
+            f"Inductor cannot compile region {region.name!r} ({type(error).__name__}: {error}). "
+            "fix: set the option regions='eager', or install a C++ compiler where there is none"
         ) from error
 
     return lambda *args: tuple(call(list(args))), shares
@@ -175,16 +161,6 @@ def _harmless(layout: Layout, device: torch.device, divides: bool) -> torch.Tens
     return torch.full((count,), fill, dtype=dtype, device=device).as_strided(sizes, strides)
 
 
-def _lacks_compiler(error: BaseException | None) -> bool:
-    while error is not None:
-        if type(error).__name__ in ("InvalidCxxCompiler", "FileNotFoundError"):
-            return True
-        if "InvalidCxxCompiler" in str(error) or "No working C++ compiler" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def unpack(results: Sequence[Any], count: int, fn: str) -> Sequence[Any]:
     """The results of an operator that gives several, as many as the region has names for."""
     if len(results) != count:
@@ -192,7 +168,7 @@ def unpack(results: Sequence[Any], count: int, fn: str) -> Sequence[Any]:
     return results
 
 
-def graph_module(region: Region, resolve: Resolve, decode: Decode) -> torch.fx.GraphModule:
+def graph_module(region: Region, device: torch.device) -> torch.fx.GraphModule:
     """The region as a graph with names of our own: FX runs its text, so names could be code."""
     graph = torch.fx.Graph()
     values: dict[str, torch.fx.Node] = {
@@ -202,7 +178,7 @@ def graph_module(region: Region, resolve: Resolve, decode: Decode) -> torch.fx.G
     def given(arg: Arg) -> Any:
         if isinstance(arg, Name):
             return values[arg.name]
-        return [given(item) for item in arg] if isinstance(arg, tuple) else decode(arg)
+        return [given(item) for item in arg] if isinstance(arg, tuple) else decode(arg, device)
 
     for node in region.body:
         args = tuple(given(arg) for arg in node.args)

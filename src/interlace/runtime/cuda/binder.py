@@ -181,15 +181,9 @@ class Binder:
         if not source.numel:
             return None
         if source.dtype == target.dtype and source.contiguous and target.contiguous:
-            driver, nbytes = self.driver, 0
-            here, there = values.address(*src), values.address(*dst)
-
-            def size(numbers: tuple[int, ...]) -> None:
-                nonlocal nbytes
-                (nbytes,) = numbers
-
-            values.sizes.follow((source.nbytes,), size)
-            return lambda: driver.copy(lane.handle, there(), here(), nbytes)
+            driver, here, there = self.driver, values.address(*src), values.address(*dst)
+            nbytes = values.sizes.sized((source.nbytes,), lambda numbers: numbers[0])
+            return lambda: driver.copy(lane.handle, there(), here(), nbytes.now)
         items = values.items
         a = values.at(src[0].buffer, source, src[1])
         b = values.at(dst[0].buffer, target, dst[1])

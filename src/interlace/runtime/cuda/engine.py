@@ -42,7 +42,7 @@ from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.runtime.cuda.lanes import OpTimer
 from interlace.runtime.cuda.sharing import hears_all, share
 from interlace.runtime.cuda.waits.watchdog import Marks, Watched, watchdog
-from interlace.runtime.engine import EngineContext
+from interlace.runtime.engine import Engine, EngineContext
 from interlace.runtime.prepare.plan import homes
 
 MARKS = 1024
@@ -78,11 +78,12 @@ class Changes:
         )
 
 
-class CudaEngine:
+class CudaEngine(Engine):
     share = staticmethod(share)
 
     def __init__(self, context: EngineContext) -> None:
-        self.context, self.device = context, context.device
+        super().__init__(context)
+        self.device = context.device
         spaces: Any = context.resources.spaces
         self.sides = list({id(s.side): s.side for s in spaces.values()}.values())
         self.driver = self.sides[0].driver if self.sides else Driver()
@@ -111,11 +112,7 @@ class CudaEngine:
         """True once a run has been issued op by op, as graphs need before they are captured."""
         self.issued = self.entered = 0
         self.since = 0.0
-        self._here, self._under_way = Here(), False
-        teams = context.resources.teams.values()
-        self._resets = [(team, team.resets) for team in dict.fromkeys(teams)]
-        self._controls = [team.control for team, _ in self._resets]
-        self._apart = context.between_hosts()
+        self._here = Here()
         self._start = context.values.starter((*context.inputs.names, *context.outputs.names))
         self.changes, self._lent = Changes(context), lent(context, self.binding)
         self._index = context.device.index or 0
@@ -127,7 +124,7 @@ class CudaEngine:
         self._fit_outputs: Callable[[Any], Any] = context.outputs.fit
         watchdog().add(self.watched)
         watchdog().start()
-        for team in teams:
+        for team, _, _ in self._teams:
             team.used_by(self)
         if context.options.graph:
             self._fit, self._fit_outputs = context.inputs.addresses, context.outputs.addresses
@@ -152,8 +149,8 @@ class CudaEngine:
             return None
         if self.watched.failure is not None or self.captured:
             return None
-        for team, resets in self._resets:
-            if team.resets != resets:
+        for team, resets, _ in self._teams:
+            if team.resets != resets or team.is_gone:
                 return None
         return at
 
@@ -165,9 +162,9 @@ class CudaEngine:
         if at is None:  # `admit` did not look at the current device
             with torch.cuda.device(self.device):
                 return self.issue(inputs, out, ())
-        self._refuse_nested()
+        self.refuse_nested()
         driver, graphs, pair, turn = self.driver, self.graphs, None, 0
-        if self._controls:
+        if self._teams:
             self._enter(inputs, out)
         try:
             given = inputs if out is None else (*inputs, *out)
@@ -216,26 +213,20 @@ class CudaEngine:
             self.watched.issuing = False
 
     def turn(self, at: Sequence[int]) -> None:
-        self._refuse_nested()
         with torch.cuda.device(self.device):  # which kernels are loaded on
-            self.context.values.sizes.turn(at)
-
-    def _refuse_nested(self) -> None:
-        if self._under_way:
-            name = self.context.label.name
-            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
+            super().turn(at)
 
     def _enter(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
         """Tells the peers that this rank enters a run; raises where it cannot."""
         watched, context = self.watched, self.context
         watched.issuing = True  # before it enters: `Watchdog.leave`
         try:
-            for control in self._controls:
+            for _, _, control in self._teams:
                 control.enter(*context.label.entry)
             for control, contacts in self._apart:
                 control.begin(contacts)
             for control, _ in self._apart:
-                control.meet_all(context.wait_for("the begin of a run", self._check_teams))
+                control.meet_all(context.wait_for("the begin of a run", self.check_teams))
             if context.values.registered:
                 context.inputs.check_places(inputs)
                 if out is not None:
@@ -245,10 +236,6 @@ class CudaEngine:
         except BaseException:
             watched.issuing = False
             raise
-
-    def _check_teams(self) -> None:
-        for control in self._controls:
-            control.check()
 
     def _begin(self) -> tuple[int, Event, Event]:
         """The caller's stream, after the last run on another; the events of a run."""

@@ -43,6 +43,8 @@ def _share(request: ShareRequest) -> TeamResources:
     signals, span = signals_of(plan.program)
     raises = reaches(plan, Notify)
     request.refuse_memory()
+    inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
+    registered: dict[str, Registered] = {}
     for name, team in request.ordered():
         side = team.cuda(device, limit)
         topic = f"{team.num_prepared}/{name}"
@@ -73,7 +75,12 @@ def _share(request: ShareRequest) -> TeamResources:
             if turn.team == name and turn.backend == "peer"
         ]
         ensure_area(side, topic, areas, limit)
-    registered = _register(request)
+        if name in request.registered:
+            facts = inputs, written(plan.program), limit
+            made_known = side.registry.register(topic, request.registered[name], *facts)
+            registered |= made_known
+            for held in made_known.values():
+                kept.callback(side.registry.let_go, held)
     return TeamResources(request.teams, slots, spaces, {}, {}, graphs, registered)
 
 
@@ -81,22 +88,6 @@ def mark_gotten(slots: Mapping[str, CudaSlot], gotten: Collection[str]) -> None:
     """Notes on slots, which other Executors have as well, that peers read them by Get."""
     for name in slots.keys() & set(gotten):
         slots[name].gotten = True
-
-
-def _register(request: ShareRequest) -> dict[str, Registered]:
-    """The caller's tensors that peers reach, by name; `kept` lets go of the peers'."""
-    plan, found = request.plan, dict[str, Registered]()
-    inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
-    facts = inputs, written(plan.program), request.timeout_s
-    for name, team in request.ordered():
-        if name in request.registered:
-            registry = team.cuda(request.device, request.timeout_s).registry
-            topic = f"{team.num_prepared}/{name}"
-            made = registry.register(topic, request.registered[name], *facts)
-            found |= made
-            for mine in made.values():
-                request.kept.callback(registry.let_go, mine)
-    return found
 
 
 def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:

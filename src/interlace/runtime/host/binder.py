@@ -25,7 +25,6 @@ from interlace.comm import (
     exchange,
 )
 from interlace.comm.backends import cut
-from interlace.comm.collectives import Run
 from interlace.options import BACKENDS
 from interlace.runtime.calling.calls import Thunk
 from interlace.runtime.engine import EngineContext, unbound
@@ -138,18 +137,16 @@ class HostBinder:
         dst = None if op.dst is None else self.values.own(op.dst)
         if turn.backend == "peer":
             space = self.resources.spaces[op.team]
-            bind = lambda spec: bind_peer_collective(space, spec, turn.number)  # noqa: E731
+            bind = lambda parts: bind_peer_collective(  # noqa: E731
+                space, replace(spec, parts=parts), turn.number
+            )
         else:
             backend = self.resources.backends[op.team, turn.backend]
             wait = replace(wait, behind=control.behind, cut=partial(cut, backend))
-            bind = lambda spec: bind_collective(backend, spec, wait.timeout_s)  # noqa: E731
-        run: Run | None = None
-
-        def size(parts: tuple[int, ...]) -> None:
-            nonlocal run
-            run = bind(replace(spec, parts=parts))
-
-        self.values.sizes.follow(spec.parts, size)
+            bind = lambda parts: bind_collective(  # noqa: E731
+                backend, replace(spec, parts=parts), wait.timeout_s
+            )
+        run = self.values.sizes.sized(spec.parts, bind)
         before = (op.team, turn.backend, turn.number - 1) if turn.number > 1 else None
         mine = (op.team, turn.backend, turn.number)
 
@@ -158,8 +155,7 @@ class HostBinder:
                 order.pass_by(before, wait)
             control.reach(queue, turn.number, wait)
             source = None if src is None else items[src]
-            assert run is not None
-            run(source, None if dst is None else items[dst], wait)
+            run.now(source, None if dst is None else items[dst], wait)
             order.reach(mine)
 
         return thunk

@@ -58,17 +58,16 @@ class CpuEngine(Engine):
     """Runs the bound ops of one rank. A run that returned has ended, and raised what failed."""
 
     def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
         self._spans: list[tuple[int, float, float]] = []
-        self.context = context
         self._program, self._rank = context.plan.program, context.plan.rank
         self._flight, resources = context.flight, context.resources
-        self._teams = [(t, t.resets, t.control) for t in resources.teams.values()]
-        self._apart = context.between_hosts()
         self._inputs, self._outputs = context.inputs, context.outputs
         self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
-        self._workers: list[StreamThread] = []
+        self._lost = ""
+        """The stream that hangs in a computation, if one does."""
         self._grace_s = GRACE_S + (ASK_S if self._apart else 0.0)
         streams = context.plan.program.streams()
         self._entered: list[Any] = [control for _, _, control in self._teams]
@@ -82,11 +81,11 @@ class CpuEngine(Engine):
             flight.follow(progress)
         self._order = StreamOrder(lambda: [op for op, _ in progress(flight.run)], self._grace_s)
         self._first, *self._others = self._bind(context) or [Stream("")]
+        self._workers = [StreamThread(stream.name, self._drive) for stream in self._others]
         self._uses, self._end = resources.uses, context.values.end
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
         self._values = context.values
         self._start = context.values.starter((*self._inputs.names, *self._outputs.names))
-        self._under_way = False
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
     @staticmethod
@@ -168,11 +167,11 @@ class CpuEngine(Engine):
     def admit(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> object | None:
-        """True where the tensors fit, and no team was reset or released or has failed."""
+        """True where the tensors fit, and no team was reset or has gone or failed."""
         if not self._inputs.fit(inputs) or (out is not None and not self._outputs.fit(out)):
             return None
         for team, resets, control in self._teams:
-            if not team.is_as_of(resets, control):
+            if team.is_gone or not team.is_as_of(resets, control):
                 return None
         return True
 
@@ -183,7 +182,7 @@ class CpuEngine(Engine):
         at: object | None = None,
     ) -> tuple[Any, ...]:
         """Enters the teams, fills the table, drives the streams and reads the results."""
-        self._refuse_nested()
+        self.refuse_nested()
         entry = self._label.entry
         had_grad = torch.is_grad_enabled()
         try:
@@ -234,37 +233,26 @@ class CpuEngine(Engine):
 
     def _leave(self, had_grad: bool) -> None:
         """Whatever the run did to the process is undone."""
-        if not any(worker.lost for worker in self._workers):  # one that hangs is to stop
+        if not self._lost:  # else that stream is to stop
             self._failure = None
         self._end()
         if had_grad:
             self._grad(True)
         self._under_way = False
 
-    def turn(self, at: Sequence[int]) -> None:
-        self._refuse_nested()
-        self._values.sizes.turn(at)
-
-    def _refuse_nested(self) -> None:
-        if self._under_way:
-            name = self._label.name
-            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
-
     def check(self) -> None:
         """Raises where waiting on is pointless: this rank or a peer has failed."""
         if self._failure is not None:
             raise Stopped
-        for _, _, control in self._teams:
-            control.check()
+        self.check_teams()
 
     def _drive_all(self) -> None:
         """Runs every stream to its end, each on its thread; an interrupt stops the streams before
         it is raised."""
-        lost = [worker.name for worker in self._workers if worker.lost]
-        if lost:
-            raise ExecutorError(f"stream {lost[0]} of rank {self._rank} still hangs: make another")
-        if not all(worker.usable for worker in self._workers) or not self._workers:
-            self._workers = [StreamThread(stream.name, self._drive) for stream in self._others]
+        if self._lost:
+            raise ExecutorError(
+                f"stream {self._lost} of rank {self._rank} still hangs: make another"
+            )
         mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
         try:
             for worker, stream in zip(self._workers, self._others, strict=True):
@@ -272,34 +260,27 @@ class CpuEngine(Engine):
             self._drive(self._first)
         except BaseException as error:
             self._fail(error, -1)
-        while not self._joined():
-            pass
-
-    def _joined(self) -> bool:
-        try:
-            self._join()
-        except ExecutorError:
-            raise
-        except BaseException as error:
-            self._fail(error, -1)
-            return False
-        return True
-
-    def _join(self) -> None:
-        """Waits for the other streams; one that hangs in a computation gets a time-out's grace."""
         patience: Patience | None = None
-        for worker in self._workers:
-            while not worker.is_done(0.1):
-                if self._failure is None:
-                    continue
-                patience = patience or Patience(self.context.timeout_s)
-                if patience.is_over():
-                    worker.lost = True
-                    raise ExecutorError(
-                        f"stream {worker.name} of rank {self._rank} does not stop: it is in "
-                        f"{self._flight.text(self._flight.stands[worker.name][0])}; this Executor "
-                        "cannot be used again"
-                    ) from self._failure
+        running = [*self._workers]
+        while running and not self._lost:
+            try:
+                while running and not self._lost:
+                    if running[0].is_done(0.1):
+                        running.pop(0)
+                    elif self._failure is not None:  # one that hangs gets a time-out's grace
+                        patience = patience or Patience(self.context.timeout_s)
+                        self._lost = running[0].name if patience.is_over() else ""
+            except BaseException as error:
+                self._fail(error, -1)
+        if self._lost:
+            raise self._hangs() from self._failure
+
+    def _hangs(self) -> ExecutorError:
+        op = self._flight.text(self._flight.stands[self._lost][0])
+        return ExecutorError(
+            f"stream {self._lost} of rank {self._rank} does not stop: it is in {op}; this Executor "
+            "cannot be used again"
+        )
 
     def _drive(self, stream: Stream) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
@@ -386,7 +367,7 @@ class CpuEngine(Engine):
     def close(self) -> None:
         workers, self._workers = self._workers, []
         for worker in workers:
-            worker.stop()
+            worker.stop(wait=worker.name != self._lost)
         for stream in (self._first, *self._others):  # whose steps hold this engine, and its teams
             stream.steps, stream.runs = [], []
 
@@ -481,23 +462,24 @@ class StreamThread:
 
     def __init__(self, name: str, drive: Callable[[Stream], None]) -> None:
         self.name = name
-        self.lost = False
         self._task: Task | None = None
         self._stops = False
         self._go, self._done = Bell(), Bell()
         self._drive = drive
+        self._thread: threading.Thread | None = None
+
+    def _begin(self) -> None:
+        """Starts the thread: before the first run, and in a process that was forked since."""
+        self._go, self._done = Bell(), Bell()  # a fork may have left a lock held
         self._thread = threading.Thread(
-            target=self._live, name=f"interlace stream {name}", daemon=True
+            target=self._live, name=f"interlace stream {self.name}", daemon=True
         )
         self._thread.start()
 
-    @property
-    def usable(self) -> bool:
-        """True if the thread is alive: it is not in a process that was forked since."""
-        return self._thread.is_alive()
-
     def start_run(self, stream: Stream, mode: tuple[int, bool]) -> None:
         """Runs this stream, in the caller's `mode` (number of threads, inference mode)."""
+        if self._thread is None or not self._thread.is_alive():
+            self._begin()
         self._task = stream, mode
         self._go.put(None)
 
@@ -521,12 +503,13 @@ class StreamThread:
             self._task = task = stream = None
             self._done.put(None)
 
-    def stop(self) -> None:
-        """Ends the thread, unless it hangs."""
-        self._stops = True
-        self._go.put(None)
-        if not self.lost and threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+    def stop(self, wait: bool) -> None:
+        """Ends the thread; does not wait for one that hangs."""
+        self._stops, thread = True, self._thread
+        if thread is not None:
+            self._go.put(None)
+            if wait and threading.current_thread() is not thread:
+                thread.join(5.0)
 
 
 def rung(bell: Bell, within_s: float) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.comm import TeamComm, attending
-from interlace.comm.rendezvous.board import Board, Note, failure, meet, named
+from interlace.comm.rendezvous.board import Board, Note, as_told, failure, meet, named
 from interlace.errors import (
     AgreementError,
     InterlaceError,
@@ -34,7 +34,8 @@ from interlace.errors import (
     TeamError,
 )
 from interlace.ir import Arg, Call, Loc, Name, Program, View, parse, print_program
-from interlace.runtime.prepare.registered import Registration, judge
+from interlace.options import Options
+from interlace.runtime.prepare.registered import Registration
 from interlace.verify import Report, check
 
 TOLD_S = 5.0
@@ -42,6 +43,9 @@ TOLD_S = 5.0
 LATER_S = 0.5
 """Seconds that another rank may have begun later than this one: one that waits for a rank of
 another team then gives up first, and its verdict names that rank."""
+
+ALIKE = {"in_order": ("in order", "on its streams"), "graph": ("in CUDA graphs", "op by op")}
+"""Options that all ranks have alike, with what a rank does where they are set, and where not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +119,14 @@ def agree(
     timeout_s: float,
     found: Registration | None = None,
     backends: Sequence[Sequence[str]] = (),
-    in_order: bool = False,
+    options: Options | None = None,
 ) -> Agreement:
     """Agrees with every rank that is joined to this one by teams, and proves what they run: with
-    `in_order`, the twin that runs one op after another. What is wrong with what any rank registers
-    (`found`), all raise. `backends` has those that this rank's Program needs, for each of the
-    teams."""
-    found = found or Registration()
+    the option `in_order`, the twin that runs one op after another. What is wrong with what any rank
+    registers (`found`), all raise. `backends` has those that this rank's Program needs, for each of
+    the teams."""
+    found, options = found or Registration(), options or Options()
+    in_order = options.in_order
     plain = essence(program)
     text = print_program(plain)
     mine: Note = {
@@ -131,18 +136,16 @@ def agree(
         "hash": digest(text),
         "skeleton": digest(print_program(skeleton(plain))),
         "backends": {},
-        "in_order": in_order,
+        **{name: getattr(options, name) for name in ALIKE},
     }
-    if found.problem is not None:
-        mine |= failure(found.problem)
     if not teams:
-        judge({}, found.problem)
+        if found.problem is not None:
+            raise found.problem
         return Agreement(int(mine["hash"][:16], 16), _proof(program, in_order))
     for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
         mine["backends"][team.key] = list(needs)
     board, me = teams[0].board, teams[0].rank
-    entries = gather(mine, teams, timeout_s)
-    judge(entries, found.problem)
+    entries = gather(mine, teams, timeout_s, found.problem)
     _check_options(entries)
     place = _places(entries.values())[0]  # the same on all ranks, whose own teams differ
     with _told_once(board, f"{place}/fault", me, min(entries)):
@@ -160,10 +163,17 @@ def agree(
     return Agreement(tag, report, texts, tuple(tuple(sorted(names)) for names in used))
 
 
-def gather(mine: Note, teams: Sequence[TeamComm], timeout_s: float) -> dict[int, Note]:
+def gather(
+    mine: Note,
+    teams: Sequence[TeamComm],
+    timeout_s: float,
+    problem: InterlaceError | None = None,
+) -> dict[int, Note]:
     """The notes of all ranks that teams join to this one, by global rank; each has the name of the
     Program that it is about, and what the rank is to do with it (`step`), the same on all of them.
-    All of these ranks get them, or none."""
+    All of these ranks get them, or none. Where a rank has a `problem`, all raise it."""
+    if problem is not None:
+        mine |= failure(problem)
     meet(teams, f"prepare Program {mine['name']!r}", timeout_s)
     left: list[str] = []
     board, me = teams[0].board, teams[0].rank
@@ -189,6 +199,11 @@ def gather(mine: Note, teams: Sequence[TeamComm], timeout_s: float) -> dict[int,
             f"ranks meet to do different things: {', '.join(steps)}. Every rank must compile and "
             "prepare the same Programs in the same order"
         )
+    if problem is not None:
+        raise problem
+    for rank, entry in sorted(entries.items()):
+        if "error" in entry:
+            raise as_told(rank, entry["error"])
     return entries
 
 
@@ -223,13 +238,15 @@ def _proof(program: Program, in_order: bool) -> Report:
 
 
 def _check_options(entries: Mapping[int, Note]) -> None:
-    """All ranks run in order, or none; those of one Program go by the same backends."""
-    ways = {entry["in_order"]: rank for rank, entry in sorted(entries.items(), reverse=True)}
-    if len(ways) > 1:
-        raise AgreementError(
-            f"rank {ways[True]} would run {entries[ways[True]]['name']!r} in order, and rank "
-            f"{ways[False]} on its streams: give all ranks the same option `in_order`"
-        )
+    """Options that decide what ranks set up and run together are the same on all of them; those of
+    one Program go by the same backends."""
+    for option, (how, otherwise) in ALIKE.items():
+        ways = {entry[option]: rank for rank, entry in sorted(entries.items(), reverse=True)}
+        if len(ways) > 1:
+            raise AgreementError(
+                f"rank {ways[True]} would run {entries[ways[True]]['name']!r} {how}, and rank "
+                f"{ways[False]} {otherwise}: give all ranks the same option `{option}`"
+            )
     known: dict[tuple[str, str], tuple[int, list[str]]] = {}
     for rank, entry in sorted(entries.items()):
         for place, names in entry["backends"].items():
@@ -293,9 +310,8 @@ def _verify_set(
 ) -> tuple[Report, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Proves different Programs as a set: the report, and the texts with their ranks."""
     notes = texts_of(board, entries, me, text, timeout_s)
-    texts = {rank: notes[entry["hash"]] for rank, entry in entries.items()}
+    ranks = {key: ranks_of(entries, key) for key in sorted(notes)}
     try:
-        ranks = {key: ranks_of(entries, key) for key in sorted(notes)}
         taken = Counter(entry["rank"] for entry in entries.values())
         for rank in (rank for rank, count in taken.items() if count > 1):
             raise ProgramError(f"rank {rank} of the Programs is prepared by more than one process")
@@ -306,13 +322,18 @@ def _verify_set(
         )
         report.raise_if_unsound()
     except (SoundnessError, ProgramError) as error:
-        why = str(error)
-        if isinstance(error, SoundnessError) and not _share_ranks(texts.values()):
-            first = {entry["hash"]: rank for rank, entry in entries.items()}
-            who = "\n".join(f"  {_alike(entries, rank)}" for rank in sorted(first.values()))
-            told = f"the Programs of these ranks are not sound as a set:\n{who}\n{why}"
-            raise AgreementError(told) from None
-        raise AgreementError(_difference(entries, texts, why)) from None
+        raise AgreementError(
+            "\n".join(
+                [
+                    "ranks prepare Programs that do not go together:",
+                    *(f"  {_holders(entries, key)}" for key in ranks),
+                    f"{error}",
+                    "Every rank must prepare the same Programs in the same order, or those of one "
+                    "set; look for code that depends on the rank, or for inputs whose shapes "
+                    "differ between ranks",
+                ]
+            )
+        ) from None
     return report, tuple((notes[key], of) for key, of in ranks.items())
 
 
@@ -344,37 +365,10 @@ def for_ranks(program: Program, ranks: tuple[int, ...]) -> list[Program]:
     return [program] if whole else [program.instantiate(rank) for rank in ranks]
 
 
-def _share_ranks(texts: Iterable[str]) -> bool:
-    """True if a rank is in several of these Programs, which then should be one."""
-    ranks = [rank for text in {*texts} for rank in parse(text).world]
-    return len({*ranks}) < len(ranks)
-
-
-def _alike(entries: Mapping[int, Note], rank: int) -> str:
-    """The ranks that have one rank's Program, and its name."""
-    alike = [r for r in sorted(entries) if entries[r]["hash"] == entries[rank]["hash"]]
-    return f"{named(alike)}, {entries[rank]['name']!r}"
-
-
-def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str) -> str:
-    """The message for Programs that do not go together: who, and the first line that differs."""
-    ranks = sorted(entries)
-    pair = ranks[0], next(rank for rank in ranks if texts[rank] != texts[ranks[0]])
-    lines = [[*texts[rank].splitlines(), "(the end)"] for rank in pair]
-    at = next(n for n in range(min(map(len, lines))) if lines[0][n] != lines[1][n])
-    shown: list[str] = []
-    for rank, text in zip(pair, lines, strict=True):
-        shown.append(f"  {_alike(entries, rank)}, line {at + 1}: {text[at].strip()}")
-    return "\n".join(
-        [
-            "ranks prepare Programs that do not go together; the first line that differs is",
-            *shown,
-            "and as a set they are not sound:",
-            why,
-            "Every rank must prepare the same Programs in the same order; look for code that "
-            "depends on the rank, or for inputs whose shapes differ between ranks",
-        ]
-    )
+def _holders(entries: Mapping[int, Note], key: str) -> str:
+    """The ranks that have one Program, and its name."""
+    alike = [rank for rank in sorted(entries) if entries[rank]["hash"] == key]
+    return f"{named(alike)}, {entries[alike[0]]['name']!r}"
 
 
 def program_rank(program: Program, groups: Mapping[str, dist.ProcessGroup]) -> int:

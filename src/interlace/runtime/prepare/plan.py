@@ -29,7 +29,7 @@ BackendOf = Callable[[str, str | None], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class QueuePlace:
     """A collective's place in its team's queue: its backend, and its number from 1 in the run."""
 
     team: str
@@ -69,7 +69,7 @@ class Plan:
         self.syncs: dict[int, tuple[int, ...]] = {}
         """The HostSyncs that an op of another stream has to wait for."""
         self.specs: dict[int, Spec] = {}
-        self.turns: dict[int, Turn] = {}
+        self.turns: dict[int, QueuePlace] = {}
         self.messages: dict[tuple[int, int], Message] = {}
         """Messages by op and by member of a Group (0 outside of one)."""
         self.takes: dict[str, str] = {}
@@ -172,7 +172,7 @@ class Plan:
     def _collective(self, index: int, op: ir.Collective, backend: str) -> None:
         number = self._numbers.get((op.team, backend), 0) + 1
         self._numbers[op.team, backend] = number
-        self.turns[index] = Turn(op.team, backend, number)
+        self.turns[index] = QueuePlace(op.team, backend, number)
         spec = collective_spec(op, self.where, self.box)
         self.specs[index] = spec = replace(spec, merges=index in self._merging)
         if backend == "peer":

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from interlace.comm.rendezvous.board import Note, as_told
 from interlace.errors import ExecutorError, InterlaceError
 from interlace.ir import Buffer, Program
 from interlace.runtime.inputs import Parameters
@@ -50,15 +49,6 @@ def collect(
         assert buffer.team is not None
         wanted.setdefault(buffer.team, {})[buffer.name] = given[buffer.name], nbytes(buffer)
     return Registration(wanted)
-
-
-def judge(entries: Mapping[int, Note], mine: InterlaceError | None) -> None:
-    """Raises what any rank found wrong, of the entries of all; a rank's own error as it is."""
-    if mine is not None:
-        raise mine
-    for rank, entry in sorted(entries.items()):
-        if "error" in entry:
-            raise as_told(rank, entry["error"])
 
 
 def written(program: Program) -> frozenset[str]:

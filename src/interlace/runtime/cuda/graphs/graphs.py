@@ -61,7 +61,6 @@ from interlace.runtime.cuda.graphs.warm_up import capture_thread
 from interlace.runtime.cuda.lanes import Lane, Words
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.engine import EngineContext
-from interlace.runtime.inputs import maker
 from interlace.runtime.prepare.plan import own_backends
 from interlace.runtime.values import whole
 
@@ -209,15 +208,15 @@ class Graphs:
         self.results = () if self.single else self._results()
         """The buffers of the results, where all of them are the Program's own: each run is given
         new tensors for these, behind its inputs, and nothing is copied."""
-        buffers, device = self._context.plan.buffers, self._context.device
-        self._makers = [maker(whole(buffers[name]), device) for name in self.results]
+        self._makers = [self._context.values.allocated[name] for name in self.results]
         self._runs = 0
 
     def _results(self) -> tuple[str, ...]:
-        context, known = self._context, self._context.values.allocated
+        context, buffers = self._context, self._context.plan.buffers
         args = context.plan.program.returned()
+        known = context.values.allocated
         views = [arg for arg in args if isinstance(arg, View) and arg.buffer in known]
-        whole_ones = {v.buffer for v in views if context.values.box(v) == known[v.buffer]}
+        whole_ones = {v.buffer for v in views if context.values.box(v) == whole(buffers[v.buffer])}
         if context.options.static_outputs or context.outputs.names or len(whole_ones) < len(args):
             return ()
         return tuple([view.buffer for view in views])

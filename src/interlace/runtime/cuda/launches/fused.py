@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from interlace.ir import Box, Call, Fused, Op, Record, View
 from interlace.ir.kernels import KernelMatmul, factors, kernel_matmul
-from interlace.ir.sizes import number
+from interlace.ir.sizes import Int, number
 from interlace.kernels.gemm import support
 from interlace.runtime.calling.calls import Thunk
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Words
@@ -53,28 +53,26 @@ def bind_member(binder: Binder, lane: Lane, op: Fused, call: Call) -> Thunk | No
     product = factors(call)
     if op.kernel is None or product is None:
         return None
-    matmul, launch = _matmul(binder, op), None
+    matmul = _matmul(binder, op)
     if _refusal(binder, matmul):
         return None
     from interlace.kernels.gemm.matmul import GatherMatmul
 
-    def size(numbers: tuple[int, ...]) -> None:
-        nonlocal launch
+    def launch_of(numbers: tuple[int, ...]) -> Any:
         whole = replace(matmul, rows=numbers[0], inner=numbers[1], columns=numbers[2])
         facts = {**_facts(whole), "rows": numbers[3], "size": 1, "rank": 0}
-        config = _kernel(binder, whole).config
-        launch = GatherMatmul(**facts, device=binder.context.device, config=config).launch
+        config = _kernel(binder, matmul, numbers[:3]).config
+        return GatherMatmul(**facts, device=binder.context.device, config=config).launch
 
-    sizes = matmul.rows, matmul.inner, matmul.columns, binder.plan.box(product.a).sizes[0]
-    binder.values.sizes.follow(sizes, size)
+    sizes = *_sizes(matmul), binder.plan.box(product.a).sizes[0]
+    launch = binder.values.sizes.sized(sizes, launch_of)
     values, items = binder.values, binder.values.items
     a, b, out = values.own(product.a), values.own(product.b), values.own(product.out)
     c = None if product.bias is None else values.own(product.bias)
 
     def run() -> None:
         added = None if c is None else items[c]
-        assert launch is not None
-        launch(lane.handle, items[a], items[b], None, items[out], added, 0, 0)
+        launch.now(lane.handle, items[a], items[b], None, items[out], added, 0, 0)
 
     return _aligned(lane, items, run, (a, b) if c is None else (a, b, c), out)
 
@@ -99,17 +97,14 @@ def _facts(matmul: KernelMatmul) -> dict[str, Any]:
     return {**facts, "dtype": DTYPES[matmul.dtype], "bias": matmul.bias is not None}
 
 
-def _follow(binder: Binder, matmul: KernelMatmul, tell: Callable[[Any], object]) -> None:
-    """Tells the kernel for the sizes of the run."""
-
-    def size(numbers: tuple[int, ...]) -> None:
-        rows, inner, columns = numbers
-        tell(_kernel(binder, replace(matmul, rows=rows, inner=inner, columns=columns)))
-
-    binder.values.sizes.follow((matmul.rows, matmul.inner, matmul.columns), size)
+def _sizes(matmul: KernelMatmul) -> tuple[Int, ...]:
+    return matmul.rows, matmul.inner, matmul.columns
 
 
-def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
+def _kernel(binder: Binder, matmul: KernelMatmul, sizes: tuple[int, ...]) -> Any:
+    """The kernel for these numbers of `_sizes`."""
+    rows, inner, columns = sizes
+    matmul = replace(matmul, rows=rows, inner=inner, columns=columns)
     facts, asked = _facts(matmul), matmul.kernel
     if asked.kind == "gather_matmul":
         from interlace.kernels.gemm.matmul import GatherMatmul
@@ -122,13 +117,8 @@ def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
 
 
 def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
-    values, items, launch = binder.values, binder.values.items, None
-
-    def take(kernel: Any) -> None:
-        nonlocal launch
-        launch = kernel.launch
-
-    _follow(binder, matmul, take)
+    values, items = binder.values, binder.values.items
+    launch = values.sizes.sized(_sizes(matmul), lambda sizes: _kernel(binder, matmul, sizes).launch)
     space = binder.spaces[matmul.team]
     gates, value = space.own(matmul.signal, 0), matmul.value
     x, slots, y = values.at(*matmul.own), values.at(*matmul.others), values.at(*matmul.whole)
@@ -138,8 +128,7 @@ def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
     def run() -> None:
         added = None if bias is None else items[bias]
         due = space.base + value
-        assert launch is not None
-        launch(lane.handle, items[x], items[w], items[slots], items[y], added, gates, due)
+        launch.now(lane.handle, items[x], items[w], items[slots], items[y], added, gates, due)
 
     return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), y)
 
@@ -149,18 +138,19 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMa
     pieces, halved = kernel.pieces, kernel.own > kernel.pieces
     count = matmul.size * pieces + halved
     binding, counters = binder.binding, binder.spaces[matmul.team].local(count)
-    launch, tiles, runs, before = None, 0, 0, 0
+    tiles, runs, before = 0, 0, 0
 
     def due() -> int:
         return before + (binding.runs - runs) * tiles
 
-    def take(kernel: Any) -> None:
-        nonlocal launch, tiles, runs, before
+    def launch_of(sizes: tuple[int, ...]) -> Any:
+        nonlocal tiles, runs, before
+        kernel = _kernel(binder, matmul, sizes)
         assert kernel.subs == pieces, "validate asks for ranges of whole tiles"
-        before, runs = due(), binding.runs
-        launch, tiles = kernel.launch, kernel.raised
+        before, runs, tiles = due(), binding.runs, kernel.raised
+        return kernel.launch
 
-    _follow(binder, matmul, take)
+    launch = values.sizes.sized(_sizes(matmul), launch_of)
 
     def due_half() -> int:
         return due() // 2
@@ -182,8 +172,7 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMa
 
     def run() -> None:
         added = None if bias is None else items[bias]
-        assert launch is not None
-        launch(lane.handle, items[x], items[w], items[stage], items[own], added, counters)
+        launch.now(lane.handle, items[x], items[w], items[stage], items[own], added, counters)
 
     return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), own)
 
@@ -248,16 +237,17 @@ def bind_sum(binder: Binder, lane: Lane, op: Call, awaited: Awaited | None = Non
     dtype, (words, due) = DTYPES[box.dtype], awaited or ((), lambda: 0)
     facts: dict[str, Any] = {"size": parts, "dtype": dtype, "device": binder.context.device}
     wait = Words.of("wait", binder.driver, lane, words, due) if words else None
-    count, stride, aligned, itself, launch = 0, 0, False, False, None
 
-    def size(numbers: tuple[int, ...]) -> None:
-        nonlocal count, stride, aligned, itself, launch
+    def launch_of(numbers: tuple[int, ...]) -> tuple[int, int, bool, bool, Any]:
+        """The elements and the stride of a slot, and the kernel for them: whether it reads widely
+        and waits itself."""
         count, stride = numbers
         aligned = not (count | stride) * dtype.itemsize % support.ALIGNMENT
         itself = len(words) > 0 and few_registers(parts, aligned)
-        launch = SumSlots(**facts, aligned=aligned, words=len(words) if itself else 0).launch
+        made = SumSlots(**facts, aligned=aligned, words=len(words) if itself else 0)
+        return count, stride, aligned, itself, made.launch
 
-    binder.values.sizes.follow((to.numel, box.strides[0]), size)
+    bound = binder.values.sizes.sized((to.numel, box.strides[0]), launch_of)
     items, a, b = binder.values.items, binder.values.own(slots), binder.values.own(out)
 
     def by_torch() -> None:
@@ -267,7 +257,7 @@ def bind_sum(binder: Binder, lane: Lane, op: Call, awaited: Awaited | None = Non
 
     def run() -> None:
         source, target = items[a].data_ptr(), items[b].data_ptr()
-        assert launch is not None
+        count, stride, aligned, itself, launch = bound.now
         odd = aligned and (source | target) % support.ALIGNMENT
         if wait is not None and (odd or not itself):
             wait()

@@ -15,7 +15,7 @@ import torch
 
 from interlace.comm import Spec
 from interlace.comm.collectives import check_reduction
-from interlace.comm.cuda.nccl import Run, bind_messages, bind_on_stream
+from interlace.comm.cuda.nccl import bind_messages, bind_on_stream
 from interlace.comm.cuda.side import CudaSide
 from interlace.errors import UnsupportedError
 from interlace.ir import Collective, Recv, Send
@@ -41,18 +41,14 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
         return _after_the_last(binder, lane, op.team, issue)
     backend = binder.resources.backends[op.team, turn.backend]
     check = binder.check
-    bound: Run | None = None
-
-    def size(parts: tuple[int, ...]) -> None:
-        nonlocal bound
-        bound = bind_on_stream(backend, replace(spec, parts=parts), binder.context.timeout_s)
-
-    sizes.follow(spec.parts, size)
+    limit = binder.context.timeout_s
+    bound = sizes.sized(
+        spec.parts, lambda parts: bind_on_stream(backend, replace(spec, parts=parts), limit)
+    )
 
     def run() -> None:
         check()  # Note [Aborts] in nccl.py
-        assert bound is not None
-        bound(None if src is None else items[src], None if dst is None else items[dst])
+        bound.now(None if src is None else items[src], None if dst is None else items[dst])
 
     return lane.within(run)
 
@@ -128,11 +124,10 @@ def bind_exchange(
         return None
     if spec.size == 1:
         return _alone(items, src, dst)
-    area, bound = side.the_area, None
+    area = side.the_area
 
-    def size(parts: tuple[int, ...]) -> None:
-        nonlocal bound
-        bound = PeerExchange(
+    def exchange_of(parts: tuple[int, ...]) -> PeerExchange:
+        return PeerExchange(
             *(spec.kind, spec.dtype, parts, spec.me, spec.size, side.device),
             *(area.stages, area.stage_nbytes, area.flags, area.words),
             reduce=spec.reduce,
@@ -140,12 +135,11 @@ def bind_exchange(
             merges=spec.merges,
         ).prepare()
 
-    sizes.follow(spec.parts, size)
+    bound = sizes.sized(spec.parts, exchange_of)
 
     def run() -> None:
-        assert bound is not None
         into = 0 if dst is None else items[dst].data_ptr()
-        bound.launch(handle(), into if src is None else items[src].data_ptr(), into)
+        bound.now.launch(handle(), into if src is None else items[src].data_ptr(), into)
 
     return run
 

@@ -42,7 +42,7 @@ from interlace.comm.cuda.words import DriverHeldUpError, reached
 from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.patience import LONGER, Patience
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
-from interlace.ir import Collective, Expect, Group, Op, Recv, Send
+from interlace.ir import Expect, Group, Op
 from interlace.runtime.engine import EngineContext
 
 if TYPE_CHECKING:
@@ -410,7 +410,7 @@ def stalled(engine: CudaEngine, context: EngineContext, ended: int) -> str:
     try:
         lines, place = _awaited(engine, context, behind), "in a collective or a computation"
     except BackendError as error:
-        lines, place = [], f"{_first_wait(context, behind)}; its signals cannot be read ({error})"
+        lines, place = [], f"and its signals cannot be read ({error})"
     if not lines:
         lines.append(
             f"no progress in {limit:g} s: rank {context.plan.rank} in "
@@ -448,20 +448,6 @@ def _awaited(engine: CudaEngine, context: EngineContext, behind: int) -> list[st
             ranks = side.team.ranks
             lines.append(f"{named([ranks[i] for i in late])} did not end the run before last")
     return lines
-
-
-def _first_wait(context: EngineContext, behind: int) -> str:
-    plan, first = context.plan, -1
-    absent = {name: team.control.absent(behind) for name, team in context.resources.teams.items()}
-    for index, item in _single_ops(context):
-        if isinstance(item, Expect | Collective | Send | Recv):
-            late = absent[item.team]
-            if not isinstance(item, Collective):
-                late = late.intersection(plan.members(item.team, item.peer))
-            first = index if first < 0 else first
-            if late:
-                return f"at {context.flight.text(index)} or after it"
-    return f"at {context.flight.text(first)} or after it" if first >= 0 else "in a computation"
 
 
 def _single_ops(context: EngineContext) -> Iterator[tuple[int, Op]]:
