@@ -57,7 +57,7 @@ def test_transfers() -> None:
     assert machine.link("gloo") == H200.link("gloo")
 
 
-def test_matmuls_answer_for_themselves_and_move_their_neighbours() -> None:
+def test_matmuls_answer_for_themselves_and_move_the_speed_of_their_type() -> None:
     shapes = [(8192, 8192, 8192), (4096, 4096, 7168), (256, 4096, 4096), (1024, 4096, 4096)]
     slower = {shape: 1.3 * gemm_seconds(H200, DType.bf16, *shape) + 4e-6 for shape in shapes}
     samples = [Sample(kind="launch", seconds=4e-6)]

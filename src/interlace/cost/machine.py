@@ -189,7 +189,7 @@ class Machine:
     units: int = 1
     """and how many units compute at once: a matmul takes whole waves of tiles."""
     gemms: tuple[GemmTime, ...] = ()
-    """Matmuls that were measured: they go before the model, and correct it nearby."""
+    """Matmuls that were measured: they go before the model."""
     fused: float = 1.0
     """Factor on a matmul's time in a kernel that also waits and signals."""
     memory_bandwidth: float
