@@ -13,11 +13,11 @@ from interlace.cost.choose import Estimate
 from interlace.cost.machine import Link
 from interlace.errors import PassError
 from interlace.ir import Collective, Program, parse
+from interlace.ir.overlap import representatives
 from interlace.options import Options
 from interlace.passes import lower, parse_pipeline, run_pipeline
 from interlace.passes.dependencies import dependencies
 from interlace.passes.find_sites import analyse
-from interlace.passes.overlaps import representatives
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Chooser, site_key
 from interlace.strategies import STRATEGIES
@@ -181,13 +181,6 @@ def test_the_choice_is_right(kind: str, shape: str, seed: int) -> None:
         decomposed(sample.program.instantiate(1), machine)
 
 
-def test_two_dimensional_meshes_are_predicted_on_the_sites_team() -> None:
-    text = SIZES["all_gather_matmul"].replace("tp: Team[4]", "dp: Team[2], tp: Team[4]")
-    one = decomposed(parse(SIZES["all_gather_matmul"]), default_machine("cuda"))
-    two = decomposed(parse(text), default_machine("cuda"))
-    assert two.sites == one.sites
-
-
 # what was measured
 
 
@@ -240,12 +233,6 @@ def test_a_graph_has_times_of_its_own() -> None:
     )
     (site,) = decomposed(program, machine.replayed.replace(sites=captured)).sites
     assert site.strategy == "serial"
-
-
-def test_small_sites_stay_serial_on_a_gpu() -> None:
-    text = SIZES["all_gather_matmul"].replace("2048", "16").replace("8192", "64")
-    (site,) = decomposed(parse(text), default_machine("cuda")).sites
-    assert site.strategy in ("serial", "exchange")
 
 
 TWO_SUMS = """def f(tp: Team[{size}], x: {t}[{m}, {k}], w: {t}[{k}, {n}]):

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.ir import Alloc, Buffer, Call, Free, Op, Program, Reshape, View, views_in
+from interlace.ir.overlap import representatives
 from interlace.ir.program import map_values
 from interlace.ir.types import TableEntry
-from interlace.passes.overlaps import representatives
 from interlace.passes.sites.cone import result_of
 
 SUMS = ("aten.add.Tensor", "aten.add.out")

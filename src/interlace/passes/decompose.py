@@ -20,9 +20,9 @@ from typing import ClassVar
 from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import Collective, Op, Program, Remark, Site
+from interlace.ir.overlap import representatives
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.find_sites import FoundSite, analyse, in_blocks, without_moves
-from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.ir import Collective, Group, Op, Program, Site
+from interlace.ir.overlap import representatives
 from interlace.passes.dependencies import Before, dependencies, followers
-from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, recognise, site_kind
 from interlace.passes.sites.rows import Refused
 from interlace.passes.sites.values import Dataflow

@@ -28,13 +28,13 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.kernels import FLOAT8
+from interlace.ir.overlap import representatives, teams_of
 from interlace.ir.sizes import at_hand, supposing
 from interlace.options import Options
 from interlace.passes.dependencies import dependencies
 from interlace.passes.find_sites import FindSites, analyse
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import with_events
-from interlace.passes.overlaps import representatives, teams_of
 from interlace.passes.place_resharding import PlaceResharding
 from interlace.passes.schedule import Schedule
 from interlace.passes.sites.cone import result_of
