@@ -12,10 +12,11 @@ import pytest
 from tests.cli.test_texts import run
 from tests.support.sample_files import write_samples
 
-from interlace.cost import Machine, Sample, default_machine, default_path, fingerprint
+from interlace.cost import Machine, default_machine, default_path, fingerprint
 from interlace.cost.gemm import gemm_seconds
 from interlace.cost.machine import Link
 from interlace.ir import DType
+from interlace_bench.fit import Sample
 from interlace_bench.settings import nbytes
 
 SITE = """def f(tp: Team[4], x: bf16[{part}, 512], w: bf16[512, 1024]):

@@ -44,9 +44,7 @@ def test_a_measured_one_counts_for_its_own_sizes() -> None:
     machine = H200.replace(gemms=(time,))
     assert gemm_seconds(machine, DType.bf16, 4096, 4096, 4096) == pytest.approx(seconds)
     for other in ((5000, 4096, 4096), (4096, 4096, 4096, 2)):  # batches were not measured
-        assert gemm_seconds(machine, DType.bf16, *other) == gemm_seconds(
-            H200, DType.bf16, *other
-        )
+        assert gemm_seconds(machine, DType.bf16, *other) == gemm_seconds(H200, DType.bf16, *other)
 
 
 def test_equal_groups_take_what_a_batch_takes() -> None:

@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from interlace.cost import Sample
-from interlace.cost.fit import HEADINGS, sample_of
+from interlace_bench.fit import HEADINGS, Sample, sample_of
 
 
 def write_samples(path: str | os.PathLike[str], samples: Iterable[Sample]) -> None:

@@ -9,10 +9,10 @@ site_times.py    whole sites as they were measured
 choose.py        the strategy of a site, from measured and predicted times
 graph.py         the ops of all ranks as tasks, and what each waits for
 simulate.py      the tasks played: a predicted timeline
-fit.py           what a benchmark measured, and the figures of a machine from that
+
+What makes a machine of measurements is `interlace_bench.fit`.
 """
 
-from interlace.cost.fit import Sample, fit
 from interlace.cost.machine import Machine, default_machine
 from interlace.cost.machine_file import default_path, fingerprint
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
@@ -23,7 +23,6 @@ from interlace.cost.timeline import Span, Timeline
 __all__ = [
     "Machine",
     "Prediction",
-    "Sample",
     "SiteKey",
     "SiteTime",
     "Span",
@@ -31,7 +30,6 @@ __all__ = [
     "default_machine",
     "default_path",
     "fingerprint",
-    "fit",
     "op_kind",
     "op_name",
     "predict",

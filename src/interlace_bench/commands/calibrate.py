@@ -190,8 +190,7 @@ def _from_samples(
     machine: Machine, texts: Sequence[tuple[Path, Sequence[Mapping[str, str]]]], host: str
 ) -> Machine:
     """The machine with what files of samples tell."""
-    from interlace.cost import fit
-    from interlace.cost.fit import sample_of
+    from interlace_bench.fit import fit, sample_of
 
     samples = [
         sample_of(row, f"{path}, line {i}")

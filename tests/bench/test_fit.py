@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from tests.support.sample_files import read_samples, write_samples
 
-from interlace.cost import Machine, Sample, default_machine, fit
+from interlace.cost import Machine, default_machine
 from interlace.cost.gemm import gemm_seconds
 from interlace.errors import CalibrationError
 from interlace.ir import DType
+from interlace_bench.fit import Sample, fit
 
 H200 = default_machine("cuda")
 
