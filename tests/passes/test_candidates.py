@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from tests.passes.plain_sites import plain_program
-from tests.passes.samples import KINDS
 from tests.passes.test_choose import SIZES, key_of
 
 from interlace.cost import SiteKey, SiteTime, default_machine, run_issue_seconds
@@ -65,16 +64,16 @@ def test_candidates_are_those_of_lowering(kind: str) -> None:
     assert site.predicted_ms in [e.predicted_ms for e in found]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_site_has_candidates(kind: str, seed: int) -> None:
-    program = KINDS[kind](3, "even", "f32", seed).program
-    cpu = default_machine("cpu")
-    options = Options(strategy="ring")
-    lowered = lower(program, options, cpu)
-    found = candidates(program, options, cpu)
-    assert set(found) == {site.id for site in lowered.sites if site.strategy == "ring"}
-    for estimates in found.values():
-        assert all(e.predicted_ms > 0 for e in estimates)
+def test_what_a_graph_saves_is_the_hosts_time() -> None:
+    program = plain_program(
+        SiteKey(kind="all_gather_matmul", dtype="bf16", m=64, k=64, n=64, world=4)
+    )
+    eager, graph = (
+        {e.label: e.predicted_ms for e in candidates(program, Options(), machine)[1]}
+        for machine in (H200, H200.replayed)
+    )
+    assert all(graph[label] <= eager[label] for label in eager)
+    assert graph["peer/put"] < eager["peer/put"]
 
 
 def test_later_times_replace_and_others_stay() -> None:
@@ -95,18 +94,6 @@ def test_later_times_replace_and_others_stay() -> None:
         (False, "peer/put"): 3.0,
         (True, "serial"): 4.0,
     }
-
-
-def test_what_a_graph_saves_is_the_hosts_time() -> None:
-    program = plain_program(
-        SiteKey(kind="all_gather_matmul", dtype="bf16", m=64, k=64, n=64, world=4)
-    )
-    eager, graph = (
-        {e.label: e.predicted_ms for e in candidates(program, Options(), machine)[1]}
-        for machine in (H200, H200.replayed)
-    )
-    assert all(graph[label] <= eager[label] for label in eager)
-    assert graph["peer/put"] < eager["peer/put"]
 
 
 def test_a_new_machine_keeps_the_sites_of_its_file(tmp_path: Path) -> None:

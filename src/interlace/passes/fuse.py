@@ -17,7 +17,7 @@ together stay as peer copies, with a remark.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -43,7 +43,7 @@ from interlace.ir import (
 )
 from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
-from interlace.passes.overlaps import representatives
+from interlace.ir.overlap import Overlaps, ViewExtent, representatives
 from interlace.strategies import row_of
 
 
@@ -60,6 +60,7 @@ class Fuse:
             site = program.ops[members[0]].site
             assert site is not None
             try:
+                _check_apart(program, members)
                 program = program.replace(ops=tuple(_Joining(program.ops, members).joined()))
             except _Apart as reason:
                 apart[site] = str(reason)
@@ -68,6 +69,25 @@ class Fuse:
 
 class _Apart(Exception):
     """The chunks cannot be brought together, and why."""
+
+
+def _check_apart(program: Program, members: Sequence[int]) -> None:
+    """Refuses chunks that touch the same bytes: parts of one op are not ordered."""
+    overlaps, written, read = Overlaps(program), _Extents(list), _Extents(list)
+    for index in members:
+        op = program.ops[index]
+        reads = [(a.view.buffer, overlaps.extent(a.view)) for a in op.reads()]
+        writes = [(a.view.buffer, overlaps.extent(a.view)) for a in op.writes()]
+        clash = any(extent.meets(other) for name, extent in reads for other in written[name])
+        clash |= any(e.meets(other) for n, e in writes for other in (*written[n], *read[n]))
+        if clash:
+            raise _Apart(f"{_name(op)} depends on a chunk before it")
+        for known, extents in ((read, reads), (written, writes)):
+            for name, extent in extents:
+                known[name].append(extent)
+
+
+_Extents = defaultdict[str, list[ViewExtent]]
 
 
 def _with_reasons(program: Program, apart: dict[int, str]) -> Program:

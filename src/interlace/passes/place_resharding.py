@@ -28,8 +28,8 @@ from interlace.ir import (
     map_views,
 )
 from interlace.ir.operators import is_kind
+from interlace.ir.overlap import representatives
 from interlace.passes.find_sites import FindSites
-from interlace.passes.overlaps import representatives
 from interlace.passes.rewrite import Rewrite
 from interlace.passes.sites.cone import operands, result_of
 from interlace.passes.sites.recognise import uses_of
@@ -76,10 +76,7 @@ class PlaceResharding:
 
     def _moved(self, values: Dataflow, i: int, op: Collective) -> tuple[Program, str] | None:
         """The Program with a computation moved across a gather, and what moved."""
-        if op.src is None or op.dst is None or not op.dst.covers_buffer:
-            return None
-        if op.kind != "all_gather":
-            _check_reduction(values, op)
+        if op.kind != "all_gather" or op.src is None or op.dst is None or not op.dst.covers_buffer:
             return None
         name = op.dst.buffer
         if values.maker(name) is None or values.buffers[name].kind != "fresh":
@@ -249,24 +246,3 @@ def _renamed(program: Program, name: str, view: View) -> Program:
 
     results = None if program.results is None else tuple(map(result, program.results))
     return program.replace(ops=tuple(map_views(op, change) for op in program.ops), results=results)
-
-
-def _check_reduction(values: Dataflow, op: Collective) -> None:
-    """Says why a reduction next to a cast stays, where fewer bytes would move on the other side."""
-    assert op.src is not None and op.dst is not None  # noqa: PT018
-    if op.kind not in ("reduce_scatter", "all_reduce"):
-        return
-    size = values.box(op.src).dtype.itemsize
-    for j in values.users.get(op.dst.buffer, ()):
-        call, out = values.program.ops[j], result_of(values.program.ops[j])
-        if isinstance(call, Call) and is_kind(call.fn, "cast") and out is not None:
-            if values.buffers[out.buffer].dtype.itemsize < size:
-                raise Refused(f"the {op.kind} stays before {call.fn}: {_ROUNDING}")
-    made = values.maker(op.src.buffer)
-    if made and isinstance(made[1], Call) and is_kind(made[1].fn, "cast"):
-        operand = _operand(made[1])
-        if operand is not None and values.box(operand).dtype.itemsize < size:
-            raise Refused(f"the {op.kind} stays after {made[1].fn}: {_ROUNDING}")
-
-
-_ROUNDING = "the sum in the wider type is not the sum in the narrower one"
