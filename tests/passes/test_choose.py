@@ -12,7 +12,7 @@ from interlace.cost import Machine, SiteKey, SiteTime, default_machine
 from interlace.cost.choose import Estimate
 from interlace.cost.machine import Link
 from interlace.errors import PassError
-from interlace.ir import Collective, Program, parse
+from interlace.ir import Program, parse
 from interlace.ir.overlap import representatives
 from interlace.options import Options
 from interlace.passes import lower, parse_pipeline, run_pipeline
@@ -233,40 +233,6 @@ def test_a_graph_has_times_of_its_own() -> None:
     )
     (site,) = decomposed(program, machine.replayed.replace(sites=captured)).sites
     assert site.strategy == "serial"
-
-
-TWO_SUMS = """def f(tp: Team[{size}], x: {t}[{m}, {k}], w: {t}[{k}, {n}]):
-    main: call("aten.mm.default", x, w, out=(y := {t}[{m}, {n}]))
-    out = empty({t}[{part}, {n}])
-    main: reduce_scatter(y, out, reduce="{first}", team=tp)
-    main: call("aten.mm.default", x, w, out=(z := {t}[{m}, {n}]))
-    end = empty({t}[{part}, {n}])
-    main: reduce_scatter(z, end, reduce="{second}", team=tp)
-    return out, end
-"""
-
-
-@pytest.mark.parametrize(("first", "second"), [("sum", "max"), ("sum", "avg"), ("avg", "sum")])
-def test_sites_are_alike_only_where_they_reduce_alike(first: str, second: str) -> None:
-    sizes = {
-        "cpu": {"size": 2, "t": "f32", "m": 1024, "k": 512, "n": 512, "part": 512},
-        "cuda": {"size": 4, "t": "bf16", "m": 8192, "k": 2048, "n": 8192, "part": 2048},
-    }
-    for device, of in sizes.items():
-        program = parse(TWO_SUMS.format(**of, first=first, second=second))
-        machine = default_machine(device)
-        both = {
-            word: site
-            for word, site in zip((first, second), decomposed(program, machine).sites, strict=True)
-        }
-        alone = decomposed(parse(TWO_SUMS.format(**of, first="sum", second="sum")), machine).sites
-        assert both["sum"].strategy == alone[0].strategy == alone[1].strategy
-        assert both["sum"].strategy in ("peer", "fused")
-        (other,) = {first, second} - {"sum"}
-        assert both[other].strategy in ("serial", "pipeline", "ring")
-        made = decomposed(program, machine)
-        kept = {op.reduce for op in made.ops if isinstance(op, Collective)}
-        assert other in kept
 
 
 def test_sites_are_alike_only_where_their_matmuls_are() -> None:

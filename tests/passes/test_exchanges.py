@@ -7,17 +7,14 @@ import random
 import pytest
 import torch
 from tests.passes.experts import COMBINE, DISPATCH, REFUSED, drawn, layer, spellings
-from tests.passes.plain_sites import plain_program
 from tests.passes.samples import Sample, integers
 from tests.passes.spellings import as_sample
-from tests.passes.test_choose import key_of
 from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 
-from interlace.cost import SiteKey, default_machine, simulate
-from interlace.ir import Call, Collective, Program, parse, validate
+from interlace.cost import default_machine, simulate
+from interlace.ir import Call, Collective, Program, parse
 from interlace.options import Options
 from interlace.passes import lower, parse_pipeline, run_pipeline
-from interlace.passes.strategies.choose import candidates
 from interlace.verify import check
 
 STRATEGIES = {
@@ -194,15 +191,3 @@ def test_a_few_tokens_are_not_cut() -> None:
     for site in made.sites:
         assert site.strategy in ("serial", "exchange")
     assert sum(isinstance(op, Call) and "bmm" in op.fn for op in made.ops) == 2
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "f8e4m3"])
-@pytest.mark.parametrize("kind", [DISPATCH, COMBINE])
-def test_a_key_makes_the_program_that_has_it(kind: str, dtype: str) -> None:
-    key = SiteKey(kind=kind, dtype=dtype, m=8192, k=48, n=80, world=4)
-    program = plain_program(key)
-    validate(program)
-    assert key_of(program) == key
-    assert {"serial", "peer/get", "peer/put"} <= {
-        e.label for e in candidates(program, Options(), H200)[1]
-    }

@@ -304,15 +304,6 @@ def test_no_sum_beside_the_kernel_waits_for_its_end(rows: int, size: int) -> Non
     assert not {*waits} & {*behind}
 
 
-@pytest.mark.parametrize(
-    ("rows", "asked", "pieces"), [(384, 4, 1), (384, 6, 3), (512, 6, 2), (1000, 8, 1), (64, 4, 2)]
-)
-def test_pieces_that_are_asked_for_are_whole_tiles(rows: int, asked: int, pieces: int) -> None:
-    """No kernel makes others; of fewer rows than a tile it makes none in any case."""
-    made = lowered(reduced(2, rows), f",chunks={asked}")
-    assert made.sites[0].chunks == 2 * pieces
-
-
 def gathered(rows: int, columns: int, size: int) -> Program:
     """Rows that are gathered, kept and multiplied."""
     whole = f"full: out[bf16[{rows * size}, 64]]"
@@ -356,19 +347,6 @@ def test_rows_that_come_in_time_come_in_quarters(
     assert_sound(made)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("rows", "asked", "pieces"), [(512, 4, 4), (512, 3, 1), (384, 4, 1)])
-def test_rows_come_in_quarters_where_as_many_are_asked_for(
-    rows: int, asked: int, pieces: int, size: int
-) -> None:
-    """Of whole tiles; what is kept beside the matmul is copied as a whole."""
-    made = lowered(gathered(rows, 32, size), f",chunks={asked * size}")
-    assert [op.kernel for op in fused(made)] == [FusedKernel(kind="gather_matmul", pieces=pieces)]
-    copies = [op for op in made.ops if isinstance(op, Copy) and op.stream == "comm"]
-    assert len(copies) == size - 1
-    assert_sound(made)
-
-
 @pytest.mark.parametrize("strategy", ["fused", "peer,transport=put"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_that_are_used_again_stay_where_peers_put_them(size: int, strategy: str) -> None:
@@ -394,23 +372,6 @@ def f(tp: Team[{size}], dy: bf16[256, 64], w: bf16[64, 32], x: bf16[{rows}, 48])
     assert max(puts) < copy
     assert len(fused(made)) == (strategy == "fused")
     assert_sound(made)
-
-
-@pytest.mark.parametrize("at", ["first", "elsewhere"])
-def test_a_wait_that_stands_elsewhere_leaves_no_kernel(at: str) -> None:
-    expect = "    main: expect(arrived, tp.rank + 1, site=1)\n"
-    first = '    main: call("aten.mm.out", x, w, out=y[tp.rank], site=1)\n'
-    assert expect in GATHER
-    if at == "first":
-        text = GATHER.replace(expect, "").replace(first, expect + first)
-    else:
-        text = GATHER.replace(
-            expect,
-            f"{expect.replace('main', 'comm')}    comm: record(e3, site=1)\n    main: wait(e3)\n",
-        )
-    made = Fuse().run(parse(text))
-    assert [op.kernel for op in fused(made)] == [None]
-    assert "part 2 waits or tells where the kernel does not" in str(made.remarks)
 
 
 def assert_sound(made: Program) -> None:

@@ -22,7 +22,7 @@ from interlace.cost.op_times import (
     op_cost,
     op_name,
 )
-from interlace.cost.symmetry import Symmetry
+from interlace.cost.symmetry import SimulatedRanks
 from interlace.errors import SoundnessError
 from interlace.ir import (
     Expect,
@@ -105,10 +105,10 @@ class TaskGraph:
 
 
 def build(
-    programs: Sequence[Program], machine: Machine, symmetry: Symmetry | None = None
+    programs: Sequence[Program], machine: Machine, symmetry: SimulatedRanks | None = None
 ) -> TaskGraph:
     """The tasks of one run of every rank of a set of Programs, or of those that `symmetry` has."""
-    builder = _Builder(machine, symmetry or Symmetry.of(programs))
+    builder = _Builder(machine, symmetry or SimulatedRanks.of(programs))
     for program in programs:
         for rank in program.world if program.rank is None else (program.rank,):
             if rank in builder.symmetry.ranks:
@@ -117,7 +117,7 @@ def build(
 
 
 class _Builder:
-    def __init__(self, machine: Machine, symmetry: Symmetry) -> None:
+    def __init__(self, machine: Machine, symmetry: SimulatedRanks) -> None:
         self.machine, self.symmetry = machine, symmetry
         self.ranks: list[int] = []
         self.tasks: list[Task] = []

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from interlace.ir import Collective, Group, Op, Program, Site
+from interlace.ir import Group, Op, Program, Site
 from interlace.ir.overlap import representatives
 from interlace.passes.dependencies import Before, dependencies, followers
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, recognise, site_kind
@@ -37,7 +37,7 @@ class FindSites:
     def run(self, program: Program) -> Program:
         """The same ops, marked with the sites they belong to."""
         used = {op.site for op in program.ops}
-        serial = {op.site for op in program.ops if isinstance(op, Collective)}
+        serial = {op.site for op in program.collectives().values()}
         done = {
             site.id: site
             for site in program.sites
@@ -112,16 +112,15 @@ def analyse(values: Dataflow, before: Before, done: Iterable[int] = ()) -> tuple
         found = tuple(
             mine
             if mine == theirs
-            else FoundSite(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
+            else dataclasses.replace(
+                mine,
+                kind=values.collectives[mine.collective].kind,
+                site=None,
+                reason="the ranks' rows differ",
+            )
             for mine, theirs in zip(found, other, strict=True)
         )
     return found
-
-
-def _kind(program: Program, found: FoundSite) -> str:
-    op = program.ops[found.collective]
-    assert isinstance(op, Collective)
-    return op.kind
 
 
 def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[FoundSite, ...]:
@@ -129,8 +128,8 @@ def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[Fo
     taken = {i for i, op in enumerate(program.ops) if op.site in done}
     blocks = Blocks(before)
     found: list[FoundSite] = []
-    for i, op in enumerate(program.ops):
-        if not isinstance(op, Collective) or op.site in done:
+    for i, op in values.collectives.items():
+        if op.site in done:
             continue
         try:
             if program.team(op.team).size < 2:

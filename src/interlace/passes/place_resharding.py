@@ -62,9 +62,7 @@ class PlaceResharding:
         """The Program after the first move that is to be made; or else why there is none."""
         values = Dataflow(program, representatives(program)[0])
         declined: list[Remark] = []
-        for i, op in enumerate(program.ops):
-            if not isinstance(op, Collective):
-                continue
+        for i, op in values.collectives.items():
             try:
                 moved = self._moved(values, i, op)
             except Refused as refusal:

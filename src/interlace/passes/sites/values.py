@@ -40,6 +40,7 @@ class Dataflow:
         self.users: dict[str, list[int]] = {}
         self.allocs: dict[str, int] = {}
         self.touched = touched_by(program)
+        self.calls, self.collectives = program.calls(), program.collectives()
         for i, op in enumerate(program.ops):
             if isinstance(op, Alloc):
                 self.allocs[op.buffer.name] = i

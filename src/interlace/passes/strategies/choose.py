@@ -125,8 +125,8 @@ def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey
     assert op.dst is not None
     world = values.program.team(op.team).size
     gathers = isinstance(site, GatherSite)
-    calls = [values.program.ops[i] for i in (site.matmuls if gathers else site.cone.ops)]
-    found = [matmul_shape(c, values.box) for c in calls if isinstance(c, Call)]
+    calls = [values.calls[i] for i in (site.matmuls if gathers else site.cone.ops)]
+    found = [matmul_shape(call, values.box) for call in calls]
     shapes = [shape for shape in found if shape is not None]
     packed = next((shape for shape in shapes if shape.dtype in FLOAT8), None)
     if isinstance(site, GatherSite):
@@ -151,8 +151,7 @@ def _plain(values: Dataflow, site: MatmulSite) -> bool:
         return False
     else:
         (matmul,) = site.cone.ops
-    call = values.program.ops[matmul]
-    shape = matmul_shape(call, values.box) if isinstance(call, Call) else None
+    shape = matmul_shape(values.calls[matmul], values.box)
     return shape is not None and shape.batch == 1
 
 
@@ -175,7 +174,7 @@ def isolated(
     tables = tuple(names.tables) if names is not None else program.tables
     alone = program.replace(tables=tables, params=tuple(params), ops=tuple(ops), results=())
     alone = alone.replace(sites=(), remarks=())
-    teams = {op.team for op in ops if isinstance(op, Collective)}
+    teams = {meets[0] for op in ops if (meets := op.ordering().meets) is not None}
     if teams | teams_of(alone, views) <= {team.name}:
         mine = tuple(table for table in tables if table.team == team.name)
         lone = dataclasses.replace(team, groups=None)
