@@ -56,11 +56,13 @@ class Fuse:
     def run(self, program: Program) -> Program:
         """The Program with the chunks of its fused sites brought together."""
         apart: dict[int, str] = {}
+        overlaps: Overlaps | None = None
         for members in reversed(groups(program)):
             site = program.ops[members[0]].site
             assert site is not None
+            overlaps = overlaps or Overlaps(program)  # joining changes no buffer
             try:
-                _check_apart(program, members)
+                _check_apart(program.ops, members, overlaps)
                 program = program.replace(ops=tuple(_Joining(program.ops, members).joined()))
             except _Apart as reason:
                 apart[site] = str(reason)
@@ -71,23 +73,18 @@ class _Apart(Exception):
     """The chunks cannot be brought together, and why."""
 
 
-def _check_apart(program: Program, members: Sequence[int]) -> None:
+def _check_apart(ops: Sequence[Op], members: Sequence[int], overlaps: Overlaps) -> None:
     """Refuses chunks that touch the same bytes: parts of one op are not ordered."""
-    overlaps, written, read = Overlaps(program), _Extents(list), _Extents(list)
+    seen: defaultdict[str, list[tuple[ViewExtent, bool]]] = defaultdict(list)
     for index in members:
-        op = program.ops[index]
-        reads = [(a.view.buffer, overlaps.extent(a.view)) for a in op.reads()]
-        writes = [(a.view.buffer, overlaps.extent(a.view)) for a in op.writes()]
-        clash = any(extent.meets(other) for name, extent in reads for other in written[name])
-        clash |= any(e.meets(other) for n, e in writes for other in (*written[n], *read[n]))
-        if clash:
-            raise _Apart(f"{_name(op)} depends on a chunk before it")
-        for known, extents in ((read, reads), (written, writes)):
-            for name, extent in extents:
-                known[name].append(extent)
-
-
-_Extents = defaultdict[str, list[ViewExtent]]
+        accesses = [(access.view, False) for access in ops[index].reads()]
+        accesses += [(access.view, True) for access in ops[index].writes()]
+        extents = [(view.buffer, overlaps.extent(view), writes) for view, writes in accesses]
+        for name, extent, writes in extents:
+            if any((writes or wrote) and extent.meets(other) for other, wrote in seen[name]):
+                raise _Apart(f"{_name(ops[index])} depends on a chunk before it")
+        for name, extent, writes in extents:
+            seen[name].append((extent, writes))
 
 
 def _with_reasons(program: Program, apart: dict[int, str]) -> Program:

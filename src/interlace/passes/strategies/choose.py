@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from interlace.cost import Machine, SiteKey, default_machine, run_after_run
 from interlace.cost.choose import MARGIN, Estimate, pick
 from interlace.cost.op_times import matmul_shape
-from interlace.cost.site_times import measured
 from interlace.ir import (
     Arg,
     Buffer,
@@ -81,7 +80,7 @@ def estimate(
     spread = values.program.team(collective_of(values, site).team).hosts is not None
     known = None
     if _plain(values, site) and not spread:  # sites are measured on one host
-        known = measured(machine.sites, site_key(values, site, machine.captured), label)
+        known = machine.measured_site(site_key(values, site, machine.captured), label)
     return Estimate(label, row, chunks, predicted * 1e3, None if known is None else known * 1e3)
 
 
