@@ -130,7 +130,7 @@ class Gather:
         return slot, self._head(slot, self.emitter.rank)
 
     def _fetched(self, slot: View, step: PathStep) -> View:
-        """What is fetched from a peer's slot at a step."""
+        """Rows to fetch from a peer's slot at a step."""
         return self._head(slot, step.chunk)
 
     def _slot(self, name: str, *shape: Int) -> View:
