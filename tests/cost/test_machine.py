@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from interlace.cost import Machine, SiteKey, SiteTime, default_machine, default_path, fingerprint
-from interlace.cost.machine import GemmTime, Link
+from interlace.cost.machine import GemmTime
 from interlace.cost.op_times import op_cost
 from interlace.errors import CalibrationError
 from interlace.ir import DType, parse
@@ -200,11 +200,6 @@ def p(tp: Team[{size}], x: bf16[4096, 4096], y: out[bf16[4096, 4096]]):
     assert seconds[2, "Get"] == seconds[2, "Put"] == seconds[4, "Put"]
     assert 1.2 < seconds[4, "Get"] / seconds[4, "Put"] < 1.5
     assert seconds[4, "Notify"] == 6e-6 > seconds[4, "Expect"]
-
-
-def test_replace_takes_figures() -> None:
-    link = Link(latency_s=1.0, bandwidth=1.0)
-    assert H200.replace(links=(("nccl", link),)).link("peer") is link
 
 
 def test_where_files_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,28 +37,6 @@ def layer(w: int, e: int, c: int, k: int, n: int, dtype: str = "f32") -> str:
 """
 
 
-def backward(w: int, e: int, c: int, k: int, n: int) -> str:
-    """The gradients of such a layer: of its input, and of both weights."""
-    m = w * c
-    return f"""def f(tp: Team[{w}], g: f32[{w * e}, {c}, {k}], w: f32[{e}, {k}, {n}],
-      u: f32[{e}, {n}, {k}], h: f32[{e}, {m}, {n}], a: f32[{e}, {m}, {n}], t: f32[{e}, {m}, {k}]):
-    r = empty(f32[{w * e}, {c}, {k}])
-    main: all_to_all(g, r, team=tp)
-    {clone(f"r.view({w}, {e}, {c}, {k}).permute(1, 0, 2, 3)", "gy", f"{e}, {w}, {c}, {k}")}
-    main: call("aten.bmm.default", a.permute(0, 2, 1), gy.view({e}, {m}, {k}),
-               out=(du := f32[{e}, {n}, {k}]))
-    main: call("aten.bmm.default", gy.view({e}, {m}, {k}), u.permute(0, 2, 1),
-               out=(ga := f32[{e}, {m}, {n}]))
-    main: call("aten.threshold_backward.default", ga, h, 0, out=(gh := f32[{e}, {m}, {n}]))
-    main: call("aten.bmm.default", t.permute(0, 2, 1), gh, out=(dw := f32[{e}, {k}, {n}]))
-    main: call("aten.bmm.default", gh, w.permute(0, 2, 1), out=(gt := f32[{e}, {m}, {k}]))
-    {clone(f"gt.view({e}, {w}, {c}, {k}).permute(1, 0, 2, 3)", "s", f"{w}, {e}, {c}, {k}")}
-    dx = empty(f32[{w * e}, {c}, {k}])
-    main: all_to_all(s.view({w * e}, {c}, {k}), dx, team=tp)
-    return dx, dw, du
-"""
-
-
 def drawn(rng: random.Random, w: int) -> str:
     """A layer of random sizes, single experts, single tokens and single columns among them."""
     e, c = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 5))
@@ -78,7 +56,6 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     return {
         "layer": ((DISPATCH, COMBINE), layer(w, 2, 3, 8, 5)),
         "layer-bf16": ((DISPATCH, COMBINE), layer(w, 2, 3, 8, 5, "bf16")),
-        "backward": ((DISPATCH, COMBINE), backward(w, 2, 3, 8, 5)),
         "one-token": ((DISPATCH, COMBINE), layer(w, 3, 1, 8, 5)),
         "gate-and-up": (
             (DISPATCH,),
