@@ -62,8 +62,7 @@ class Strategy:
     `fused` is `peer` with puts, of which the pass `fuse` then puts a matmul's chunks in one kernel;
     `exchange` and `copies` are serial, but `exchange` runs its collective on the backend `peer`,
     and `copies` does it as one-sided copies. To add a strategy that moves bytes as another does,
-    add a row; a new transport also needs a case of each of passes/strategies/{gathers,scatters,
-    exchanges}.py.
+    add a row; a new transport also needs a case of each of passes/strategies/{gathers,scatters}.py.
     Nothing else asks for a strategy's name or transport: whatever differs is a field here.
     """
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.cost.fit import Sample
+from interlace_bench.fit import Sample
 from interlace_bench.links import BenchMemory, timed
 from interlace_bench.race import captured, host_times
 from interlace_bench.ranks import Ranks

@@ -3,7 +3,7 @@
     report = work(settings, ranks, tell)       # on every rank; rank 0 gets the report
 
 Copies and collectives; to calibrate by, the device and whole sites as well: rank 0 fits a Machine
-to what was measured (`interlace.cost.fit`) and saves it.
+to what was measured (`interlace_bench.fit`) and saves it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from interlace.cost import default_machine, fingerprint, fit
+from interlace.cost import default_machine, fingerprint
 from interlace.errors import OptionError
 from interlace.launch import Tell
 from interlace.runtime.machine import gpus_of
 from interlace_bench import overlap
 from interlace_bench.device import device_samples
+from interlace_bench.fit import fit
 from interlace_bench.links import (
     Figure,
     backends,

@@ -31,13 +31,13 @@ import interlace
 from interlace.comm.backends import require_backend
 from interlace.comm.host.shared_memory import Segment, share
 from interlace.comm.resets import reset_teams
-from interlace.cost.fit import Sample
 from interlace.cost.machine import link_bytes
 from interlace.errors import BackendError, InterlaceError
 from interlace.ir import Program
 from interlace.ir.ops import KINDS
 from interlace.options import BACKENDS, Options
 from interlace.runtime import Executor
+from interlace_bench.fit import Sample
 from interlace_bench.race import burst, describe
 from interlace_bench.ranks import WAIT_S, Ranks
 from interlace_bench.rows import Row
@@ -180,7 +180,7 @@ class Figure:
 
     @property
     def sample(self) -> Sample:
-        """The same for `interlace.cost.fit`."""
+        """The same for `interlace_bench.fit`."""
         count = self.ranks
         each = self.seconds / (count - 1) if self.pattern == "all" else self.seconds
         return Sample(

@@ -74,17 +74,6 @@ def test_units_fall_free_while_a_part_waits(gathers: int, ends: int) -> None:
     assert simulate(program, TILED).makespan_s == pytest.approx(ends)
 
 
-@pytest.mark.parametrize(("gathers", "ends"), [(0, 12), (4, 12), (5, 13), (6, 14), (9, 17)])
-def test_a_unit_that_is_early_and_waits_has_all_else_still_to_do(gathers: int, ends: int) -> None:
-    """Twice six tiles, of a wave and a half: two units come to the second part after 4 s, when the
-    others are still at the first, and have two tiles then."""
-    text = parts('call("aten.mm.out", t, w, out=r)', 'wait(e), call("aten.mm.out", t, w, out=s)')
-    tall = "".join(f"    {name} = empty(f32[48, 8])\n" for name in "trs")
-    before = "    side: all_gather(x, z, team=tp)\n" * gathers + "    side: record(e)\n"
-    program = parse(text.replace("    main: fused", tall + before + "    main: fused"))
-    assert simulate(program, TILED).makespan_s == pytest.approx(ends)
-
-
 def test_what_comes_of_one_wave_is_there_at_its_end() -> None:
     text = parts(f"{MM.format('a')}, record(e)", MM.format("b"), MM.format("c"))
     text += "    side: wait(e)\n    side: all_gather(x, z, team=tp)\n"

@@ -13,7 +13,7 @@ from interlace.commands.files import scaled
 from interlace.cost import Machine, default_machine, predict, run_after_run, simulate
 from interlace.cost.graph import build
 from interlace.cost.machine import Link
-from interlace.cost.symmetry import Symmetry
+from interlace.cost.symmetry import SimulatedRanks
 from interlace.ir import Program, parse, parse_set
 from interlace.options import Options
 from interlace.passes import lower, run_pipeline
@@ -74,7 +74,7 @@ def like_all(programs: list[Program], machine: Machine) -> tuple[set[int], froze
         assert astuple(found.timeline.figures(rank)) == pytest.approx(expected, rel=1e-9)
     assert found.timeline.makespan_s == pytest.approx(whole.makespan_s, rel=1e-9)
     assert found.world == sum(len(program.world) for program in programs)
-    return {*found.ranks}, Symmetry.of(programs, fold=True).folded
+    return {*found.ranks}, SimulatedRanks.of(programs, fold=True).folded
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -134,10 +134,10 @@ def test_stages_that_share_a_team_are_not_folded_by_it() -> None:
     ranks(0, 1)
     main: all_reduce(x, x, reduce="sum", team=pp)
 """)
-    assert Symmetry.of([program], fold=True).folded == frozenset()
+    assert SimulatedRanks.of([program], fold=True).folded == frozenset()
     sites = KINDS["all_gather_matmul"](4, "even", "f32", 0).program
     for rank in range(4):
-        assert Symmetry.of([sites.instantiate(rank)], fold=True).folded == frozenset()
+        assert SimulatedRanks.of([sites.instantiate(rank)], fold=True).folded == frozenset()
 
 
 @pytest.mark.parametrize("machine", [APART, SHARED], ids=["own interfaces", "shared interfaces"])
@@ -151,7 +151,7 @@ def test_a_prediction_for_1024_ranks_simulates_as_few_as_one_for_8() -> None:
     counts: list[int] = []
     for world in (8, 1024):
         programs = scaled([parse(STEP.format(dp=2))], world, 4)
-        symmetry = Symmetry.of(programs, fold=True)
+        symmetry = SimulatedRanks.of(programs, fold=True)
         assert symmetry.ranks == {0: world}
         counts.append(len(build(programs, default_machine("cuda"), symmetry).tasks))
     assert counts[0] == counts[1] < 20
@@ -184,7 +184,7 @@ def test_ranks_that_the_text_tells_apart_are_all_simulated(line: tuple[str, str]
         f"    rows = table(tp, 4, 3, 2, 1)\n    main: {op}\n"
     )
     if "peer=1" in op:  # ranks 2 and 3 have no part in it, nor does the text say so
-        assert Symmetry.of([program], fold=True).ranks == {0: 2, 1: 2, 2: 2, 3: 2}
+        assert SimulatedRanks.of([program], fold=True).ranks == {0: 2, 1: 2, 2: 2, 3: 2}
     else:
         assert like_all([program], APART) == ({0, 1, 2, 3}, {"dp"})
 
@@ -195,4 +195,4 @@ def test_many_teams_of_which_none_can_be_folded() -> None:
     program = parse(
         f"def p(tp: Team[4], {teams}, x: f32[4]):\n    main: send(x, peer=1, team=tp)\n"
     )
-    assert Symmetry.of([program], fold=True).ranks == dict.fromkeys(range(4), 1)
+    assert SimulatedRanks.of([program], fold=True).ranks == dict.fromkeys(range(4), 1)

@@ -37,28 +37,6 @@ def layer(w: int, e: int, c: int, k: int, n: int, dtype: str = "f32") -> str:
 """
 
 
-def backward(w: int, e: int, c: int, k: int, n: int) -> str:
-    """The gradients of such a layer: of its input, and of both weights."""
-    m = w * c
-    return f"""def f(tp: Team[{w}], g: f32[{w * e}, {c}, {k}], w: f32[{e}, {k}, {n}],
-      u: f32[{e}, {n}, {k}], h: f32[{e}, {m}, {n}], a: f32[{e}, {m}, {n}], t: f32[{e}, {m}, {k}]):
-    r = empty(f32[{w * e}, {c}, {k}])
-    main: all_to_all(g, r, team=tp)
-    {clone(f"r.view({w}, {e}, {c}, {k}).permute(1, 0, 2, 3)", "gy", f"{e}, {w}, {c}, {k}")}
-    main: call("aten.bmm.default", a.permute(0, 2, 1), gy.view({e}, {m}, {k}),
-               out=(du := f32[{e}, {n}, {k}]))
-    main: call("aten.bmm.default", gy.view({e}, {m}, {k}), u.permute(0, 2, 1),
-               out=(ga := f32[{e}, {m}, {n}]))
-    main: call("aten.threshold_backward.default", ga, h, 0, out=(gh := f32[{e}, {m}, {n}]))
-    main: call("aten.bmm.default", t.permute(0, 2, 1), gh, out=(dw := f32[{e}, {k}, {n}]))
-    main: call("aten.bmm.default", gh, w.permute(0, 2, 1), out=(gt := f32[{e}, {m}, {k}]))
-    {clone(f"gt.view({e}, {w}, {c}, {k}).permute(1, 0, 2, 3)", "s", f"{w}, {e}, {c}, {k}")}
-    dx = empty(f32[{w * e}, {c}, {k}])
-    main: all_to_all(s.view({w * e}, {c}, {k}), dx, team=tp)
-    return dx, dw, du
-"""
-
-
 def drawn(rng: random.Random, w: int) -> str:
     """A layer of random sizes, single experts, single tokens and single columns among them."""
     e, c = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 5))
@@ -78,7 +56,6 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     return {
         "layer": ((DISPATCH, COMBINE), layer(w, 2, 3, 8, 5)),
         "layer-bf16": ((DISPATCH, COMBINE), layer(w, 2, 3, 8, 5, "bf16")),
-        "backward": ((DISPATCH, COMBINE), backward(w, 2, 3, 8, 5)),
         "one-token": ((DISPATCH, COMBINE), layer(w, 3, 1, 8, 5)),
         "gate-and-up": (
             (DISPATCH,),
@@ -120,44 +97,12 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     return out
 """,
         ),
-        "one-stack": (
-            (DISPATCH, COMBINE),
-            f"""def f(tp: Team[{w}], x: f32[{m}, 8], w: f32[1, 8, 5], u: f32[1, 5, 8]):
-    r = empty(f32[{m}, 8])
-    main: all_to_all(x, r, team=tp)
-    main: call("aten.bmm.default", r.view(1, {m}, 8), w, out=(h := f32[1, {m}, 5]))
-    main: call("aten.relu.default", h, out=(a := f32[1, {m}, 5]))
-    main: call("aten.bmm.default", a, u, out=(y := f32[1, {m}, 8]))
-    out = empty(f32[{m}, 8])
-    main: all_to_all(y.view({m}, 8), out, team=tp)
-    return out
-""",
-        ),
         "shared-weight": (
             (DISPATCH,),
             f"""{head}, w: f32[8, 5]):
     {got}
     main: call("aten.mm.default", t.view({2 * m}, 8), w, out=(y := f32[{2 * m}, 5]))
     return y
-""",
-        ),
-        "flat-tokens": (
-            (COMBINE,),
-            f"""def f(tp: Team[{w}], a: f32[2, {m}, 8], w: f32[2, 8, 5]):
-    main: call("aten.bmm.default", a, w, out=(z := f32[2, {m}, 5]))
-    {clone(f"z.view(2, {w}, 3, 5).permute(1, 0, 2, 3)", "s", f"{w}, 2, 3, 5")}
-    out = empty(f32[{2 * m}, 5])
-    main: all_to_all(s.view({2 * m}, 5), out, team=tp)
-    return out
-""",
-        ),
-        "strided-tokens": (
-            (COMBINE,),
-            f"""def f(tp: Team[{w}], a: f32[{m}, 2, 8], w: f32[2, 5, 8]):
-    main: call("aten.bmm.default", a.permute(1, 0, 2), w.permute(0, 2, 1),
-               out=(z := f32[2, {m}, 5]))
-    {sent}
-    return out
 """,
         ),
         "pointwise-then-back": (
@@ -183,14 +128,6 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     return out, z
 """,
         ),
-        "shared-weight-back": (
-            (COMBINE,),
-            f"""def f(tp: Team[{w}], a: f32[{2 * m}, 8], w: f32[8, 5]):
-    main: call("aten.mm.default", a, w, out=(z := f32[{2 * m}, 5]))
-    {sent}
-    return out
-""",
-        ),
         "cast-then-back": (
             (COMBINE,),
             f"""def f(tp: Team[{w}], a: bf16[2, {m}, 8], w: bf16[2, 8, 5]):
@@ -200,30 +137,12 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     return out
 """,
         ),
-        "received-given": (
-            (DISPATCH,),
-            f"""{head}, w: f32[2, 8, 5], r: out[f32[{w}, 2, 3, 8]]):
-    main: all_to_all(x, r, team=tp)
-    {clone("r.permute(1, 0, 2, 3)", "t", f"2, {w}, 3, 8")}
-    main: call("aten.bmm.default", t.view(2, {m}, 8), w, out=(y := f32[2, {m}, 5]))
-    return r, y
-""",
-        ),
         "last-row-dropped": (
             (DISPATCH,),
             f"""def f(tp: Team[{w}], x: f32[{m}, 8], w: f32[8, 5]):
     r = empty(f32[{m}, 8])
     main: all_to_all(x, r, team=tp)
     main: call("aten.mm.default", r[0:{n}], w, out=(y := f32[{n}, 5]))
-    return y
-""",
-        ),
-        "last-row-of-experts-dropped": (
-            (DISPATCH,),
-            f"""{head}, w: f32[2, 8, 5]):
-    {got}
-    main: call("aten.slice.Tensor", t.view(2, {m}, 8), 1, 0, {n}, out=(v := f32[2, {n}, 8]))
-    main: call("aten.bmm.default", v, w, out=(y := f32[2, {n}, 5]))
     return y
 """,
         ),
@@ -254,15 +173,6 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     return out
 """,
         ),
-        "there-and-back": (
-            (DISPATCH, "all_to_all"),
-            f"""{head}, w: f32[2, 8, 5]):
-    {got}
-    main: call("aten.bmm.default", t.view(2, {m}, 8), w, out=(z := f32[2, {m}, 5]))
-    {sent}
-    return out
-""",
-        ),
     }
 
 
@@ -275,14 +185,6 @@ REFUSED = {
     main: all_to_all(x, r, team=tp)
     main: call("aten._grouped_mm.default", r, w, ends, out=(y := bf16[8, 16]))
     return y""",
-    ),
-    "results-of-groups-that-are-data": (
-        "aten._grouped_mm.default, not a matmul whose groups have sizes known beforehand with",
-        """x: bf16[8, 16], w: bf16[2, 16, 16], ends: i32[2]):
-    main: call("aten._grouped_mm.default", x, w, ends, out=(y := bf16[8, 16]))
-    out = empty(bf16[8, 16])
-    main: all_to_all(y, out, team=tp)
-    return out""",
     ),
     "order-is-data": (
         "an order that is data: no chunk's place is known beforehand",
@@ -299,26 +201,6 @@ REFUSED = {
     r = empty(f32[4, 3, 8])
     main: all_to_all(x, r, team=tp)
     main: call("aten.bmm.default", r, w, out=(y := f32[4, 3, 5]))
-    return y""",
-    ),
-    "stacks-within-experts": (
-        "not one stretch of each of the matmul's 2 stacks",
-        """x: f32[2, 2, 3, 4, 8], w: f32[2, 8, 5]):
-    r = empty(f32[2, 2, 3, 4, 8])
-    main: all_to_all(x, r, team=tp)
-    main: call("aten.clone.default", r.permute(1, 2, 0, 3, 4), memory_format="@contiguous_format",
-               out=(t := f32[2, 3, 2, 4, 8]))
-    main: call("aten.bmm.default", t.view(2, 24, 8), w, out=(y := f32[2, 24, 5]))
-    return y""",
-    ),
-    "gradient-of-weights": (
-        "takes the received tensor as its right-hand side",
-        """x: f32[4, 3, 8], a: f32[2, 5, 6]):
-    r = empty(f32[4, 3, 8])
-    main: all_to_all(x, r, team=tp)
-    main: call("aten.clone.default", r.view(2, 2, 3, 8).permute(1, 0, 2, 3),
-               memory_format="@contiguous_format", out=(t := f32[2, 2, 3, 8]))
-    main: call("aten.bmm.default", a, t.view(2, 6, 8), out=(y := f32[2, 5, 8]))
     return y""",
     ),
     "no-columns": (

@@ -21,16 +21,6 @@ REFUSED = {
     main: call("aten.mm.default", full[1:5], w, out=(y := f32[4, 5]))
     return y""",
     ),
-    "slice-of-each-shard": (
-        "all_gather",
-        "only 4 of 6 gathered rows are used",
-        """x: f32[1, 3, 8], w: f32[8, 5]):
-    full = empty(f32[2, 3, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.slice.Tensor", full, 1, 0, 2, out=(s := f32[2, 2, 8]))
-    main: call("aten.mm.default", s.view(4, 8), w, out=(y := f32[4, 5]))
-    return y""",
-    ),
     "reversed": (
         "all_gather",
         "not in the order of the ranks",
@@ -106,15 +96,6 @@ REFUSED = {
     main: all_gather(x, full, team=tp)
     return full""",
     ),
-    "returned-side-by-side": (
-        "all_gather",
-        "its result leaves the program",
-        """x: f32[3, 8]):
-    full = empty(f32[6, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.cat.default", (full[0:3], full[3:6]), 1, out=(y := f32[3, 16]))
-    return y""",
-    ),
     "transposed-before-all-reduce": (
         "all_reduce",
         "in another order, or not all of them",
@@ -122,17 +103,6 @@ REFUSED = {
     main: call("aten.mm.default", x, w, out=(y := f32[6, 5]))
     out = empty(f32[5, 6])
     main: all_reduce(y.permute(1, 0), out, reduce="sum", team=tp)
-    return out""",
-    ),
-    "transposed-by-copy-before-all-reduce": (
-        "all_reduce",
-        "in another order, or not all of them",
-        """x: f32[6, 8], w: f32[8, 5]):
-    main: call("aten.mm.default", x, w, out=(y := f32[6, 5]))
-    s = empty(f32[5, 6])
-    main: copy(y.permute(1, 0), s)
-    out = empty(f32[5, 6])
-    main: all_reduce(s, out, reduce="sum", team=tp)
     return out""",
     ),
     "columns-scattered": (
@@ -164,16 +134,6 @@ REFUSED = {
                out=(z := f32[6, 5], m := bool[6, 5]))
     out = empty(f32[3, 5])
     main: reduce_scatter(z, out, reduce="sum", team=tp)
-    return out""",
-    ),
-    "softmax-between": (
-        "all_reduce",
-        "aten._softmax.default, not a matmul",
-        """x: f32[6, 8], w: f32[8, 5]):
-    main: call("aten.mm.default", x, w, out=(y := f32[6, 5]))
-    main: call("aten._softmax.default", y, 0, False, out=(z := f32[6, 5]))
-    out = empty(f32[6, 5])
-    main: all_reduce(z, out, reduce="sum", team=tp)
     return out""",
     ),
     "weight-gradient": (

@@ -48,24 +48,6 @@ def spellings(w: int) -> dict[str, tuple[str, str]]:
     main: call("aten.addmm.default", b, full, w.permute(1, 0), out=(y := f32[{3 * w}, 5]))
     return y""",
         ),
-        "3d-batch-2": (
-            GATHER,
-            f"""x: f32[2, 3, 8], w: f32[8, 5]):
-    full = empty(f32[{2 * w}, 3, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.cat.default", {_cat("full", w, -1)}, 1, out=(c := f32[2, {3 * w}, 8]))
-    main: call("aten.mm.default", c.view({6 * w}, 8), w, out=(y := f32[{6 * w}, 5]))
-    return y.view(2, {3 * w}, 5)""",
-        ),
-        "batch-1-view": (
-            GATHER,
-            f"""x: f32[1, 3, 8], w: f32[8, 5]):
-    full = empty(f32[{w}, 3, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.mm.default", full.view(1, {3 * w}, 8).view({3 * w}, 8), w,
-               out=(y := f32[{3 * w}, 5]))
-    return y""",
-        ),
         "gather-dim-1-clone": (
             GATHER,
             f"""x: f32[2, 3, 2, 4], w: f32[8, 5]):
@@ -74,14 +56,6 @@ def spellings(w: int) -> dict[str, tuple[str, str]]:
     main: call("aten.cat.default", {_cat("full", w, -1)}, 1, out=(c := f32[2, {3 * w}, 2, 4]))
     main: call("aten.clone.default", c, out=(d := f32[2, {3 * w}, 2, 4]))
     main: call("aten.mm.default", d.view({6 * w}, 8), w, out=(y := f32[{6 * w}, 5]))
-    return y""",
-        ),
-        "uneven-narrow": (
-            GATHER,
-            f"""x: f32[{pitch}, 8], w: f32[8, 5]):
-    full = empty(f32[{w * pitch}, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.mm.default", full[0:{total}], w, out=(y := f32[{total}, 5]))
     return y""",
         ),
         "uneven-gather-dim-1": (
@@ -93,17 +67,6 @@ def spellings(w: int) -> dict[str, tuple[str, str]]:
     main: call("aten.slice.Tensor", c, 1, 0, -{tail}, out=(d := f32[2, {total}, 8]))
     main: call("aten.mm.default", d.view({2 * total}, 8), w, out=(y := f32[{2 * total}, 5]))
     return y""",
-        ),
-        "shared-gather": (
-            GATHER,
-            f"""x: f32[3, 8], q: f32[8, 5], k: f32[8, 2], v: f32[8, 2], b: f32[2]):
-    full = empty(f32[{3 * w}, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.mm.default", full, q, out=(yq := f32[{3 * w}, 5]))
-    main: call("aten.mul.Tensor", yq, yq, out=(z := f32[{3 * w}, 5]))
-    main: call("aten.mm.default", full, k, out=(yk := f32[{3 * w}, 2]))
-    main: call("aten.addmm.default", b, full, v, out=(yv := f32[{3 * w}, 2]))
-    return z, yk, yv""",
         ),
         "gather-used-whole": (
             GATHER,
@@ -153,18 +116,6 @@ def spellings(w: int) -> dict[str, tuple[str, str]]:
     out = empty(f32[3, 5])
     main: reduce_scatter(y6, out, reduce="sum", team=tp)
     return out, y3""",
-        ),
-        "sum-of-matmuls": (
-            SCATTER,
-            f"""a: f32[{3 * w}, 8], b: f32[{3 * w}, 4], w: f32[8, 5], u: f32[4, 5]):
-    main: call("aten.mm.default", a, w, out=(y := f32[{3 * w}, 5]))
-    main: call("aten.mm.default", b, u, out=(z := f32[{3 * w}, 5]))
-    main: call("aten.mm.default", b, u, out=(v := f32[{3 * w}, 5]))
-    main: call("aten.add.Tensor", y, z, out=(s := f32[{3 * w}, 5]))
-    main: call("aten.add.Tensor", s, v, out=(t := f32[{3 * w}, 5]))
-    out = empty(f32[3, 5])
-    main: reduce_scatter(t, out, reduce="sum", team=tp)
-    return out""",
         ),
         "3d-scatter-batch-2": (
             SCATTER,

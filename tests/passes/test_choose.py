@@ -12,12 +12,12 @@ from interlace.cost import Machine, SiteKey, SiteTime, default_machine
 from interlace.cost.choose import Estimate
 from interlace.cost.machine import Link
 from interlace.errors import PassError
-from interlace.ir import Collective, Program, parse
+from interlace.ir import Program, parse
+from interlace.ir.overlap import representatives
 from interlace.options import Options
 from interlace.passes import lower, parse_pipeline, run_pipeline
 from interlace.passes.dependencies import dependencies
 from interlace.passes.find_sites import analyse
-from interlace.passes.overlaps import representatives
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Chooser, site_key
 from interlace.strategies import STRATEGIES
@@ -181,13 +181,6 @@ def test_the_choice_is_right(kind: str, shape: str, seed: int) -> None:
         decomposed(sample.program.instantiate(1), machine)
 
 
-def test_two_dimensional_meshes_are_predicted_on_the_sites_team() -> None:
-    text = SIZES["all_gather_matmul"].replace("tp: Team[4]", "dp: Team[2], tp: Team[4]")
-    one = decomposed(parse(SIZES["all_gather_matmul"]), default_machine("cuda"))
-    two = decomposed(parse(text), default_machine("cuda"))
-    assert two.sites == one.sites
-
-
 # what was measured
 
 
@@ -204,13 +197,6 @@ def key_of(program: Program) -> SiteKey:
     (found,) = analyse(Dataflow(marked, representatives(marked)[0]), dependencies(marked))
     assert found.site is not None
     return site_key(values, found.site)
-
-
-@pytest.mark.parametrize("kind", SIZES)
-def test_the_key_of_a_site(kind: str) -> None:
-    sizes = (8192, 8192, 14336) if kind == "all_gather_matmul" else (8192, 7168, 8192)
-    m, k, n = sizes
-    assert key_of(parse(SIZES[kind])) == SiteKey(kind=kind, dtype="bf16", m=m, k=k, n=n, world=4)
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -240,46 +226,6 @@ def test_a_graph_has_times_of_its_own() -> None:
     )
     (site,) = decomposed(program, machine.replayed.replace(sites=captured)).sites
     assert site.strategy == "serial"
-
-
-def test_small_sites_stay_serial_on_a_gpu() -> None:
-    text = SIZES["all_gather_matmul"].replace("2048", "16").replace("8192", "64")
-    (site,) = decomposed(parse(text), default_machine("cuda")).sites
-    assert site.strategy in ("serial", "exchange")
-
-
-TWO_SUMS = """def f(tp: Team[{size}], x: {t}[{m}, {k}], w: {t}[{k}, {n}]):
-    main: call("aten.mm.default", x, w, out=(y := {t}[{m}, {n}]))
-    out = empty({t}[{part}, {n}])
-    main: reduce_scatter(y, out, reduce="{first}", team=tp)
-    main: call("aten.mm.default", x, w, out=(z := {t}[{m}, {n}]))
-    end = empty({t}[{part}, {n}])
-    main: reduce_scatter(z, end, reduce="{second}", team=tp)
-    return out, end
-"""
-
-
-@pytest.mark.parametrize(("first", "second"), [("sum", "max"), ("sum", "avg"), ("avg", "sum")])
-def test_sites_are_alike_only_where_they_reduce_alike(first: str, second: str) -> None:
-    sizes = {
-        "cpu": {"size": 2, "t": "f32", "m": 1024, "k": 512, "n": 512, "part": 512},
-        "cuda": {"size": 4, "t": "bf16", "m": 8192, "k": 2048, "n": 8192, "part": 2048},
-    }
-    for device, of in sizes.items():
-        program = parse(TWO_SUMS.format(**of, first=first, second=second))
-        machine = default_machine(device)
-        both = {
-            word: site
-            for word, site in zip((first, second), decomposed(program, machine).sites, strict=True)
-        }
-        alone = decomposed(parse(TWO_SUMS.format(**of, first="sum", second="sum")), machine).sites
-        assert both["sum"].strategy == alone[0].strategy == alone[1].strategy
-        assert both["sum"].strategy in ("peer", "fused")
-        (other,) = {first, second} - {"sum"}
-        assert both[other].strategy in ("serial", "pipeline", "ring")
-        made = decomposed(program, machine)
-        kept = {op.reduce for op in made.ops if isinstance(op, Collective)}
-        assert other in kept
 
 
 def test_sites_are_alike_only_where_their_matmuls_are() -> None:

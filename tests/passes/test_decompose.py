@@ -45,9 +45,13 @@ def assert_overlaps(decomposed: Program, sample: Sample, seed: int) -> None:
     assert {op.site for op in scheduled.ops if isinstance(op, Fused)} == wanted
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("ranks", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+SIZES = [
+    *((3, shape, dtype) for shape in SHAPES for dtype in DTYPES),
+    *((ranks, *of) for ranks in (2, 4) for of in (("even", "bf16"), ("uneven", "f32"))),
+]
+
+
+@pytest.mark.parametrize(("ranks", "shape", "dtype"), SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_grid(kind: str, strategy: str, ranks: int, shape: str, dtype: str, seed: int) -> None:

@@ -120,17 +120,6 @@ def test_a_region_begins_where_communication_arrives() -> None:
     assert reads == ["x", "b", "g"], "the first does not wait for what arrives"
 
 
-def test_all_that_waits_for_the_same_is_one_region() -> None:
-    program = formed(
-        "    g = empty(f32[4, 4])\n    main: all_reduce(y, g, reduce='sum', team=tp)\n"
-        + '    main: call("aten.mul.Tensor", x, g, out=(a := f32[4, 4]))\n'
-        + '    main: call("aten.sum.dim_IntList", a, (0,), True, out=(s := f32[1, 4]))\n'
-        + neg("g", "b")
-        + "    return s, b"
-    )
-    assert calls(program) == ["region_0"]
-
-
 def test_what_waits_holds_up_nothing_that_only_reads_the_same() -> None:
     program = formed(
         "    g = empty(f32[4, 4])\n    main: all_reduce(y, g, reduce='sum', team=tp)\n"
@@ -195,10 +184,6 @@ def test_the_same_chain_is_one_region() -> None:
     program = formed(body + "    return v5")
     assert len(program.regions) == 1
     assert calls(program) == ["region_0", "aten.mm.default"] * 5
-
-
-def test_a_call_alone_stays() -> None:
-    assert calls(formed(neg("x", "a") + "    return a")) == ["aten.neg.default"]
 
 
 def test_running_twice_changes_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from interlace.ir import Program, Record, Wait, parse
-from interlace.passes.insert_sync import InsertSync, clocks, strip_events
+from interlace.passes.insert_sync import InsertSync, strip_events
 from interlace.verify import check
 
 HEAD = "def p(tp: Team[2], x: f32[4, 4], y: f32[4, 4], a: out[f32[4, 4]], b: out[f32[4, 4]]):\n"
@@ -107,14 +107,3 @@ def test_signals_need_no_event() -> None:
     assert check(after).sound
     # main's alloc before comm's first use, and comm's rows before main's copy
     assert events(after) == (2, 2), str(after)
-
-
-def test_clocks_tell_what_comes_before() -> None:
-    ops = program(
-        "main: copy(x, a)", "comm: copy(y, b)", "comm: copy(a, y)", "main: copy(x, x)"
-    ).ops
-    order = clocks(ops, ((), (), (0,), ()))
-    assert order.precedes(0, 2)
-    assert not order.precedes(0, 1)
-    assert not order.precedes(1, 3)
-    assert order.waits == ((), (), (0,), ())

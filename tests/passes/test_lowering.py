@@ -48,7 +48,7 @@ def test_streams_that_messages_need_stay(overlap: bool) -> None:
 def test_what_is_sound_stays_sound(seed: int) -> None:
     """Programs with ops of every kind by hand, on registered and symmetric memory too."""
     rng, seen = random.Random(seed), 0
-    while seen < 200:
+    while seen < 100:
         part = rng.getrandbits(32)
         drawn = random.Random(part)
         program = Draw(drawn).program(drawn.randint(3, 7))

@@ -15,11 +15,11 @@ from tests.passes.plain_sites import plain_program
 
 from interlace.cost import Machine, SiteKey, SiteTime, default_machine, run_issue_seconds
 from interlace.cost.choose import Estimate, pick
-from interlace.cost.fit import IN_A_RUN
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.passes.strategies.choose import SERIAL, candidates
+from interlace_bench.fit import IN_A_RUN
 from interlace_bench.measured_sites import KINDS, site_times, with_sites
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tests.passes.samples import KINDS
-from tests.passes.test_decompose import assert_equal
 
-from interlace.cost import default_machine
 from interlace.errors import PassError, SoundnessError
 from interlace.ir import Program
-from interlace.options import Options
-from interlace.passes import PASSES, Pass, lower, lowering, parse_pipeline, run_pipeline, spell
+from interlace.passes import PASSES, Pass, parse_pipeline, run_pipeline, spell
 from interlace.passes.decompose import Decompose
-from interlace.verify import check
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -28,14 +24,6 @@ def test_options_are_read_and_spelled_back() -> None:
     first, second = parse_pipeline(text)
     assert first == Decompose("peer", "put", 3, (1, 4))
     assert ",".join(map(spell, (first, second))) == text
-
-
-def test_the_machine_goes_to_the_passes_that_ask_for_one() -> None:
-    machine = default_machine("cuda")
-    chosen, _ = parse_pipeline("decompose,schedule", machine)
-    assert isinstance(chosen, Decompose)
-    assert chosen.machine is machine
-    assert spell(chosen) == "decompose"
 
 
 @pytest.mark.parametrize(
@@ -82,18 +70,3 @@ def test_check_refuses_a_pipeline_that_leaves_out_the_events(seed: int) -> None:
     with pytest.raises(SoundnessError):
         run_pipeline(program, text, check=True)
     run_pipeline(program, text + ",insert_sync", check=True)
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_lower_gives_a_sound_program_with_the_same_results(
-    kind: str, overlap: bool, seed: int
-) -> None:
-    sample = KINDS[kind](3, "uneven", "f32", seed)
-    options = Options(overlap=overlap, strategy="peer")
-    made = lower(sample.program, options, transport="put")
-    assert_equal(made, sample, seed)
-    check(made).raise_if_unsound()
-    assert made.sites[0].strategy == ("peer" if overlap else "serial")
-    assert set(made.streams()) == ({"main", "comm"} if overlap else {"main"})
-    assert all(isinstance(item, Pass) for item in lowering(options))

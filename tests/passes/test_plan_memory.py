@@ -9,7 +9,7 @@ import pytest
 from tests.support.serial_programs import serial_program
 
 from interlace.errors import PassError
-from interlace.ir import Alloc, Buffer, Call, Free, Program, Record, Wait, parse
+from interlace.ir import Alloc, Buffer, Free, Program, Record, Wait, parse
 from interlace.ir.sizes import number
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.plan_memory import ALIGNMENT, PlanMemory
@@ -51,28 +51,9 @@ def test_without_reuse_each_has_its_own_bytes() -> None:
     assert offsets(planned(CHAIN, reuse=False)) == {n: i * SIZE for i, n in enumerate("abcd")}
 
 
-def test_what_leaves_stays_fresh() -> None:
-    program = planned(CHAIN)
-    assert kinds(program) == {
-        **dict.fromkeys("xw", "input"),
-        **dict.fromkeys("abcd", "local"),
-        "e": "fresh",
-    }
-    calls = [op.fn for op in program.ops if isinstance(op, Call)]
-    assert calls == ["aten.mm.out"] * 4 + ["aten.mm.default"]
-
-
 def test_a_view_that_leaves_keeps_its_buffer_fresh() -> None:
     program = planned(CHAIN.replace("return e", "return e, b.view(4096), (c[0:2], None)"))
     assert [n for n, kind in kinds(program).items() if kind == "fresh"] == ["b", "c", "e"]
-
-
-def test_a_local_buffer_that_leaves_becomes_fresh() -> None:
-    program = planned(
-        "def p(x: f32[4]):\n    y = alloc(f32[4])\n    main: copy(x, y)\n    return y\n"
-    )
-    assert kinds(program)["y"] == "fresh"
-    assert check(program).sound
 
 
 def test_fresh_results_are_freed_at_their_last_use() -> None:
@@ -200,20 +181,6 @@ def test_buffers_that_live_at_once_take_slots_of_their_own() -> None:
         "s1",
         "s2",
     ]
-
-
-def test_a_symmetric_buffer_is_always_freed() -> None:
-    program = PlanMemory().run(
-        parse(
-            SITES.format(lines="    a = alloc(f32[4, 4], symmetric=tp)\n    main: copy(x, a[0:2])")
-        )
-    )
-    assert isinstance(program.ops[-1], Free)
-    assert check(InsertSync().run(program)).sound
-
-
-def test_a_buffer_that_nobody_uses_is_dropped() -> None:
-    assert planned("def p(x: f32[4]):\n    a = alloc(f32[4])\n    return ()\n").ops == ()
 
 
 def test_the_same_name_twice_is_refused() -> None:

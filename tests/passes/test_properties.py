@@ -58,15 +58,6 @@ def test_scheduled_programs_are_sound_and_equal(world: int, seed: int) -> None:
             assert same(expected, got), f"seed {number} {how}:\n{serial}\n{program}"
 
 
-def test_serial_programs_are_made_ready_without_schedule(seed: int) -> None:
-    for number in range(seed, seed + 10):
-        rng = random.Random(number)
-        serial, _ = serial_program(rng, 2, 8)
-        program = InsertSync().run(PlanMemory().run(serial))
-        assert check(program).sound, f"seed {number}:\n{program}"
-        assert not any(isinstance(op, Record | Wait) for op in program.ops), "one stream, no events"
-
-
 def test_every_event_is_needed(seed: int) -> None:
     """No Wait can go: without it the verifier finds something.
 

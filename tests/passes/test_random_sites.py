@@ -12,10 +12,10 @@ from tests.passes.test_decompose import assert_overlaps
 
 from interlace.cost import default_machine
 from interlace.ir import parse
+from interlace.ir.overlap import representatives
 from interlace.passes import run_pipeline
 from interlace.passes.dependencies import dependencies
 from interlace.passes.find_sites import analyse
-from interlace.passes.overlaps import representatives
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Chooser
 

@@ -9,7 +9,7 @@ import pytest
 from tests.passes.spellings import as_sample
 from tests.passes.test_decompose import assert_overlaps
 
-from interlace.ir import Collective, Program, Put, parse
+from interlace.ir import Collective, Program, parse
 from interlace.options import Options
 from interlace.passes import lower, run_pipeline
 from interlace.passes.decompose import Decompose
@@ -201,13 +201,6 @@ def test_copies_into_buffers_with_other_writers_and_of_vectors(text: str, seed: 
         assert_overlaps(made, sample, seed)
 
 
-def test_every_rank_sums_a_part_of_a_vector() -> None:
-    made = run_pipeline(parse(VECTOR), "find_sites,decompose{strategy=copies}")
-    puts = [op for op in made.ops if isinstance(op, Put)]
-    sizes = [made.boxes(rank)(op.src).numel for op in puts for rank in (0, 1)]
-    assert sorted(sizes) == [3, 4, *[4] * (len(sizes) - 2)]
-
-
 def test_copies_of_what_is_refused_change_nothing() -> None:
     """What names its backend stays as `decompose` left it, and so does a site that was overlapped
     before."""
@@ -221,3 +214,13 @@ def test_copies_of_what_is_refused_change_nothing() -> None:
     done = lower(parse(GATHER + OTHER), dataclasses.replace(options, strategy="peer"), machine)
     (again,) = lower(done, options, machine).sites
     assert (again.strategy, again.reason) == ("peer", "requested")
+
+
+def test_named_sizes_are_left_as_decompose_chose() -> None:
+    """Also where the passes have made numbers of all of them."""
+    marked = run_pipeline(
+        parse((GATHER + OTHER).replace("tp: Team[4],", "tp: Team[4], S: Size[2048],")), "find_sites"
+    )
+    made = marked.at(marked.sizes.values)
+    assert not made.sizes.sizes
+    assert reconsider.reconsidered(marked, made, (), default_machine("h200")) is made

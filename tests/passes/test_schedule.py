@@ -8,7 +8,6 @@ from interlace.cost import Machine, default_machine, simulate
 from interlace.cost.machine import Link
 from interlace.errors import PassError
 from interlace.ir import Alloc, Call, Collective, Expect, Notify, Op, Program, parse, validate
-from interlace.ir.operators import is_heavy
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.plan_memory import PlanMemory
 from interlace.passes.schedule import Schedule
@@ -121,21 +120,6 @@ def test_what_feeds_communication_comes_first() -> None:
     assert order(program, Call, Collective) == ["all_gather", "dfull", "reduce_scatter", "dw", "r"]
 
 
-def test_in_need_order() -> None:
-    program = parse("""
-def p(tp: Team[2], x: f32[2, 4], y: f32[2, 4], w: f32[4, 4]):
-    late = empty(f32[4, 4])
-    main: all_gather(x, late, team=tp, site=1)
-    soon = empty(f32[4, 4])
-    main: all_gather(y, soon, team=tp, site=2)
-    main: call("aten.mm.default", soon, w, out=(a := f32[4, 4]))
-    main: call("aten.mm.default", late, a, out=(b := f32[4, 4]))
-    return b
-""")
-    sites = [op.site for op in Schedule().run(program).ops if isinstance(op, Collective)]
-    assert sites == [2, 1]
-
-
 def test_a_program_without_communication_keeps_its_order() -> None:
     program = parse("""
 def p(x: f32[4, 4], w: f32[4, 4]):
@@ -220,21 +204,6 @@ def {name}(pipe: Team[[0, 1]], x: f32[4, 4], w: f32[4, 4]):
     done = [InsertSync().run(PlanMemory().run(Schedule().run(program))) for program in pair]
     assert check(done).sound
     assert check(done, in_order=True).sound
-
-
-@pytest.mark.parametrize(
-    ("fn", "heavy"),
-    [
-        ("aten.mm.out", True),
-        ("aten.addmm.default", True),
-        ("aten._scaled_dot_product_flash_attention_for_cpu.default", True),
-        ("aten.mul.Tensor", False),
-        ("region_0", False),
-        ("interlace.sum_slots", False),
-    ],
-)
-def test_what_weighs_much(fn: str, heavy: bool) -> None:
-    assert is_heavy(fn) == heavy
 
 
 ALONE = """

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from interlace.cost import default_machine
 from interlace.ir import Expect, Notify, Program, Put, RankIndex, parse
-from interlace.options import Options
-from interlace.passes import lower, run_pipeline, take_turns
+from interlace.passes import run_pipeline, take_turns
 from interlace.passes.strategies import pieces
-from interlace.passes.strategies.choose import seconds_alone
 from interlace.passes.take_turns import TakeTurns
 from interlace.verify import check
 
@@ -122,26 +117,6 @@ def test_small_puts_take_none(strategy: str, monkeypatch: pytest.MonkeyPatch) ->
         assert len(signals(run_pipeline(scatter(4, 256), pipeline), Expect)) == turns
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"options": Options(strategy="fused")},
-        {"options": Options(strategy="peer"), "transport": "put"},
-    ],
-)
-def test_lowering_takes_turns_where_puts_are_large(how: dict[str, Any]) -> None:
-    """Of 4 MiB into each peer, on four ranks."""
-    for rows, turns in ((512, 2), (256, 0)):
-        program = parse(f"""
-def f(tp: Team[4], x: bf16[{4 * rows}, 64], w: bf16[64, 4096], y: out[bf16[{rows}, 4096]]):
-    t = empty(bf16[{4 * rows}, 4096])
-    main: call("aten.mm.out", x, w, out=t)
-    main: reduce_scatter(t, y, reduce="sum", team=tp)
-""")
-        made = lower(program, **how)
-        assert len(signals(made, Expect)) == len(signals(made, Notify)) == turns
-
-
 @pytest.mark.parametrize("strategy", PUTS)
 def test_pieces_travel_in_the_order_in_which_they_are_made(
     strategy: str, monkeypatch: pytest.MonkeyPatch
@@ -155,16 +130,6 @@ def test_pieces_travel_in_the_order_in_which_they_are_made(
     peers = [str(op.peer) for op in made.ops if isinstance(op, Put)]
     assert peers == [f"tp.rank + {k}" for k in (1, 2, 3) for _ in range(4)]
     assert len(signals(made, Expect)) == 2
-
-
-def test_an_estimate_counts_what_turns_cost_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = default_machine("cuda").replace(issue=(("signal", 1.0),))
-    program = run_pipeline(scatter(4, 512), "find_sites,decompose{strategy=fused}")
-    found: list[float] = []
-    for least in (1, 1 << 40):
-        monkeypatch.setattr(take_turns, "TURN_BYTES", least)
-        found.append(seconds_alone(program, machine))
-    assert found[0] == pytest.approx(found[1] + 4, rel=0.01), "two are raised, and two awaited"
 
 
 def test_uneven_rows_count_by_the_rank_that_puts_most() -> None:

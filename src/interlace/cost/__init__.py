@@ -5,25 +5,22 @@ machine.py       the figures of a machine, and those known without measuring
 machine_file.py  calibration files, and where they live
 gemm.py          how long matmuls take
 op_times.py      what one op costs the device, and what it costs the host
-site_times.py    whole sites as they were measured
 choose.py        the strategy of a site, from measured and predicted times
 graph.py         the ops of all ranks as tasks, and what each waits for
 simulate.py      the tasks played: a predicted timeline
-fit.py           what a benchmark measured, and the figures of a machine from that
+
+What makes a machine of measurements is `interlace_bench.fit`.
 """
 
-from interlace.cost.fit import Sample, fit
-from interlace.cost.machine import Machine, default_machine
+from interlace.cost.machine import Machine, SiteKey, SiteTime, default_machine
 from interlace.cost.machine_file import default_path, fingerprint
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
 from interlace.cost.simulate import Prediction, predict, run_after_run, simulate
-from interlace.cost.site_times import SiteKey, SiteTime
 from interlace.cost.timeline import Span, Timeline
 
 __all__ = [
     "Machine",
     "Prediction",
-    "Sample",
     "SiteKey",
     "SiteTime",
     "Span",
@@ -31,7 +28,6 @@ __all__ = [
     "default_machine",
     "default_path",
     "fingerprint",
-    "fit",
     "op_kind",
     "op_name",
     "predict",

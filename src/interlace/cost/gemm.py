@@ -1,4 +1,4 @@
-"""Times of matmuls: whole waves of tiles, or their bytes; corrected by those measured nearby.
+"""Times of matmuls: as measured, else whole waves of tiles or their bytes, whichever is longer.
 
     >>> round(gemm_seconds(default_machine("cuda"), DType.bf16, 8192, 8192, 14336) * 1e3, 1)
     2.4
@@ -10,19 +10,14 @@ fill the device; the quickest counts, as the library's own choice would have it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from interlace.cost.machine import GemmTime, Machine
+from interlace.cost.machine import Machine
 from interlace.ir import DType
 
 SPLITS = (1, 2, 4, 8)
 """Into how many parts the inner dimension may be cut,"""
 LEAST_INNER = 256
 """of which each has at least this many elements."""
-NEAREST = 6
-"""The number of measured matmuls that correct a prediction."""
-FAR = 3.0
-"""The distance (in doublings) at which a measurement is worth as much as the bare prediction."""
 
 
 def gemm_seconds(
@@ -31,38 +26,22 @@ def gemm_seconds(
     """A matmul of rows x inner by inner x columns, a batch of them, without its launch."""
     if min(rows, inner, columns, batch) <= 0:
         return 0.0
-    predicted = _model(machine, dtype, rows, inner, columns, batch)
-    known = [time for time in machine.gemms if time.dtype == str(dtype)]
-    if batch > 1 or not known:
-        return predicted
-    place = rows, inner, columns
-    near: list[tuple[tuple[int, int, int], float]] = []
-    for time in sorted(known, key=lambda time: _distance(_place(time), place))[:NEAREST]:
-        work = max(time.seconds - machine.launch_s, 0.1 * time.seconds)
-        if _place(time) == place:
-            return work
-        near.append((_place(time), work / _model(machine, dtype, *_place(time))))
-    return predicted * _blend(near, place)
+    if batch == 1 and (seconds := measured_seconds(machine, dtype, rows, inner, columns)):
+        return seconds
+    elements = batch * (rows * inner + inner * columns + rows * columns)
+    by_bytes = math.ceil(elements * dtype.itemsize) / machine.memory_bandwidth
+    return max(by_bytes, arithmetic_seconds(machine, dtype, rows, inner, columns, batch))
 
 
-def _blend(points: Sequence[tuple[tuple[int, int, int], float]], at: tuple[int, int, int]) -> float:
-    """A ratio between those of some points in log space, the nearer ones the more; far from all of
-    them it is 1."""
-    total, weights = 0.0, 1 / FAR**2
-    for place, ratio in points:
-        weight = 1 / (_distance(place, at) ** 2 + 1e-4)
-        total += weight * math.log(ratio)
-        weights += weight
-    return math.exp(total / weights)
-
-
-def _distance(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
-    """The number of doublings between two sizes."""
-    return math.sqrt(sum(math.log2(a / b) ** 2 for a, b in zip(one, other, strict=True)))
-
-
-def _place(time: GemmTime) -> tuple[int, int, int]:
-    return time.m, time.k, time.n
+def measured_seconds(
+    machine: Machine, dtype: DType, rows: int, inner: int, columns: int
+) -> float | None:
+    """The measured time of a matmul of these sizes without its launch, where there is one."""
+    wanted = str(dtype), rows, inner, columns
+    for time in machine.gemms:
+        if (time.dtype, time.m, time.k, time.n) == wanted:
+            return max(time.seconds - machine.launch_s, 0.1 * time.seconds)
+    return None
 
 
 def arithmetic_seconds(
@@ -88,11 +67,3 @@ def wave_seconds(machine: Machine, dtype: DType, inner: int) -> float:
     """One wave of the largest tiles: the least from a large matmul's first byte to its last."""
     rows, columns = machine.gemm_tile
     return 2 * inner * machine.units * rows * columns / machine.flops(dtype)
-
-
-def _model(
-    machine: Machine, dtype: DType, rows: int, inner: int, columns: int, batch: int = 1
-) -> float:
-    elements = batch * (rows * inner + inner * columns + rows * columns)
-    by_bytes = math.ceil(elements * dtype.itemsize) / machine.memory_bandwidth
-    return max(by_bytes, arithmetic_seconds(machine, dtype, rows, inner, columns, batch))

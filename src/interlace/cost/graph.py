@@ -9,7 +9,6 @@ Fused is its launch and a task for each member, in the order in which a kernel w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +22,7 @@ from interlace.cost.op_times import (
     op_cost,
     op_name,
 )
-from interlace.cost.symmetry import Symmetry
+from interlace.cost.symmetry import SimulatedRanks
 from interlace.errors import SoundnessError
 from interlace.ir import (
     Expect,
@@ -106,10 +105,10 @@ class TaskGraph:
 
 
 def build(
-    programs: Sequence[Program], machine: Machine, symmetry: Symmetry | None = None
+    programs: Sequence[Program], machine: Machine, symmetry: SimulatedRanks | None = None
 ) -> TaskGraph:
     """The tasks of one run of every rank of a set of Programs, or of those that `symmetry` has."""
-    builder = _Builder(machine, symmetry or Symmetry.of(programs))
+    builder = _Builder(machine, symmetry or SimulatedRanks.of(programs))
     for program in programs:
         for rank in program.world if program.rank is None else (program.rank,):
             if rank in builder.symmetry.ranks:
@@ -118,7 +117,7 @@ def build(
 
 
 class _Builder:
-    def __init__(self, machine: Machine, symmetry: Symmetry) -> None:
+    def __init__(self, machine: Machine, symmetry: SimulatedRanks) -> None:
         self.machine, self.symmetry = machine, symmetry
         self.ranks: list[int] = []
         self.tasks: list[Task] = []
@@ -212,9 +211,8 @@ class _Builder:
     ) -> int:
         """The members' tasks, noted in `parts`; the task of the end.
 
-        Units work through the matmuls one after another (`chain`). Besides, each has a task of one
-        tile's time, from when its gates are open and earlier waves leave units free, and one of all
-        that the unit of its first tile has left when they are.
+        The matmuls go one after another (`chain`); besides, each takes a tile's time from when its
+        gates are open.
         """
 
         def then(cost: Cost, *before: int) -> int:
@@ -223,24 +221,11 @@ class _Builder:
                 self.edge(other, task)
             return task
 
-        units, count = self.machine.units, sum(part.tiles for part in costs)
-        wave_s = sum(part.cost.seconds for part in costs if part.tiles) / max(1, -(-count // units))
-        first = 0  # of all tiles, that of the part
-        chain, spent, marks = start, 0.0, [(0.0, start)]
-        gates, tiles, left = list[int](), list[int](), list[int]()
-        for member, (cost, tile_s, of_part) in zip(op.members, costs, strict=True):
-            begin = end = -1
+        chain, gates, tiles = start, list[int](), list[int]()
+        for member, (cost, tile_s) in zip(op.members, costs, strict=True):
             if tile_s:
-                free_s = math.floor(spent / tile_s + 1e-9) * tile_s
-                mark_s, mark = [m for m in marks if m[0] <= free_s * (1 + 1e-9)][-1]
-                free = then(Cost(fixed_s=max(0.0, free_s - mark_s)), mark)
-                end = then(Cost(fixed_s=tile_s), free, *gates)
-                more = -(-(count - first % units) // units) - first // units
-                left.append(then(Cost(fixed_s=more * wave_s), start, *gates))
-                first += of_part
                 begin = chain = then(cost, chain)
-                spent += cost.seconds
-                marks.append((spent, chain))
+                end = then(Cost(fixed_s=tile_s), start, *gates)
                 tiles.append(end)
             elif isinstance(member, Wait | Expect):
                 begin = end = then(Cost(), start)
@@ -253,7 +238,7 @@ class _Builder:
                     chain = end
                     gates.append(end)
             parts.append((member, begin, end))
-        return then(Cost(), chain, *tiles, *left)
+        return then(Cost(), chain, *tiles)
 
     def meet(
         self,

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from interlace.cost.site_times import SiteTime
 from interlace.errors import CalibrationError
 from interlace.ir import DType
 
@@ -173,6 +172,30 @@ class GemmTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SiteKey:
+    """The sizes and types of a site, up to the strategy."""
+
+    kind: str
+    """As the IR calls it: `all_gather_matmul`, `matmul_reduce_scatter`, `all_to_all_matmul`, ..."""
+    dtype: str
+    m: int
+    k: int
+    n: int
+    world: int
+    graph: bool = False
+    """The site ran as a captured graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteTime:
+    """One site, one strategy, measured."""
+
+    site: SiteKey
+    strategy: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """A model of the machine that runs each rank."""
 
@@ -189,7 +212,7 @@ class Machine:
     units: int = 1
     """and how many units compute at once: a matmul takes whole waves of tiles."""
     gemms: tuple[GemmTime, ...] = ()
-    """Matmuls that were measured: they go before the model, and correct it nearby."""
+    """Matmuls that were measured: they go before the model."""
     fused: float = 1.0
     """Factor on a matmul's time in a kernel that also waits and signals."""
     memory_bandwidth: float
@@ -225,6 +248,11 @@ class Machine:
     def replace(self, **changes: Any) -> Machine:
         """This machine with some figures changed."""
         return dataclasses.replace(self, **changes)
+
+    def measured_site(self, site: SiteKey, strategy: str) -> float | None:
+        """The measured seconds of a site with a strategy, if it was measured."""
+        times = (t.seconds for t in self.sites if t.strategy == strategy and t.site == site)
+        return next(times, None)
 
     def flops(self, dtype: DType) -> float:
         """The speed of a matmul of that element type."""

@@ -20,8 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from interlace.cost.machine import Curve, Machine, default_machine
-from interlace.cost.site_times import SiteKey, SiteTime
+from interlace.cost.machine import Curve, Machine, SiteKey, SiteTime, default_machine
 from interlace.errors import CalibrationError
 
 SCHEMA = 4

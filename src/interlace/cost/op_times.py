@@ -14,9 +14,7 @@ Note [Between hosts]
 Note [Parts of a fused kernel]
     Matmuls of one weight are cut from the same waves: together they take as long as one matmul of
     all their rows, and each takes its share. From when a part's rows are there it takes at least
-    one tile's time, so what fits into one wave hides nothing. Units take tiles in turn, so the
-    first to come to a part does so up to a wave before the part's turn; where its rows are late,
-    all that this unit has left is.
+    one tile's time, so what fits into one wave hides nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +25,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from interlace.cost.gemm import arithmetic_seconds, gemm_seconds, wave_seconds
+from interlace.cost.gemm import (
+    arithmetic_seconds,
+    gemm_seconds,
+    measured_seconds,
+    wave_seconds,
+)
 from interlace.cost.machine import Machine, crossings, interface_bytes, link_bytes
 from interlace.errors import UnsupportedError
 from interlace.ir import (
@@ -216,10 +219,14 @@ def matmul_shape(op: Call, box: Boxes) -> MatmulShape | None:
 
 
 def _matmul_cost(shape: MatmulShape, machine: Machine, by_bytes: float) -> Cost:
-    sizes = shape.dtype, *numbers((shape.rows, shape.inner, shape.columns, shape.batch))
-    if shape.batch == 1 and any(time.dtype == str(shape.dtype) for time in machine.gemms):
-        return Cost(machine.launch_s, gemm_seconds(machine, *sizes))
-    return Cost(machine.launch_s, max(by_bytes, arithmetic_seconds(machine, *sizes)))
+    rows, inner, columns, batch = numbers((shape.rows, shape.inner, shape.columns, shape.batch))
+    measured = None
+    if batch == 1:
+        measured = measured_seconds(machine, shape.dtype, rows, inner, columns)
+    if measured is None:
+        sizes = shape.dtype, rows, inner, columns, batch
+        measured = max(by_bytes, arithmetic_seconds(machine, *sizes))
+    return Cost(machine.launch_s, measured)
 
 
 def _attention(op: Call, box: Boxes, machine: Machine) -> float:
@@ -238,8 +245,6 @@ class FusedPart(NamedTuple):
     cost: Cost
     tile_s: float = 0.0
     """Seconds of one tile of a matmul; 0 for other members."""
-    tiles: int = 0
-    """Number of tiles of the matmul."""
 
 
 def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
@@ -259,12 +264,7 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
             tile = min(
                 took, wave_seconds(machine, shape.dtype, number(shape.inner)) * machine.fused
             )
-            share = Cost(work_s=took * number(shape.rows) / whole)
-            height, width = machine.gemm_tile
-            tiles = math.ceil(number(shape.rows) / height) * math.ceil(
-                number(shape.columns) / width
-            )
-            costs.append(FusedPart(share, tile, tiles * number(shape.batch)))
+            costs.append(FusedPart(Cost(work_s=took * number(shape.rows) / whole), tile))
         elif isinstance(member, Call):
             costs.append(FusedPart(Cost(work_s=call_bytes(member, box) / machine.memory_bandwidth)))
         else:

@@ -24,7 +24,7 @@ from typing import Literal
 from interlace.cost.graph import Task, TaskGraph, build
 from interlace.cost.machine import Machine, default_machine
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
-from interlace.cost.symmetry import Symmetry
+from interlace.cost.symmetry import SimulatedRanks
 from interlace.cost.timeline import Interval, Span, Timeline, length, union
 from interlace.errors import SoundnessError
 from interlace.ir import Program
@@ -64,13 +64,13 @@ class Prediction:
 
 
 def predict(programs: Sequence[Program], machine: Machine) -> Prediction:
-    """One run by symmetry: it takes no longer where more ranks do the same (`Symmetry`)."""
+    """One run by symmetry: it takes no longer where more ranks do the same (`SimulatedRanks`)."""
     play = _played(programs, machine, fold=True)
     return Prediction(play.timeline(programs), play.ranks, play.busy())
 
 
 def _played(programs: Sequence[Program], machine: Machine, fold: bool = False) -> _Play:
-    sizes, symmetry = programs[0].sizes if programs else FIXED, Symmetry.of(programs, fold)
+    sizes, symmetry = programs[0].sizes if programs else FIXED, SimulatedRanks.of(programs, fold)
     with deciding(sizes):  # what is noted here is for nothing: predictions are for these sizes
         graph = build(programs, machine, symmetry)
     play = _Play(graph, machine, symmetry.ranks)
@@ -83,7 +83,7 @@ def _played(programs: Sequence[Program], machine: Machine, fold: bool = False) -
 def run_after_run(program: Program, machine: Machine, fold: bool = False) -> tuple[Timeline, float]:
     """The predicted timeline of a run amid others, which the host has issued by then, and how long
     the host takes to issue one: the longer of the two is what a run takes. With `fold` it is of as
-    few ranks as tell that (`Symmetry`).
+    few ranks as tell that (`SimulatedRanks`).
 
     A machine that does not tell what issuing costs is taken from idle.
     """

@@ -1,6 +1,6 @@
-"""Symmetry: which ranks are simulated so that each of the others does as one of them does.
+"""SimulatedRanks: which ranks are simulated so that each of the others does as one of them does.
 
-    >>> symmetry = Symmetry.of([program], fold=True)      # on dp[32] x pp[4] x tp[8]
+    >>> symmetry = SimulatedRanks.of([program], fold=True)      # on dp[32] x pp[4] x tp[8]
     >>> symmetry.ranks, symmetry.folded
     ({0: 1024}, frozenset({'dp', 'pp', 'tp'}))
 
@@ -25,7 +25,7 @@ from interlace.ir.types import Index, Member, Others
 
 
 @dataclass(frozen=True, slots=True)
-class Symmetry:
+class SimulatedRanks:
     """The ranks that are simulated, and where the ranks are that they stand for."""
 
     ranks: Mapping[int, int]
@@ -38,7 +38,7 @@ class Symmetry:
     """Number of ranks on its own host that each simulated rank stands for, itself included."""
 
     @classmethod
-    def of(cls, programs: Sequence[Program], fold: bool = False) -> Symmetry:
+    def of(cls, programs: Sequence[Program], fold: bool = False) -> SimulatedRanks:
         """All ranks of a set of Programs; with `fold`, as few as Note [Folded teams] allows."""
         homes: dict[int, Program] = {}
         for program in programs:

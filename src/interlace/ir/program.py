@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from interlace.errors import OptionError, ProgramError
-from interlace.ir.ops import Arg, Collective, Get, Group, Name, Op, Put, Recv, Send
+from interlace.ir.ops import Arg, Call, Collective, Get, Group, Name, Op, Put, Recv, Send
 from interlace.ir.roles import PLAIN, form_of
 from interlace.ir.sizes import DECIDER, FIXED, Int, Size, SizeClass, deciding, named, names_of
 from interlace.ir.types import (
@@ -157,6 +157,14 @@ class Program:
             for buffer in op.declares():
                 found[buffer.name] = buffer
         return found
+
+    def calls(self) -> dict[int, Call]:
+        """The calls, by their place in the list."""
+        return {i: op for i, op in enumerate(self.ops) if isinstance(op, Call)}
+
+    def collectives(self) -> dict[int, Collective]:
+        """The collectives, by their place in the list."""
+        return {i: op for i, op in enumerate(self.ops) if isinstance(op, Collective)}
 
     def streams(self) -> tuple[str, ...]:
         """The streams in order of first use."""

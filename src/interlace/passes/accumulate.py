@@ -14,13 +14,15 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.ir import Alloc, Buffer, Call, Free, Op, Program, Reshape, View, views_in
+from interlace.ir.overlap import representatives
 from interlace.ir.program import map_values
 from interlace.ir.types import TableEntry
-from interlace.passes.overlaps import representatives
+from interlace.passes.rewrite import Rewrite
 from interlace.passes.sites.cone import result_of
 
 SUMS = ("aten.add.Tensor", "aten.add.out")
@@ -37,14 +39,14 @@ class Accumulate:
 
     def run(self, program: Program) -> Program:
         """The same Program with fewer sums."""
-        rewrite = _Rewrite(program)
-        for i, op in enumerate(program.ops):
-            if isinstance(op, Call) and op.fn in SUMS and len(op.args) == 2 and not op.kwargs:
-                rewrite.sum(i)
-        return rewrite.program()
+        sums = _Sums(program)
+        for i, op in program.calls().items():
+            if op.fn in SUMS and len(op.args) == 2 and not op.kwargs:
+                sums.sum(i)
+        return sums.program()
 
 
-class _Rewrite:
+class _Sums:
     """The list of ops as it changes: an op that is gone is None."""
 
     def __init__(self, program: Program) -> None:
@@ -56,8 +58,7 @@ class _Rewrite:
         self.uses: defaultdict[str, list[int]] = defaultdict(list)
         """For each buffer the ops that read, write or free it."""
         self.allocs: dict[str, int] = {}
-        self.moved_allocs: defaultdict[int, list[int]] = defaultdict(list)
-        """For each op the Allocs that stand before it now."""
+        self.rewrite = Rewrite(program.ops)
         for i, op in enumerate(program.ops):
             if isinstance(op, Alloc):
                 self.allocs[op.buffer.name] = i
@@ -66,19 +67,17 @@ class _Rewrite:
 
     def program(self) -> Program:
         """The Program that it has become."""
-        moved = {at for listed in self.moved_allocs.values() for at in listed}
-        order = [
-            one
-            for at in range(len(self.ops))
-            for one in (*self.moved_allocs.get(at, ()), *(() if at in moved else (at,)))
-        ]
-        ops = [op for at in order if (op := self.ops[at]) is not None]
+        changed = False
+        for at, (op, before) in enumerate(zip(self.ops, self.before.ops, strict=True)):
+            if op is not before:
+                self.rewrite.replace(at, *(() if op is None else (op,)))
+                changed = True
+        if not changed:
+            return self.before
+        ops = self.rewrite.ops()
         used = {name for op in ops for name in _used(op)} | self.returned
         kept = [op for op in ops if not isinstance(op, Alloc) or op.buffer.name in used]
-        changed = any(
-            one is not other for one, other in zip(self.ops, self.before.ops, strict=True)
-        )
-        return self.before.replace(ops=tuple(kept)) if changed else self.before
+        return self.before.replace(ops=tuple(kept))
 
     def sum(self, i: int) -> None:
         """Drops the sum `i` where a matmul can do it."""
@@ -149,8 +148,9 @@ class _Rewrite:
     def accumulate(self, i: int, op: Call, old: View, matmul: int) -> None:
         """Lets the matmul add to what is there; the sum goes."""
         into = View(old.buffer)
-        if op.fresh:
-            self.rename(op.fresh[0], old, i)
+        if op.fresh:  # what comes later finds the sum where `old` lies
+            name = op.fresh[0].name
+            self.redirect(name, old, [at for at in self.uses[name] if at > i])
         else:
             (into,) = op.outs
             self.move(old.buffer, into, i)
@@ -208,21 +208,20 @@ class _Rewrite:
         begin = self.first_write(name, i)
         assert begin is not None
         if self.allocs.get(out.buffer, -1) > begin:
-            self.moved_allocs[begin].append(self.allocs.pop(out.buffer))
-        for at in [at for at in self.uses[name] if begin <= at < i]:
-            op = self.ops[at]
-            assert op is not None
-            self.put(at, map_values(op, lambda value: out if value == View(name) else value))
+            at = self.allocs.pop(out.buffer)
+            self.rewrite.before(begin, self.before.ops[at])
+            self.rewrite.replace(at)
+        self.redirect(name, out, [at for at in self.uses[name] if begin <= at < i])
 
-    def rename(self, own: Buffer, old: View, i: int) -> None:
-        """Lets every op behind `i` find a sum of its own memory in what it was added to."""
+    def redirect(self, name: str, to: View, uses: Iterable[int]) -> None:
+        """Lets these ops find in another view what they take from a buffer."""
 
         def moved(value: object) -> object:
-            if isinstance(value, View) and value.buffer == own.name:
-                return View(old.buffer, (*old.steps, *value.steps))
+            if isinstance(value, View) and value.buffer == name:
+                return View(to.buffer, (*to.steps, *value.steps))
             return value
 
-        for at in [at for at in self.uses[own.name] if at > i]:
+        for at in uses:
             op = self.ops[at]
             assert op is not None
             self.put(at, map_values(op, moved))

@@ -20,9 +20,9 @@ from typing import ClassVar
 from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import Collective, Op, Program, Remark, Site
+from interlace.ir.overlap import representatives
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.find_sites import FoundSite, analyse, in_blocks, without_moves
-from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
@@ -45,7 +45,7 @@ class Analysis:
     @classmethod
     def of(cls, program: Program) -> Analysis:
         """The analysis of a Program that `find_sites` has marked."""
-        serial = {op.site for op in program.ops if isinstance(op, Collective)}
+        serial = {op.site for op in program.collectives().values()}
         done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
         values = Dataflow(program, representatives(program)[0])
         before = dependencies(program, touched=values.touched)
@@ -125,8 +125,7 @@ class Decompose:
             if number is None or (self.sites is not None and number not in self.sites):
                 continue
             site = known.get(number) or program.site(number)
-            collective = program.ops[found.collective]
-            assert isinstance(collective, Collective)
+            collective = values.collectives[found.collective]
             copied = number in self.copied and not unmovable(values, collective)
             if copied or (found.site is None and rows_of(self.strategy) == (COPIES,)):
                 choice = self._copies(values, collective)

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 
 from interlace.ir import (
     KINDS,
@@ -45,11 +45,10 @@ from interlace.ir import (
     Others,
     Program,
     RankIndex,
-    View,
 )
 from interlace.ir.ops import SignalLevel
+from interlace.ir.overlap import Overlaps, Touched, ViewExtent, touched_by
 from interlace.ir.sizes import Int
-from interlace.passes.overlaps import Meets, Overlaps, Touched, touched_by
 
 Before = tuple[tuple[int, ...], ...]
 Edges = list[set[int]]
@@ -114,8 +113,8 @@ def is_frozen(program: Program) -> bool:
 # data
 
 
-_Live = defaultdict[object, list[tuple[int, int]]]
-"""Accesses of each buffer with which a later op may conflict: (view number, op)."""
+_Live = defaultdict[object, list[tuple[ViewExtent, int]]]
+"""Accesses of each buffer with which a later op may conflict, with their ops."""
 
 
 def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
@@ -125,19 +124,19 @@ def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: E
     for index, op in enumerate(program.ops):
         mine = edges[index]
         reads, writes = [
-            [(place(access), overlaps.number(access.view)) for access in accesses]
+            [(place(access), overlaps.extent(access.view)) for access in accesses]
             for accesses in touched[index]
         ]
-        for where, number in reads:
-            mine.update([i for n, i in written[where] if overlaps.between(number, n)])
-        for where, number in writes:
+        for where, extent in reads:
+            mine.update([i for other, i in written[where] if extent.meets(other)])
+        for where, extent in writes:
             for known in filter(None, (written[where], read[where])):
-                mine.update([i for n, i in known if overlaps.between(number, n)])
-                known[:] = [item for item in known if not overlaps.covers(number, item[0])]
-        for where, number in reads:
-            read[where].append((number, index))
-        for where, number in writes:
-            written[where].append((number, index))
+                mine.update([i for other, i in known if extent.meets(other)])
+                known[:] = [item for item in known if not extent.covers(item[0])]
+        for where, extent in reads:
+            read[where].append((extent, index))
+        for where, extent in writes:
+            written[where].append((extent, index))
         if op.ordering().holds_host:
             mine.update(since_sync)
             last_sync, since_sync = index, []
@@ -268,9 +267,7 @@ class _Use:
     write: bool
     offset: int | None
     """Distance of the copy's rank; None for a fixed rank."""
-    view: View
-    number: int
-    """The view's, as of `Overlaps`."""
+    extent: ViewExtent
 
 
 class _Team:
@@ -299,36 +296,27 @@ def _signal_edges(
 ) -> None:
     """Adds what signals and one-sided accesses must follow: Note [Signals publish]."""
     teams = _teams(program, overlaps, touched)
-    meets = Meets(program)
     meetings = sorted({index for team in teams.values() for index in team.meetings})
-    if frozen:
-        _keep_all(teams.values(), edges)
     for name, team in teams.items():
         for signal in dict.fromkeys((*team.notifies, *team.expects)):
             _match(name, team, signal, edges, listed)
-        _keep_registered(program, team, meetings, edges)
-        if frozen:
-            continue
-        for buffer, uses in team.uses.items():
-            remote = any(use.offset != 0 for use in uses)
-            meet = _known(meets.at(name, buffer))
-            for j, y in enumerate(uses if remote else ()):
+        relays = max(each.size for each in teams.values()) > 2
+        _keep(program, team.registered, meetings, relays, edges)
+    if frozen:  # other Programs share the signals
+        used = {use.op for team in teams.values() for uses in team.uses.values() for use in uses}
+        levels = (
+            level for t in teams.values() for level in (*t.notifies.values(), *t.expects.values())
+        )
+        _keep(program, sorted(used), sorted({i for each in levels for i, _ in each}), False, edges)
+        return
+    for name, team in teams.items():
+        for uses in team.uses.values():
+            if all(use.offset == 0 for use in uses):
+                continue
+            for j, y in enumerate(uses):
                 for x in uses[:j]:
                     if x.op < y.op and (x.write or y.write):
-                        _order(program, team, x, y, edges, meet, meetings)
-
-
-def _known(meet: Callable[[View, View, int], bool]) -> Callable[[_Use, _Use, int], bool]:
-    """The test of two uses of a buffer, which asks once for each pair of views."""
-    answers: dict[tuple[int, int, int], bool] = {}
-
-    def known(x: _Use, y: _Use, distance: int) -> bool:
-        key = x.number, y.number, distance
-        if key not in answers:
-            answers[key] = meet(x.view, y.view, distance)
-        return answers[key]
-
-    return known
+                        _order(program, name, team, x, y, edges, meetings)
 
 
 def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, _Team]:
@@ -355,7 +343,7 @@ def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, 
                         team.registered.append(index)
                         continue
                     offset = 0 if access.peer is None else _offset(access.peer, team.size)
-                    use = _Use(index, write, offset, access.view, overlaps.number(access.view))
+                    use = _Use(index, write, offset, overlaps.extent(access.view))
                     team.uses[buffer.name].append(use)
     return teams
 
@@ -397,47 +385,37 @@ def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> 
                     team.proofs[-distance % team.size].append((index, notify))
 
 
-def _keep_all(teams: Collection[_Team], edges: Edges) -> None:
-    """Where other Programs share the signals: after all they may publish, before all they admit."""
-    used = sorted({use.op for team in teams for uses in team.uses.values() for use in uses})
-    for team in teams:
-        for index, _ in chain.from_iterable(team.notifies.values()):
-            edges[index].update(op for op in used if op < index)
-        for index, _ in chain.from_iterable(team.expects.values()):
-            for op in used:
-                if op > index:
-                    edges[op].add(index)
-
-
-def _keep_registered(program: Program, team: _Team, meetings: Sequence[int], edges: Edges) -> None:
-    """Every meeting after what it may publish, and before what it may admit, as it is listed."""
-    relays = max(each.size for each in program.teams) > 2
+def _keep(
+    program: Program, uses: Sequence[int], meetings: Sequence[int], relays: bool, edges: Edges
+) -> None:
+    """Every meeting after the uses that it may publish, and before those that it may admit, as it
+    is listed; with `relays` also after the meetings that admitted something before."""
     admitted: list[int] = []
-    for index in meetings if team.registered else ():
+    for index in meetings if uses else ():
         ordering = program.ops[index].ordering()
         if ordering.expects is None:
-            edges[index].update(used for used in team.registered if used < index)
+            edges[index].update(used for used in uses if used < index)
             edges[index].update(admitted if relays else ())
         if ordering.raises is None:
             admitted.append(index)
-            for used in team.registered:
+            for used in uses:
                 if used > index:
                     edges[used].add(index)
 
 
 def _order(
     program: Program,
+    name: str,
     team: _Team,
     x: _Use,
     y: _Use,
     edges: Edges,
-    meet: Callable[[_Use, _Use, int], bool],
     meetings: Sequence[int],
 ) -> None:
     """Keeps what orders two accesses that may touch the same bytes on different ranks."""
     if x.offset is not None and y.offset is not None:
         distance = (x.offset - y.offset) % team.size
-        if distance == 0 or not meet(x, y, distance):
+        if distance == 0 or not x.extent.meets_at(y.extent, name, distance):
             return
         ops, later = program.ops, program.ops[y.op]
         proofs = [

@@ -20,9 +20,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from interlace.ir import Collective, Group, Op, Program, Site
+from interlace.ir import Program, Site
+from interlace.ir.overlap import representatives
 from interlace.passes.dependencies import Before, dependencies, followers
-from interlace.passes.overlaps import representatives
+from interlace.passes.rewrite import tagged
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, recognise, site_kind
 from interlace.passes.sites.rows import Refused
 from interlace.passes.sites.values import Dataflow
@@ -37,44 +38,26 @@ class FindSites:
     def run(self, program: Program) -> Program:
         """The same ops, marked with the sites they belong to."""
         used = {op.site for op in program.ops}
-        serial = {op.site for op in program.ops if isinstance(op, Collective)}
+        serial = {op.site for op in program.collectives().values()}
         done = {
             site.id: site
             for site in program.sites
             if site.id in used and (site.strategy != "serial" or site.id not in serial)
         }
-        ops: list[Op] = [
-            op if op.site is None or op.site in done else marked(op, None) for op in program.ops
-        ]
+        kept = {None, *done}
+        ops = [op if op.site in kept else tagged(op, site=None) for op in program.ops]
         sites = list(done.values())
         number = max(done, default=0)
         values = Dataflow(program, representatives(program)[0])
         before = dependencies(program, touched=values.touched)
         for found in analyse(values, before, done):
             number += 1
-            sites.append(_site(program, found, number))
-            for i in members(program, found):
-                ops[i] = marked(ops[i], number)
+            modules = [program.ops[i].loc.module for i in (found.collective, *found.ops)]
+            module = next(filter(None, modules), "")
+            sites.append(Site(id=number, kind=found.kind, module=module, reason=found.reason))
+            for i in found.ops:
+                ops[i] = tagged(ops[i], site=number)
         return program.replace(ops=tuple(ops), sites=tuple(sites))
-
-
-def marked(op: Op, site: int | None) -> Op:
-    """The op, and what it groups, as a part of a site."""
-    if isinstance(op, Group):
-        op = dataclasses.replace(op, ops=tuple(dataclasses.replace(m, site=site) for m in op.ops))
-    return dataclasses.replace(op, site=site)
-
-
-def members(program: Program, found: FoundSite) -> tuple[int, ...]:
-    """The ops of a site, by index."""
-    return found.site.ops if found.site is not None else (found.collective,)
-
-
-def _site(program: Program, found: FoundSite, number: int) -> Site:
-    modules = [program.ops[i].loc.module for i in members(program, found)]
-    own = program.ops[found.collective].loc.module
-    module = own or next((module for module in modules if module), "")
-    return Site(id=number, kind=found.kind, module=module, reason=found.reason)
 
 
 # all collectives together
@@ -88,6 +71,11 @@ class FoundSite:
     kind: str
     site: MatmulSite | None = None
     reason: str = ""
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """Its ops, by index."""
+        return self.site.ops if self.site is not None else (self.collective,)
 
 
 def without_moves(before: Before, sites: Iterable[MatmulSite]) -> Before:
@@ -112,16 +100,15 @@ def analyse(values: Dataflow, before: Before, done: Iterable[int] = ()) -> tuple
         found = tuple(
             mine
             if mine == theirs
-            else FoundSite(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
+            else dataclasses.replace(
+                mine,
+                kind=values.collectives[mine.collective].kind,
+                site=None,
+                reason="the ranks' rows differ",
+            )
             for mine, theirs in zip(found, other, strict=True)
         )
     return found
-
-
-def _kind(program: Program, found: FoundSite) -> str:
-    op = program.ops[found.collective]
-    assert isinstance(op, Collective)
-    return op.kind
 
 
 def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[FoundSite, ...]:
@@ -129,8 +116,8 @@ def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[Fo
     taken = {i for i, op in enumerate(program.ops) if op.site in done}
     blocks = Blocks(before)
     found: list[FoundSite] = []
-    for i, op in enumerate(program.ops):
-        if not isinstance(op, Collective) or op.site in done:
+    for i, op in values.collectives.items():
+        if op.site in done:
             continue
         try:
             if program.team(op.team).size < 2:

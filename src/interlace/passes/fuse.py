@@ -17,7 +17,7 @@ together stay as peer copies, with a remark.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -43,7 +43,7 @@ from interlace.ir import (
 )
 from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
-from interlace.passes.overlaps import representatives
+from interlace.ir.overlap import Overlaps, ViewExtent, representatives
 from interlace.strategies import row_of
 
 
@@ -56,10 +56,13 @@ class Fuse:
     def run(self, program: Program) -> Program:
         """The Program with the chunks of its fused sites brought together."""
         apart: dict[int, str] = {}
+        overlaps: Overlaps | None = None
         for members in reversed(groups(program)):
             site = program.ops[members[0]].site
             assert site is not None
+            overlaps = overlaps or Overlaps(program)  # joining changes no buffer
             try:
+                _check_apart(program.ops, members, overlaps)
                 program = program.replace(ops=tuple(_Joining(program.ops, members).joined()))
             except _Apart as reason:
                 apart[site] = str(reason)
@@ -68,6 +71,20 @@ class Fuse:
 
 class _Apart(Exception):
     """The chunks cannot be brought together, and why."""
+
+
+def _check_apart(ops: Sequence[Op], members: Sequence[int], overlaps: Overlaps) -> None:
+    """Refuses chunks that touch the same bytes: parts of one op are not ordered."""
+    seen: defaultdict[str, list[tuple[ViewExtent, bool]]] = defaultdict(list)
+    for index in members:
+        accesses = [(access.view, False) for access in ops[index].reads()]
+        accesses += [(access.view, True) for access in ops[index].writes()]
+        extents = [(view.buffer, overlaps.extent(view), writes) for view, writes in accesses]
+        for name, extent, writes in extents:
+            if any((writes or wrote) and extent.meets(other) for other, wrote in seen[name]):
+                raise _Apart(f"{_name(ops[index])} depends on a chunk before it")
+        for name, extent, writes in extents:
+            seen[name].append((extent, writes))
 
 
 def _with_reasons(program: Program, apart: dict[int, str]) -> Program:

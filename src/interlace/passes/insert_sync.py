@@ -75,10 +75,6 @@ class Order:
     lane: tuple[int, ...]
     """For each op its stream, as an index of `streams`."""
 
-    def precedes(self, one: int, other: int) -> bool:
-        """True if op `one` is done before op `other` starts (or they are the same)."""
-        return self.clock[other][self.lane[one]] >= self.position[one]
-
 
 def clocks(ops: Sequence[Op], before: Before) -> Order:
     """Where the streams must wait for one another, and what happens before each op."""

@@ -14,22 +14,20 @@ from typing import ClassVar
 
 from interlace.errors import PassError
 from interlace.ir import (
-    Alloc,
     Arg,
     AsStrided,
     Buffer,
     Call,
     Cast,
     Collective,
-    Op,
     Program,
     Remark,
     View,
     map_views,
 )
 from interlace.ir.operators import is_kind
+from interlace.ir.overlap import representatives
 from interlace.passes.find_sites import FindSites
-from interlace.passes.overlaps import representatives
 from interlace.passes.rewrite import Rewrite
 from interlace.passes.sites.cone import operands, result_of
 from interlace.passes.sites.recognise import uses_of
@@ -62,9 +60,7 @@ class PlaceResharding:
         """The Program after the first move that is to be made; or else why there is none."""
         values = Dataflow(program, representatives(program)[0])
         declined: list[Remark] = []
-        for i, op in enumerate(program.ops):
-            if not isinstance(op, Collective):
-                continue
+        for i, op in values.collectives.items():
             try:
                 moved = self._moved(values, i, op)
             except Refused as refusal:
@@ -76,10 +72,7 @@ class PlaceResharding:
 
     def _moved(self, values: Dataflow, i: int, op: Collective) -> tuple[Program, str] | None:
         """The Program with a computation moved across a gather, and what moved."""
-        if op.src is None or op.dst is None or not op.dst.covers_buffer:
-            return None
-        if op.kind != "all_gather":
-            _check_reduction(values, op)
+        if op.kind != "all_gather" or op.src is None or op.dst is None or not op.dst.covers_buffer:
             return None
         name = op.dst.buffer
         if values.maker(name) is None or values.buffers[name].kind != "fresh":
@@ -104,9 +97,11 @@ class _Gather:
         values, name = self.values, self.name
         uses, related = uses_of(values, name)
         for j in uses:
-            call = values.program.ops[j]
+            call = values.calls.get(j)
+            if call is None:
+                continue
             operand, result = _operand(call), result_of(call)
-            if operand is None or result is None or not isinstance(call, Call):
+            if operand is None or result is None:
                 continue
             rowwise = is_kind(call.fn, "reduction")
             if rowwise and not (operand == View(name) and _over_last(values, call, operand)):
@@ -134,8 +129,8 @@ class _Gather:
             return "its result has a place of its own"
         if not values.whole(operand):
             return "it takes a part of the gathered tensor"
-        moves = [values.program.ops[m] for n in related - {self.name} for m in values.makers[n]]
-        calls = [op for op in moves if isinstance(op, Call)]
+        moves = [m for n in related - {self.name} for m in values.makers[n]]
+        calls = [values.calls[m] for m in moves if m in values.calls]
         if len(calls) < len(moves):
             return "copies stand between"
         pads = any(op.fn == "aten.constant_pad_nd.default" for op in calls)
@@ -152,9 +147,9 @@ class _Gather:
         made = values.maker(src.buffer)
         if made is None or not values.whole(src):
             return None
-        j, call = made
-        operand = _operand(call)
-        if operand is None or not isinstance(call, Call) or is_kind(call.fn, "reduction"):
+        j, call = made[0], values.calls.get(made[0])
+        operand = _operand(call) if call is not None else None
+        if call is None or operand is None or is_kind(call.fn, "reduction"):
             return None
         before, after = values.box(operand).dtype, values.box(src).dtype
         if not call.fresh or (position == "auto" and before.itemsize >= after.itemsize):
@@ -185,11 +180,9 @@ class _Gather:
         rewrite.before(self.index, _computed(call, operand, src, shard))
         rewrite.replace(self.index, dataclasses.replace(self.op, src=View(shard.name)))
         rewrite.replace(j)
-        for k, other in enumerate(values.program.ops):
-            if isinstance(other, Alloc) and other.buffer.name == name:
-                buffer = dataclasses.replace(full, dtype=result.dtype)
-                rewrite.replace(k, dataclasses.replace(other, buffer=buffer))
-            elif k != j and isinstance(other, Call) and related & {b.name for b in other.fresh}:
+        self._declared(rewrite, dataclasses.replace(full, dtype=result.dtype))
+        for k, other in values.calls.items():
+            if k != j and related & {buffer.name for buffer in other.fresh}:
                 typed = [dataclasses.replace(b, dtype=result.dtype) for b in other.fresh]
                 rewrite.replace(k, dataclasses.replace(other, fresh=tuple(typed)))
         return _renamed(values.program.replace(ops=rewrite.ops()), result.name, operand)
@@ -207,10 +200,14 @@ class _Gather:
         rewrite.after(self.index, _computed(call, operand, View(narrow.name), full))
         if not others and src.buffer not in values.returned:
             rewrite.replace(j)
-        for k, other in enumerate(values.program.ops):
-            if isinstance(other, Alloc) and other.buffer.name == name:
-                rewrite.replace(k, dataclasses.replace(other, buffer=narrow))
+        self._declared(rewrite, narrow)
         return values.program.replace(ops=rewrite.ops())
+
+    def _declared(self, rewrite: Rewrite, buffer: Buffer) -> None:
+        """Declares another buffer where the gathered tensor was."""
+        index = self.values.allocs[self.name]
+        changed = dataclasses.replace(self.values.program.ops[index], buffer=buffer)
+        rewrite.replace(index, changed)
 
 
 def _computed(call: Call, operand: View, other: View, result: Buffer) -> Call:
@@ -220,9 +217,9 @@ def _computed(call: Call, operand: View, other: View, result: Buffer) -> Call:
     return dataclasses.replace(made, fresh=(result,))
 
 
-def _operand(op: Op) -> View | None:
+def _operand(op: Call) -> View | None:
     """The only tensor that a computation by elements or by rows takes."""
-    if not isinstance(op, Call) or not is_kind(op.fn, "pointwise", "cast", "reduction"):
+    if not is_kind(op.fn, "pointwise", "cast", "reduction"):
         return None
     views = [arg for arg in operands(op) if isinstance(arg, View)]
     return views[0] if len(views) == 1 and result_of(op) is not None else None
@@ -249,24 +246,3 @@ def _renamed(program: Program, name: str, view: View) -> Program:
 
     results = None if program.results is None else tuple(map(result, program.results))
     return program.replace(ops=tuple(map_views(op, change) for op in program.ops), results=results)
-
-
-def _check_reduction(values: Dataflow, op: Collective) -> None:
-    """Says why a reduction next to a cast stays, where fewer bytes would move on the other side."""
-    assert op.src is not None and op.dst is not None  # noqa: PT018
-    if op.kind not in ("reduce_scatter", "all_reduce"):
-        return
-    size = values.box(op.src).dtype.itemsize
-    for j in values.users.get(op.dst.buffer, ()):
-        call, out = values.program.ops[j], result_of(values.program.ops[j])
-        if isinstance(call, Call) and is_kind(call.fn, "cast") and out is not None:
-            if values.buffers[out.buffer].dtype.itemsize < size:
-                raise Refused(f"the {op.kind} stays before {call.fn}: {_ROUNDING}")
-    made = values.maker(op.src.buffer)
-    if made and isinstance(made[1], Call) and is_kind(made[1].fn, "cast"):
-        operand = _operand(made[1])
-        if operand is not None and values.box(operand).dtype.itemsize < size:
-            raise Refused(f"the {op.kind} stays after {made[1].fn}: {_ROUNDING}")
-
-
-_ROUNDING = "the sum in the wider type is not the sum in the narrower one"

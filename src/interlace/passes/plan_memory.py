@@ -19,11 +19,11 @@ from typing import ClassVar
 from interlace.errors import PassError
 from interlace.ir import Alloc, Buffer, Call, Free, Notify, Op, Program, Remark, View, views_in
 from interlace.ir.operators import matmul_of
+from interlace.ir.overlap import Overlaps
 from interlace.ir.sizes import UNBOUNDED
-from interlace.passes.dependencies import dependencies, symmetric_buffers
+from interlace.passes.dependencies import dependencies
 from interlace.passes.fuse import groups, used_by
 from interlace.passes.insert_sync import Order, clocks, strip_events
-from interlace.passes.overlaps import Overlaps
 from interlace.passes.rewrite import Rewrite
 
 ARENA = "arena"
@@ -50,10 +50,10 @@ class PlanMemory:
         frees = _place_frees(lives, len(program.ops))
         slots = _take_slots(lives, frees, sizes, self.reuse)
         rewrite = Rewrite(program.ops)
+        places = {name: {"storage": ARENA, "offset": offset} for name, offset in offsets.items()}
+        places |= {name: {"storage": slot, "offset": 0} for name, slot in slots.items()}
         for index, op in enumerate(program.ops):
-            if isinstance(op, Alloc) and op.buffer.name in {**offsets, **slots}:
-                storage = slots.get(op.buffer.name, ARENA)
-                place = {"storage": storage, "offset": offsets.get(op.buffer.name, 0)}
+            if isinstance(op, Alloc) and (place := places.get(op.buffer.name)):
                 buffer = dataclasses.replace(op.buffer, **place)
                 rewrite.replace(index, dataclasses.replace(op, buffer=buffer))
             rewrite.after(index, *frees.get(index, ()))
@@ -102,34 +102,6 @@ def _uses(program: Program) -> list[set[str]]:
     return used
 
 
-def _slots_ahead(program: Program) -> dict[int, list[str]]:
-    """Slots of kernels that are best taken before an op, by the index of that op.
-
-    The data that goes into such a slot first is often made on the kernel's own stream. If the slot
-    is taken there before that, it needs no event: the event of the data covers the slot as well.
-    """
-    found: dict[int, list[str]] = {}
-    kernels = groups(program)
-    ops, before = program.ops, dependencies(program) if kernels else ()
-    symmetric = symmetric_buffers(program)
-    first: dict[str, int] = {}
-    for index, used in enumerate(_uses(program) if kernels else ()):
-        for name in used:
-            first.setdefault(name, index)
-    for group in kernels:
-        stream = ops[group[0]].stream
-        for name in sorted(used_by(ops[i] for i in group) & set(symmetric)):
-            use = first[name]
-            makers = [
-                i
-                for i in before[use]
-                if ops[i].stream == stream and not isinstance(ops[i], Alloc | Free)
-            ]
-            if makers and ops[use].stream != stream:
-                found.setdefault(max(makers), []).append(name)
-    return found
-
-
 def _place_allocs(program: Program) -> Program:
     """Each `Alloc` right before the first use, on its stream; no `Free`."""
     pending: dict[str, Alloc] = {}
@@ -139,12 +111,12 @@ def _place_allocs(program: Program) -> Program:
                 f"plan_memory: {op.buffer.name!r} is allocated twice; give the second a new name"
             )
     rewrite = Rewrite(program.ops)
-    used, ahead = _uses(program), _slots_ahead(program)
+    used = _uses(program)
     for index, op in enumerate(program.ops):
         if isinstance(op, Alloc | Free):
             rewrite.replace(index)
             continue
-        for name in sorted(used[index].union(ahead.get(index, ()))):
+        for name in sorted(used[index]):
             alloc = pending.pop(name, None)
             if alloc is not None:
                 rewrite.before(index, dataclasses.replace(alloc, stream=op.stream))

@@ -9,10 +9,19 @@ program = program.replace(ops=rewrite.ops())
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
-from interlace.ir import Op
+from interlace.ir import Group, Op
+
+
+def tagged(op: Op, **common: Any) -> Op:
+    """An op, and what it groups, with another stream or another site."""
+    if isinstance(op, Group):
+        common["ops"] = tuple([dataclasses.replace(member, **common) for member in op.ops])
+    return dataclasses.replace(op, **common)
 
 
 class Rewrite:

@@ -30,7 +30,6 @@ from interlace.ir import (
     Collective,
     Copy,
     Get,
-    Group,
     HostSync,
     Op,
     Program,
@@ -40,6 +39,7 @@ from interlace.ir.operators import is_heavy
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
 from interlace.passes.fuse import arrivals, groups, used_by
 from interlace.passes.insert_sync import clocks, strip_events
+from interlace.passes.rewrite import tagged
 
 WHOLE, LIGHT = 96, 8
 LANES = {"compute": "main", "comm": "comm", "arrival": "arrivals"}
@@ -324,7 +324,4 @@ def _without_slot(op: Op) -> Op:
 
 
 def _on(op: Op, stream: str) -> Op:
-    if isinstance(op, Group):
-        members = tuple(dataclasses.replace(member, stream=stream) for member in op.ops)
-        return dataclasses.replace(op, stream=stream, ops=members)
-    return op if op.stream == stream else dataclasses.replace(op, stream=stream)
+    return op if op.stream == stream else tagged(op, stream=stream)

@@ -22,7 +22,7 @@ from itertools import groupby, pairwise
 from typing import ClassVar
 
 from interlace.ir import Expect, Notify, Op, Program, Put, RankIndex, Record
-from interlace.passes.overlaps import representatives
+from interlace.ir.overlap import representatives
 from interlace.passes.rewrite import Rewrite
 from interlace.passes.strategies.emitter import Names
 

@@ -72,7 +72,8 @@ def cone_of(
     shape = _find_rows(values, value, taken, set(), batched)
     if shape is None:
         made = values.maker(value)
-        what = made[1].fn if made and isinstance(made[1], Call) else "no operator of the program"
+        call = values.calls.get(made[0]) if made else None
+        what = call.fn if call else "no operator of the program"
         if made and made[0] in taken:
             raise Refused("its matmul is overlapped with another communication")
         kind = f"not a matmul{by_data(what)} with pointwise operators after it"
@@ -229,8 +230,8 @@ def _collect(
     made = values.maker(name)
     if made is None or made[0] in taken or made[0] in found:
         return
-    op = made[1]
-    if not isinstance(op, Call):
+    op = values.calls.get(made[0])
+    if op is None:
         return
     if _matmul_shape(values, op) == shape:
         found[made[0]] = op

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from interlace.ir import Call, Collective, Op, View
+from interlace.ir import Collective, View
 from interlace.ir.operators import by_data, matmul_of
 from interlace.ir.sizes import Int, supposing
 from interlace.passes.sites.cone import Cone, blocks_of, cone_of, lhs_of, result_of
@@ -138,9 +138,8 @@ def _gather(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Gather
     moved: dict[str, int] = {}
     uses, related = uses_of(values, name)
     for j in uses:
-        call = values.program.ops[j]
         try:
-            layout, width = _rows_of(values, call, name, related, origin, shards, op.kind)
+            layout, width = _rows_of(values, j, name, related, origin, shards, op.kind)
             if j in taken:
                 raise Refused("its matmul is overlapped with another communication")
             if shape is not None and shape != (layout, width):
@@ -150,8 +149,7 @@ def _gather(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Gather
             continue
         shape = layout, width
         accepted.append(j)
-        assert isinstance(call, Call)
-        moved |= values.between(lhs_of(call).buffer, name)
+        moved |= values.between(lhs_of(values.calls[j]).buffer, name)
     if shape is None:
         raise Refused(reasons[0] if reasons else _unused(values, name, op.kind))
     moves = _dead(values, moved, set(accepted))
@@ -194,7 +192,7 @@ def uses_of(values: Dataflow, name: str) -> tuple[list[int], set[str]]:
 
 def _rows_of(
     values: Dataflow,
-    call: Op,
+    index: int,
     name: str,
     related: set[str],
     origin: tuple[ByteRun, ...],
@@ -202,9 +200,10 @@ def _rows_of(
     kind: str,
 ) -> tuple[RowLayout, Int]:
     what = "received" if kind == EXCHANGE else "gathered"
-    matmul = matmul_of(call.fn) if isinstance(call, Call) else None
-    if not isinstance(call, Call) or matmul is None or (matmul.batched and kind != EXCHANGE):
-        taker = call.fn if isinstance(call, Call) else type(call).__name__.lower()
+    call = values.calls.get(index)
+    matmul = matmul_of(call.fn) if call is not None else None
+    if call is None or matmul is None or (matmul.batched and kind != EXCHANGE):
+        taker = call.fn if call is not None else type(values.program.ops[index]).__name__.lower()
         raise Refused(f"{taker}, not a matmul{by_data(taker)}, takes the {what} tensor")
     lhs, views = call.args[matmul.lhs], call.views()
     rest = [view for view in views if view != lhs and view.buffer in related]

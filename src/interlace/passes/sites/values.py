@@ -15,9 +15,9 @@ from functools import cached_property
 
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
 from interlace.ir.operators import is_kind
+from interlace.ir.overlap import rank_dependent, touched_by
 from interlace.ir.sizes import Int
 from interlace.ir.types import TableEntry
-from interlace.passes.overlaps import rank_dependent, touched_by
 from interlace.passes.sites.rows import Contents, Refused, concatenated, padded, seen, stored
 from interlace.passes.strategies.emitter import Names
 
@@ -40,6 +40,7 @@ class Dataflow:
         self.users: dict[str, list[int]] = {}
         self.allocs: dict[str, int] = {}
         self.touched = touched_by(program)
+        self.calls, self.collectives = program.calls(), program.collectives()
         for i, op in enumerate(program.ops):
             if isinstance(op, Alloc):
                 self.allocs[op.buffer.name] = i

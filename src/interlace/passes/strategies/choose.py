@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from interlace.cost import Machine, SiteKey, default_machine, run_after_run
 from interlace.cost.choose import MARGIN, Estimate, pick
 from interlace.cost.op_times import matmul_shape
-from interlace.cost.site_times import measured
 from interlace.ir import (
     Arg,
     Buffer,
@@ -28,13 +27,13 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.kernels import FLOAT8
+from interlace.ir.overlap import representatives, teams_of
 from interlace.ir.sizes import at_hand, supposing
 from interlace.options import Options
 from interlace.passes.dependencies import dependencies
 from interlace.passes.find_sites import FindSites, analyse
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import with_events
-from interlace.passes.overlaps import representatives, teams_of
 from interlace.passes.place_resharding import PlaceResharding
 from interlace.passes.schedule import Schedule
 from interlace.passes.sites.cone import result_of
@@ -81,7 +80,7 @@ def estimate(
     spread = values.program.team(collective_of(values, site).team).hosts is not None
     known = None
     if _plain(values, site) and not spread:  # sites are measured on one host
-        known = measured(machine.sites, site_key(values, site, machine.captured), label)
+        known = machine.measured_site(site_key(values, site, machine.captured), label)
     return Estimate(label, row, chunks, predicted * 1e3, None if known is None else known * 1e3)
 
 
@@ -125,8 +124,8 @@ def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey
     assert op.dst is not None
     world = values.program.team(op.team).size
     gathers = isinstance(site, GatherSite)
-    calls = [values.program.ops[i] for i in (site.matmuls if gathers else site.cone.ops)]
-    found = [matmul_shape(c, values.box) for c in calls if isinstance(c, Call)]
+    calls = [values.calls[i] for i in (site.matmuls if gathers else site.cone.ops)]
+    found = [matmul_shape(call, values.box) for call in calls]
     shapes = [shape for shape in found if shape is not None]
     packed = next((shape for shape in shapes if shape.dtype in FLOAT8), None)
     if isinstance(site, GatherSite):
@@ -151,8 +150,7 @@ def _plain(values: Dataflow, site: MatmulSite) -> bool:
         return False
     else:
         (matmul,) = site.cone.ops
-    call = values.program.ops[matmul]
-    shape = matmul_shape(call, values.box) if isinstance(call, Call) else None
+    shape = matmul_shape(values.calls[matmul], values.box)
     return shape is not None and shape.batch == 1
 
 
@@ -175,7 +173,7 @@ def isolated(
     tables = tuple(names.tables) if names is not None else program.tables
     alone = program.replace(tables=tables, params=tuple(params), ops=tuple(ops), results=())
     alone = alone.replace(sites=(), remarks=())
-    teams = {op.team for op in ops if isinstance(op, Collective)}
+    teams = {meets[0] for op in ops if (meets := op.ordering().meets) is not None}
     if teams | teams_of(alone, views) <= {team.name}:
         mine = tuple(table for table in tables if table.team == team.name)
         lone = dataclasses.replace(team, groups=None)

@@ -1,10 +1,10 @@
 """Chunks of rows of a site's matrices: a rank's rows, or (`pipeline`) a slice of every rank's rows.
 
-A `Pick` says which rows of the full matrices are meant; a `ChunkPlace` is where a chunk's rows lie.
-Where a chunk has rows in each of several stacks, each stack gets a matmul of its own, or, where
-those would be small, the rows are packed.
+A `RowBlock` says which rows of the full matrices are meant; a `ChunkPlace` is where a chunk's rows
+lie.
+Where a chunk has rows in each of several stacks, each stack gets a matmul of its own.
 
-    >>> pick = Pick.ranks(emitter, layout, emitter.rank + 1)
+    >>> pick = RowBlock.ranks(emitter, layout, emitter.rank + 1)
     >>> compute.matmul(call, lhs, pick.of(View("y"), 64), pick)
 """
 
@@ -22,9 +22,6 @@ from interlace.passes.sites.rows import RowLayout
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter
 
-DIRECT_ROWS = 128
-"""Stacks of at least this many rows get a matmul each; smaller ones are packed into one."""
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
@@ -35,7 +32,7 @@ class ChunkPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class RowBlock:
     """Some rows of each of `stacks` stacks of `height` rows."""
 
     stacks: Int
@@ -50,7 +47,7 @@ class Pick:
     @classmethod
     def ranks(
         cls, emitter: Emitter, layout: RowLayout, index: Index, within: Slice | None = None
-    ) -> Pick:
+    ) -> RowBlock:
         """The rows of one rank, or some `within` them."""
         step = emitter.chunk(index, layout.rows)
         counts = tuple([layout.batch * rows for rows in layout.rows])
@@ -61,7 +58,7 @@ class Pick:
         return cls(layout.batch, sum(layout.rows), step, counts, index, within)
 
     @classmethod
-    def slice(cls, emitter: Emitter, stacks: Int, height: Int, start: Int, stop: Int) -> Pick:
+    def slice(cls, emitter: Emitter, stacks: Int, height: Int, start: Int, stop: Int) -> RowBlock:
         """The same rows of every stack, on all ranks."""
         counts = (stacks * (stop - start),) * emitter.size
         return cls(stacks, height, Slice(0, start, stop), counts, 0)
@@ -139,7 +136,7 @@ class Compute:
     def __init__(self, emitter: Emitter, values: Dataflow) -> None:
         self.emitter, self.values = emitter, values
 
-    def matmul(self, op: Call, lhs: ChunkPlace, out: ChunkPlace, pick: Pick) -> None:
+    def matmul(self, op: Call, lhs: ChunkPlace, out: ChunkPlace, pick: RowBlock) -> None:
         """The rows that `pick` names of a matmul's result, from `lhs` into `out`."""
         if pick.empty:
             return
@@ -167,14 +164,12 @@ class Compute:
             call(lhs.rows, out.rows, lambda view: view)
         elif lhs.flat is not None and out.flat is not None and not cut_args:
             call(lhs.flat, out.flat, lambda view: view, pick.stacks)
-        elif cut_args or min(pick.counts) >= DIRECT_ROWS * pick.stacks:
+        else:
             for i in range(pick.stacks):
                 stack = _select(i)
                 call(stack(lhs.rows), stack(out.rows), stack)
-        else:
-            self._packed(op, lhs, out, pick, call)
 
-    def _batched(self, op: Call, spec: Operator, left: View, right: View, pick: Pick) -> None:
+    def _batched(self, op: Call, spec: Operator, left: View, right: View, pick: RowBlock) -> None:
         """The same of several stacks, each times a matrix of its own: all of them in one call."""
 
         def stacked(view: View, width: Int) -> View:
@@ -190,47 +185,24 @@ class Compute:
         out = stacked(right, self.values.box(made_by(op)).sizes[-1])
         self.emitter.like(op, fn=spec.into, args=tuple(args), outs=(out,), fresh=())
 
-    def _packed(
-        self,
-        op: Call,
-        lhs: ChunkPlace,
-        out: ChunkPlace,
-        pick: Pick,
-        call: Callable[[View, View, Callable[[View], View], Int], None],
-    ) -> None:
-        """The same with the rows packed into one matrix, where they are none."""
-
-        def packed(view: View, place: ChunkPlace) -> ChunkPlace:
-            box = self.values.box(view)
-            name, width = f"{view.buffer}_rows", box.sizes[1]
-            return place if place.flat else self._scratch(name, box.dtype, pick, width)
-
-        left = packed(lhs_of(op), lhs)
-        self.emitter.copy(lhs.rows, left.rows, op.loc)
-        right = packed(made_by(op), out)
-        assert left.flat is not None and right.flat is not None  # noqa: PT018
-        call(left.flat, right.flat, lambda view: view, pick.stacks)
-        self.emitter.copy(right.rows, out.rows, op.loc)
-
-    def _rows_of(self, arg: Arg, pick: Pick, rows: Int) -> ChunkPlace | None:
+    def _rows_of(self, arg: Arg, pick: RowBlock, rows: Int) -> ChunkPlace | None:
         """An argument with one row for each row of the result, cut; None if it is passed whole."""
         if not isinstance(arg, View):
             return None
         sizes = self.values.box(arg).sizes
         return pick.of(arg, sizes[1]) if len(sizes) == 2 and sizes[0] == rows > 1 else None
 
-    def _scratch(self, name: str, dtype: DType, pick: Pick, width: Int) -> ChunkPlace:
+    def _scratch(self, name: str, dtype: DType, pick: RowBlock, width: Int) -> ChunkPlace:
         buffer = self.emitter.scratch(name, dtype, (max(pick.counts), width))
         return pick.packed(self.emitter, buffer, width)
 
-    def cone(self, cone: Cone, pick: Pick, target: ChunkPlace) -> None:
+    def cone(self, cone: Cone, pick: RowBlock, target: ChunkPlace) -> None:
         """The rows that `pick` names of the cone's value, into `target`."""
         if pick.empty:
             return
         places: dict[str, ChunkPlace] = {}
         for i in cone.ops:
-            op = self.values.program.ops[i]
-            assert isinstance(op, Call)
+            op = self.values.calls[i]
             name, box = made_by(op).buffer, self.values.box(made_by(op))
             width = box.numel // cone.rows
             if name in cone.used:
@@ -253,7 +225,7 @@ class Compute:
         box: Box,
         places: dict[str, ChunkPlace],
         out: ChunkPlace,
-        pick: Pick,
+        pick: RowBlock,
         cone: Cone,
     ) -> None:
         rows = cone.rows
@@ -283,7 +255,7 @@ class Compute:
         self.emitter.like(op, **changed, outs=(out.rows,), fresh=())
 
 
-Rows = Callable[[Pick, ChunkPlace], None]
+Rows = Callable[[RowBlock, ChunkPlace], None]
 """Emits the computation on the rows that a pick names, which lie (or shall lie) in a place."""
 
 
@@ -321,16 +293,16 @@ class Slices:
             position += high - low
             first += rows
 
-    def pieces(self, i: int, matrix: View) -> Iterator[tuple[Pick, ChunkPlace]]:
+    def pieces(self, i: int, matrix: View) -> Iterator[tuple[RowBlock, ChunkPlace]]:
         """The rows of slice `i`, as few picks as will do, and where they lie in its matrix."""
         e, layout, bounds = self.emitter, self.layout, self.bounds(i)
         even = not layout.padded and len(set(layout.rows)) == 1
         if layout.batch == 1 and even:
-            pick = Pick.slice(e, e.size, layout.rows[0], *bounds[0])
+            pick = RowBlock.slice(e, e.size, layout.rows[0], *bounds[0])
             yield pick, pick.shaped(matrix, self.width)
             return
         for at, row, count in self.stretches(i):
-            pick = Pick.slice(e, 1, layout.total, row, row + count)
+            pick = RowBlock.slice(e, 1, layout.total, row, row + count)
             yield pick, pick.shaped(matrix.slice(0, at, at + count), self.width)
 
     def gather(self, shard: View, full: View | None, take: Rows) -> None:

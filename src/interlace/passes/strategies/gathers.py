@@ -1,10 +1,11 @@
-"""Transfers of the chunks of a gather to this rank.
+"""Transfers of the chunks of a gather, or of an all-to-all before matmuls, to this rank.
 
 Every transport hands each chunk to `take(rank, matrix)` as soon as it is there, the local one
 first. A fused gather hands all chunks to one take, then to the next. In order they cannot deadlock:
 what a rank waits for stands earlier in the list of its peer.
 
     Gather(emitter, strategy, shard, full, sizes, width, dtype).run(take)
+    Dispatch(emitter, strategy, shard, full, sizes, width, dtype, shape=shape).run(take)
 """
 
 from __future__ import annotations
@@ -72,13 +73,12 @@ class Gather:
 
         Peers fetch it from there, whatever the strategy; that moves the fewest bytes.
         """
-        slot = self._slot("shard")
-        shard = self._head(slot, self.emitter.rank)
+        slot, shard = self._shown()
         return replace(self, slot=slot, shard=shard, in_place=False), shard
 
     def run(self, *takes: TakeRows) -> None:
         """Emits the transfers."""
-        take, path = _together(takes), self.row.gather
+        take, path = _together(takes), self.path
         if self.slot is not None:
             self._get(NEAR_FIRST, take)
             return
@@ -95,6 +95,16 @@ class Gather:
             else:
                 self._put(path, (), (_together((*takes, *kept)),))
 
+    @property
+    def path(self) -> Path | None:
+        """The way that chunks go."""
+        return self.row.gather
+
+    @property
+    def own(self) -> View:
+        """The rank's own chunk."""
+        return self.shard
+
     def part(self, index: Index) -> View:
         """A rank's part of the full matrix."""
         return self.emitter.part(self.full, index, self.sizes)
@@ -110,8 +120,20 @@ class Gather:
         row = slots.chunk(index, self.emitter.size).view(max(self.sizes), self.width)
         return self._head(row, index)
 
+    def _slots(self) -> View:
+        """A slot for the chunks of all."""
+        return self._slot("slots", self.emitter.size, max(self.sizes), self.width)
+
+    def _shown(self) -> tuple[View, View]:
+        """A slot that peers fetch from, and where this rank's rows lie in it."""
+        slot = self.slot or self._slot("shard", max(self.sizes), self.width)
+        return slot, self._head(slot, self.emitter.rank)
+
+    def _fetched(self, slot: View, step: PathStep) -> View:
+        """Rows to fetch from a peer's slot at a step."""
+        return self._head(slot, step.chunk)
+
     def _slot(self, name: str, *shape: Int) -> View:
-        shape = (*shape, max(self.sizes), self.width)
         return self.emitter.alloc(f"{self.full.buffer}_{name}", self.dtype, shape, "symmetric")
 
     def _head(self, view: View, index: Index) -> View:
@@ -124,11 +146,10 @@ class Gather:
         if index != self.emitter.rank or not self.in_place:
             self.emitter.copy(rows, cut(self.part(index), within))
 
-    def _local(self, take: TakeRows, within: Slice | None = None) -> None:
-        rows = cut(self.shard, within)
-        take(self.emitter.rank, rows, within)
+    def _local(self, take: TakeRows) -> None:
+        take(self.emitter.rank, self.own)
         if self.whole:
-            self._keep(self.emitter.rank, rows, within)
+            self._keep(self.emitter.rank, self.own)
 
     def _messages(self, path: Path, take: TakeRows) -> None:
         self._local(take)
@@ -140,8 +161,7 @@ class Gather:
     def _get(self, path: Path, take: TakeRows) -> None:
         """Each rank shows its rows; its peers fetch them in the order in which they need them."""
         e = self.emitter
-        slot = self.slot or self._slot("shard")
-        mine = self._head(slot, e.rank)
+        slot, mine = self._shown()
         ready = e.names.new(f"{slot.buffer}_ready")
         e.own(self.shard, mine)
         e.notify(ready, e.team.others)
@@ -149,7 +169,7 @@ class Gather:
             self._local(take)
         for step in e.steps(path):
             rows = self.part(step.chunk)
-            e.get(self._head(slot, step.chunk), step.source, rows, ready)
+            e.get(self._fetched(slot, step), step.source, rows, ready)
             take(step.chunk, rows)
         if self.slot is not None:  # nothing waits for the rank's own rows
             self._local(take)
@@ -159,7 +179,7 @@ class Gather:
         """Each rank writes its rows into its peers' slots, in the order in which they need them;
         kernels take them in pieces: Note [Rows that come in time] in pieces.py."""
         e, steps = self.emitter, self.emitter.steps(path)
-        slots = self.full if self.lies else self._slot("slots", e.size)
+        slots = self.full if self.lies else self._slots()
         arrived, count = e.names.new(f"{slots.buffer}_arrived"), len(self.pieces)
         for step in steps:
             together = TO_THE_FIRST if step is steps[0] else TO_OTHERS
@@ -170,17 +190,58 @@ class Gather:
                 to = cut(self._place(slots, e.rank), within)
                 e.put(cut(self._leaving(step), within), to, step.to, arrived, came)
         if self.lies:
-            self._keep(e.rank, self.shard)
+            self._keep(e.rank, self.own)
         for take in others:
-            take(e.rank, self.shard)
+            take(e.rank, self.own)
             for step in steps:
                 e.expect(arrived, step.source, count)
                 take(step.chunk, self._place(slots, step.chunk))
         for take in kernels:
-            take(e.rank, self.shard)
+            take(e.rank, self.own)
             for step in steps:
                 for number, within in enumerate(self.pieces, start=1):
                     e.expect(arrived, step.source, number)
                     take(step.chunk, cut(self._place(slots, step.chunk), within), within)
         if not self.lies:
             e.free(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch(Gather):
+    """An all-to-all before matmuls: `shard` and `full` hold even chunks, one for each rank.
+
+    Tokens go to the ranks of their experts, each chunk to its owner directly. Nothing is summed, so
+    all strategies give the same bits.
+    """
+
+    shape: tuple[Int, ...] = ()
+    """The sizes of both tensors."""
+
+    @property
+    def path(self) -> Path | None:
+        """The way that chunks go."""
+        return NEAR_FIRST
+
+    @property
+    def own(self) -> View:
+        """The rank's own chunk."""
+        return self._chunk(self.shard, self.emitter.rank)
+
+    def _chunk(self, view: View, index: Index) -> View:
+        return view.chunk(index, self.emitter.size)
+
+    def _leaving(self, step: PathStep) -> View:
+        return self._chunk(self.shard, step.to)
+
+    def _place(self, slots: View, index: Index) -> View:
+        return self._chunk(slots, index)
+
+    def _slots(self) -> View:
+        return self._slot("slots", *self.shape)
+
+    def _shown(self) -> tuple[View, View]:
+        slot = self._slot("shown", *self.shape)
+        return slot, slot
+
+    def _fetched(self, slot: View, step: PathStep) -> View:
+        return self._chunk(slot, self.emitter.rank)

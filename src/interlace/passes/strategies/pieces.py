@@ -14,7 +14,7 @@ Note [Rows that come in time]
 
 from __future__ import annotations
 
-from interlace.ir import Call, Collective
+from interlace.ir import Collective
 from interlace.ir.kernels import TILE_ROWS
 from interlace.ir.sizes import Int, at_hand, counted
 from interlace.passes.sites.cone import lhs_of, result_of
@@ -104,9 +104,8 @@ def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     """
     if isinstance(site, GatherSite) or collective_of(values, site).kind != "all_reduce":
         return 0
-    (matmul,) = (values.program.ops[i] for i in site.cone.ops)
-    assert isinstance(matmul, Call)
-    inner = values.box(lhs_of(matmul)).sizes[-1]
+    (matmul,) = site.cone.ops
+    inner = values.box(lhs_of(values.calls[matmul])).sizes[-1]
     flops = 2 * site.cone.rows * site.cone.width * inner
     most = counted(part_bytes(values, site), SLAB_BYTES, counted(flops, SLAB_FLOPS, MOST_SLABS))
     if chunks:
@@ -161,6 +160,4 @@ def part_bytes(values: Dataflow, site: MatmulSite) -> Int:
 
 def collective_of(values: Dataflow, site: MatmulSite) -> Collective:
     """The collective of a site."""
-    op = values.program.ops[site.collective]
-    assert isinstance(op, Collective)
-    return op
+    return values.collectives[site.collective]

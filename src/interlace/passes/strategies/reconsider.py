@@ -55,7 +55,7 @@ def reconsidered(
     Sites that are alike change together; those that were `done` before stay. `copies`: whether
     they may be used.
     """
-    if made.sizes.sizes or is_frozen(made):  # of ranks of other Programs too little is known
+    if marked.sizes.sizes or is_frozen(made):  # of ranks of other Programs too little is known
         return made
     decompose, *rest = passes
     assert isinstance(decompose, Decompose)

@@ -1,4 +1,5 @@
-"""Transfers and sums of the partial results of a scatter, chunk by chunk.
+"""Transfers and sums of the partial results of a scatter, chunk by chunk; and the transfers of an
+all-to-all after matmuls.
 
 `compute(rank, matrix, within)` emits the rows of a rank (or some of them) into a matrix: those of
 others first, the own last. The strategy gives the order of the sum.
@@ -23,7 +24,7 @@ from typing import Protocol
 from interlace.ir import Chunk, DType, Index, Slice, View
 from interlace.ir.sizes import Int
 from interlace.passes.strategies.emitter import Emitter, Pieces, cut, rank_at
-from interlace.strategies import NEAR_FIRST, Path, Strategy
+from interlace.strategies import NEAR_FIRST, OWNERS, Path, Strategy
 
 
 class ComputeRows(Protocol):
@@ -139,6 +140,43 @@ class Scatter:
             for step in steps:
                 e.expect(arrived, step.source, min(number, len(self.pieces)))
             self._sum(slots, within)
+        e.free(slots)
+
+
+def combine(
+    e: Emitter,
+    row: Strategy,
+    name: str,
+    out: View,
+    shape: tuple[Int, ...],
+    dtype: DType,
+    compute: ComputeRows,
+) -> None:
+    """Emits the chunks of an all-to-all after matmuls, and their transfers into `out`: each leaves
+    for its owner as soon as it is computed, the rank's own last. Nothing is summed."""
+
+    def alloc(part: str, kind: str) -> View:
+        return e.alloc(f"{name}_{part}", dtype, shape, kind)
+
+    transport, steps = row.transport, e.steps(OWNERS)
+    parts = alloc("parts", "symmetric" if transport == "get" else "local")
+    slots = alloc("slots", "symmetric") if transport == "put" else parts
+    signal = "" if transport == "messages" else e.names.new(f"{slots.buffer}_ready")
+    for step in steps:
+        rows, into = parts.chunk(step.to, e.size), out.chunk(step.source, e.size)
+        compute(step.to, rows)
+        if transport == "messages":
+            e.exchange(rows, step.to, into, step.source)
+        elif transport == "put":
+            e.put(rows, slots.chunk(e.rank, e.size), step.to, signal)
+        else:
+            e.notify(signal, step.to)
+            e.get(parts.chunk(e.rank, e.size), step.source, into, signal)
+    compute(e.rank, out.chunk(e.rank, e.size))
+    for step in steps if transport == "put" else ():
+        e.expect(signal, step.source)
+        e.copy(slots.chunk(step.source, e.size), out.chunk(step.source, e.size))
+    if transport != "messages":
         e.free(slots)
 
 

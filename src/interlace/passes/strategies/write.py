@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from interlace.cost import Machine
-from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
+from interlace.ir import Buffer, Chunk, Collective, DType, Index, Op, Slice, View
 from interlace.ir.kernels import bias_of, ill_scaled, legible, unfit
 from interlace.ir.operators import matmul_of
 from interlace.ir.sizes import Int
@@ -20,15 +20,14 @@ from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.chunks import (
     ChunkPlace,
     Compute,
-    Pick,
+    RowBlock,
     Slices,
     in_shard,
     matrix,
     zero_padding,
 )
 from interlace.passes.strategies.emitter import Emitter, Names, Pieces
-from interlace.passes.strategies.exchanges import AllToAll
-from interlace.passes.strategies.gathers import Gather, TakeRows
+from interlace.passes.strategies.gathers import Dispatch, Gather, TakeRows
 from interlace.passes.strategies.pieces import (
     by_kernel,
     collective_of,
@@ -39,7 +38,7 @@ from interlace.passes.strategies.pieces import (
     slices,
     sums_beside,
 )
-from interlace.passes.strategies.scatters import Scatter, Slabs
+from interlace.passes.strategies.scatters import Scatter, Slabs, combine
 from interlace.passes.strategies.whole import by_copies, lifts, unmovable
 from interlace.strategies import Strategy
 
@@ -75,7 +74,7 @@ def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
 def has_kernel(values: Dataflow, site: MatmulSite, machine: Machine) -> bool:
     """True if the machine's GPUs run the kernels of a site, if any can serve it."""
     calls = site.matmuls if isinstance(site, GatherSite) else site.cone.ops
-    specs = (matmul_of(op.fn) for i in calls if isinstance(op := values.program.ops[i], Call))
+    specs = (matmul_of(values.calls[i].fn) for i in calls)
     packed = any(spec is not None and spec.blocks is not None for spec in specs)
     return machine.packed_kernels if packed else machine.kernels
 
@@ -97,10 +96,9 @@ def unfusable(values: Dataflow, site: MatmulSite) -> str:
 
 
 def _unfusable_matmul(values: Dataflow, site: MatmulSite, index: int) -> str:
-    op = values.program.ops[index]
-    spec = matmul_of(op.fn) if isinstance(op, Call) else None
-    result = result_of(op)
-    if not isinstance(op, Call) or spec is None or not spec.fusable or result is None:
+    op = values.calls[index]
+    spec, result = matmul_of(op.fn), result_of(op)
+    if spec is None or not spec.fusable or result is None:
         return "the kernel does mm, addmm and float8_mm only"
     if not legible(op, spec):
         return f"{op.fn} has arguments that the kernel does not take"
@@ -218,7 +216,7 @@ class _Writer:
         def taking(i: int) -> TakeRows:
             def take(index: Index, rows: View, within: Slice | None = None) -> None:
                 place = self.place(rows, op, layout, index, width)
-                self.matmul(i, Pick.ranks(e, layout, index, within), place)
+                self.matmul(i, RowBlock.ranks(e, layout, index, within), place)
 
             return take
 
@@ -226,14 +224,11 @@ class _Writer:
             self.declare(name)
         elif not sliced and not self.row.puts:
             self.declare(name, "local")
+        takes = [taking(i) for i in site.matmuls]
         if exchange:
-
-            def take_all(index: Index, rows: View) -> None:
-                for i in site.matmuls:
-                    taking(i)(index, rows)
-
-            every = AllToAll(e, self.row, name, box.sizes, box.dtype)
-            every.before(op.src, View(name), site.whole, take_all)
+            sizes = (box.sizes[0] // e.size,) * e.size
+            tensors = op.src, View(name), sizes, width, box.dtype, site.whole
+            Dispatch(e, self.row, *tensors, shape=box.sizes).run(*takes)
             return
         full, shard = self.full(name, sum(layout.shard), width), self.shard(op.src, width)
         gather = Gather(e, self.row, shard, full, layout.shard, width, box.dtype, site.whole)
@@ -244,20 +239,18 @@ class _Writer:
             gather = replace(gather, lies=True)
         if sliced:
 
-            def all_matmuls(pick: Pick, place: ChunkPlace) -> None:
+            def all_matmuls(pick: RowBlock, place: ChunkPlace) -> None:
                 for i in site.matmuls:
                     self.matmul(i, pick, place)
 
             cut = self.slices(site, name, width, box.dtype)
             cut.gather(gather.shard, gather.full if site.whole else None, all_matmuls)
             return
+        gather.run(*takes)
 
-        gather.run(*map(taking, site.matmuls))
-
-    def matmul(self, i: int, pick: Pick, rows: ChunkPlace) -> None:
+    def matmul(self, i: int, pick: RowBlock, rows: ChunkPlace) -> None:
         """Emits the part of a matmul that some rows make."""
-        op = self.values.program.ops[i]
-        assert isinstance(op, Call)
+        op = self.values.calls[i]
         result, box = made_by(op), self.values.box(made_by(op))
         self.compute.matmul(op, rows, pick.cut(result, box, box.sizes[-1]), pick)
 
@@ -288,10 +281,10 @@ class _Writer:
         def rows(index: Index, shard: View, within: Slice | None = None) -> None:
             zero_padding(e, shard, layout, cone.width)
             place = self.place(shard, op, layout, index, cone.width)
-            self.compute.cone(cone, Pick.ranks(e, layout, index, within), place)
+            self.compute.cone(cone, RowBlock.ranks(e, layout, index, within), place)
 
         if exchange:
-            AllToAll(e, self.row, cone.value, box.sizes, box.dtype).after(op.dst, rows)
+            combine(e, self.row, cone.value, op.dst, box.sizes, box.dtype, rows)
         elif sliced:
             cut = self.slices(site, cone.value, cone.width, box.dtype)
             cut.scatter(
@@ -326,7 +319,10 @@ class _Writer:
             count = slices(self.values, site, self.chunks)
             for i in range(count):
                 start, stop = cone.rows * i // count, cone.rows * (i + 1) // count
-                pick, part = Pick.slice(e, 1, cone.rows, start, stop), stage.slice(0, start, stop)
+                pick, part = (
+                    RowBlock.slice(e, 1, cone.rows, start, stop),
+                    stage.slice(0, start, stop),
+                )
                 self.compute.cone(cone, pick, ChunkPlace(part, part))
                 e.collective("all_reduce", part, full.slice(0, start, stop), reduce=op.reduce)
             return
@@ -339,7 +335,7 @@ class _Writer:
             return
 
         def rows(index: Index, shard: View, within: Slice | None = None) -> None:
-            pick = Pick.ranks(e, layout, index, within)
+            pick = RowBlock.ranks(e, layout, index, within)
             self.compute.cone(cone, pick, ChunkPlace(shard, shard))
 
         mine = e.part(full, e.rank, sizes)
@@ -359,7 +355,7 @@ class _Writer:
         cone, sizes = site.cone, site.layout.rows
 
         def compute(slab: Slice, part: Chunk, into: View) -> None:
-            pick = Pick(1, cone.rows, slab, sizes, part.index, part)
+            pick = RowBlock(1, cone.rows, slab, sizes, part.index, part)
             self.compute.cone(cone, pick, ChunkPlace(into, into))
 
         dtype = self.values.buffers[cone.value].dtype

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from interlace.cost import Machine, Sample, default_machine, fit
+from interlace.cost import Machine, default_machine
 from interlace.cost.gemm import gemm_seconds
 from interlace.errors import CalibrationError
 from interlace.ir import DType
+from interlace_bench.fit import Sample, fit
 
 H200 = default_machine("cuda")
 
@@ -56,7 +57,7 @@ def test_transfers() -> None:
     assert machine.link("gloo") == H200.link("gloo")
 
 
-def test_matmuls_answer_for_themselves_and_move_their_neighbours() -> None:
+def test_matmuls_answer_for_themselves_and_move_the_speed_of_their_type() -> None:
     shapes = [(8192, 8192, 8192), (4096, 4096, 7168), (256, 4096, 4096), (1024, 4096, 4096)]
     slower = {shape: 1.3 * gemm_seconds(H200, DType.bf16, *shape) + 4e-6 for shape in shapes}
     samples = [Sample(kind="launch", seconds=4e-6)]
