@@ -9,8 +9,8 @@ import pytest
 from interlace.errors import ProgramError
 from interlace.ir import Box, Buffer, DType, View, Where
 from interlace.ir.sizes import number, numbers
-from interlace.verify.accesses import bytesets
-from interlace.verify.accesses.bytesets import covered
+from interlace.verify import regions as bytesets
+from interlace.verify.regions import covered
 
 DTYPES = (DType.f32, DType.bf16, DType.i8)
 STRIDES = (0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 12, 15, 24)

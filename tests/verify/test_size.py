@@ -11,8 +11,8 @@ from tests.support.line_count import per_op
 from interlace.errors import ProgramError
 from interlace.ir import parse
 from interlace.verify import check
-from interlace.verify.happens_before import graph as graph_module
-from interlace.verify.happens_before.graph import Clock, HappensBefore
+from interlace.verify import graph as graph_module
+from interlace.verify.graph import Clock, HappensBefore
 
 ROUND = (
     "    main: record(a{0})\n    comm: wait(a{0})\n"
