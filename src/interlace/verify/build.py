@@ -40,7 +40,7 @@ Members = Mapping[int, IssuedOp]
 
 
 class GraphBuilder:
-    """The graph while it grows, rank by rank, and what the matching checks need to know about it."""
+    """The graph while it grows, rank by rank, and what the matching checks need to know."""
 
     def __init__(self, sources: Sequence[LoweredProgram], regions: Regions) -> None:
         self.regions = regions

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.ops import Recv, Send
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_CYCLES = 4
 SEARCH_BUDGET = 50_000
-"""Steps taken at most in search of shorter cycles: in large knots, a short one has to do."""
+"""Nodes passed in search of shorter cycles of a knot: in large knots, a short one has to do."""
 
 STREAM = "stream"
 MEETS = "meets"
@@ -81,12 +81,13 @@ def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list
 
 
 def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
-    """A shortest cycle of each knot of what cannot finish."""
-    budget = SEARCH_BUDGET
+    """A short cycle of each knot of what cannot finish: the shortest through some of its nodes."""
     for knot in _knots(graph, stuck):
-        steps, spent = _shortest_cycle(graph, knot, budget)
-        budget -= spent
-        yield steps
+        inside = set(knot)
+        starts = (node for node in sorted(knot) if graph.part[node] is not None)
+        cycles = filter(None, (_cycle_through(graph, node, inside) for node in starts))
+        compared = islice(cycles, max(1, SEARCH_BUDGET // len(knot)))
+        yield _joined(min(compared, key=_num_crossings, default=[]))
 
 
 def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
@@ -124,58 +125,32 @@ def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
     return knots
 
 
-def _shortest_cycle(
-    graph: HappensBefore, knot: list[int], budget: int
-) -> tuple[list[CycleLink], int]:
-    """A cycle with the fewest links from one stream to another, and the steps taken."""
-    inside = set(knot)
-    best: list[CycleLink] = []
-    limit, taken = 1 << 60, 0
-    for node in sorted(knot):
-        if graph.part[node] is None:
+def _cycle_through(graph: HappensBefore, start: int, inside: set[int]) -> list[CycleLink]:
+    """A cycle through a node with the fewest links from one stream to another; empty: none."""
+    came_from: dict[int, tuple[int, CycleLink | None]] = {}
+    queue = deque[tuple[int, int, CycleLink | None]]([(start, start, None)])
+    while queue:
+        node, back, link = queue.popleft()
+        if node == start and link is not None:
+            path = [link]
+            while back != start:
+                back, link = came_from[back]
+                assert link is not None
+                path.append(link)
+            return path[::-1]
+        if node in came_from:
             continue
-        if best and taken >= budget:
-            break
-        found, spent = _cycle_through(graph, node, inside, limit, budget)
-        taken += spent
-        if found:
-            best, limit = found, sum(link.why != STREAM for link in found)
-    return _joined(best), taken
-
-
-def _cycle_through(
-    graph: HappensBefore, start: int, inside: set[int], limit: int, budget: int
-) -> tuple[list[CycleLink], int]:
-    """The cheapest cycle through a node, if its cost is below the limit, and the steps taken; any
-    cycle, once these are more than the budget."""
-    came_from: dict[int, tuple[int, CycleLink]] = {}
-    cost = {start: 0}
-    queue = deque([start])
-    done: set[int] = set()
-    spent = 0
-    best: list[CycleLink] = []
-    while queue and not (best and spent > budget):
-        node = queue.popleft()
-        if node in done or cost[node] >= limit:
-            continue
-        done.add(node)
+        came_from[node] = back, link
         for other, step in _links(graph, node, inside):
-            spent += 1
-            reached = cost[node] + (step.why != STREAM)
-            if other == start and reached < limit:
-                path, back = [step], node
-                while back != start:
-                    back, link = came_from[back]
-                    path.append(link)
-                best, limit = path[::-1], reached
-            elif other != start and reached < cost.get(other, limit):
-                cost[other] = reached
-                came_from[other] = node, step
-                if step.why == STREAM:
-                    queue.appendleft(other)
-                else:
-                    queue.append(other)
-    return best, spent
+            if step.why == STREAM:
+                queue.appendleft((other, node, step))
+            else:
+                queue.append((other, node, step))
+    return []
+
+
+def _num_crossings(steps: list[CycleLink]) -> int:
+    return sum(step.why != STREAM for step in steps)
 
 
 def _links(graph: HappensBefore, node: int, inside: set[int]) -> Iterator[tuple[int, CycleLink]]:
