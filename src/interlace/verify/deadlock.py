@@ -87,7 +87,7 @@ def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]
         starts = (node for node in sorted(knot) if graph.part[node] is not None)
         cycles = filter(None, (_cycle_through(graph, node, inside) for node in starts))
         compared = islice(cycles, max(1, SEARCH_BUDGET // len(knot)))
-        yield _joined(min(compared, key=_num_crossings, default=[]))
+        yield _joined(min(compared, key=_num_crossings, default=list[CycleLink]()))
 
 
 def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:

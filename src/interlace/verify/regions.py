@@ -8,36 +8,37 @@ step of a ring), so boxes are interned, and the results of comparisons are kept:
     regions.overlap(region, other)                 # exact, remembered
 
 `covered` says if several boxes cover one. A box of a large matrix is thousands of byte runs, so
-runs are not counted. All boxes in a question are written in one mixed radix: its places are the
-strides that occur (in bytes), or multiples of them where one does not divide the next. A box is
-then a short list of *bricks*, one interval for each place, and cover is subtraction of intervals.
+runs are not counted: bytes are cut into rows, by the largest stride that occurs (or the least
+common multiple of the largest of each box), and boxes are the same in many rows. What is to be
+covered in them is the same question, with a smaller stride.
 
     >>> halves = [Box(k * 2048, (8192, 2048), (4096, 1), DType.f32) for k in (0, 1)]
     >>> covered(Box(0, (8192, 4096), (4096, 1), DType.f32), halves)
     True
 
-Where the dimensions of a box run into each other, or there are more than `MAX_BRICKS`, or where a
-size is symbolic, the byte runs of `Box` answer instead.
+Where the dimensions of a box run over the end of a row, or where a size is symbolic, the byte runs
+of `Box` answer instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import lcm, prod
+from math import inf, lcm, prod
 
 from interlace.errors import ProgramError
 from interlace.ir.sizes import Int, Size, greatest, least, never_above, number
 from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
 from interlace.ir.view import MAX_RUNS, AsStrided, Box, Chunk, View, byte_runs, runs, varying
 
-Interval = tuple[Int, Int]
-Brick = tuple[Interval, ...]
-"""For each place of the radix, from the smallest: the digits from `start` up to `stop`."""
-Dims = list[tuple[Int, Int]]
+FEW_RUNS = 1 << 12
+"""Runs of boxes that are counted one by one where no rows fit, at most."""
+Dims = tuple[tuple[int, int], ...]
 """Steps in bytes, ascending, and how often each is taken; the first is the run of bytes."""
-MAX_BRICKS = 512
+FlatBox = tuple[int, Dims]
+"""The first byte of a box, and its dimensions."""
+Rows = tuple[int, int, int, Dims]
+"""Bytes that are the same in several rows: first row, row after the last, start in a row, dims."""
 
 
 def covered(
@@ -45,158 +46,103 @@ def covered(
 ) -> bool:
     """Returns True if every byte of `target` is in one of `parts`, and never wrongly. Passes the
     steps that this takes to `spend`, as they are taken."""
-    spend(len(parts))
-    boxes = (target, *parts)
-    if not any(box.is_sized or isinstance(box.offset, Size) for box in boxes):
-        low, high = target.hull
-        parts = [part for part in parts if part.hull[0] < high and low < part.hull[1]]
-        if not any(runs(box)[1] for box in (target, *parts)):
-            spend(16 * len(parts))
-            return _covered_by_runs(target, parts)
-    by_bricks = _covered_by_bricks(target, parts, spend)
-    if by_bricks is None:
-        spend(16 * sum(num_runs(box) for box in (target, *parts)))
-        return _covered_by_runs(target, parts)
-    return by_bricks
+    spend(8 * len(parts))
+    boxes = [_dims(box) for box in (target, *parts)]
+    known = [box for box in boxes if box is not None]
+    if target.numel and len(known) == len(boxes):
+        (low, high), (whole, *_) = target.hull, known
+        near = [
+            dims
+            for dims, part in zip(known[1:], parts, strict=True)
+            if part.numel and part.hull[0] < high and low < part.hull[1]
+        ]
+        by_rows = _covered_by_rows(whole, near, spend)
+        if by_rows is not None:
+            return by_rows
+    spend(16 * sum(num_runs(box) for box in (target, *parts)))
+    return _covered_by_runs(target, parts)
 
 
-def _covered_by_bricks(
-    target: Box, parts: Sequence[Box], spend: Callable[[int], None]
-) -> bool | None:
-    """Returns True if `parts` hold every byte of `target`; None where bricks do not decide it."""
-    spend(64 * len(parts))
-    dims = [_dims(box) for box in (target, *parts)]
-    if any(isinstance(number, Size) for each in dims for pair in each for number in pair):
-        return None
-    radix = _radix(dims)
-    left, complete = _bricks(target, radix), True
-    if left is None:
-        return None
-    for part in parts:
-        holes = _bricks(part, radix)
-        complete = complete and holes is not None
-        for hole in holes or ():
-            spend(4 * len(left) * len(radix))
-            left = [rest for piece in left for rest in _subtract(piece, hole)]
-    return False if left and complete else None if left else True
-
-
-def _dims(box: Box) -> Dims:
-    """The dimensions of a box as steps in bytes; those that continue one another are one."""
+def _dims(box: Box) -> FlatBox | None:
+    """The first byte of a box and its dimensions; None where some are of named sizes."""
     length, outer = runs(box)
-    dims: Dims = [(1, length)]
-    for step, size in outer:
-        last, count = dims[-1]
-        if step % last == 0 and step <= last * count:
-            dims[-1] = last, step // last * (size - 1) + count
-        else:
-            dims.append((step, size))
-    return dims
-
-
-def _radix(boxes: Sequence[Dims]) -> tuple[int, ...]:
-    """Ascending places, each of which divides the next; each step divides one of them."""
-    places = [1]
-    for step in sorted({step for dims in boxes for step, _ in dims}):
-        place = lcm(places[-1], step)
-        if place > places[-1]:
-            places.append(place)
-    return tuple(places)
-
-
-def _bricks(box: Box, radix: tuple[Int, ...]) -> list[Brick] | None:
-    """The bricks of a box; None where its dimensions run into each other or there are too many."""
-    if box.numel == 0:
-        return []
-    choices: list[list[tuple[Int, Int, Int]]] = []
-    for step, size in _dims(box):
-        place = next(place for place in radix if place % step == 0)
-        phases = number(place // step)
-        if phases > MAX_BRICKS < size:
-            return None
-        choices.append(
-            [(k * step, place, -(-(size - k) // phases)) for k in range(min(phases, number(size)))]
-        )
-    if prod(map(len, choices)) > MAX_BRICKS:
+    start, dims = box.hull[0], [(1, length), *outer]
+    if isinstance(start, Size) or any(isinstance(n, Size) for dim in dims for n in dim):
         return None
-    found: list[Brick] = []
-    for chosen in product(*choices):
-        extents: dict[Int, Int] = {}
-        for _, place, count in chosen:
-            if count > 1 and place in extents:
-                return None
-            if count > 1:
-                extents[place] = count
-        first = box.hull[0] + sum(shift for shift, _, _ in chosen)
-        bricks = _fill(first, extents, radix)
-        if bricks is None:
-            return None
-        found += bricks
-    return found
+    return number(start), tuple((number(step), number(count)) for step, count in dims)
 
 
-def _fill(offset: Int, extents: dict[Int, Int], radix: tuple[Int, ...]) -> list[Brick] | None:
-    """Bricks of `offset` plus every combination of `extents[place]` steps of each place."""
-    digits: list[Interval] = []
-    carried, origin = 1, 1  # whole blocks that the run starting at place `origin` fills below
-    for i, place in enumerate(radix):
-        own = extents.get(place, 1)
-        if carried > 1 and own > 1:
-            return None
-        if carried == 1:
-            origin = place
-        extent = max(own, carried)
-        carried = 1
-        start = offset // place
-        if i + 1 == len(radix):
-            digits.append((start, start + extent))
-            continue
-        base = radix[i + 1] // place
-        start %= base
-        if start + extent <= base:
-            digits.append((start, start + extent))
-        elif start == 0 and extent % base == 0:
-            digits.append((0, base))
-            carried = extent // base
+def _covered_by_rows(
+    target: FlatBox, parts: Sequence[FlatBox], spend: Callable[[int], None], below: float = inf
+) -> bool | None:
+    """Returns True if `parts` hold every byte of `target`; None where rows do not decide it."""
+    largest = {dims[-1][0] for _, dims in (target, *parts)}
+    for step in sorted({max(largest), lcm(*largest)}):
+        if step < below and (found := _covered_in_rows(step, target, parts, spend)) is not None:
+            return found
+    num_few = sum(prod(size for _, size in dims[1:]) for _, dims in (target, *parts))
+    if num_few > FEW_RUNS:
+        return None
+    spend(4 * num_few)
+    return _filled(_expanded(*target), sorted(run for part in parts for run in _expanded(*part)))
+
+
+def _expanded(start: int, dims: Dims) -> list[tuple[int, int]]:
+    """The runs of bytes of a box."""
+    starts = [start]
+    for step, size in dims[:0:-1]:
+        starts = [one + i * step for one in starts for i in range(size)]
+    return [(one, one + dims[0][1]) for one in sorted(starts)]
+
+
+def _covered_in_rows(
+    step: int, target: FlatBox, parts: Sequence[FlatBox], spend: Callable[[int], None]
+) -> bool | None:
+    wanted = _rows(*target, step)
+    if wanted is None:
+        return None
+    pieces = [_rows(*part, step) for part in parts]
+    there = sorted(rows for piece in pieces for rows in piece or ())
+    spend(4 * (len(pieces) + len(there)))
+    for first, last, start, dims in wanted:
+        borders = {row for one in there for row in one[:2] if first < row < last}
+        active: list[Rows] = []
+        at = 0
+        for low in sorted({first, *borders}):
+            while at < len(there) and there[at][0] <= low:
+                active.append(there[at])
+                at += 1
+            active = [one for one in active if one[1] > low]
+            spend(4 * (1 + len(active)))
+            if any(one[2:] == (start, dims) for one in active):
+                continue
+            inside = [one[2:] for one in active]
+            done = step > 1 and _covered_by_rows((start, dims), inside, spend, step)
+            if not done:
+                return None if done is None or None in pieces else False
+    return True
+
+
+def _rows(start: int, dims: Dims, step: int) -> list[Rows] | None:
+    """A box as bytes of rows that begin at the multiples of `step`; None where its dimensions run
+    over the end of a row."""
+    row, at = divmod(start, step)
+    if len(dims) == 1 and at + dims[0][1] > step:  # a run: up to the next row, rows, and the rest
+        end_row, end = divmod(start + dims[0][1], step)
+        full = row + (at > 0)
+        head = [(row, full, at, ((1, step - at),))] if at else []
+        rows = [(full, end_row, 0, ((1, step),))] if full < end_row else []
+        return [*head, *rows, *([(end_row, end_row + 1, 0, ((1, end),))] if end else [])]
+    inner, count = list[tuple[int, int]](), 1
+    for by, size in dims:
+        if by > 1 and step % by == by * size % step == 0:  # as many in each of some rows
+            inner += [(by, step // by)] if by < step else []
+            count += by * size // step - 1
         else:
-            return _split(offset, extents, radix, origin, radix[i + 1])
-    return [tuple(digits)]
-
-
-def _split(
-    offset: Int, extents: dict[Int, Int], radix: tuple[Int, ...], place: Int, border: Int
-) -> list[Brick] | None:
-    """A run that crosses multiples of `border`: up to the first, whole blocks, and the rest."""
-    count, block = extents[place], border // place
-    first = -(offset // place) % block
-    whole = (count - first) // block * block
-    found: list[Brick] = []
-    for part in (first, whole, count - first - whole):
-        if part:
-            bricks = _fill(offset, {**extents, place: part}, radix)
-            if bricks is None:
-                return None
-            found += bricks
-            offset += part * place
-    return found
-
-
-def _meet(one: Brick, other: Brick) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-def _subtract(brick: Brick, hole: Brick) -> list[Brick]:
-    """The rest of `brick` outside `hole`."""
-    if not _meet(brick, hole):
-        return [brick]
-    found: list[Brick] = []
-    core = list(brick)
-    for i, ((start, stop), (low, high)) in enumerate(zip(brick, hole, strict=True)):
-        for piece in ((start, min(low, stop)), (max(high, start), stop)):
-            if piece[0] < piece[1]:
-                found.append((*core[:i], piece, *core[i + 1 :]))
-        core[i] = (max(start, low), min(stop, high))
-    return found
+            inner.append((by, size))
+    if at + 1 + sum(by * (size - 1) for by, size in inner) > step:
+        return None
+    return [(row, row + count, at, tuple(inner))]
 
 
 def num_runs(box: Box) -> int:
@@ -211,7 +157,11 @@ def _covered_by_runs(target: Box, parts: Sequence[Box]) -> bool:
         if any(part == target for part in parts):
             return True
         wanted = (target.hull,)  # which has the gaps between its runs as well
-    there = sorted(run for part in parts for run in byte_runs(part) or ())
+    return _filled(wanted, sorted(run for part in parts for run in byte_runs(part) or ()))
+
+
+def _filled(wanted: Iterable[tuple[Int, Int]], there: Sequence[tuple[Int, Int]]) -> bool:
+    """Returns True if runs that ascend hold all of others that do."""
     reached = at = 0
     for start, stop in wanted:
         reached = max(reached, start)
