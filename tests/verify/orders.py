@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from interlace.verify.happens_before.graph import HappensBefore
+from interlace.verify.graph import HappensBefore
 
 
 def another_order(graph: HappensBefore, rng: random.Random) -> list[int]:

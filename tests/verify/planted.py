@@ -20,12 +20,11 @@ from tests.verify.schedules import GOLDEN
 
 from interlace.ir.order import Awaited, Meetings
 from interlace.ir.sizes import greatest, least
-from interlace.verify.accesses.memory import Cell, Content
-from interlace.verify.accesses.regions import ByteRegion, Regions
-from interlace.verify.accesses.sweep import Sweep
-from interlace.verify.happens_before.build import GraphBuilder, _RunBuilder
-from interlace.verify.happens_before.graph import HappensBefore
-from interlace.verify.happens_before.source import Item, _Lowering
+from interlace.verify.build import GraphBuilder, _RunBuilder
+from interlace.verify.graph import HappensBefore
+from interlace.verify.regions import ByteRegion, Regions
+from interlace.verify.source import Item, _Lowering
+from interlace.verify.sweep import Cell, Content, Sweep
 
 FOLDER = GOLDEN / "fuzz"
 ORDER, BIND, ENTER = _RunBuilder.order, _Lowering.bind, _RunBuilder.run

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from interlace.errors import ProgramError
 from interlace.ir import Box, Buffer, DType, View, Where
 from interlace.ir.sizes import number, numbers
-from interlace.verify.accesses import bytesets
-from interlace.verify.accesses.bytesets import covered
+from interlace.verify.regions import covered
 
 DTYPES = (DType.f32, DType.bf16, DType.i8)
 STRIDES = (0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 12, 15, 24)
@@ -67,12 +64,7 @@ def meshed_box(rng: random.Random) -> Box:
     return Box(rng.randint(0, 24), sizes, strides, DType.i8)
 
 
-@pytest.mark.parametrize("most", [512, 4, 0])
-def test_meshed_boxes_agree_with_sets(
-    seed: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where there are few bricks, and runs of bytes are counted instead."""
-    monkeypatch.setattr(bytesets, "MAX_BRICKS", most)
+def test_meshed_boxes_agree_with_sets(seed: int) -> None:
     rng = random.Random(seed)
     seen = {True: 0, False: 0}
     for _ in range(600):
@@ -86,7 +78,7 @@ def test_meshed_boxes_agree_with_sets(
 def test_overlaps_and_covered_agree_with_sets(seed: int) -> None:
     rng = random.Random(seed)
     seen = {True: 0, False: 0}
-    for _ in range(4000):
+    for _ in range(3000):
         draw = rng.choice((any_box, view_box))
         one, other = draw(rng), draw(rng)
         assert one.overlaps(other) == bool(bytes_of(one) & bytes_of(other)), (one, other)
@@ -94,7 +86,7 @@ def test_overlaps_and_covered_agree_with_sets(seed: int) -> None:
         left = bytes_of(one).difference(*map(bytes_of, parts))
         assert covered(one, parts) == (not left), (one, parts)
         seen[not left] += 1
-    assert min(seen.values()) > 100
+    assert min(seen.values()) > 75
 
 
 def test_large_columns_take_no_byte_runs() -> None:

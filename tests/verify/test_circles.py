@@ -131,15 +131,10 @@ Edges = dict[int, list[tuple[int, bool]]]
 """Nodes that each node waits for, each with True if by the order of a stream."""
 
 
-def links(edges: Edges, looked_at: list[int]) -> Any:
+def links(edges: Edges) -> Any:
     def of(graph: object, node: int, inside: set[int]) -> list[tuple[int, CycleLink]]:
-        looked_at.append(node)
-        found: list[tuple[int, CycleLink]] = []
-        for other, by_stream in edges[node]:
-            part: Any = node
-            to: Any = other
-            found.append((other, CycleLink(part, to, STREAM if by_stream else "why")))
-        return found
+        whys = [(other, STREAM if by_stream else "why") for other, by_stream in edges[node]]
+        return [(other, CycleLink(node, other, why)) for other, why in whys]  # type: ignore[arg-type]
 
     return of
 
@@ -166,74 +161,18 @@ def test_the_cheapest_circle_through_a_node(seed: int, monkeypatch: pytest.Monke
         count = draw.randint(2, 9)
         edges: Edges = {
             node: [
-                (draw.randrange(count), draw.random() < 0.5) for _ in range(draw.choice((1, 2, 4)))
+                (draw.randrange(count), draw.random() < 0.5) for _ in range(draw.choice((0, 1, 2)))
             ]
             for node in range(count)
         }
-        looked_at: list[int] = []
-        monkeypatch.setattr(deadlock, "_links", links(edges, looked_at))
+        monkeypatch.setattr(deadlock, "_links", links(edges))
         graph: Any = SimpleNamespace()
-        limit = draw.choice((1, 2, 3, 1 << 60))
-        found, steps = deadlock._cycle_through(  # pyright: ignore
-            graph, 0, set(range(count)), limit, 1 << 60
-        )
+        found = deadlock._cycle_through(graph, 0, {*range(count)})  # pyright: ignore
         least = cheapest(edges, 0, count)
         if found:
             assert [link.other for link in found] == [link.part for link in found[1:] + found[:1]]
             assert sum(link.why != STREAM for link in found) == least
         else:
-            assert least is None or least >= limit
-        assert len(looked_at) == len({*looked_at}), "no node is looked at twice"
-        assert steps == sum(len(edges[node]) for node in looked_at)
+            assert least is None
         met[bool(found)] += 1
     assert min(met[True], met[False]) >= 20
-
-
-@pytest.mark.parametrize(
-    ("edges", "limit", "wanted"),
-    [
-        ({0: [(1, True)], 1: [(2, False)], 2: [(0, True)]}, 1, [0, 1]),
-        ({0: [(1, False), (2, False)], 1: [(0, True)], 2: []}, 9, [0, 1]),
-    ],
-    ids=["given", "of a circle that was found"],
-)
-def test_no_node_is_looked_at_that_costs_as_much_as_the_limit(
-    edges: Edges, limit: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked_at: list[int] = []
-    monkeypatch.setattr(deadlock, "_links", links(edges, looked_at))
-    graph: Any = SimpleNamespace()
-    deadlock._cycle_through(graph, 0, {0, 1, 2}, limit, 1 << 60)  # pyright: ignore
-    assert looked_at == wanted
-
-
-@pytest.mark.parametrize(
-    ("budget", "length"), [(0, 3), (4, 3), (5, 2)], ids=["none", "spent", "one left"]
-)
-def test_a_shorter_circle_is_searched_for_while_the_budget_lasts(
-    budget: int, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To find the circle of three through node 0 takes 4 steps; that of two is through node 2. Node
-    1 is a meeting, from which no search begins."""
-    edges: Edges = {0: [(2, False)], 1: [], 2: [(3, False)], 3: [(0, False), (2, False)]}
-    monkeypatch.setattr(deadlock, "_links", links(edges, []))
-    graph: Any = SimpleNamespace(part={node: node if node != 1 else None for node in edges})
-    knot = [3, 2, 1, 0]
-    found, _ = deadlock._shortest_cycle(graph, knot, budget)  # pyright: ignore[reportPrivateUsage]
-    assert len(found) == length
-
-
-def test_the_budget_is_for_all_searches_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes 2 steps: with 4 there are two."""
-    spent: list[int] = []
-
-    def search(
-        graph: object, node: int, inside: set[int], limit: int, budget: int
-    ) -> tuple[list[Any], int]:
-        spent.append(node)
-        return ([CycleLink(node, node + 10, "why")] if node == 0 else []), 2  # pyright: ignore
-
-    monkeypatch.setattr(deadlock, "_cycle_through", search)
-    graph: Any = SimpleNamespace(part={node: node for node in range(6)})
-    deadlock._shortest_cycle(graph, [*range(6)], 4)  # pyright: ignore[reportPrivateUsage]
-    assert spent == [0, 1]

@@ -10,9 +10,8 @@ from collections import Counter
 import pytest
 
 from interlace.ir import parse
-from interlace.verify import Finding, Report, check
-from interlace.verify.accesses import sweep
-from interlace.verify.edits import apply
+from interlace.verify import Finding, Report, check, sweep
+from interlace.verify.fixes import apply
 
 HEAD = "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    "
 TWO = "def f(tp: Team[2], x: f32[4], y: out[f32[4]], z: out[f32[4]]):\n    "

@@ -8,10 +8,10 @@ from tests.verify.test_symmetry import compared
 
 from interlace.ir import Program, parse
 from interlace.verify import check
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.source import lower
-from interlace.verify.symmetry import automorphisms
-from interlace.verify.symmetry.order import FoldedBuilder
+from interlace.verify import turns as automorphisms
+from interlace.verify.fold import FoldedBuilder
+from interlace.verify.regions import Regions
+from interlace.verify.source import lower
 
 A, B = (f'{name} = alloc(f32[4], storage="s")' for name in "ab")
 PARTS = "; ".join(

@@ -7,10 +7,10 @@ import pytest
 from tests.verify.test_symmetry import compared
 
 from interlace.ir import parse_set
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.source import lower
+from interlace.verify import turns as automorphisms
+from interlace.verify.regions import Regions
 from interlace.verify.report import Symmetry
-from interlace.verify.symmetry import automorphisms
+from interlace.verify.source import lower
 
 STAGES = """
 def first(tp: Team[2], pp: Team[[0, 2], [1, 3]], x: f32[4]{1}):

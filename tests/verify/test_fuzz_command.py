@@ -6,7 +6,7 @@ import pytest
 from tests.fuzzing.__main__ import main
 
 from interlace.ir import parse_set
-from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.build import GraphBuilder
 
 
 def test_it_ends_with_0_where_both_agree(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,7 @@ from tests.verify.hostile import HOSTILE, ONE, filled, measure
 
 from interlace.errors import ProgramError
 from interlace.ir import parse_set, validate
-from interlace.verify import Report, check, matching
-from interlace.verify.accesses import regions
-from interlace.verify.happens_before import graph
+from interlace.verify import Report, check, graph, matching, regions
 
 MOST_SECONDS, MOST_BYTES = 60, 2 << 30
 """Limits: seconds of a processor, so that a busy machine takes no more, and bytes of memory."""

@@ -9,10 +9,10 @@ from tests.verify.orders import shuffled
 from interlace.errors import ProgramError, TeamError
 from interlace.ir import parse, parse_set
 from interlace.verify import check
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before import graph as graph_module
-from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.source import lower
+from interlace.verify import graph as graph_module
+from interlace.verify.build import GraphBuilder
+from interlace.verify.regions import Regions
+from interlace.verify.source import lower
 
 
 def kinds(body: str, head: str = "x: f32[4], y: out[f32[4]]", **options: object) -> frozenset[str]:

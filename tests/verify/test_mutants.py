@@ -7,24 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
-from tests.runtime.programs import world_group
-from tests.runtime.test_concurrency import Jitter
-from tests.support.pool import Pool
 from tests.verify.mutants import (
     STRATEGIES,
     Sweep,
-    inputs_of,
-    mutants,
-    outcome,
-    same,
     schedule,
     schedules,
 )
-
-from interlace.ir import Program, parse
-from interlace.options import Options
-from interlace.runtime import Executor
 
 WORLDS = (2, 3, 4, 5, 6, 7, 8)
 SORTS = ("drop", "swap", "early free", "stream", "peer", "epoch", "slice", "dtype", "count", "team")
@@ -79,46 +67,3 @@ def test_all_schedules_with_one_fault(
     for sort in SORTS:
         if sort != "team" or (world > 2 and world % 2 == 0):  # else there is no other team
             assert sweep.of(sort, "flagged") >= 3, (sort, sweep.counts)
-
-
-def run_with_delays(text: str, serial: str, seed: int) -> str:
-    """Compares a rank's results with delays with those of the serial schedule."""
-    rank, groups = dist.get_rank(), {"tp": world_group()}
-    options, jitter = Options(timeout_s=20), Jitter(seed + rank)
-    jitter.on = True
-    with (
-        Executor(
-            parse(text), groups=groups, options=options, before_op=jitter
-        ).prepare() as executor,
-        Executor(parse(serial), groups=groups, options=options).prepare() as twin,
-    ):
-        inputs = inputs_of(parse(serial), seed)[rank]
-        wanted = [twin.run(inputs)]
-        found = [executor.run(inputs) for _ in range(6)]
-        if not all(same(found[:1], [other]) for other in found):
-            return "runs differ"
-        return "equal" if same(found[:1], wanted) else "another function"
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("way", ["pipeline", "ring", "peer-put"])
-def test_what_is_called_sound_runs_with_delays(way: str, pool: Pool, seed: int) -> None:
-    made, draw = schedule("reduce", way, 2), random.Random(seed)
-    assert made is not None
-    makers, tried = [*mutants(made)], 0
-    draw.shuffle(makers)
-    for make in makers:
-        mutant = make()
-        if mutant is None or len(mutant.programs) > 1 or mutant.sort in ("dtype", "team"):
-            continue
-        expected = outcome(mutant, seed)
-        if expected.said in ("equal", "another function"):
-            program: Program = next(iter(mutant.programs))
-            found = pool(2).run(run_with_delays, str(program), str(made.serial), seed)
-            assert {*found} <= {expected.said, "equal"}, f"{found}, {expected}: {mutant}"
-            assert expected.said in found, f"{found}, {expected}: {mutant}"
-            tried += 1
-        if tried == 3:
-            return
-    raise AssertionError(f"only {tried} mutants are sound")

@@ -8,12 +8,12 @@ import pytest
 
 from interlace.ir import Box, parse
 from interlace.ir.sizes import number, numbers
-from interlace.verify.accesses import origins as module
-from interlace.verify.accesses.origins import Origins, Strip
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.accesses.sweep import Sweep
-from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.source import lower
+from interlace.verify import scales as module
+from interlace.verify.build import GraphBuilder
+from interlace.verify.regions import Regions
+from interlace.verify.scales import Origins, Strip
+from interlace.verify.source import lower
+from interlace.verify.sweep import Sweep
 
 VIEWS = (
     *("{}", "{}[1:3]", "{}[3:4]", "{}[2:2]", "{}.view(24)[5:6]", "{}.view(24)[3:17]"),

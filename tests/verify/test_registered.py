@@ -131,3 +131,16 @@ def test_ranks_register_alike() -> None:
         assert "mismatch" in report.kinds(), report
         assert said in str(report)
     assert check([first]).kinds() >= {"deadlock"}, "the other rank is none of the set"
+
+
+def test_a_rank_of_the_team_without_a_program_is_a_mismatch() -> None:
+    """Nobody knows what is done there to the memory that is put to."""
+    text = """
+def f(tp: Team[2], x: f32[4], y: f32[4].registered(tp)):
+    main: put(x, y, peer=tp.rank + 1)
+    main: notify(come, to=tp.rank + 1)
+"""
+    (finding,) = check([parse(text).instantiate(0)]).errors
+    assert finding.kind == "mismatch"
+    told = "on rank 1 it is nothing, for no Program of the set runs there"
+    assert finding.message == f"rank 0 registers y with team tp: an input f32[4]; {told}"

@@ -16,7 +16,7 @@ from interlace.errors import InterlaceError, OptionError, SoundnessError
 from interlace.ir import parse
 from interlace.ir.text.printer import print_op
 from interlace.verify import KINDS, SCHEMA, check
-from interlace.verify.edits import line_numbers
+from interlace.verify.fixes import line_numbers
 
 RACE = """\
 unsound: 1 fault (2 ranks, 6 ops, MS ms)
@@ -39,6 +39,13 @@ def test_what_is_no_program_is_refused(given: Any) -> None:
     for checked in (check, simulate):
         with pytest.raises(OptionError, match=r"interlace\.load\(path\)"):
             checked(given)
+
+
+def test_the_option_runs_went() -> None:
+    program = parse("def f(tp: Team[2], x: f32[4]):\n    return x\n")
+    gone: Any = 3
+    with pytest.raises(OptionError, match=r"`runs` went, since .* fix: leave it out"):
+        check(program, runs=gone)
 
 
 def test_a_race_in_words() -> None:
@@ -174,4 +181,4 @@ def test_a_rank_without_ops_raises_no_signal() -> None:
     nothing = parse("def f(tp: Team[2]):\n    pass\n").instantiate(1)
     report = check([waits, nothing])
     assert report.kinds() == {"deadlock"}
-    assert "fix: remove line 2 on rank 0" in str(report)
+    assert "fix: add what line 2 waits for: rank 1 to raise signal ready to 1" in str(report)

@@ -11,8 +11,8 @@ from tests.support.line_count import per_op
 from interlace.errors import ProgramError
 from interlace.ir import parse
 from interlace.verify import check
-from interlace.verify.happens_before import graph as graph_module
-from interlace.verify.happens_before.graph import Clock, HappensBefore
+from interlace.verify import graph as graph_module
+from interlace.verify.graph import HappensBefore
 
 ROUND = (
     "    main: record(a{0})\n    comm: wait(a{0})\n"
@@ -163,36 +163,6 @@ def test_clocks_tell_what_the_edges_do(
             for other in placed:
                 begin = graph.begins.get(other, other)
                 assert graph.before(one, other) == (one in earlier[begin])
-
-
-@pytest.mark.parametrize(
-    ("num_chains", "moved", "since"),
-    [(2, 1, 0), (2, 2, 0), (3, 1, 1), (3, 2, 2), (3, 3, 0), (5, 3, 0)],
-)
-def test_a_clock_holds_few_chains_of_many_apart(
-    num_chains: int, moved: int, since: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graph_module, "MAX_SINCE", 2)
-    graph, start = HappensBefore(num_chains), Clock((0,) * num_chains, {})
-    clock = graph._joined([(start, chain, 7) for chain in range(moved)])  # pyright: ignore
-    assert len(clock.since) == since
-    known = [clock.since.get(chain, at) for chain, at in enumerate(clock.base)]
-    assert known == [7] * moved + [0] * (num_chains - moved)
-    made_anew = clock.base is not start.base
-    assert made_anew == (moved > since)
-    assert bool(graph.made_from) == (made_anew and num_chains > 2)
-    if graph.made_from:
-        assert graph._joined_base([start.base, clock.base]) is clock.base  # pyright: ignore
-
-
-def test_a_position_that_others_know_too_is_not_held_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_module, "MAX_SINCE", 2)
-    graph, base = HappensBefore(4), (5, 5, 0, 0)
-    known = Clock(base, {0: 6, 2: 1})
-    arrivals = [(known, 1, 5), (Clock(base, {0: 7, 1: 5, 3: 0}), 2, 1), (known, -1, 9)]
-    clock = graph._joined(arrivals)  # pyright: ignore[reportPrivateUsage]
-    assert clock.base is base
-    assert clock.since == {0: 7, 2: 1}
 
 
 def test_a_base_that_includes_the_others_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,10 @@ from interlace.ir import Collective, Expect, Program, Team, View, Wait, parse, p
 from interlace.ir.validate import validate
 from interlace.passes import run_pipeline
 from interlace.verify import Report, check
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.graph import HappensBefore
-from interlace.verify.happens_before.source import lower
-from interlace.verify.symmetry.automorphisms import Turns
+from interlace.verify.graph import HappensBefore
+from interlace.verify.regions import Regions
+from interlace.verify.source import lower
+from interlace.verify.turns import Turns
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from interlace.ir import parse, parse_set
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.source import lower
-from interlace.verify.symmetry.turning import turning
+from interlace.verify.regions import Regions
+from interlace.verify.source import lower
+from interlace.verify.turns import turning
 
 BOTH = ("dp", "tp")
 BY_TP = "{}.chunk(tp.rank, 4)"

@@ -35,10 +35,11 @@ What is not
 The tests hold `check` against an oracle that runs small programs in every interleaving, shares
 nothing with it but the ops, and must agree with it on thousands of random programs.
 
-Reading order: happens_before/ (the order), accesses/ (races and lifetimes), in_place.py (one op
-alone), scales.py (FP8), deadlock.py, matching.py, explain.py and report.py (findings), fixes.py and
-edits.py (fixes), symmetry/ (few ranks stand for all), check.py, reuse.py
-(takes of slots that may share memory).
+Reading order: source.py (one Program, names bound), graph.py and build.py (the order of all ranks),
+regions.py (bytes), sweep.py (races and lifetimes), in_place.py (one op alone), scales.py (FP8),
+deadlock.py, matching.py, report.py, explain.py and fixes.py (findings and their fixes, loaded when
+there are any), turns.py and fold.py (few ranks stand for all), check.py, reuse.py (takes of slots
+that may share memory).
 """
 
 from interlace.verify.check import check

@@ -12,30 +12,30 @@ import gc
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from interlace.errors import ProgramError, SizeError
+from interlace.errors import OptionError, ProgramError, SizeError
 from interlace.ir.program import Program, together
 from interlace.ir.sizes import FIXED, deciding
 from interlace.ir.types import Others
 from interlace.ir.validate import validate
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.accesses.sweep import MAX_REPEATS, AccessFault, Sweep
-from interlace.verify.accesses.unwritten import Unwritten
+from interlace.verify.build import GraphBuilder
 from interlace.verify.deadlock import deadlocks, launch_order
-from interlace.verify.edits import with_fixes
-from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.graph import PER_OP
-from interlace.verify.happens_before.source import LoweredProgram, lower
+from interlace.verify.fold import certified
+from interlace.verify.graph import PER_OP
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
+from interlace.verify.regions import Regions
 from interlace.verify.report import MAX_FINDINGS, Report
 from interlace.verify.scales import scales
-from interlace.verify.symmetry.automorphisms import Turns
-from interlace.verify.symmetry.fold import certified
+from interlace.verify.source import LoweredProgram, lower
+from interlace.verify.sweep import MAX_REPEATS, AccessFault, Sweep
+from interlace.verify.turns import Turns
+
+if TYPE_CHECKING:
+    from interlace.verify.explain import Explainer
 
 T = TypeVar("T")
 MAX_OPS = 1 << 20
@@ -53,6 +53,7 @@ def check(
     *,
     in_order: bool = False,
     fold: bool = True,
+    runs: None = None,
 ) -> Report:
     """Checks Programs that run together, over any number of runs in a row that no barrier joins.
 
@@ -72,6 +73,11 @@ def check(
     raised. Raises OptionError for what is no Program, such as a path (`interlace.load` reads a
     file). A schedule that is unsound is no error: see `Report.sound`.
     """
+    if runs is not None:
+        raise OptionError(
+            "interlace.check: `runs` went, since a check is for any number of runs in a row. "
+            "fix: leave it out"
+        )
     with _no_collections():
         listed = together(programs, "interlace.check")
         return _check_class(listed, in_order, fold)
@@ -134,22 +140,22 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
     sweep = Sweep(graph, regions, builder.slot)
     sweep.run()
 
-    explainer = Explainer(sources, Unwritten(sweep))
+    explain = cache(partial(_explainer, sources))
     first_places = {place.source: place for place in reversed(builder.places)}
     findings = [
-        explainer.flaw(first_places[source], flaw)
+        explain().flaw(first_places[source], flaw)
         for source in sources
         if source in first_places
         for flaw in source.flaws
     ]
-    findings += in_place(builder.places, regions, explainer)
-    findings += scales(builder, sweep, explainer)
-    findings += mismatches(builder, explainer)
-    findings += deadlocks(builder, explainer)
-    findings += launch_order(builder, explainer)
+    findings += in_place(builder.places, regions, explain)
+    findings += scales(builder, sweep, explain)
+    findings += mismatches(builder, explain)
+    findings += deadlocks(builder, explain)
+    findings += launch_order(builder, explain)
     faults = _reported(sweep)
     listed = _of_every_kind(faults, lambda same: same[0].kind)
-    findings += [explainer.faults(same) for same in listed]
+    findings += [explain().faults(same) for same in listed]
     left_out = len(faults) - len(listed) + max(0, len(findings) - MAX_FINDINGS)
     findings = _of_every_kind(findings, lambda finding: finding.level + finding.kind)
     findings.sort(key=lambda found: (found.level == "remark", FIRST.get(found.kind, len(FIRST))))
@@ -163,10 +169,19 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
     )
     if report.sound:
         return report
+    from interlace.verify.fixes import with_fixes
+
     work = graph.words // PER_OP + regions.steps // PER_CHECKED
     work += left_out + PER_FINDING * len(findings)
     again = partial(_check, in_order=in_order, fold=fold)
     return with_fixes(report, together, again, work)
+
+
+def _explainer(sources: Sequence[LoweredProgram]) -> Explainer:
+    """The words for findings: most checks need none."""
+    from interlace.verify.explain import Explainer
+
+    return Explainer(sources)
 
 
 def _refuse_too_many(sources: Sequence[LoweredProgram]) -> None:

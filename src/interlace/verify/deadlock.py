@@ -7,23 +7,24 @@ interleaving. Those behind them are not reported; the ones that hold everything 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.ops import Recv, Send
 from interlace.ir.text.printer import print_op
-from interlace.verify.explain import Explainer
-from interlace.verify.fixes import segments
-from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.graph import HappensBefore, Part
+from interlace.verify.build import GraphBuilder
+from interlace.verify.graph import HappensBefore, Part
 from interlace.verify.report import Finding, OpRef
+
+if TYPE_CHECKING:
+    from interlace.verify.explain import Explainer
 
 MAX_CYCLES = 4
 SEARCH_BUDGET = 50_000
-"""Steps taken at most in search of shorter cycles: in large knots, a short one has to do."""
+"""Nodes passed in search of shorter cycles of a knot: in large knots, a short one has to do."""
 
 STREAM = "stream"
 MEETS = "meets"
@@ -38,11 +39,11 @@ class CycleLink(NamedTuple):
     """`STREAM` for the order of a stream, `MEETS` for another rank, else the reason in words."""
 
 
-def deadlocks(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
+def deadlocks(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:
     """The findings for everything that cannot finish."""
     graph = builder.graph
     stuck = {node for node, clock in enumerate(graph.clocks) if clock is None}
-    return [*_never(builder, stuck, explainer), *_cycles(graph, stuck, explainer)]
+    return [*_never(builder, stuck, explain()), *_cycles(graph, stuck, explain())] if stuck else []
 
 
 def _never(builder: GraphBuilder, stuck: set[int], explainer: Explainer) -> list[Finding]:
@@ -80,12 +81,13 @@ def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list
 
 
 def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
-    """A shortest cycle of each knot of what cannot finish."""
-    budget = SEARCH_BUDGET
+    """A short cycle of each knot of what cannot finish: the shortest through some of its nodes."""
     for knot in _knots(graph, stuck):
-        steps, spent = _shortest_cycle(graph, knot, budget)
-        budget -= spent
-        yield steps
+        inside = set(knot)
+        starts = (node for node in sorted(knot) if graph.part[node] is not None)
+        cycles = filter(None, (_cycle_through(graph, node, inside) for node in starts))
+        compared = islice(cycles, max(1, SEARCH_BUDGET // len(knot)))
+        yield _joined(min(compared, key=_num_crossings, default=list[CycleLink]()))
 
 
 def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
@@ -123,58 +125,32 @@ def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
     return knots
 
 
-def _shortest_cycle(
-    graph: HappensBefore, knot: list[int], budget: int
-) -> tuple[list[CycleLink], int]:
-    """A cycle with the fewest links from one stream to another, and the steps taken."""
-    inside = set(knot)
-    best: list[CycleLink] = []
-    limit, taken = 1 << 60, 0
-    for node in sorted(knot):
-        if graph.part[node] is None:
+def _cycle_through(graph: HappensBefore, start: int, inside: set[int]) -> list[CycleLink]:
+    """A cycle through a node with the fewest links from one stream to another; empty: none."""
+    came_from: dict[int, tuple[int, CycleLink | None]] = {}
+    queue = deque[tuple[int, int, CycleLink | None]]([(start, start, None)])
+    while queue:
+        node, back, link = queue.popleft()
+        if node == start and link is not None:
+            path = [link]
+            while back != start:
+                back, link = came_from[back]
+                assert link is not None
+                path.append(link)
+            return path[::-1]
+        if node in came_from:
             continue
-        if best and taken >= budget:
-            break
-        found, spent = _cycle_through(graph, node, inside, limit, budget)
-        taken += spent
-        if found:
-            best, limit = found, sum(link.why != STREAM for link in found)
-    return _joined(best), taken
-
-
-def _cycle_through(
-    graph: HappensBefore, start: int, inside: set[int], limit: int, budget: int
-) -> tuple[list[CycleLink], int]:
-    """The cheapest cycle through a node, if its cost is below the limit, and the steps taken; any
-    cycle, once these are more than the budget."""
-    came_from: dict[int, tuple[int, CycleLink]] = {}
-    cost = {start: 0}
-    queue = deque([start])
-    done: set[int] = set()
-    spent = 0
-    best: list[CycleLink] = []
-    while queue and not (best and spent > budget):
-        node = queue.popleft()
-        if node in done or cost[node] >= limit:
-            continue
-        done.add(node)
+        came_from[node] = back, link
         for other, step in _links(graph, node, inside):
-            spent += 1
-            reached = cost[node] + (step.why != STREAM)
-            if other == start and reached < limit:
-                path, back = [step], node
-                while back != start:
-                    back, link = came_from[back]
-                    path.append(link)
-                best, limit = path[::-1], reached
-            elif other != start and reached < cost.get(other, limit):
-                cost[other] = reached
-                came_from[other] = node, step
-                if step.why == STREAM:
-                    queue.appendleft(other)
-                else:
-                    queue.append(other)
-    return best, spent
+            if step.why == STREAM:
+                queue.appendleft((other, node, step))
+            else:
+                queue.append((other, node, step))
+    return []
+
+
+def _num_crossings(steps: list[CycleLink]) -> int:
+    return sum(step.why != STREAM for step in steps)
 
 
 def _links(graph: HappensBefore, node: int, inside: set[int]) -> Iterator[tuple[int, CycleLink]]:
@@ -226,7 +202,9 @@ def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
     if len(ranks) > 1:
         listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
         message = f"ranks {listed} wait for each other, in a circle"
-    propose = partial(explainer.fixes.cycle, [(part, other) for part, other, _ in steps])
+    links = [(part, other) for part, other, _ in steps]
+    local = [(part, other) for part, other in links if part[0] is other[0]]
+    propose = partial(explainer.fixes.cycle, [*segments(links), *local])
     words = _advice(steps, explainer)
     return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), propose)
 
@@ -260,6 +238,22 @@ def _why(part: Part, earlier: Part) -> str:
     return MEETS  # a message of a rank to itself
 
 
+def segments(links: Sequence[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
+    """Where a cycle of waits enters and leaves each rank: a peer waits for the first op, which
+    comes only after the second, which waits for a peer.
+    """
+    found: list[tuple[Part, Part]] = []
+    for part, other in links:
+        if part[0] is other[0]:
+            if found and found[-1][1] == part:
+                found[-1] = found[-1][0], other
+            else:
+                found.append((part, other))
+    if len(found) > 1 and found[-1][1] == found[0][0]:
+        found[0] = found.pop()[0], found[0][1]
+    return found
+
+
 def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
     """Which op has to move, where no edit is known to open the circle."""
     links = [(part, other) for part, other, why in steps if why != MEETS]
@@ -282,7 +276,7 @@ def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
     return f"{'; '.join(dict.fromkeys(said))}: issue first what a peer waits for"
 
 
-def launch_order(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
+def launch_order(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:
     """A remark where ranks that run their collectives and messages one after another, as listed,
     would wait for each other: NCCL does so with those of a team; kernels of two teams may hold
     what the other needs.
@@ -297,7 +291,7 @@ def launch_order(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
             "collectives and messages on streams that may run at once wait for each other if "
             "each rank runs its own one after another, as they are listed: NCCL does so with "
             "those of one team, and those of two teams may need the same multiprocessors",
-            tuple(explainer.ref(place, item, "is launched first") for place, item in launched),
+            tuple(explain().ref(place, item, "is launched first") for place, item in launched),
             "launch them in one order on all ranks, put messages that belong together into one "
             'group, or name the backend that runs them (backend="peer")',
             "remark",

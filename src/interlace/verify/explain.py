@@ -11,14 +11,11 @@ from functools import partial
 from interlace.ir.ops import Fused, Group, Loc
 from interlace.ir.sizes import at_hand
 from interlace.ir.text.printer import print_op
-from interlace.verify.accesses.memory import ByteAccess
-from interlace.verify.accesses.sweep import AccessFault
-from interlace.verify.accesses.unwritten import Unwritten
-from interlace.verify.edits import line_numbers
-from interlace.verify.fixes import Fixes, own_storage
-from interlace.verify.happens_before.graph import RankPlace
-from interlace.verify.happens_before.source import Flaw, Item, LoweredProgram
+from interlace.verify.fixes import Fixes, line_numbers
+from interlace.verify.graph import RankPlace
 from interlace.verify.report import Finding, OpRef
+from interlace.verify.source import Flaw, Item, LoweredProgram
+from interlace.verify.sweep import AccessFault, ByteAccess
 
 BEGINS = "the run begins"
 NEIGHBOURS = 2
@@ -28,20 +25,16 @@ NEIGHBOURS = 2
 class Explainer:
     """Findings from faults."""
 
-    def __init__(self, sources: Sequence[LoweredProgram], unwritten: Unwritten) -> None:
+    def __init__(self, sources: Sequence[LoweredProgram]) -> None:
         self.fixes = Fixes(sources)
-        self.unwritten = unwritten
         self._lines: dict[int, list[int]] = {}
         self._texts: dict[tuple[int, int], str] = {}
 
     def line(self, source: LoweredProgram, index: int) -> int:
         """The line of an op or, after the last, of the return; the begin has that of the first."""
-        lines = self._lines.get(source.number)
-        if lines is None:
-            texts: dict[int, str] = {}
-            lines = self._lines[source.number] = line_numbers(source.program, texts)
-            self._texts.update({(source.number, i): text for i, text in texts.items()})
-        return lines[max(index, 0)]
+        if source.number not in self._lines:
+            self._lines[source.number] = line_numbers(source.program)
+        return self._lines[source.number][max(index, 0)]
 
     def ref(
         self,
@@ -139,17 +132,11 @@ class Explainer:
 
     def _unwritten(self, kind: str, entry: ByteAccess, ranks: tuple[int, ...]) -> Finding:
         op, name = self.access(entry), entry.content.name
+        message = f"{name} is read, and nothing wrote some of these bytes before"
+        fix = f"write them before line {op.line}, in an order that it awaits"
         if kind == "overwritten":
             message = f"{name} is read after its bytes were overwritten through another buffer"
             fix = f"free {name} only after line {op.line}, and give the storage away after that"
-            propose = partial(own_storage, entry)
-            return Finding("uninitialized", message, (op,), fix, "error", ranks, propose)
-        what, late = self.unwritten(entry)
-        message = f"{name} is read, and nothing wrote {what} before"
-        fix = f"write {what} before line {op.line}"
-        if late:
-            said = [f"line {self.line(s, i)} on rank {rank}" for s, i, rank in late]
-            fix += f" (too late for that: {', '.join(said)})"
         return Finding("uninitialized", message, (op,), fix, ranks=ranks)
 
 

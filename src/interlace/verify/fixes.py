@@ -1,35 +1,37 @@
-"""The fix of a fault, one for each kind, built from the ops, streams and ranks that it is about.
+"""The fix of a fault: one for each kind, as edits of the ops, proved before it is printed.
 
-    fix = fixes.race(pairs)     # edits (edits.py); none where only words help
+    fix = fixes.race(pairs)            # edits; none where only words help
+    edited = apply(programs, fix)      # the Programs with every edit made
+    describe(programs, fix)            # "after line 2 add `main: record(e1)`, before line 4 ..."
 
-A fix is proved before it is printed (edits.py), so it need not be right, only likely.
+A fix need not be right, only likely. It is proved when someone reads it: the Programs are checked
+with it, and only where the finding is gone is it printed. Else the finding says in words what has
+to change.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from itertools import count
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
-from interlace.ir.ops import (
-    Alloc,
-    Expect,
-    Free,
-    Group,
-    Notify,
-    Op,
-    Record,
-    Recv,
-    Send,
-    Wait,
-)
+from interlace.errors import InterlaceError
+from interlace.ir.ops import Expect, Free, Group, Notify, Op, Record, Recv, Send, Wait
 from interlace.ir.program import Program, spots
+from interlace.ir.text.printer import print_lines, print_op
 from interlace.ir.types import Index, Others, RankIndex
-from interlace.verify.accesses.memory import ByteAccess
-from interlace.verify.edits import Edit, Fix
-from interlace.verify.happens_before.graph import Part
-from interlace.verify.happens_before.source import Flaw, LoweredProgram
+from interlace.verify.graph import Part
+from interlace.verify.report import Edit, Finding, Fix, Report
+from interlace.verify.source import Flaw, LoweredProgram
+from interlace.verify.sweep import ByteAccess
+
+MAX_WORK = 200_000
+"""Work of the proofs of one Report at most, in ops that are checked: some seconds. The fixes of so
+many findings are proved, from the first on; what follows is told in words."""
 
 RankPair = tuple[int, int]
 
@@ -47,19 +49,21 @@ class Fixes:
 
     def __init__(self, sources: Sequence[LoweredProgram]) -> None:
         self.sources = sources
-        self._taken: set[str] | None = None
 
     def names(self, letter: str) -> Iterator[str]:
         """Names that no event, signal or buffer of the set has."""
-        if self._taken is None:
-            programs = [source.program for source in self.sources]
-            self._taken = {name for program in programs for name in program.buffers()}
-            for ordering in [op.ordering() for program in programs for _, op in spots(program.ops)]:
-                self._taken |= {name for name in (ordering.records, ordering.waits) if name}
-                levels = (ordering.raises, ordering.expects)
-                self._taken |= {level.signal for level in levels if level is not None}
         taken = self._taken
-        return (name for name in (f"{letter}{n}" for n in count(1)) if name not in taken)
+        return (name for name in (f"{letter}{n}" for n in itertools.count(1)) if name not in taken)
+
+    @cached_property
+    def _taken(self) -> set[str]:
+        programs = [source.program for source in self.sources]
+        taken = {name for program in programs for name in program.buffers()}
+        for ordering in [op.ordering() for program in programs for _, op in spots(program.ops)]:
+            taken |= {name for name in (ordering.records, ordering.waits) if name}
+            levels = (ordering.raises, ordering.expects)
+            taken |= {level.signal for level in levels if level is not None}
+        return taken
 
     # Races: an event on one rank, signals between ranks
 
@@ -88,11 +92,9 @@ class Fixes:
                 if (event := member.ordering().records) is not None:
                     last[event] = op.stream
         recorded = next((name for name, stream in last.items() if stream == one.stream), None)
-        if recorded is not None:
-            return (_before(two, Wait(event=recorded, stream=two.stream)),)
-        event = next(self.names("e"))
-        record, wait = Record(event=event, stream=one.stream), Wait(event=event, stream=two.stream)
-        return _after(one, record), _before(two, wait)
+        event = recorded or next(self.names("e"))
+        wait = _before(two, Wait(event=event, stream=two.stream))
+        return (wait,) if recorded else (_after(one, Record(event=event, stream=one.stream)), wait)
 
     def _signals(self, one: OpPlace, two: OpPlace, ranks: set[RankPair]) -> Fix:
         """Signals from the ranks of one op to those of the other, in the team that takes fewest."""
@@ -101,34 +103,20 @@ class Fixes:
         if not teams:
             return ()
         team, offsets = min(teams, key=lambda pair: len(pair[1]))
-        size = source.team(team).size
         ends: list[tuple[Index | Others, Index | Others]]
+        ends = [(RankIndex(team, k), RankIndex(team, -k)) for k in offsets]
         if source.rank is not None:
             ((a, b),) = ranks
             member = source.where(a).member(team)
             ends = [(member.ranks.index(b), member.index)]
-        elif 1 < len(offsets) == size - 1:
+        elif 1 < len(offsets) == source.team(team).size - 1:
             ends = [(Others(team), Others(team))]
-        else:
-            ends = [(RankIndex(team, k), RankIndex(team, -k)) for k in offsets]
         edits: list[Edit] = []
         for name, (to, of) in zip(self.names("s"), ends, strict=False):
             notify = Notify(signal=name, peer=to, team=team, stream=one.stream)
             expect = Expect(signal=name, peer=of, team=team, stream=two.stream)
             edits += [_after(one, notify), _before(two, expect)]
         return tuple(edits)
-
-    def notifies(self, places: Sequence[tuple[int, int]]) -> Fix:
-        """Two Notifies that raise one signal: by an event and, where need be, a larger value."""
-        (k, one), (other, two) = places[:2]
-        source, (low, high) = self.sources[k], sorted((one, two))
-        first, second = source.program.ops[low], source.program.ops[high]
-        if k != other or not (isinstance(first, Notify) and isinstance(second, Notify)):
-            return ()
-        event = self._event(_place(source, low), _place(source, high))
-        if first.value < second.value:
-            return event
-        return (*event, Edit(k, dataclasses.replace(second, value=first.value + 1), index=high))
 
     # Lifetimes, and other faults of the list
 
@@ -143,18 +131,8 @@ class Fixes:
             case "use-before-alloc":
                 number = next(n for n, v in enumerate(source.versions) if v.alloc == items[1].index)
                 return self.alloc_sooner(source, number)
-            case "result":
-                return _fresh(source, flaw.ops[0][2])
-            case "event":
-                wait, at = items[0].op, items[0].index
-                assert isinstance(wait, Wait)
-                if wait is source.program.ops[at] and len(items) > 1:
-                    return (Edit(k, index=items[1].index, anchor=at),)
-                own = source.program.ops[at].stream
-                other = next((one for one in source.program.streams() if one != own), None)
-                if other is None:
-                    return ()
-                return (Edit(k, Record(event=wait.event, stream=other), anchor=at),)
+            case "event" if len(items) > 1 and items[0].op is source.program.ops[items[0].index]:
+                return (Edit(k, index=items[1].index, anchor=items[0].index),)
             case _:
                 return ()
 
@@ -194,10 +172,9 @@ class Fixes:
 
     # Deadlocks
 
-    def cycle(self, links: Sequence[tuple[Part, Part]]) -> Fix:
-        """Opens a cycle of waits: in each pair the first cannot go before the other has."""
-        local = [link for link in links if link[0][0] is link[1][0]]
-        for (place, item), (_, other) in [*segments(links), *local]:
+    def cycle(self, links: Iterable[tuple[Part, Part]]) -> Fix:
+        """Opens a cycle of waits: of each pair, on one rank, the first op waits for the second."""
+        for (place, item), (_, other) in links:
             source = place.source
             low, high = sorted((item.index, other.index))
             if 0 <= low < high < len(source.program.ops):
@@ -205,56 +182,33 @@ class Fixes:
         return ()
 
     def never(self, part: Part) -> Fix:
-        """For an op that waits for what never comes."""
-        source, item = part[0].source, part[1]
-        if item.ordering.expects:
-            return self._notified(part)
-        if item.ordering.messages and not item.members:
-            return (Edit(source.number, index=item.index),)
-        if item.ordering.takes is None:
-            return ()
-        return tuple(
-            edit
-            for one in self.sources
-            for number, version in enumerate(one.versions)
-            if version.symmetric and version.free < 0 <= version.alloc
-            for edit in self.free_later(one, number)
-        )
-
-    def _notified(self, part: Part) -> Fix:
-        """The Notify that an Expect lacks, where the writer has written; or no Expect."""
+        """For an op that waits for what never comes: the Notify that an Expect lacks, where the
+        writer has written; a message without its other end is taken out."""
         (place, item), op = part, part[1].op
         source, where = place.source, place.where
-        assert isinstance(op, Expect)
+        if item.ordering.messages and not item.members:
+            return (Edit(source.number, index=item.index),)
+        if not isinstance(op, Expect):
+            return ()
         member = where.member(op.team)
-        to: Index | Others
-        if isinstance(op.peer, Others):
-            to, writers = op.peer, {*member.ranks} - {place.rank}
-        else:
-            to, writers = member.index, {member.ranks[where.index(op.peer)]}
-            if source.program.rank is None:
-                relative = isinstance(op.peer, RankIndex) and op.peer.team == op.team
-                offset = op.peer.offset if isinstance(op.peer, RankIndex) else 0
-                to = RankIndex(op.team, -offset) if relative else Others(op.team)
-        sources = [s for s in self.sources if writers & {*s.ranks}]
+        to: Index | Others = Others(op.team)
+        writers = {*member.ranks} - {place.rank}
+        if not isinstance(op.peer, Others):
+            writers = {member.ranks[where.index(op.peer)]}
+            if source.program.rank is not None:
+                to = member.index
+            elif isinstance(op.peer, RankIndex) and op.peer.team == op.team:
+                to = RankIndex(op.team, -op.peer.offset)
+        sources = [one for one in self.sources if writers & {*one.ranks}]
         ops = sources[0].program.ops if len(sources) == 1 else ()
-        alone = source.program.rank is not None and sources == [source]
-        if not ops or alone:
-            whole = source.program.ops[item.index] is op
-            return (Edit(source.number, index=item.index),) if whole else ()
-        k = sources[0].number
-        for i, raising in enumerate(ops):
-            if isinstance(raising, Notify) and raising.signal == op.signal:
-                if raising.value < op.value:
-                    return (Edit(k, dataclasses.replace(raising, value=op.value), index=i),)
-                if raising.peer != to:
-                    return (Edit(k, dataclasses.replace(raising, peer=to), index=i),)
+        if not ops or (source.program.rank is not None and sources == [source]):
+            return ()
         at = max((i for i in range(len(ops)) if _writes_to_team(sources[0], i)), default=-1)
         at = at if at >= 0 else len(ops) - 1
         notify = Notify(
             signal=op.signal, peer=to, team=op.team, value=op.value, stream=ops[at].stream
         )
-        return (Edit(k, notify, anchor=at, after=True),)
+        return (Edit(sources[0].number, notify, anchor=at, after=True),)
 
 
 def _place(source: LoweredProgram, index: int) -> OpPlace:
@@ -295,33 +249,6 @@ def _shared_teams(
     return teams
 
 
-def own_storage(entry: ByteAccess) -> Fix:
-    """Takes a buffer out of the storage that it shares with others."""
-    source = entry.place.source
-    for version in source.versions:
-        if version.shared and version.buffer.name == entry.content.name:
-            return _reallocated(source, version.alloc, storage=None, offset=0)
-    return ()
-
-
-def _fresh(source: LoweredProgram, name: str) -> Fix:
-    """A local buffer allocated anew in every run and never freed."""
-    for version in source.versions:
-        if version.buffer.name == name and not version.symmetric:
-            removed = (Edit(source.number, index=version.free),) if version.free >= 0 else ()
-            fix = _reallocated(source, version.alloc, kind="fresh", storage=None, offset=0)
-            return (*fix, *removed) if fix else ()
-    return ()
-
-
-def _reallocated(source: LoweredProgram, alloc: int, **changes: object) -> Fix:
-    op = source.program.ops[alloc] if alloc >= 0 else None
-    if not isinstance(op, Alloc):
-        return ()
-    buffer = dataclasses.replace(op.buffer, **changes)
-    return (Edit(source.number, dataclasses.replace(op, buffer=buffer), index=alloc),)
-
-
 def _grouped(source: LoweredProgram, low: int, high: int) -> Fix:
     """Two messages as one group."""
     members: list[Send | Recv] = []
@@ -337,22 +264,6 @@ def _grouped(source: LoweredProgram, low: int, high: int) -> Fix:
     return Edit(source.number, group, index=low), Edit(source.number, index=high)
 
 
-def segments(links: Sequence[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
-    """Where a cycle of waits enters and leaves each rank: a peer waits for the first op, which
-    comes only after the second, which waits for a peer.
-    """
-    found: list[tuple[Part, Part]] = []
-    for part, other in links:
-        if part[0] is other[0]:
-            if found and found[-1][1] == part:
-                found[-1] = found[-1][0], other
-            else:
-                found.append((part, other))
-    if len(found) > 1 and found[-1][1] == found[0][0]:
-        found[0] = found.pop()[0], found[0][1]
-    return found
-
-
 def _writes_to_team(source: LoweredProgram, index: int) -> bool:
     """Returns True if an op writes a buffer that peers read."""
     item = source.items[index]
@@ -361,3 +272,176 @@ def _writes_to_team(source: LoweredProgram, index: int) -> bool:
         for one in (item, *item.members)
         for touch in one.touches
     )
+
+
+# Edits: applied exactly, and described line by line
+
+
+class Edited(NamedTuple):
+    """Programs with a fix applied."""
+
+    programs: tuple[Program, ...]
+    origins: tuple[tuple[int | None, ...], ...]
+    """For each Program, the index that each op (and the return) had before; None: it is new."""
+
+
+def apply(programs: Sequence[Program], fix: Iterable[Edit]) -> Edited:
+    """The Programs with every edit made."""
+    edits = list(fix)
+    pairs = [_edited(p, [e for e in edits if e.program == k]) for k, p in enumerate(programs)]
+    return Edited(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+
+
+def _edited(program: Program, edits: list[Edit]) -> tuple[Program, tuple[int | None, ...]]:
+    ops, count = program.ops, len(program.ops)
+    stays: list[Op | None] = list(ops)
+    around = defaultdict[tuple[int, bool], list[tuple[Op, int | None]]](list)
+    for edit in edits:
+        if edit.index is not None:
+            stays[edit.index] = edit.op if edit.anchor is None else None
+        if edit.anchor is None:
+            continue
+        op = edit.op if edit.op is not None else ops[edit.index or 0]
+        if edit.index is None and ops:
+            op = dataclasses.replace(op, loc=ops[min(edit.anchor, count - 1)].loc)
+        around[edit.anchor, edit.after].append((op, edit.index))
+    placed: list[tuple[Op, int | None]] = []
+    for i in range(count + 1):
+        op = stays[i] if i < count else None
+        placed += [*around[i, False], *([] if op is None else [(op, i)]), *around[i, True]]
+    return program.replace(ops=tuple(op for op, _ in placed)), (*(i for _, i in placed), count)
+
+
+def describe(programs: Sequence[Program], fix: Fix) -> str:
+    """The fix in words, line by line, complete."""
+    said: list[str] = []
+    last: Edit | None = None
+    lines_of = {k: line_numbers(programs[k]) for k in {edit.program for edit in fix}}
+    for edit in fix:
+        program, lines = programs[edit.program], lines_of[edit.program]
+        on = _on_ranks(programs, program)
+        text = "" if edit.op is None else f"`{print_op(edit.op, program)}`"
+        where = ""
+        if edit.anchor is not None:
+            where = f"{'after' if edit.after else 'before'} line {lines[edit.anchor]}{on}"
+            if edit.anchor == len(program.ops):
+                where = f"at the end{on}"
+        if edit.index is None:
+            if last is not None and last == dataclasses.replace(edit, op=last.op):
+                said[-1] += f" then {text}"
+            else:
+                said.append(f"{where} add {text}")
+        elif edit.anchor is not None:
+            said.append(f"move line {lines[edit.index]} {where}")
+        elif edit.op is not None:
+            said.append(f"replace line {lines[edit.index]}{on} by {text}")
+        else:
+            said.append(f"remove line {lines[edit.index]}{on}")
+        last = edit
+    return ", ".join(said)
+
+
+def _on_ranks(programs: Sequence[Program], program: Program) -> str:
+    """The ranks that run a Program of a set; nothing where there is one Program."""
+    if len(programs) == 1:
+        return ""
+    ranks = program.world if program.rank is None else (program.rank,)
+    if len(ranks) > 4 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f" on ranks {ranks[0]} to {ranks[-1]}"
+    return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def line_numbers(program: Program) -> list[int]:
+    """The line of every op and of the return: in the file, or in the printed text of a Program
+    that is no file's as it stands (passes that move and divide ops leave each its line)."""
+    known = [
+        op.loc.text or (op.loc.file, 0 if op.loc.module else op.loc.line) for op in program.ops
+    ]
+    lines = [line for _, line in known]
+    if known and len({file for file, _ in known}) == 1 and lines[0]:
+        if all(one < two for one, two in itertools.pairwise(lines)):
+            return [*lines, lines[-1] + 1]
+    firsts: dict[int, int] = {}
+    end = 0
+    for end, line in enumerate(print_lines(program), 1):
+        family, index = line.tag
+        if family == "op":
+            firsts.setdefault(index, end)
+    return [*(firsts[i] for i in range(len(program.ops))), end + (program.results is None)]
+
+
+# Proofs
+
+Key = tuple[str, frozenset[tuple[int, int | None]]]
+"""The subject of a finding: its kind, and its ops by Program and index."""
+
+
+def with_fixes(
+    report: Report, programs: Sequence[Program], again: Callable[..., Report], work: int
+) -> Report:
+    """The Report with errors that prove their fix when it is read. `again` checks Programs as the
+    Report's own were checked, which is as much `work` as checking so many ops."""
+    prover = _Prover(tuple(programs), report, again)
+    findings = list(report.findings)
+    for i, one in enumerate(findings):
+        proved = None
+        if one.propose is not None and (i + 1) * work <= MAX_WORK:
+            proved = cache(partial(prover.prove, one, one.propose))
+        findings[i] = dataclasses.replace(one, propose=None, proved=proved)
+    return dataclasses.replace(report, findings=tuple(findings))
+
+
+@dataclass
+class _Prover:
+    programs: tuple[Program, ...]
+    report: Report
+    again: Callable[..., Report]
+
+    def prove(self, finding: Finding, propose: Callable[[], Fix]) -> tuple[str, Fix]:
+        """The fix in words and as edits, if it is one; else the words of the finding alone."""
+        fix = propose()
+        if not fix:
+            return finding.words, ()
+        edited = apply(self.programs, fix)
+        try:
+            after = self.again(edited.programs)
+            keeps_order = not self.ends_in_order or self._ends_in_order(edited.programs)
+        except InterlaceError:
+            return finding.words, ()
+        own, before = _key(finding), frozenset(map(_key, self.report.errors))
+        keys = {_key(one, edited.origins): one.kind for one in after.errors}
+        fresh = keys.keys() - before
+        if finding.kind == "deadlock":  # once it is gone, other faults may show behind it
+            ops = own[1] | {(edit.program, edit.index) for edit in fix}
+            opens = all(isinstance(edit.op, Notify) and edit.index is None for edit in fix)
+            stuck = () if opens else ("deadlock",)  # a new Notify makes nothing wait
+            better = all(key[0] not in stuck and not key[1] & ops for key in fresh)
+        else:
+            fewer = _num_errors(after) < _num_errors(self.report)
+            better = fewer and {key[0] for key in fresh} <= self.report.kinds()
+        if own in keys or not better or not keeps_order:
+            return finding.words, ()
+        kinds = ", ".join(dict.fromkeys(kind for key, kind in keys.items() if key in fresh))
+        more = f", then check again: other faults show then ({kinds})" if kinds else ""
+        return describe(self.programs, fix) + more, fix
+
+    @cached_property
+    def ends_in_order(self) -> bool:
+        """True if no deadlock occurs where each rank runs one op after another, as listed."""
+        return self._ends_in_order(self.programs)
+
+    def _ends_in_order(self, programs: Sequence[Program]) -> bool:
+        return "deadlock" not in self.again(programs, in_order=True).kinds()
+
+
+def _num_errors(report: Report) -> int:
+    return len(report.errors) + report.num_left_out
+
+
+def _key(finding: Finding, origins: Sequence[Sequence[int | None]] | None = None) -> Key:
+    """The subject of a finding; of edited Programs, in terms of those before."""
+    ops: set[tuple[int, int | None]] = set()
+    for program, index in [op.at for op in finding.ops]:
+        begin = index < 0  # of the run, before the first op
+        ops.add((program, index if origins is None or begin else origins[program][index]))
+    return finding.kind, frozenset(ops)

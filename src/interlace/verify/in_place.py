@@ -14,7 +14,8 @@ which the sweep finds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from interlace.ir.operators import is_pointwise
 from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op, views_in
@@ -23,11 +24,13 @@ from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Where
 from interlace.ir.view import Box, View
 from interlace.options import BACKENDS
-from interlace.verify.accesses.regions import PER_PAIR, Regions
-from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.graph import RankPlace
-from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
+from interlace.verify.graph import RankPlace
+from interlace.verify.regions import PER_PAIR, Regions
 from interlace.verify.report import Finding
+from interlace.verify.source import Item, LoweredProgram, Touch
+
+if TYPE_CHECKING:
+    from interlace.verify.explain import Explainer
 
 COLLECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("all_reduce", "broadcast", "reduce"), ("same", BACKENDS)),
@@ -45,7 +48,7 @@ Operand = tuple[Box, Int]
 def in_place(
     places: Sequence[RankPlace],
     regions: Regions,
-    explainer: Explainer,
+    explain: Callable[[], Explainer],
     visited: Collection[int] | None = None,
 ) -> list[Finding]:
     """A finding of kind `in-place` for each op whose operands share bytes as they may not.
@@ -59,7 +62,7 @@ def in_place(
     return [
         finding
         for source, mine in placed.items()
-        for finding in _Finder(source, mine, explainer, regions, visited).run()
+        for finding in _Finder(source, mine, explain, regions, visited).run()
     ]
 
 
@@ -70,14 +73,14 @@ class _Finder:
         self,
         source: LoweredProgram,
         places: Sequence[RankPlace],
-        explainer: Explainer,
+        explain: Callable[[], Explainer],
         regions: Regions,
         visited: Collection[int] | None,
     ) -> None:
         self.source = source
         self.places = places
         self.visited = [one for one in places if visited is None or one.rank in visited]
-        self.explainer = explainer
+        self.explain = explain
         self.regions = regions
         self.compiled = {region.name: region for region in source.program.regions}
         self.known: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -203,7 +206,7 @@ class _Finder:
         place = next(place for place in self.places if place.rank == ranks[0])
         low, high = self.regions.at(write.spot, place.where).exact.hull
         extent = at_hand(low), at_hand(high)
-        ref = self.explainer.ref(place, item, says, write.spot.buffer.name, extent)
+        ref = self.explain().ref(place, item, says, write.spot.buffer.name, extent)
         share = "twice the same bytes" if write is other else "which share bytes"
         message = f"{name} {says}, {share}{_WHY[form]}"
         return Finding("in-place", message, (ref,), fix, ranks=ranks)

@@ -14,21 +14,22 @@ Where some ranks stand for all (symmetry/), the builder says which, and these ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.ops import KINDS, Alloc, Collective, Op, Recv, Send
 from interlace.ir.order import Queue, Slot, TeamKey
 from interlace.ir.sizes import Int
 from interlace.ir.types import TableEntry, contiguous_strides
 from interlace.ir.view import Box, Chunk
-from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.graph import IssuedOp, RankPlace
-from interlace.verify.happens_before.source import Version
+from interlace.verify.build import GraphBuilder
+from interlace.verify.graph import IssuedOp, RankPlace
 from interlace.verify.report import Finding, OpRef
+from interlace.verify.source import Version
+
+if TYPE_CHECKING:
+    from interlace.verify.explain import Explainer
 
 Difference = tuple[str, tuple[int, str], tuple[int, str]]
 """A fact that two members disagree on, and for each its number and its value."""
@@ -58,9 +59,9 @@ MEETINGS: dict[type[Op], Meeting] = {
 }
 
 
-def mismatches(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
+def mismatches(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:
     """All findings of disagreement, and the remarks on signals."""
-    matcher = _Matcher(builder, explainer)
+    matcher = _Matcher(builder, explain)
     matcher.registered()
     matcher.collectives()
     matcher.messages()
@@ -72,10 +73,10 @@ def mismatches(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
 class _Matcher:
     """Compares what ranks say of what they meet in."""
 
-    def __init__(self, builder: GraphBuilder, explainer: Explainer) -> None:
+    def __init__(self, builder: GraphBuilder, explain: Callable[[], Explainer]) -> None:
         self.builder = builder
         self.meetings = builder.meetings
-        self.explainer = explainer
+        self.explain = explain
         self.regions = builder.regions
         self.findings: list[Finding] = []
         self.alike: set[tuple[object, ...]] = set()
@@ -97,7 +98,7 @@ class _Matcher:
         self.report(message, rows[0].fix.format(what), *ops)
 
     def ref(self, issue: IssuedOp, role: str) -> OpRef:
-        return self.explainer.ref(issue.place, issue.item, role)
+        return self.explain().ref(issue.place, issue.item, role)
 
     def box(self, issue: IssuedOp, side: str) -> Box | None:
         """The box of `src` or `dst` of an op, on its rank."""
@@ -316,14 +317,17 @@ class _Matcher:
                     has.setdefault(slot, {})[place.rank] = place, self.layout(place, version)
         for (team, name), by_rank in has.items():
             first, (place, wanted) = next(iter(by_rank.items()))
-            for rank in builder.members(team, first):
+            for rank in dict.fromkeys((*builder.members(team, first), *team.ranks)):
                 of_rank = has.get((builder.own(team, rank), name), {})
-                other = of_rank.get(builder.first(rank), (place, "no such parameter"))[1]
+                none = "no such parameter"
+                if builder.first(rank) == rank and rank not in builder.ranks:
+                    none = "nothing, for no Program of the set runs there"
+                other = of_rank.get(builder.first(rank), (place, none))[1]
                 if other == wanted:
                     continue
                 assert place.source.enter is not None
                 role = f"registers {name}: {wanted}"
-                ref = self.explainer.ref(place, place.source.enter, role, name)
+                ref = self.explain().ref(place, place.source.enter, role, name)
                 self.findings.append(
                     Finding(
                         "mismatch",
@@ -366,10 +370,7 @@ class _Matcher:
                     fix = "raise a signal on one stream alone, or order the two with an event"
                 values = ((one, value), (two, higher))
                 ops = tuple(self.ref(at, f"raises it to {level}") for at, level in values)
-                propose = partial(self.explainer.fixes.notifies, [op.at for op in ops])
-                self.findings.append(
-                    Finding("signal", message, ops, fix, "error", (writer,), propose)
-                )
+                self.findings.append(Finding("signal", message, ops, fix, ranks=(writer,)))
             first = raised[0][1]
             key = (first.source, first.item.index)
             if self.builder.of_reader(signal) not in awaited and key not in reported:

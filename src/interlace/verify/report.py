@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
 
 from interlace.errors import SoundnessError
+from interlace.ir.ops import Op
 from interlace.ir.sizes import FIXED, SizeClass
-
-if TYPE_CHECKING:
-    from interlace.verify.edits import Fix
 
 SCHEMA = 1
 """Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
@@ -70,7 +67,7 @@ class OpRef:
     at: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
     """The index of the Program in the set, and of the op in the Program."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The op as plain data."""
         plain = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
         plain["bytes"] = None if self.bytes is None else list(self.bytes)
@@ -90,6 +87,27 @@ class OpRef:
             for line, text in self.context
         ]
         return "\n".join([head, *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One change of one Program: an op is added, moved, replaced or removed.
+
+    `index` is the op that leaves its place (None: an op is added) and `op` what is written instead
+    (None: itself). It goes right after or right before the op `anchor`; without an anchor it goes
+    where `index` stood, and without `op` nowhere. Op `len(ops)` is the end of the Program. Edits
+    with the same anchor keep their order.
+    """
+
+    program: int
+    """The index of the Program in its set."""
+    op: Op | None = None
+    index: int | None = None
+    anchor: int | None = None
+    after: bool = False
+
+
+Fix = tuple[Edit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +135,10 @@ class Finding:
 
     @property
     def edits(self) -> Fix:
-        """The edits that `fix` describes, for `edits.apply`; none where it is advice."""
+        """The edits that `fix` describes, for `fixes.apply`; none where it is advice."""
         return () if self.proved is None else self.proved()[1]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The finding as plain data."""
         return {
             "kind": self.kind,
@@ -154,7 +172,7 @@ class Symmetry:
     few: tuple[str, ...] = ()
     """Folded teams for which order was worked out between two ranks, and not between all."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The symmetry as plain data."""
         return {each.name: list(getattr(self, each.name)) for each in fields(self)}
 
@@ -203,7 +221,7 @@ class Report:
         if not self.sound:
             raise SoundnessError(str(self), self.errors)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The report as plain data; `schema` is its version."""
         return {
             "schema": SCHEMA,

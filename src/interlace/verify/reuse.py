@@ -16,10 +16,10 @@ from dataclasses import replace
 
 from interlace.ir.ops import Alloc
 from interlace.ir.program import Program
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.graph import HappensBefore, RankPlace
-from interlace.verify.happens_before.source import lower
+from interlace.verify.build import GraphBuilder
+from interlace.verify.graph import HappensBefore, RankPlace
+from interlace.verify.regions import Regions
+from interlace.verify.source import lower
 
 Take = tuple[str, int]
 """A slot, and which of its takes in a run."""

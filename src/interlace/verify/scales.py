@@ -9,6 +9,13 @@ blocks takes one scale for each block: that of its first row. So a block has row
 Origins move with the bytes. A maximum that a collective reduced is one origin on all ranks. Bytes
 that a call rearranges in a way that is not known here have none, and no block of such is refused.
 
+    origins = Origins(sweep, given)
+    origins.write(place, touch, [(64, "a"), (64, "b")])    # 64 bytes of each, in the view's order
+    origins.read(place, touch)                              # the same, of any view of the buffer
+
+Nodes are walked in an order of the graph, as by the Sweep; where accesses race, what is read is
+chance.
+
 Note [What a message has]
     The source of an op that meets peers may be written again once the op has ended on its rank,
     though a peer takes the bytes only later: what it takes is what was there when the op began.
@@ -16,23 +23,131 @@ Note [What a message has]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from interlace.ir.ops import KINDS, Call, Collective, Copy, Get, Put, Recv, Send
-from interlace.ir.sizes import Int, at_hand
+from interlace.ir.sizes import Int, Size, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType
 from interlace.ir.view import Box, View
-from interlace.verify.accesses.memory import Content
-from interlace.verify.accesses.origins import Origins, Strip, cut
-from interlace.verify.accesses.sweep import Sweep
-from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.build import GraphBuilder
-from interlace.verify.happens_before.graph import Part
-from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
+from interlace.verify.build import GraphBuilder
+from interlace.verify.graph import Part, RankPlace
 from interlace.verify.report import Finding
+from interlace.verify.source import Item, LoweredProgram, Touch
+from interlace.verify.sweep import Content, Sweep
+
+if TYPE_CHECKING:
+    from interlace.verify.explain import Explainer
+
+T = TypeVar("T")
+Strip = Sequence[tuple[Int, T | None]]
+"""Bytes in the order of a view's elements: so many of each origin; None: of one that is unknown."""
+MOST = 1 << 12
+"""A view of more separate runs of bytes is not followed."""
+
+
+class Origins(Generic[T]):
+    """The origins of all bytes; `given` is that of an input, by its content."""
+
+    def __init__(self, sweep: Sweep, given: Callable[[Content], T]) -> None:
+        self.sweep, self.given = sweep, given
+        self._labels: dict[Content, list[tuple[Int, Int, T]]] = {}
+        """The bytes from the first up to the second, of each buffer."""
+
+    def box(self, place: RankPlace, touch: Touch) -> Box:
+        """The bytes that are touched."""
+        return self.sweep.regions.at(touch.spot, place.where).exact
+
+    def read(self, place: RankPlace, touch: Touch, box: Box | None = None) -> Strip[T]:
+        """The origins of what is touched, or of a part of it."""
+        box = self.box(place, touch) if box is None else box
+        spans = _spans(box)
+        if spans is None:
+            return [(box.nbytes, None)]
+        labels = sorted(self._labels[self._content(place, touch)], key=lambda label: label[0])
+        strip: list[tuple[Int, T | None]] = []
+        for at, end in spans:
+            for start, stop, origin in labels:
+                if stop <= at or start >= end:
+                    continue
+                if start > at:
+                    strip.append((start - at, None))
+                    at = start
+                reach = end if end <= stop else stop
+                strip.append((reach - at, origin))
+                at = reach
+            if at != end:
+                strip.append((end - at, None))
+        return strip
+
+    def write(self, place: RankPlace, touch: Touch, strip: Strip[T] | None) -> None:
+        """Sets the origins of the bytes that are touched; None: bytes of unknown origin."""
+        content, box = self._content(place, touch), self.box(place, touch)
+        labels, spans, done = self._labels[content], _spans(box), 0
+        if spans is None:
+            spans, strip = [box.hull], None
+        for at, end in spans:
+            labels = [part for label in labels for part in _without(label, at, end)]
+            here = cut(strip, done, end - at) if strip and len(spans) > 1 else strip or ()
+            done += end - at
+            for length, origin in here:
+                if origin is not None:
+                    labels.append((at, at + length, origin))
+                at += length
+        self._labels[content] = labels
+
+    def _content(self, place: RankPlace, touch: Touch) -> Content:
+        life = self.sweep.life(place, touch.version)
+        content = self.sweep.content(life, place, touch)
+        if content not in self._labels:
+            given = life.version.buffer.kind == "input"
+            self._labels[content] = [(0, content.size, self.given(content))] if given else []
+        return content
+
+
+def cut(strip: Strip[T], start: Int, length: Int) -> Strip[T]:
+    """`length` bytes of a strip, from `start` on."""
+    found: list[tuple[Int, T | None]] = []
+    for size, origin in strip:
+        if length == 0:
+            break
+        if size <= start:
+            start -= size
+            continue
+        take = length if length <= size - start else size - start
+        found.append((take, origin))
+        start, length = 0, length - take
+    return found
+
+
+def _without(label: tuple[Int, Int, T], lo: Int, hi: Int) -> list[tuple[Int, Int, T]]:
+    """The parts of a label that remain where the bytes from `lo` to `hi` are overwritten."""
+    start, stop, origin = label
+    if stop <= lo or hi <= start:
+        return [label]
+    left = [(start, lo, origin)] if start < lo else []
+    return [*left, (hi, stop, origin)] if hi < stop else left
+
+
+def _spans(box: Box) -> list[tuple[Int, Int]] | None:
+    """The runs of bytes that a view is, in the order of its elements."""
+    if box.numel == 0:
+        return []
+    item = length = box.dtype.itemsize
+    dims = [(n, s * item) for n, s in zip(box.sizes, box.strides, strict=True) if n != 1]
+    while dims and dims[-1][1] == length:
+        length *= dims.pop()[0]
+    count = prod([size for size, _ in dims])
+    if isinstance(count, Size) or count > MOST:
+        return None
+    starts = [box.offset * item]
+    for size, stride in dims:
+        starts = [start + i * stride for start in starts for i in range(size)]
+    return [(start, start + length) for start in starts]
+
 
 QUANTIZES = ("float8_rows", "float8_across", "float8_pair")
 """Calls that make packed rows by the maximum that is their second argument; None: of each row."""
@@ -70,7 +185,7 @@ class ScaleBlock(NamedTuple):
     origins: list[Origin]
 
 
-def scales(builder: GraphBuilder, sweep: Sweep, explainer: Explainer) -> list[Finding]:
+def scales(builder: GraphBuilder, sweep: Sweep, explain: Callable[[], Explainer]) -> list[Finding]:
     """A finding of kind `scale` for each op that takes rows of several scales by one.
 
     Where accesses race, what a block has is chance: there is no such finding then.
@@ -83,7 +198,7 @@ def scales(builder: GraphBuilder, sweep: Sweep, explainer: Explainer) -> list[Fi
         place, item = part[0], part[1]
         of_op = found.setdefault((place.source.number, item.place), {})
         of_op.setdefault(place.rank, (part, block))
-    return [_finding(explainer, dict(sorted(by_rank.items()))) for by_rank in found.values()]
+    return [_finding(explain(), dict(sorted(by_rank.items()))) for by_rank in found.values()]
 
 
 def takes_blocks(sources: Iterable[LoweredProgram]) -> bool:
@@ -107,10 +222,17 @@ class _Walk:
             if one.recv is not None and one.send is not None
         }
         self.given: dict[Part, Strip[Origin]] = {}
-        """See Note [What a message has]. What gives no bytes may not be here."""
+        """See     origins = Origins(sweep, given)
+    origins.write(place, touch, [(64, "a"), (64, "b")])    # 64 bytes of each, in the view's order
+    origins.read(place, touch)                              # the same, of any view of the buffer
+
+Nodes are walked in an order of the graph, as by the Sweep; where accesses race, what is read is
+chance.
+
+Note [What a message has]. What gives no bytes may not be here."""
 
     def run(self) -> Iterator[tuple[Part, ScaleBlock]]:
-        """The first block of each call, run and rank that has several scales."""
+        """The first block of each call and rank that has several scales."""
         for node in self.graph.order:
             part = self.graph.part[node]
             if part is None:

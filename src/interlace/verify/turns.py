@@ -1,6 +1,17 @@
-"""Checks that the bytes of its buffers that a Program touches turn with the rank.
+"""The ranks that are visited for all of a set, by the maps of ir/symmetry.py.
 
-    turning(sources, {"tp"})     # the teams by which some buffer does not turn
+    turns = Turns.of(sources)
+    turns.first[1023], turns.folded        # (0, ("dp", "tp")): rank 0 stands for rank 1023
+    turns.carry(9)[0]                      # 9: by the map that carries 0 there
+
+Note [Two ranks stand for any number]
+    Say that ranks of T meet in collectives without a root alone, that all ranks are in T, and that
+    each instance of another team has one place in T. Map the ranks of any two places d and e of T
+    to the places 0 and 1, and those of the other places to 1 as well: each edge becomes an edge,
+    since those from one place to another come from collectives, and so exist between any two. The
+    other way round, two places with what is between them are a part of the whole. So an op of
+    place d comes before one of place e exactly if so it is in a world with two places, and
+    something waits in a circle exactly if it does there.
 
 Note [Turning views]
     Where ranks of a team stand for each other, each works in other bytes: rank 0 in `full[0]`, rank
@@ -17,13 +28,15 @@ Note [Turning views]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
+from interlace.ir.ops import Collective, MessageEnd, SignalLevel
 from interlace.ir.program import Program
 from interlace.ir.sizes import Int
-from interlace.ir.types import Buffer, Dim, Index, RankIndex
+from interlace.ir.symmetry import Actor, Map, Members, Turn, counted_from, standing, turns_of
+from interlace.ir.types import Buffer, Dim, Index, Others, RankIndex, TableEntry
 from interlace.ir.view import (
     AsStrided,
     Cast,
@@ -35,8 +48,9 @@ from interlace.ir.view import (
     Slice,
     View,
 )
-from interlace.verify.accesses.regions import Spot
-from interlace.verify.happens_before.source import LoweredProgram, Version
+from interlace.verify.regions import Spot
+from interlace.verify.report import Symmetry
+from interlace.verify.source import LoweredProgram, Version
 
 Level = tuple[str, int]
 """A team whose rank counts the chunk, and how many there are."""
@@ -254,3 +268,149 @@ def _level(index: Index, parts: int | str, program: Program) -> Level | None:
             return None
         count = len(values)
     return (index.team, count) if count == program.team(index.team).size else None
+
+
+MOST = 2048
+"""Ranks among which order is worked out, at most: each knows how far each of them has come."""
+
+
+@dataclass(slots=True, eq=False)
+class Turns:
+    """The maps, and which rank stands for each."""
+
+    folded: tuple[str, ...]
+    """The teams that are turned."""
+    few: frozenset[str]
+    """Folded teams of which two ranks stand for all: Note [Two ranks stand for any number]."""
+    first: Map
+    """Rank that stands for each rank, by rank."""
+    among: tuple[int, ...]
+    """The ranks between which order is worked out: of the teams in `few`, the first two."""
+    _turns: Sequence[Map]
+    """The turn of each folded team, on `among`."""
+    _steps: dict[int, tuple[int, Map]] = field(default_factory=dict[int, tuple[int, Map]])
+    """For each rank, one nearer to the rank that stands for both, and the map from there."""
+    _carry: dict[int, Map] = field(default_factory=dict[int, Map])
+    _back: dict[int, Map] = field(default_factory=dict[int, Map])
+
+    @classmethod
+    def of(cls, sources: Sequence[LoweredProgram]) -> Turns | None:
+        """The Turns of a set that runs together; None where nothing can be folded."""
+        actors = [Actor(s.program, s.ranks, _ends(s), {*_told_apart(s)}) for s in sources]
+        counted = {name for actor in actors for name, _ in actor.ends}
+        if any(
+            team.size > MOST for a in actors for team in a.program.teams if team.name in counted
+        ):
+            return None
+        turns, members = turns_of(actors, lambda moving: turning(sources, moving))
+        if not turns:
+            return None
+        few = frozenset(
+            name for name in turns if name not in counted and _is_level(members, name, turns)
+        )
+        among = tuple(
+            rank
+            for rank, where in sorted(members.wheres.items())
+            if all(where.members[name].index < 2 for name in few)
+        )
+        if len(among) > MOST:
+            return None
+        on_few = [_swap(members, name) if name in few else turns[name].to for name in turns]
+        first = standing([turn.to for turn in turns.values()], among)
+        found = cls(tuple(turns), few, first, among, on_few)
+        found.spread()
+        return found
+
+    def carry(self, rank: int) -> Map:
+        """A map that takes the rank which stands for this one to it, on `among`."""
+        path = [rank]
+        while path[-1] not in self._carry:
+            path.append(self._steps[path[-1]][0])
+        while len(path) > 1:
+            carried, (at, (_, step)) = self._carry[path.pop()], (path[-1], self._steps[path[-1]])
+            self._carry[at] = dict(
+                zip(carried, map(step.__getitem__, carried.values()), strict=True)
+            )
+        return self._carry[rank]
+
+    def back(self, rank: int) -> Map:
+        """The map that takes this rank to the one that stands for it, on `among`."""
+        found = self._back.get(rank)
+        if found is None:
+            carried = self.carry(rank)
+            found = self._back[rank] = dict(zip(carried.values(), carried, strict=True))
+        return found
+
+    def told(self) -> Symmetry:
+        """The symmetry as a report has it."""
+        return Symmetry(self.visited, self.folded, tuple(sorted(self.few)))
+
+    @property
+    def visited(self) -> tuple[int, ...]:
+        """The ranks that stand for others, or for themselves alone."""
+        return tuple(sorted({*self.first.values()}))
+
+    def spread(self) -> None:
+        """Finds the way to each rank of `among`."""
+        maps = [*self._turns, *({to: at for at, to in turn.items()} for turn in self._turns)]
+        for rank in self.visited:
+            self._carry[rank] = {one: one for one in self.among}
+            reached = [rank]
+            for at in reached:  # grows while it is walked
+                for step in maps:
+                    if step[at] not in self._steps and step[at] not in self._carry:
+                        self._steps[step[at]] = at, step
+                        reached.append(step[at])
+
+
+def _is_level(members: Members, team: str, turns: Mapping[str, Turn]) -> bool:
+    """Returns True if each instance of another team has one place in this one."""
+    if turns[team].moves(name for name in members.groups if name != team):
+        return False
+    if any(team not in where.members for where in members.wheres.values()):
+        return False
+    return all(
+        len({members.wheres[rank].members[team].index for rank in ranks}) == 1
+        for name, groups in members.groups.items()
+        if name != team
+        for ranks in groups
+    )
+
+
+def _swap(members: Members, team: str) -> Map:
+    """The turn of a team of which two ranks stand for all."""
+    places = {rank: where.members[team] for rank, where in members.wheres.items()}
+    return {r: m.ranks[1 - m.index] for r, m in places.items() if m.index < 2}
+
+
+def _told_apart(source: LoweredProgram) -> Iterator[str]:
+    """The teams whose ranks a Program tells apart by roots, and by entries of tables."""
+    teams = {table.name: table.team for table in source.program.tables}
+    uneven = {table.name for table in source.program.tables if len({*table.values}) > 1}
+    spots = (spot for _, spot in spots_of(source))
+    for spot in (*(version.spot for version in source.versions), *spots):
+        for entry in spot.by_rank:
+            if isinstance(entry, TableEntry) and not isinstance(entry.index, int):
+                if entry.table in uneven or entry.index.team != teams.get(entry.table):
+                    yield entry.index.team
+    for item in source.items:
+        for one in (item, *item.members):
+            if isinstance(one.op, Collective) and one.op.root is not None:
+                yield one.op.team
+                yield from counted_from(one.op.root)
+
+
+def _ends(source: LoweredProgram) -> set[tuple[str, Index | Others]]:
+    """The single ranks that a rank has to do with."""
+    found: set[tuple[str, Index | Others]] = set()
+    seen: set[int] = set()
+    for item in source.items:
+        for one in (item, *item.members):
+            found |= {(t.team, t.peer) for t in one.touches if t.team and t.peer is not None}
+            order = one.ordering
+            if id(order) not in seen:  # ops that are alike have one
+                seen.add(id(order))
+                ends: list[MessageEnd | SignalLevel] = [*order.messages]
+                ends += [level for level in (order.raises, order.expects) if level is not None]
+                found |= {(end.team, end.peer) for end in ends if end.team}
+    return found

@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 from interlace.errors import ProgramError
 from interlace.ir.types import Where
-from interlace.verify.happens_before.source import Item, LoweredProgram
+from interlace.verify.source import Item, LoweredProgram
 
 Part = tuple["RankPlace", Item]
 MAX_WORDS = 200_000_000

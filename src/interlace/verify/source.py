@@ -30,7 +30,7 @@ from interlace.ir.order import in_order
 from interlace.ir.program import Program, spots
 from interlace.ir.types import Buffer, DType, Index, Where
 from interlace.ir.view import View
-from interlace.verify.accesses.regions import Regions, Spot
+from interlace.verify.regions import Regions, Spot
 
 
 class Touch(NamedTuple):

@@ -1,4 +1,4 @@
-"""Boxes resolved once: the same box of the same geometry is one `ByteRegion`, on every rank.
+"""Boxes resolved once, and compared: the same box of the same geometry is one `ByteRegion`.
 
 A schedule names few different boxes and uses each many times (every layer, every rank, every
 step of a ring), so boxes are interned, and the results of comparisons are kept:
@@ -6,18 +6,172 @@ step of a ring), so boxes are interned, and the results of comparisons are kept:
     spot = regions.spot(view, buffer, tables)      # once per view of a Program
     region = regions.at(spot, where)               # per rank: a look-up, nearly always
     regions.overlap(region, other)                 # exact, remembered
+
+`covered` says if several boxes cover one. A box of a large matrix is thousands of byte runs, so
+runs are not counted: bytes are cut into rows, by the largest stride that occurs (or the least
+common multiple of the largest of each box), and boxes are the same in many rows. What is to be
+covered in them is the same question, with a smaller stride.
+
+    >>> halves = [Box(k * 2048, (8192, 2048), (4096, 1), DType.f32) for k in (0, 1)]
+    >>> covered(Box(0, (8192, 4096), (4096, 1), DType.f32), halves)
+    True
+
+Where the dimensions of a box run over the end of a row, or where a size is symbolic, the byte runs
+of `Box` answer instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf, lcm, prod
 
 from interlace.errors import ProgramError
-from interlace.ir.sizes import Int, Size, greatest, least, never_above
+from interlace.ir.sizes import Int, Size, greatest, least, never_above, number
 from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
-from interlace.ir.view import AsStrided, Box, Chunk, View, varying
-from interlace.verify.accesses.bytesets import covered
+from interlace.ir.view import MAX_RUNS, AsStrided, Box, Chunk, View, byte_runs, runs, varying
+
+FEW_RUNS = 1 << 12
+"""Runs of boxes that are counted one by one where no rows fit, at most."""
+Dims = tuple[tuple[int, int], ...]
+"""Steps in bytes, ascending, and how often each is taken; the first is the run of bytes."""
+FlatBox = tuple[int, Dims]
+"""The first byte of a box, and its dimensions."""
+Rows = tuple[int, int, int, Dims]
+"""Bytes that are the same in several rows: first row, row after the last, start in a row, dims."""
+
+
+def covered(
+    target: Box, parts: Sequence[Box], spend: Callable[[int], None] = lambda steps: None
+) -> bool:
+    """Returns True if every byte of `target` is in one of `parts`, and never wrongly. Passes the
+    steps that this takes to `spend`, as they are taken."""
+    spend(8 * len(parts))
+    boxes = [_dims(box) for box in (target, *parts)]
+    known = [box for box in boxes if box is not None]
+    if target.numel and len(known) == len(boxes):
+        (low, high), (whole, *_) = target.hull, known
+        near = [
+            dims
+            for dims, part in zip(known[1:], parts, strict=True)
+            if part.numel and part.hull[0] < high and low < part.hull[1]
+        ]
+        by_rows = _covered_by_rows(whole, near, spend)
+        if by_rows is not None:
+            return by_rows
+    spend(16 * sum(num_runs(box) for box in (target, *parts)))
+    return _covered_by_runs(target, parts)
+
+
+def _dims(box: Box) -> FlatBox | None:
+    """The first byte of a box and its dimensions; None where some are of named sizes."""
+    length, outer = runs(box)
+    start, dims = box.hull[0], [(1, length), *outer]
+    if isinstance(start, Size) or any(isinstance(n, Size) for dim in dims for n in dim):
+        return None
+    return number(start), tuple((number(step), number(count)) for step, count in dims)
+
+
+def _covered_by_rows(
+    target: FlatBox, parts: Sequence[FlatBox], spend: Callable[[int], None], below: float = inf
+) -> bool | None:
+    """Returns True if `parts` hold every byte of `target`; None where rows do not decide it."""
+    largest = {dims[-1][0] for _, dims in (target, *parts)}
+    for step in sorted({max(largest), lcm(*largest)}):
+        if step < below and (found := _covered_in_rows(step, target, parts, spend)) is not None:
+            return found
+    num_few = sum(prod(size for _, size in dims[1:]) for _, dims in (target, *parts))
+    if num_few > FEW_RUNS:
+        return None
+    spend(4 * num_few)
+    return _filled(_expanded(*target), sorted(run for part in parts for run in _expanded(*part)))
+
+
+def _expanded(start: int, dims: Dims) -> list[tuple[int, int]]:
+    """The runs of bytes of a box."""
+    starts = [start]
+    for step, size in dims[:0:-1]:
+        starts = [one + i * step for one in starts for i in range(size)]
+    return [(one, one + dims[0][1]) for one in sorted(starts)]
+
+
+def _covered_in_rows(
+    step: int, target: FlatBox, parts: Sequence[FlatBox], spend: Callable[[int], None]
+) -> bool | None:
+    wanted = _rows(*target, step)
+    if wanted is None:
+        return None
+    pieces = [_rows(*part, step) for part in parts]
+    there = sorted(rows for piece in pieces for rows in piece or ())
+    spend(4 * (len(pieces) + len(there)))
+    for first, last, start, dims in wanted:
+        borders = {row for one in there for row in one[:2] if first < row < last}
+        active: list[Rows] = []
+        at = 0
+        for low in sorted({first, *borders}):
+            while at < len(there) and there[at][0] <= low:
+                active.append(there[at])
+                at += 1
+            active = [one for one in active if one[1] > low]
+            spend(4 * (1 + len(active)))
+            if any(one[2:] == (start, dims) for one in active):
+                continue
+            inside = [one[2:] for one in active]
+            done = step > 1 and _covered_by_rows((start, dims), inside, spend, step)
+            if not done:
+                return None if done is None or None in pieces else False
+    return True
+
+
+def _rows(start: int, dims: Dims, step: int) -> list[Rows] | None:
+    """A box as bytes of rows that begin at the multiples of `step`; None where its dimensions run
+    over the end of a row."""
+    row, at = divmod(start, step)
+    if len(dims) == 1 and at + dims[0][1] > step:  # a run: up to the next row, rows, and the rest
+        end_row, end = divmod(start + dims[0][1], step)
+        full = row + (at > 0)
+        head = [(row, full, at, ((1, step - at),))] if at else []
+        rows = [(full, end_row, 0, ((1, step),))] if full < end_row else []
+        return [*head, *rows, *([(end_row, end_row + 1, 0, ((1, end),))] if end else [])]
+    inner, count = list[tuple[int, int]](), 1
+    for by, size in dims:
+        if by > 1 and step % by == by * size % step == 0:  # as many in each of some rows
+            inner += [(by, step // by)] if by < step else []
+            count += by * size // step - 1
+        else:
+            inner.append((by, size))
+    if at + 1 + sum(by * (size - 1) for by, size in inner) > step:
+        return None
+    return [(row, row + count, at, tuple(inner))]
+
+
+def num_runs(box: Box) -> int:
+    """The number of byte runs of a box; 1 where there are too many to count one by one."""
+    count = prod([size for _, size in runs(box)[1]])
+    return 1 if isinstance(count, Size) or count > MAX_RUNS else count
+
+
+def _covered_by_runs(target: Box, parts: Sequence[Box]) -> bool:
+    wanted = byte_runs(target)
+    if wanted is None:
+        if any(part == target for part in parts):
+            return True
+        wanted = (target.hull,)  # which has the gaps between its runs as well
+    return _filled(wanted, sorted(run for part in parts for run in byte_runs(part) or ()))
+
+
+def _filled(wanted: Iterable[tuple[Int, Int]], there: Sequence[tuple[Int, Int]]) -> bool:
+    """Returns True if runs that ascend hold all of others that do."""
+    reached = at = 0
+    for start, stop in wanted:
+        reached = max(reached, start)
+        while reached < stop and at < len(there) and there[at][0] <= reached:
+            reached = max(reached, there[at][1])
+            at += 1
+        if reached < stop:
+            return False
+    return True
+
 
 MAX_STEPS = 1 << 25
 """Steps that one check compares accesses in, at most: half a minute of a slow core. Two hulls are

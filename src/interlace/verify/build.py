@@ -31,16 +31,16 @@ from interlace.ir.order import (
     Slot,
     TeamKey,
 )
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.graph import PER_OP, HappensBefore, IssuedOp, RankPlace
-from interlace.verify.happens_before.source import Item, LoweredProgram
+from interlace.verify.graph import PER_OP, HappensBefore, IssuedOp, RankPlace
+from interlace.verify.regions import Regions
+from interlace.verify.source import Item, LoweredProgram
 
 Members = Mapping[int, IssuedOp]
 """Ops that meet, by rank."""
 
 
 class GraphBuilder:
-    """The graph while it grows, run by run, and what the matching checks need to know about it."""
+    """The graph while it grows, rank by rank, and what the matching checks need to know."""
 
     def __init__(self, sources: Sequence[LoweredProgram], regions: Regions) -> None:
         self.regions = regions
