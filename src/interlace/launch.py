@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import interlace
 from interlace import errors
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, PeerError, TeamError
+from interlace.torch_private import abort_process_group
 
 if TYPE_CHECKING:
     import torch
@@ -313,6 +314,6 @@ def _leave(failed: bool) -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             if failed:
-                dist.distributed_c10d._abort_process_group()
+                abort_process_group()
             else:
                 dist.destroy_process_group()

@@ -56,10 +56,9 @@ TIMEOUT_S = 30.0
 
 def assert_no_multicast(device: torch.device) -> None:
     """Raises BackendError unless torch's symmetric memory leaves multicast alone."""
-    from torch._C._autograd import DeviceType
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from interlace.torch_private.distributed import DeviceType, SymmetricMemory
 
-    if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0):
+    if SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0):
         raise BackendError(
             "torch's symmetric memory would use NVLink multicast, which this benchmark must not: "
             "set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before python starts"
@@ -97,13 +96,13 @@ class BenchMemory:
         self._stream = torch.cuda.current_stream().cuda_stream if ranks.cuda else 0
 
     def _on_gpus(self, ranks: Ranks) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from interlace.torch_private.distributed import SymmetricMemory
 
         assert_no_multicast(ranks.device)
         name = enable_symmetric_memory(ranks.group)
         shape = (self.nbytes,), (1,), torch.uint8, ranks.device, name
-        buffer: torch.Tensor = _SymmetricMemory.empty_strided_p2p(*shape)
-        handle: Any = _SymmetricMemory.rendezvous(buffer)
+        buffer: torch.Tensor = SymmetricMemory.empty_strided_p2p(*shape)
+        handle: Any = SymmetricMemory.rendezvous(buffer)
         self._held = buffer, handle
         self.theirs = [
             buffer if rank == ranks.me else handle.get_buffer(rank, (self.nbytes,), torch.uint8)

@@ -35,6 +35,7 @@ import torch
 from interlace.comm.resets import reset_teams
 from interlace.errors import ExecutorError, InterlaceError
 from interlace.launch import Tell
+from interlace.torch_private import cuda_sleep
 from interlace_bench.ranks import Ranks
 
 Run = Callable[..., Any]
@@ -306,7 +307,7 @@ def burst(
     sets = [inputs[(first + 1 + i) % len(inputs)] for i in range(launches)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if ranks.cuda else []
     if ranks.cuda:
-        torch.cuda._sleep(lead)
+        cuda_sleep(lead)
     begun = time.perf_counter()
     if marks:
         marks[0].record()

@@ -30,6 +30,7 @@ from interlace.comm import Board
 from interlace.comm.teams import host
 from interlace.errors import BackendError, TeamError
 from interlace.launch import Report, Tell, joined, launch
+from interlace.torch_private import default_store
 from interlace_bench.rows import append
 
 if TYPE_CHECKING:
@@ -221,6 +222,6 @@ def here(device: torch.device) -> Ranks:
 
 def _board(members: Sequence[int], me: int) -> Board:
     """Where these ranks meet; each of them makes one."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     generation = Board(store, (), me, "interlace/bench").count(f"joined/{me}")
     return Board(store, members, me, f"interlace/bench/{generation}/{members[0]}")

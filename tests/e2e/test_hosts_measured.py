@@ -11,6 +11,7 @@ import torch
 from tests.support.hosts import Hosts, HostsPool, NoHosts
 
 from interlace.cost import Machine, default_machine
+from interlace.ir.ops import KINDS
 from interlace_bench import links
 from interlace_bench.interconnect import calibrate_work
 from interlace_bench.ranks import here
@@ -39,9 +40,7 @@ def measured(
     path = f"{folder}/{ranks.me}.json"
     sizes = InterconnectSettings(most=str(most))
     settings = CalibrationSettings(links=sizes, file=path, dtypes=("f32",))
-    with mock.patch.dict(links.ARGUMENTS):
-        for kind in links.ARGUMENTS.keys() - {*kinds}:
-            del links.ARGUMENTS[kind]
+    with mock.patch.object(links, "KINDS", kinds):
         report = calibrate_work(settings, ranks, lambda event: None)
     return ranks.hosts, path if report else ""
 
@@ -50,7 +49,7 @@ def measured(
     ("world", "most", "kinds"),
     [
         (3, 1 << 10, ("all_gather",)),
-        pytest.param(4, 1 << 16, (*links.ARGUMENTS,), marks=pytest.mark.slow),
+        pytest.param(4, 1 << 16, (*KINDS,), marks=pytest.mark.slow),
     ],
     ids=["2-and-1", "2-and-2"],
 )

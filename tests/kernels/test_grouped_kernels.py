@@ -193,7 +193,7 @@ def test_a_bias_is_read_row_by_row_however_it_lies(monkeypatch: pytest.MonkeyPat
     """Its kernel counts elements from the first; a transposed Parameter has others there."""
     given: list[Any] = []
     monkeypatch.setattr(launch, "finish_rows", lambda y, bias, ends: given.append(bias))
-    monkeypatch.setattr(torch, "_grouped_mm", lambda x, weight, offs: x @ weight[0])
+    monkeypatch.setattr(grouped, "grouped_mm", lambda x, weight, offs: x @ weight[0])
     ends = torch.tensor([2, 3], dtype=torch.int32)
     groups = grouped.Groups(2, 3, None, ends, False)
     bias = torch.arange(8.0).view(4, 2).t()

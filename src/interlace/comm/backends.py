@@ -36,6 +36,7 @@ from interlace.comm.rendezvous.liveness import END_S, can_open, silent_store
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
 from interlace.options import BACKENDS, LONGEST_S
+from interlace.torch_private import backend_of, backends_of, default_group
 
 if TYPE_CHECKING:
     from interlace.comm.teams import TeamComm
@@ -77,14 +78,14 @@ def limit_s(asked: float | None, groups: Iterable[dist.ProcessGroup] = ()) -> fl
         return asked
     found = [_own_limit_s(group) for group in groups]
     if not found and dist.is_available() and dist.is_initialized():
-        found = [_own_limit_s(c10d._get_default_group())]
+        found = [_own_limit_s(default_group())]
     return max(found, default=c10d.default_pg_timeout.total_seconds())
 
 
 def _own_limit_s(group: dist.ProcessGroup) -> float:
     limits: list[float] = []
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
+    for backend in backends_of(group):
+        options = getattr(backend, "options", None)
         limit = getattr(options, "_timeout", c10d.default_pg_timeout)
         limits.append(min(limit.total_seconds(), LONGEST_S))
     return max(limits, default=c10d.default_pg_timeout.total_seconds())
@@ -215,7 +216,7 @@ class Connections:
         if group is None:
             raise TeamError(f"the process group of team {self._team.name} was destroyed")
         try:
-            return group._get_backend(torch.device(device))
+            return backend_of(group, torch.device(device))
         except RuntimeError:
             return None
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.backends import apart, limit_s
 from interlace.comm.rendezvous.board import Board
 from interlace.comm.rendezvous.liveness import moment
 from interlace.comm.teams import ResetCount, TeamComm, count_key, counts, live_teams
+from interlace.torch_private import default_store, process_groups
 
 
 def reset_teams(timeout_s: float | None = None) -> None:
@@ -36,7 +36,7 @@ def reset_teams(timeout_s: float | None = None) -> None:
     if early:
         # Of no others: the reset of a team that is set up is collective, and may be tried again.
         told = {count_key(g): count.number for g, count in zip(early, begun, strict=True)}
-        store = apart(c10d._get_default_store(), limit)
+        store = apart(default_store(), limit)
         board = Board(store, (), dist.get_rank(), limit_s=limit)
         heard = [count.heard for count in counts.values()]
         heard += [team.control.resetting() for team in set_up]
@@ -65,7 +65,7 @@ def _groups() -> list[dist.ProcessGroup]:
     """The process groups of several ranks, of which this is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    return [group for group in c10d._world.pg_map if group.size() > 1]
+    return [group for group in process_groups() if group.size() > 1]
 
 
 def reset_in_turn(teams: Sequence[TeamComm], timeout_s: float, renew: bool = True) -> None:

@@ -43,7 +43,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.backends import Connections, apart
 from interlace.comm.between_hosts import STORE_S as SHORT_S
@@ -54,6 +53,7 @@ from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import LOOK_EVERY_S, STORE_S, Board, Note, Party, meet, named
 from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, precedes
 from interlace.errors import BackendError, InterlaceError, TeamError
+from interlace.torch_private import default_store, process_groups
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
@@ -97,7 +97,7 @@ class TeamComm:
         check_alive(group, name)
         self._group = weakref.ref(group)
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
-        store = apart(c10d._get_default_store(), limit_s)
+        store = apart(default_store(), limit_s)
         self.ranks = tuple(ranks)
         if rank not in self.ranks:
             raise TeamError(f"rank {rank} is not in the process group of team {name!r}")
@@ -132,7 +132,7 @@ class TeamComm:
     @property
     def is_gone(self) -> bool:
         """True if its process group was destroyed."""
-        return self._group() not in c10d._world.pg_map
+        return self._group() not in process_groups()
 
     def check_alive(self) -> None:
         check_alive(self._group(), self.name)
@@ -211,7 +211,7 @@ class TeamComm:
             lives = [PeerProcess.of(*facts[rank]["process"]) for rank in self.ranks]
         if self.apart:
             self.backend("gloo", "cpu", timeout_s)
-            store = apart(c10d._get_default_store(), timeout_s)
+            store = apart(default_store(), timeout_s)
             board = Board(store, self.ranks, self.rank, limit_s=SHORT_S)
             board.lives.update(zip(self.ranks, lives, strict=True))
             own = weakref.proxy(self)
@@ -431,7 +431,7 @@ _parents: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 def _forked() -> None:
     _teams_lock._at_fork_reinit()  # pyright: ignore  # another thread may have held it
-    _parents.update(c10d._world.pg_map)
+    _parents.update(process_groups())
     for team in _teams.values():
         team.leave_to_parent()
 
@@ -447,7 +447,7 @@ def count_key(group: dist.ProcessGroup) -> str:
 def check_process(group: weakref.ref[dist.ProcessGroup] | None = None) -> None:
     """Raises `TeamError` in a process that was forked from the one that made this group, or those
     that live: Note [Forked processes]."""
-    groups = [*c10d._world.pg_map] if group is None else [group()]
+    groups = [*process_groups()] if group is None else [group()]
     if any(each in _parents for each in groups if each is not None):
         raise TeamError(
             f"process {os.getpid()} was forked from a rank, and has its process groups: what it "
@@ -471,7 +471,7 @@ def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> Te
 
 def check_alive(group: dist.ProcessGroup | None, name: str) -> None:
     """Raises `TeamError` for a process group that torch.distributed does not have (any more)."""
-    if group not in c10d._world.pg_map:
+    if group not in process_groups():
         raise TeamError(
             f"the process group of team {name!r} was destroyed, or torch.distributed never had it. "
             "Nothing can run on it any more, nor can a backward whose forward did. Fix: make a "

@@ -34,6 +34,7 @@ from interlace.frontend import Bound, backend, capture
 from interlace.frontend.explain import report
 from interlace.frontend.schedules import export
 from interlace.launch import Tell
+from interlace.torch_private import default_store
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 ENOUGH = 2_000_000
@@ -168,7 +169,9 @@ def overlap_of(graphs: Iterable[Bound]) -> dict[str, float]:
 
 def registered() -> Any:
     """The backend by name, as users give it; the function itself where nothing is installed."""
-    names = torch._dynamo.list_backends(exclude_tags=None)
+    from interlace.torch_private.dynamo import list_backends
+
+    names = list_backends(exclude_tags=None)
     return "interlace" if "interlace" in names else backend
 
 
@@ -187,7 +190,7 @@ def work(plan: TrainingPlan, out: Path, tell: Tell, device: torch.device) -> dic
     rank, world = dist.get_rank(), dist.get_world_size()
     plan.model.check(world)
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
-    text, store = read_text(), dist.distributed_c10d._get_default_store()
+    text, store = read_text(), default_store()
     ways: dict[str, Trained] = {}
     for way in plan.ways(world):
         kept = out if rank == 0 and way == "overlapped" else None

@@ -31,6 +31,7 @@ from interlace.float8.quantization import (
     turn_into,
 )
 from interlace.float8.recipe import Recipe
+from interlace.torch_private import len_torch_dispatch_stack
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -49,7 +50,7 @@ def run(name: str, *args: Any) -> Any:
 
 def unseen(x: Tensor) -> bool:
     """Returns true where nothing looks on: torch.compile, a mode, or a tensor's own class."""
-    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    seen = torch.compiler.is_compiling() or len_torch_dispatch_stack()
     return not seen and type(x) in _PLAIN
 
 

@@ -18,6 +18,7 @@ from interlace.errors import InputError
 from interlace.float8.data import ALIGNMENT, TAIL, Float8Data, numbers, padded, scales, width
 from interlace.float8.quantization import turn_into
 from interlace.float8.recipe import E5M2
+from interlace.torch_private import scaled_mm
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -99,7 +100,7 @@ def multiply_into(
         right, scale_b = numbers(b).t(), _first_scale(b)
         parts = zip(a.chunk(blocks), out.chunk(blocks), strict=True) if blocks > 1 else ((a, out),)
         for rows, into in parts:
-            torch._scaled_mm(
+            scaled_mm(
                 numbers(rows), right, scale_a=_first_scale(rows), scale_b=scale_b, bias=within,
                 out_dtype=out.dtype, use_fast_accum=fast_accum, out=into,
             )  # fmt: skip
@@ -117,10 +118,10 @@ def _multiply_by_row(
     facts: dict[str, Any] = {"use_fast_accum": fast_accum}
     if out.dtype == torch.bfloat16 and bias is None:
         facts |= {"scale_a": scale_a, "scale_b": scale_b, "out": out}
-        torch._scaled_mm(left, right, out_dtype=out.dtype, **facts)
+        scaled_mm(left, right, out_dtype=out.dtype, **facts)
         return
     one = torch.ones(1, 1, dtype=torch.float32, device=a.device)
-    made = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32, **facts)
+    made = scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32, **facts)
     made.mul_(scale_a).mul_(scale_b)
     out.copy_(made if bias is None else made.add_(bias))
 

@@ -21,15 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import innermost_backend
-from torch._dynamo.exc import ShortenTraceback
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._functorch import config as functorch_config
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import CalibrationError, InterlaceError, OptionError
@@ -51,6 +43,15 @@ from interlace.frontend.partition import Partition
 from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
+from interlace.torch_private import FakeTensorMode, TracingContext, tracing
+from interlace.torch_private.dynamo import (
+    InstructionTranslator,
+    ShortenTraceback,
+    aot_autograd,
+    assume_constant_result,
+    functorch_config,
+    innermost_backend,
+)
 
 log = logging.getLogger(__name__)
 """Off by default: `TORCH_LOGS=interlace.frontend`, or `logging` itself, shows what is compiled."""
@@ -258,7 +259,7 @@ backend = Backend()
 """Backend of `torch.compile(backend="interlace")`; see Note [Backward is compiled with forward]."""
 
 
-@torch._dynamo.assume_constant_result
+@assume_constant_result
 def compiles_here() -> bool:
     """Returns True if TorchDynamo, which traces the caller, compiles for this backend."""
     asked: Any = InstructionTranslator.current_tx().output.compiler_fn

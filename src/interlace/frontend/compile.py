@@ -19,10 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from interlace.cost import Machine
 from interlace.errors import ExecutorError, OptionError
@@ -41,6 +38,8 @@ from interlace.frontend.importing.nodes import unwrapped
 from interlace.frontend.importing.types import device_of
 from interlace.ir import Program
 from interlace.options import Options
+from interlace.torch_private import pytree
+from interlace.torch_private.dynamo import OptimizedModule, aot_module_simplified
 
 _TENSOR = object()
 """Where a tensor stands among outputs."""
@@ -156,7 +155,7 @@ class Compiled(AsModule):
             name_of(fn), options.cache_size, lambda entry: entry.compilation.close()
         )
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Returns the module's result for these arguments."""
         call = self._keys.of(args, kwargs)
         entry = self._entries.get(call.key) or self._add(call, args, kwargs)

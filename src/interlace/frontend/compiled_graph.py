@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.debugging import boxed_nop
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.cost import Machine
@@ -44,6 +43,8 @@ from interlace.frontend.teams import Teams
 from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
+from interlace.torch_private import DisableAutocast, is_any_autocast_enabled
+from interlace.torch_private.dynamo import boxed_nop
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +144,8 @@ class CompiledGraph:
         Note [Autocast is in the graph]: the casts of the code that was traced are operators of the
         graph. Under a caller's autocast, as of a backward pass in one, they would be cast again.
         """
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():
+        if is_any_autocast_enabled():
+            with DisableAutocast():
                 return self(args)
         if self._run is not None and self.listener is None:
             return self._run(args)
@@ -190,7 +191,7 @@ class CompiledGraph:
             inference = self.kind == "inference"
             self._run, self._unscheduled = compile_symbolic(self._gm, inference), INDUCTOR
         if self._traced is not None and self._shelf.get(self._traced) is None:
-            with torch._C._DisableAutocast():  # Note [Autocast is in the graph]
+            with DisableAutocast():  # Note [Autocast is in the graph]
                 self._bind(self._traced, self._imported())
 
     @property

@@ -25,14 +25,18 @@ from types import FrameType
 from typing import Any
 
 from torch import fx, nn
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import innermost_backend
-from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
-from torch._dynamo.source import TensorProperty, TensorPropertySource
-from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
 from interlace.frontend.importing.nodes import is_state
+from interlace.torch_private import TracingContext
+from interlace.torch_private.dynamo import (
+    DeletedGuardManagerWrapper,
+    GuardBuilder,
+    TensorProperty,
+    TensorPropertySource,
+    callback_handler,
+    innermost_backend,
+)
 
 _HOLDERS = {"torch._dynamo.eval_frame": "fn", "torch.nn.modules.module": "self"}
 """torch's own short frames around a call of a function or a module, and what they call it."""

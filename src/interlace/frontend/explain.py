@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 
 from interlace.cost import Timeline, simulate
 from interlace.cost.choose import Estimate
@@ -43,6 +42,7 @@ from interlace.ir import Program, Site
 from interlace.ir.program import communication_in_words
 from interlace.passes import lower
 from interlace.passes.strategies.choose import candidates
+from interlace.torch_private.dynamo import OptimizedModule, innermost_fn
 from interlace.trace import Run
 from interlace.trace.figures import site_figures
 

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
@@ -33,6 +31,8 @@ from interlace.frontend.importing.nodes import aliases, group_of, location
 from interlace.frontend.importing.types import dtype_of
 from interlace.frontend.teams import consent_of_ranks
 from interlace.ir.operators import matmul_of
+from interlace.torch_private import pytree
+from interlace.torch_private.dynamo import min_cut_rematerialization_partition
 
 GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
 MOVEMENT = {

@@ -33,6 +33,7 @@ from interlace.comm.teams import group_of_mesh
 from interlace.errors import AgreementError, TeamError
 from interlace.ir import Team, Where
 from interlace.runtime.prepare.agreement import gather
+from interlace.torch_private import resolve_process_group
 
 Groups = tuple[tuple[int, ...], ...]
 Wish = tuple[ProcessGroup | str, bool]
@@ -243,7 +244,7 @@ def consent_of_ranks(
 
 def _process_group(name: str) -> ProcessGroup:
     try:
-        return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+        return resolve_process_group(name)
     except RuntimeError as error:
         raise TeamError(
             f"there is no process group {name!r} ({error}): it was destroyed, or the graph was "

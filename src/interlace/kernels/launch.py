@@ -22,6 +22,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as compile_source
 
 from interlace.errors import BackendError
+from interlace.torch_private import cuda_device, cuda_raw_stream
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -46,14 +47,14 @@ RECENT = 64
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a tensor's device the current one, if it is not."""
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+    if device.type != "cuda" or device.index == cuda_device():
         return nullcontext()
     return torch.cuda.device(device)
 
 
 def stream_of(device: torch.device) -> int:
     """The handle of a tensor's device's current stream."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return cuda_raw_stream(device.index)
 
 
 def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = False) -> str:

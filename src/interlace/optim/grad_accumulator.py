@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from interlace.errors import GradientError
 from interlace.optim.adam.state import local
+from interlace.torch_private import cuda_raw_stream, current_graph_task_id, will_engine_execute_node
 
 SUMS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that a gradient may be summed in."""
@@ -144,10 +145,10 @@ class GradAccumulator:
 
     def _accumulates(self) -> bool:
         """True if the backward under way sums this gradient, as `backward()` does."""
-        if torch._C._current_graph_task_id() < 0:
+        if current_graph_task_id() < 0:
             return True
         try:
-            return torch._C._will_engine_execute_node(self._node)
+            return will_engine_execute_node(self._node)
         except RuntimeError:  # for a leaf that `torch.autograd.grad` wants
             return False
 
@@ -171,7 +172,7 @@ class GradAccumulator:
 
     def _become_writer(self, device: int, *, waits: bool) -> None:
         """Notes the current stream as the writer; it waits for the one before, if that differs."""
-        handle = torch._C._cuda_getCurrentRawStream(device)
+        handle = cuda_raw_stream(device)
         if handle == self._handle:
             return
         stream = torch.cuda.current_stream(device)

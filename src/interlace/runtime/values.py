@@ -23,6 +23,7 @@ from interlace.comm import Registered, Slot, Use
 from interlace.errors import ExecutorError, ProgramError
 from interlace.ir.sizes import Int, greatest, numbers
 from interlace.runtime.run_sizes import RunSizes
+from interlace.torch_private import cuda_device, quick_empty_strided
 
 DTYPES: Mapping[ir.DType, torch.dtype] = {
     ir.DType.f64: torch.float64,
@@ -89,12 +90,12 @@ def maker(box: ir.Box, device: torch.device) -> Callable[[], torch.Tensor]:
     the time of torch's public function; it uses the current device, if that is a GPU."""
     sizes, strides, dtype = numbers(box.sizes), numbers(box.strides), DTYPES[box.dtype]
     slow = functools.partial(torch.empty_strided, sizes, strides, dtype=dtype, device=device)
-    quick: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # pyright: ignore
+    quick = quick_empty_strided(device.type)
     if quick is None or device.type not in ("cpu", "cuda"):
         return slow
     if device.type == "cpu":
         return functools.partial(quick, sizes, strides, dtype)
-    current: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
+    current: Callable[[], int] = cuda_device
     index = device.index or 0
     return lambda: quick(sizes, strides, dtype) if current() == index else slow()
 

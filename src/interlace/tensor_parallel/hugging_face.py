@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from interlace.errors import InputError, UnsupportedError
 from interlace.float8 import Recipe
@@ -31,6 +30,7 @@ from interlace.tensor_parallel.styles import (
     distribute,
     summed_gradient,
 )
+from interlace.torch_private.distributed import StridedShard
 
 LEFT_WHOLE = ("replicate", "keep_full_weight")
 """Words of a plan for what all ranks have."""
@@ -200,8 +200,8 @@ class Local(Checked):
 def _experts(module: nn.Module, name: str, words: Mapping[str, str], mesh: DeviceMesh) -> Local:
     """Cuts experts' Parameters: [experts, out, in], or [experts, in, out] (Llama 4's)."""
     allowed = {
-        "packed_colwise": _StridedShard(1, split_factor=2),
-        "packed_rowwise": _StridedShard(2, split_factor=2),
+        "packed_colwise": StridedShard(1, split_factor=2),
+        "packed_rowwise": StridedShard(2, split_factor=2),
         "colwise": Shard(1),
         "rowwise": Shard(2),
     }
@@ -214,7 +214,7 @@ def _experts(module: nn.Module, name: str, words: Mapping[str, str], mesh: Devic
                 f"of experts are taken that have 3 dimensions and are {', '.join(allowed)}"
             )
         placements[key] = placement = allowed[word]
-        parts = mesh.size() * (2 if isinstance(placement, _StridedShard) else 1)
+        parts = mesh.size() * (2 if isinstance(placement, StridedShard) else 1)
         if param.shape[placement.dim] % parts:
             raise InputError(
                 f"{name}.{key} has size {param.shape[placement.dim]} in dimension {placement.dim}: "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from interlace.errors import SoundnessError
 from interlace.ir.ops import Op
@@ -67,7 +68,7 @@ class OpRef:
     at: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
     """The index of the Program in the set, and of the op in the Program."""
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The op as plain data."""
         plain = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
         plain["bytes"] = None if self.bytes is None else list(self.bytes)
@@ -138,7 +139,7 @@ class Finding:
         """The edits that `fix` describes, for `fixes.apply`; none where it is advice."""
         return () if self.proved is None else self.proved()[1]
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The finding as plain data."""
         return {
             "kind": self.kind,
@@ -172,7 +173,7 @@ class Symmetry:
     few: tuple[str, ...] = ()
     """Folded teams for which order was worked out between two ranks, and not between all."""
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The symmetry as plain data."""
         return {each.name: list(getattr(self, each.name)) for each in fields(self)}
 
@@ -221,7 +222,7 @@ class Report:
         if not self.sound:
             raise SoundnessError(str(self), self.errors)
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The report as plain data; `schema` is its version."""
         return {
             "schema": SCHEMA,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.optim import AdamW
+from interlace.torch_private import foreach_copy_
 from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase, needed
 from interlace_bench.race import Opened, Variant
 from interlace_bench.sites import DTYPES
@@ -167,9 +168,9 @@ class Masters:
     def step(self) -> None:
         """A step of the masters, from and to the parameters."""
         wide: list[Tensor] = [m.grad for m in self.masters if m.grad is not None]
-        torch._foreach_copy_(wide, [p.grad for p in self._params if p.grad is not None])
+        foreach_copy_(wide, [p.grad for p in self._params if p.grad is not None])
         self._optimizer.step()
-        torch._foreach_copy_([*self._params], [*self.masters])
+        foreach_copy_([*self._params], [*self.masters])
 
 
 def _torchao(device: torch.device, params: list[nn.Parameter]) -> Any:

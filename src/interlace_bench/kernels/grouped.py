@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from interlace.nn import GroupedLinear
 from interlace.optim import GradAccumulator
+from interlace.torch_private import grouped_mm
 from interlace_bench.kernels.case import (
     BOTH,
     OURS,
@@ -132,4 +133,4 @@ def torch_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:
         main.add_(param.grad)
         param.grad = None
 
-    return lambda x: torch._grouped_mm(x, param.transpose(1, 2), offs=ends), add
+    return lambda x: grouped_mm(x, param.transpose(1, 2), offs=ends), add

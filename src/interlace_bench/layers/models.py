@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
@@ -34,6 +33,7 @@ from interlace.errors import OptionError
 from interlace.float8 import Recipe
 from interlace.float8.data import ALIGNMENT
 from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
+from interlace.torch_private.inductor import CustomGraphPass
 
 
 @dataclass(frozen=True, slots=True)

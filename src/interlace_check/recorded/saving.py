@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.errors import InterlaceError
+from interlace.torch_private import flight_records, process_groups
 
 Plain = dict[str, Any]
 NUM_FRAMES = 64
@@ -56,10 +57,9 @@ def save_recording(folder: str | os.PathLike[str]) -> Path:
 def _groups() -> Plain:
     """The process groups of this rank, as a dump lists them."""
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
 
     found: Plain = {}
-    for group in c10d._world.pg_map:
+    for group in process_groups():
         ranks = sorted(dist.get_process_group_ranks(group))
         name = group.group_name
         found[name] = {"name": name, "desc": group.group_desc, "ranks": str(ranks)}
@@ -69,13 +69,10 @@ def _groups() -> Plain:
 def _entries(config: Plain) -> list[Plain]:
     """Records of gloo and NCCL, in order of time; each library counts calls of a group for itself,
     so where both serve one group, gloo's part is a group of its own."""
-    import torch._C._distributed_c10d as bound
-
-    by_library: list[list[Plain]] = []
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(bound, name, None)
-        by_library.append(json.loads(dump()).get("entries", []) if dump is not None else [])
-    nccl, gloo = by_library
+    records = flight_records()
+    nccl, gloo = (
+        json.loads(records.get(library, "{}")).get("entries", []) for library in ("nccl", "gloo")
+    )
     if not nccl or not gloo:
         return nccl or gloo
     for entry in gloo:

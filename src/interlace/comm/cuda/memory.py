@@ -24,6 +24,7 @@ from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import Board
 from interlace.errors import InterlaceError, PeerError
 from interlace.ir import Buffer
+from interlace.torch_private import storage_at
 
 GRAIN, ALIGN = 2 << 20, 512
 """Bytes at whose multiples allocations and slots end."""
@@ -92,7 +93,7 @@ def own_memory(driver: Driver, me: int, size: int, nbytes: int, timeout_s: float
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Bytes of device memory as a tensor that does not own them."""
-    make = torch._C._construct_storage_from_data_pointer  # pyright: ignore
+    make = storage_at
     storage = make(address, device, nbytes)
     empty = torch.empty(0, dtype=torch.uint8, device=device)
     return empty.set_(storage, 0, (nbytes,), (1,))

@@ -23,12 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import (
-    _torchelastic_use_agent_store,  # pyright: ignore  # which no public name tells
-)
 
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import SharedMemoryError
+from interlace.torch_private import backend_of, default_group, uses_agents_store
 
 PROBE_EVERY_S = 0.05
 END_S = 0.5
@@ -140,8 +138,8 @@ def default_gloo() -> Any:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     try:
-        group = dist.distributed_c10d._get_default_group()
-        backend: Any = group._get_backend(torch.device("cpu"))
+        group = default_group()
+        backend: Any = backend_of(group, torch.device("cpu"))
     except RuntimeError:
         return None
     return backend if backend.name() == "gloo" else None
@@ -227,7 +225,7 @@ class PeerProcess:
 
 def is_agents() -> bool:
     """True if torchrun's agent holds the store, as it tells its ranks."""
-    return _torchelastic_use_agent_store()
+    return uses_agents_store()
 
 
 def store_holder(rank: int, lives: Mapping[int, PeerProcess]) -> str:

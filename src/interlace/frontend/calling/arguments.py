@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from interlace.ir import Program
 from interlace.runtime.values import resolved
+from interlace.torch_private.distributed import AsyncCollectiveTensor, functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Imported:
     def settled(self, given: list[Any]) -> list[Any]:
         """The Program's inputs, from those among the graph's arguments."""
         for index in self.awaited:
-            torch.ops._c10d_functional.wait_tensor.default(given[index])
+            functional.wait_tensor.default(given[index])
         given += self.constants
         for index in self.lazy:
             given[index] = resolved(given[index])

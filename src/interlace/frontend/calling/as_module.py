@@ -68,13 +68,13 @@ class AsModule(nn.Module):
     def __bool__(self) -> bool:  # else asked of __len__, which few modules have
         return bool(self.fn)
 
-    def forward(self, *args: object, **kwargs: object) -> object:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The compiled call."""
         return self(*args, **kwargs)
 
 
 def _of_model(name: str) -> Callable[..., object]:
-    def method(self: AsModule, *args: object, **kwargs: object) -> object:
+    def method(self: AsModule, *args: object, **kwargs: object) -> Any:
         found = getattr(self.fn, name)(*args, **kwargs)
         return self if found is self.fn else found
 

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from interlace.frontend.calling.arguments import strides_of
+from interlace.torch_private import is_any_autocast_enabled, is_traceable_wrapper_subclass, pytree
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _VALUES = {int, float, bool, str, type(None)}
@@ -239,7 +238,7 @@ def _sharing(tensors: Sequence[torch.Tensor]) -> Hashable:
 
 def _autocast() -> tuple[Hashable, ...]:
     """Device types for which autocast is on, each with its dtype."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return ()
     types = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
     return tuple((name, torch.get_autocast_dtype(name)) for name in types)

@@ -21,10 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.runtime import Executor
+from interlace.torch_private import (
+    DisableAutocast,
+    is_any_autocast_enabled,
+    is_traceable_wrapper_subclass,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,8 @@ class Direct:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> object:
         """Returns the function's result for these tensors."""
         # An argument may want a gradient that no output has; and Note [Autocast is in the graph].
-        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
-            with torch.no_grad(), torch._C._DisableAutocast():
+        if torch.is_grad_enabled() or is_any_autocast_enabled():
+            with torch.no_grad(), DisableAutocast():
                 return self(tensors)
         if self.written:
             increment_version([tensors[i] for i in self.written])

@@ -17,11 +17,9 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from interlace.errors import UnsupportedError
+from interlace.torch_private import FakeTensor, FunctionalTensor, is_traceable_wrapper_subclass
 
 _LEAVES = (torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, str)
 """Nothing is put into these, or only what a class or a module of Python holds."""

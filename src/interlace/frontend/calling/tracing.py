@@ -26,10 +26,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
@@ -40,6 +36,12 @@ from interlace.errors import TeamError, UnsupportedError
 from interlace.frontend.calling.call_key import tensors_of
 from interlace.frontend.calling.leftovers import path_to
 from interlace.frontend.importing.nodes import MODULE_KEY, flatten, raised_at, users_line
+from interlace.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    sympy_handlers,
+)
+from interlace.torch_private.dynamo import dynamo_config
 
 CHECKPOINT_KEY = "interlace_checkpoint"
 """Where a node's checkpointed region is noted, in `meta["custom"]`."""
@@ -59,7 +61,7 @@ def tracing(name: str) -> Iterator[None]:
         own_errors(name),
         # What torch.compile was given runs as it was written, and is traced with all else.
         torch.compiler.set_stance("force_eager"),
-        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+        dynamo_config.patch(error_on_nested_fx_trace=False),
         # Code that asks `torch.compiler.is_compiling()` before it looks at values need not look.
         patched(torch.compiler, _is_compiling_flag=True),
     ):
@@ -94,7 +96,7 @@ def symbolic_sizes() -> Iterator[None]:
     - A product of three sizes is written as `operator.mul` of three, which takes two.
     """
     register: Any = getattr(proxy_tensor, "_sym_register", None)
-    handlers: Any = {**proxy_tensor._sympy_handlers(), sympy.Mul: _product}
+    handlers: Any = {**sympy_handlers(), sympy.Mul: _product}
 
     def registered(tracer: Any, func: Any, args: tuple[object, ...], out: Any) -> None:
         sources = tracer.sympy_expr_tracker

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from interlace.frontend.importing.nodes import bound, draws_random_numbers, is_mutable
+from interlace.torch_private import unset_fake_temporarily
 
 GROUPED = "aten._grouped_mm.default"
 MASKED = "aten.where.self"

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from interlace.errors import ProgramError, SizeError, UnsupportedError
 from interlace.frontend.calling.arguments import Fixed, Imported, Opaque
@@ -84,6 +83,7 @@ from interlace.ir import (
 from interlace.ir.sizes import Int, Size, deciding
 from interlace.runtime.inputs import may_be_lazy
 from interlace.runtime.values import whole
+from interlace.torch_private import OpOverload, unset_fake_temporarily
 
 Value = Any
 """Value of a node: a View, a scalar, None, an `Opaque`, or a tuple of these."""
@@ -316,7 +316,7 @@ class Importer:
         lowering = self.lowerings.get(name)
         if lowering is not None:
             return lowering(self, node, bound(node))
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             raise self.unsupported(node, *_opaque(node, name))
         if name in SPLITS:
             return self._split(node, name, bound(node), value)

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from interlace.ir import Loc
 from interlace.runtime.calling.effects import effects
+from interlace.torch_private import FakeTensor, FakeTensorMode, OpOverload
 
 WAIT = "_c10d_functional.wait_tensor.default"
 
@@ -79,16 +79,16 @@ def made(node: fx.Node, value: object) -> Any:
 def draws_random_numbers(node: fx.Node) -> bool:
     """Returns True if a node reads and advances the random number generator."""
     target = node.target
-    known = isinstance(target, torch._ops.OpOverload)
+    known = isinstance(target, OpOverload)
     return known and effects(target).drawn(node.args, [*node.kwargs.items()])
 
 
 def is_read_unwritten(node: fx.Node) -> bool:
     """Returns True if a node leaves its result unwritten, and another reads the old contents."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not effects(node.target).unwritten:
+    if not isinstance(node.target, OpOverload) or not effects(node.target).unwritten:
         return False
     return not all(
-        isinstance(user.target, torch._ops.OpOverload)
+        isinstance(user.target, OpOverload)
         and effects(user.target).shape_only
         and user.args[0] is node
         and [*user.all_input_nodes].count(node) == 1
@@ -99,13 +99,13 @@ def is_read_unwritten(node: fx.Node) -> bool:
 def is_mutable(node: fx.Node) -> bool:
     """Returns True if a node writes one of its arguments."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
 def is_view(node: fx.Node) -> bool:
     """Returns True if a node's results are views of its argument, by torch's own schema."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
     returns = target._schema.returns
     return bool(returns) and all(result.alias_info is not None for result in returns)

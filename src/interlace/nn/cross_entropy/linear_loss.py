@@ -25,6 +25,7 @@ from interlace.nn.cross_entropy.steps import steps_for
 from interlace.nn.cross_entropy.vocabulary import refuse_dtensors
 from interlace.optim.loading import refuse_removed
 from interlace.optim.untraced import eager
+from interlace.torch_private import keeps_graph
 
 
 @eager
@@ -186,8 +187,7 @@ def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
     so that autograd need not copy them into `.grad`.
     """
     (divisor,) = ctx.saved_tensors
-    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # pyright: ignore
-    found, last = ctx.grads, keeps is not None and not keeps()
+    found, last = ctx.grads, not keeps_graph()
     if last:
         ctx.grads = None
     scale = upstream

@@ -31,6 +31,7 @@ from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import ALIGNMENT, Groups
 from interlace.nn.groups import is_dtensor
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
+from interlace.torch_private import grouped_mm
 
 
 class GroupedLinear(nn.Module):
@@ -230,7 +231,7 @@ def grouped_linear_ops(
     at = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
     real = (at < ends[-1]).unsqueeze(1)
     rows = torch.where(real, x.to(dtype), 0)
-    y = torch._grouped_mm(rows, weight.to(dtype).transpose(1, 2), offs=ends)
+    y = grouped_mm(rows, weight.to(dtype).transpose(1, 2), offs=ends)
     if bias is not None:
         group = torch.searchsorted(ends, at, right=True).clamp(max=weight.shape[0] - 1)
         y = y + bias.to(dtype).index_select(0, group)

@@ -25,6 +25,7 @@ import torch
 
 from interlace.errors import GroupError
 from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
+from interlace.torch_private import grouped_mm
 
 TILE = {"BM": 128, "BN": 256, "BK": 64, "GROUP_M": 8}
 SUMS = {"BK": 32, "BN": 128}
@@ -137,7 +138,7 @@ def multiply(
     By kernel the product is rounded before the bias is added; by loop as in `nn.functional.linear`.
     """
     if groups.ends is not None:
-        y = torch._grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
+        y = grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
         return finish(y, bias, groups)
     y = x.new_empty(groups.tokens, weight.shape[1])
     for group, start, end in groups.spans():
@@ -153,7 +154,7 @@ def multiply(
 def input_gradient(dy: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
     """`dx[rows of g] = dy[rows of g] @ weight[g]`, and 0 in padding."""
     if groups.ends is not None:
-        return finish(torch._grouped_mm(dy, weight, offs=groups.ends), None, groups)
+        return finish(grouped_mm(dy, weight, offs=groups.ends), None, groups)
     dx = dy.new_empty(groups.tokens, weight.shape[2])
     for group, start, end in groups.spans():
         torch.mm(dy[start:end], weight[group], out=dx[start:end])

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from interlace.errors import UnsupportedError
 from interlace.float8.linear import weight_across, weight_rows
@@ -30,6 +29,8 @@ from interlace.nn.parallel.serial import LinearLayer
 from interlace.nn.parallel.traced import TorchOperations, traced
 from interlace.optim.grad_accumulator import GradAccumulator
 from interlace.options import Options
+from interlace.torch_private import are_functorch_transforms_active, forward_ad_level
+from interlace.torch_private.distributed import AsyncCollectiveTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def applied(
         if via.recipe is not None:
             check_device(tensors[0])
         return traced(via.collective, via.group, via.recipe, len(accumulators), tensors)
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if forward_ad_level() >= 0 or are_functorch_transforms_active():
         _refuse_transforms(tensors)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
         return Sharded.apply(via, accumulators, *tensors)
@@ -125,7 +126,7 @@ def applied(
 def _refuse_transforms(tensors: Sequence[Any]) -> None:
     """Raises before peers wait for this rank."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if torch._C._are_functorch_transforms_active() or any(
+    if are_functorch_transforms_active() or any(
         forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
     ):
         raise UnsupportedError(

@@ -24,6 +24,7 @@ from interlace.float8.recipe import Recipe
 from interlace.frontend.backend import compiles_here
 from interlace.nn.autograd import first_order
 from interlace.nn.parallel.layer import backward, forward, packed
+from interlace.torch_private.distributed import functional
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,11 +79,11 @@ class TorchOperations:
         return dy.sum(0)
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        ops = torch.ops._c10d_functional
+        ops = functional
         return ops.wait_tensor(ops.all_gather_into_tensor(rows, self.ranks, self.group))
 
     def reduce(self, collective: str, x: Tensor, op: str = "sum") -> Tensor:
-        ops = torch.ops._c10d_functional
+        ops = functional
         if collective == "all_reduce":
             return ops.wait_tensor(ops.all_reduce(x, op, self.group))
         return ops.wait_tensor(ops.reduce_scatter_tensor(x, op, self.ranks, self.group))

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.arithmetic import (
@@ -45,6 +44,7 @@ from interlace.optim.adam.arithmetic import (
 )
 from interlace.optim.adam.state import KEPT, PARAM_DTYPES, check_param, local, master_of, ready
 from interlace.optim.grad_accumulator import placed_grad
+from interlace.torch_private.distributed import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
     from interlace.optim.adam.table import Launch

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.arithmetic import join, split
+from interlace.torch_private import is_traceable_wrapper_subclass
+from interlace.torch_private.distributed import AsyncCollectiveTensor
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

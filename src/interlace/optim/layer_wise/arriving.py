@@ -15,8 +15,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from interlace.torch_private import DisableTorchFunctionSubclass
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "is_leaf"),
@@ -47,7 +48,7 @@ def arriving(kind: type[Tensor], wait: Callable[[], None]) -> type[Tensor]:
         _: type[Tensor], func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for each in types:
             getattr(each, "_arrive", int)()

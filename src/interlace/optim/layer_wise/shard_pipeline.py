@@ -60,6 +60,7 @@ from interlace.optim.muon.update import (
     matrices,
     orthogonal,
 )
+from interlace.torch_private import foreach_copy_, foreach_lerp
 
 SLOTS = 3
 """Buckets on the way at once: one goes to its owners, one is theirs, and one comes back."""
@@ -285,8 +286,8 @@ class ShardPipeline:
             updates = [*map(local, updates)]
             if group["nesterov"]:
                 slopes = [*map(local, grads)]
-                updates = torch._foreach_lerp(slopes, updates, group["momentum"])
-            torch._foreach_copy_([matrix.shard for matrix in alike], [*updates])
+                updates = foreach_lerp(slopes, updates, group["momentum"])
+            foreach_copy_([matrix.shard for matrix in alike], [*updates])
         if ready:
             self._start(index)
 
@@ -303,7 +304,7 @@ class ShardPipeline:
             for parts in found.values():
                 for few in batches(parts, group["batched"]):
                     made = orthogonal(parts[few], group)
-                    torch._foreach_copy_(parts[few], [made] if made.ndim == 2 else [*made])
+                    foreach_copy_(parts[few], [made] if made.ndim == 2 else [*made])
             for matrix, copy in zip(alike, copies, strict=True):
                 assert matrix.whole is not None
                 matrix.whole.copy_(copy.view(matrix.whole.shape))

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from interlace.optim.adam.state import local
 from interlace.optim.adamw import Adam, AdamW
 from interlace.optim.bucket_runs import NAMES
 from interlace.optim.layer_wise.ownership import Ownership, ParameterCost, explained, own
+from interlace.torch_private.distributed import CHECKPOINT_PREFIX
 
 ELEMENTWISE = (
     *(Adam, AdamW, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam),
@@ -133,7 +133,7 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
     checkpoint_wrapper wrap around.
     """
     return {
-        name.replace("_orig_mod.", "").replace(_CHECKPOINT_PREFIX, ""): param
+        name.replace("_orig_mod.", "").replace(CHECKPOINT_PREFIX, ""): param
         for name, param in module.named_parameters()
     }
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from interlace.torch_private import ConvNd
+
 HEADS = ("lm_head", "head", "output", "output_layer", "embed_out", "classifier", "score")
 """Last parts of the names of output layers."""
 
@@ -34,7 +36,7 @@ def rule_of(
         return False, "bias: a bias of several layers"
     if len(shape) == 2 and (named or tied):
         return False, "head: the output layer, by its name or its shape, the embedding's"
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, ConvNd):
         return False, "convolution: a convolution's kernel, which is no matrix"
     if min(shape[-2:]) < 2:
         return False, "thin: a vector in the shape of a matrix"

@@ -31,6 +31,13 @@ from interlace.kernels.gemm.support import ALIGNMENT, LIMIT
 from interlace.optim.adam.state import local
 from interlace.optim.grad_accumulator import placed_grad
 from interlace.optim.muon.newton_schulz import coefficients, orthogonalize, reads_columns, runs_on
+from interlace.torch_private import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+)
 
 Adjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 ADJUSTMENTS = (None, *get_args(Adjustment))
@@ -133,13 +140,13 @@ def update_stack(
     average(grads, moments, group)
     decay(targets, group)
     if group["nesterov"]:
-        moments = torch._foreach_lerp([*grads], [*moments], group["momentum"])
+        moments = foreach_lerp([*grads], [*moments], group["momentum"])
     made = orthogonal(moments, group)
     if made.ndim == 2:
         targets[0].add_(made, alpha=alpha)
     else:  # in the parameters' dtype and layout, so that few launches add all of them
         made = made.to(targets[0].dtype).contiguous()
-        torch._foreach_add_([*targets], [*made], alpha=alpha)
+        foreach_add_([*targets], [*made], alpha=alpha)
 
 
 def passes_once(tensors: Matrices, group: Mapping[str, Any]) -> bool:
@@ -180,7 +187,7 @@ def grads_and_moments(
 
 def average(grads: Matrices, moments: Matrices, group: Mapping[str, Any]) -> None:
     """Averages momentum with the gradients, in place."""
-    torch._foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - group["momentum"])
+    foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - group["momentum"])
 
 
 def decay_factor(group: Mapping[str, Any]) -> float:
@@ -192,7 +199,7 @@ def decay(tensors: Matrices, group: Mapping[str, Any]) -> None:
     """Decays weights, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
     factor = decay_factor(group)
     if tensors[0].is_cuda:
-        torch._foreach_mul_([*tensors], factor)
+        foreach_mul_([*tensors], factor)
     else:
         for tensor in tensors:
             tensor.mul_(factor)
@@ -241,7 +248,7 @@ def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
     elif len(updates) > 1 or kernel:
         shape = len(updates), *updates[0].shape
         x = torch.empty(shape, dtype=torch.bfloat16, device=updates[0].device)
-        torch._foreach_copy_([*x], [*updates])
+        foreach_copy_([*x], [*updates])
     else:
         x = updates[0].to(torch.bfloat16, copy=True)[None]  # see Note [A copy]
     return orthogonal_stack(x, squares, group)

@@ -23,6 +23,7 @@ from interlace.ir import Call, Region
 from interlace.ir.operators import Facts, facts_of
 from interlace.kernels import KERNELS
 from interlace.runtime.calling.operators import resolve
+from interlace.torch_private import OpOverload, has_kernel_for_dispatch_key
 
 _STATISTICS = frozenset(
     {
@@ -54,7 +55,7 @@ _DRAWS = frozenset({"interlace::get_rng_state", "interlace::set_rng_state"})
 
 
 @lru_cache(4096)
-def effects(op: torch._ops.OpOverload) -> Facts:
+def effects(op: OpOverload) -> Facts:
     """Effects of a call, beside reading its arguments and making its results."""
     return effects_by(op._schema, {tag.name for tag in op.tags})
 
@@ -96,11 +97,11 @@ def may_share(fn: Any) -> bool:
     operator may give an argument back (dropout out of training, type_as); a function that is not
     of the dispatcher is of this package, and does not.
     """
-    if not isinstance(fn, torch._ops.OpOverload):
+    if not isinstance(fn, OpOverload):
         return False
     if any(result.alias_info is not None for result in fn._schema.returns):
         return True
-    has, name = torch._C._dispatch_has_kernel_for_dispatch_key, fn.name()
+    has, name = has_kernel_for_dispatch_key, fn.name()
     composed = "CompositeImplicitAutograd", "CompositeExplicitAutograd"
     return any(has(name, key) for key in composed)
 
@@ -136,7 +137,7 @@ def confirm(op: Call, region: Region | None = None) -> None:
             confirm(Call(fn=node.fn, args=node.args, kwargs=node.kwargs, loc=op.loc))
     elif facts_of(op.fn) is None and op.fn not in KERNELS:
         found = resolve(op.fn)
-        if isinstance(found, torch._ops.OpOverload):
+        if isinstance(found, OpOverload):
             _confirm(op, effects(found))
 
 

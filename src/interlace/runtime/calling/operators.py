@@ -24,6 +24,7 @@ from interlace.ir.operators import FIX, WORDS, refusal, split
 from interlace.ir.text.spelling import did_you_mean
 from interlace.kernels import KERNELS
 from interlace.runtime.values import DTYPES
+from interlace.torch_private import OpOverload, all_op_names, find_operator
 
 
 def resolve(fn: str) -> Callable[..., Any]:
@@ -39,17 +40,17 @@ def resolve(fn: str) -> Callable[..., Any]:
     space, name, overload = parts
     try:
         schema = f"{space}::{name}", "" if overload == "default" else overload
-        torch._C._dispatch_find_schema_or_throw(*schema)
+        find_operator(*schema)
     except RuntimeError as error:
         raise ProgramError(_unknown(fn, space, name)) from error
     found = getattr(getattr(getattr(torch.ops, space), name), overload)
-    assert isinstance(found, torch._ops.OpOverload), fn
+    assert isinstance(found, OpOverload), fn
     return found
 
 
 def _unknown(fn: str, space: str, name: str) -> str:
     """Message for an operator that the dispatcher lacks, with the overloads that it has."""
-    known = torch._C._dispatch_get_all_op_names()
+    known = all_op_names()
     names = [_dotted(found) for found in known if found.partition(".")[0] == f"{space}::{name}"]
     if names and fn.count(".") == 1:
         return f"{fn!r} names no overload: write one of {', '.join(sorted(names))}"

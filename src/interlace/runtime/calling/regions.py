@@ -47,10 +47,10 @@ def inductor(region: Region, layouts: tuple[Layout, ...], device: torch.device) 
     and Inductor's settings alone, and takes about a second; the layers of a model and its Programs
     share it. The body counts by its text: 2 and 2.0 are equal, but not to an operator.
     """
-    from torch._inductor import config
+    from interlace.torch_private.inductor import inductor_config
 
     key = repr((region.inputs, region.body, region.outputs))
-    settings = config.get_hash(), torch.are_deterministic_algorithms_enabled()
+    settings = inductor_config.get_hash(), torch.are_deterministic_algorithms_enabled()
     return _compiled(_Task(key, region), layouts, device, settings)
 
 
@@ -81,8 +81,9 @@ def compile_graph(
     module: torch.fx.GraphModule, layouts: Sequence[Layout], device: torch.device
 ) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """Inductor's own function of a list: `standalone_compile` adds 20 microseconds a call."""
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from interlace.torch_private import FakeTensorMode, unset_fake_temporarily
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with unset_fake_temporarily(), mode:
@@ -98,8 +99,8 @@ def compile_symbolic(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """The same for a graph as it was traced, with its symbols, while TorchDynamo takes guards.
     Of an inference graph Inductor is told all that torch.compile tells it."""
-    from torch._guards import TracingContext, detect_fake_mode
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from interlace.torch_private import TracingContext, detect_fake_mode
+    from interlace.torch_private.inductor import joint_graph_passes
 
     given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None) if inference else None
@@ -115,14 +116,15 @@ def _compiled_by_inductor(
     passes: Sequence[Callable[[torch.fx.GraphModule], torch.fx.GraphModule]] = (),
     lasting: Sequence[int] = (),
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.utils import BoxedBool
-    from torch._inductor.virtualized import V
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import make_fx
+
+    from interlace.torch_private import (
+        TracingContext,
+        enable_python_dispatcher,
+        tracing,
+        unset_fake_temporarily,
+    )
+    from interlace.torch_private.inductor import BoxedBool, V, compile_fx_inner, select_decomp_table
 
     contexts = tracing(TracingContext(mode)), torch.no_grad(), V.set_fake_mode(mode)
     with unset_fake_temporarily(), contexts[0], contexts[1], contexts[2]:

@@ -45,6 +45,7 @@ from interlace.runtime.cuda.waits.waiting import holds
 from interlace.runtime.engine import EngineContext, unbound
 from interlace.runtime.flight import range_names
 from interlace.runtime.prepare.plan import callers, homes, listed
+from interlace.torch_private import is_profiler_enabled
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -406,7 +407,7 @@ class Binding:
             driver.record(stream, entry)
         for lane in self.sides:
             driver.wait_event(lane.handle, entry)
-        if profiler._is_profiler_enabled:
+        if is_profiler_enabled():
             self._issue_in_ranges()
         else:
             for step in self.steps:

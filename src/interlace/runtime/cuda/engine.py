@@ -44,6 +44,13 @@ from interlace.runtime.cuda.sharing import hears_all, share
 from interlace.runtime.cuda.waits.watchdog import Marks, Watched, watchdog
 from interlace.runtime.engine import Engine, EngineContext
 from interlace.runtime.prepare.plan import homes
+from interlace.torch_private import (
+    cuda_device,
+    cuda_raw_stream,
+    is_cuda_stream_capturing,
+    is_profiler_enabled,
+    set_grad_enabled,
+)
 
 MARKS = 1024
 """Runs whose begin and end on the device can be told apart: more than a device queues, which is 340
@@ -116,10 +123,10 @@ class CudaEngine(Engine):
         self._start = context.values.starter((*context.inputs.names, *context.outputs.names))
         self.changes, self._lent = Changes(context), lent(context, self.binding)
         self._index = context.device.index or 0
-        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
-        self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing  # pyright: ignore
-        self._current: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
-        self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
+        self._raw_stream: Callable[[int], int] = cuda_raw_stream
+        self._capturing: Callable[[], bool] = is_cuda_stream_capturing
+        self._current: Callable[[], int] = cuda_device
+        self._grad: Callable[[bool], None] = set_grad_enabled
         self._fit: Callable[[Any], Any] = context.inputs.fit
         self._fit_outputs: Callable[[Any], Any] = context.outputs.fit
         watchdog().add(self.watched)
@@ -186,7 +193,7 @@ class CudaEngine(Engine):
                         driver.record(stream, begin)
                     if pair.moves:
                         pair.bring(stream, given)
-                    if profiler._is_profiler_enabled:
+                    if is_profiler_enabled():
                         with profiler.record_function(self._range):
                             pair.launch[turn](stream)
                     else:

@@ -27,6 +27,7 @@ import torch
 
 from interlace.comm.cuda.driver import Batch, Driver, Event
 from interlace.runtime.calling.calls import Thunk
+from interlace.torch_private import cuda_stream, set_cuda_stream
 
 
 @dataclass(slots=True)
@@ -48,8 +49,8 @@ class Lane:
         stream = self.stream
         if stream is None:
             return run
-        switch: Any = torch._C._cuda_setStream  # pyright: ignore
-        current: Any = torch._C._cuda_getCurrentStream  # pyright: ignore
+        switch: Any = set_cuda_stream
+        current: Any = cuda_stream
         mine = (stream.stream_id, stream.device_index, stream.device_type)
 
         def inside() -> None:

@@ -27,7 +27,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 
 from interlace.comm import BoundedWait, Registered, Slot, Workspace, share_on_host
 from interlace.comm.between_hosts import ASK_S
@@ -41,6 +40,7 @@ from interlace.runtime.flight import in_range, range_names
 from interlace.runtime.host.binder import HostBinder
 from interlace.runtime.prepare.plan import listed
 from interlace.runtime.prepare.registered import written
+from interlace.torch_private import is_profiler_enabled, set_grad_enabled
 
 GRACE_S = 1.0
 """Seconds in which a failed transfer looks for the peer whose end explains it."""
@@ -86,7 +86,7 @@ class CpuEngine(Engine):
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
         self._values = context.values
         self._start = context.values.starter((*self._inputs.names, *self._outputs.names))
-        self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
+        self._grad: Callable[[bool], None] = set_grad_enabled
 
     @staticmethod
     def share(request: ShareRequest) -> TeamResources:
@@ -286,7 +286,7 @@ class CpuEngine(Engine):
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
         left: Iterator[object] = iter(stream.steps)
         try:
-            if profiler._is_profiler_enabled:
+            if is_profiler_enabled():
                 stream = self._ranged(stream)
             if not stream.told:
                 left = iter(stream.runs)

@@ -13,9 +13,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from interlace.errors import ProgramError
+from interlace.torch_private import OpOverload
 from interlace_check.graphs.reading import targets
 from interlace_check.graphs.reading.tensors import Storage, TensorRef
 from interlace_check.graphs.reading.values import NodeValue, aliases, example, tensors_in

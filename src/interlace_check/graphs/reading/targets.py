@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from interlace.errors import UnsupportedError
+from interlace.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True, slots=True)

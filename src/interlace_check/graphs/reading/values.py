@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from interlace.errors import ProgramError
+from interlace.torch_private import OpOverload
 from interlace_check.graphs.reading.targets import FILLED, VIEWS
 from interlace_check.graphs.reading.tensors import TensorRef
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
 
 from interlace.errors import ProgramError, UnsupportedError
+from interlace.torch_private import HigherOrderOperator, OpOverload
 from interlace_check.graphs.reading import naming, targets
 from interlace_check.graphs.reading.communication import BegunCommunication
 from interlace_check.graphs.reading.sync import Syncs

@@ -25,6 +25,7 @@ import torch
 
 from interlace.comm import TeamComm
 from interlace.runtime.cuda.graphs.captured import may_draw
+from interlace.torch_private import is_cuda_stream_capturing
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -39,7 +40,7 @@ class CaptureThread:
 
     def _begin(self) -> None:
         with torch.cuda.device(self._device):  # the question gives a new thread CUDA's context
-            torch._C._cuda_isCurrentStreamCapturing()  # pyright: ignore
+            is_cuda_stream_capturing()
 
     def run(self, function: Callable[[], T]) -> T:
         """Calls it with the caller's current stream and inference mode."""
