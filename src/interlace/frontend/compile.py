@@ -156,7 +156,7 @@ class Compiled(AsModule):
             name_of(fn), options.cache_size, lambda entry: entry.compilation.close()
         )
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Returns the module's result for these arguments."""
         call = self._keys.of(args, kwargs)
         entry = self._entries.get(call.key) or self._add(call, args, kwargs)

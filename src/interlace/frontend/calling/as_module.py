@@ -53,7 +53,7 @@ class AsModule(nn.Module):
     def __len__(self) -> int:
         return len(self.fn)
 
-    def __getitem__(self, place: object) -> object:
+    def __getitem__(self, place: object) -> Any:
         return self.fn[place]
 
     def __setitem__(self, place: object, part: nn.Module) -> None:
@@ -68,7 +68,7 @@ class AsModule(nn.Module):
     def __bool__(self) -> bool:  # else asked of __len__, which few modules have
         return bool(self.fn)
 
-    def forward(self, *args: object, **kwargs: object) -> object:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The compiled call."""
         return self(*args, **kwargs)
 
