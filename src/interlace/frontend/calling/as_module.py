@@ -53,7 +53,7 @@ class AsModule(nn.Module):
     def __len__(self) -> int:
         return len(self.fn)
 
-    def __getitem__(self, place: object) -> object:
+    def __getitem__(self, place: object) -> Any:
         return self.fn[place]
 
     def __setitem__(self, place: object, part: nn.Module) -> None:
