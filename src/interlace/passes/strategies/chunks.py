@@ -2,7 +2,8 @@
 
 A `RowBlock` says which rows of the full matrices are meant; a `ChunkPlace` is where a chunk's rows
 lie.
-Where a chunk has rows in each of several stacks, each stack gets a matmul of its own.
+Where a chunk has rows in each of several stacks, each stack gets a matmul of its own, or, where
+those would be small, the rows are packed.
 
     >>> pick = RowBlock.ranks(emitter, layout, emitter.rank + 1)
     >>> compute.matmul(call, lhs, pick.of(View("y"), 64), pick)
@@ -21,6 +22,9 @@ from interlace.passes.sites.cone import Cone, blocks_of, lhs_of, made_by, operan
 from interlace.passes.sites.rows import RowLayout
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter
+
+DIRECT_ROWS = 128
+"""Stacks of at least this many rows get a matmul each; smaller ones are packed into one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +168,12 @@ class Compute:
             call(lhs.rows, out.rows, lambda view: view)
         elif lhs.flat is not None and out.flat is not None and not cut_args:
             call(lhs.flat, out.flat, lambda view: view, pick.stacks)
-        else:
+        elif cut_args or min(pick.counts) >= DIRECT_ROWS * pick.stacks:
             for i in range(pick.stacks):
                 stack = _select(i)
                 call(stack(lhs.rows), stack(out.rows), stack)
+        else:
+            self._packed(op, lhs, out, pick, call)
 
     def _batched(self, op: Call, spec: Operator, left: View, right: View, pick: RowBlock) -> None:
         """The same of several stacks, each times a matrix of its own: all of them in one call."""
@@ -184,6 +190,28 @@ class Compute:
                 args[i] = pick.along(arg, len(sizes) - 2)
         out = stacked(right, self.values.box(made_by(op)).sizes[-1])
         self.emitter.like(op, fn=spec.into, args=tuple(args), outs=(out,), fresh=())
+
+    def _packed(
+        self,
+        op: Call,
+        lhs: ChunkPlace,
+        out: ChunkPlace,
+        pick: RowBlock,
+        call: Callable[[View, View, Callable[[View], View], Int], None],
+    ) -> None:
+        """The same with the rows packed into one matrix, where they are none."""
+
+        def packed(view: View, place: ChunkPlace) -> ChunkPlace:
+            box = self.values.box(view)
+            name, width = f"{view.buffer}_rows", box.sizes[1]
+            return place if place.flat else self._scratch(name, box.dtype, pick, width)
+
+        left = packed(lhs_of(op), lhs)
+        self.emitter.copy(lhs.rows, left.rows, op.loc)
+        right = packed(made_by(op), out)
+        assert left.flat is not None and right.flat is not None  # noqa: PT018
+        call(left.flat, right.flat, lambda view: view, pick.stacks)
+        self.emitter.copy(right.rows, out.rows, op.loc)
 
     def _rows_of(self, arg: Arg, pick: RowBlock, rows: Int) -> ChunkPlace | None:
         """An argument with one row for each row of the result, cut; None if it is passed whole."""
