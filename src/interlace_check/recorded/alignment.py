@@ -116,11 +116,12 @@ def align(dumps: Sequence[Dump]) -> Aligned:
 def _resolve(dumps: Sequence[Dump], aligned: Aligned) -> dict[GroupKey, tuple[int, ...]]:
     """The members of each group; entries then name one and the same key for one group.
 
-    Where it is unclear which ranks a group has, its entries that had ended are left out.
+    Where it is unclear which ranks a group has, and nothing waits in it, its entries are left out.
     """
     keys: dict[tuple[str, tuple[int, ...] | None], GroupKey] = {}
     configured: dict[str, list[GroupKey]] = defaultdict(list)
     left_out: Counter[str] = Counter()
+    finished: dict[str, bool] = {}
     for dump in dumps:
         for group in dump.groups:
             if (group.name, group.ranks) not in keys:
@@ -140,18 +141,34 @@ def _resolve(dumps: Sequence[Dump], aligned: Aligned) -> dict[GroupKey, tuple[in
                         f"{ranks_in_words(whole)}"
                     )
                 if len(known) != 1:
-                    if not entry.ended:
+                    if group.name not in finished:
+                        finished[group.name] = _is_finished(group.name, dumps)
+                    if not finished[group.name]:
                         raise RecordingError(_unclear(entry, known))
                     left_out[str(group)] += 1
                     continue
                 (group,) = known
             entry.group = keys.setdefault((group.name, group.ranks), group)
     aligned.assumed += [
-        f"group {name}: it is unclear which ranks it has; {count} records of ops that had ended, "
-        "in time or by a time-out, were left out"
+        f"group {name}: it is unclear which ranks it has; {count} records of it, which had ended, "
+        "alike on all ranks that have any and that went on, were left out"
         for name, count in left_out.items()
     ]
     return {group: group.ranks or () for group in keys.values()}
+
+
+def _is_finished(name: str, dumps: Sequence[Dump]) -> bool:
+    """True if nothing waits in the groups of a name: each rank that recorded any of it issued the
+    same there, saw it end, and went on. (gloo does not say if an op ended by a time-out: then the
+    ranks differ, or it was their last.)"""
+    issued = [
+        (dump, mine)
+        for dump in dumps
+        if (mine := [entry for entry in dump.entries if entry.group.name == name])
+    ]
+    alike = {tuple((entry.seq, entry.content) for entry in mine) for _, mine in issued}
+    ended = all(entry.ended for _, mine in issued for entry in mine)
+    return len(alike) == 1 and ended and all(mine[-1] is not dump.last for dump, mine in issued)
 
 
 def _unclear(entry: Entry, known: Sequence[GroupKey]) -> str:
