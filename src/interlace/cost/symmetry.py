@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from interlace.errors import ProgramError
 from interlace.ir import Program, Team, Where, spots
-from interlace.ir.symmetry import FEW_RANKS, Actor, Map, standing, turns_of
+from interlace.ir.symmetry import Actor, Map, standing, turns_of
 from interlace.ir.types import Index, Member, Others
 
 
@@ -47,7 +47,6 @@ class SimulatedRanks:
                     raise ProgramError(f"two Programs of the set run on rank {rank}")
                 homes[rank] = program
         spans = any(team.hosts for program in programs for team in program.teams)
-        fold = fold and len(homes) > FEW_RANKS
         if not (fold or spans):
             return cls(dict.fromkeys(homes, 1), frozenset(), {}, {})
         places = {w.rank: w.members for p in programs for w in p.wheres(_ranks(p))}

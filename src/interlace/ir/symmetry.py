@@ -33,8 +33,6 @@ Map = dict[int, int]
 """A map of the ranks, by rank."""
 Ends = Collection[tuple[str, Index | Others]]
 """The single ranks that a rank has to do with, by team."""
-FEW_RANKS = 2
-"""Ranks that are all visited: it takes no longer than to see how they may turn."""
 MOST_TEAMS = 256
 """Teams of a Program that may turn: of a set with more, nothing is folded."""
 

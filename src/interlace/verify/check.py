@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar
 from interlace.errors import OptionError, ProgramError, SizeError
 from interlace.ir.program import Program, together
 from interlace.ir.sizes import FIXED, deciding
-from interlace.ir.symmetry import FEW_RANKS
 from interlace.ir.types import Others
 from interlace.ir.validate import validate
 from interlace.verify.build import GraphBuilder
@@ -127,7 +126,6 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
     began = time.perf_counter()
     regions = Regions()
     sources = [lower(program, regions, in_order, k) for k, program in enumerate(together)]
-    fold = fold and sum(len(source.ranks) for source in sources) > FEW_RANKS
     turns = Turns.of(sources) if fold else None
     if turns is not None:
         _refuse_too_many_pairs(sources, {*turns.visited})
