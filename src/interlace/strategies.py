@@ -63,7 +63,8 @@ class Strategy:
     `exchange` and `copies` are serial, but `exchange` runs its collective on the backend `peer`,
     and `copies` does it as one-sided copies. To add a strategy that moves bytes as another does,
     add a row; a new transport also needs a case of each of passes/strategies/{gathers,scatters}.py.
-    Nothing else asks for a strategy's name or transport: whatever differs is a field here.
+    What else asks for a transport is `decompose`, which writes it down; whatever differs is a
+    field here.
     """
 
     name: str

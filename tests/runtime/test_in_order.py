@@ -13,7 +13,7 @@ from interlace.cli import app
 from interlace.comm import team_of
 from interlace.ir import parse, parse_set
 from interlace.options import Options
-from interlace.runtime.prepare.agreement import agree
+from interlace.runtime.prepare.agreement import agree_and_prove
 
 HEAD = "def f(tp: Team[2], x: f32[4], y: out[f32[4]], z: out[f32[4]]):\n    "
 BODIES = {
@@ -91,7 +91,7 @@ def agree_unlike(text: str) -> Outcome:
     """As of GPUs: rank 1 would make words and capture graphs, for which rank 0 makes none."""
     team, rank = team_of(world_group(), "tp"), dist.get_rank()
     options = Options(graph=rank == 1)
-    return attempt(lambda: agree(parse(text), rank, [team], 3.0, options=options))
+    return attempt(lambda: agree_and_prove(parse(text), rank, [team], 3.0, options=options))
 
 
 @pytest.mark.parametrize("kind", BODIES)

@@ -118,9 +118,9 @@ class Compilation:
         alone, known = elsewhere is not None, self.setting.places
         cut = Partition(options.regather, machine, options.timeout_s, alone, known)
         return {
-            "fw_compiler": lambda gm, _: self._compile("forward", gm),
-            "bw_compiler": lambda gm, _: self._compile("backward", gm),
-            "inference_compiler": lambda gm, _: self._compile("inference", gm),
+            "fw_compiler": lambda gm, _: self._compiled_graph("forward", gm),
+            "bw_compiler": lambda gm, _: self._compiled_graph("backward", gm),
+            "inference_compiler": lambda gm, _: self._compiled_graph("inference", gm),
             "partition_fn": cut,
             "keep_inference_input_mutations": True,
         }
@@ -145,7 +145,7 @@ class Compilation:
         for graph in self.graphs:
             graph.close()
 
-    def _compile(self, kind: str, gm: fx.GraphModule) -> CompiledGraph:
+    def _compiled_graph(self, kind: str, gm: fx.GraphModule) -> CompiledGraph:
         if kind == "inference":
             equal_groups(gm.graph)  # the others were one graph before
         if kind == "backward":

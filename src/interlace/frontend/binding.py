@@ -9,6 +9,12 @@ the graph, its options and the calibration that it would choose by. Options and 
 the same, and so must the inputs that the graph is given (a bias, say). Where the graphs differ for
 all that, by uneven shards, each rank lowers those of all ranks, sees as the others do whether they
 are sound as a set, and else runs serially; the Executor proves the set.
+
+Note [Meetings of a compile]
+    Each answers what the next one needs. partition.py, `consent_of_ranks`: which gathers backward
+    repeats, before there are two graphs. Here, `on_hosts`: which ranks share a host, as a team that
+    spans hosts is lowered otherwise; `facts_of_all`: what ranks choose by. In the Executor,
+    `agree_and_prove`: the Program that came out.
 """
 
 from __future__ import annotations
@@ -163,7 +169,7 @@ def bind(
         noted.append(Remark("frontend", f"not captured in CUDA graphs: {why}"))
     program = agreed.written
     if program is None:
-        program, why = chosen(graph if options.overlap else plain, agreed, options)
+        program, why = overlapped(graph if options.overlap else plain, agreed, options)
         noted += why
     else:
         noted.append(Remark("frontend", "its text is a file of the option schedules"))
@@ -305,7 +311,9 @@ def _checked(fact: Fact | InterlaceError) -> Fact:
     return fact
 
 
-def chosen(graph: Program, agreed: AgreedFacts, options: Options) -> tuple[Program, list[Remark]]:
+def overlapped(
+    graph: Program, agreed: AgreedFacts, options: Options
+) -> tuple[Program, list[Remark]]:
     """The overlapped Program of a graph, and what is to be remarked on."""
     if agreed.texts and options.overlap:
         made = {key: lower(parse(t), options, agreed.machine) for key, t in agreed.texts.items()}

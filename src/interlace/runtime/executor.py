@@ -47,7 +47,7 @@ from interlace.runtime.engine import (
 )
 from interlace.runtime.flight import Flight, measured
 from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measures
-from interlace.runtime.prepare.agreement import Agreement, agree, program_rank
+from interlace.runtime.prepare.agreement import Agreement, agree_and_prove, program_rank
 from interlace.runtime.prepare.plan import Plan, backends_of, with_backends
 from interlace.runtime.prepare.registered import collect
 from interlace.runtime.run_sizes import RunSizes
@@ -164,13 +164,14 @@ class Executor:
         """Once prepared: why it runs one size alone, if it does and the Program has named ones."""
         self._arena: Any = None
         self._measures: tuple[Measure | None, ...] = ()
-        self._at: tuple[int, ...] = ()
+        self._size_values: tuple[int, ...] = ()
         """The values of the named sizes that runs are of."""
         self._poison: tuple[str, list[int]] | None = None
         self._closed = False
 
     def prepare(self) -> Executor:
-        """Agrees with all ranks on the Program, checks it, and sets up what a run needs, once.
+        """Agrees with all ranks on the Program, proves it (`agree_and_prove`), and sets up what a
+        run needs, once.
 
         Collective: every rank of the Program's teams calls it, in the same order for all Executors.
         """
@@ -208,7 +209,7 @@ class Executor:
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
             found = collect(self.program, self.rank, self._given, self.device)
             given = [*self._teams.values()], limit, found, used, self.options
-            self.agreement = agree(program, self.rank, *given)
+            self.agreement = agree_and_prove(program, self.rank, *given)
             for team in teams:
                 team.setup(limit)
             own = self._classed(self.agreement)
@@ -282,7 +283,8 @@ class Executor:
             self._kept.engine = engine = self._engine_class(context)
             engine.warm_up(self._ordered())
         # Only now: what is bound in part is bound anew before it runs.
-        self.engine, self._at, self._bound_resets = engine, context.values.sizes.at, self._resets()
+        self.engine, self._bound_resets = engine, self._resets()
+        self._size_values = context.values.sizes.at
 
     def _context(self, run_sizes: RunSizes) -> EngineContext:
         agreement, plan = self.agreement, self._plan
@@ -348,17 +350,17 @@ class Executor:
             self._wait_for_lock()
         begun = True
         try:
-            engine, at = self.engine, None  # another thread may have closed it
+            engine, admitted = self.engine, None  # another thread may have closed it
             if engine is not None:
                 if origin is not None:
                     engine.context.label.carry(origin)
-                if self._poison is None and wanted in (None, self._at):
-                    at = engine.admit(inputs, out)
-            if engine is None or at is None:
+                if self._poison is None and wanted in (None, self._size_values):
+                    admitted = engine.admit(inputs, out)
+            if engine is None or admitted is None:
                 begun = False  # a refusal concerns no peer
                 engine = self._ready_for(inputs, out, wanted)
                 begun = True
-            return engine.issue(inputs, out, at)
+            return engine.issue(inputs, out, admitted)
         except BaseException as error:  # what cannot be issued stops the peers too
             if begun:
                 self._fail(error)
@@ -388,10 +390,10 @@ class Executor:
             engine.context.check(inputs, out)
         engine.look()
         if self._bound_resets != self._resets():
-            self._bind(self._values(self._at))  # a reset renewed the backends
+            self._bind(self._values(self._size_values))  # a reset renewed the backends
         assert self.engine is not None
         if self._measures:
-            self._turn_to(measured_sizes(self._measures, inputs, wanted or self._at))
+            self._turn_to(measured_sizes(self._measures, inputs, wanted or self._size_values))
             self.engine.context.check(inputs, out)
         for error in (self.engine.failure, *(t.control.failure() for t in self._teams.values())):
             if error is not None:  # it stopped a peer since the last run, or an earlier Executor
@@ -428,7 +430,7 @@ class Executor:
 
     def _turn_to(self, at: tuple[int, ...]) -> None:
         """Makes the next runs those of these values of the named sizes."""
-        if at == self._at:
+        if at == self._size_values:
             return
         values = self._values(at)
         if not self.sizes.holds(values):
@@ -439,7 +441,7 @@ class Executor:
             )
         assert self.engine is not None
         self.engine.turn(at)
-        self._at = at
+        self._size_values = at
 
     def _values(self, at: tuple[int, ...]) -> dict[str, int]:
         return dict(zip(self.sizes.values, at, strict=True))

@@ -1,4 +1,4 @@
-"""Patches in force while `interlace.compile` traces code that TorchDynamo does not see.
+"""Patches in force while AOTAutograd traces code that TorchDynamo does not see.
 
     with tracing(name):
         graph = trace(module)  # whose own code runs `with lent(module, tensors), Watch(objects)`

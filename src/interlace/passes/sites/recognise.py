@@ -1,7 +1,7 @@
 """One collective at a time: the rows it brings to matmuls, or the matmuls whose rows it takes away.
 
 By meaning, not by spelling: `Dataflow` follows the rows through views and data movement, and
-`layout.py` says how they are dealt to the ranks. What is no site is refused with a reason.
+`rows.py` says how they are dealt to the ranks. What is no site is refused with a reason.
 
     >>> recognise(values, 2, program.ops[2], taken=set())
     GatherSite(collective=2, layout=RowLayout(batch=1, rows=(3, 3), pitch=(3, 3)), width=8, ...)

@@ -5,7 +5,7 @@ A buffer is a value where one op makes all of it; views and data movement (cat, 
 
     >>> values = Dataflow(program, rank=0)
     >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row=16)
-    (Run(start=0, length=64, source=0, offset=0), ...)
+    (ByteRun(start=0, length=64, source=0, offset=0), ...)
 """
 
 from __future__ import annotations

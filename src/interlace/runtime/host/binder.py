@@ -1,4 +1,4 @@
-"""The ops that order and communicate, bound for an executor whose streams are threads of the host.
+"""The ops, bound for an executor whose streams are threads of the host.
 
     binder = HostBinder(context, order, check)
     run = binder.bind(index, op)         # a function without arguments
@@ -26,7 +26,7 @@ from interlace.comm import (
 )
 from interlace.comm.backends import cut
 from interlace.options import BACKENDS
-from interlace.runtime.calling.calls import Thunk
+from interlace.runtime.calling.calls import Thunk, bind_call
 from interlace.runtime.engine import EngineContext, unbound
 
 if TYPE_CHECKING:
@@ -37,9 +37,10 @@ class HostBinder:
     def __init__(
         self, context: EngineContext, order: StreamOrder, check: Callable[[], None]
     ) -> None:
-        self.plan = context.plan
+        self.context, self.plan = context, context.plan
         self.values = context.values
         self.resources = context.resources
+        self.regions = {region.name: region for region in context.plan.program.regions}
         self.order = order
         self.own_messages: dict[tuple[str, int], OwnMessage] = {}
         """Messages of this rank to itself, by team and number."""
@@ -49,6 +50,9 @@ class HostBinder:
         """The function that runs an op, or member number `member` of the Fused at `index`; None
         where there is nothing to do."""
         match op:
+            case ir.Call():
+                compiled = self.context.options.regions == "inductor"
+                return bind_call(op, self.values, self.regions, self.context.device, compiled)
             case ir.Copy():
                 return self.copy(self.values.own(op.src), self.values.own(op.dst))
             case ir.Alloc(buffer=buffer) if buffer.kind == "symmetric":

@@ -33,8 +33,8 @@ from interlace.comm.between_hosts import ASK_S
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
-from interlace.ir import VALUE_BITS, Call, Collective, Group, Op, Recv, Send
-from interlace.runtime.calling.calls import Thunk, bind_call, in_turn
+from interlace.ir import VALUE_BITS, Collective, Group, Op, Recv, Send
+from interlace.runtime.calling.calls import Thunk, in_turn
 from interlace.runtime.engine import Engine, EngineContext, ShareRequest, TeamResources
 from interlace.runtime.flight import in_range, range_names
 from interlace.runtime.host.binder import HostBinder
@@ -112,8 +112,7 @@ class CpuEngine(Engine):
 
     def _bind(self, context: EngineContext) -> list[Stream]:
         """Every op as a step of its stream; of one stream for all with the option `in_order`."""
-        plan, compiled = context.plan, context.options.regions == "inductor"
-        regions = {region.name: region for region in plan.program.regions}
+        plan = context.plan
         binder = HostBinder(context, self._order, self.check)
         streams: dict[str, Stream] = {}
         lanes = {stream: lane for lane, stream in enumerate(plan.program.streams())}
@@ -128,10 +127,7 @@ class CpuEngine(Engine):
             for number, member in enumerate(op.steps):
                 if single not in (None, number):
                     continue
-                if isinstance(member, Call):
-                    run = bind_call(member, context.values, regions, context.device, compiled)
-                else:
-                    run = binder.bind(index, member, number)
+                run = binder.bind(index, member, number)
                 if run is not None:
                     runs.append(run)
             if runs:

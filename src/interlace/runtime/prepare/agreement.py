@@ -5,7 +5,7 @@ so on. Equal hashes agree. So do equal skeletons: Programs that differ only in s
 vocabulary's offset on each rank, say), or in the part that Calls read of an input that nothing
 writes. Others are verified as a set, as a pipeline's stages are.
 
-    agreement = agree(program, rank, teams, timeout_s=60)
+    agreement = agree_and_prove(program, rank, teams, timeout_s=60)
     agreement.tag                # 64 bits that name what all of these ranks prepared together
 
 A rank that does not come is named, which also tells a recompilation on one rank alone.
@@ -112,7 +112,7 @@ def skeleton(program: Program) -> Program:
     return program.replace(ops=ops, regions=regions)
 
 
-def agree(
+def agree_and_prove(
     program: Program,
     rank: int,
     teams: Sequence[TeamComm],
