@@ -152,20 +152,16 @@ def _columns(**patterns: str) -> Callable[[Row], bool]:
 
 # -- overlap -------------------------------------------------------------------------------------
 
-MANY = 1000
-"""Calls, one after another, whose median is judged: a burst's, which begins after a rest, tell
-less."""
-
 
 def _site(op: str, small: bool | None = False, **patterns: str) -> Callable[[Row], bool]:
-    """Accepts rows of `auto` in bf16: `small` ones, the others, or all."""
+    """Accepts rows of `auto`, by default not in FP8: `small` ones, the others, or all."""
 
     def wants(row: Row) -> bool:
         m, k, n = (int(row[name]) for name in ("m", "k", "n"))
         tiny = m in SMALL_ROWS and (k, n) == (4096, 4096) and row["op"] != "gemm_ar"
         return small in (None, tiny) and accepts(row)
 
-    accepts = _columns(op=op, strategy="auto", **{"dtype": "bf16", **patterns})
+    accepts = _columns(op=op, strategy="auto", **{"dtype": f"(?!{FLOAT8}).*", **patterns})
     return wants
 
 
@@ -187,7 +183,7 @@ def _over_best(row: Row, variants: Variants) -> float:
 
 
 def _host(row: Row, variants: Variants) -> float:
-    return number(row["host_us"]) if number(row["host_runs"]) >= MANY else math.nan
+    return number(row["host_us"])
 
 
 AG, RS, AR, ANY = _site("ag_gemm"), _site("gemm_rs"), _site("gemm_ar"), _site(".*", small=None)

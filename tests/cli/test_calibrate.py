@@ -64,6 +64,13 @@ def test_rows_make_a_file_where_auto_looks(cache: Path, rows: Path) -> None:
     assert (again["sites"], again["site times"]) == (2, 10)
 
 
+def test_files_of_samples_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "samples.csv"
+    path.write_text("kind,nbytes,seconds\nput,1024,0.001\n")
+    text = run("calibrate", "--from", str(path), "--device", "cpu", code=2)
+    assert "samples are no longer read. fix: run `interlace calibrate`" in " ".join(text.split())
+
+
 def test_sizes_of_messages_have_units() -> None:
     assert "'1MB/s' is no size" in run("calibrate", "--most", "1MB/s", "--device", "cpu", code=2)
     assert nbytes("1MiB") == nbytes("1M") == nbytes("1048576") == 1 << 20
@@ -93,7 +100,7 @@ def test_explain_gives_predicted_and_measured(rows: Path, tmp_path: Path) -> Non
 
 def test_errors(rows: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.csv"
-    other.write_text("kind,seconds\nlaunch,1e-6\n")
+    other.write_text("op,median_us\nag_gemm,1\n")
     text = run("calibrate", "--from", str(other), "--device", "cuda", code=2)
     assert "do not say which GPU" in text
     assert "all is measured" in run("calibrate", "--measure", "moon", code=2)

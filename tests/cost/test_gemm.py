@@ -38,12 +38,15 @@ def test_empty_ones_take_none() -> None:
     assert gemm_seconds(H200, DType.bf16, 0, 8, 8) == 0
 
 
-def test_a_measured_one_counts_for_its_own_sizes() -> None:
+def test_a_measured_one_counts_for_its_own_sizes_and_other_rows() -> None:
+    """So that a site's whole matmul and its chunks are compared by one measure."""
     seconds = 2 * gemm_seconds(H200, DType.bf16, 4096, 4096, 4096)
     time = GemmTime(dtype="bf16", m=4096, k=4096, n=4096, seconds=seconds + H200.launch_s)
     machine = H200.replace(gemms=(time,))
     assert gemm_seconds(machine, DType.bf16, 4096, 4096, 4096) == pytest.approx(seconds)
-    for other in ((5000, 4096, 4096), (4096, 4096, 4096, 2)):  # batches were not measured
+    chunk = gemm_seconds(machine, DType.bf16, 1024, 4096, 4096)
+    assert chunk == pytest.approx(2 * gemm_seconds(H200, DType.bf16, 1024, 4096, 4096))
+    for other in ((4096, 4096, 5000), (4096, 4096, 4096, 2)):  # batches were not measured
         assert gemm_seconds(machine, DType.bf16, *other) == gemm_seconds(H200, DType.bf16, *other)
 
 

@@ -116,6 +116,24 @@ def test_nor_do_columns_of_rows_whose_lengths_do_not_divide_each_other() -> None
     assert not covered(thirds, [evens])
 
 
+def test_rows_may_begin_amid_a_row_of_a_flat_buffer() -> None:
+    """Halves of the columns of a matrix that lies somewhere in a bucket."""
+    rows, columns, start = 128_256, 4096, 3072
+    half = Box(start, (rows, columns // 2), (columns, 1), DType.f32)
+    upper = Box(start, (rows // 2, columns // 2), (columns, 1), DType.f32)
+    lower = Box(start + rows // 2 * columns, (rows // 2, columns // 2), (columns, 1), DType.f32)
+    assert covered(half, [upper, lower])
+    assert not covered(half, [upper])
+    planes = Box(1000, (511, 511, 16), (511 * 80, 80, 1), DType.i8)
+    assert covered(
+        planes,
+        [
+            Box(1000, (511, 511, 9), (511 * 80, 80, 1), DType.i8),
+            Box(1009, (511, 511, 7), (511 * 80, 80, 1), DType.i8),
+        ],
+    )
+
+
 def test_of_more_runs_than_are_counted_a_box_covers_itself_alone() -> None:
     """Steps of 4 and of 6 run into each other where another box has steps of 3."""
     mesh, thirds = Box(0, (200_000, 4), (60, 6), DType.i8), Box(0, (100, 3), (11, 3), DType.i8)

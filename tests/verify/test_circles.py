@@ -176,3 +176,23 @@ def test_the_cheapest_circle_through_a_node(seed: int, monkeypatch: pytest.Monke
             assert least is None
         met[bool(found)] += 1
     assert min(met[True], met[False]) >= 20
+
+
+def test_the_budget_is_for_all_knots_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadlock of a team is a knot in each of its instances, and the searches of one are enough;
+    of the others a node each is looked at."""
+    knots = [[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3] for i in range(5)]
+    searched: list[int] = []
+
+    def search(graph: object, node: int, inside: set[int]) -> list[CycleLink]:
+        searched.append(node)
+        return [CycleLink(node, node, "why")]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(deadlock, "SEARCH_BUDGET", 8)
+    monkeypatch.setattr(deadlock, "_cycle_through", search)
+    monkeypatch.setattr(deadlock, "_knots", lambda graph, stuck: knots)
+    monkeypatch.setattr(deadlock, "_joined", lambda links: links)
+    monkeypatch.setattr(deadlock, "_num_crossings", len)
+    graph: Any = SimpleNamespace(part=dict.fromkeys(range(20), ()))
+    assert len([*deadlock._circles(graph, set())]) == 5  # pyright: ignore[reportPrivateUsage]
+    assert searched == [0, 1, 4, 8, 12, 16]

@@ -28,6 +28,12 @@ def gemm_seconds(
         return 0.0
     if batch == 1 and (seconds := measured_seconds(machine, dtype, rows, inner, columns)):
         return seconds
+    return _modelled(machine, dtype, rows, inner, columns, batch)
+
+
+def _modelled(
+    machine: Machine, dtype: DType, rows: int, inner: int, columns: int, batch: int = 1
+) -> float:
     elements = batch * (rows * inner + inner * columns + rows * columns)
     by_bytes = math.ceil(elements * dtype.itemsize) / machine.memory_bandwidth
     return max(by_bytes, arithmetic_seconds(machine, dtype, rows, inner, columns, batch))
@@ -36,12 +42,22 @@ def gemm_seconds(
 def measured_seconds(
     machine: Machine, dtype: DType, rows: int, inner: int, columns: int
 ) -> float | None:
-    """The measured time of a matmul of these sizes without its launch, where there is one."""
-    wanted = str(dtype), rows, inner, columns
-    for time in machine.gemms:
-        if (time.dtype, time.m, time.k, time.n) == wanted:
-            return max(time.seconds - machine.launch_s, 0.1 * time.seconds)
-    return None
+    """The measured time of a matmul of these sizes without its launch, where there is one.
+
+    A matmul of other rows by the same weight, as a chunk is, takes as much more or less than the
+    model's time as the measured one whose rows are nearest: else a whole would be compared by
+    measurement with its chunks by the model.
+    """
+    wanted = str(dtype), inner, columns
+    alike = [time for time in machine.gemms if (time.dtype, time.k, time.n) == wanted]
+    if not alike:
+        return None
+    near = min(alike, key=lambda time: (max(time.m, rows) / min(time.m, rows), time.m))
+    seconds = max(near.seconds - machine.launch_s, 0.1 * near.seconds)
+    if near.m == rows:
+        return seconds
+    ours, theirs = (_modelled(machine, dtype, m, inner, columns) for m in (rows, near.m))
+    return seconds * ours / theirs
 
 
 def arithmetic_seconds(

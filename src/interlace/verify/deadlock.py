@@ -82,11 +82,13 @@ def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list
 
 def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
     """A short cycle of each knot of what cannot finish: the shortest through some of its nodes."""
+    budget = SEARCH_BUDGET  # for all together: an SPMD deadlock has a knot for each of its teams
     for knot in _knots(graph, stuck):
         inside = set(knot)
         starts = (node for node in sorted(knot) if graph.part[node] is not None)
         cycles = filter(None, (_cycle_through(graph, node, inside) for node in starts))
-        compared = islice(cycles, max(1, SEARCH_BUDGET // len(knot)))
+        compared = [*islice(cycles, max(1, budget // len(knot)))]
+        budget -= len(compared) * len(knot)
         yield _joined(min(compared, key=_num_crossings, default=list[CycleLink]()))
 
 

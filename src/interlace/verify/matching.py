@@ -8,7 +8,7 @@ some ranks issue is reported here (where the sequences part) and as the deadlock
     Send, Recv   size, element type, backend
     Alloc        size, of a slot
 
-Where some ranks stand for all (symmetry/), the builder says which, and these are compared.
+Where some ranks stand for all (turns.py, fold.py), the builder says which, and these are compared.
 """
 
 from __future__ import annotations

@@ -75,11 +75,17 @@ def _dims(box: Box) -> FlatBox | None:
 def _covered_by_rows(
     target: FlatBox, parts: Sequence[FlatBox], spend: Callable[[int], None], below: float = inf
 ) -> bool | None:
-    """Returns True if `parts` hold every byte of `target`; None where rows do not decide it."""
+    """Returns True if `parts` hold every byte of `target`; None where rows do not decide it.
+
+    Rows are counted from byte 0, and from the target's first byte, amid a row of a flat buffer.
+    """
     largest = {dims[-1][0] for _, dims in (target, *parts)}
     for step in sorted({max(largest), lcm(*largest)}):
-        if step < below and (found := _covered_in_rows(step, target, parts, spend)) is not None:
-            return found
+        for origin in dict.fromkeys((0, target[0])) if step < below else ():
+            moved = [(start - origin, dims) for start, dims in parts]
+            shifted = target[0] - origin, target[1]
+            if (found := _covered_in_rows(step, shifted, moved, spend)) is not None:
+                return found
     num_few = sum(prod(size for _, size in dims[1:]) for _, dims in (target, *parts))
     if num_few > FEW_RUNS:
         return None

@@ -177,9 +177,15 @@ class _Place:
 def _read(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(newline="") as file:
-            return [dict(row) for row in csv.DictReader(file)]
+            rows = [dict(row) for row in csv.DictReader(file)]
     except OSError as error:
         raise CalibrationError(f"cannot read {path}: {error.strerror or error}") from error
+    if rows and "op" not in rows[0]:
+        raise CalibrationError(
+            f"{path} has no rows of `interlace bench overlap`, and files of samples are no longer "
+            "read. fix: run `interlace calibrate`, which measures this machine"
+        )
+    return rows
 
 
 def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], place: _Place) -> Machine:

@@ -202,6 +202,8 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
             say(f"{name} is absent: {why}")
         if verdicts:
             _show_bars(verdicts)
+        elif getattr(settings, "check", False):
+            say("\nno bar is for these rows")
         say(f"\nwrote {settings.path}")
     if bars.missed(verdicts):
         raise typer.Exit(UNSOUND)

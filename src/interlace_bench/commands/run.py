@@ -86,7 +86,7 @@ def run(
     from interlace_bench.schedule import RunSettings
 
     if runs < 1 or timeout <= 0:
-        raise OptionError("give --runs >= 1 and --time-out > 0")
+        raise OptionError("give --runs >= 1 and --timeout > 0")
     started = "WORLD_SIZE" in os.environ  # by torchrun
     if started and world is None and mesh is None:
         world = int(os.environ["WORLD_SIZE"])

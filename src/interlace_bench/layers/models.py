@@ -31,7 +31,6 @@ from torch.distributed.tensor.parallel import (
 from interlace.demo.model import Block, Plain, block_plan, rotary_table
 from interlace.errors import OptionError
 from interlace.float8 import Recipe
-from interlace.float8.data import ALIGNMENT
 from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
 from interlace.torch_private.inductor import CustomGraphPass
 
@@ -51,12 +50,6 @@ class LayerDims:
         for what, size in {**sizes, "positions (--sequence)": sequence}.items():
             if size % ranks or size < ranks:
                 raise OptionError(f"{size} {what} do not divide over {ranks} ranks")
-
-    def fits_float8(self, ranks: int) -> bool:
-        """Returns True if FP8's GEMM takes the part of the linear maps that each rank has."""
-        heads = self.dim * self.kv_heads // self.heads
-        sizes = (self.dim, *(size // ranks for size in (self.dim, heads, self.hidden)))
-        return all(size % ALIGNMENT == 0 for size in sizes)
 
     @property
     def matmul_parameters(self) -> int:
