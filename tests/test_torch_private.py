@@ -217,6 +217,7 @@ def groups(store: dist.Store) -> bool:
         backend = private.backend_of(group, torch.device("cpu"))
         return (
             private.process_groups() == [group]
+            and private.is_process_group(group)
             and set(private.backends_of(group)) == {backend}
             and backend.name() == "gloo"
             and private.default_store() is not None
@@ -249,7 +250,6 @@ def allocates() -> bool:
 add = torch.ops.aten.add.Tensor
 CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
     private: {
-        "ChainedSource": lambda: has(private.ChainedSource, "get_base"),
         "ConvNd": lambda: isinstance(nn.Conv2d(1, 1, 1), private.ConvNd),
         "DataDependentOutputException": lambda: issubclass(
             private.DataDependentOutputException, Exception
@@ -298,6 +298,7 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         ),
         "is_any_autocast_enabled": under_autocast,
         "is_cuda_stream_capturing": on_gpus("_cuda_isCurrentStreamCapturing"),
+        "is_process_group": lambda: groups(dist.HashStore()),
         "is_profiler_enabled": profiler,
         "is_traceable_wrapper_subclass": lambda: (
             not private.is_traceable_wrapper_subclass(torch.ones(1))
@@ -335,11 +336,9 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         ),
     },
     dynamo: {
-        "AttrSource": lambda: takes(dynamo.AttrSource, "base", "member"),
         "DeletedGuardManagerWrapper": lambda: isinstance(dynamo.DeletedGuardManagerWrapper, type),
         "GuardBuilder": lambda: has(dynamo.GuardBuilder, "TENSOR_MATCH"),
         "InstructionTranslator": lambda: has(dynamo.InstructionTranslator, "current_tx"),
-        "LocalSource": lambda: takes(dynamo.LocalSource, "local_name"),
         "OptimizedModule": lambda: issubclass(dynamo.OptimizedModule, nn.Module),
         "ShortenTraceback": lambda: issubclass(dynamo.ShortenTraceback, Exception),
         "TensorProperty": lambda: has(dynamo.TensorProperty, "SIZE"),

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import interlace
-from interlace.errors import CacheWarning
+from interlace.errors import CacheWarning, UnsupportedError
 from interlace.frontend import backend
 
 WIDTH = 16
@@ -121,3 +122,28 @@ def test_classes_of_sizes_that_come_again_warn_once(pool: Pool) -> None:
     for (told,) in pool(2).run(classes_that_come_again, [20, 40, 24, 44, 20]):
         assert "inference graph" in told
         assert "keeps 1" in told
+
+
+def what_torch_cannot_trace() -> str:
+    """What is told where torch fails in a trace of a DTensor whose sizes are symbolic."""
+    torch.compiler.reset()
+
+    def fails(*_: Any) -> Any:
+        raise TypeError("mul expected 2 arguments, got 3")
+
+    call: Any = torch.compile(
+        feed_forward(WIDTH, Shard(0), Shard(0)), backend=backend, dynamic=True
+    )
+    with mock.patch("interlace.frontend.backend.aot_autograd", return_value=fails):
+        try:
+            call(torch.randn(8, WIDTH))
+        except UnsupportedError as error:
+            return str(error)
+    return ""
+
+
+def test_what_torch_cannot_trace_is_a_typed_error(pool: Pool) -> None:
+    for told in pool(2).run(what_torch_cannot_trace):
+        assert "torch cannot trace these DTensors" in told
+        assert "mul expected 2 arguments" in told
+        assert "dynamic=False" in told

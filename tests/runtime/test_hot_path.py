@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import ExecutorError
 from interlace.ir import parse
+from interlace.options import Options
 from interlace.runtime import Executor
 from interlace_bench.kernels.host import WIDTH, chain, program
 
@@ -172,3 +175,50 @@ def mixed(y: out[f32[4]], a: f32[4], z: out[f32[4]], b: f32[4]):
     z, y = Executor(parse(text)).prepare().run([a, b])
     assert torch.equal(y, a - b)
     assert torch.equal(z, b - a)
+
+
+SLOW = """\
+def slow(x: f32[1500, 1500], y: out[f32[1500, 1500]]):
+    t = alloc(f32[1500, 1500])
+    main: call("aten.mm.out", x, x, out=t)
+    main: call("aten.mm.out", t, x, out=y)
+"""
+
+
+def test_threads_take_turns_with_one_executor() -> None:
+    executor = Executor(parse(SLOW)).prepare()
+    inputs = [torch.randn(1500, 1500) for _ in range(4)]
+    wanted = [executor.run([x])[0] for x in inputs]
+    found: dict[int, torch.Tensor] = {}
+
+    def work(number: int) -> None:
+        found[number] = executor.run([inputs[number]])[0]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(torch.equal(found[n], wanted[n]) for n in range(4))
+
+
+def test_a_thread_that_waits_too_long_gets_an_error() -> None:
+    begun, held, release = time.monotonic(), threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        held.set()
+        assert release.wait(30)
+
+    options = Options(timeout_s=0.2)
+    executor = Executor(program(1), options=options, before_op=hold).prepare()
+    x, w = given()
+    thread = threading.Thread(target=executor.run, args=([x, w],))
+    thread.start()
+    assert held.wait(30)
+    with pytest.raises(ExecutorError, match="another thread"):
+        executor.run([x, w])
+    assert time.monotonic() - begun < 30
+    release.set()
+    thread.join(30)
+    executor.reset()
+    assert executor.run([x, w])[0].shape == (WIDTH, WIDTH)

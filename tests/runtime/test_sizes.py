@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.ir.sizes import named
+from interlace.options import Options
 from interlace.passes import run_pipeline
 from interlace.runtime import Executor
 from interlace.runtime.run_sizes import RunSizes
@@ -219,3 +221,21 @@ def f(S: Size[12], x: f32[S, 4], y: out[f32[S - 2, 4]]):
         assert table() is None
     finally:
         gc.enable()
+
+
+def test_a_run_within_a_run_of_another_size_is_refused() -> None:
+    told: list[str] = []
+
+    def nested(_rank: int, index: int, _op: Any) -> None:
+        if index == 4:  # on the calling thread
+            try:
+                executor.run([given(8)])
+            except ExecutorError as error:
+                told.append(str(error))
+
+    executor = Executor(parse(TEXT), before_op=nested, options=Options(timeout_s=5))
+    x = given(12)
+    assert torch.equal(executor.prepare().run([x])[0], expected(x))
+    executor.close()
+    assert len(told) == 1
+    assert "was called in a run of its own" in told[0]

@@ -53,7 +53,7 @@ from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import LOOK_EVERY_S, STORE_S, Board, Note, Party, meet, named
 from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, precedes
 from interlace.errors import BackendError, InterlaceError, TeamError
-from interlace.torch_private import default_store, process_groups
+from interlace.torch_private import default_store, is_process_group, process_groups
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
@@ -132,7 +132,7 @@ class TeamComm:
     @property
     def is_gone(self) -> bool:
         """True if its process group was destroyed."""
-        return self._group() not in process_groups()
+        return not is_process_group(self._group())
 
     def check_alive(self) -> None:
         check_alive(self._group(), self.name)
@@ -447,7 +447,7 @@ def count_key(group: dist.ProcessGroup) -> str:
 def check_process(group: weakref.ref[dist.ProcessGroup] | None = None) -> None:
     """Raises `TeamError` in a process that was forked from the one that made this group, or those
     that live: Note [Forked processes]."""
-    groups = [*process_groups()] if group is None else [group()]
+    groups = process_groups() if group is None else [group()]
     if any(each in _parents for each in groups if each is not None):
         raise TeamError(
             f"process {os.getpid()} was forked from a rank, and has its process groups: what it "
@@ -471,7 +471,7 @@ def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> Te
 
 def check_alive(group: dist.ProcessGroup | None, name: str) -> None:
     """Raises `TeamError` for a process group that torch.distributed does not have (any more)."""
-    if group not in process_groups():
+    if not is_process_group(group):
         raise TeamError(
             f"the process group of team {name!r} was destroyed, or torch.distributed never had it. "
             "Nothing can run on it any more, nor can a backward whose forward did. Fix: make a "
@@ -516,11 +516,6 @@ def attending(meetings: Iterable[tuple[TeamComm, str]]) -> Iterator[Callable[[],
     with contextlib.ExitStack() as attended:
         looks = [attended.enter_context(team.attending(topic)) for team, topic in meetings]
         yield lambda: [look() for look in looks]
-
-
-def known_lives() -> dict[int, PeerProcess]:
-    """The processes of the ranks of all teams that are set up, as far as they are known."""
-    return {rank: life for team in live_teams() for rank, life in team.board.lives.items()}
 
 
 def release_teams() -> None:

@@ -23,6 +23,8 @@ from interlace.frontend.binding import Bound
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+MOST_DROPPED = 10_000
+"""Dropped items that are remembered, for the warning."""
 
 
 class BoundedCache(Generic[Item]):
@@ -52,7 +54,7 @@ class BoundedCache(Generic[Item]):
             while len(self._items) > self.capacity:
                 old, dropped = self._items.popitem(last=False)
                 log.info("evicted the oldest of %s, which keeps %d", self._name, self.capacity)
-                if self._dropped is not None:
+                if self._dropped is not None and len(self._dropped) < MOST_DROPPED:
                     self._dropped.add(hash(self.mark(old, dropped)))
                 self._close(dropped)
 

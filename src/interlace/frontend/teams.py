@@ -7,8 +7,7 @@ every rank and the verifier can put the ranks together:
     def forward(dp: Team[2], tp: Team[2], x: f32[4, 8]): ...
 
 A DeviceMesh says how all ranks are grouped. For process groups made by hand each rank knows only
-its own, so the ranks tell each other through the store: each writes the groups that it is in, and
-reads those of the ranks that they connect it to, until the circle closes (`learn_groups`).
+its own, so the ranks that they connect tell each other, in one meeting (`learn_groups`).
 
 Ranks decide alike on what each would decide by its own sizes. With uneven shards the ranks' matmuls
 take different times, so near a threshold one rank would gather again in backward and another not.
@@ -205,8 +204,29 @@ def learn_groups(
         "groups": [next(group for group in team.groups if me in group) for team in teams],
     }
     entries = gather(note, sorted(joined, key=lambda team: team.key), limit)
+    first = min(entries)
+    for rank, entry in sorted(entries.items()):
+        if len(entry["groups"]) != len(entries[first]["groups"]):
+            counts = [len(entries[each]["groups"]) for each in (first, rank)]
+            raise AgreementError(
+                f"a graph uses {counts[0]} process groups on rank {first} and {counts[1]} on rank "
+                f"{rank}: every rank must compile the same model. {SAME_ORDER}"
+            )
     told = [entry["groups"] for entry in entries.values()]
-    return [tuple(sorted({tuple(each[i]) for each in told})) for i in range(len(teams))]
+    found = [tuple(sorted({tuple(each[i]) for each in told})) for i in range(len(told[0]))]
+    for number, listed in enumerate(found):
+        ranks = [rank for group in listed for rank in group]
+        twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+        if twice is not None:
+            both = " and ".join(str(list(group)) for group in listed if twice in group)
+            raise AgreementError(
+                f"process group number {number + 1} of a graph is {both} on different ranks, which "
+                f"share rank {twice}. {SAME_ORDER}"
+            )
+    return found
+
+
+SAME_ORDER = "fix: use the process groups in the same order on all ranks, or a DeviceMesh"
 
 
 def consent_of_ranks(

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
-from torch._guards import ChainedSource as ChainedSource
 from torch._guards import TracingContext as TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
@@ -114,24 +113,21 @@ foreach_mul_: Callable[..., None] = torch._foreach_mul_
 # -- CUDA: names that a build of torch for CPUs lacks ----------------------------------------------
 
 
+cuda_stream: Callable[[int], tuple[int, int, int]] | None
+cuda_stream = getattr(torch._C, "_cuda_getCurrentStream", None)
+"""Current stream of a device, without an object around it; around each operator on a stream."""
+set_cuda_stream: Callable[..., None] | None = getattr(torch._C, "_cuda_setStream", None)
+"""Makes a stream the current one, without a context manager."""
+
+
 def cuda_device() -> int:
     """Number of the current device, without the checks of `torch.cuda.current_device`."""
     return torch._C._cuda_getDevice()
 
 
-def cuda_stream(device: int) -> tuple[int, int, int]:
-    """Current stream of a device, without an object around it."""
-    return torch._C._cuda_getCurrentStream(device)
-
-
 def cuda_raw_stream(device: int) -> int:
     """Handle of the current stream of a device."""
     return torch._C._cuda_getCurrentRawStream(device)
-
-
-def set_cuda_stream(**stream: int) -> None:
-    """Makes a stream the current one, without a context manager."""
-    torch._C._cuda_setStream(**stream)
 
 
 def is_cuda_stream_capturing() -> bool:
@@ -155,6 +151,11 @@ def cuda_sleep(cycles: int) -> None:
 def process_groups() -> list[dist.ProcessGroup]:
     """Process groups that live in this process."""
     return [*dist.distributed_c10d._world.pg_map]
+
+
+def is_process_group(group: dist.ProcessGroup | None) -> bool:
+    """True if a process group lives in this process."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def default_group() -> dist.ProcessGroup:

@@ -8,12 +8,14 @@ Note [Calls that agree]
     chunk size, the terms of the loss, and whether `hidden` wants a gradient. So the first gather of
     a call, of the same size whatever the arguments, brings them along, and ranks whose arguments
     differ raise before the next one. A CPU compares them in each call. On CUDA the host would wait
-    for the device: it does so the first time that it meets these arguments (the number of rows
-    apart), and not while a graph is captured.
+    for the device: it does so until it has once compared these arguments (the number of rows
+    apart), and not while a graph is captured. A rank that gives arguments as in a call before does
+    not look, so it goes on where a peer raises, and waits for the time-out of the group.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -32,9 +34,16 @@ FACTS: Mapping[str, int] = {
     **dict.fromkeys(("z_loss", "softcap", "requires_grad of hidden"), 2),
 }
 """Arguments that ranks must give alike, each with a bound of its numbers: all fit into one."""
+WITHOUT_ROWS = math.prod([*FACTS.values()][1:])
+"""Remainder by which arguments are known, whatever the number of rows."""
 
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
 """Arguments that a rank has compared with its peers', by group."""
+
+
+def is_capturing() -> bool:
+    """True while the current stream is captured in a graph, which the host may not wait for."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 def done() -> None:
@@ -62,22 +71,12 @@ def find_shards(
         if pending:
             pending.pop()()
             sizes.copy_(both[:, 0])
-            if _compares(group, code, device):
+            known, alike = _compared.setdefault(group, set()), code % WITHOUT_ROWS
+            if device.type != "cuda" or not (alike in known or is_capturing()):
                 compare(both[:, 1].tolist(), dist.get_process_group_ranks(group))
+                known.add(alike)
 
     return Shards(group.rank(), group.size(), 0, sizes), ready
-
-
-def _compares(group: dist.ProcessGroup, code: int, device: torch.device) -> bool:
-    """True if the host looks at the arguments of all ranks."""
-    if device.type != "cuda":
-        return True
-    without_rows = code % (1 << sum(bound.bit_length() - 1 for bound in [*FACTS.values()][1:]))
-    known = _compared.setdefault(group, set())
-    if without_rows in known or torch.cuda.is_current_stream_capturing():
-        return False
-    known.add(without_rows)
-    return True
 
 
 def compare(codes: list[int], ranks: list[int]) -> None:
