@@ -10,8 +10,9 @@ from tests.support.line_count import per_op
 
 from interlace.cost import Machine, Timeline, default_machine, op_kind, simulate
 from interlace.cost.machine import Link
+from interlace.cost.op_times import op_cost
 from interlace.errors import ProgramError, SoundnessError
-from interlace.ir import parse
+from interlace.ir import Group, parse
 
 ROUND = Machine(
     name="round",
@@ -265,3 +266,18 @@ def test_a_long_program_takes_no_more_for_each_op() -> None:
     assert per_op(work, 200) < 300
     timeline = simulate(two_streams(400), machine)
     assert len({(span.rank, span.op_index) for span in timeline.spans}) == 4 * 400
+
+
+def test_messages_go_by_gloo_where_collectives_go_through_memory_of_peers() -> None:
+    machine = default_machine("cpu")
+
+    def cost(backend: str) -> object:
+        program = parse(f"""def f(tp: Team[2], x: f32[1024]):
+    main: group(send(x, peer=tp.rank + 1, backend="{backend}"))
+""")
+        (group,) = program.ops
+        assert isinstance(group, Group)
+        teams = {team.name: team for team in program.teams}
+        return op_cost(group.ops[0], program.boxes(0), machine, teams, program.where(0))
+
+    assert cost("peer") == cost("gloo")

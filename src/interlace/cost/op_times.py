@@ -139,6 +139,7 @@ def op_cost(op: Op, box: Boxes, machine: Machine, teams: Mapping[str, Team], whe
         case Send(src=view) | Recv(dst=view):
             apart = teams[op.team].apart(where.member(op.team).index, where.index(op.peer))
             transport = op.backend or machine.backend
+            transport = "gloo" if transport == "peer" else transport  # no peer's memory has any
             times = machine.link(transport, apart).times("send", _nbytes(box(view)))
             return Cost(*times, transport, apart)
         case Put(src=view) | Get(src=view):

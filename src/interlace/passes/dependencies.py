@@ -172,7 +172,7 @@ class _Places:
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _Holder:
     """A buffer that shares bytes with others: it holds them for a while, then another does."""
 
     start: Int
@@ -195,8 +195,8 @@ def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
     }
     if not shared:
         return
-    tenants: dict[str, dict[str, _Tenant]] = {}  # by storage: who may still hold bytes of it
-    known: dict[str, _Tenant] = {}
+    tenants: dict[str, dict[str, _Holder]] = {}  # by storage: who may still hold bytes of it
+    known: dict[str, _Holder] = {}
     for index, (reads, writes) in enumerate(touched):
         for name in sorted(shared.intersection(a.view.buffer for a in (*reads, *writes))):
             buffer = overlaps.buffers[name]
@@ -204,7 +204,7 @@ def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
             mine = known.get(name)
             if mine is None:
                 size = overlaps.size(buffer)
-                mine = known[name] = _Tenant(buffer.offset, buffer.offset + size)
+                mine = known[name] = _Holder(buffer.offset, buffer.offset + size)
             holders = tenants.setdefault(buffer.storage, {})
             rivals = [
                 (other, tenant)
