@@ -336,3 +336,11 @@ def test_region_values_are_names() -> None:
         assert r.inputs == (Name("x"),)
         r.returns(*r.calls(2, "aten.a.b", *r.inputs))
     assert validate(p.build()).regions[0].outputs == ("t0", "t1")
+
+
+def test_generated_programs_name_no_line_of_python() -> None:
+    with interlace.program("f", team=2, lines=False) as p:
+        x, y = p.input("x", "f32", (4,)), p.output("y", "f32", (4,))
+        with p.module("layers.0"):
+            p.copy(x, y)
+    assert [op.loc for op in p.program.ops] == [Loc("layers.0")]

@@ -227,6 +227,7 @@ def test_explains_who_owns_what(pool: Pool, seed: int) -> None:
         assert "18 parameters of 2 ranks in 7 buckets" in told
         assert "blocks.0.up.weight, of rank" in told
         assert "all_gather(flat[" in told
+        assert ".py" not in told, "which lines of ours wrote the Programs"
         assert 'reduce="avg", team=dp' in told
 
 

@@ -76,12 +76,14 @@ def program(
     mesh: Mapping[str, int] | None = None,
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ranks: Sequence[int] | None = None,
+    lines: bool = True,
 ) -> Builder:
     """A builder of a Program, to be used as `with interlace.program("name", team=4) as p:`.
 
     `team=4` is one team named `tp`; `mesh={"dp": 2, "tp": 4}` names the axes of a mesh; `groups`
     adds teams of global ranks, such as `{"pipe": [[0, 2], [1, 3]]}`; `ranks` are the global ranks
-    that run the Program, where it is not the whole mesh.
+    that run the Program, where it is not the whole mesh. `lines=False`, for Programs that code
+    generates: ops name their module alone, and not the line of Python that wrote them.
     """
     axes = dict(mesh or {})
     if team is not None:
@@ -92,7 +94,7 @@ def program(
     for key, listed in (groups or {}).items():
         found = tuple(tuple(group) for group in listed)
         teams.append(Team(key, len(found[0]) if found else 0, found))
-    return Builder(name, tuple(teams), None if ranks is None else tuple(ranks))
+    return Builder(name, tuple(teams), None if ranks is None else tuple(ranks), lines)
 
 
 class TorchDType(Protocol):
@@ -225,8 +227,10 @@ class SiteOptions(TypedDict, total=False):
 class Builder:
     """Collects the ops of one Program; `p.tp` is the team of that name."""
 
-    def __init__(self, name: str, teams: tuple[Team, ...], ranks: tuple[int, ...] | None) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, teams: tuple[Team, ...], ranks: tuple[int, ...] | None, lines: bool = True
+    ) -> None:
+        self.name, self.lines = name, lines
         self.teams, self.ranks = teams, ranks
         self.tables: dict[str, Table] = {}
         self.buffers: dict[str, Buffer] = {}
@@ -489,6 +493,9 @@ class Builder:
 
     def common(self) -> dict[str, Any]:
         """Stream, site and location of the op that the caller is about to emit."""
+        if not self.lines:
+            loc = Loc(self.current_module)
+            return {"stream": self.current_stream, "site": self.current_site, "loc": loc}
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         while frame.f_back is not None and frame.f_globals.get("__name__", "") in _INSIDE:
             frame = frame.f_back

@@ -47,7 +47,7 @@ def all_reduced(
     name: str, flat: torch.Tensor, op: str, ranks: int, rank: int, *, team: str = "dp"
 ) -> Program:
     """An all-reduce in place."""
-    with interlace.program(name, mesh={team: ranks}) as p:
+    with interlace.program(name, mesh={team: ranks}, lines=False) as p:
         buffer = p.input("flat", NAMES[flat.dtype], (flat.numel(),))
         with p.stream("comm"):
             p.all_reduce(buffer, reduce=REDUCES[op])
@@ -120,7 +120,7 @@ class BucketExchange:
     def reduced(self, name: str, tensor: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
         """Gradients: shards are reduced, and what another rank owns of a shard goes to it."""
         messages = self.plan.messages()
-        with interlace.program(name, mesh={"dp": ranks}) as p:
+        with interlace.program(name, mesh={"dp": ranks}, lines=False) as p:
             flat = self._flat(p, tensor, shared=self.peer and bool(messages))
             moves = [_move(flat, m.holder, m.owner, m.start, m.stop) for m in messages]
             with p.stream("comm"), p.module(self.about):
@@ -133,7 +133,7 @@ class BucketExchange:
         `copies`, each rank gets what the others own.
         """
         copies, messages = self.copies and ranks > 1, self.plan.messages()
-        with interlace.program(name, mesh={"dp": ranks}) as p:
+        with interlace.program(name, mesh={"dp": ranks}, lines=False) as p:
             flat = self._flat(p, tensor, shared=copies)
             with p.stream("comm"), p.module(self.about):
                 if copies:

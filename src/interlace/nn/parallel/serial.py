@@ -54,7 +54,7 @@ class LinearLayer:
 def serial(layer: LinearLayer, ranks: tuple[int, ...], rows: int) -> Program:
     """The serial Program for `rows` rows on each rank, and the others of their class."""
     teams, shown = as_axes((Team("tp", len(ranks), (ranks,)),), tuple(sorted(ranks)))
-    builder = Builder(name_of(layer), teams, shown)
+    builder = Builder(name_of(layer), teams, shown, lines=False)
     size = cast("int", builder.size("S", rows))
     with deciding(builder.sizes) as known:
         _write(builder, layer, size, len(ranks))

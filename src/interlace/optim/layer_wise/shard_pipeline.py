@@ -89,7 +89,7 @@ class ShardExchange:
     def program(self, name: str, to_owners: bool, ranks: int, rank: int) -> Program:
         """Shards of all matrices to all shards of the own ones, or back."""
         parts = self.parts
-        with interlace.program(name, mesh={"dp": ranks}) as p:
+        with interlace.program(name, mesh={"dp": ranks}, lines=False) as p:
             table = p.table("parts", parts)
             own = p.table("own", [ranks * part for part in parts])
             shards = p.input("shards", "bf16", (sum(parts),))

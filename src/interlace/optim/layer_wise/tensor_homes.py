@@ -119,7 +119,7 @@ class HomeExchange:
     ) -> Program:
         """Shards to homes, or whole matrices to shards."""
         kind, registered = NAMES[flat.dtype], "tp" if self.peer else None
-        with interlace.program(name, mesh={"tp": ranks}) as p:
+        with interlace.program(name, mesh={"tp": ranks}, lines=False) as p:
             parts = p.input("flat", kind, (flat.numel(),), registered=registered)
             matrices = p.input("whole", kind, (whole.numel(),))
             size = sum(shard.numel for shard in self.shards if self._is_staged(shard, rank))
