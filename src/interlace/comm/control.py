@@ -345,10 +345,6 @@ class Control:
         where = " and ".join(stands) or "between two ops"
         return f"is in run {entered}, {where}{stopped}"
 
-    def absent(self, behind: int = 0) -> set[int]:
-        run = self._mine[ENTERED] - behind
-        return {member for member, _ in self._peers if self._cells[member][ENTERED] < run}
-
     def behind(self) -> str:
         """Who may hold up what all ranks have begun: those that are stopped, else all others that
         are still in this run."""
