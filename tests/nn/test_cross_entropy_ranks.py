@@ -183,6 +183,35 @@ DIFFER: dict[str, tuple[str, Any, Any]] = {
 """Arguments of two ranks, and what is said of them."""
 
 
+def looked_at_once(name: str) -> int:
+    """The looks of calls by a host that looks at unknown arguments alone, as on CUDA: three that
+    agree, two that differ and raise on both ranks, and again three."""
+    looks: list[bool] = []
+
+    def may_look(device: torch.device, known: bool) -> bool:
+        looks.append(not known)
+        return not known
+
+    hidden, weight, target = torch.ones(3, 2), torch.ones(4, 2), torch.tensor([0, 5, 7])
+    group: Any = dist.new_group()
+    told, *values = DIFFER[name]
+    with mock.patch.object(vocabulary, "may_look", may_look):
+        for _ in range(3):
+            linear_cross_entropy(hidden, weight, target, group=group)
+        for _ in range(2):
+            other: dict[str, Any] = {"z_loss": 0.2, name: values[dist.get_rank()]}
+            with pytest.raises(AgreementError, match=re.escape(told)):
+                linear_cross_entropy(hidden, weight, target, group=group, **other)
+        for _ in range(3):
+            linear_cross_entropy(hidden, weight, target, group=group)
+    dist.destroy_process_group(group)
+    return sum(looks)
+
+
+def test_arguments_are_known_only_once_they_were_alike(pool: Pool) -> None:
+    assert pool(2).run(looked_at_once, "softcap") == [3, 3]
+
+
 def different(name: str) -> None:
     """What a call of each loss raises; after it the ranks agree, and are right."""
     told, *values = DIFFER[name]

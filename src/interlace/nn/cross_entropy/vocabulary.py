@@ -41,9 +41,9 @@ _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.Weak
 """Arguments that a rank has compared with its peers', by group."""
 
 
-def is_capturing() -> bool:
-    """True while the current stream is captured in a graph, which the host may not wait for."""
-    return torch.cuda.is_current_stream_capturing()
+def may_look(device: torch.device, known: bool) -> bool:
+    """True if the host looks at all ranks' arguments, which are `known` to have been alike once."""
+    return device.type != "cuda" or not (known or torch.cuda.is_current_stream_capturing())
 
 
 def done() -> None:
@@ -72,7 +72,7 @@ def find_shards(
             pending.pop()()
             sizes.copy_(both[:, 0])
             known, alike = _compared.setdefault(group, set()), code % WITHOUT_ROWS
-            if device.type != "cuda" or not (alike in known or is_capturing()):
+            if may_look(device, alike in known):
                 compare(both[:, 1].tolist(), dist.get_process_group_ranks(group))
                 known.add(alike)
 
