@@ -361,7 +361,9 @@ class Draw:
         self.live.append(buffer)
 
     def free(self) -> None:
-        found = [b for b in self.live if b.kind in ("local", "symmetric")]
+        inputs = ("input",) if self.rng.random() < 0.2 else ()
+        kinds = ("local", "symmetric", *inputs)
+        found = [b for b in self.live if b.kind in kinds and not b.registered]
         if found:
             self.release(self.rng.choice(found))
 

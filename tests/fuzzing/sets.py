@@ -24,11 +24,9 @@ def mutilate(program: Program, rng: random.Random) -> Program:
     frees = [i for i in movable if isinstance(ops[i], Free)]
     if frees and rng.random() < 0.3:
         at = rng.choice(frees)
-        first = next(
-            i
-            for i, op in enumerate(ops)
-            if isinstance(op, Alloc) and op.buffer.name == getattr(ops[at], "buffer", "")
-        )
+        name = ops[at].ordering().frees
+        allocs = (i for i, op in enumerate(ops) if isinstance(op, Alloc) and op.buffer.name == name)
+        first = next(allocs, -1)  # an input is there from the begin
         ops.insert(rng.randint(first + 1, at), ops.pop(at))
         return program.replace(ops=tuple(ops))
     op = ops[i]

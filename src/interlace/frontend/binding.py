@@ -131,15 +131,19 @@ class Bound:
 
     def run(
         self,
-        args: Sequence[object],
+        args: list[Any],
         values: Mapping[str, int] | None = None,
         origin: str | None = None,
     ) -> list[Any]:
         """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, if
-        there are any; `origin` is as in `Executor.run`, None for no backward."""
+        there are any; `origin` is as in `Executor.run`, None for no backward, which takes its
+        tensors out of `args`, so that each may die after its last use."""
         given = self.imported.gather(args)
         sizes = None if values is None else self._own(values)
-        results = self.executor.run(given, sizes=sizes, origin=origin)
+        if boxed := self.kind == "backward":
+            for position in self.imported.inputs:
+                args[position] = None
+        results = self.executor.run(given, sizes=sizes, origin=origin, boxed=boxed)
         return self.imported.scatter(results, args)
 
 

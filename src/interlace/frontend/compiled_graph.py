@@ -295,7 +295,7 @@ class CompiledGraph:
         values = (
             None if args is None or signature(args) == self._traced else propagate(self._gm, args)
         )
-        found = import_graph(
-            self._gm, name=self.kind, teams=teams, labels=labels, values=values, sizes=sizes
-        )
+        boxed = self.kind == "backward" and not self.setting.options.graph
+        facts = {"labels": labels, "values": values, "sizes": sizes, "boxed": boxed}
+        found = import_graph(self._gm, name=self.kind, teams=teams, **facts)
         return found, teams

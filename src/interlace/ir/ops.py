@@ -245,7 +245,10 @@ class Alloc(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free(Op):
-    """Gives a buffer's storage back once `stream` gets here; a symmetric one tells every peer."""
+    """Gives a buffer's storage back once `stream` gets here; a symmetric one tells every peer.
+
+    An input's storage is the caller's: its Free says that the Executor holds it no longer.
+    """
 
     buffer: str = field(metadata=NAME)
 

@@ -749,10 +749,11 @@ class Checker:
                 did_you_mean(ordering.waits, self.events, "events recorded so far are"),
             )
         if ordering.frees is not None:
-            if self.buffer(View(ordering.frees)).kind in ("input", "output"):
+            buffer = self.buffer(View(ordering.frees))
+            if buffer.kind == "output" or buffer.registered:
                 raise self.fault(
-                    f"{ordering.frees!r} belongs to the caller",
-                    "free only what the program allocates",
+                    f"{ordering.frees!r} stays the caller's",
+                    "free what the program allocates, or an input that is not registered",
                 )
         for level in (ordering.raises, ordering.expects):
             if level is not None and not 1 <= level.value < 1 << VALUE_BITS:

@@ -2,7 +2,8 @@
 
 Buffers that stay inside the Program share one `arena` by lifetime, symmetric ones the slots of
 their team's pool; what leaves the Program is allocated by torch. `Alloc` stands right before the
-first use, `Free` of fresh and symmetric buffers after the last. Bytes are reused only where the
+first use, `Free` of fresh and symmetric buffers after the last; the `Free` of an input that the
+caller gives up moves there too. Bytes are reused only where the
 Program's data already orders all their uses, so nothing waits longer and no event is added. All is
 laid out for the largest sizes of the Program's class, so offsets are numbers.
 
@@ -12,7 +13,7 @@ laid out for the largest sizes of the Program's class, so offsets are numbers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,8 +42,9 @@ class PlanMemory:
 
     def run(self, program: Program) -> Program:
         """The same ops on the same streams, with memory planned."""
+        given_up = _given_up(program)
         program = _place_allocs(_localise(strip_events(program)))
-        lives = Lives.of(program)
+        lives = Lives.of(program, given_up)
         overlaps = Overlaps(program)
         sizes = {name: overlaps.size(lives.buffers[name]) for name in lives.uses}
         sizes = {name: size for name, size in sizes.items() if size < UNBOUNDED}
@@ -60,6 +62,12 @@ class PlanMemory:
         remarks = _remarks(lives, offsets, slots, frees, sizes)
         kept = tuple(r for r in program.remarks if r.pass_name != self.name)
         return program.replace(ops=rewrite.ops(), remarks=kept).remarked(remarks)
+
+
+def _given_up(program: Program) -> set[str]:
+    """The inputs that a Program frees."""
+    inputs = {buffer.name for buffer in program.params if buffer.kind == "input"}
+    return inputs & {op.buffer for op in program.ops if isinstance(op, Free)}
 
 
 def _escaping(program: Program) -> set[str]:
@@ -127,7 +135,7 @@ def _place_allocs(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """Who uses each buffer that the Program declares, and how those uses are ordered."""
+    """Who uses each buffer that the Program declares or frees, and how those uses are ordered."""
 
     ops: tuple[Op, ...]
     order: Order
@@ -139,10 +147,11 @@ class Lives:
     """Ops that another one of the same kernel follows."""
 
     @classmethod
-    def of(cls, program: Program) -> Lives:
-        """The lives of a Program's buffers, as the order of its data allows them."""
+    def of(cls, program: Program, given_up: Collection[str] = ()) -> Lives:
+        """The lives of a Program's buffers, and of the inputs that are given up, as the order of
+        its data allows them."""
         buffers = program.buffers()
-        params = {buffer.name for buffer in program.params}
+        params = {buffer.name for buffer in program.params} - {*given_up}
         uses: dict[str, list[int]] = {}
         for index, used in enumerate(_uses(program)):
             for name in sorted(used):
@@ -224,7 +233,7 @@ def _place_frees(lives: Lives, count: int) -> dict[int, list[Free]]:
     ending: dict[int, list[str]] = {}
     for name, uses in lives.uses.items():
         kind = lives.buffers[name].kind
-        if kind == "symmetric" or (kind == "fresh" and name not in lives.escaping):
+        if kind == "symmetric" or (kind in ("fresh", "input") and name not in lives.escaping):
             ending.setdefault(uses[-1], []).append(name)
     frees: dict[int, list[Free]] = {}
     pending: dict[str, list[int]] = {}

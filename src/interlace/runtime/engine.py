@@ -236,9 +236,11 @@ class Engine:
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
         at: Any = None,
+        boxed: bool = False,
     ) -> tuple[Any, ...]:
         """One run, and its results. The Executor holds the lock, and everything was checked: by
-        `admit`, which gave `at`, or (None) by the Executor."""
+        `admit`, which gave `at`, or (None) by the Executor. With `boxed`, `inputs` is a list, and
+        is emptied."""
         raise NotImplementedError
 
     def refuse_nested(self) -> None:

@@ -328,6 +328,7 @@ class Executor:
         *,
         sizes: Mapping[str, int] | None = None,
         origin: str | None = None,
+        boxed: bool = False,
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs.
 
@@ -338,6 +339,7 @@ class Executor:
         named sizes that are no dimension of an input; by default they stay as they were. `origin`
         says what this run and the next ones belong to, and is the same on all ranks: who pairs it
         with a run of another origin gets an AgreementError, although the Program is the same.
+        With `boxed`, `inputs` is a list, which the run empties: what the Program frees dies there.
 
         Every rank of the Program's teams calls it, in the same order. Raises ExecutorError for
         tensors that do not fit, before anything runs, and where it is not prepared or is closed;
@@ -360,7 +362,7 @@ class Executor:
                 begun = False  # a refusal concerns no peer
                 engine = self._ready_for(inputs, out, wanted)
                 begun = True
-            return engine.issue(inputs, out, admitted)
+            return engine.issue(inputs, out, admitted, boxed)
         except BaseException as error:  # what cannot be issued stops the peers too
             if begun:
                 self._fail(error)

@@ -380,7 +380,8 @@ class _Lowering:
     def free(self, item: Item, name: str) -> None:
         number = self.version(item, name)
         version = self.versions[number]
-        if version.alloc < 0 or (version.free < 0 and item.index < version.alloc):
+        given = version.buffer.kind == "input"
+        if not given and (version.alloc < 0 or (version.free < 0 and item.index < version.alloc)):
             self.flaw(
                 "bad-free",
                 f"{name} is freed, and the Program did not allocate it",

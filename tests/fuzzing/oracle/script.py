@@ -204,7 +204,7 @@ class _Rank:
     def add_run(self, run: int) -> None:
         self.run, self.index = run, -1
         self.names = {}
-        self.held: dict[str, bool] = {}
+        self.held = {b.name: True for b in self.program.params if b.kind == "input"}
         start = self.act(None, [(self.acts[-1].ended,)] if self.acts else [])
         start.touches = callers = [self.touch(extent, marks=True) for extent in self.registered]
         start.empties = [self.touch(extent, marks=True) for extent in self.outputs]

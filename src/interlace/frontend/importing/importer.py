@@ -72,6 +72,7 @@ from interlace.ir import (
     Call,
     Copy,
     DType,
+    Free,
     Loc,
     Op,
     Program,
@@ -107,8 +108,10 @@ class Importer:
         teams: Teams,
         values: Mapping[fx.Node, Any] | None = None,
         labels: Sequence[str] = (),
+        boxed: bool = False,
     ) -> None:
         self.gm = gm
+        self.boxed = boxed
         self.program_name = name
         self.teams = teams
         self.lowerings: Mapping[str, Lowering] = {**LOWERINGS, **COLLECTIVES}
@@ -157,17 +160,19 @@ class Importer:
         index = iter(range(len(results)))
         places = [value if isinstance(value, Opaque | Fixed) else next(index) for value in outputs]
         teams, ranks = self.teams.used()
+        changed = {access.view.buffer for op in self.ops for access in op.writes()}
+        handed = {view.buffer for view in views_in(tuple(results))}
+        given_up = [b.name for b in self.params if self.boxed and b.name not in changed | handed]
         program = Program(
             name=self.program_name,
             teams=teams,
             params=(*self.params, *self.constant_params),
-            ops=tuple(self.ops),
+            ops=(*self.ops, *[Free(buffer=name, stream="main") for name in given_up]),
             results=tuple(results),
             ranks=ranks,
         )
         self._check_host()
         waits = awaited(self.gm.graph)
-        changed = {access.view.buffer for op in self.ops for access in op.writes()}
         lazy = [may_be_lazy(whole(b)) and b.name not in changed for b in program.params]
         return Imported(
             program,
@@ -555,18 +560,21 @@ def import_graph(
     values: Mapping[fx.Node, Any] | None = None,
     labels: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
+    boxed: bool = False,
 ) -> Imported:
     """The serial Program of an AOT graph.
 
     `values` gives each node's (fake) value; without it they are read from `meta["val"]`. `sizes`
     has the value of each symbol in them: the Program is then for a class of sizes with these among
     them. `teams` names the process groups; None takes those of torch.distributed.
-    `labels` are the user's names of the arguments, by position, before AOTAutograd.
+    `labels` are the user's names of the arguments, by position, before AOTAutograd. With `boxed`
+    the caller gives the graph's arguments up, as AOTAutograd does in backward: the Program frees
+    each, which the pass plan_memory moves to its last use.
     """
     values = complete(gm) if values is None else values
     # Compilers are called in a mode where no tensor is real.
     with unset_fake_temporarily(), deciding(size_class(sizes or {})) as known:
-        importer = Importer(gm, name, teams or Teams.of_torch(), values, labels)
+        importer = Importer(gm, name, teams or Teams.of_torch(), values, labels, boxed)
         importer.reserve(f"s{number}" for number in range(len(known.values)))
         imported = importer.run()
         if not known.values:

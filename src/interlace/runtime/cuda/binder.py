@@ -147,7 +147,7 @@ class Binder:
             case ir.Wait():
                 point = self.points.get(self.plan.waits[index, member])
                 return None if point is None else point.wait(lane)
-            case ir.Free(buffer=name) if self.plan.buffers[name].kind == "fresh":
+            case ir.Free(buffer=name) if self.plan.buffers[name].kind in ("fresh", "input"):
                 return self.drop(name, lane)
             case ir.HostSync():
                 return self.host_sync(lane, index)
@@ -247,7 +247,7 @@ class Binder:
 
         def run() -> None:
             tensor = items[places[0]]
-            if tensor is not None:  # None: its Call left it out
+            if streams and tensor is not None and tensor.is_cuda:  # None: its Call left it out
                 for stream in streams:
                     tensor.record_stream(stream or torch.cuda.current_stream(device))
             for place in places:

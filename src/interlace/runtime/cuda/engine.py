@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import profiler
@@ -78,11 +78,11 @@ class Changes:
         self.always = bool(self.registered or self._inputs)
         """True if a run writes a caller's tensor even without given outputs."""
 
-    def tell(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
-        """Increments the tensors' version counters; inference tensors have none."""
-        increment_version(
-            [*self.registered, *[inputs[index] for index in self._inputs], *(out or ())]
-        )
+    def of(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """The tensors that a run writes; inference tensors have no version counter."""
+        return [*self.registered, *[inputs[index] for index in self._inputs], *(out or ())]
 
 
 class CudaEngine(Engine):
@@ -162,14 +162,19 @@ class CudaEngine(Engine):
         return at
 
     def issue(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None, at: Any = None
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        at: Any = None,
+        boxed: bool = False,
     ) -> tuple[Any, ...]:
         """Issues a run and gives its results, which are there once the caller's stream is. Copies
         into and out of a graph are part of the run: the next one uses the same memory."""
         if at is None:  # `admit` did not look at the current device
             with torch.cuda.device(self.device):
-                return self.issue(inputs, out, ())
+                return self.issue(inputs, out, (), boxed)
         self.refuse_nested()
+        changed = self.changes.of(inputs, out) if self.changes.always or out is not None else None
         driver, graphs, pair, turn = self.driver, self.graphs, None, 0
         if self._teams:
             self._enter(inputs, out)
@@ -187,7 +192,7 @@ class CudaEngine(Engine):
             stream, begin, over = self._begin()
             try:
                 if pair is None:
-                    results = self._issue_ops(inputs, out, stream, begin)
+                    results = self._issue_ops(inputs, out, stream, begin, boxed)
                 else:
                     if self.watches:
                         driver.record(stream, begin)
@@ -215,8 +220,8 @@ class CudaEngine(Engine):
                 raise
             raise known from error  # what NCCL was ended for, by an abort or by a peer
         finally:
-            if self.changes.always or out is not None:
-                self.changes.tell(inputs, out)
+            if changed is not None:
+                increment_version(changed)
             self.watched.issuing = False
 
     def turn(self, at: Sequence[int]) -> None:
@@ -263,6 +268,7 @@ class CudaEngine(Engine):
         out: Sequence[torch.Tensor] | None,
         stream: int,
         begin: Event,
+        boxed: bool,
     ) -> tuple[Any, ...]:
         """Issues the ops one by one, in a table of this run's tensors."""
         context, had_grad = self.context, torch.is_grad_enabled()
@@ -272,6 +278,8 @@ class CudaEngine(Engine):
                 self._grad(False)
             made = context.outputs.new() if out is None else out
             self._start((*inputs, *made), self.uses() if self.sides else NO_USES)
+            if boxed:
+                cast("list[Any]", inputs).clear()
             if context.options.trace:
                 self.timed.begin()
             for side in self._used:

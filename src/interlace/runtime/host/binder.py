@@ -122,7 +122,7 @@ class HostBinder:
         if kind == "symmetric":
             slot, uses = self.resources.slots[name], self.resources.uses
             return lambda: slot.free(uses[name])
-        if kind == "fresh":
+        if kind in ("fresh", "input"):
             items, places = self.values.items, self.values.family(name)
 
             def run() -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import length_hint
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -176,6 +176,7 @@ class CpuEngine(Engine):
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
         at: object | None = None,
+        boxed: bool = False,
     ) -> tuple[Any, ...]:
         """Enters the teams, fills the table, drives the streams and reads the results."""
         self.refuse_nested()
@@ -203,6 +204,8 @@ class CpuEngine(Engine):
                 for each in held.values():
                     each.enter()
             self._start((*inputs, *out), self._uses)
+            if boxed:
+                cast("list[Any]", inputs).clear()
             if self._others:
                 self._drive_all()
             else:

@@ -307,7 +307,8 @@ def callers(program: ir.Program) -> str:
 
 def homes(program: ir.Program) -> dict[str, str]:
     """The stream that each buffer of a run is allocated on."""
-    found, main = dict[str, str](), callers(program)
+    main = callers(program)
+    found = {buffer.name: main for buffer in program.params}
     for op in program.ops:
         if isinstance(op, ir.Alloc):
             found[op.buffer.name] = main
