@@ -59,7 +59,7 @@ OPS = {
     "other peers": ("notify(s, to=dp.others, team=tp)", "dp.others are not of", "tp.others"),
     "wait": ("wait(e2)", "nothing before this records event 'e2'", "e1"),
     "site": ("copy(x, t, site=2)", "no site 2", "site(2, "),
-    "free": ("free(x)", "'x' belongs to the caller", "free only what the program allocates"),
+    "free": ("free(y)", "'y' stays the caller's", "or an input that is not registered"),
     "overlap": ("copy(x, t[0:1].expand(4, 4))", "elements overlap", "write the view that was"),
     "signal": ("notify(s, to=tp.rank, value=0)", "value 0 of signal 's'", "count from 1"),
     "expect": ("expect(s, tp.rank, value=0)", "value 0 of signal 's'", "count from 1"),

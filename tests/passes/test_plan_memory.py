@@ -68,6 +68,25 @@ def p(x: f32[4]):
     assert program.ops[2] == Free(buffer="a")
 
 
+def test_an_input_that_is_given_up_goes_after_its_last_use() -> None:
+    """Wherever it stood, as soon as a stream knows of all uses; what nobody gives up stays."""
+    program = InsertSync().run(
+        planned("""
+def p(x: f32[4], w: f32[4], u: f32[4], y: out[f32[4]], z: out[f32[4]]):
+    side: call("aten.mul.Tensor", x, w, out=(a := f32[4]))
+    main: call("aten.mul.Tensor", u, w, out=(b := f32[4]))
+    main: copy(a, y)
+    main: copy(b, z)
+    main: free(x)
+    main: free(u)
+""")
+    )
+    assert str(program).split("predicted")[0].count("free(") == 4
+    ops = [op for op in program.ops if not isinstance(op, Record | Wait)]
+    assert [getattr(op, "buffer", "") for op in ops] == ["", "x", "", "u", "", "a", "", "b"]
+    assert check(program).sound
+
+
 def test_no_reuse_where_streams_are_not_ordered() -> None:
     text = """
 def p(tp: Team[2], x: f32[64, 64], y: f32[64, 64]):

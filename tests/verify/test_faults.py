@@ -71,10 +71,10 @@ FAULTS: dict[str, tuple[SET, str, tuple[str, ...]]] = {
         "double-free",
         ("main: free(full)", "main: free(full)"),
     ),
-    "free of an input": (
-        programs(PEER + "    main: free(x)\n"),
+    "free before the slot is taken": (
+        programs(PEER.replace("    full = ", "    main: free(full)\n    full = ")),
         "bad-free",
-        ("main: free(x)",),
+        ("main: free(full)",),
     ),
     "forgotten free of a slot": (
         programs(without(PEER, "main: free(full)")),
