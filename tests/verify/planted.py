@@ -64,7 +64,7 @@ def last_notify(self: Meetings[Any]) -> Iterator[Awaited[Any]]:
         yield Awaited(signal, value, at, enough[-1] if enough else None, most)
 
 
-def by_hull(self: Sweep, one: Any, other: Any, boxes: bool) -> bool:
+def by_hull(self: Sweep, one: Any, other: Any) -> bool:
     return one.lo < other.hi and other.lo < one.hi
 
 

@@ -108,23 +108,3 @@ def test_comparing_named_sizes_counts_for_more(monkeypatch: pytest.MonkeyPatch) 
     assert checked((text + body.replace("{2}", "64")).format("", "64", "64")).sound
     with pytest.raises(ProgramError, match="takes more than 20,000 steps"):
         checked((text + body.replace("{2}", "S")).format("S: Size[64], ", "S", "S"))
-
-
-BEHIND = """\
-def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
-    t = empty(f32[4])
-    main: expect(s, tp.rank + 1)
-    main: copy(t, y)
-    main: notify(s, to=tp.rank + 1)
-"""
-
-
-def test_a_fix_that_uncovers_another_fault_says_check_again() -> None:
-    (finding,) = checked(BEHIND).errors
-    assert finding.kind == "deadlock"
-    assert finding.edits
-    assert finding.fix.endswith(", then check again: other faults show then (uninitialized)")
-    (alone,) = checked(
-        BEHIND.replace("    main: expect", "    main: copy(x, t)\n    main: expect")
-    ).errors
-    assert "check again" not in alone.fix

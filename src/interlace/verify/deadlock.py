@@ -7,14 +7,12 @@ interleaving. Those behind them are not reported; the ones that hold everything 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.ops import Recv, Send
-from interlace.ir.text.printer import print_op
 from interlace.verify.build import GraphBuilder
 from interlace.verify.graph import HappensBefore, Part
 from interlace.verify.report import Finding, OpRef
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_CYCLES = 4
 SEARCH_BUDGET = 50_000
-"""Nodes passed in search of shorter cycles of a knot: in large knots, a short one has to do."""
+"""Nodes passed in search of short cycles; but one cycle is sought, however many they are."""
 
 STREAM = "stream"
 MEETS = "meets"
@@ -62,9 +60,8 @@ def _never(builder: GraphBuilder, stuck: set[int], explainer: Explainer) -> list
         ref = explainer.ref(part[0], part[1], f"waits for {reason}")
         message = f"an op waits forever, for {reason}"
         words = f"add what line {ref.line} waits for: {reason}; or remove it on every rank"
-        propose = partial(explainer.fixes.never, part)
         on = tuple(sorted(ranks))
-        findings.append(Finding("deadlock", message, (ref,), words, "error", on, propose))
+        findings.append(Finding("deadlock", message, (ref,), words, "error", on))
     return findings
 
 
@@ -81,54 +78,26 @@ def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list
 
 
 def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
-    """A short cycle of each knot of what cannot finish: the shortest through some of its nodes."""
-    budget = SEARCH_BUDGET  # for all together: an SPMD deadlock has a knot for each of its teams
-    for knot in _knots(graph, stuck):
-        inside = set(knot)
-        starts = (node for node in sorted(knot) if graph.part[node] is not None)
-        cycles = filter(None, (_cycle_through(graph, node, inside) for node in starts))
-        compared = [*islice(cycles, max(1, budget // len(knot)))]
-        budget -= len(compared) * len(knot)
-        yield _joined(min(compared, key=_num_crossings, default=list[CycleLink]()))
-
-
-def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
-    """The strongly connected components with a cycle, those that hold up others first (Tarjan)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    knots: list[list[int]] = []
-    done: set[int] = set()
-    for root in sorted(stuck):
-        path = [] if root in index else [root]
-        rest: dict[int, Iterator[int]] = {}
-        while path:
-            node = path[-1]
-            if node not in index:
-                index[node] = low[node] = len(index)
-                stack.append(node)
-                rest[node] = iter(graph.awaited(node))
-            other = next((n for n in rest[node] if n in stuck and n not in done), None)
-            if other is None:
-                path.pop()
-                if path:
-                    low[path[-1]] = min(low[path[-1]], low[node])
-                if low[node] == index[node]:
-                    knot = [stack.pop()]
-                    while knot[-1] != node:
-                        knot.append(stack.pop())
-                    done.update(knot)
-                    if len(knot) > 1 or node in graph.awaited(node):
-                        knots.append(knot)
-            elif other in index:
-                low[node] = min(low[node], index[other])
-            else:
-                path.append(other)
-    return knots
+    """A short cycle where following what a node waits for leads to one: so of each knot that holds
+    up others, and waits for none. It is the shortest through some of its nodes."""
+    budget, step = SEARCH_BUDGET, dict[int, int]()
+    for start in sorted(stuck):
+        node, first = start, len(step)
+        while node not in step and node >= 0:
+            step[node] = len(step)
+            node = next((before for before in graph.awaited(node) if before in stuck), -1)
+        if node < 0 or step[node] < first:
+            continue  # something that never comes, or an earlier cycle
+        if budget <= 0:
+            return
+        starts = [one for one in [*step][step[node] :] if graph.part[one] is not None]
+        starts = starts[: max(1, budget // len(stuck))]
+        budget -= len(starts) * len(stuck)
+        yield _joined(min((_cycle_through(graph, n, stuck) for n in starts), key=_num_crossings))
 
 
 def _cycle_through(graph: HappensBefore, start: int, inside: set[int]) -> list[CycleLink]:
-    """A cycle through a node with the fewest links from one stream to another; empty: none."""
+    """A cycle through a node with the fewest links from one stream to another."""
     came_from: dict[int, tuple[int, CycleLink | None]] = {}
     queue = deque[tuple[int, int, CycleLink | None]]([(start, start, None)])
     while queue:
@@ -148,7 +117,7 @@ def _cycle_through(graph: HappensBefore, start: int, inside: set[int]) -> list[C
                 queue.appendleft((other, node, step))
             else:
                 queue.append((other, node, step))
-    return []
+    raise AssertionError("no cycle leads through the node")
 
 
 def _num_crossings(steps: list[CycleLink]) -> int:
@@ -204,11 +173,7 @@ def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
     if len(ranks) > 1:
         listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
         message = f"ranks {listed} wait for each other, in a circle"
-    links = [(part, other) for part, other, _ in steps]
-    local = [(part, other) for part, other in links if part[0] is other[0]]
-    propose = partial(explainer.fixes.cycle, [*segments(links), *local])
-    words = _advice(steps, explainer)
-    return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), propose)
+    return Finding("deadlock", message, tuple(refs), _advice(steps), "error", tuple(ranks))
 
 
 def _why(part: Part, earlier: Part) -> str:
@@ -240,42 +205,14 @@ def _why(part: Part, earlier: Part) -> str:
     return MEETS  # a message of a rank to itself
 
 
-def segments(links: Sequence[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
-    """Where a cycle of waits enters and leaves each rank: a peer waits for the first op, which
-    comes only after the second, which waits for a peer.
-    """
-    found: list[tuple[Part, Part]] = []
-    for part, other in links:
-        if part[0] is other[0]:
-            if found and found[-1][1] == part:
-                found[-1] = found[-1][0], other
-            else:
-                found.append((part, other))
-    if len(found) > 1 and found[-1][1] == found[0][0]:
-        found[0] = found.pop()[0], found[0][1]
-    return found
-
-
-def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
-    """Which op has to move, where no edit is known to open the circle."""
-    links = [(part, other) for part, other, why in steps if why != MEETS]
-    takes = [item.ordering.takes for link in links for _, item in link]
+def _advice(steps: list[CycleLink]) -> str:
+    """The fix in words: which op has to move."""
+    takes = [item.ordering.takes for part, other, _ in steps for _, item in (part, other)]
     if any(buffer is not None and buffer.kind == "symmetric" for buffer in takes):
         return "free the buffer that held the slot before this take of it, on every rank"
-    said: list[str] = []
-    for (place, item), (_, other) in segments(links):
-        line, first = (explainer.line(place.source, one.index) for one in (item, other))
-        if item.index != other.index:
-            one, two = f"line {line}", f"line {first}"
-        else:
-            program = place.source.program
-            ops = [op for op in (item.op, other.op) if op is not None]
-            texts = (print_op(op, program).partition(": ")[2] for op in ops)
-            one, two = (f"`{text}` of line {line}" for text in texts)
-        said.append(
-            f"{one}, which a peer waits for, comes only after {two}, which waits for a peer"
-        )
-    return f"{'; '.join(dict.fromkeys(said))}: issue first what a peer waits for"
+    return (
+        "issue what a peer waits for before what waits for a peer, or put messages into one group"
+    )
 
 
 def launch_order(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:

@@ -19,7 +19,6 @@ Note [A circle of nodes is a circle of ops]
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -49,16 +48,14 @@ from interlace.verify.graph import (
 )
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
-from interlace.verify.regions import Regions
+from interlace.verify.regions import ByteRegion, Regions
 from interlace.verify.scales import takes_blocks
-from interlace.verify.source import Item, LoweredProgram, Touch, Version
-from interlace.verify.sweep import AccessFault, BufferLife, ByteAccess, Memory, Sweep
+from interlace.verify.source import Item, LoweredProgram, Touch
+from interlace.verify.sweep import AccessFault, BufferLife, ByteAccess, Sweep
 from interlace.verify.turns import Turns
 
 if TYPE_CHECKING:
     from interlace.verify.explain import Explainer
-
-Base = tuple[int, ...]
 
 
 class Unfit(Exception):
@@ -69,11 +66,11 @@ class Unfit(Exception):
 class Carried:
     """Renaming of chains by the map that carries a rank's representative to it."""
 
-    to: Base
+    to: Clock
     """The chain that each becomes."""
-    back: Base
+    back: Clock
     """The chain that becomes each."""
-    rename: Callable[[Base], Base]
+    rename: Callable[[Clock], Clock]
     """Positions of chains, under the new names."""
 
 
@@ -89,9 +86,6 @@ class FoldedGraph(HappensBefore):
         default_factory=dict[int, tuple[int, Carried]]
     )
     """Original of each such copy, and the renaming of chains."""
-    renamed: dict[tuple[int, int], Base] = field(default_factory=dict[tuple[int, int], Base])
-    """Renamed bases, by the id of a base (which `held` keeps alive) and rank."""
-    held: list[Base] = field(default_factory=list[Base])
 
     def awaited(self, node: int) -> list[int]:
         before = HappensBefore.awaited(self, node)
@@ -115,14 +109,7 @@ class FoldedGraph(HappensBefore):
         clock, chain, position = self.clocks[node], self.chain[node], self.pos[node]
         assert clock is not None
         carried = self.carried[rank]
-        base = self.renamed.get((id(clock.base), rank))
-        if base is None:
-            base = carried.rename(clock.base)
-            self.take(len(base))
-            self.renamed[id(clock.base), rank] = base
-            self.held += [clock.base, base]
-        since = {carried.to[one]: reached for one, reached in clock.since.items()}
-        return Clock(base, since), carried.to[chain] if chain >= 0 else -1, position
+        return carried.rename(clock), carried.to[chain] if chain >= 0 else -1, position
 
     def copy(self, node: int, rank: int) -> int:
         """A node for an op of this node's rank as it is on another."""
@@ -145,7 +132,7 @@ class FoldedGraph(HappensBefore):
             at = carried.back[at]
         clock = self.clocks[self.begins.get(other, other)]
         assert clock is not None
-        return clock.since.get(at, clock.base[at]) >= self.pos[one]
+        return clock[at] >= self.pos[one]
 
 
 class _Carrier(dict[int, Carried]):
@@ -164,7 +151,7 @@ class _Carrier(dict[int, Carried]):
         made = self[rank] = Carried(to, back, pick)
         return made
 
-    def renamed(self, by: Mapping[int, int]) -> Base:
+    def renamed(self, by: Mapping[int, int]) -> Clock:
         """The chain that each chain becomes by a map of the ranks."""
         ranks = map(by.__getitem__, self.chains)
         return tuple(chain.from_iterable(map(self.chains.__getitem__, ranks)))
@@ -335,45 +322,18 @@ class FoldedSweep(Sweep):
     What a peer does there is done by that rank from which the peer's own place leads here.
 
     Note [Buffers that share a storage]
-        They are compared by the hulls of their boxes, which do not turn with the rank. So here
-        every access of one has to come after all accesses of the one that had some of its bytes
-        before, which then is touched no more. Then no two of them conflict, and nothing is read
-        that another has overwritten. (The last access on each chain comes after the others there,
-        and the first before them.)
+        They are compared by the hulls of their boxes, which do not turn with the rank; so here an
+        access of one counts, for the others, as one of all its bytes.
     """
 
     def __init__(self, builder: FoldedBuilder) -> None:
         super().__init__(builder.graph, builder.regions, builder.slot)
         self.builder, self.folded = builder, builder.graph
-        self._storages: dict[tuple[RankPlace, str], _Storage] = {}
-        self._tenants: dict[BufferLife, _Tenant] = {}
 
-    def _memory(self, place: RankPlace, version: Version) -> Memory:
-        return Memory()
-
-    def _occupy(self, node: int, place: RankPlace, life: BufferLife) -> None:
-        """Sees that what had the bytes before is done with them before this node."""
-        tenant = self._tenants.get(life)
-        if tenant is None:
-            key = place, life.version.storage
-            storage = self._storages.get(key)
-            if storage is None:
-                storage = self._storages[key] = _Storage(self._bounds(*key))
-            tenant = self._tenants[life] = storage.let(life)
-        chain = self.graph.chain[node]
-        if tenant.gone:
-            raise Unfit("a buffer is used after another has taken its bytes")
-        if chain not in tenant.last and not all(
-            self.graph.before(done, node) for done in tenant.after
-        ):
-            raise Unfit("buffers that share a storage, in no order")
-        tenant.last[chain] = node
-
-    def _free(self, node: int, place: RankPlace, item: Item) -> None:
-        life = self.life(place, item.version)
-        if life.version.shared and life.content.size > 0:
-            self._occupy(node, place, life)
-        super()._free(node, place, item)
+    def _hull(self, life: BufferLife, region: ByteRegion) -> tuple[int, int]:
+        if life.content.memory.arena:
+            return life.offset, life.offset + greatest(life.content.size)
+        return super()._hull(life, region)
 
     def _fault(self, kind: str, first: ByteAccess | None, second: ByteAccess) -> None:
         self.faults[kind,] = [AccessFault(kind, first, second)]
@@ -382,10 +342,6 @@ class FoldedSweep(Sweep):
     def _touch(self, node: int, place: RankPlace, item: Item, touch: Touch) -> None:
         life = self.life(place, touch.version)
         if touch.peer is None or touch.team is None or life.slot is None:
-            if life.version.shared and item.does(touch, place.where):
-                region = self.regions.at(touch.spot, place.where)
-                if not region.empty:
-                    self._occupy(node, place, life)
             super()._touch(node, place, item, touch)
             return
         builder, where = self.builder, place.where
@@ -406,34 +362,3 @@ class FoldedSweep(Sweep):
             at = self.folded.copy(node, rank)
             lo, hi, write = region.start, region.stop, touch.write
             self._compare(ByteAccess(lo, hi, region, content, at, place, item, write), 0)
-
-
-@dataclass(slots=True, eq=False)
-class _Tenant:
-    """A buffer that shares its storage."""
-
-    after: Sequence[int]
-    """The last accesses of those that had its bytes before."""
-    last: dict[int, int] = field(default_factory=dict[int, int])
-    """Its own last access on each chain."""
-    gone: bool = False
-    """Another buffer has some of its bytes now."""
-
-
-class _Storage:
-    """Who has each cell of a storage."""
-
-    def __init__(self, bounds: Sequence[int]) -> None:
-        self.bounds = bounds
-        self.last: list[_Tenant | None] = [None] * (len(bounds) - 1)
-
-    def let(self, life: BufferLife) -> _Tenant:
-        """Gives a buffer its bytes."""
-        first = bisect_left(self.bounds, life.offset)
-        end = bisect_left(self.bounds, life.offset + greatest(life.content.size))
-        before = {one for cell in range(first, end) if (one := self.last[cell]) is not None}
-        for one in before:
-            one.gone = True
-        tenant = _Tenant(sorted({node for one in before for node in one.last.values()}))
-        self.last[first:end] = [tenant] * (end - first)
-        return tenant

@@ -221,23 +221,15 @@ class _Matcher:
     def missing(self, queue: Queue, issued: Mapping[int, Sequence[IssuedOp]]) -> None:
         """Some members issue more collectives than others."""
         least, most = _extremes(issued)
-        count, team = len(issued[least]), queue[0].name
+        count, (key, backend) = len(issued[least]), queue
+        team, on = key.name, "" if backend is None else f" on backend {backend}"
         message = (
-            f"rank {most} issues {_times(len(issued[most]), 'collective')} of team {team} in a "
+            f"rank {most} issues {_times(len(issued[most]), 'collective')} of team {team}{on} in a "
             f"run, rank {least} issues {count}"
         )
         fix = f"issue it on rank {least} too, or on no rank"
-        self.regions.spend(2 * len(self.meetings.queues))
-        for (other, backend), members in self.meetings.queues.items():
-            if other != queue[0] or backend == queue[1]:
-                continue
-            if len(members.get(least, ())) > len(members.get(most, ())):
-                message += (
-                    f", which issues more on {_backend(backend)} than on {_backend(queue[1])}"
-                )
-                fix = f"name the same backend on every rank of team {team}"
         for namesake, _ in self.meetings.queues:
-            if namesake.name == team and namesake != queue[0] and least in namesake.ranks:
+            if namesake.name == team and namesake != key and least in namesake.ranks:
                 message += f", where the ranks of {team} are {list(namesake.ranks)}"
                 fix = f"give team {team} the same ranks, in one order, in all Programs"
                 break
@@ -404,10 +396,6 @@ def _extremes(issued: Mapping[int, Sequence[IssuedOp]]) -> tuple[int, int]:
 
 def _times(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _backend(name: str | None) -> str:
-    return "the team's own backend" if name is None else f"backend {name}"
 
 
 def _cut_side(src: Box | None, dst: Box | None, rows: tuple[Int, ...]) -> str | None:

@@ -91,10 +91,6 @@ class Item:
         """True if its members are the parts of a kernel."""
         return isinstance(self.op, Fused)
 
-    def position(self, member: Item) -> int:
-        """The number of a member, -1 for what is none."""
-        return self.members.index(member) if member in self.members else -1
-
     def does(self, touch: Touch, where: Where) -> bool:
         """Returns True if a rank makes this touch of the op: some only the root makes."""
         return not touch.root_only or self.is_root(where)
@@ -168,16 +164,6 @@ class LoweredProgram:
     """The begin of the run, where parameters are registered: what their callers do before it."""
     sharing: dict[str, list[Version]]
     """Local buffers that share a storage, by storage."""
-    _uses: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-
-    def uses(self, version: int) -> list[int]:
-        """The ops that touch a buffer, in list order; all are found at the first question."""
-        if not self._uses:
-            for item in self.items:
-                touches = [touch for one in (item, *item.members) for touch in one.touches]
-                for touched in dict.fromkeys(touch.version for touch in touches):
-                    self._uses.setdefault(touched, []).append(item.index)
-        return self._uses.get(version, [])
 
 
 def lower(
@@ -249,22 +235,27 @@ class _Lowering:
 
     def item(self, index: int, op: Op) -> Item:
         item = Item(index, op, self.stream(op), place=index)
-        match op:
-            case Group():
-                item.members = tuple(
-                    Item(index, one, item.stream, self.touches(item, one)) for one in op.ops
-                )
-            case Fused():
-                item.members = tuple(
-                    self.member(index, member, number)
-                    for number, part in enumerate(op.parts)
-                    for member in part
-                )
-            case _:
-                self.bind(item)
-                for buffer in op.declares():
-                    item.version = self.declare(buffer, index)
-                item.touches = self.touches(item, op)
+        if isinstance(op, Group):
+            item.members = tuple(
+                Item(index, one, item.stream, self.touches(item, one)) for one in op.ops
+            )
+        elif isinstance(op, Fused):
+            item.members = tuple(
+                self.filled(Item(index, one, self.stream(op, part), place=self.new_place()))
+                for part, members in enumerate(op.parts)
+                for one in members
+            )
+        else:
+            self.filled(item)
+        return item
+
+    def filled(self, item: Item) -> Item:
+        """An op by itself, with the names that it uses and declares bound."""
+        assert item.op is not None
+        self.bind(item)
+        for buffer in item.op.declares():
+            item.version = self.declare(buffer, item.index)
+        item.touches = self.touches(item, item.op)
         return item
 
     def stream(self, op: Op, part: int = 0) -> int:
@@ -275,13 +266,6 @@ class _Lowering:
     def new_place(self) -> int:
         self.num_places += 1
         return self.num_places - 1
-
-    def member(self, index: int, op: Op, part: int) -> Item:
-        """A member of a Fused."""
-        item = Item(index, op, self.stream(op, part), place=self.new_place())
-        self.bind(item)
-        item.touches = self.touches(item, op)
-        return item
 
     def bind(self, item: Item) -> None:
         """Which Record a Wait sees, and which buffer a Free means."""

@@ -29,14 +29,12 @@ Note [Turning views]
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
+from dataclasses import dataclass, field
 
 from interlace.ir.ops import Collective, MessageEnd, SignalLevel
 from interlace.ir.program import Program
-from interlace.ir.sizes import Int
 from interlace.ir.symmetry import Actor, Map, Members, Turn, counted_from, standing, turns_of
-from interlace.ir.types import Buffer, Dim, Index, Others, RankIndex, TableEntry
+from interlace.ir.types import Buffer, Index, Others, RankIndex, TableEntry
 from interlace.ir.view import (
     AsStrided,
     Cast,
@@ -142,20 +140,6 @@ def _unlike(cuts: Sequence[DimensionCut], moving: Collection[str]) -> set[str]:
     return set()
 
 
-@dataclass(slots=True)
-class Axis:
-    """One dimension of a view, in terms of its buffer's dimensions."""
-
-    size: int
-    """Size of the axis; -1 where it is not a number."""
-    of: tuple[int, ...]
-    """The buffer's dimensions that it runs over."""
-    lead: int | None
-    """The one of them whose chunks its chunks are; None: chunks of it are of none."""
-    unit: int = 1
-    """Elements of it for one of the leading dimension."""
-
-
 def _cuts_of(spot: Spot, program: Program) -> list[DimensionCut] | None:
     try:
         return _cuts(spot.view, spot.buffer, program)
@@ -164,97 +148,34 @@ def _cuts_of(spot: Spot, program: Program) -> list[DimensionCut] | None:
 
 
 def _cuts(view: View, buffer: Buffer, program: Program) -> list[DimensionCut] | None:
-    """The cut of each dimension of a view's buffer; None where a chunk by rank is of none."""
+    """The cut of each dimension of a view's buffer; None where a chunk by rank is of none, as one
+    of a reshaped view may be."""
     cuts = [DimensionCut() for _ in buffer.shape]
-    axes = [Axis(_number(size), (dim,), dim) for dim, size in enumerate(buffer.shape)]
-
-    def narrow(axis: Axis) -> None:
-        for dim in axis.of:
-            cuts[dim].narrowed = True
-
+    dims, reshaped = [*range(len(cuts))], False
     for step in view.steps:
         match step:
-            case Chunk(index=index, parts=parts, dim=dim):
-                axis, level = axes[dim], _level(index, parts, program)
-                size = axis.size // level[1] if level and axis.size >= 0 else -1
-                whole = axis.lead is not None and not any(cuts[at].narrowed for at in axis.of)
-                if level is None:
-                    if isinstance(index, RankIndex):
-                        return None
-                    narrow(axis)
-                elif not whole or (axis.unit > 1 and (size < 0 or size % axis.unit)):
+            case Reshape() | Expand() | Cast():
+                reshaped = True
+            case Permute(dims=order) if not reshaped:
+                dims = [dims[at] for at in order]
+            case Slice(dim=dim) if not reshaped:
+                cuts[dims[dim]].narrowed = True
+            case Select(dim=dim) if not reshaped:
+                cuts[dims.pop(dim)].narrowed = True
+            case Chunk(index=index, parts=parts, dim=dim) if not reshaped:
+                cut, level = cuts[dims[dim]], _level(index, parts, program)
+                if level is not None and not cut.narrowed:
+                    cut.levels += (level,)
+                elif isinstance(index, RankIndex):
                     return None
                 else:
-                    assert axis.lead is not None
-                    cuts[axis.lead].levels += (level,)
-                axes[dim] = replace(axis, size=size)
-            case Slice(dim=dim, start=start, stop=stop):
-                narrow(axes[dim])
-                ends = _number(start), _number(stop)
-                axes[dim] = replace(axes[dim], size=-1 if -1 in ends else ends[1] - ends[0])
-            case Select(dim=dim):
-                narrow(axes[dim])
-                del axes[dim]
-            case Permute(dims=order):
-                axes = [axes[at] for at in order]
-            case Reshape(sizes=sizes):
-                axes = _reshaped(axes, sizes)
-            case Expand(sizes=sizes):
-                more = len(sizes) - len(axes)
-                new = [Axis(1, (), None) for _ in range(more)]
-                axes = [
-                    axis if size == -1 else replace(axis, size=_number(size))
-                    for axis, size in zip([*new, *axes], sizes, strict=True)
-                ]
-            case Cast():
-                axes[-1:] = [replace(axis, size=-1) for axis in axes[-1:]]
-            case AsStrided():
+                    cut.narrowed = True
+            case AsStrided() | Chunk(index=RankIndex()):
                 return None
+            case _:  # it may be less of any dimension
+                for cut in cuts:
+                    cut.narrowed = True
     return cuts
-
-
-def _reshaped(axes: Sequence[Axis], sizes: Sequence[Int]) -> list[Axis]:
-    """The axes after a view of other sizes: runs of old and new ones that hold as many elements
-    match. Of several new ones for an old one, the first has its chunks; the one new of several old
-    ones has those of the first. Where sizes are not known, nothing is."""
-    every = tuple(dim for axis in axes for dim in axis.of)
-    asked = [size if isinstance(size, int) else None for size in sizes]
-    total = prod([axis.size for axis in axes])
-    known = prod([size for size in asked if size is not None and size != -1])
-    if None in asked or total < 1 or any(axis.size < 0 for axis in axes):
-        return [Axis(-1, every, None) for _ in sizes]
-    new = [total // known if size == -1 else size for size in asked if size is not None]
-    found: list[Axis] = []
-    left = [axis for axis in axes if axis.size != 1]
-    ones = tuple(dim for axis in axes if axis.size == 1 for dim in axis.of)
-    at = 0
-    while at < len(new):
-        if new[at] == 1:
-            found.append(Axis(1, ones, None))
-            at += 1
-            continue
-        run, count, group, end = [left.pop(0)], new[at], [new[at]], at + 1
-        while prod([axis.size for axis in run]) != count:
-            if prod([axis.size for axis in run]) < count:
-                run.append(left.pop(0))
-            else:
-                group.append(new[end])
-                count *= new[end]
-                end += 1
-        of = tuple(dim for axis in run for dim in axis.of)
-        lead, unit = run[0].lead, run[0].unit * prod([axis.size for axis in run[1:]])
-        if len(run) > 1 and len(group) > 1:
-            lead = None
-        if len(group) > 1 and run[0].unit > 1:
-            lead = None
-        found.append(Axis(group[0], of, lead, unit if len(group) == 1 else 1))
-        found += [Axis(size, of, None) for size in group[1:]]
-        at = end
-    return found
-
-
-def _number(size: Dim) -> int:
-    return size if isinstance(size, int) else -1
 
 
 def _level(index: Index, parts: int | str, program: Program) -> Level | None:
