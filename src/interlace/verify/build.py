@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from interlace.errors import TeamError
-from interlace.ir.ops import KINDS, UNORDERED, Collective
+from interlace.ir.ops import KINDS, UNORDERED
 from interlace.ir.order import (
     Awaited,
     Channel,
@@ -162,8 +162,8 @@ class GraphBuilder:
 
     def _has_part(self, at: IssuedOp, write: bool) -> bool:
         """True if a rank gives bytes to a meeting or (`write`) gets some; a barrier does both."""
-        op, where = at.item.op, at.place.where
-        if isinstance(op, Collective) and KINDS[op.kind].reads == "none":
+        op, where = at.item.collective, at.place.where
+        if op is not None and KINDS[op.kind].reads == "none":
             return True
         touched = [
             self.regions.at(touch.spot, where)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.operators import is_pointwise
-from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op, views_in
+from interlace.ir.ops import KINDS, RNG, Collective, Copy, views_in
 from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import Where
@@ -120,7 +120,7 @@ class _Finder:
     def run(self) -> Iterator[Finding]:
         for whole in self.source.items:
             for item in whole.members or (whole,):
-                rule, touches = self.rule(item.op), item.touches
+                rule, touches = self.rule(item), item.touches
                 if rule.twice or len({self.storage(one) for one in touches}) < len(touches):
                     yield from self.look(item, rule)
 
@@ -137,26 +137,22 @@ class _Finder:
                 yield self.finding(item, pair, rule, ranks)
                 return
 
-    def rule(self, op: Op | None) -> Rule:
-        match op:
-            case Copy():
-                return Rule("copy", "same")
-            case Call():
-                body = self.compiled[op.fn].body if op.fn in self.compiled else (op,)
-                form = "same" if all(is_pointwise(node.fn) for node in body) else ""
-                groups = op.outs, views_in(tuple(op.facts.written(op.args, op.kwargs)))
-                twice = [view for outs in groups for i, view in enumerate(outs) if view in outs[:i]]
-                return Rule(op.fn, form, twice=tuple(twice), written=op.written)
-            case Collective():
-                form, backends = COLLECTIVES.get(op.kind, ("", ()))
-                # A collective that names no backend may come to run on any.
-                possible = {*BACKENDS} if op.backend is None else {op.backend}
-                if possible <= {*backends}:
-                    return Rule(op.kind, form, op)
-                named = " or ".join(f'backend="{name}"' for name in backends)
-                return Rule(op.kind, "", op, backends=named)
-            case _:
-                return Rule(type(op).__name__.lower())
+    def rule(self, item: Item) -> Rule:
+        if (call := item.call) is not None:
+            body = self.compiled[call.fn].body if call.fn in self.compiled else (call,)
+            form = "same" if all(is_pointwise(node.fn) for node in body) else ""
+            groups = call.outs, views_in(tuple(call.facts.written(call.args, call.kwargs)))
+            twice = [view for outs in groups for i, view in enumerate(outs) if view in outs[:i]]
+            return Rule(call.fn, form, twice=tuple(twice), written=call.written)
+        if (op := item.collective) is not None:
+            form, backends = COLLECTIVES.get(op.kind, ("", ()))
+            # A collective that names no backend may come to run on any.
+            possible = {*BACKENDS} if op.backend is None else {op.backend}
+            if possible <= {*backends}:
+                return Rule(op.kind, form, op)
+            named = " or ".join(f'backend="{name}"' for name in backends)
+            return Rule(op.kind, "", op, backends=named)
+        return Rule(type(item.op).__name__.lower(), "same" if isinstance(item.op, Copy) else "")
 
     def pairs(self, item: Item, rule: Rule) -> Iterator[Pair]:
         touches = [touch for touch in item.touches if touch.spot.view != RNG]

@@ -101,10 +101,9 @@ class _Matcher:
         return self.explain().ref(issue.place, issue.item, role)
 
     def box(self, issue: IssuedOp, side: str) -> Box | None:
-        """The box of `src` or `dst` of an op, on its rank."""
-        view = getattr(issue.item.op, side)
+        """The box of `src` or `dst` of a collective, on its rank."""
         for touch in issue.item.touches:
-            if view is not None and touch.spot.view == view and touch.write == (side == "dst"):
+            if touch.write == (side == "dst"):
                 return self.regions.at(touch.spot, issue.place.where).exact
         return None
 
@@ -122,15 +121,16 @@ class _Matcher:
 
     def facts(self, issue: IssuedOp) -> dict[str, object]:
         """The facts that all who meet must have in common; None: this member does not give it."""
-        op, where = issue.item.op, issue.place.where
-        if isinstance(op, Alloc):
+        item, where = issue.item, issue.place.where
+        if item.ordering.takes is not None:
             spot = issue.source.versions[issue.item.version].spot
             return {"size": f"{self.regions.at(spot, where).hi} bytes"}
-        if isinstance(op, Send | Recv):
-            box = self.box(issue, "src" if isinstance(op, Send) else "dst")
-            assert box is not None
-            return {"size": box.numel, "element type": box.dtype, "backend": f"{op.backend}"}
-        assert isinstance(op, Collective)
+        if isinstance(item.op, Send | Recv):
+            (touch,) = item.touches
+            box = self.regions.at(touch.spot, where).exact
+            return {"size": box.numel, "element type": box.dtype, "backend": f"{item.op.backend}"}
+        op = item.collective
+        assert op is not None
         src, dst = self.box(issue, "src"), self.box(issue, "dst")
         row, known = KINDS[op.kind], src or dst
         table = None if op.splits is None else where.table(op.splits).values
@@ -154,8 +154,8 @@ class _Matcher:
 
     def sizes(self, met: Sequence[IssuedOp], counts: Sequence[int]) -> Difference | None:
         """The first difference in size between what goes in and what comes out; None if none."""
-        op = met[0].item.op
-        assert isinstance(op, Collective)
+        op = met[0].item.collective
+        assert op is not None
         row = KINDS[op.kind]
         boxes = [(self.box(issue, "src"), self.box(issue, "dst")) for issue in met]
         all_in, all_out = (
@@ -211,8 +211,8 @@ class _Matcher:
 
     def identity(self, at: IssuedOp) -> tuple[object, ...]:
         """The facts of a collective on its rank: equal for two that agree with the same others."""
-        where, op, place = at.place.where, at.item.op, at.place
-        assert isinstance(op, Collective)
+        where, op, place = at.place.where, at.item.collective, at.place
+        assert op is not None
         root = None if op.root is None else (where.index(op.root), at.item.is_root(where))
         touches = at.item.touches
         views = [(t.write, t.spot.key, self.regions.at(t.spot, where)) for t in touches]

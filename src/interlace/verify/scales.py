@@ -23,7 +23,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.operators import ROW_SCALES, RowScales, base_of
-from interlace.ir.ops import KINDS, Call, Collective
+from interlace.ir.ops import KINDS, Call, Op
 from interlace.ir.sizes import Int, Size, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType
@@ -162,16 +162,16 @@ class _Walk:
             return self.collected(part, touch)
         if item.ordering.messages:
             return self.given.get(self.sends[part]) if part in self.sends else None
-        if isinstance(item.op, Call):
-            return self.called(part, item.op, touch)
+        if item.call is not None:
+            return self.called(part, item.call, touch)
         (source,) = (one for one in item.touches if not one.write)
         alike = self.box(place, source).dtype.itemsize == self.box(place, touch).dtype.itemsize
         return self.read(place, source) if alike else None
 
     def collected(self, part: Part, touch: Touch) -> Strip | None:
         (place, item), (queue, k, come) = part, self.meets[part]
-        op, where, box = item.op, place.where, self.box(place, touch)
-        assert isinstance(op, Collective)
+        op, where, box = item.collective, place.where, self.box(place, touch)
+        assert op is not None
         kind = KINDS[op.kind]
         if kind.reduces:
             whose = place.rank if kind.scales else None
@@ -207,9 +207,9 @@ class _Walk:
 
     def mixed(self, place: RankPlace, item: Item) -> str:
         """Words for the first block of a call that has rows of several scales; empty: none has."""
-        op, rows = item.op, _rows_of(item.op)
-        count = op.args[2] if isinstance(op, Call) and rows.cut else 0
-        if not isinstance(op, Call) or not isinstance(count, int) or count < 1:
+        op, rows = item.call, _rows_of(item.op)
+        count = op.args[2] if op is not None and rows.cut else 0
+        if op is None or not isinstance(count, int) or count < 1:
             return ""
         for each, number in [*((at, count) for at in rows.cut), *((at, 1) for at in rows.whole)]:
             view = op.args[each]
@@ -268,7 +268,7 @@ def _spans(box: Box) -> list[tuple[Int, Int]] | None:
     return [(start, start + length) for start in starts]
 
 
-def _rows_of(op: object) -> RowScales:
+def _rows_of(op: Op | None) -> RowScales:
     return ROW_SCALES.get(base_of(op.fn), NO_ROWS) if isinstance(op, Call) else NO_ROWS
 
 

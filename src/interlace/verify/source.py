@@ -19,6 +19,7 @@ from interlace.ir.ops import (
     RNG,
     UNORDERED,
     Access,
+    Call,
     Collective,
     Fused,
     Group,
@@ -89,7 +90,17 @@ class Item:
     @property
     def is_fused(self) -> bool:
         """True if its members are the parts of a kernel."""
-        return isinstance(self.op, Fused)
+        return bool(self.members) and not self.ordering.messages
+
+    @property
+    def call(self) -> Call | None:
+        """The op, if it is a Call."""
+        return self.op if isinstance(self.op, Call) else None
+
+    @property
+    def collective(self) -> Collective | None:
+        """The op, if it is a Collective."""
+        return self.op if isinstance(self.op, Collective) else None
 
     def does(self, touch: Touch, where: Where) -> bool:
         """Returns True if a rank makes this touch of the op: some only the root makes."""
@@ -97,8 +108,8 @@ class Item:
 
     def is_root(self, where: Where) -> bool:
         """Returns True if the rank is the root of this collective."""
-        op = self.op
-        assert isinstance(op, Collective)
+        op = self.collective
+        assert op is not None
         return op.root is not None and where.index(op.root) == where.member(op.team).index
 
 
@@ -236,9 +247,7 @@ class _Lowering:
     def item(self, index: int, op: Op) -> Item:
         item = Item(index, op, self.stream(op), place=index)
         if isinstance(op, Group):
-            item.members = tuple(
-                Item(index, one, item.stream, self.touches(item, one)) for one in op.ops
-            )
+            item.members = tuple(self.filled(Item(index, one, item.stream)) for one in op.ops)
         elif isinstance(op, Fused):
             item.members = tuple(
                 self.filled(Item(index, one, self.stream(op, part), place=self.new_place()))
@@ -255,7 +264,13 @@ class _Lowering:
         self.bind(item)
         for buffer in item.op.declares():
             item.version = self.declare(buffer, item.index)
-        item.touches = self.touches(item, item.op)
+        kind = None if item.collective is None else KINDS[item.collective.kind]
+        root_reads = kind is not None and kind.reads == "root"
+        root_writes = kind is not None and kind.writes == "root"
+        item.touches = (
+            *(self.touch(item, False, access, root_reads) for access in item.op.reads()),
+            *(self.touch(item, True, access, root_writes) for access in item.op.writes()),
+        )
         return item
 
     def stream(self, op: Op, part: int = 0) -> int:
@@ -320,15 +335,6 @@ class _Lowering:
         self, kind: str, message: str, ops: list[tuple[Item, str, str]], fix: str, *lines: int
     ) -> None:
         self.flaws.append(Flaw(kind, message, tuple(ops), fix, lines))
-
-    def touches(self, item: Item, op: Op) -> tuple[Touch, ...]:
-        reads = writes = False
-        if isinstance(op, Collective):
-            kind = KINDS[op.kind]
-            reads, writes = kind.reads == "root", kind.writes == "root"
-        found = [self.touch(item, False, access, reads) for access in op.reads()]
-        found += [self.touch(item, True, access, writes) for access in op.writes()]
-        return tuple(found)
 
     def touch(self, item: Item, write: bool, access: Access, root_only: bool) -> Touch:
         version = self.version(item, access.view.buffer)

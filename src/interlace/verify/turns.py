@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from interlace.ir.ops import Collective, MessageEnd, SignalLevel
+from interlace.ir.ops import MessageEnd, SignalLevel
 from interlace.ir.program import Program
 from interlace.ir.symmetry import Actor, Map, Members, Turn, counted_from, standing, turns_of
 from interlace.ir.types import Buffer, Index, Others, RankIndex, TableEntry
@@ -316,9 +316,10 @@ def _told_apart(source: LoweredProgram) -> Iterator[str]:
                     yield entry.index.team
     for item in source.items:
         for one in (item, *item.members):
-            if isinstance(one.op, Collective) and one.op.root is not None:
-                yield one.op.team
-                yield from counted_from(one.op.root)
+            op = one.collective
+            if op is not None and op.root is not None:
+                yield op.team
+                yield from counted_from(op.root)
 
 
 def _ends(source: LoweredProgram) -> set[tuple[str, Index | Others]]:
