@@ -19,31 +19,19 @@ Note [A circle of nodes is a circle of ops]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from interlace.ir.order import (
-    Awaited,
-    Channel,
-    Delivery,
-    Meetings,
-    Queue,
-    Retake,
-    Signal,
-    Slot,
-    TeamKey,
-)
 from interlace.ir.sizes import greatest
-from interlace.verify.build import GraphBuilder, Members, places_of
+from interlace.verify.build import GraphBuilder
 from interlace.verify.deadlock import launched_in_a_circle
 from interlace.verify.graph import (
     Arrival,
     Clock,
     HappensBefore,
-    IssuedOp,
     RankPlace,
 )
 from interlace.verify.in_place import in_place
@@ -138,12 +126,8 @@ class FoldedGraph(HappensBefore):
 class _Carrier(dict[int, Carried]):
     """Makes the renaming for each rank when it is first asked for."""
 
-    def __init__(self, turns: Turns, among: Sequence[RankPlace]) -> None:
-        self.turns = turns
-        self.chains = {
-            place.rank: range(place.chain, place.chain + len(place.source.streams))
-            for place in among
-        }
+    def __init__(self, turns: Turns, chains: Mapping[int, range]) -> None:
+        self.turns, self.chains = turns, chains
 
     def __missing__(self, rank: int) -> Carried:
         to, back = (self.renamed(by) for by in (self.turns.carry(rank), self.turns.back(rank)))
@@ -161,20 +145,9 @@ class FoldedBuilder(GraphBuilder):
     """Builds a FoldedGraph; raises Unfit where ops do not match one to one."""
 
     def __init__(self, sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> None:
-        self.regions, self.turns = regions, turns
-        everywhere = {place.rank: place for place in places_of(sources)}
-        among = [everywhere[rank] for rank in turns.among]
-        num_chains = 0
-        for place in among:
-            place.chain = num_chains
-            num_chains += len(place.source.streams)
-        self.everywhere = everywhere
-        self.places = [everywhere[rank] for rank in turns.visited]
-        self.ranks = {place.rank for place in self.places}
-        self.meetings = Meetings[IssuedOp](among=frozenset(turns.among))
-        self.graph: FoldedGraph = FoldedGraph(num_chains)
-        self.graph.carried = _Carrier(turns, among)
-        self.heights = [0] * self.graph.num_chains
+        super().__init__(sources, regions, turns)
+        self.graph: FoldedGraph = FoldedGraph(self.graph.num_chains)
+        self.graph.carried = _Carrier(turns, self.chains)
 
     def build(self) -> FoldedGraph:
         self._run()
@@ -183,45 +156,6 @@ class FoldedBuilder(GraphBuilder):
         self._match()
         self.graph.solve()
         return self.graph
-
-    def first(self, rank: int) -> int:
-        """The rank that stands for another."""
-        return self.turns.first[rank]
-
-    def members(self, team: TeamKey, rank: int) -> Sequence[int]:
-        return self.everywhere[rank].where.member(team.name).ranks
-
-    def own(self, team: TeamKey, rank: int) -> TeamKey:
-        return self.key(self.first(rank), team.name)
-
-    def of_reader(self, signal: Signal) -> Signal:
-        name, team, writer, reader = signal
-        return name, self.own(team, reader), self.turns.back(reader)[writer], self.first(reader)
-
-    def key(self, rank: int, team: str) -> TeamKey:
-        """The instance of a team that a rank is in, among those between which order is sought."""
-        return self.meetings.team(self.everywhere[rank].where, team)
-
-    def queue(self, queue: Queue, rank: int) -> list[IssuedOp]:
-        """The ops that stand for the collectives of a member of the queue's team."""
-        first = self.first(rank)
-        found = self.meetings.queues.get((self.key(first, queue[0].name), queue[1]), {})
-        return found.get(first, [])
-
-    def takes(self, slot: Slot, rank: int) -> list[IssuedOp]:
-        """The ops that stand for the takes of a slot by a member of its team."""
-        first = self.first(rank)
-        found = self.meetings.taken.get((self.key(first, slot[0].name), slot[1]), {})
-        return found.get(first, [])
-
-    def ends(self, channel: Channel, sends: bool) -> list[IssuedOp]:
-        """The ops that stand for the sends or the receives of a channel."""
-        team, sender, receiver = channel
-        rank = sender if sends else receiver
-        first = self.first(rank)
-        here = [self.turns.back(rank)[one] for one in (sender, receiver)]
-        found = self.meetings.channels.get((self.key(first, team.name), here[0], here[1]))
-        return [] if found is None else found[0 if sends else 1]
 
     def _balanced(self) -> bool:
         met = self.meetings
@@ -240,49 +174,6 @@ class FoldedBuilder(GraphBuilder):
             len(self.ends(channel, True)) == len(self.ends(channel, False))
             for channel in [*met.channels]
         )
-
-    def link(self, node: int, other: int, rank: int) -> None:
-        if self.first(rank) == rank:
-            self.graph.preds[node].append(other)
-        else:
-            self.graph.afar.setdefault(node, []).append((other, rank))
-
-    def collectives(self) -> Iterator[tuple[Queue, Members, Members]]:
-        for queue, members in [*self.meetings.queues.items()]:
-            standing = {rank: self.queue(queue, rank) for rank in queue[0].ranks}
-            for k in range(len(next(iter(members.values())))):
-                self.regions.spend(8 * len(standing))
-                come = {rank: own[k] for rank, own in members.items()}
-                yield queue, come, {rank: own[k] for rank, own in standing.items()}
-
-    def deliveries(self) -> Iterator[Delivery[IssuedOp]]:
-        """The messages from a rank to another, one of which is visited."""
-        for channel in [*self.meetings.channels]:
-            pairs = zip(self.ends(channel, True), self.ends(channel, False), strict=True)
-            for k, (send, recv) in enumerate(pairs):
-                yield Delivery(channel, k, send, recv)
-
-    def retakes(self) -> Iterator[Retake[IssuedOp]]:
-        freed = self.meetings.freed
-        for slot, members in [*self.meetings.taken.items()]:
-            team, name = slot
-            for n in range(2, len(next(iter(members.values())))):
-                takers = [taken[n] for taken in members.values()]
-                frees = {
-                    rank: freed.get(((self.own(team, rank), name), n - 2, self.first(rank)))
-                    for rank in team.ranks
-                }
-                yield Retake(slot, n, takers, frees)
-
-    def levels(self) -> Iterator[Awaited[IssuedOp]]:
-        for signal, value, at in self.meetings.awaited:
-            name, team, writer, reader = signal
-            here = name, self.own(team, writer), self.first(writer), self.turns.back(writer)[reader]
-            yield Awaited(signal, value, at, *self.meetings.first_raise(here, value))
-
-    def on(self, at: IssuedOp, rank: int) -> IssuedOp:
-        """An op as it is on a rank that its own stands for."""
-        return at._replace(place=self.everywhere[rank])
 
 
 def certified(
@@ -353,7 +244,7 @@ class FoldedSweep(Sweep):
                 )
                 self._check_life(life, own)
         target = where.peer(touch.team, touch.peer)
-        owner, rank = builder.first(target), builder.turns.back(target)[place.rank]
+        owner, rank = builder.first(target), builder.back(target, place.rank)
         there = builder.everywhere[rank].where
         region = self.regions.at(touch.spot, there)
         if not region.empty:

@@ -56,7 +56,7 @@ class RankPlace:
     source: LoweredProgram
     rank: int
     where: Where
-    chain: int
+    chain: int = -1
     """The chain of its first stream; the others follow."""
     nodes: list[int] = field(default_factory=list[int])
     """The node at which each item is complete, by index; the return is the last."""
