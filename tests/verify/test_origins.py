@@ -42,7 +42,8 @@ def moves(lines: list[str]) -> _Walk:
     text = "def f(x: bf16[4, 6], y: bf16[4, 6]):\n    t = alloc(bf16[4, 6])\n"
     program, regions = parse(text + "".join(f"    main: {line}\n" for line in lines)), Regions()
     builder = GraphBuilder([lower(program, regions)], regions)
-    return _Walk(builder, Sweep(builder.build(), regions, builder.slot))
+    builder.build()
+    return _Walk(builder, Sweep(builder))
 
 
 def test_origins_agree_with_a_list_of_bytes(seed: int) -> None:

@@ -135,7 +135,7 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
     _refuse_too_many(sources, {rank for source in sources for rank in source.ranks})
     builder = GraphBuilder(sources, regions)
     graph = builder.build()
-    sweep = Sweep(graph, regions, builder.slot)
+    sweep = Sweep(builder)
     sweep.run()
 
     explain = cache(partial(_explainer, sources))

@@ -183,6 +183,10 @@ class HappensBefore:
                 "fewer streams or ops"
             )
 
+    def copy(self, node: int, rank: int) -> int:
+        """A node for an op of this node's rank as it is on another, which its own stands for."""
+        raise AssertionError(f"rank {rank} stands for itself, of which node {node} is none")
+
     def before(self, one: int, other: int) -> bool:
         """True if op `one` has ended before op `other` begins, in every run of the programs."""
         other = self.begins.get(other, other)

@@ -36,16 +36,17 @@ Note [Registered parameters]
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from interlace.ir.order import Slot
 from interlace.ir.sizes import Int, greatest, never_above
-from interlace.ir.types import DType
+from interlace.ir.types import DType, Index
 from interlace.ir.view import Box
-from interlace.verify.graph import HappensBefore, RankPlace
+from interlace.verify.build import GraphBuilder
+from interlace.verify.graph import RankPlace
 from interlace.verify.regions import ByteRegion, Regions, covered
 from interlace.verify.report import MAX_FAULTS
 from interlace.verify.source import Item, Touch, Version
@@ -211,16 +212,12 @@ class AccessFault(NamedTuple):
 class Sweep:
     """The walk. `faults` holds what it found, by the pair of ops that it is about."""
 
-    def __init__(
-        self, graph: HappensBefore, regions: Regions, slot: Callable[[RankPlace, int], Slot]
-    ) -> None:
-        self.graph = graph
-        self.regions = regions
-        self.slot = slot
+    def __init__(self, builder: GraphBuilder) -> None:
+        self.builder, self.graph, self.regions = builder, builder.graph, builder.regions
         self.faults: dict[tuple[object, ...], list[AccessFault]] = {}
         self.raced: set[Memory] = set()
         """The memories in which accesses race."""
-        self._lives: dict[RankPlace, dict[int, BufferLife]] = {place: {} for place in graph.places}
+        self._lives = {place: dict[int, BufferLife]() for place in builder.places}
         self._arenas: dict[tuple[RankPlace, str], Memory] = {}
         self._copies: dict[tuple[bool, Slot, int, int], Content] = {}
 
@@ -266,7 +263,7 @@ class Sweep:
             take = place.takes.get(number, -1)
             alloc = place.nodes[version.alloc] if version.alloc >= 0 else -1
         if version.symmetric or version.registered:
-            slot = self.slot(place, number)
+            slot = self.builder.slot(place, number)
             content = self._copy(slot, take, rank, version, size)
             return BufferLife(version, content, 0, [], slot, take, alloc)
         memory = self._arena(place, version.storage) if version.shared else Memory()
@@ -285,11 +282,18 @@ class Sweep:
 
     def content(self, life: BufferLife, place: RankPlace, touch: Touch) -> Content:
         """Whose bytes a touch means: the rank's own buffer in this run, or a peer's copy."""
-        where = place.where
         if touch.peer is None or touch.team is None or life.slot is None:
             return life.content
-        rank = where.peer(touch.team, touch.peer)
-        return self._copy(life.slot, life.take, rank, life.version, life.content.size)
+        owner, seen = self._seen(place, touch.team, touch.peer)
+        slot = self.builder.meetings.slot(seen.where, life.version.buffer)
+        return self._copy(slot, life.take, owner, life.version, life.content.size)
+
+    def _seen(self, place: RankPlace, team: str, peer: Index) -> tuple[int, RankPlace]:
+        """The rank that stands for a peer, and the one that this rank is as seen from there."""
+        target = place.where.peer(team, peer)
+        return self.builder.first(target), self.builder.everywhere[
+            self.builder.back(target, place.rank)
+        ]
 
     def _arena(self, place: RankPlace, storage: str) -> Memory:
         """A storage that several buffers share, cut where they begin and end."""
@@ -310,11 +314,17 @@ class Sweep:
         if region.empty:
             return
         life = self.life(place, touch.version)
-        content = life.content if touch.peer is None else self.content(life, place, touch)
+        content = self.content(life, place, touch)
         lo, hi = self._hull(life, region)
         entry = ByteAccess(lo, hi, region, content, node, place, item, touch.write)
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
+        if touch.peer is not None and touch.team is not None and life.slot is not None:
+            _, seen = self._seen(place, touch.team, touch.peer)
+            if seen is not place:  # compared where the peer's memory is, by who stands there
+                region = self.regions.at(touch.spot, seen.where)
+                at, lo, hi = self.graph.copy(node, seen.rank), region.start, region.stop
+                entry = ByteAccess(lo, hi, region, content, at, place, item, touch.write)
         self._compare(entry, life.offset, touch.contents)
 
     def _hull(self, life: BufferLife, region: ByteRegion) -> tuple[int, int]:
