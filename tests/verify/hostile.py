@@ -153,23 +153,6 @@ def sized_boxes(size: int) -> str:
 # Streams and events
 
 
-def few_streams(size: int) -> str:
-    """A thousand streams, which await each other round and round."""
-
-    def line(k: int) -> str:
-        one, two = k % 1000, (k * 17 + 5) % 1000
-        return f"s{one}: wait(e{two})\ns{one}: copy(x, t{one})\ns{one}: record(e{one})"
-
-    head = "".join(f"    t{k} = alloc(f32[4, 4])\n    s{k}: record(e{k})\n" for k in range(1000))
-    return filled(size, f"{ONE}{head}", line)
-
-
-def unrecorded(size: int) -> str:
-    """Waits for events that are recorded only behind them all."""
-    half = filled(size // 2, "", lambda k: f"main: wait(e{k})")
-    return f"{ONE}{half}{filled(size // 2, '', lambda k: f'side: record(e{k})')}"
-
-
 def long_fused(size: int) -> str:
     """One op of very many parts."""
     parts = listed(size, lambda k: f'part(call("aten.neg.out", x, out=y), record(e{k}))')
@@ -213,17 +196,6 @@ def collectives(size: int) -> str:
     ops = [f'    main: all_reduce(x, y, team=t{k}, reduce="sum")\n' for k in range(number)]
     one, two = head.format(teams, 0), head.format(teams, 1)
     return f"def f{one}{''.join(ops)}\n\ndef g{two}{''.join(reversed(ops))}"
-
-
-def unlike(size: int) -> str:
-    """Collectives of which each rank says another thing."""
-    head = "(tp: Team[[0, 1]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({})\n"
-    body = filled(
-        size // 2,
-        "",
-        lambda k: f"main: {'all_reduce(x, y, team=tp, reduce=' + chr(34) + 'sum' + chr(34) + ')'}",
-    )
-    return f"def f{head.format(0)}{body}\n\ndef g{head.format(1)}{body.replace('sum', 'max')}"
 
 
 def long_circle(size: int) -> str:
@@ -334,11 +306,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         lambda k: f'b{k} = alloc(f32[4, 4], storage="s", offset={k % 64 * 4})\nmain: copy(x, b{k})',
         lambda k: f"side: copy(b{k}, y)\nside: free(b{k})",
     ),
-    "many_slots": (
-        TWO,
-        lambda k: f"t{k} = alloc(f32[4, 4], symmetric=tp)\nmain: copy(x, t{k})",
-        lambda k: f"side: get(t{k}, y, peer=tp.rank + 1)\nmain: free(t{k})",
-    ),
     # One slot that is taken again and again, and never freed.
     "one_slot": (
         TWO,
@@ -355,10 +322,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         f"{ONE}    s0: record(e0)\n",
         lambda k: f"s{k + 1}: wait(e{k})\ns{k + 1}: wait(e{k // 2})\ns{k + 1}: record(e{k + 1})",
     ),
-    "host_syncs": (
-        ONE,
-        lambda k: f"s{k}: copy(x, y)\ns{k % 7}: host_sync()",
-    ),
     # Messages that all wait for each other.
     "messages": (
         TWO,
@@ -366,10 +329,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         lambda k: "main: recv(y, peer=tp.rank + 1)",
     ),
     # Messages on streams of their own, behind others that wait for them.
-    "crossed": (
-        TWO,
-        lambda k: f"s{k}: recv(y, peer=tp.rank + 1)\ns{k}: send(x, peer=tp.rank + 1)",
-    ),
     # Circles of signals, each on two streams of its own.
     "circles": (
         TWO,
@@ -383,14 +342,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         lambda k: "side: copy(x, y)",
     ),
     # A race for each buffer.
-    "races_apart": (
-        ONE,
-        lambda k: f"t{k} = empty(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)",
-    ),
-    "all_unwritten": (
-        ONE,
-        lambda k: f"t{k} = alloc(f32[4, 4])\nmain: copy(t{k}, y)",
-    ),
     "in_place": (
         ONE,
         lambda k: f"main: copy(y[{k % 3}:{k % 3 + 2}], y[{k % 3 + 1}:{k % 3 + 3}])",
@@ -415,14 +366,11 @@ HOSTILE: dict[str, Hostile] = {
         long_product,
         many_sizes,
         sized_boxes,
-        few_streams,
-        unrecorded,
         long_fused,
         signals,
         all_signals,
         lonely,
         collectives,
-        unlike,
         long_circle,
         large_team,
         largest_team,

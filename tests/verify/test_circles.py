@@ -3,16 +3,10 @@ no schedule for it: slots, messages of a rank to itself, several circles in one 
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from interlace.ir import parse_set
-from interlace.verify import Report, check, deadlock
-from interlace.verify.deadlock import STREAM, CycleLink
+from interlace.verify import Report, check
 
 HEAD = "x: f32[4], y: out[f32[4]], z: out[f32[4]]"
 SLOTS = "; ".join(f'{name} = alloc(f32[4], symmetric=tp, storage="q")' for name in "ab")
@@ -129,49 +123,3 @@ def test_what_never_comes_is_named(
 
 Edges = dict[int, list[tuple[int, bool]]]
 """Nodes that each node waits for, each with True if by the order of a stream."""
-
-
-def links(edges: Edges) -> Any:
-    def of(graph: object, node: int, inside: set[int]) -> list[tuple[int, CycleLink]]:
-        whys = [(other, STREAM if by_stream else "why") for other, by_stream in edges[node]]
-        return [(other, CycleLink(node, other, why)) for other, why in whys]  # type: ignore[arg-type]
-
-    return of
-
-
-def cheapest(edges: Edges, start: int, count: int) -> int | None:
-    """The least number of links that are no stream's in a circle through a node (Floyd)."""
-    far = 10**6
-    cost = [[far] * count for _ in range(count)]
-    for node, others in edges.items():
-        for other, by_stream in others:
-            cost[node][other] = min(cost[node][other], int(not by_stream))
-    for middle in range(count):
-        for one in range(count):
-            for two in range(count):
-                if middle != start:
-                    cost[one][two] = min(cost[one][two], cost[one][middle] + cost[middle][two])
-    return None if cost[start][start] >= far else cost[start][start]
-
-
-def test_the_cheapest_circle_through_a_node(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(seed)
-    met: dict[bool, int] = defaultdict(int)
-    for _ in range(300):
-        count = draw.randint(2, 9)
-        edges: Edges = {
-            node: [
-                (draw.randrange(count), draw.random() < 0.5) for _ in range(draw.choice((0, 1, 2)))
-            ]
-            for node in range(count)
-        }
-        monkeypatch.setattr(deadlock, "_links", links(edges))
-        least = cheapest(edges, 0, count)
-        met[least is not None] += 1
-        if least is None:
-            continue
-        graph: Any = SimpleNamespace()
-        found = deadlock._cycle_through(graph, 0, {*range(count)})  # pyright: ignore
-        assert [link.other for link in found] == [link.part for link in found[1:] + found[:1]]
-        assert sum(link.why != STREAM for link in found) == least
-    assert min(met[True], met[False]) >= 20
