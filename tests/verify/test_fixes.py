@@ -112,7 +112,7 @@ def test_an_edit_that_is_no_fix_is_not_printed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_fix_of_a_large_set_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixes, "MAX_WORK", 1)
+    monkeypatch.setattr(fixes, "MAX_OPS", 1)
     (finding, *_) = check(parse(without(text_of("slots"), "main: wait(copied)"))).errors
     assert not finding.fixed
     assert finding.fix == finding.words

@@ -23,7 +23,6 @@ from interlace.ir.validate import validate
 from interlace.verify.build import GraphBuilder
 from interlace.verify.deadlock import deadlocks, launch_order
 from interlace.verify.fold import certified
-from interlace.verify.graph import PER_OP
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions
@@ -40,8 +39,6 @@ T = TypeVar("T")
 MAX_OPS = 1 << 20
 """Ops of all ranks that are visited in one check, at most; one that signals all other ranks of a
 team counts for each."""
-PER_CHECKED, PER_FINDING = 32, 40
-"""Steps that take about as long as checking an op; ops that take as long as telling a finding."""
 FIRST = {"mismatch": 0, "deadlock": 1, "event": 2, "signal": 3, "race": 4}
 """Kinds that are listed before the others."""
 
@@ -134,7 +131,7 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
         return Report((), num_ops, len(turns.first), seconds, symmetry=told, in_order=in_order)
     _refuse_too_many(sources, {rank for source in sources for rank in source.ranks})
     builder = GraphBuilder(sources, regions)
-    graph = builder.build()
+    builder.build()
     sweep = Sweep(builder)
     sweep.run()
 
@@ -169,10 +166,8 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
         return report
     from interlace.verify.fixes import with_fixes
 
-    work = graph.words // PER_OP + regions.steps // PER_CHECKED
-    work += left_out + PER_FINDING * len(findings)
     again = partial(_check, in_order=in_order, fold=fold)
-    return with_fixes(report, together, again, work)
+    return with_fixes(report, together, again)
 
 
 def _explainer(sources: Sequence[LoweredProgram]) -> Explainer:

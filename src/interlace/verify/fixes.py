@@ -24,9 +24,9 @@ from interlace.verify.report import Finding, Report
 from interlace.verify.source import LoweredProgram
 from interlace.verify.sweep import ByteAccess
 
-MAX_WORK = 200_000
-"""Work of the proofs of one Report at most, in ops that are checked: some seconds. The fixes of so
-many findings are proved, from the first on; what follows is told in words."""
+MAX_PROOFS, MAX_OPS = 20, 20_000
+"""Findings whose fixes are proved, at most, from the first on; ops of all ranks up to which any is.
+The others are told in words."""
 
 RankPair = tuple[int, int]
 
@@ -196,14 +196,13 @@ Check = Callable[..., Report]
 """Checks Programs as those of a Report were checked."""
 
 
-def with_fixes(report: Report, programs: Sequence[Program], again: Check, work: int) -> Report:
-    """The Report with errors that prove their fix when it is read. To check `again` is as much
-    `work` as checking so many ops."""
+def with_fixes(report: Report, programs: Sequence[Program], again: Check) -> Report:
+    """The Report with errors that prove their fix when it is read."""
     prover = _Prover(tuple(programs), report, again)
     findings = list(report.findings)
     for i, one in enumerate(findings):
         proved = None
-        if one.propose is not None and (i + 1) * work <= MAX_WORK:
+        if one.propose is not None and i < MAX_PROOFS and report.num_ops <= MAX_OPS:
             proved = cache(partial(prover.prove, one, one.propose))
         findings[i] = replace(one, propose=None, proved=proved)
     return replace(report, findings=tuple(findings))
